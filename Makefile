@@ -71,7 +71,7 @@ images: system $(SELF_STAMP)
 	@$(BIN)/python -c '$(IMAGES)' sandboxes/tables sandboxes/chores
 
 fuzz: setup-unit ## hostile inputs for every boundary, a minute of each, two at a time; MINUTES=60 JOBS=8 for more
-	@$(BIN)/agentrl fuzz $(FEED) --jobs $(JOBS) --seed $(SEED)
+	@$(BIN)/python -m tests.fuzz $(FEED) --jobs $(JOBS) --seed $(SEED)
 
 mutants: setup ## mutation tests of the code that keeps the laws; LAWS="swap store" for some of them
 	@$(BIN)/python scripts/mutants.py $(LAWS)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from agentrl import records
+    from agentrl.config import Recipe
     from agentrl.errors import AgentRLError, InfrastructureError, UserError
-    from agentrl.recipe import Recipe
 else:
-    _WHERE = {"records": "", "AgentRLError": "errors", "InfrastructureError": "errors", "UserError": "errors", "Recipe": "recipe"}
+    _WHERE = {"records": "", "AgentRLError": "errors", "InfrastructureError": "errors", "UserError": "errors", "Recipe": "config"}
 
     def __getattr__(name):
         from importlib import import_module

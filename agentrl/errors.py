@@ -46,7 +46,7 @@ class InfrastructureError(AgentRLError, RuntimeError):
 
 
 class ToolUnavailable(InfrastructureError):
-    """An outage of a tool on this machine, an MCP server or what they call, not provoked by the arguments (`agentrl.outages`)."""
+    """An outage of a tool on this machine, an MCP server or what they call, not provoked by the arguments (`agentrl.base.outages`)."""
 
 
 class SandboxError(InfrastructureError):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.prove.attacks import attacks
+from agentrl.sandbox.attacks import load_attacks
 from benchmarks import stored
 from benchmarks.contest.comparison import published
 
@@ -47,7 +47,7 @@ class Claim:
 
 def claims() -> list[Claim]:
     """All claims. A result that is not stored has none."""
-    found = [Claim(text=_attacks(), source="agentrl/prove/attacks"), _real_model()]
+    found = [Claim(text=_attacks(), source="agentrl/check/attacks"), _real_model()]
     for name, text in _TEXTS.items():
         if (path := stored.RESULTS / f"{name}.json").exists():
             result = json.loads(path.read_text())
@@ -154,7 +154,7 @@ def _learner_smollm2(result: dict[str, Any]) -> str:
 
 
 def _attacks() -> str:
-    hundreds = len(attacks()) // 100 * 100
+    hundreds = len(load_attacks()) // 100 * 100
     return f"more than {hundreds} attacks"
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentrl.weights import deltas
+from agentrl.version import deltas
 
 HEAD = "| update | numbers changed | bytes changed | delta, share of the file | make, s | apply and check, s |"
 
@@ -35,15 +35,15 @@ def measure(old: Path, new: Path, folder: Path) -> str:
     body = len(after) - len(after) % stride
     numbers = (before[:body].reshape(-1, stride) != after[:body].reshape(-1, stride)).any(1).mean()
     began = time.perf_counter()
-    delta = deltas.encode(old, new, folder, number=0)
+    delta = deltas.write_delta(old, new, folder, number=0)
     made = time.perf_counter()
     assert delta is not None
     copy = folder / "copy"
     shutil.copyfile(old, copy)
     applying = time.perf_counter()
-    deltas.apply(folder, copy)
+    deltas.apply_delta(folder, copy)
     applied = time.perf_counter()
-    share = (folder / deltas.FRAMES).stat().st_size / delta.size
+    share = (folder / deltas.DELTA_FILE).stat().st_size / delta.size
     return f"{numbers:.1%} | {(before != after).mean():.1%} | {share:.1%} | {made - began:.2f} | {applied - applying:.2f} |"
 
 

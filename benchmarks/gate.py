@@ -4,7 +4,7 @@
     python benchmarks/gate.py --cases 100 --repeats 8 --evaluations 1000 --json
 
 Policies are made up: their true pass rate of every case is known, so it is known, too, whether a block is a false alarm. The rule is
-`agentrl.compare.rule`, the one that runs use. Prints a Markdown table, and how often zero tolerance would block an unchanged policy.
+`agentrl.gate.rule`, the one that runs use. Prints a Markdown table, and how often zero tolerance would block an unchanged policy.
 Exit status 1 where an unchanged policy is blocked in more than `--alpha` of the evaluations, beyond what chance allows for, or a drop
 of ten points is seen less often than is stated for the settings of the first row.
 """
@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from agentrl.compare.rule import Rule
-from agentrl.compare.simulation import block_rate, block_rate_in_a_run
+from agentrl.gate.rule import GateRule
+from agentrl.gate.simulation import block_rate, block_rate_in_a_run
 from benchmarks import stored
 
 STATED = {"0.95 -> 0.85 in every case": 0.8, "a tenth of the cases lost, 0.95 elsewhere": 0.95}
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--store", action="store_true", help="also write the rates to docs/results")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     given = parser.parse_args()
-    rule = Rule(repeats=given.repeats, confirm=given.confirm, alpha=given.alpha)
+    rule = GateRule(repeats=given.repeats, confirm=given.confirm, alpha=given.alpha)
     found = {
         name: block_rate(rule, before, now, evaluations=given.evaluations, seed=given.seed)
         for name, (before, now) in policies(given.cases).items()

@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.agent import ChatFormat
-from agentrl.gateway import Gateway, Session, Tokens
+from agentrl.gateway import ConversationTokens, Gateway, Session
 from agentrl.objective import counted_samples
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Episode, Group, Limits, Message, SandboxSpec, Score, ScoredEpisode, Split, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ReplayPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 
@@ -209,7 +209,7 @@ def _call(name: str, arguments: dict[str, str]) -> str:
 class Measured:
     """An agent that starts the client, and measures its own process meanwhile."""
 
-    tokens: Tokens
+    tokens: ConversationTokens
     script: Script
     cpu_s: float = 0.0
     mib: float = 0.0
@@ -250,7 +250,7 @@ def run() -> tuple[Episode, Measured]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # so that its time is this thread's
     tokenizer = trained_tokenizer()
     script = Script(tokenizer)
-    agent = Measured(Tokens(ChatFormat(tokenizer)), script)
+    agent = Measured(ConversationTokens(ChatFormat(tokenizer)), script)
     runner = EpisodeRunner(
         agent=agent,
         policy=ReplayPolicy(script),

@@ -37,8 +37,8 @@ JUDGES = {"reference": "SmolLM2-135M-Instruct, shown the truth", "alone": "SmolL
 COLUMNS = {"agreement": "agreement", "sensitivity": "sensitivity", "specificity": "specificity", "informedness": "informedness"}
 
 REWARDS = '''"""The judges that are measured."""
-from agentrl.reward.judges import Criterion, Endpoint, Form, Judge, RewardModel, ScoreEndpoint, served
-from agentrl.reward.judges.forms import CORRECT
+from agentrl.judge import Criterion, Endpoint, Form, Judge, RewardModel, ScoreEndpoint, served
+from agentrl.judge.forms import CORRECT
 
 SMALL = Endpoint(url=served("small"), model="small", max_tokens=160, timeout_s=600)
 RIGHT = Form(

@@ -37,12 +37,12 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agentrl.files import write  # noqa: E402
+from agentrl.base.files import write_atomically  # noqa: E402
+from agentrl.config import ObjectiveConfig  # noqa: E402
 from agentrl.learner.forest_attention import register  # noqa: E402
-from agentrl.learner.logprobs import LOGITS_AT_ONCE, LogprobHead, TokenScorer  # noqa: E402
-from agentrl.learner.packing import micro_batch, plan  # noqa: E402
-from agentrl.objective.combined import TrainedTokens, policy_loss  # noqa: E402
-from agentrl.recipe import ObjectiveConfig  # noqa: E402
+from agentrl.learner.packing import build_micro_batch, plan_micro_batches  # noqa: E402
+from agentrl.learner.token_scorer import LOGITS_AT_ONCE, LogprobHead, TokenScorer  # noqa: E402
+from agentrl.objective.policy_loss import TrainedTokens, policy_loss  # noqa: E402
 from agentrl.records import Sample  # noqa: E402
 from agentrl.testing.tiny_model import make_tokenizer  # noqa: E402
 from benchmarks import stored  # noqa: E402
@@ -210,12 +210,12 @@ class Ours:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
 
     def tokens(self, case: Case) -> int:
-        rows = plan(case.samples, rank=0, ranks=1, max_tokens=BUDGET)
-        return sum(micro_batch(some, CPU).input_ids.numel() for some in rows)
+        rows = plan_micro_batches(case.samples, rank=0, ranks=1, max_tokens=BUDGET)
+        return sum(build_micro_batch(some, CPU).input_ids.numel() for some in rows)
 
     def backward(self, case: Case) -> None:
-        for rows in plan(case.samples, rank=0, ranks=1, max_tokens=BUDGET):
-            batch = micro_batch(rows, CPU)
+        for rows in plan_micro_batches(case.samples, rank=0, ranks=1, max_tokens=BUDGET):
+            batch = build_micro_batch(rows, CPU)
             logprobs, entropy = self.scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
             tokens = (batch.behaviour, batch.advantages, batch.sequence)
             surrogate(logprobs[batch.expand], tokens, case.trained, entropy[batch.expand]).backward()
@@ -362,8 +362,8 @@ def bound(case: Case, shape: Shape) -> float:
     per_token = shape.layers * (shape.hidden * shape.width * (2 * shape.heads + 2 * shape.kv_heads) + 3 * shape.hidden * shape.mlp)
     per_pair = shape.layers * 2 * shape.heads * shape.width
     head = shape.hidden * shape.vocabulary
-    rows = plan(case.samples, rank=0, ranks=1, max_tokens=BUDGET)
-    batches = [micro_batch(some, CPU) for some in rows]
+    rows = plan_micro_batches(case.samples, rank=0, ranks=1, max_tokens=BUDGET)
+    batches = [build_micro_batch(some, CPU) for some in rows]
     pairs = sum(int((batch.layout.positions + 1).sum()) for batch in batches)
     ours = sum(b.input_ids.numel() * per_token + b.targets.numel() * head for b in batches) + pairs * per_pair
     theirs = 0
@@ -379,7 +379,7 @@ def on_policy(case: Case, scorer: TokenScorer) -> Case:
     made: dict[str, Sample] = {}
     with torch.no_grad():
         for one in case.samples:
-            batch = micro_batch(plan([one], rank=0, ranks=1, max_tokens=BUDGET)[0], CPU)
+            batch = build_micro_batch(plan_micro_batches([one], rank=0, ranks=1, max_tokens=BUDGET)[0], CPU)
             found, _ = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
             values = iter(found[batch.expand].tolist())
             made[one.episode_id] = replace(one, logprobs=tuple(next(values) if on else 0.0 for on in one.loss_mask))
@@ -486,7 +486,7 @@ def write_page() -> None:
         origin, clock = result["origin"], "" if result["clock"] == "wall" else f", {result['clock']} time"
         made = f"`{origin['command']}` on {stored.shown([origin['machine']])}{clock}, commit {origin['commit']}."
         sections += [f"Model `{name}`. {made}\n\n{table(cases)}" for name, cases in result["models"].items()]
-    write(PAGE, "\n\n".join([f"{before}{BEGIN}", *sections, f"{END}{after}"]))
+    write_atomically(PAGE, "\n\n".join([f"{before}{BEGIN}", *sections, f"{END}{after}"]))
 
 
 def head_peak(kind: str) -> None:

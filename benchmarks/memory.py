@@ -18,13 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.config import MemoryConfig
+from agentrl.evaluation.evaluate import evaluate_split
 from agentrl.experience import SqliteStore, StepGroups
-from agentrl.recipe import MemoryConfig
+from agentrl.memory.run_memory import EvaluationNotes, RunMemory
 from agentrl.records import Group, Split
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.run.evaluate import evaluate
-from agentrl.run.memory import HeldOutNotes, RunMemory
-from agentrl.sampling import Sampling
 from agentrl.testing import ReadingPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 from rewards.tables import exact_answer
@@ -45,7 +45,7 @@ def runner(says: Callable[[str], str]) -> GroupRunner:
         max_model_len=4096,
         request_timeout_s=600.0,
     )
-    return GroupRunner(runner=episodes, score=exact_answer, slots=asyncio.Semaphore(8), group_size=SIZE, max_retries=0)
+    return GroupRunner(runner=episodes, scorer=exact_answer, slots=asyncio.Semaphore(8), group_size=SIZE, max_retries=0)
 
 
 async def trained(family: Archive, says: Callable[[str], str], folder: Path, *, steps: int, memory: bool) -> list[Group]:
@@ -55,17 +55,17 @@ async def trained(family: Archive, says: Callable[[str], str], folder: Path, *, 
         notes = RunMemory(CONFIG, folder, store, blocks, max_staleness=STALENESS)
         with closing(notes):
             for step in range(steps):
-                await notes.reach(step)
-                playing = replace(groups, memory=notes.of if memory else None)
+                await notes.prepare_step(step)
+                playing = replace(groups, memory=notes.view if memory else None)
                 for index in blocks.indices(step):
-                    store.put(await playing.group(index, family.task(Split.TRAIN, index)))
+                    store.put(await playing.run_group(index, family.task(Split.TRAIN, index)))
         return list(store.groups(range(steps * GROUPS)))
 
 
 async def heldout(family: Archive, says: Callable[[str], str], *, memory: bool) -> float:
     """The share of held-out tasks that is solved, in as many parts as the recipe has rounds."""
-    with closing(HeldOutNotes(CONFIG)) as notes:
-        done = await evaluate(runner(says), family, Split.HELDOUT, HELDOUT, phase="after", step=0, notes=notes if memory else None)
+    with closing(EvaluationNotes(CONFIG)) as notes:
+        done = await evaluate_split(runner(says), family, Split.HELDOUT, HELDOUT, phase="after", step=0, notes=notes if memory else None)
     assert done.rate is not None
     return done.rate.value
 

@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agentrl.files import write  # noqa: E402
+from agentrl.base.files import write_atomically  # noqa: E402
 from benchmarks import stored  # noqa: E402
 from benchmarks.contest.ours import parts  # noqa: E402
 from benchmarks.quickstart import timed  # noqa: E402
@@ -106,7 +106,7 @@ def run_seed(recipe: str, seed: int, runs: Path, out: Path, note: str, overrides
         said = {"recipe": recipe, "seed": seed, "wall_s": wall_s, "peak_gib": peak, "note": note, "origin": origin}
         outcome.write_text(json.dumps({**said, "resumed": bool(resume)}))
     evaluated(folder, "--model", str(folder / "model"))
-    write(kept_as(out, recipe, seed), json.dumps(asdict(read(folder)), indent=1) + "\n")
+    write_atomically(kept_as(out, recipe, seed), json.dumps(asdict(read(folder)), indent=1) + "\n")
 
 
 def kept(out: Path) -> list[Outcome]:
@@ -257,7 +257,7 @@ def main() -> None:
     base = args.out / "as-published.json"
     if args.page is None:
         if not base.exists():
-            write(base, json.dumps(evaluated(args.runs), indent=1) + "\n")
+            write_atomically(base, json.dumps(evaluated(args.runs), indent=1) + "\n")
         for seed in args.seeds:
             if not kept_as(args.out, args.recipe, seed).exists():
                 run_seed(args.recipe, seed, args.runs, args.out, args.note, args.overrides)

@@ -20,12 +20,12 @@ sys.path.insert(0, str(ROOT))
 
 from agentrl.cli.recipes import load_recipe  # noqa: E402
 from agentrl.cli.running import run_folder  # noqa: E402
+from agentrl.evaluation.evaluate import evaluate_split  # noqa: E402
 from agentrl.observe.stats import Rate  # noqa: E402
 from agentrl.records import Split  # noqa: E402
-from agentrl.run.evaluate import evaluate  # noqa: E402
-from agentrl.run.opening import Run, opened  # noqa: E402
-from agentrl.run.transcript import append  # noqa: E402
-from agentrl.sampling import Sampling  # noqa: E402
+from agentrl.records.sampling import Sampling  # noqa: E402
+from agentrl.session.opening import Run, open_run  # noqa: E402
+from agentrl.session.transcript import append_transcripts  # noqa: E402
 from agentrl.task import open_family  # noqa: E402
 from sandboxes.reasoning.worked import PROGRAMS  # noqa: E402
 
@@ -44,11 +44,11 @@ async def measure(run: Run, arguments: argparse.Namespace) -> dict[str, dict[str
         options |= {"examples": arguments.examples} if arguments.examples is not None else {}
         family = open_family(run.recipe.tasks.but(options=options), seed=run.recipe.seed, root=ROOT)
         count = arguments.problems * len(arguments.kinds)
-        result = await evaluate(runner, family, Split.HELDOUT, count, phase=f"kinds-{tool}", step=0, on_done=run.tracker.evaluating)
-        append(run.folder / "episodes" / f"kinds-{tool}.jsonl", result.transcripts)
+        result = await evaluate_split(runner, family, Split.HELDOUT, count, phase=f"kinds-{tool}", step=0, on_done=run.tracker.evaluating)
+        append_transcripts(run.folder / "episodes" / f"kinds-{tool}.jsonl", result.transcripts)
         found[tool] = result.by_kind
-        if result.left_out:
-            print(f"{tool}: {result.left_out} episodes left out: {result.left_out_reasons}", file=sys.stderr)
+        if result.excluded:
+            print(f"{tool}: {result.excluded} episodes left out: {result.excluded_reasons}", file=sys.stderr)
     return found
 
 
@@ -82,7 +82,7 @@ def main() -> None:
     with run_folder(root, RECIPE, written, given, arguments.run_dir, verb="eval") as (start, recipe, checked):
 
         async def run_all() -> dict[str, dict[str, Rate]]:
-            async with opened(recipe, start, checked, root=root, console=False) as run:
+            async with open_run(recipe, start, checked, root=root, console=False) as run:
                 return await measure(run, arguments)
 
         print(table(asyncio.run(run_all()), arguments.kinds))

@@ -25,8 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from agentrl.base.files import write_atomically  # noqa: E402
 from agentrl.failure.case import Case, save_case  # noqa: E402
-from agentrl.files import write  # noqa: E402
 from agentrl.records import Split  # noqa: E402
 from sandboxes.tables import Tables  # noqa: E402
 
@@ -115,7 +115,7 @@ def main() -> int:
     text = table(found, given.cases, given.backend)
     print(text)
     if given.out:
-        write(given.out, "# How long regression cases take\n\nCommand: `python benchmarks/regression_cases.py`. " + text + "\n")
+        write_atomically(given.out, "# How long regression cases take\n\nCommand: `python benchmarks/regression_cases.py`. " + text + "\n")
     return int(not all(one.ok for one in found))
 
 

@@ -21,13 +21,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # as the command line does: a recipe may name parts of the project
 
-from agentrl import plugins  # noqa: E402
-from agentrl import recipe as recipes  # noqa: E402
+from agentrl.config import Recipe  # noqa: E402
+from agentrl.config import recipe as recipes  # noqa: E402
 from agentrl.experience import open_store  # noqa: E402
-from agentrl.recipe import Recipe  # noqa: E402
+from agentrl.plugins import references  # noqa: E402
 from agentrl.records import Episode  # noqa: E402
 from agentrl.serving import VLLMServer  # noqa: E402
-from agentrl.serving.client import distribution  # noqa: E402
+from agentrl.serving.client import sampling_parameters  # noqa: E402
 
 SLEEPING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 CONTENDERS: Mapping[str, tuple[dict[str, str], dict[str, str]]] = {
@@ -61,7 +61,7 @@ async def play(server: VLLMServer, recipe: Recipe, episode: Episode, salt: str) 
         context: list[int] = []
         for turn in trajectory.turns:
             context += turn.prompt_ids
-            sampling = {**distribution(recipe.rollout.sampling), "max_tokens": len(turn.completion_ids), "ignore_eos": True}
+            sampling = {**sampling_parameters(recipe.rollout.sampling), "max_tokens": len(turn.completion_ids), "ignore_eos": True}
             asked = {"logprobs": max(recipe.rollout.top_k, 0), "detokenize": False}
             body = {"token_ids": list(context), "sampling_params": sampling | asked, "cache_salt": salt}
             await server.control.generate(body, timeout_s=600.0)
@@ -87,7 +87,7 @@ async def seconds(recipe: Recipe, model: Path, episodes: list[Episode], name: st
 
 
 async def main(given: argparse.Namespace) -> None:
-    plugins.add_project_root(ROOT)
+    references.add_project_root(ROOT)
     recipe = recipes.load(given.run / "recipe.json")
     store = open_store(given.run, recipe)
     size = recipe.rollout.groups_per_step

@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agentrl.causes import short  # noqa: E402
+from agentrl.base.error_text import one_line_error  # noqa: E402
 from agentrl.errors import InfrastructureError, UserError  # noqa: E402
 from benchmarks import stored  # noqa: E402
 from benchmarks.load import script as scripted  # noqa: E402
@@ -41,7 +41,7 @@ from benchmarks.load.tables import compared, merged, page  # noqa: E402
 
 PARTS = ("turns", "crowd", "idle", "prefix")
 PEER = "verifiers==0.4.0"
-CODE = ("agentrl/agent", "agentrl/rollout", "agentrl/serving", "agentrl/processes.py", "benchmarks/load")
+CODE = ("agentrl/agent", "agentrl/rollout", "agentrl/serving", "agentrl/base/processes.py", "benchmarks/load")
 TURNS = 8
 CROWD, FEW, DELAY_S, RAMP_S, WINDOW_S = 4000, 100, (10.0, 30.0), 20.0, 30.0
 IDLE, IDLE_AFTER = (500, 1000, 2000, 4000), 5
@@ -86,7 +86,7 @@ def peer_python(work: Path) -> str:
         for command in ([sys.executable, "-m", "venv", str(folder)], [str(python), "-m", "pip", "install", "-q", PEER]):
             made = subprocess.run(command, capture_output=True, text=True, check=False)
             if made.returncode:
-                raise InfrastructureError(f"{' '.join(command)} failed: {short(made.stderr[-1000:])}")
+                raise InfrastructureError(f"{' '.join(command)} failed: {one_line_error(made.stderr[-1000:])}")
         (folder / "whole").write_text(PEER)
     return str(python)
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from agentrl.config import TasksConfig
 from agentrl.protocols import SandboxBackend
-from agentrl.recipe import TasksConfig
 from agentrl.records import SandboxSpec, Split, Task
 from agentrl.sandbox import WarmPool, select_backend
 from agentrl.sandbox.images import load_image

@@ -16,11 +16,11 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import TypeVar
 
-from agentrl.contract.outputs import collect
 from agentrl.errors import SandboxError
 from agentrl.protocols import Sandbox
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import select_backend
+from agentrl.task.outputs import collect_outputs
 
 T = TypeVar("T")
 MAKE_S, OPEN_S = 120.0, 120.0
@@ -69,7 +69,7 @@ async def one(name: str, program: str, options: argparse.Namespace) -> dict[str,
             took["open"] = seconds, refused
             if copy is not None:
                 await copy.close()
-        seconds, collected, refused = await timed(collect(sandbox, ("**",)))
+        seconds, collected, refused = await timed(collect_outputs(sandbox, ("**",)))
         problem = next(iter(collected.refused.values()), "") if collected else ""
         took["collect"] = seconds, refused or f"{len(collected.files) if collected else 0} files; {problem[:60]}"
         seconds, _, refused = await timed(sandbox.close())

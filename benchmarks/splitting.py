@@ -26,8 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agentrl.estimates import wilson  # noqa: E402
-from agentrl.files import read_json_lines, write  # noqa: E402
+from agentrl.base.estimates import wilson_interval  # noqa: E402
+from agentrl.base.files import read_json_lines, write_atomically  # noqa: E402
 from benchmarks import stored  # noqa: E402
 from benchmarks.quickstart import timed  # noqa: E402
 from rewards.pages import page_asked  # noqa: E402
@@ -50,7 +50,7 @@ class Share:
     n: int
 
     def __str__(self) -> str:
-        low, high = wilson(self.value, self.n)
+        low, high = wilson_interval(self.value, self.n)
         return f"{self.value:.2f} [{low:.2f}, {high:.2f}]"
 
 
@@ -89,7 +89,7 @@ def run(credit: str, seed: int, runs: Path, out: Path, note: str, overrides: Seq
     measured = {"wall_s": wall_s, "peak_gib": peak_gib, "note": note, "machine": machine, "resumed": bool(resume)}
     outcome = read(folder, credit, seed, {**measured, "overrides": list(overrides)})
     out.mkdir(parents=True, exist_ok=True)
-    write(kept_as(out, credit, seed), json.dumps(asdict(outcome), indent=1) + "\n")
+    write_atomically(kept_as(out, credit, seed), json.dumps(asdict(outcome), indent=1) + "\n")
 
 
 def read(folder: Path, credit: str, seed: int, measured: dict[str, Any]) -> Outcome:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from agentrl.files import write
+from agentrl.base.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -44,7 +44,7 @@ def keep(name: str, origin: Mapping[str, Any], **data: Any) -> Path:
     """Writes `docs/results/NAME.json`: the fields of `origin`, and what was measured."""
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, json.dumps({"origin": dict(origin), **data}, indent=1) + "\n")
+    write_atomically(path, json.dumps({"origin": dict(origin), **data}, indent=1) + "\n")
     return path
 
 

@@ -20,8 +20,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from agentrl.config import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.errors import ServingError
-from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.records import PolicyVersion, Probe, SamplingParams
 from agentrl.serving import FileWeightChannel, TokenClient, VLLMServer
 from agentrl.testing.tiny_model import make_model, make_probe, write_version

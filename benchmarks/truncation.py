@@ -21,12 +21,11 @@ from typing import Any
 import torch
 import zstandard
 
-from agentrl import codec
-from agentrl.learner.logprobs import LogprobHead
-from agentrl.learner.packing import MicroBatch, micro_batch
-from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
-from agentrl.records import Completion, Sample, SamplingParams
-from agentrl.sampling import Supports
+from agentrl.config import PolicyConfig, Recipe, ServingConfig, TasksConfig
+from agentrl.learner.packing import MicroBatch, build_micro_batch
+from agentrl.learner.token_scorer import LogprobHead
+from agentrl.records import Completion, Sample, SamplingParams, codec
+from agentrl.records.sampling import Supports
 from agentrl.serving import TokenClient, VLLMServer
 from agentrl.testing.tiny_model import make_model, write_version
 
@@ -83,10 +82,10 @@ def as_batch(completions: list[Completion]) -> MicroBatch:
                 logprobs=(0.0, *completion.logprobs),
                 versions=(-1, *(0,) * size),
                 advantages=(0.0,) * (1 + size),
-                supports=Supports.joined([1, completion.supports or size]),
+                supports=Supports.join([1, completion.supports or size]),
             )
         )
-    return micro_batch(tuple(rows), torch.device("cpu"))
+    return build_micro_batch(tuple(rows), torch.device("cpu"))
 
 
 def score(completions: list[Completion], repeat: int) -> float:

@@ -39,13 +39,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agentrl.compare.verdict import Outcome, read_verdicts  # noqa: E402
+from agentrl.base.files import read_json_lines, write_atomically  # noqa: E402
 from agentrl.failure.collection import Collection  # noqa: E402
 from agentrl.failure.trace import Trace  # noqa: E402
-from agentrl.files import read_json_lines, write  # noqa: E402
-from agentrl.observe.drift import alarms  # noqa: E402
+from agentrl.gate.verdict import GateOutcome, read_verdicts  # noqa: E402
+from agentrl.observe.drift import drift_alerts  # noqa: E402
 from agentrl.records import Split, Task  # noqa: E402
-from agentrl.reward.audit import AUDIT  # noqa: E402
+from agentrl.reward.audit import AUDIT_PART  # noqa: E402
 from benchmarks import stored  # noqa: E402
 from benchmarks.weakness_recipe import KIND, whole_part  # noqa: E402
 from sandboxes.tables import Tables  # noqa: E402
@@ -180,7 +180,7 @@ def imitated(model: Path, out: Path, some: Iterator[tuple[Task, list[Act]]], *, 
     from transformers import AutoTokenizer
 
     from agentrl.agent.chat import ChatFormat
-    from agentrl.supervised.tune import sft
+    from agentrl.supervised.tune import train_sft
     from recipes.base_policy import MOST_TOKENS, encode
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -188,7 +188,7 @@ def imitated(model: Path, out: Path, some: Iterator[tuple[Task, list[Act]]], *, 
     rows = [encode(chat, tokenizer, task, acts) for task, acts in some]
     rows = [row for row in rows if len(row["input_ids"]) <= MOST_TOKENS]
     shutil.rmtree(out, ignore_errors=True)
-    loss = sft(rows, model, out, epochs=1.0, lr=lr, batch=32, seed=seed)
+    loss = train_sft(rows, model, out, epochs=1.0, lr=lr, batch=32, seed=seed)
     return {"demonstrations": len(rows), "loss": loss, "model": str(out)}
 
 
@@ -247,12 +247,12 @@ def relapse(one: Experiment) -> dict[str, Any]:
     ]
     run = one.trained("relapse", start, given)
     verdicts = read_verdicts(run)
-    refused = [verdict for verdict in verdicts if verdict.outcome in (Outcome.BLOCKED, Outcome.ROLLED_BACK)]
+    refused = [verdict for verdict in verdicts if verdict.outcome in (GateOutcome.BLOCKED, GateOutcome.ROLLED_BACK)]
     promoted = [verdict.version for verdict in verdicts if verdict.promoted]
     return {
         "run": str(run),
         "refused": [[verdict.version, str(verdict.outcome), verdict.reason] for verdict in refused],
-        "rolled_back": sum(verdict.outcome is Outcome.ROLLED_BACK for verdict in refused),
+        "rolled_back": sum(verdict.outcome is GateOutcome.ROLLED_BACK for verdict in refused),
         "promoted": promoted,
         "model": left_by(run, start),
         "alarms": drift(run),
@@ -293,15 +293,15 @@ def rates(run: Path) -> dict[str, Any]:
 
 def contradicted(trace: Trace) -> bool:
     """Whether reward and audit say different things of an episode; hacked ones are captured, so none that passed is overlooked."""
-    if trace.score is None or trace.score.value is None or AUDIT not in trace.score.parts:
+    if trace.score is None or trace.score.value is None or AUDIT_PART not in trace.score.parts:
         return False
-    return (trace.score.value >= 1.0) != (trace.score.parts[AUDIT] >= 1.0)
+    return (trace.score.value >= 1.0) != (trace.score.parts[AUDIT_PART] >= 1.0)
 
 
 def drift(run: Path) -> list[str]:
     """The drift alarms of a run, by rule."""
     steps = [line for line in read_json_lines(run / "metrics.jsonl") if "episodes" in line]
-    return [text.partition(":")[0] for at in range(len(steps)) for text in alarms(steps[: at + 1])]
+    return [text.partition(":")[0] for at in range(len(steps)) for text in drift_alerts(steps[: at + 1])]
 
 
 def run_phases(one: Experiment, wanted: Sequence[str]) -> None:
@@ -311,7 +311,7 @@ def run_phases(one: Experiment, wanted: Sequence[str]) -> None:
         path = one.folder / f"{phase}.json"
         if not path.exists():
             print(f"seed {one.seed}: {phase}", file=sys.stderr, flush=True)
-            write(path, json.dumps(PHASES[phase](one), indent=2) + "\n", durable=True)
+            write_atomically(path, json.dumps(PHASES[phase](one), indent=2) + "\n", durable=True)
 
 
 def missed(found: dict[str, dict[str, Any]]) -> list[str]:
@@ -404,7 +404,7 @@ def main() -> int:
     )
     print(text)
     if given.out:
-        write(given.out, text + "\n")
+        write_atomically(given.out, text + "\n")
         rates = ("before", "after", "final")
         stored.keep("weakness", origin, runs=[{"seed": one.seed, **{phase: one.done(phase) for phase in rates}} for one in experiments])
     return int(any(missed({phase: one.done(phase) for phase in PHASES}) for one in experiments))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.recipe import EvalConfig
+from agentrl.config import EvalConfig
 from agentrl.records import Episode, Score, Task
 from recipes.quickstart import recipe as quickstart
 from rewards.tables import exact_answer

@@ -18,9 +18,9 @@ from pydantic import JsonValue
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from agentrl.parts import Kind
-from agentrl.recipe import Recipe
-from agentrl.section import Section, meanings, named_section_of, section_of
+from agentrl.config import Recipe
+from agentrl.config.section import Section, key_docs, named_section_of, section_of
+from agentrl.plugins.parts import PartKind
 
 PAGE = Path(__file__).resolve().parent / "recipes.md"
 BEGIN = "<!-- table: written by docs/generate_recipe_table.py; do not edit -->"
@@ -31,7 +31,7 @@ _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
     """Yields dotted name, field and meaning of every key; nested sections follow. Sections of one type are listed once, under `*`."""
-    nested, docstrings = [], meanings(section)
+    nested, docstrings = [], key_docs(section)
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
         if inner is not None:
@@ -72,20 +72,20 @@ def _type(field: FieldInfo) -> str:
     bounds = [
         f"{sign}{_number(value)}" for item in field.metadata for name, sign in _BOUNDS if (value := getattr(item, name, None)) is not None
     ]
-    kinds = [item for item in field.metadata if isinstance(item, Kind)]
+    kinds = [item for item in field.metadata if isinstance(item, PartKind)]
     name = _choices(kinds[0]) if kinds else _name(field.annotation)
     if name in ("bool", "int", "float", "str") and isinstance(field.default, int | float | str):
         name = ""
     return " ".join([name.removesuffix(", None") if field.default is None else name, ", ".join(bounds)]).strip()
 
 
-def _choices(kind: Kind) -> str:
+def _choices(kind: PartKind) -> str:
     return ", ".join([*(f"`{name}`" for name in kind.shipped), "reference"])
 
 
 def _name(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated and (kinds := [item for item in arguments if isinstance(item, Kind)]):
+    if origin is Annotated and (kinds := [item for item in arguments if isinstance(item, PartKind)]):
         return _choices(kinds[0])
     if origin is Annotated:
         return _name(arguments[0])

@@ -3,7 +3,7 @@
 agentrl eval evals/tables.py --model runs/quickstart/model
 """
 
-from agentrl.recipe import EvalConfig, PolicyConfig, Recipe, RolloutConfig, ServingConfig, TasksConfig
+from agentrl.config import EvalConfig, PolicyConfig, Recipe, RolloutConfig, ServingConfig, TasksConfig
 
 recipe = Recipe(
     name="tables",

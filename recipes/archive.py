@@ -7,7 +7,7 @@
 For a model that calls tools and a GPU. `benchmarks/memory.py` shows on any machine what the memory is worth to scripted policies.
 """
 
-from agentrl.recipe import (
+from agentrl.config import (
     EvalConfig,
     LearnerConfig,
     MemoryConfig,

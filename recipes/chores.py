@@ -7,7 +7,7 @@
 Ten tasks show how it is done; they are too few to train a model that is any good at others. Name your own folder in `tasks`.
 """
 
-from agentrl.recipe import EvalConfig, LearnerConfig, PolicyConfig, Recipe, RolloutConfig, ServingConfig, TasksConfig
+from agentrl.config import EvalConfig, LearnerConfig, PolicyConfig, Recipe, RolloutConfig, ServingConfig, TasksConfig
 
 recipe = Recipe(
     name="chores",

@@ -16,7 +16,7 @@ recipe = base.but(
     {
         "name": "outside-agent",
         "tasks.options": {"network": ADDRESS},
-        "rollout.agent": "agentrl.gateway:Outside",
+        "rollout.agent": "agentrl.gateway:ExternalProgram",
         "rollout.agent_options": {
             "command": ["python3", "-I", "agent.py"],
             "files": {"agent.py": "recipes/agents/tables_stdlib.py"},

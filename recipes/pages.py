@@ -7,7 +7,7 @@
 For a model that calls tools and a GPU. `tests/sandboxes/test_pages.py` runs a short form with scripted policies on any machine.
 """
 
-from agentrl.recipe import (
+from agentrl.config import (
     CompactionConfig,
     DelegationConfig,
     EvalConfig,

@@ -7,7 +7,7 @@ Three to ten minutes after installation, by the machine. Everything is the real 
 DeepSpeed updates. For a bigger model on a GPU see `tables_qwen3_gpu.py`: only the numbers differ.
 """
 
-from agentrl.recipe import (
+from agentrl.config import (
     EvalConfig,
     LearnerConfig,
     ObjectiveConfig,

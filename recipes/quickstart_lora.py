@@ -7,7 +7,7 @@ Everything else but the learning rate is the quickstart's: the same tasks, sandb
 folder is the result as a whole model, `adapter/` what was trained.
 """
 
-from agentrl.recipe import LoraConfig
+from agentrl.config import LoraConfig
 from recipes.quickstart import recipe as base
 
 recipe = base.but({"name": "quickstart-lora", "learner.lr": 4e-3, "learner.lora": LoraConfig(rank=8, alpha=16.0)})

@@ -6,7 +6,7 @@
 Everything else is the quickstart's: the same tasks, sandboxes, policy and evaluation.
 """
 
-from agentrl.recipe import CriticConfig
+from agentrl.config import CriticConfig
 from recipes.quickstart import recipe as base
 
 recipe = base.but(

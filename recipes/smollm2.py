@@ -13,7 +13,7 @@ the tool, before and after:
     agentrl eval evals/smollm2_no_tool.py --model runs/smollm2/model
 """
 
-from agentrl.recipe import (
+from agentrl.config import (
     EvalConfig,
     LearnerConfig,
     ObjectiveConfig,

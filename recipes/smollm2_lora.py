@@ -6,7 +6,7 @@ Everything else but the learning rate and the number of steps is as in `smollm2.
 one of 540 MB.
 """
 
-from agentrl.recipe import LoraConfig
+from agentrl.config import LoraConfig
 from recipes.smollm2 import recipe as base
 
 recipe = base.but({"name": "smollm2-lora", "steps": 20, "learner.lr": 2e-4, "learner.lora": LoraConfig(rank=16, alpha=32.0)})

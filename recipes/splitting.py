@@ -8,7 +8,7 @@ The policy splits a third of its tasks at first, and its helpers are not careful
 The last command asks for a summary of what gets too long, which this policy has never been shown: at first none of them is accepted.
 """
 
-from agentrl.recipe import (
+from agentrl.config import (
     DelegationConfig,
     EvalConfig,
     LearnerConfig,

@@ -21,10 +21,10 @@ sys.path.insert(0, str(ROOT))  # as the command line does: content is imported f
 
 from agentrl.agent import load_tools  # noqa: E402
 from agentrl.agent.chat import ChatFormat  # noqa: E402
-from agentrl.agent.delegation import schema  # noqa: E402
-from agentrl.files import sha256_file  # noqa: E402
+from agentrl.agent.delegation import delegate_schema  # noqa: E402
+from agentrl.base.files import sha256_file  # noqa: E402
+from agentrl.config.rollout import DelegationConfig  # noqa: E402
 from agentrl.records import Message  # noqa: E402
-from agentrl.sections.rollout import DelegationConfig  # noqa: E402
 from sandboxes.pages.demonstrations import Demonstration, demonstrations  # noqa: E402
 
 BASE = ROOT / "recipes/models/tables-base"
@@ -38,7 +38,7 @@ def encode(chat: ChatFormat, tokenizer: Any, one: Demonstration) -> dict[str, li
     Every segment (prompt, completion, what the tools gave) is tokenized on its own, as in rollouts.
     """
     schemas = [tool.schema for tool in load_tools(one.task.tools).values()]
-    offers = [schema(DelegationConfig())] if one.delegates else []
+    offers = [delegate_schema(DelegationConfig())] if one.delegates else []
     ids = list(chat.opening((Message(role="user", content=one.asked),), [*schemas, *offers]))
     labels = [-100] * len(ids)
     for move in one.moves:
@@ -63,9 +63,9 @@ def rows(count: int, seed: int) -> Iterator[dict[str, list[int]]]:
 
 def make(out: Path = MODEL, *, steps: int = 300, lr: float = 1e-3, seed: int = 0) -> float:
     """Makes the policy and returns its last loss in nats a token."""
-    from agentrl.supervised.tune import sft
+    from agentrl.supervised.tune import train_sft
 
-    loss = sft(list(rows(steps * BATCH, seed)), BASE, out, epochs=1.0, lr=lr, batch=BATCH, seed=seed)
+    loss = train_sft(list(rows(steps * BATCH, seed)), BASE, out, epochs=1.0, lr=lr, batch=BATCH, seed=seed)
     write_card(out, {"steps": steps, "demonstrations per step": BATCH, "learning rate": lr, "seed": seed, "last loss": f"{loss:.4f}"})
     return loss
 

@@ -8,7 +8,7 @@ server's part; the learner needs about 16 bytes a parameter (weights, gradients 
 0.6B should fit in 24 GB, 4B needs a card of 141 GB.
 """
 
-from agentrl.recipe import (
+from agentrl.config import (
     EvalConfig,
     LearnerConfig,
     ObjectiveConfig,

@@ -18,7 +18,7 @@ from typing import Any
 
 import sympy
 
-from agentrl.contract.values import whole
+from agentrl.base.numbers import is_whole
 from rewards.asked import names_percent, names_unit
 from rewards.notation import is_assignment
 from rewards.scalars import Node, symbols
@@ -137,7 +137,7 @@ class Comparison:
         if wanted is not None and given is not None:
             if wanted == given:
                 return True
-            inexact = not (whole(wanted) and whole(given)) and (_decimal(truth) or _decimal(answer))
+            inexact = not (is_whole(wanted) and is_whole(given)) and (_decimal(truth) or _decimal(answer))
             return inexact and self._close(sympy.Rational(wanted), sympy.Rational(given))
         ordered = _matrices(truth)
         try:

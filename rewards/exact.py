@@ -13,10 +13,10 @@ from pydantic import Field
 
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
-from agentrl.reward.configured import LONGEST, SHOWN, Configured, answer_of, wrong
+from agentrl.reward.configured import EVIDENCE_CHARS, MAX_ANSWER_CHARS, ConfiguredVerifier, answer_of, zero_score
 
 
-class Exact(Configured):
+class Exact(ConfiguredVerifier):
     """1 when the answer equals a truth, else 0. Unicode is compared in its composed form (NFC). Settings in `task.data["exact"]`."""
 
     name: ClassVar[str] = "exact"
@@ -27,12 +27,12 @@ class Exact(Configured):
     """Whether runs of white space within the text differ from one space."""
     after: str = ""
     """The answer is what follows the last occurrence of this. Empty: all that was submitted."""
-    longest: int = Field(LONGEST, gt=0)
+    longest: int = Field(MAX_ANSWER_CHARS, gt=0)
     """Characters; a longer answer is wrong."""
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
-        truth = rules.wanted(task)
+        rules = self.for_task(task)
+        truth = rules.truth_of(task)
         truths = truth if isinstance(truth, list) else [truth]
         if not truths or not all(isinstance(one, str | int | float) and rules._plain(str(one)) for one in truths):
             raise TaskError(f"task {task.id}: the truth of an exact answer is text that is not empty, or a list of such")
@@ -40,9 +40,9 @@ class Exact(Configured):
             raise TaskError(f"task {task.id}: its shortest truth has {least} characters, but an answer may have at most {rules.longest}")
         answer, problem = answer_of(episode, after=rules.after, longest=rules.longest)
         if problem:
-            return wrong(problem)
+            return zero_score(problem)
         right = rules._plain(answer) in {rules._plain(str(one)) for one in truths}
-        return Score(value=float(right), evidence=f"answer {answer[:SHOWN]!r}, truth {str(truths[0])[:SHOWN]!r}")
+        return Score(value=float(right), evidence=f"answer {answer[:EVIDENCE_CHARS]!r}, truth {str(truths[0])[:EVIDENCE_CHARS]!r}")
 
     def _plain(self, text: str) -> str:
         text = unicodedata.normalize("NFC", text.strip())

@@ -14,10 +14,10 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from agentrl.records import Episode, Score, Task
-from agentrl.reward.configured import Configured
+from agentrl.reward.configured import ConfiguredVerifier
 
 
-class Length(Configured):
+class Length(ConfiguredVerifier):
     """1 when the length is from `least` to `most`, else 0; with `zero_at`, it falls in a line from 1 at `most` to 0 at `zero_at`.
 
     Settings in `task.data["length"]`. No answer has length 0. Tokens are those that were sampled in the whole episode.
@@ -38,7 +38,7 @@ class Length(Configured):
         return self
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
+        rules = self.for_task(task)
         text = episode.answer or ""
         lengths = {"characters": lambda: len(text), "words": lambda: len(text.split()), "lines": lambda: len(text.splitlines())}
         length = episode.completion_tokens if rules.unit == "tokens" else lengths[rules.unit]()
@@ -48,7 +48,7 @@ class Length(Configured):
         return Score(value=value, evidence=f"{length} {rules.unit}")
 
 
-class Form(Configured):
+class Form(ConfiguredVerifier):
     """1 when every term holds, else 0; each term is a part, and `terms` the share that holds. Settings in `task.data["form"]`.
 
     White space at both ends of the answer plays no part. Patterns are in `rewards.pattern`, schemas in `rewards.json_schema`.
@@ -74,7 +74,7 @@ class Form(Configured):
         return self
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
+        rules = self.for_task(task)
         text = rules._plain((episode.answer or "").strip())
         held = {"not_empty": bool(text)}
         if rules.starts:

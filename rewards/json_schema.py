@@ -18,16 +18,16 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from agentrl.contract.values import number, same_number, whole
+from agentrl.base.numbers import is_whole, parse_number, same_number
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
-from agentrl.reward.configured import SHOWN, Configured, answer_of, need, unfenced, wrong
-from agentrl.reward.worker import PATIENCE_S, AtAnswer, Worker
+from agentrl.reward.configured import EVIDENCE_CHARS, ConfiguredVerifier, answer_of, require_package, strip_code_fence, zero_score
+from agentrl.reward.worker import QUEUE_TIMEOUT_S, AnswerFault, SubprocessWorker
 
 DEADLINE_S = 3.0
 
 
-class JsonSchema(Configured):
+class JsonSchema(ConfiguredVerifier):
     """1 when the answer is JSON that fits the schema, else 0. Settings in `task.data["json_schema"]`.
 
     The schema is `task.data["schema"]`, or the one given here. With `equal`, the JSON must also equal the truth, where whole numbers equal
@@ -37,35 +37,35 @@ class JsonSchema(Configured):
     """
 
     name: ClassVar[str] = "json_schema"
-    timeout_s: ClassVar[float] = PATIENCE_S
+    timeout_s: ClassVar[float] = QUEUE_TIMEOUT_S
 
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
     """None: the task has it, in `data["schema"]`."""
     fenced: bool = False
-    """Whether to unwrap an answer that is one fenced block (`agentrl.reward.configured.unfenced`)."""
+    """Whether to unwrap an answer that is one fenced block (`agentrl.reward.configured.strip_code_fence`)."""
     equal: bool = False
     """Whether the answer must also equal the truth."""
     longest: int = Field(100_000, gt=0)
     """Characters; a longer answer is wrong."""
 
     def model_post_init(self, context: Any) -> None:
-        need("jsonschema")
+        require_package("jsonschema")
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
+        rules = self.for_task(task)
         schema = rules.json_schema if rules.json_schema is not None else task.data.get("schema")
         if not isinstance(schema, Mapping | bool):
             raise TaskError(f"task {task.id}: there is no JSON schema in data.schema")
-        truth = [rules.wanted(task)] if rules.equal else []
+        truth = [rules.truth_of(task)] if rules.equal else []
         nothing = {"fits": 0.0} | ({"equal": 0.0} if rules.equal else {})
         text, problem = answer_of(episode, longest=rules.longest)
         if problem:
-            return wrong(problem, **nothing)
-        request = {"schema": schema, "text": unfenced(text, "json") if rules.fenced else text, "truth": truth}
+            return zero_score(problem, **nothing)
+        request = {"schema": schema, "text": strip_code_fence(text, "json") if rules.fenced else text, "truth": truth}
         try:
-            told = await _worker.judge(request, sound=request | {"text": "null"})
-        except AtAnswer as error:
-            return wrong(f"answer {text[:SHOWN]!r}: at it the schema {error}", **nothing)
+            told = await _worker.evaluate(request, sound=request | {"text": "null"})
+        except AnswerFault as error:
+            return zero_score(f"answer {text[:EVIDENCE_CHARS]!r}: at it the schema {error}", **nothing)
         if told["schema"]:
             raise TaskError(f"task {task.id}: its JSON schema cannot be used: {told['schema']}")
         right = not told["misfit"] and (told["equal"] or not rules.equal)
@@ -89,10 +89,10 @@ def strict_json(text: str) -> Any:
         rounded = float(digits)
         if math.isfinite(rounded) and not rounded.is_integer():
             return rounded
-        value = number(digits)  # whole, or next to it
+        value = parse_number(digits)  # whole, or next to it
         if value is None or math.isinf(rounded) or (value and not rounded):
             raise ValueError(f"{digits[:40]} is too large or too small")
-        return int(value) if whole(value) else rounded
+        return int(value) if is_whole(value) else rounded
 
     def never(name: str) -> Any:
         raise ValueError(f"{name} is no JSON")
@@ -219,5 +219,5 @@ def _is_moment(text: object) -> bool:
     )
 
 
-_worker = Worker(verdict, prepare=prepare, deadline_s=DEADLINE_S, memory=1 << 30, processes=2)
+_worker = SubprocessWorker(verdict, prepare=prepare, deadline_s=DEADLINE_S, memory=1 << 30, processes=2)
 json_schema = JsonSchema()

@@ -8,8 +8,8 @@ before you train on it.
 
 from __future__ import annotations
 
-from agentrl.reward.judges import Endpoint, Ensemble, Judge, Pairwise
-from agentrl.reward.judges.forms import CORRECT, GROUNDED, HELPFUL, INSTRUCTIONS
+from agentrl.judge import Endpoint, Ensemble, Judge, Pairwise
+from agentrl.judge.forms import CORRECT, GROUNDED, HELPFUL, INSTRUCTIONS
 
 LOCAL = Endpoint(url="http://127.0.0.1:8000/v1", model="judge")
 

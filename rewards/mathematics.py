@@ -17,8 +17,8 @@ from pydantic import Field
 
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
-from agentrl.reward.configured import SHOWN, Configured, answer_of, need, wrong
-from agentrl.reward.worker import PATIENCE_S, AtAnswer, Worker
+from agentrl.reward.configured import EVIDENCE_CHARS, ConfiguredVerifier, answer_of, require_package, zero_score
+from agentrl.reward.worker import QUEUE_TIMEOUT_S, AnswerFault, SubprocessWorker
 from rewards.extract import expression, formulas
 from rewards.notation import read
 from rewards.scalars import Node
@@ -32,7 +32,7 @@ MOST_FORMULAS = 50  # of a prompt
 _LOOSE = r"(?:\s|[{}$]|\\(?:[,;:! ]|quad|qquad|displaystyle))"  # what may stand anywhere in an expression
 
 
-class Mathematics(Configured):
+class Mathematics(ConfiguredVerifier):
     r"""1 if the answer equals the truth and is in evaluated form, else 0. Settings in `task.data["mathematics"]`.
 
     What is read of a submission is one expression, in LaTeX or as a calculator writes it (`rewards.extract`): in the last `\boxed{}` or
@@ -49,7 +49,7 @@ class Mathematics(Configured):
     """
 
     name: ClassVar[str] = "mathematics"
-    timeout_s: ClassVar[float] = PATIENCE_S
+    timeout_s: ClassVar[float] = QUEUE_TIMEOUT_S
 
     decimals: int = Field(6, ge=0, le=15)
     """Places that are compared when either number is written as a decimal: decimal places, of numbers below 0.1 significant digits."""
@@ -59,26 +59,28 @@ class Mathematics(Configured):
     """The answer is what follows the last occurrence of this. Empty: all that was submitted."""
 
     def model_post_init(self, context: Any) -> None:
-        need("math_verify")
+        require_package("math_verify")
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
-        truth = expression(str(rules.wanted(task)))
+        rules = self.for_task(task)
+        truth = expression(str(rules.truth_of(task)))
         text, problem = answer_of(episode, after=rules.after, longest=LONGEST)
         answer = expression(text)
         if problem or not answer:
-            return wrong(problem or "the answer is empty")
+            return zero_score(problem or "the answer is empty")
         if len(answer) > max(LONGEST_EXPRESSION, 4 * len(truth)):
-            return wrong(f"an expression of {len(answer)} characters is too long")
-        told = f"answer {answer[:SHOWN]!r}, truth {truth[:SHOWN]!r}"
+            return zero_score(f"an expression of {len(answer)} characters is too long")
+        told = f"answer {answer[:EVIDENCE_CHARS]!r}, truth {truth[:EVIDENCE_CHARS]!r}"
         prompt = "\n".join(message.content for message in task.prompt)[-LONGEST_PROMPT:]
         request = {"truth": truth, "answer": answer, "decimals": rules.decimals, "unevaluated": rules.unevaluated, "prompt": prompt}
         try:
-            verdict, why = await _worker.judge(request, sound=request | {"answer": truth})
-        except AtAnswer as error:
-            return wrong(f"{told}: on this answer the comparison {error}")
+            verdict, why = await _worker.evaluate(request, sound=request | {"answer": truth})
+        except AnswerFault as error:
+            return zero_score(f"{told}: on this answer the comparison {error}")
         if verdict == "no truth":
-            raise TaskError(f"task {task.id}: its truth cannot be read as mathematics: {truth[:SHOWN]!r}: {why}", fix="write it as LaTeX")
+            raise TaskError(
+                f"task {task.id}: its truth cannot be read as mathematics: {truth[:EVIDENCE_CHARS]!r}: {why}", fix="write it as LaTeX"
+            )
         return Score(value=float(verdict == "equal"), evidence=f"{told}{why and ': ' + why}"[:500])
 
 
@@ -148,5 +150,5 @@ def _restates(given: Node, answer: str, prompt: str) -> bool:
     return any(alike(given, tree) for tree, _ in (_read(text[:LONGEST_EXPRESSION], wide=False) for text in written) if tree is not None)
 
 
-_worker = Worker(verdict, prepare=prepare, deadline_s=DEADLINE_S, processes=2)
+_worker = SubprocessWorker(verdict, prepare=prepare, deadline_s=DEADLINE_S, processes=2)
 mathematics = Mathematics()

@@ -13,10 +13,10 @@ from typing import ClassVar, NamedTuple
 
 from pydantic import Field, field_validator
 
-from agentrl.contract.values import LARGEST_EXPONENT, near, same_number, whole
+from agentrl.base.numbers import LARGEST_EXPONENT, is_near, is_whole, same_number
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
-from agentrl.reward.configured import SHOWN, Configured, answer_of, wrong
+from agentrl.reward.configured import EVIDENCE_CHARS, ConfiguredVerifier, answer_of, zero_score
 from rewards.asked import names_percent, names_unit
 from rewards.extract import final
 from rewards.units import ONE, Unit, unit
@@ -67,10 +67,10 @@ class Quantity(NamedTuple):
     @property
     def whole(self) -> bool:
         """Whether it was written as a whole number."""
-        return whole(self.value / self.unit.factor if self.unit else self.value)
+        return is_whole(self.value / self.unit.factor if self.unit else self.value)
 
 
-class Numeric(Configured):
+class Numeric(ConfiguredVerifier):
     r"""1 when the answer is a number within the tolerance of the truth, else 0. Settings in `task.data["numeric"]`.
 
     The answer is what is in the last `\boxed{}` or after the last `####`, else after the last "answer is", else all that was submitted
@@ -86,7 +86,7 @@ class Numeric(Configured):
 
     If neither `relative` nor `absolute` is set, two numbers that are written whole must be equal, and others may differ by 1e-6 of the
     truth. If one is, an answer of any kind may differ by at most max(absolute, relative * |truth|), but 0 and a number of the other sign
-    are never near a truth that is not 0, and `absolute` counts only up to half of the truth (`agentrl.contract.values.near`).
+    are never near a truth that is not 0, and `absolute` counts only up to half of the truth (`agentrl.base.numbers.is_near`).
     """
 
     name: ClassVar[str] = "numeric"
@@ -110,37 +110,37 @@ class Numeric(Configured):
         return text
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
-        truth = rules.wanted(task)
+        rules = self.for_task(task)
+        truth = rules.truth_of(task)
         written = amount(str(truth)) if isinstance(truth, str | int | float) and not isinstance(truth, bool) else None
         wanted = None if written is None else _in_base_units(written)
         if written is None or wanted is None:
-            raise TaskError(f"task {task.id}: the truth {str(truth)[:SHOWN]!r} is no number with a known unit")
+            raise TaskError(f"task {task.id}: the truth {str(truth)[:EVIDENCE_CHARS]!r} is no number with a known unit")
         written_in = unit(rules.unit) if rules.unit else wanted.unit or ONE
         assert written_in is not None, "checked on construction"
         if (wanted.unit or written_in).powers != written_in.powers:
             raise TaskError(f"task {task.id}: the truth {truth!r} is not in units of {rules.unit}")
         text, problem = answer_of(episode, after=rules.after, longest=LONGEST)
         if problem:
-            return wrong(problem)
+            return zero_score(problem)
         text = final(text)
-        told = f"answer {text[:SHOWN]!r}, truth {truth!r}"
+        told = f"answer {text[:EVIDENCE_CHARS]!r}, truth {truth!r}"
         given = amount(text)
         if given is None:
-            return wrong(f"{told}: the answer is not a number")
+            return zero_score(f"{told}: the answer is not a number")
         if not given.name and rules.must_name_unit:
-            return wrong(f"{told}: without a unit")
+            return zero_score(f"{told}: without a unit")
         prompt = "\n".join(message.content for message in task.prompt)[-LONGEST_PROMPT:]
         meant = list(_meant(given, written, prompt)) if not rules.unit else [_in_base_units(given)]
         fitting = [one for one in meant if one is not None and (one.unit or written_in).powers == written_in.powers]
         if not fitting:
-            return wrong(f"{told}: the answer's unit is not the truth's, nor one that the question asks for")
+            return zero_score(f"{told}: the answer's unit is not the truth's, nor one that the question asks for")
         return Score(value=float(any(rules._same(one, wanted, written_in) for one in fitting)), evidence=told)
 
     def _same(self, given: Quantity, wanted: Quantity, written_in: Unit) -> bool:
         one, other = (each.value / written_in.factor if each.unit else each.value for each in (given, wanted))
         if self.relative is not None or self.absolute:
-            return near(one, other, relative=self.relative or 0.0, absolute=self.absolute)
+            return is_near(one, other, relative=self.relative or 0.0, absolute=self.absolute)
         return one == other if given.whole and wanted.whole else same_number(one, other, relative=RELATIVE)
 
 

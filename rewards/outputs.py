@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from agentrl.contract.outputs import matches
-from agentrl.contract.values import number, same_number
+from agentrl.base.numbers import parse_number, same_number
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
-from agentrl.reward.configured import Configured
+from agentrl.reward.configured import ConfiguredVerifier
+from agentrl.task.outputs import matches_pattern
 from rewards import bags
 from rewards.json_schema import strict_json
 
@@ -32,7 +32,7 @@ OUT_OF_TIME, REFUSED, CUT = "wall_limit", "outputs_refused", 2000  # as `agentrl
 KINDS = ("text", "json", "has", "table", "absent")
 
 
-class Outputs(Configured):
+class Outputs(ConfiguredVerifier):
     """1 when every path holds what the truth says, else 0; the part `files` is the share that does. Settings in `task.data["outputs"]`.
 
     Text is UTF-8; a byte order mark, line ends and white space at the end of the file play no part. In tables the order of columns plays no
@@ -50,12 +50,12 @@ class Outputs(Configured):
     """Bytes of a file; a longer one is wrong."""
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
-        truth = rules.wanted(task)
+        rules = self.for_task(task)
+        truth = rules.truth_of(task)
         if not isinstance(truth, Mapping) or not truth:
             raise TaskError(f"task {task.id}: the truth of its outputs is no object of paths")
         for path, due in truth.items():
-            if not any(matches(pattern, path) for pattern in task.outputs):
+            if not any(matches_pattern(pattern, path) for pattern in task.outputs):
                 raise TaskError(f"task {task.id}: its truth has {path}, which is not an output", fix="add the path to Task.outputs")
             if isinstance(due, Mapping) and "absent" in due and path not in task.outputs:
                 raise TaskError(
@@ -184,12 +184,12 @@ def _lines(text: str) -> str:
 def _same_cell(one: str, other: str, *, relative: float) -> bool:
     if one == other:
         return True
-    given, wanted = number(one), number(other)
+    given, wanted = parse_number(one), parse_number(other)
     return given is not None and wanted is not None and same_number(given, wanted, relative=relative)
 
 
 def _finite(text: str) -> float | None:
-    value = number(text)
+    value = parse_number(text)
     try:
         return None if value is None else float(value)
     except OverflowError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from agentrl.contract.values import number
+from agentrl.base.numbers import parse_number
 from agentrl.records import Episode, Score, Task, Trajectory
 from rewards.tables import says
 
@@ -72,7 +72,7 @@ def _worth(line: Trajectory, truth: str, page: int) -> float | None:
     given, answer = _page(line), _answer(line)
     if given is None:
         return None
-    return float(answer == truth) if given == page else float(answer is not None and number(answer.replace(",", "")) is None)
+    return float(answer == truth) if given == page else float(answer is not None and parse_number(answer.replace(",", "")) is None)
 
 
 def _page(line: Trajectory) -> int | None:

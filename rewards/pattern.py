@@ -17,20 +17,20 @@ from pydantic import Field, field_validator
 
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
-from agentrl.reward.configured import LONGEST, SHOWN, Configured, answer_of, wrong
-from agentrl.reward.worker import PATIENCE_S, AtAnswer, Worker
+from agentrl.reward.configured import EVIDENCE_CHARS, MAX_ANSWER_CHARS, ConfiguredVerifier, answer_of, zero_score
+from agentrl.reward.worker import QUEUE_TIMEOUT_S, AnswerFault, SubprocessWorker
 
 DEADLINE_S = 2.0
 
 
-class Pattern(Configured):
+class Pattern(ConfiguredVerifier):
     """1 when the whole answer matches, else 0. Settings in `task.data["pattern"]`; the pattern is the truth, or `pattern`.
 
     Digits and word characters are ASCII's, as in `re.ASCII`.
     """
 
     name: ClassVar[str] = "pattern"
-    timeout_s: ClassVar[float] = PATIENCE_S
+    timeout_s: ClassVar[float] = QUEUE_TIMEOUT_S
 
     pattern: str = ""
     """Empty: the task's truth is the pattern."""
@@ -38,7 +38,7 @@ class Pattern(Configured):
     """Whether it is enough that a part of the answer matches."""
     case: bool = True
     """Whether capitals differ from small letters."""
-    longest: int = Field(LONGEST, gt=0)
+    longest: int = Field(MAX_ANSWER_CHARS, gt=0)
     """Characters; a longer answer is wrong."""
 
     @field_validator("pattern")
@@ -47,12 +47,12 @@ class Pattern(Configured):
         try:
             re.compile(text, re.ASCII)
         except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"{text[:SHOWN]!r} is no pattern: {error}") from None
+            raise ValueError(f"{text[:EVIDENCE_CHARS]!r} is no pattern: {error}") from None
         return text
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
-        wanted = rules.pattern or rules.wanted(task)
+        rules = self.for_task(task)
+        wanted = rules.pattern or rules.truth_of(task)
         try:
             if not isinstance(wanted, str) or not wanted:
                 raise ValueError("a pattern is a text that is not empty")
@@ -61,13 +61,13 @@ class Pattern(Configured):
             raise TaskError(f"task {task.id}: {error}") from None
         text, problem = answer_of(episode, longest=rules.longest)
         if problem:
-            return wrong(problem)
-        told = f"answer {text[:SHOWN]!r}, pattern {wanted[:SHOWN]!r}"
+            return zero_score(problem)
+        told = f"answer {text[:EVIDENCE_CHARS]!r}, pattern {wanted[:EVIDENCE_CHARS]!r}"
         request = {"pattern": wanted, "text": text, "anywhere": rules.anywhere, "case": rules.case}
         try:
-            matches = await _worker.judge(request, sound=request | {"text": ""})
-        except AtAnswer as error:
-            return wrong(f"{told}: matching {error}")
+            matches = await _worker.evaluate(request, sound=request | {"text": ""})
+        except AnswerFault as error:
+            return zero_score(f"{told}: matching {error}")
         return Score(value=float(matches), evidence=told)
 
 
@@ -78,5 +78,5 @@ def verdict(request: Mapping[str, Any]) -> bool:
     return match(request["text"]) is not None
 
 
-_worker = Worker(verdict, deadline_s=DEADLINE_S, memory=1 << 30, processes=2)
+_worker = SubprocessWorker(verdict, deadline_s=DEADLINE_S, memory=1 << 30, processes=2)
 pattern = Pattern()

@@ -10,10 +10,10 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
+from agentrl.base.scores import ROUNDING, is_at_least
 from agentrl.records import Episode, Score, Task
-from agentrl.reward.worker import PATIENCE_S
-from agentrl.scores import ROUNDING, reaches
-from rewards.reasoning_scorers import Raised, Scorers, Stopped
+from agentrl.reward.worker import QUEUE_TIMEOUT_S
+from rewards.reasoning_scorers import CallFailed, CallTimeout, Scorers
 from sandboxes.reasoning.catalogue import speaks
 
 LONGEST = 1000
@@ -28,7 +28,7 @@ _asking = ThreadPoolExecutor(1, thread_name_prefix="reasoning")
 class OwnScorer:
     """Full marks of the dataset's own scorer, or nothing."""
 
-    timeout_s: ClassVar[float] = PATIENCE_S
+    timeout_s: ClassVar[float] = QUEUE_TIMEOUT_S
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
@@ -48,13 +48,13 @@ class OwnScorer:
         if wrong := _wrong(name, answer, truth):
             return Score(value=0.0, parts={"exact": 0.0, "partial": 0.0}, evidence=wrong)
         mark, problem = await _marked(origin, truth, answer)
-        if problem and reaches((await _marked(origin, truth, truth))[0], 1.0):  # the scorer is sound, so the answer is not
+        if problem and is_at_least((await _marked(origin, truth, truth))[0], 1.0):  # the scorer is sound, so the answer is not
             mark, problem = await _marked(origin, truth, answer)  # once more: the machine may have been slow
             if problem:
                 return Score(value=0.0, parts={"exact": 0.0, "partial": 0.0}, evidence=f"at answer {answer[:SHOWN]!r} the scorer {problem}")
         if problem:
             return Score(value=None, reason=f"reasoning-gym's scorer of {name} {problem}")
-        exact = float(reaches(mark, 1.0))
+        exact = float(is_at_least(mark, 1.0))
         return Score(
             value=exact,
             parts={"exact": exact, "partial": min(max(mark, 0.0), 1.0)},
@@ -66,7 +66,7 @@ async def _marked(origin: Any, truth: str, answer: str) -> tuple[float, str]:
     """The scorer's mark, from 0 to 1 but for rounding; or what was wrong instead."""
     try:
         mark = await asyncio.get_running_loop().run_in_executor(_asking, _scorers.mark, origin, truth, answer)
-    except (Raised, Stopped) as error:
+    except (CallFailed, CallTimeout) as error:
         return 0.0, str(error)
     if not -ROUNDING <= mark <= 1 + ROUNDING:  # NaN is not
         return 0.0, f"gave {mark}, which is no mark from 0 to 1"

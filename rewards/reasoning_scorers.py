@@ -6,12 +6,12 @@ import decimal
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.reward.worker import Raised, Stopped, Worker, at_most
-from agentrl.scores import reaches
+from agentrl.base.scores import is_at_least
+from agentrl.reward.worker import CallFailed, CallTimeout, SubprocessWorker, set_deadline
 from sandboxes.reasoning.catalogue import exact
 from sandboxes.reasoning.problems import entry_of
 
-__all__ = ["Raised", "Scorers", "Stopped"]
+__all__ = ["CallFailed", "CallTimeout", "Scorers"]
 
 DEADLINE_S = 5.0
 MAKING_S = 20.0  # for making the problem once more
@@ -23,18 +23,18 @@ class Scorers:
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self._deadline_s = deadline_s
-        self._worker = Worker(reply, deadline_s=MAKING_S, memory=MEMORY)
+        self._worker = SubprocessWorker(reply, deadline_s=MAKING_S, memory=MEMORY)
 
     def mark(self, origin: Mapping[str, Any], truth: str, answer: str) -> float:
         """What the dataset's scorer gives an answer. `origin`: see `sandboxes.reasoning.problems.Problem`.
 
-        Raises `Raised`, `Stopped`, `TaskError` for a problem that is made no more, and `InfrastructureError` when there is no process.
-        """
+        Raises `CallFailed`, `CallTimeout`, `TaskError` for a problem that is made no more, and `InfrastructureError` when there is no
+        process."""
         request = {"origin": dict(origin), "truth": truth, "answer": answer, "deadline_s": self._deadline_s}
         try:
-            return float(self._worker.ask_now(request))
-        except Stopped:
-            raise Stopped(f"gave no mark within {self._deadline_s:g} s") from None
+            return float(self._worker.call_blocking(request))
+        except CallTimeout:
+            raise CallTimeout(f"gave no mark within {self._deadline_s:g} s") from None
 
     def close(self) -> None:
         """Ends the process; a later request starts another."""
@@ -44,7 +44,7 @@ class Scorers:
 def reply(request: Mapping[str, Any]) -> float:
     """In the process: the mark of one answer; 0 if the scorer gives full marks to more than the truth, or something near it."""
     dataset, entry = entry_of(request["origin"], request["truth"])
-    at_most(request["deadline_s"])
+    set_deadline(request["deadline_s"])
     with decimal.localcontext(decimal.Context()):  # one dataset changes the precision for all
         mark = float(dataset.score_answer(request["answer"], entry))
-    return mark if not reaches(mark, 1.0) or exact(request["origin"]["dataset"], request["answer"], request["truth"]) else 0.0
+    return mark if not is_at_least(mark, 1.0) or exact(request["origin"]["dataset"], request["answer"], request["truth"]) else 0.0

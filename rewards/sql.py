@@ -22,11 +22,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from agentrl.contract.values import same_number
+from agentrl.base.numbers import same_number
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
-from agentrl.reward.configured import LONGEST, SHOWN, Configured, answer_of, unfenced, wrong
-from agentrl.reward.worker import PATIENCE_S, AtAnswer, Worker
+from agentrl.reward.configured import EVIDENCE_CHARS, MAX_ANSWER_CHARS, ConfiguredVerifier, answer_of, strip_code_fence, zero_score
+from agentrl.reward.worker import QUEUE_TIMEOUT_S, AnswerFault, SubprocessWorker
 from rewards import bags
 from rewards.sql_copies import altered_copies, changed_copies, smaller
 from rewards.sql_text import orders, statements
@@ -40,7 +40,7 @@ _BAD_FUNCTIONS = frozenset({"load_extension", "randomblob", "random", "readfile"
 Row = tuple[Any, ...]
 
 
-class Sql(Configured):
+class Sql(ConfiguredVerifier):
     """1 when the answer's rows are the truth's on every database, and change with the data as the truth's do; else 0.
 
     Settings in `task.data["sql"]`. Rows are compared as a bag, in order if the truth ends in an ORDER BY; columns by position, not
@@ -56,7 +56,7 @@ class Sql(Configured):
     """
 
     name: ClassVar[str] = "sql"
-    timeout_s: ClassVar[float] = PATIENCE_S
+    timeout_s: ClassVar[float] = QUEUE_TIMEOUT_S
 
     databases: tuple[str, ...] = ()
     """SQL scripts, each of which makes one database. None: the task has them, in `data["databases"]`, a text or a list."""
@@ -67,25 +67,27 @@ class Sql(Configured):
     """The query is what follows the last occurrence of this. Empty: all that was submitted."""
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
-        truth, scripts = rules.wanted(task), rules.databases or task.data.get("databases", ())
+        rules = self.for_task(task)
+        truth, scripts = rules.truth_of(task), rules.databases or task.data.get("databases", ())
         scripts = [scripts] if isinstance(scripts, str) else list(scripts)
         if not isinstance(truth, str) or not scripts or not all(isinstance(script, str) for script in scripts):
             raise TaskError(f"task {task.id}: it needs a query as its truth, and data.databases, a list of SQL scripts")
-        if len(truth) > LONGEST:
-            raise TaskError(f"task {task.id}: its true query has {len(truth)} characters, but an answer may have at most {LONGEST}")
-        text, problem = answer_of(episode, after=rules.after, longest=LONGEST)
+        if len(truth) > MAX_ANSWER_CHARS:
+            raise TaskError(
+                f"task {task.id}: its true query has {len(truth)} characters, but an answer may have at most {MAX_ANSWER_CHARS}"
+            )
+        text, problem = answer_of(episode, after=rules.after, longest=MAX_ANSWER_CHARS)
         if problem:
-            return wrong(problem)
-        query = unfenced(text, "sql", "sqlite")
+            return zero_score(problem)
+        query = strip_code_fence(text, "sql", "sqlite")
         request = {"truth": truth, "answer": query, "databases": scripts, "ordered": rules.ordered, "relative": rules.relative}
         try:
-            told = await _worker.judge(request, sound=request | {"answer": truth})
-        except AtAnswer as error:
-            return wrong(f"answer {text[:SHOWN]!r}: it {error}")
+            told = await _worker.evaluate(request, sound=request | {"answer": truth})
+        except AnswerFault as error:
+            return zero_score(f"answer {text[:EVIDENCE_CHARS]!r}: it {error}")
         if told["task"]:
             raise TaskError(f"task {task.id}: {told['task']}")
-        return Score(value=float(not told["wrong"]), evidence=f"answer {text[:SHOWN]!r}{told['wrong'] and ': ' + told['wrong']}")
+        return Score(value=float(not told["wrong"]), evidence=f"answer {text[:EVIDENCE_CHARS]!r}{told['wrong'] and ': ' + told['wrong']}")
 
 
 class Refused(Exception):
@@ -293,5 +295,5 @@ def _same(one: Any, other: Any, relative: float) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-_worker = Worker(verdict, deadline_s=DEADLINE_S, memory=1 << 30, processes=2)
+_worker = SubprocessWorker(verdict, deadline_s=DEADLINE_S, memory=1 << 30, processes=2)
 sql = Sql()

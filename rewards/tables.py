@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.contract.values import number, same_number
+from agentrl.base.numbers import parse_number, same_number
 from agentrl.records import Episode, Score, Task
 
 RELATIVE = 1e-6
@@ -15,7 +15,7 @@ async def exact_answer(task: Task, episode: Episode) -> Score:
 
     Text is compared after stripping white space at both ends. If the truth is a number, the answer may be any decimal notation of a
     number within 1e-6 relative, or within the task's absolute `tolerance` (half a unit of the second decimal for totals and averages,
-    so both rounded and exact answers count), as `agentrl.contract.values.same_number` compares them: two whole numbers must be equal.
+    so both rounded and exact answers count), as `agentrl.base.numbers.same_number` compares them: two whole numbers must be equal.
     No answer, or a huge one, is wrong: a score of 0.0.
     """
     truth = str(task.data["answer"])
@@ -33,5 +33,5 @@ def says(answer: str, truth: str, tolerance: float = 0.0) -> bool:
     answer = answer.strip()
     if answer == truth:
         return True
-    given, wanted = number(answer), number(truth)
+    given, wanted = parse_number(answer), parse_number(truth)
     return given is not None and wanted is not None and same_number(given, wanted, relative=RELATIVE, absolute=tolerance)

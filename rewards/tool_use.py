@@ -14,10 +14,10 @@ from typing import ClassVar, Self
 from pydantic import Field, model_validator
 
 from agentrl.records import Episode, Score, Task
-from agentrl.reward.configured import Configured
+from agentrl.reward.configured import ConfiguredVerifier
 
 
-class ToolUse(Configured):
+class ToolUse(ConfiguredVerifier):
     """1 when every rule holds, else 0; each rule is a part, and `rules` the share that holds. Settings in `task.data["tool_use"]`.
 
     A call counts when it was made, in any trajectory of the episode, whatever it gave; with `succeeded`, `must` and `order` count those
@@ -44,7 +44,7 @@ class ToolUse(Configured):
         return self
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
+        rules = self.for_task(task)
         if not any(trajectory.turns for trajectory in episode.trajectories):
             return Score(value=None, reason="the episode has no turns, so nothing is known of its tool calls")
         made = list(_calls(episode, succeeded=False))

@@ -29,13 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agentrl.sandbox import seccomp
 from agentrl.sandbox.inside.users import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER, FilterProgram
-from agentrl.sandbox.system_calls import ALLOWED, DONE, FORBIDDEN, JUDGED, UNSUPPORTED
+from agentrl.sandbox.system_calls import ALLOWED, CONDITIONAL, FORBIDDEN, NO_OP, UNSUPPORTED
 from agentrl.testing import filters
 
 TIME_S = 300.0
 ALLOW = 0x7FFF0000
 ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-NUMBERS = {name: numbers for table in (ALLOWED, DONE, FORBIDDEN, JUDGED, UNSUPPORTED) for name, numbers in table.items()}
+NUMBERS = {name: numbers for table in (ALLOWED, NO_OP, FORBIDDEN, CONDITIONAL, UNSUPPORTED) for name, numbers in table.items()}
 
 WORKLOADS = Path(__file__).resolve().parent / "workloads"
 RUN_BY = {".py": [sys.executable, "-I"], ".sh": ["sh"], ".bash": ["bash"], ".pl": ["perl"], ".js": ["node"]}
@@ -60,7 +60,7 @@ def _path() -> str:
 def install_filter() -> None:
     """In the child, before it becomes strace's program."""
     libc = ctypes.CDLL(None, use_errno=True)
-    code = seccomp.program()
+    code = seccomp.filter_program()
     block = FilterProgram(len(code) // 8, code)
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(block), 0, 0):
         raise OSError(ctypes.get_errno(), "the filter")
@@ -91,7 +91,7 @@ def refusal(name: str, arguments: list[int]) -> str:
     number = NUMBERS.get(name, (None, None))[0 if machine == "x86_64" else 1]
     if number is None:
         return "ENOSYS"
-    answer, _ = filters.ran(filters.instructions(seccomp.program()), number, *arguments, arch=ARCH[machine])
+    answer, _ = filters.run_filter(filters.instructions(seccomp.filter_program()), number, *arguments, arch=ARCH[machine])
     if answer == ALLOW:
         return ""
     code = answer & 0xFFFF
@@ -121,7 +121,7 @@ def traced(workload: Path, folder: Path, free: bool) -> tuple[int, str, collecti
             name, arguments = call
             calls[name] += 1
             if answer := refusal(name, arguments):
-                shown = f"({', '.join(hex(value) for value in arguments[:3])})" if name in JUDGED else ""
+                shown = f"({', '.join(hex(value) for value in arguments[:3])})" if name in CONDITIONAL else ""
                 refused[f"{name}{shown} -> {answer}"] += 1
     return status, output, calls, refused
 

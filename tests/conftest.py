@@ -46,15 +46,14 @@ TOGETHER = {
     "serving": "servers",
     "model/test_smollm2.py": "pretrained",
     "sandbox": "sandboxes",
-    "prove/test_attacks.py": "sandboxes",
     **dict.fromkeys(("learner", "model", "supervised"), "learner"),
     **dict.fromkeys(("agent/test_fence.py", "cli/test_model.py"), "learner"),
-    **dict.fromkeys(("run/test_chat_template.py", "sandboxes/test_tables_base_model.py", "benchmarks/test_learner.py"), "learner"),
+    **dict.fromkeys(("session/test_chat_template.py", "sandboxes/test_tables_base_model.py", "benchmarks/test_learner.py"), "learner"),
     "gateway": "gateway",  # the SDKs of others: two seconds of imports
 }
-LONG = ("prove/test_check.py", "task/test_harbor.py", "reward/test_cleanroom.py", "rollout/test_every_await.py")  # a minute and more
+LONG = ("check/test_check.py", "task/test_harbor.py", "reward/test_cleanroom.py", "rollout/test_every_await.py")  # a minute and more
 FIRST = ("servers", "sandboxes", "learner", "pretrained", *LONG)
-LAST_OF_ITS_GROUP = "prove/test_attacks.py"
+LAST_OF_ITS_GROUP = "sandbox/test_attacks.py"
 CLONE_NEWNS = 0x20000  # mount_namespaces(7)
 
 

@@ -17,18 +17,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from agentrl.experience import RunningEpisodes, SqliteStore, StepGroups
+from agentrl.config import Recipe, build
+from agentrl.experience import FolderCheckpoints, SqliteStore, StepGroups
 from agentrl.failure import Capture, FaultRate, Quarantine
+from agentrl.memory.run_memory import open_memory
 from agentrl.observe import RunTracker, StageClock
 from agentrl.protocols import Policy, SandboxBackend
-from agentrl.recipe import Recipe, build
 from agentrl.records import Completion, Episode, ExecResult, Limits, Message, SandboxSpec, Score, Split, Task
-from agentrl.run import loop, opening
-from agentrl.run.judges import JudgeServers
-from agentrl.run.memory import open_memory
-from agentrl.run.taught import TaughtGroups
+from agentrl.run import loop
 from agentrl.sandbox import select_backend
+from agentrl.session import opening
+from agentrl.session.judge_servers import JudgeServers
 from agentrl.task import GroupSchedule
+from agentrl.task.group_tasks import GroupTasks
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from tests.chats import chat_of, shared_tokenizer
 
@@ -130,9 +131,9 @@ async def opened(
     run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recipe: Recipe, family: Family, *, steps: StepGroups | None = None
 ) -> AsyncIterator[opening.Run]:
     """A `Run` whose rollouts are real; it has neither server nor learner. `steps`: which groups make one, if not the recipe's."""
-    steps = steps or StepGroups.of(recipe.rollout)
+    steps = steps or StepGroups.from_config(recipe.rollout)
     store, tracker = SqliteStore(run_dir / "experience.sqlite"), RunTracker(run_dir)
-    running = RunningEpisodes(run_dir / "running")
+    running = FolderCheckpoints(run_dir / "running")
     chat, faults = chat_of(shared_tokenizer()), FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency)
     capture = Capture(run_dir, recipe.capture, origin={"run": run_dir.name})
     memory = open_memory(recipe, run_dir, store, steps)
@@ -146,13 +147,15 @@ async def opened(
             running=running,
             quarantine=Quarantine(run_dir, limit=recipe.rollout.max_quarantined),
             capture=capture,
-            faults=faults,
+            fault_rate=faults,
             registry=cast(Any, None),
             family=family,
             sandboxes=sandboxes,
             served=cast(Any, AlwaysServed()),
-            groups=opening.group_runner(recipe, policy, sandboxes, chat, cast(Any, one), running, faults, memory=memory and memory.of),
-            taught=TaughtGroups(recipe, run_dir, store, GroupSchedule(family, recipe.seed), steps),
+            groups=opening.build_group_runner(
+                recipe, policy, sandboxes, chat, cast(Any, one), running, faults, memory=memory and memory.view
+            ),
+            group_tasks=GroupTasks(recipe, run_dir, store, GroupSchedule(family, recipe.seed), steps),
             step_groups=steps,
             learner=cast(Any, None),
             judges=JudgeServers(recipe, {}, folder=run_dir),

@@ -9,8 +9,8 @@ import pytest
 from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.protocols import Policy
 from agentrl.records import Limits, Message, SandboxSpec, Split, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of, shared_tokenizer

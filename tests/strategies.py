@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from hypothesis import strategies as st
 
 from agentrl import records as nouns
-from agentrl.fields import JsonObject, Text
-from agentrl.sampling import MAX_TOP_K, Supports
+from agentrl.records.fields import JsonObject, Text
+from agentrl.records.sampling import MAX_TOP_K, Supports
 
 WORST = [
     "",
@@ -66,7 +66,7 @@ TURNS = 2
 
 
 def of(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of a field's type, as its annotation is read by `agentrl.fields`."""
+    """Values of a field's type, as its annotation is read by `agentrl.records.fields`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint == Text:
         return any_text
@@ -131,7 +131,7 @@ def _supports(held: Held, token_ids: tuple[int, ...]) -> Supports | None:
     """Each token's support, where one is wanted and can be written down: by turns itself and a neighbour, and the whole vocabulary."""
     if held["supports"] is None or any(not 0 <= token < 1 << 31 for token in token_ids):
         return None
-    return Supports.of([() if place % 2 else {token, token // 2} for place, token in enumerate(token_ids)])
+    return Supports.from_rows([() if place % 2 else {token, token // 2} for place, token in enumerate(token_ids)])
 
 
 def _completion(held: Held) -> Held:

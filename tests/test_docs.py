@@ -20,12 +20,12 @@ import typer.main
 from agentrl.agent.calls import read_calls
 from agentrl.cli import app
 from agentrl.cli.project import init_project
+from agentrl.config import Recipe
+from agentrl.config.section import section_of
+from agentrl.evaluation.policies import find_policy, load_policy_plugin
 from agentrl.failure.triage import load_rules
-from agentrl.prove.judging.naming import load_judge
-from agentrl.recipe import Recipe
-from agentrl.run.policies import find_policy, make_part
-from agentrl.section import section_of
-from agentrl.testing.chat_server import ChatServer, Says
+from agentrl.judge.failure_judge import load_failure_judge
+from agentrl.testing.chat_server import ChatServer, ScriptedAnswer
 from tests.failure import traces
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -208,13 +208,13 @@ def test_the_triage_rule_example_names_what_it_says(project: Path) -> None:
 
 def test_the_example_of_a_judge_of_failures_is_one(project: Path) -> None:
     write_examples("failures.md", project)
-    judge = load_judge(f"{project}/triage/reader.py:reader")
+    judge = load_failure_judge(f"{project}/triage/reader.py:reader")
     assert "- wrong_unit: the answer is the truth in another unit" in judge._instructions() and judge.budget.calls == 2_000
 
 
 def test_the_policy_example_answers_the_cases_of_a_suite(project: Path) -> None:
     write_examples("failures.md", project)
-    made = make_part(find_policy(f"{project}/policies/sure.py:policy"))
+    made = load_policy_plugin(find_policy(f"{project}/policies/sure.py:policy"))
     calls, errors, _ = read_calls(made.script(0, "any episode"))
     assert [(call.name, call.arguments) for call in calls] == [("submit", {"answer": "97"})] and not errors
 
@@ -260,10 +260,10 @@ def test_the_verifier_example_works_in_a_new_project(project: Path) -> None:
     assert "16 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
     used = """
 from pathlib import Path
-from agentrl.cli.prove import open_target
+from agentrl.cli.check import open_target
 from agentrl.cli.recipes import load_recipe
 from agentrl.records import Split
-from agentrl.run.preflight import open_tasks
+from agentrl.session.preflight import open_tasks
 root, recipe = load_recipe(Path("recipes/close.py"), [])
 family, scorer = open_tasks(recipe, root=root)
 print(*(one.task(split, 3).verifiers for one in (family, open_target(Path("recipes/close.py"), None)[0].open()) for split in Split))
@@ -306,16 +306,16 @@ def test_the_example_of_an_outside_agent_runs_and_its_recipe_is_sound(project: P
     asks = {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [call]}}]}
     heard: list[str] = []
 
-    def answers(body: Mapping[str, Any], number: int) -> Says:
+    def answers(body: Mapping[str, Any], number: int) -> ScriptedAnswer:
         heard.append(body["messages"][-1]["content"])
-        return Says(f"it is {heard[-1]}") if number else Says(raw=json.dumps(asks).encode())
+        return ScriptedAnswer(f"it is {heard[-1]}") if number else ScriptedAnswer(raw=json.dumps(asks).encode())
 
     with ChatServer(answers) as server:
         told = {**os.environ, "OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "k", "AGENTRL_MODEL": "policy"}
         program = [sys.executable, "-I", "agents/mine.py"]
         done = subprocess.run(program, cwd=project, env=told, input="What is 1 + 2?", text=True, capture_output=True, timeout=60)
     assert (done.stdout, heard) == ("it is 3\n", ["What is 1 + 2?", "3"]), done.stderr
-    sound = "from agentrl.cli.recipes import load_recipe; from agentrl.run.preflight import check_parts; from pathlib import Path\n"
+    sound = "from agentrl.cli.recipes import load_recipe; from agentrl.session.preflight import check_parts; from pathlib import Path\n"
     for recipe in ("mine", "outside_agent"):
         sound += f"check_parts(load_recipe(Path('recipes/{recipe}.py'), [])[1])\n"
     run(project, "-c", sound)
@@ -334,7 +334,7 @@ from agentrl.objective.advantages import estimator
 from agentrl.observe import open_trackers
 from agentrl.rollout import left_out_group
 from agentrl.records import Blame, Failure
-from agentrl.run.preflight import check_parts, _try_objective
+from agentrl.session.preflight import check_parts, _try_objective
 
 _, recipe = load_recipe(Path("recipes/own_parts.py"), [])
 check_parts(recipe)

@@ -11,9 +11,9 @@ import pytest
 
 from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.records import Split
+from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from agentrl.sandbox import WarmPool, list_open, select_backend
 from agentrl.sandbox.lease import lease
 from agentrl.task import TaskFolders
@@ -52,11 +52,11 @@ async def test_a_group_of_good_bad_and_cheating_agents(backend: str) -> None:
         request_timeout_s=60.0,
     )
     groups = GroupRunner(
-        runner=runner, score=TaskScorer(sandboxes=sandboxes), slots=asyncio.Semaphore(8), group_size=len(programs), max_retries=1
+        runner=runner, scorer=TaskScorer(sandboxes=sandboxes), slots=asyncio.Semaphore(8), group_size=len(programs), max_retries=1
     )
     try:
         limits = replace(task.limits, turn_tokens=20_000, episode_tokens=90_000)
-        group = await groups.group(0, replace(task, limits=limits))
+        group = await groups.run_group(0, replace(task, limits=limits))
     finally:
         await sandboxes.close()
     assert [scored.score.value for scored in group.episodes] == [1.0, 0.0, 0.0, 0.0], group.episodes

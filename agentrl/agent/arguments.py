@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from agentrl.usercode import printable
+from agentrl.base.user_code import printable
 
 MAX_DEPTH = 8
 MAX_TOLD = 5
@@ -54,7 +54,7 @@ class Parameters:
         return Allowed(frozenset() if unsaid else kinds, lambda value: not _wrong(schema, self._root, value, "", 0, self._left))
 
 
-def example(schema: Mapping[str, Any]) -> str:
+def argument_example(schema: Mapping[str, Any]) -> str:
     """What a call of the tool with this function schema may look like, to be put behind an error; empty where it would be long."""
     parameters = _parameters(schema)
     made = _sample(parameters, parameters, 0, [_EXAMPLE_VALUES])
@@ -62,7 +62,7 @@ def example(schema: Mapping[str, Any]) -> str:
     return f"; for example {printable(text, _EXAMPLE_CHARS)}" if len(text) <= _EXAMPLE_CHARS else ""
 
 
-def problems(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+def argument_errors(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
     """What is wrong with the arguments of a call, argument by argument; empty when nothing is."""
     parameters = _parameters(schema)
     errors = _wrong(parameters, parameters, dict(arguments), "", 0, [_CHECKED_VALUES])

@@ -17,8 +17,8 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from agentrl.fields import MAX_DIGITS
 from agentrl.records import ToolCall
+from agentrl.records.fields import MAX_DIGITS
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ MAX_NAME = 256
 NOT_CLOSED = "a tool call was opened but not closed"
 
 
-class Refused(ValueError):
+class CallError(ValueError):
     """An error in a call, as text for the model. `at`: the end of the text that was read, if what follows may still belong to the call."""
 
     def __init__(self, message: str, *, at: int = 0) -> None:
@@ -47,17 +47,17 @@ class Refused(ValueError):
         self.at = at
 
 
-class NotJson(Refused):
+class InvalidJson(CallError):
     """A text that is no JSON, rather than JSON that cannot be taken."""
 
 
-class NotClosed(Refused):
+class UnclosedCall(CallError):
     """A call with an unclosed part, so all text after it may belong to the call."""
 
 
 def read_calls(text: str) -> tuple[tuple[ToolCall, ...], tuple[str, ...], str]:
     """The tool calls in a text in the Hermes form, what is wrong with the others, and the text without either."""
-    return read_tagged(text, OPEN, CLOSE, scan_json, call_of)
+    return read_tagged(text, OPEN, CLOSE, scan_json, call_from_object)
 
 
 def read_tagged(
@@ -68,8 +68,8 @@ def read_tagged(
     The grammar of a call's body decides where it ends, so a closing tag inside a string of its arguments is text.
 
     Args:
-        scan: reads a body from a position of the text, and returns it with the position of its end. It may raise `Refused`.
-        make: the call of a body. It may raise `Refused`.
+        scan: reads a body from a position of the text, and returns it with the position of its end. It may raise `CallError`.
+        make: the call of a body. It may raise `CallError`.
     """
     calls: list[ToolCall] = []
     errors: list[str] = []
@@ -79,7 +79,7 @@ def read_tagged(
         body = opened + len(opening)
         call, end = call_at(text, body, closing, scan, make) if bodies < MAX_CALLS else (None, after(text, closing, body))
         if end < 0:
-            errors.append(str(call) if isinstance(call, NotClosed) else NOT_CLOSED)
+            errors.append(str(call) if isinstance(call, UnclosedCall) else NOT_CLOSED)
             break
         bodies += 1
         outside.append(text[at:opened])
@@ -95,7 +95,7 @@ def read_tagged(
 
 def call_at(
     text: str, at: int, closing: str, scan: Callable[[str, int], tuple[T, int]], make: Callable[[T], ToolCall]
-) -> tuple[ToolCall | Refused, int]:
+) -> tuple[ToolCall | CallError, int]:
     """The call whose body starts at a position, or its error, and the position after its closing mark, -1 if there is none.
 
     For an unreadable body, the closing mark is the first one after the part that was read.
@@ -104,12 +104,12 @@ def call_at(
         body, end = scan(text, at)
         end = skip_space(text, end)
         if not text.startswith(closing, end):
-            raise Refused(f"tool call must end with {closing} where it has {text[end : end + 40]!a}", at=end)
-    except Refused as error:
+            raise CallError(f"tool call must end with {closing} where it has {text[end : end + 40]!a}", at=end)
+    except CallError as error:
         return error, after(text, closing, max(at, error.at))
     try:
         return make(body), end + len(closing)
-    except Refused as error:
+    except CallError as error:
         return error, end + len(closing)
 
 
@@ -130,61 +130,61 @@ def too_many(count: int) -> str:
     return f"a turn may hold {MAX_CALLS} tool calls; the {count - MAX_CALLS} after them were not made"
 
 
-def read_call(name: str, arguments: str) -> ToolCall | str:
+def parse_call(name: str, arguments: str) -> ToolCall | str:
     """A call whose name and arguments come apart, the arguments as JSON text; or what is wrong with it, in words for the model."""
     try:
-        return made_call(name, read_json(arguments.strip() or "{}"))
-    except Refused as error:
+        return build_call(name, read_json(arguments.strip() or "{}"))
+    except CallError as error:
         return str(error)
 
 
-def call_of(data: Any, *, key: str = "arguments") -> ToolCall:
+def call_from_object(data: Any, *, key: str = "arguments") -> ToolCall:
     """The call in a JSON object, with its arguments under `key`. Without that key, an object with no other keys has no arguments.
 
-    Arguments under another name are an error. Raises `Refused`.
+    Arguments under another name are an error. Raises `CallError`.
     """
     wanted = f'tool call must be an object with "name" and "{key}"'
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        raise Refused(wanted)
+        raise CallError(wanted)
     others = {"parameters", "arguments"} & data.keys() if key in data else data.keys() - {"name", "type", "id"}
     if others := others - {key}:
-        raise Refused(f"{wanted}; it has {ascii(min(others))[:80]}")
-    return made_call(data["name"], data.get(key, {}), key=key)
+        raise CallError(f"{wanted}; it has {ascii(min(others))[:80]}")
+    return build_call(data["name"], data.get(key, {}), key=key)
 
 
-def made_call(name: str, arguments: Any, *, key: str = "arguments") -> ToolCall:
-    """The record of a call, or `Refused`: `arguments` is what the model wrote under `key`, read."""
+def build_call(name: str, arguments: Any, *, key: str = "arguments") -> ToolCall:
+    """The record of a call, or `CallError`: `arguments` is what the model wrote under `key`, read."""
     if not isinstance(arguments, dict):
-        raise Refused(f'tool call "{key}" must be an object')
+        raise CallError(f'tool call "{key}" must be an object')
     if len(name) > MAX_NAME:
-        raise Refused(f'tool call "name" of {len(name)} characters; it may have {MAX_NAME}')
+        raise CallError(f'tool call "name" of {len(name)} characters; it may have {MAX_NAME}')
     try:
         return ToolCall(name=name, arguments=arguments)
     except ValueError as error:
-        raise Refused(f"tool call cannot be taken: {str(error).removeprefix('ToolCall.')}") from None
+        raise CallError(f"tool call cannot be taken: {str(error).removeprefix('ToolCall.')}") from None
 
 
 def read_json(text: str) -> Any:
-    """A JSON value within the bounds of a call, from the whole of a text. Raises `Refused`."""
+    """A JSON value within the bounds of a call, from the whole of a text. Raises `CallError`."""
     value, end = scan_json(text, 0)
     if (rest := skip_space(text, end)) < len(text):
-        raise NotJson(f"tool call is not valid JSON: Extra data at character {rest}")
+        raise InvalidJson(f"tool call is not valid JSON: Extra data at character {rest}")
     return value
 
 
 def scan_json(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at a position of a text, after white space, and the position of its end. Raises `Refused`."""
+    """The JSON value at a position of a text, after white space, and the position of its end. Raises `CallError`."""
     at = skip_space(text, at)
     try:
         value, end = _JSON.raw_decode(text, at)
-    except Refused as error:  # from a hook, which does not know its position
-        raise Refused(str(error), at=_read_to(text, at)) from None
+    except CallError as error:  # from a hook, which does not know its position
+        raise CallError(str(error), at=_read_to(text, at)) from None
     except json.JSONDecodeError as error:
-        raise NotJson(f"tool call is not valid JSON: {error.msg} at character {error.pos - at}", at=_read_to(text, at)) from None
+        raise InvalidJson(f"tool call is not valid JSON: {error.msg} at character {error.pos - at}", at=_read_to(text, at)) from None
     except RecursionError:
-        raise Refused("tool call is not valid JSON that can be read: it is nested too deep") from None
+        raise CallError("tool call is not valid JSON that can be read: it is nested too deep") from None
     if end - at > MAX_CHARS:
-        raise Refused(f"tool call of {end - at} characters; it may have {MAX_CHARS}", at=end)
+        raise CallError(f"tool call of {end - at} characters; it may have {MAX_CHARS}", at=end)
     return value, end
 
 
@@ -205,27 +205,27 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(members) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise Refused(f"tool call names {ascii(twice)[:80]} twice in one object")
+        raise CallError(f"tool call names {ascii(twice)[:80]} twice in one object")
     return members
 
 
 def integer(digits: str) -> int:
-    """An integer within bounds. Raises `Refused`."""
+    """An integer within bounds. Raises `CallError`."""
     if len(digits.removeprefix("-")) > MAX_DIGITS:
-        raise Refused(f"tool call holds an integer of {len(digits)} digits; it may have {MAX_DIGITS}: write it as a text")
+        raise CallError(f"tool call holds an integer of {len(digits)} digits; it may have {MAX_DIGITS}: write it as a text")
     return int(digits)
 
 
 def number(digits: str) -> float:
-    """A finite number. Raises `Refused`."""
+    """A finite number. Raises `CallError`."""
     value = float(digits)
     if not math.isfinite(value):
-        raise Refused(f"tool call holds {digits[:40]}, which is no finite number: write it as a text")
+        raise CallError(f"tool call holds {digits[:40]}, which is no finite number: write it as a text")
     return value
 
 
 def _constant(word: str) -> float:
-    raise Refused(f"tool call holds {word}, which is no JSON number: write it as a text")
+    raise CallError(f"tool call holds {word}, which is no JSON number: write it as a text")
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=_object, parse_int=integer, parse_float=number, parse_constant=_constant)

@@ -15,16 +15,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from agentrl.agent.arguments import problems
-from agentrl.agent.extension import SHOWN, Found, find_form, rewrites
-from agentrl.agent.fence import Fence
+from agentrl.agent.arguments import argument_errors
+from agentrl.agent.escaping import ControlTokenEscaper
 from agentrl.agent.forms import Frame, Reading
 from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.rendering import OTHER, THINK, Renderer, Tokenizer
-from agentrl.agent.template import SHIPPED, TOOL, one_template, try_tokenizer
+from agentrl.agent.template import SHIPPED_TEMPLATES, TOOL, probe_tokenizer, select_template
+from agentrl.agent.template_probe import SHOWN, TemplateForm, find_form, rewrites
 from agentrl.errors import UserError
-from agentrl.limits import Thinking
 from agentrl.records import Message, ToolCall
+from agentrl.records.limits import Thinking
 
 WITHHELD = "error: this output is not shown: it reads as control tokens of the model"
 
@@ -42,7 +42,7 @@ class ParsedCompletion:
     message: Message
     errors: tuple[str, ...] = ()
     answer: str = ""  # the message without what was thought
-    ids: tuple[str, ...] = ()  # what the model calls each of the message's tool calls; empty where its form has no ids
+    call_ids: tuple[str, ...] = ()  # what the model calls each of the message's tool calls; empty where its form has no ids
     end: int | None = None  # the token that ended the turn
 
 
@@ -61,11 +61,11 @@ class ChatFormat:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, tool_format: str | None = None, rewritten: Rewritten = "refuse") -> None:
-        tokenizer.chat_template = one_template(tokenizer.chat_template)
+        tokenizer.chat_template = select_template(tokenizer.chat_template)
         if not tokenizer.chat_template:
             raise UserError(
                 "policy.model: its tokenizer has no chat template",
-                fix=f"set policy.chat_template to one that ships ({', '.join(SHIPPED)}) or to a file, or use an instruction-tuned model",
+                fix=f"set policy.chat_template to a shipped one ({', '.join(SHIPPED_TEMPLATES)}) or a file, or use a chat model",
             )
         if tokenizer.eos_token_id is None:
             raise UserError(
@@ -74,7 +74,7 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._renderer = Renderer(tokenizer)
         control = _control_tokens(tokenizer)
-        self._fence = Fence(control)
+        self._fence = ControlTokenEscaper(control)
         self._control_ids = frozenset(control.values()) - {tokenizer.unk_token_id}  # which any text may have
         self._withheld: dict[object, tuple[int, ...]] = {}  # by the number of outputs and what they are called
         found = find_form(self._renderer, control, str(tokenizer.eos_token), tool_format)
@@ -82,7 +82,7 @@ class ChatFormat:
         self._check_control_tokens()
         self._form = found.form
         self.tool_format = found.form.name
-        self.told = f"tool calls: {found.form.name} ({found.how})"
+        self.form_summary = f"tool calls: {found.form.name} ({found.how})"
         delta = self._renderer.ids(self._seam.between(SHOWN))
         ends = {end for end in found.ends if end not in found.form.inner}
         handed = {
@@ -99,12 +99,12 @@ class ChatFormat:
         marked = THINK[1] in str(tokenizer.chat_template) or THINK[1] in control
         self.thinking = Thinking(end=self._renderer.ids(f"\n{THINK[1]}\n\n"), unfinished=self._unfinished) if marked else None
         self.thinks_first = self._renderer.text([{"role": "user", "content": "-"}]).rstrip().endswith(THINK[0])
-        self.rewrites = self._check_extended(found, rewritten)
+        self.rewrite_reason = self._check_extended(found, rewritten)
 
     @property
     def exact(self) -> bool:
         """Whether a conversation grows by deltas alone; otherwise `rewrites` says why it does not."""
-        return not self.rewrites
+        return not self.rewrite_reason
 
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Ids of the prompt up to where the first assistant turn begins."""
@@ -122,50 +122,52 @@ class ChatFormat:
 
         Raises `RuntimeError` where the template is not `exact`.
         """
-        if self.rewrites:
-            raise RuntimeError(f"this chat template is not extended by deltas: {self.rewrites}")
+        if self.rewrite_reason:
+            raise RuntimeError(f"this chat template is not extended by deltas: {self.rewrite_reason}")
         names = [call.name for call in after.message.tool_calls] if after else []
-        numbers = list(after.ids) if after else []
+        numbers = list(after.call_ids) if after else []
         key = (len(outputs), tuple(names), tuple(numbers))
         if key not in self._withheld:
             if len(self._withheld) >= _MOST_WITHHELD:  # the policy writes names and ids
                 self._withheld.clear()
             self._withheld[key] = self._delta([WITHHELD] * len(outputs), names, numbers)
-        ids, withheld = self._delta([self.defang(output) for output in outputs], names, numbers), self._withheld[key]
+        ids, withheld = self._delta([self.escape_text(output) for output in outputs], names, numbers), self._withheld[key]
         ids = ids if self._controls(ids) == self._controls(withheld) else withheld
         return ids if self._hands_over and after is not None and after.end not in (None, ids[0]) else ids[1:]
 
-    def going_on(self, prompt: Sequence[Message], said: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def render_conversation(
+        self, prompt: Sequence[Message], said: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
+    ) -> tuple[int, ...]:
         """Ids of a whole conversation, rendered anew, where `said` is what the agent and its tools said after the prompt.
 
         For a template that is not `exact`. All of `said` is hostile here, and control tokens in it are broken up.
         """
-        fenced = [self.fenced(message) for message in said]
+        fenced = [self.escape_message(message) for message in said]
         held = [replace(message, content=WITHHELD) if message.role == "tool" else message for message in fenced]
         ids, withheld = self.opening([*prompt, *fenced], schemas), self.opening([*prompt, *held], schemas)
         return ids if self._controls(ids) == self._controls(withheld) else withheld
 
-    def fenced(self, message: Message) -> Message:
+    def escape_message(self, message: Message) -> Message:
         """The message with every control token broken up that is spelled in it, names and arguments of its calls included."""
-        calls = tuple(ToolCall(name=self.defang(one.name), arguments=self.fenced_value(one.arguments)) for one in message.tool_calls)
-        return replace(message, content=self.defang(message.content), tool_calls=calls)
+        calls = tuple(ToolCall(name=self.escape_text(one.name), arguments=self.escape_value(one.arguments)) for one in message.tool_calls)
+        return replace(message, content=self.escape_text(message.content), tool_calls=calls)
 
-    def fenced_value(self, value: Any) -> Any:
+    def escape_value(self, value: Any) -> Any:
         """The same of a JSON value: in its texts and keys."""
         if isinstance(value, str):
-            return self.defang(value)
+            return self.escape_text(value)
         if isinstance(value, Mapping):
-            return {self.defang(key): self.fenced_value(one) for key, one in value.items()}
-        return [self.fenced_value(one) for one in value] if isinstance(value, list | tuple) else value
+            return {self.escape_text(key): self.escape_value(one) for key, one in value.items()}
+        return [self.escape_value(one) for one in value] if isinstance(value, list | tuple) else value
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of a completion, including control tokens, without the token that ends it."""
         ids = list(token_ids)
         return self._renderer.said(ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids)
 
-    def problems(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+    def argument_errors(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
         """The errors in the arguments of a call of the tool with this schema; empty if there are none."""
-        return problems(schema, arguments)
+        return argument_errors(schema, arguments)
 
     def frame(self, name: str) -> Frame | None:
         """The text around the arguments of a call of this tool; None if guided decoding cannot enforce the policy's form."""
@@ -195,7 +197,7 @@ class ChatFormat:
             thought = f"{THINK[0]}\n{reading.thinking}\n{THINK[1]}\n\n"
         answer = (reading.content + forged).strip()
         message = Message(role="assistant", content=(thought + answer).strip(), tool_calls=reading.calls)
-        return ParsedCompletion(message=message, errors=errors, answer=answer, ids=reading.ids, end=end)
+        return ParsedCompletion(message=message, errors=errors, answer=answer, call_ids=reading.ids, end=end)
 
     def _thinking(self, text: str) -> tuple[str, str, bool]:
         """What the model thought with its marks, the text after it, and whether it came to an end."""
@@ -211,16 +213,16 @@ class ChatFormat:
         thought, _, closed = self._thinking(self._renderer.said(token_ids))
         return bool(thought) and not closed
 
-    def defang(self, text: str) -> str:
+    def escape_text(self, text: str) -> str:
         """Breaks up every control token spelled in `text`: `<|im_end|>` becomes `< |im_end|>`."""
-        return self._fence.break_up(text)
+        return self._fence.escape(text)
 
-    def unfit(self, schema: Mapping[str, Any]) -> str:
+    def tool_problem(self, schema: Mapping[str, Any]) -> str:
         """The reason why the policy cannot be offered a tool with this function schema, which may be a server's; empty if it can."""
         required = schema["function"]["parameters"].get("required", ())
         if odd := [name for name in required if self._form.argument and not re.fullmatch(self._form.argument, name)]:
             return f"calls of the form {self.tool_format} cannot have an argument of the name {odd[0]!a}"
-        if self.fenced_value(schema) != schema:
+        if self.escape_value(schema) != schema:
             return "its schema spells a control token of the model"
         try:
             self.opening([Message(role="user", content="-")], [schema] if self.shows_tools() else [])
@@ -239,7 +241,7 @@ class ChatFormat:
     def _delta(self, outputs: Sequence[str], names: Sequence[str], numbers: Sequence[str]) -> tuple[int, ...]:
         return self._renderer.ids(self._seam.between(outputs, names, numbers))
 
-    def _check_extended(self, found: Found, rewritten: Rewritten) -> str:
+    def _check_extended(self, found: TemplateForm, rewritten: Rewritten) -> str:
         reason = rewrites(self._renderer, self._seam, found)
         if reason and rewritten == "refuse":
             raise UserError(
@@ -274,10 +276,10 @@ class ChatFormat:
 def load_chat(folder: str, template: str | None = None, *, tool_format: str | None = None, rewritten: Rewritten = "refuse") -> ChatFormat:
     """The chat format of a model folder or id, with `template` in place of the model's template. Imports transformers.
 
-    First tests tokenizer and template in a separate process (`try_tokenizer`).
+    First tests tokenizer and template in a separate process (`probe_tokenizer`).
     """
     load = auto_tokenizer().from_pretrained  # first, so that a missing package is reported as such
-    try_tokenizer(folder, template)
+    probe_tokenizer(folder, template)
     tokenizer = load(folder, trust_remote_code=False)
     if template is not None:
         tokenizer.chat_template = template

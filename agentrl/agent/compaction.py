@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.agent.policytext import read_turn
+from agentrl.config.rollout import CompactionConfig
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Message, Parent, ToolResult
-from agentrl.sections.rollout import CompactionConfig
 
 SUMMARY = "summary"
 """`Trajectory.agent` where a summary was sampled."""
@@ -84,4 +84,4 @@ class Compactor:
     def prompt(self, prompt: Sequence[Message], summary: str) -> tuple[Message, ...]:
         """What the agent goes on from: what it was told, and its summary after the last message."""
         last = prompt[-1]
-        return (*prompt[:-1], replace(last, content=f"{last.content}\n\n{HEAD}\n{self.chat.defang(summary)}"))
+        return (*prompt[:-1], replace(last, content=f"{last.content}\n\n{HEAD}\n{self.chat.escape_text(summary)}"))

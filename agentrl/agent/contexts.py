@@ -19,12 +19,12 @@ RESTARTED = "restarted"
 """The stop reason of a line of turns whose conversation goes on in another."""
 
 
-def current(episode: LiveEpisode) -> LiveTrajectory:
+def current_trajectory(episode: LiveEpisode) -> LiveTrajectory:
     """The line of turns that the main agent goes on with, of a state too: no sub-agent is at work there."""
     return next(line for line in reversed(episode.trajectories) if not line.stop_reason)
 
 
-def go_on(
+def continue_context(
     chat: ChatFormat,
     episode: LiveEpisode,
     line: LiveTrajectory,
@@ -49,9 +49,9 @@ def go_on(
         return line
     said = _said(episode, line)
     try:
-        whole = chat.going_on(prompt, said, schemas)
+        whole = chat.render_conversation(prompt, said, schemas)
     except UserError:  # some templates take no result without a call, and a malformed call is none
-        whole = chat.going_on(prompt, _answered(said), schemas)
+        whole = chat.render_conversation(prompt, _answered(said), schemas)
     context = [token for turn in line.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
     if list(whole[: len(context)]) == context:  # this time the template only adds
         line.add_prompt(whole[len(context) :])

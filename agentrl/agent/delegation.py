@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.agent.tools import ToolOutcome, function_schema
+from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import TaskError
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Message, Parent, Task, ToolCall
-from agentrl.sections.rollout import DelegationConfig
 
 NAME = "delegate"
 WORKER = "worker"
@@ -27,7 +27,7 @@ _COPIES = " Each works on a copy of your files, as they are now, and changes non
 _RETURNS = " Files that it leaves as {patterns} come back to you, in a folder that its answer names."
 
 
-def schema(config: DelegationConfig) -> Mapping[str, Any]:
+def delegate_schema(config: DelegationConfig) -> Mapping[str, Any]:
     """What an agent is told of the tool, as an OpenAI function schema."""
     told = _TOLD
     if config.sandbox == "own":
@@ -43,7 +43,7 @@ class Opened:
     prompt: Sequence[Message]
 
 
-class Desk:
+class SubAgents:
     """Opens the sub-agents of one turn, within what `DelegationConfig` allows in the whole episode.
 
     Args:

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from agentrl.agent.tools import MAX_TEXT, Tool, ToolOutcome, show
-from agentrl.agent.typed import tool, typed
+from agentrl.agent.tools import MAX_TEXT, Tool, ToolOutcome, render_result
+from agentrl.agent.typed import tool, typed_tool
 from agentrl.protocols import Sandbox
 from agentrl.records import Limits
 
@@ -93,14 +93,14 @@ async def search(
     return await _run("search", sandbox, limits, pattern=pattern, path=path, files=files, regex=regex)
 
 
-FILE_TOOLS: Mapping[str, Tool] = {one.__name__: typed(one) for one in (view, create, replace, insert, search)}
+FILE_TOOLS: Mapping[str, Tool] = {one.__name__: typed_tool(one) for one in (view, create, replace, insert, search)}
 
 
 async def _run(operation: str, sandbox: Sandbox, limits: Limits, **arguments: Any) -> ToolOutcome:
     call = (operation, _SHARE * limits.tool_timeout_s, {**arguments, "room": limits.tool_output_chars})
     code = f"{_source()}\nmain(*{call!r})\n"
     result = await sandbox.python(code, timeout_s=limits.tool_timeout_s, output_bytes=4 * limits.tool_output_chars + 4096)
-    return ToolOutcome(output=show(result, limits), ok=result.ok)
+    return ToolOutcome(output=render_result(result, limits), ok=result.ok)
 
 
 @cache

@@ -1,6 +1,6 @@
 """Files that a sub-agent hands back: from its own sandbox into a folder of its caller's, by patterns of the recipe.
 
-They leave the sandbox as a task's outputs do (`agentrl.contract.outputs`): regular files below the working directory, within the same
+They leave the sandbox as a task's outputs do (`agentrl.task.outputs`): regular files below the working directory, within the same
 bounds. What cannot be taken, or does not go into the caller's directory, is told to the caller and recorded as the policy's failure.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from agentrl.contract.outputs import collect
+from agentrl.base.user_code import printable
 from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.records import Blame, Failure
-from agentrl.usercode import printable
+from agentrl.task.outputs import collect_outputs
 
 FOLDER = "helper-{number}"
 """Where a sub-agent's files come to; `number` is that of its trajectory."""
@@ -33,7 +33,7 @@ async def hand_back(patterns: Sequence[str], *, number: int, worker: LiveEpisode
         return ""
     sandbox = await worker.sandbox()
     with worker.running(sandbox):
-        collected = await collect(sandbox, patterns)
+        collected = await collect_outputs(sandbox, patterns)
     refused = dict(collected.refused)
     taken: list[str] = []
     if collected.files:

@@ -1,8 +1,8 @@
 """One tool call. Either the agent gets an answer in time and the episode is scored, or the attempt ends with an infrastructure fault.
 
 If a tool raises on its arguments or returns no valid outcome, the agent gets an error. An outage of what the tool depends on
-(`agentrl.outages`), or no answer in time from a tool without a sandbox, is an infrastructure fault: the attempt ends and is retried. The
-exception is an outage that the arguments provoked (`agentrl.agent.provoked`): otherwise an agent could end its attempts that way and
+(`agentrl.base.outages`), or no answer in time from a tool without a sandbox, is an infrastructure fault: the attempt is retried. The
+exception is an outage that the arguments provoked (`agentrl.agent.outage_blame`): otherwise an agent could end its attempts that way and
 choose which of them count. To find out, the call is repeated for `PATIENCE_S` if the tool has answered others; an outage that is over by
 then costs nothing. Sandbox faults are infrastructure faults, even if a tool hides them.
 """
@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from agentrl import lag, usercode
-from agentrl.agent.provoked import Caller, CallRecord, Case
-from agentrl.agent.tools import MAX_TEXT, OUTAGE, Fault, NotAnOutcome, Tool, ToolOutcome, bounds_of, clip
-from agentrl.contract.forwarding import ForwardingSandbox
+from agentrl.agent.outage_blame import Caller, CallRecord, OutageCase
+from agentrl.agent.tools import MAX_TEXT, OUTAGE, InvalidOutcome, Tool, ToolFault, ToolOutcome, bounds_of, clip
+from agentrl.base import loop_lag, user_code
+from agentrl.base.outages import Outage, outage_of
+from agentrl.base.secrets import redact
 from agentrl.errors import InfrastructureError, PluginError, TaskError, ToolUnavailable
-from agentrl.fields import json_object
-from agentrl.outages import Outage, outage
 from agentrl.protocols import Sandbox
+from agentrl.protocols.forwarding import ForwardingSandbox
 from agentrl.records import Blame, Failure, Limits
-from agentrl.secrets import redacted
+from agentrl.records.fields import json_object
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ _CUT_MARK = 64  # what `clip` adds to a text at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Called:
+class CallResult:
     """What a call came to: what the agent is told, what went wrong with the tool, and whether that took the sandbox with it."""
 
     outcome: ToolOutcome
@@ -57,9 +57,9 @@ class _Down:
 
     out: Outage
     error: BaseException
-    told: Callable[[], Called]  # returns the call's result if it provoked the outage
+    told: Callable[[], CallResult]  # returns the call's result if it provoked the outage
     repeats: bool  # whether the call may be repeated
-    case: Case | None  # None if there is no record
+    case: OutageCase | None  # None if there is no record
 
     @property
     def waits(self) -> bool:
@@ -77,7 +77,7 @@ async def call_tool(
     caller: Caller | None = None,
     record: CallRecord | None = None,
     on_lost: Callable[[], None] = lambda: None,
-) -> Called:
+) -> CallResult:
     """Calls a tool with a deadline: `limits.tool_timeout_s`, `SANDBOX_MARGIN_S` more for one that uses the sandbox, and what a server
     may take to be started (`opening_s`). What the tool has of bounds takes the place of these limits.
 
@@ -93,7 +93,7 @@ async def call_tool(
         BaseException: a bug in the sandbox layer, whatever it raised.
     """
     watched = None if sandbox is None else _Watched(sandbox, on_lost)
-    limits, what = bounds_of(tool).over(limits), f"tool {tool.name}"
+    limits, what = bounds_of(tool).apply_to(limits), f"tool {tool.name}"
     history = None if record is None else _History(record, tool.name, caller or Caller(attempt="", task=""))
     pauses = iter([part * min(PATIENCE_S, limits.tool_timeout_s) for part in _PAUSES])
     called, repeated = await _once(tool, arguments, watched, limits, turn=turn, history=history), False
@@ -113,7 +113,7 @@ async def call_tool(
         return called
     message = f"{what} abandoned a call to the sandbox, which cannot be used any more"
     failure = called.failure or Failure(stage="tool", blame=Blame.POLICY, kind="sandbox_abandoned", message=message, turn=turn)
-    return Called(outcome=called.outcome, failure=failure, sandbox_lost=True)
+    return CallResult(outcome=called.outcome, failure=failure, sandbox_lost=True)
 
 
 class _History:
@@ -121,7 +121,7 @@ class _History:
 
     def __init__(self, record: CallRecord, tool: str, caller: Caller) -> None:
         self._record, self._tool, self._caller = record, tool, caller
-        self._case: Case | None = None
+        self._case: OutageCase | None = None
         self._since = record.ended  # when the call was made
 
     def begin(self) -> None:
@@ -130,7 +130,7 @@ class _History:
     def answered(self) -> None:
         self._record.answered(self._tool, self._caller)
 
-    def failed(self, *, late: bool) -> Case:
+    def failed(self, *, late: bool) -> OutageCase:
         """The case of the first failure. Later failures of the call belong to the same case."""
         self._case = self._case or self._record.failed(self._tool, self._caller, since=self._since if late else None)
         return self._case
@@ -143,43 +143,45 @@ class _History:
 
 async def _once(
     tool: Tool, arguments: Mapping[str, Any], watched: _Watched | None, limits: Limits, *, turn: int, history: _History | None
-) -> Called | _Down:
+) -> CallResult | _Down:
     """Makes one call. Raises the errors of `call_tool`, except `ToolUnavailable`."""
     margin_s = float(getattr(tool, "opening_s", 0.0)) + (0.0 if watched is None else SANDBOX_MARGIN_S)
     what, timeout_s = f"tool {tool.name}", limits.tool_timeout_s + margin_s
-    since, stalls = usercode.cancellations(), lag.counting()[0]
+    since, stalls = user_code.cancellation_count(), loop_lag.count_stalls()[0]
     if history is not None:
         history.begin()
     try:
-        given = await usercode.call(lambda: tool(arguments, watched, limits), what=what, timeout_s=timeout_s, within=stalls)
-        called = Called(outcome=checked(given, limits))
+        given = await user_code.call_user_code(lambda: tool(arguments, watched, limits), what=what, timeout_s=timeout_s, within=stalls)
+        called = CallResult(outcome=checked_outcome(given, limits))
         if history is not None and called.outcome.ok:
             history.answered()
         return called
     except BaseException as error:
-        usercode.let_go(error, since)
-        if isinstance(error, usercode.Stalled):  # also if it has cost the sandbox
+        user_code.reraise_if_fatal(error, since)
+        if isinstance(error, user_code.DriverStalled):  # also if it has cost the sandbox
             raise
-        if isinstance(error, Fault) and error.outage is not None and error.outage.late and stalls.excuse(limits.tool_timeout_s):
-            raise usercode.Stalled(f"{what}: {error.outage.text}: {stalls.text}") from error
-        if (known := usercode.cause(error, InfrastructureError, TaskError, PluginError)) is not None and not (watched and watched.lost):
+        if isinstance(error, ToolFault) and error.outage is not None and error.outage.late and stalls.excuse(limits.tool_timeout_s):
+            raise user_code.DriverStalled(f"{what}: {error.outage.text}: {stalls.text}") from error
+        if (known := user_code.first_cause(error, InfrastructureError, TaskError, PluginError)) is not None and not (
+            watched and watched.lost
+        ):
             raise known from None
         ours = watched is not None and (watched.lost or watched.error is not None)  # a fault of the sandbox, handled in `call_tool`
         out = None if ours else _outage(error, arguments, alone=watched is None and history is not None)
         told = partial(_policys, tool.name, error, timeout_s, turn)
         if out is None:
             return told()
-        repeats = watched is None and getattr(tool, "repeats", True) and not (isinstance(error, Fault) and error.kind != OUTAGE)
+        repeats = watched is None and getattr(tool, "repeats", True) and not (isinstance(error, ToolFault) and error.kind != OUTAGE)
         return _Down(out=out, error=error, told=told, repeats=repeats, case=None if history is None else history.failed(late=out.late))
 
 
-def checked(given: object, limits: Limits) -> ToolOutcome:
-    """The outcome within bounds, without the run's secrets. Raises `NotAnOutcome`, with what the agent may be told."""
+def checked_outcome(given: object, limits: Limits) -> ToolOutcome:
+    """The outcome within bounds, without the run's secrets. Raises `InvalidOutcome`, with what the agent may be told."""
     if not isinstance(given, ToolOutcome):
-        raise NotAnOutcome(f"it gave {usercode.printable(type(given).__name__, 64)}, not a ToolOutcome")
+        raise InvalidOutcome(f"it gave {user_code.printable(type(given).__name__, 64)}, not a ToolOutcome")
     if given.answer is not None and len(given.answer) > MAX_ANSWER:
-        raise NotAnOutcome(f"its answer has {len(given.answer)} characters, at most {MAX_ANSWER} are taken")
-    given = replace(given, output=redacted(given.output))
+        raise InvalidOutcome(f"its answer has {len(given.answer)} characters, at most {MAX_ANSWER} are taken")
+    given = replace(given, output=redact(given.output))
     if len(given.output) <= limits.tool_output_chars + _CUT_MARK:
         return given
     return replace(given, output=clip(given.output, limits.tool_output_chars))
@@ -187,41 +189,41 @@ def checked(given: object, limits: Limits) -> ToolOutcome:
 
 def _outage(error: BaseException, arguments: Mapping[str, Any], *, alone: bool) -> Outage | None:
     """The outage that ended a call. `alone`: no sandbox is involved, so a late answer is an outage too."""
-    if isinstance(error, Fault):
+    if isinstance(error, ToolFault):
         return error.outage
-    if isinstance(error, usercode.Overdue):
-        return Outage(text=usercode.text_of(error, 300), late=True) if alone else None
-    return None if isinstance(error, NotAnOutcome) else outage(error, arguments)
+    if isinstance(error, user_code.CallTimeout):
+        return Outage(text=user_code.error_text(error, 300), late=True) if alone else None
+    return None if isinstance(error, InvalidOutcome) else outage_of(error, arguments)
 
 
 def _unavailable(what: str, down: _Down) -> ToolUnavailable:
-    server = isinstance(down.error, Fault)
+    server = isinstance(down.error, ToolFault)
     fix = "start or repair " + ("the server, or what it calls" if server else "what the tool calls; for wrong arguments raise ValueError")
     note = "" if down.case is None else down.case.note
     return ToolUnavailable(f"{what}: {down.out.text}{note}\n  fix: {fix}")
 
 
-def _policys(name: str, error: BaseException, timeout_s: float, turn: int) -> Called:
+def _policys(name: str, error: BaseException, timeout_s: float, turn: int) -> CallResult:
     """The result of a call whose failure the policy caused."""
-    return Called(outcome=_told(name, error, timeout_s), failure=_failure(f"tool {name}", error, turn))
+    return CallResult(outcome=_told(name, error, timeout_s), failure=_failure(f"tool {name}", error, turn))
 
 
 def _told(name: str, error: BaseException, timeout_s: float) -> ToolOutcome:
     """What the agent is told of a call that went wrong."""
-    if isinstance(error, usercode.Overdue):
+    if isinstance(error, user_code.CallTimeout):
         return ToolOutcome(output=f"error: {name} gave no result within {timeout_s:g} s", ok=False)
-    if isinstance(error, Fault):
-        return ToolOutcome(output=f"error: {name}: {usercode.text_of(error, 1000)}", ok=False)
-    text = usercode.text_of(error, 300) if isinstance(error, NotAnOutcome) else usercode.describe(error)
+    if isinstance(error, ToolFault):
+        return ToolOutcome(output=f"error: {name}: {user_code.error_text(error, 1000)}", ok=False)
+    text = user_code.error_text(error, 300) if isinstance(error, InvalidOutcome) else user_code.describe_error(error)
     return ToolOutcome(output=f"error: {name} failed: {text}", ok=False)
 
 
 def _failure(what: str, error: BaseException, turn: int) -> Failure:
     """The record of a call that went wrong: the policy's, for the arguments were."""
-    kinds: dict[type[BaseException], str] = {usercode.Overdue: "tool_timeout", NotAnOutcome: "wrong_outcome"}
-    known = error.kind if isinstance(error, Fault) else kinds.get(type(error))
-    usercode.report(what, error, trace=known is None)
-    message = usercode.printable(f"{what}: {usercode.describe(error)}", 500)
+    kinds: dict[type[BaseException], str] = {user_code.CallTimeout: "tool_timeout", InvalidOutcome: "wrong_outcome"}
+    known = error.kind if isinstance(error, ToolFault) else kinds.get(type(error))
+    user_code.log_unexpected(what, error, trace=known is None)
+    message = user_code.printable(f"{what}: {user_code.describe_error(error)}", 500)
     return Failure(stage="tool", blame=Blame.POLICY, kind=known or type(error).__name__[:64], message=message, turn=turn)
 
 
@@ -242,13 +244,13 @@ class _Watched(ForwardingSandbox):
         await self._sandbox.close()
 
     async def _through(self, operation: Awaitable[T]) -> T:
-        since = usercode.cancellations()
+        since = user_code.cancellation_count()
         try:
             return await operation
         except ARGUMENT_FAULTS:
             raise
         except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and usercode.cancellations() > since:
+            if isinstance(error, asyncio.CancelledError) and user_code.cancellation_count() > since:
                 self.lost = self.lost or self.error is None
                 if self.lost:
                     self._on_lost()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.agent.tools import Tool, ToolOutcome
-from agentrl.agent.typed import Typed, tool, typed
+from agentrl.agent.typed import TypedTool, tool, typed_tool
 from agentrl.protocols import EpisodeMemory, Sandbox
 from agentrl.records import Limits
 
@@ -38,7 +38,7 @@ class Notebook:
         return _outcome(RECALL, self._memory.recall(query))
 
 
-_METHODS = tuple(typed(one, method=True) for one in (Notebook.note, Notebook.recall))
+_METHODS = tuple(typed_tool(one, method=True) for one in (Notebook.note, Notebook.recall))
 SCHEMAS: tuple[Mapping[str, Any], ...] = tuple(one.schema for one in _METHODS)
 """What an agent is told of the tools that it has beside those of its task."""
 
@@ -48,7 +48,7 @@ class MemoryTool:
 
     needs_sandbox = False
 
-    def __init__(self, method: Typed, notebook: Notebook) -> None:
+    def __init__(self, method: TypedTool, notebook: Notebook) -> None:
         self.name, self.schema = method.name, method.schema
         self.bounds, self.together = method.bounds, method.together
         self._method = method

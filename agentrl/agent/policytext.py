@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from agentrl import usercode
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
+from agentrl.base import user_code
 from agentrl.errors import InfrastructureError, PluginError, PolicyFault, TaskError
 from agentrl.protocols import LiveTrajectory
 from agentrl.records import Completion, Message
@@ -23,15 +23,15 @@ def reading_policy_text(what: str) -> Iterator[None]:
     Args:
         what: completes the error message "the policy's text cannot be ...".
     """
-    since = usercode.cancellations()
+    since = user_code.cancellation_count()
     try:
         yield
     except Exception as error:
-        usercode.let_go(error, since)
-        if usercode.cause(error, *_BLAMED) is not None:
+        user_code.reraise_if_fatal(error, since)
+        if user_code.first_cause(error, *_BLAMED) is not None:
             raise
-        usercode.report(f"the policy's text cannot be {what}", error)
-        raise PolicyFault(f"the policy's text cannot be {what}: {usercode.describe(error, 1000)}") from error
+        user_code.log_unexpected(f"the policy's text cannot be {what}", error)
+        raise PolicyFault(f"the policy's text cannot be {what}: {user_code.describe_error(error, 1000)}") from error
 
 
 def read_turn(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.agent.tools import FREE, ToolOutcome
-from agentrl.contract.recorded import RecordedCall, Recording, arguments_key
+from agentrl.agent.tools import NO_BOUNDS, ToolOutcome
 from agentrl.protocols import Sandbox
 from agentrl.records import Limits, Task
+from agentrl.task.recorded_tools import RecordedCall, Recording, arguments_key
 
 _SHOWN, _LONGEST = 20, 80  # names of arguments in an error, and characters of each
 
@@ -17,7 +17,7 @@ class RecordedTool:
     """One tool of a recording. It has no state: if several recorded calls have the same arguments, the first one's output counts."""
 
     needs_sandbox = False
-    bounds, together = FREE, False
+    bounds, together = NO_BOUNDS, False
 
     def __init__(self, schema: Mapping[str, Any], calls: Sequence[RecordedCall]) -> None:
         self.schema = schema

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from agentrl.agent.template import SHIPPED
-from agentrl.causes import short
+from agentrl.agent.template import SHIPPED_TEMPLATES
+from agentrl.base.error_text import one_line_error
+from agentrl.base.processes import deadline_alarm
 from agentrl.errors import UserError
-from agentrl.processes import alarm
 from agentrl.records import Message
 
 THINK = ("<think>", "</think>")
@@ -22,7 +22,7 @@ RENDER_S = 10.0
 NO_ID = "0" * 9
 """The id of a call that the model gave none; 9 letters or digits, as Mistral's template demands."""
 
-OTHER = f"set policy.chat_template ({', '.join(SHIPPED)}, or a file)"
+OTHER = f"set policy.chat_template ({', '.join(SHIPPED_TEMPLATES)}, or a file)"
 """What to do about a template that cannot be used."""
 
 _SAMPLE = " a\n\n  b\tC\u00e9\u00e9 12345 <a|b> \u4e2d\u6587 \U0001f600\u200d "
@@ -79,12 +79,12 @@ class Renderer:
         """A conversation up to where the next turn of the assistant begins. Raises `UserError` for what the template does not take."""
         tools = [dict(s) for s in schemas] or None
         try:
-            with alarm(RENDER_S, _too_long, cpu=True):
+            with deadline_alarm(RENDER_S, _too_long, cpu=True):
                 return str(self.tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template is a program, and may raise anything
             roles = ", ".join(str(message["role"]) for message in messages)
             raise UserError(
-                f"the chat template cannot render messages of {roles}{' with tools' if tools else ''}: {short(error)}", fix=OTHER
+                f"the chat template cannot render messages of {roles}{' with tools' if tools else ''}: {one_line_error(error)}", fix=OTHER
             ) from error
 
     def ids(self, text: str) -> tuple[int, ...]:

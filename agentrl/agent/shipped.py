@@ -7,4 +7,4 @@ from collections.abc import Mapping
 from agentrl.agent.filetools import FILE_TOOLS
 from agentrl.agent.tools import BUILT_IN, Tool
 
-SHIPPED: Mapping[str, Tool] = {**BUILT_IN, **FILE_TOOLS}
+SHIPPED_TOOLS: Mapping[str, Tool] = {**BUILT_IN, **FILE_TOOLS}

@@ -1,7 +1,7 @@
 """Chat templates that ship, by word, and those in files; and a stranger's template tried within bounds before anything relies on it.
 
 A template is a program in Jinja. transformers runs it in an environment that reaches nothing outside of it, but that sets no bound on its
-time or memory: `try_template` does, in a process of its own.
+time or memory: `probe_template` does, in a process of its own.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl import foreign
+from agentrl.base import untrusted_files
+from agentrl.base.files import sha256_file
+from agentrl.base.processes import import_environment
 from agentrl.errors import UserError
-from agentrl.files import sha256_file
-from agentrl.processes import importing_from
 
-SHIPPED = ("hermes", "chatml", "llama3", "mistral_v3", "mistral_v13", "deepseek_v3")
+SHIPPED_TEMPLATES = ("hermes", "chatml", "llama3", "mistral_v3", "mistral_v13", "deepseek_v3")
 """Words for templates in `agentrl/agent/templates/`. None has a system message of its own."""
 
 MAX_BYTES = 1 << 18
@@ -55,14 +55,15 @@ TOOL: dict[str, Any] = {
 
 def read_template(name: str, root: Path) -> str:
     """The text of a shipped template by its word, or of a file relative to `root`. Raises `UserError`."""
-    if name in SHIPPED:
+    if name in SHIPPED_TEMPLATES:
         return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     path = root / name
     try:
-        content = foreign.content(path, most=MAX_BYTES) if path.stat().st_size <= MAX_BYTES else None
+        content = untrusted_files.read_bytes(path, most=MAX_BYTES) if path.stat().st_size <= MAX_BYTES else None
     except (OSError, ValueError):
         raise UserError(
-            f"chat template {name!r} is neither one that ships ({', '.join(SHIPPED)}) nor a file", fix=f"name one of them, or make {path}"
+            f"chat template {name!r} is neither one that ships ({', '.join(SHIPPED_TEMPLATES)}) nor a file",
+            fix=f"name one of them, or make {path}",
         ) from None
     if content is None:
         raise UserError(f"{path} is no chat template: it has more than {MAX_BYTES >> 10} KiB", fix="give the template alone")
@@ -75,7 +76,7 @@ def read_template(name: str, root: Path) -> str:
     return text
 
 
-def one_template(given: Any) -> Any:
+def select_template(given: Any) -> Any:
     """The template of a tokenizer. Of several named templates, it is the one for tools, else the default.
 
     One conversation must be rendered by one template, but `transformers` would choose by the tools of each rendering.
@@ -83,7 +84,7 @@ def one_template(given: Any) -> Any:
     return given.get("tool_use") or given.get("default") if isinstance(given, Mapping) else given
 
 
-def try_template(text: str, *, cpu_s: float = _CPU_S) -> None:
+def probe_template(text: str, *, cpu_s: float = _CPU_S) -> None:
     """Renders conversations of many shapes with a template in a separate process.
 
     Raises `UserError` for one that takes more than `cpu_s` seconds of CPU time, too much memory, or writes too much. What else may be
@@ -92,10 +93,10 @@ def try_template(text: str, *, cpu_s: float = _CPU_S) -> None:
     _try(text, None, cpu_s)
 
 
-def try_tokenizer(folder: str, text: str | None = None, *, cpu_s: float = _CPU_S) -> None:
+def probe_tokenizer(folder: str, text: str | None = None, *, cpu_s: float = _CPU_S) -> None:
     """Loads the tokenizer of a model in a separate process, encodes and decodes texts, and tests its template, or `text`.
 
-    Raises `UserError` as `try_template`, and for a tokenizer that exceeds the bounds or makes its library fail. Loading it has a bound of
+    Raises `UserError` as `probe_template`, and for a tokenizer that exceeds the bounds or makes its library fail. Loading it has a bound of
     its own, because a large vocabulary takes seconds. The later load reports all other errors of the tokenizer.
 
     The same files are tried once in a process.
@@ -133,7 +134,7 @@ def _tried(text: str | None, folder: str | None, cpu_s: float) -> tuple[int | No
             input=json.dumps([text, folder, cpu_s]).encode(),
             capture_output=True,
             timeout=_WALL_S,
-            env=importing_from(_ROOT),
+            env=import_environment(_ROOT),
         )
     except subprocess.TimeoutExpired:
         return None, ""
@@ -157,7 +158,7 @@ def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
     try:
         tokenizer = None if load is None else load(folder, trust_remote_code=False)
         _bound_time(cpu_s)
-        text = text or (None if tokenizer is None else one_template(tokenizer.chat_template))
+        text = text or (None if tokenizer is None else select_template(tokenizer.chat_template))
         if isinstance(text, str):
             _render_all(render_jinja_template, text)
         if tokenizer is not None:

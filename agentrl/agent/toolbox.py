@@ -12,29 +12,29 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter
 
-from agentrl import usercode
-from agentrl.agent.mcp.servers import NO_TOOLS, PREFIX, Connection, ServerTool, named, offered
+from agentrl.agent.mcp.servers import MCP_PREFIX, NO_TOOLS, ServerConnection, ServerTool, named, offered
 from agentrl.agent.memory import memory_tools
 from agentrl.agent.recorded import recorded_tools
-from agentrl.agent.shipped import SHIPPED
-from agentrl.agent.tools import FREE, Bounds, Tool, ToolOutcome, bounds_of, problem_of, runs_together
-from agentrl.agent.typed import TaskData, Typed, is_tool, run, typed
-from agentrl.agent.wording import Words, worded
-from agentrl.contract.recorded import NAME as RECORDED
+from agentrl.agent.shipped import SHIPPED_TOOLS
+from agentrl.agent.tools import NO_BOUNDS, Bounds, Tool, ToolOutcome, bounds_of, definition_problem, runs_together
+from agentrl.agent.typed import TaskData, TypedTool, is_tool, run, typed_tool
+from agentrl.agent.wording import ToolWording, reworded_schema
+from agentrl.base import user_code
 from agentrl.errors import PluginError, TaskError
-from agentrl.fields import json_value
-from agentrl.plugins import resolve
+from agentrl.plugins.references import resolve
 from agentrl.protocols import EpisodeMemory, Sandbox, ToolSource
 from agentrl.records import Limits, Task
+from agentrl.records.fields import json_value
+from agentrl.task.recorded_tools import RECORDED_TOOLS as RECORDED
 
 
 class Toolbox(Mapping[str, Tool]):
     """Tools by the name the agent calls them. Nothing is opened before it is called; who has one closes it."""
 
-    def __init__(self, tools: Mapping[str, Tool], kept: Mapping[str, Kept], connections: Mapping[str, Connection]) -> None:
+    def __init__(self, tools: Mapping[str, Tool], kept: Mapping[str, ToolInstance], connections: Mapping[str, ServerConnection]) -> None:
         self._tools = tools
         self._connections = connections  # mcp:SERVER -> this episode's connection to it
-        self.kept = kept  # reference -> the object of this episode that its tools are methods of
+        self.instances = kept  # reference -> the object of this episode that its tools are methods of
 
     def __getitem__(self, name: str) -> Tool:
         return self._tools[name]
@@ -50,18 +50,18 @@ class Toolbox(Mapping[str, Tool]):
 
         Raises `ValueError` for a state that cannot be taken within `timeout_s`, or is no JSON.
         """
-        every: dict[str, Kept | Connection] = {**self.kept, **self._connections}
+        every: dict[str, ToolInstance | ServerConnection] = {**self.instances, **self._connections}
         return {reference: await one.state(timeout_s=timeout_s) for reference, one in every.items() if one.used}
 
     async def close(self, *, timeout_s: float) -> None:
         """Closes what was opened, all of it, whatever one of them does; that is logged."""
         async with AsyncExitStack() as stack:
-            every: list[Kept | Connection] = [*self.kept.values(), *self._connections.values()]
+            every: list[ToolInstance | ServerConnection] = [*self.instances.values(), *self._connections.values()]
             for one in every:
                 stack.push_async_callback(one.close, timeout_s=timeout_s)
 
 
-class Kept:
+class ToolInstance:
     """An object of a class with `tool` methods, in one episode: opened when first called, with the state that was saved if there is one.
 
     A dataclass's state is its fields. Another class says what it is: `state()` gives JSON, `restore(state)` takes it on a new
@@ -79,14 +79,14 @@ class Kept:
     def used(self) -> bool:
         return self._restored or self._object is not None
 
-    async def opened(self) -> Any:
+    async def open(self) -> Any:
         async with self._opening:  # calls that run together share one object
             if self._object is None:
                 self._object = await (self._reopened() if self._restored else self._new())
             return self._object
 
     async def _new(self) -> Any:
-        return await usercode.threaded(self.kind, what=f"opening {self.kind.__name__}")
+        return await user_code.run_in_thread(self.kind, what=f"opening {self.kind.__name__}")
 
     async def _reopened(self) -> Any:
         what = f"restoring {self.kind.__name__}"
@@ -100,13 +100,13 @@ class Kept:
         """Raises `ValueError` when there is none to be had."""
         if self._object is None:
             return self._saved
-        what, since = f"the state of {self.kind.__name__}", usercode.cancellations()
+        what, since = f"the state of {self.kind.__name__}", user_code.cancellation_count()
         try:
-            return json_value(await usercode.call(self._state, what=what, timeout_s=timeout_s))
+            return json_value(await user_code.call_user_code(self._state, what=what, timeout_s=timeout_s))
         except BaseException as error:
-            usercode.let_go(error, since)
-            usercode.report(what, error)
-            raise ValueError(f"{what} cannot be taken: {usercode.describe(error)}") from error
+            user_code.reraise_if_fatal(error, since)
+            user_code.log_unexpected(what, error)
+            raise ValueError(f"{what} cannot be taken: {user_code.describe_error(error)}") from error
 
     async def _state(self) -> Any:
         if hasattr(self.kind, "state"):
@@ -117,36 +117,36 @@ class Kept:
         made, self._object = self._object, None
         if not hasattr(made, "close"):
             return
-        what, since = f"closing {self.kind.__name__}", usercode.cancellations()
+        what, since = f"closing {self.kind.__name__}", user_code.cancellation_count()
         try:
-            await usercode.call(lambda: run(made.close, made.close, what=what), what=what, timeout_s=timeout_s)
+            await user_code.call_user_code(lambda: run(made.close, made.close, what=what), what=what, timeout_s=timeout_s)
         except BaseException as error:
-            usercode.let_go(error, since)
-            usercode.report(what, error)
+            user_code.reraise_if_fatal(error, since)
+            user_code.log_unexpected(what, error)
 
 
-class KeptTool:
+class InstanceTool:
     """One `tool` method of a class, on the object that this episode has of it."""
 
     repeats = False  # after an outage, which may have changed the object
 
-    def __init__(self, method: Typed, kept: Kept) -> None:
+    def __init__(self, method: TypedTool, kept: ToolInstance) -> None:
         self.name, self.schema, self.needs_sandbox = method.name, method.schema, method.needs_sandbox
         self.bounds, self.together = method.bounds, method.together
         self._method = method
         self._kept = kept
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        function: Callable[..., Any] = getattr(await self._kept.opened(), self.name)
+        function: Callable[..., Any] = getattr(await self._kept.open(), self.name)
         return await self._method.call(function, arguments, sandbox, limits)
 
 
-class Within:
+class RecipeTool:
     """A tool with bounds and words that the recipe lays over its own."""
 
-    def __init__(self, tool: Tool, bounds: Bounds, words: Words) -> None:
-        self.name, self.schema, self.needs_sandbox = tool.name, worded(tool.schema, words), tool.needs_sandbox
-        self.bounds, self.together = bounds_of(tool).but(bounds), runs_together(tool)
+    def __init__(self, tool: Tool, bounds: Bounds, words: ToolWording) -> None:
+        self.name, self.schema, self.needs_sandbox = tool.name, reworded_schema(tool.schema, words), tool.needs_sandbox
+        self.bounds, self.together = bounds_of(tool).overridden_by(bounds), runs_together(tool)
         self.opening_s, self.repeats = getattr(tool, "opening_s", 0.0), getattr(tool, "repeats", True)
         self._tool = tool
 
@@ -174,11 +174,11 @@ def load_tools(
         PluginError: a reference does not resolve, or to something that is no tool.
     """
     tools: dict[str, Tool] = {}
-    kept: dict[str, Kept] = {}
-    connections: dict[str, Connection] = {}
+    kept: dict[str, ToolInstance] = {}
+    connections: dict[str, ServerConnection] = {}
     run, saved = run or NO_TOOLS, saved or {}
     for name in names:
-        for tool in _of_server(name, run, connections, saved) if name.startswith(PREFIX) else _loaded(name, kept, saved, task):
+        for tool in _of_server(name, run, connections, saved) if name.startswith(MCP_PREFIX) else _loaded(name, kept, saved, task):
             if tool.name in tools:
                 raise TaskError(f"two of the tools {', '.join(names)} are called {tool.name!r}", fix="give each tool a name of its own")
             tools[tool.name] = _of_recipe(tool, run)
@@ -194,32 +194,32 @@ def _of_recipe(tool: Tool, run: ToolSource) -> Tool:
     """A tool as the recipe has it. Raises `UserError` for words on an argument that it does not take."""
     if tool.name not in run.bounds and tool.name not in run.words:
         return tool
-    return Within(tool, run.bounds.get(tool.name, FREE), run.words.get(tool.name, Words()))
+    return RecipeTool(tool, run.bounds.get(tool.name, NO_BOUNDS), run.words.get(tool.name, ToolWording()))
 
 
-def _of_server(name: str, run: ToolSource, connections: dict[str, Connection], saved: Mapping[str, Any]) -> tuple[Tool, ...]:
+def _of_server(name: str, run: ToolSource, connections: dict[str, ServerConnection], saved: Mapping[str, Any]) -> tuple[Tool, ...]:
     """The tools that a name stands for which begins with `mcp:`, of one connection."""
     server, one = named(run, name)
-    key = f"{PREFIX}{server.name}"
-    connection = connections.setdefault(key, Connection(server, restored=key in saved))
+    key = f"{MCP_PREFIX}{server.name}"
+    connection = connections.setdefault(key, ServerConnection(server, restored=key in saved))
     return tuple(ServerTool(offer, connection) for offer in offered(server, one))
 
 
-def _loaded(name: str, kept: dict[str, Kept], saved: Mapping[str, Any], task: Task | None) -> tuple[Tool, ...]:
+def _loaded(name: str, kept: dict[str, ToolInstance], saved: Mapping[str, Any], task: Task | None) -> tuple[Tool, ...]:
     """The tools that one name of a task stands for."""
     if name == RECORDED:
         return recorded_tools(task)
-    if name in SHIPPED:
-        return (SHIPPED[name],)
+    if name in SHIPPED_TOOLS:
+        return (SHIPPED_TOOLS[name],)
     if ":" not in name:
-        raise TaskError(f"unknown tool {name!r}", fix=f"use {', '.join(SHIPPED)}, or a reference such as mytools:search")
+        raise TaskError(f"unknown tool {name!r}", fix=f"use {', '.join(SHIPPED_TOOLS)}, or a reference such as mytools:search")
     found = resolve(name)
     if inspect.isfunction(found) and is_tool(found):
-        return (_knowing(typed(found), task),)
+        return (_knowing(typed_tool(found), task),)
     if isinstance(found, type) and (methods := _methods(found)):
-        kept[name] = Kept(found, saved.get(name), restored=name in saved)
-        return tuple(KeptTool(_knowing(method, task), kept[name]) for method in methods)
-    if problem := _shared(found) or problem_of(found):
+        kept[name] = ToolInstance(found, saved.get(name), restored=name in saved)
+        return tuple(InstanceTool(_knowing(method, task), kept[name]) for method in methods)
+    if problem := _shared(found) or definition_problem(found):
         fix = (
             "a tool is a function under @tool, or an object with name, needs_sandbox (True or False), schema and an async "
             "__call__(arguments, sandbox, limits)"
@@ -228,7 +228,7 @@ def _loaded(name: str, kept: dict[str, Kept], saved: Mapping[str, Any], task: Ta
     return (cast(Tool, found),)
 
 
-def _knowing(one: Typed, task: Task | None) -> Typed:
+def _knowing(one: TypedTool, task: Task | None) -> TypedTool:
     """The tool with the task's data, if it has a parameter for it."""
     if task is None or TaskData not in one.given.values():
         return one
@@ -252,7 +252,7 @@ def _underneath(attribute: Any) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _methods(kind: Any) -> tuple[Typed, ...]:
+def _methods(kind: Any) -> tuple[TypedTool, ...]:
     """The tools of a class that keeps state. Raises `PluginError` when its state cannot be captured, or it cannot be opened."""
     if not (marked := _marked(kind)):
         return ()
@@ -270,7 +270,7 @@ def _methods(kind: Any) -> tuple[Typed, ...]:
     for one in marked:
         if not inspect.isfunction(inspect.getattr_static(kind, one.__name__, None)):
             raise PluginError(f"the tool {one.__name__} of {kind.__name__} is no plain method", fix="give it self, and @tool alone")
-    methods = tuple(typed(one, method=True) for one in marked)
+    methods = tuple(typed_tool(one, method=True) for one in marked)
     return tuple(sorted(methods, key=lambda one: one.function.__code__.co_firstlineno))
 
 
@@ -284,7 +284,7 @@ def _fields_of(kind: Any) -> TypeAdapter[Any]:
     try:
         return TypeAdapter(kind)
     except Exception as error:
-        reason = usercode.describe(error)
+        reason = user_code.describe_error(error)
         raise PluginError(
             f"the tools of {kind.__name__} keep a state that JSON cannot hold ({reason})", fix="or give it state() and restore()"
         ) from None

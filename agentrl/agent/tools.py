@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from agentrl import usercode
-from agentrl.fields import Record, Text
-from agentrl.outages import Outage
+from agentrl.base import user_code
+from agentrl.base.outages import Outage
 from agentrl.protocols import Sandbox
 from agentrl.records import ExecResult, Limits
+from agentrl.records.fields import Record, Text
 
 MAX_TEXT = 300_000
 """Characters of a program that a tool runs; a sandbox takes no command line much longer."""
@@ -28,18 +28,18 @@ class ToolOutcome(Record):
     answer: Text | None = None
 
 
-class NotAnOutcome(Exception):
+class InvalidOutcome(Exception):
     """A tool gave something that is no outcome."""
 
 
 OUTAGE = "mcp_outage"
-"""`Fault.kind` of an outage that a working server reports, so that the call can be repeated."""
+"""`ToolFault.kind` of an outage that a working server reports, so that the call can be repeated."""
 
 
-class Fault(Exception):
+class ToolFault(Exception):
     """A failed call. The agent is shown `text`, and the episode's record has `kind`.
 
-    With an `outage` it is an infrastructure fault instead, unless the arguments provoked it (`agentrl.agent.provoked`).
+    With an `outage` it is an infrastructure fault instead, unless the arguments provoked it (`agentrl.agent.outage_blame`).
     """
 
     def __init__(self, kind: str, text: str, *, outage: Outage | None = None) -> None:
@@ -56,14 +56,14 @@ class Bounds:
     output_chars: int | None = None  # of one call; head and tail are kept, the cut is marked
     calls: int | None = None  # in one episode, all its agents together
 
-    def over(self, limits: Limits) -> Limits:
+    def apply_to(self, limits: Limits) -> Limits:
         """The limits of a call: the task's, with these laid over them."""
         if self.timeout_s is None and self.output_chars is None:
             return limits
         timeout_s, chars = self.timeout_s or limits.tool_timeout_s, self.output_chars or limits.tool_output_chars
         return replace(limits, tool_timeout_s=timeout_s, tool_output_chars=chars, episode_output_chars=limits.all_output_chars)
 
-    def but(self, other: Bounds) -> Bounds:
+    def overridden_by(self, other: Bounds) -> Bounds:
         """These, but for what `other` says."""
         return Bounds(
             timeout_s=self.timeout_s if other.timeout_s is None else other.timeout_s,
@@ -72,13 +72,13 @@ class Bounds:
         )
 
 
-FREE = Bounds()
+NO_BOUNDS = Bounds()
 
 
 def bounds_of(tool: Tool) -> Bounds:
     """A tool without `bounds` has none of its own."""
-    found = getattr(tool, "bounds", FREE)
-    return found if isinstance(found, Bounds) else FREE
+    found = getattr(tool, "bounds", NO_BOUNDS)
+    return found if isinstance(found, Bounds) else NO_BOUNDS
 
 
 def runs_together(tool: Tool) -> bool:
@@ -102,7 +102,7 @@ class Tool(Protocol):
         """Bad arguments are best an outcome with ok=False that tells the agent what is expected.
 
         After an exception, an invalid outcome or none in time, the agent gets an error and its episode is scored. An outage
-        (`agentrl.outages`) ends the attempt instead. `InfrastructureError`, `TaskError` and `PluginError` keep their meaning.
+        (`agentrl.base.outages`) ends the attempt instead. `InfrastructureError`, `TaskError` and `PluginError` keep their meaning.
         """
         ...
 
@@ -132,7 +132,7 @@ class ProgramTool(abc.ABC):
             return ToolOutcome(output=f"error: {self.name} takes up to {MAX_TEXT} characters without NUL", ok=False)
         assert sandbox is not None, "needs_sandbox is True"
         result = await self.run(sandbox, text, timeout_s=limits.tool_timeout_s, output_bytes=4 * limits.tool_output_chars)
-        return ToolOutcome(output=show(result, limits), ok=result.ok)
+        return ToolOutcome(output=render_result(result, limits), ok=result.ok)
 
     @abc.abstractmethod
     async def run(self, sandbox: Sandbox, text: str, *, timeout_s: float, output_bytes: int) -> ExecResult:
@@ -187,7 +187,7 @@ class SubmitTool:
 BUILT_IN: Mapping[str, Tool] = {tool.name: tool for tool in (PythonTool(), PythonSessionTool(), ShellTool(), SubmitTool())}
 
 
-def problem_of(tool: Any) -> str:
+def definition_problem(tool: Any) -> str:
     """What is wrong with an object that is to be a tool; empty when nothing is."""
     if inspect.isfunction(tool):
         return "is a function without @tool from agentrl.agent above it"
@@ -198,7 +198,7 @@ def problem_of(tool: Any) -> str:
     try:
         name, needs_sandbox, schema = tool.name, tool.needs_sandbox, tool.schema
     except Exception as error:
-        return f"has no name, needs_sandbox or schema ({usercode.describe(error)})"
+        return f"has no name, needs_sandbox or schema ({user_code.describe_error(error)})"
     if not isinstance(name, str) or not name.strip():
         return f"has the name {name!r}, which is no text"
     if not isinstance(needs_sandbox, bool):
@@ -207,11 +207,11 @@ def problem_of(tool: Any) -> str:
         json.dumps(dict(schema), allow_nan=False, ensure_ascii=False).encode()
         called = schema["function"]["name"]
     except Exception as error:
-        return f"has a schema that is no OpenAI function schema ({usercode.describe(error)})"
+        return f"has a schema that is no OpenAI function schema ({user_code.describe_error(error)})"
     return "" if called == name else f"is called {name!r}, and {called!r} in its schema"
 
 
-def show(result: ExecResult, limits: Limits) -> str:
+def render_result(result: ExecResult, limits: Limits) -> str:
     """What the agent is shown of a program: its output, then how it ended if not well; head and tail within the limit."""
     text = result.stdout.rstrip("\n")
     if result.stderr.strip():

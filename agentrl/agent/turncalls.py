@@ -9,14 +9,14 @@ from collections.abc import Coroutine, Iterator, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
 
-from agentrl.agent.invoke import Called, call_tool
-from agentrl.agent.provoked import Caller
+from agentrl.agent.invoke import CallResult, call_tool
+from agentrl.agent.outage_blame import Caller
 from agentrl.agent.toolbox import Toolbox
 from agentrl.agent.tools import ToolOutcome, bounds_of, runs_together
 from agentrl.errors import InfrastructureError
-from agentrl.fields import json_object
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Blame, Failure, ToolCall, ToolResult
+from agentrl.records.fields import json_object
 
 SUBMIT = "submit"
 """The tool that hands in an answer."""
@@ -24,7 +24,7 @@ SUBMIT = "submit"
 T = TypeVar("T")
 
 
-async def call_all(
+async def run_calls(
     episode: LiveEpisode, tools: Toolbox, calls: Sequence[ToolCall], *, spent: Counter[str], also: Sequence[str] = ()
 ) -> tuple[tuple[ToolResult, ...], str | None]:
     """Runs calls of one turn, up to a submitted answer or a lost sandbox: what they gave, and the answer.
@@ -32,7 +32,7 @@ async def call_all(
     Neighbours whose tools say that they may run together do; every other call runs alone, after those before it.
 
     Args:
-        spent: calls of the episode so far, as `calls_made` gives them; these are added before any of them runs.
+        spent: calls of the episode so far, as `count_calls` gives them; these are added before any of them runs.
         also: names of tools that are no part of the toolbox, for an agent that names one that there is not.
 
     Raises what `call_tool` raises; of several that run together, the first in their order.
@@ -41,17 +41,17 @@ async def call_all(
     for batch in _batches(tools, calls):
         due = [_refused(episode, tools, call, spent, also) for call in batch]
         for call, (outcome, wall_s) in zip(batch, await _run(episode, tools, batch, due), strict=True):
-            results.append(ToolResult(name=call.name[:64], output=episode.shown(outcome.output), ok=outcome.ok, wall_s=wall_s))
+            results.append(ToolResult(name=call.name[:64], output=episode.clip_output(outcome.output), ok=outcome.ok, wall_s=wall_s))
             if outcome.answer is not None or episode.sandbox_lost:
                 return tuple(results), outcome.answer
     return tuple(results), None
 
 
-async def call_one(episode: LiveEpisode, tools: Toolbox, call: ToolCall, made: Counter[str]) -> ToolOutcome:
+async def run_call(episode: LiveEpisode, tools: Toolbox, call: ToolCall, made: Counter[str]) -> ToolOutcome:
     """Runs one call of an agent in its episode. A tool that there is not is answered with the names of those that there are.
 
     Args:
-        made: what `calls_made` gave when the turn began; the call is added.
+        made: what `count_calls` gave when the turn began; the call is added.
     """
     refused = _refused(episode, tools, call, made)
     return (await _run(episode, tools, [call], [refused]))[0][0]
@@ -72,7 +72,7 @@ async def _run(
     made = [call for call, no in zip(calls, refused, strict=True) if no is None]
     sandbox = await episode.sandbox() if any(tools[call.name].needs_sandbox for call in made) else None
 
-    async def one(call: ToolCall) -> tuple[Called, float]:
+    async def one(call: ToolCall) -> tuple[CallResult, float]:
         tool, started = tools[call.name], time.monotonic()
         arguments = json_object(call.arguments)  # the tool's own copy: what is recorded is what the agent wrote
         given = sandbox if tool.needs_sandbox else None
@@ -92,7 +92,7 @@ async def _run(
             if given is None or not episode.sandbox_lost:
                 raise
             told = ToolOutcome(output="error: the sandbox is gone: another agent's call to it was cut short", ok=False)
-            called = Called(outcome=told, sandbox_lost=True)  # that call is on record as the policy's fault
+            called = CallResult(outcome=told, sandbox_lost=True)  # that call is on record as the policy's fault
         return called, time.monotonic() - started
 
     if not made:
@@ -130,13 +130,13 @@ async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in failed or running]
 
 
-def calls_made(episode: LiveEpisode) -> Counter[str]:
+def count_calls(episode: LiveEpisode) -> Counter[str]:
     """Calls so far, by the tool's name, those that were refused included; of agents that act at the same time, up to their last turn."""
     turns = (turn for trajectory in episode.trajectories for turn in trajectory.turns)
     return Counter(result.name for turn in turns for result in turn.tool_results)
 
 
-def over_budget(episode: LiveEpisode, spent: Counter[str], name: str) -> ToolOutcome | None:
+def budget_error(episode: LiveEpisode, spent: Counter[str], name: str) -> ToolOutcome | None:
     """What a call beyond `Limits.tool_calls` is answered, the policy's failure; None within. `spent` counts it already.
 
     Every call counts that the policy has written, of whatever tool, but not handing in an answer, which is always possible.
@@ -155,7 +155,7 @@ def _refused(episode: LiveEpisode, tools: Toolbox, call: ToolCall, spent: Counte
     spent[call.name[:64]] += 1
     if tool is None:
         return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join([*tools, *also])}", ok=False)
-    if used_up := over_budget(episode, spent, call.name):
+    if used_up := budget_error(episode, spent, call.name):
         return used_up
     most = bounds_of(tool).calls
     if most is None or spent[call.name[:64]] <= most:

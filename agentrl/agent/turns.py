@@ -17,17 +17,17 @@ from typing import Any
 from agentrl.agent import delegation
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.agent.compaction import Compactor
-from agentrl.agent.contexts import current, go_on
+from agentrl.agent.contexts import continue_context, current_trajectory
 from agentrl.agent.handing import hand_back
 from agentrl.agent.policytext import read_turn, reading_policy_text
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome, clip
-from agentrl.agent.turncalls import call_all, calls_made, over_budget
-from agentrl.agent.wording import told
+from agentrl.agent.turncalls import budget_error, count_calls, run_calls
+from agentrl.agent.wording import main_prompt
+from agentrl.config.rollout import CompactionConfig, DelegationConfig
 from agentrl.errors import PolicyFault
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import CUT, Message, Parent, ToolCall, ToolResult
-from agentrl.sections.rollout import CompactionConfig, DelegationConfig
 
 _SHOWN = "shown to it again with its tool results"
 
@@ -48,10 +48,10 @@ class TurnLoop:
         task = episode.task
         tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools, episode.memory, task)
         try:
-            line = current(episode)
-            prompt = told(line, task, self.instructions)
-            main = Speaker(self, episode, line, prompt=prompt, tools=tools, spent=calls_made(episode))
-            ended = await main.speak()
+            line = current_trajectory(episode)
+            prompt = main_prompt(line, task, self.instructions)
+            main = AgentRun(self, episode, line, prompt=prompt, tools=tools, spent=count_calls(episode))
+            ended = await main.run()
             episode.answer = ended.answer
             return ended.reason
         finally:
@@ -66,7 +66,7 @@ class Ended:
     answer: str | None = None
 
 
-class Speaker:
+class AgentRun:
     """One agent at work in an episode: the main one, or a sub-agent, which is `depth` steps below it.
 
     Args:
@@ -97,12 +97,14 @@ class Speaker:
         self._depth = depth
         self._turns, self._sampled = 0, 0  # in this run of the episode; only sub-agents are held to them, and none is resumed
         self._compactor = None if loop.compaction is None else Compactor(chat=loop.chat, config=loop.compaction)
-        self._offers = [delegation.schema(loop.delegation)] if loop.delegation is not None and depth < loop.delegation.depth else []
+        self._offers = (
+            [delegation.delegate_schema(loop.delegation)] if loop.delegation is not None and depth < loop.delegation.depth else []
+        )
         self._delegates = bool(self._offers)
         if loop.delegation is not None:
             delegation.check_name(episode.task, tools)
 
-    async def speak(self) -> Ended:
+    async def run(self) -> Ended:
         """Turns until it is done."""
         episode, chat = self._episode, self._loop.chat
         episode.stage = "chat"
@@ -138,7 +140,7 @@ class Speaker:
         if not chat.exact:
             line.add_results(results, wall_s=wall_s)
             with reading_policy_text(_SHOWN):
-                self.line = go_on(chat, self._episode, line, parsed, outputs, prompt=self._prompt, schemas=self._schemas())
+                self.line = continue_context(chat, self._episode, line, parsed, outputs, prompt=self._prompt, schemas=self._schemas())
             return ""
         try:
             with reading_policy_text(_SHOWN):
@@ -216,14 +218,14 @@ class Speaker:
                 answer = None
             else:
                 some = [calls[number] for number in numbers]
-                made, answer = await call_all(self._episode, self._tools, some, spent=self._spent, also=also)
+                made, answer = await run_calls(self._episode, self._tools, some, spent=self._spent, also=also)
                 results += made
             if answer is not None or self._episode.sandbox_lost:
                 return tuple(results), answer
         for error in parsed.errors:
             self._spent[""] += 1
             text = clip(f"error: {error}", self._episode.task.limits.tool_output_chars)
-            results.append(ToolResult(name="", output=self._episode.shown(text), ok=False))
+            results.append(ToolResult(name="", output=self._episode.clip_output(text), ok=False))
         return tuple(results), None
 
     def _stretches(self, calls: Sequence[ToolCall]) -> Iterator[tuple[bool, list[int]]]:
@@ -235,11 +237,11 @@ class Speaker:
         """What sub-agents answer that run at the same time, in the order of their calls."""
         assert self._loop.delegation is not None, "only then calls start sub-agents"
         began, turn = time.monotonic(), len(self.line.turns) - 1
-        desk = delegation.Desk(self._episode, self._loop.delegation, defang=self._loop.chat.defang)
+        desk = delegation.SubAgents(self._episode, self._loop.delegation, defang=self._loop.chat.escape_text)
         refused: list[str] = []
         for _ in numbers:
             self._spent[delegation.NAME] += 1
-            over = over_budget(self._episode, self._spent, delegation.NAME)
+            over = budget_error(self._episode, self._spent, delegation.NAME)
             refused.append(over.output if over is not None else "")
         begun = [calls[number] for number, why in zip(numbers, refused, strict=True) if not why]
         copy, uncopied = await self._copied(desk, begun)
@@ -252,7 +254,7 @@ class Speaker:
         results = []
         for one, job in zip(asked, jobs, strict=True):
             outcome = job.result() if job is not None else ToolOutcome(output=str(one), ok=False)
-            output = self._episode.shown(clip(outcome.output, self._episode.task.limits.tool_output_chars))
+            output = self._episode.clip_output(clip(outcome.output, self._episode.task.limits.tool_output_chars))
             results.append(ToolResult(name=delegation.NAME, output=output, ok=outcome.ok, wall_s=time.monotonic() - began))
         return results
 
@@ -263,7 +265,7 @@ class Speaker:
         if config.sandbox == "shared":
             ended = await self._spoken(opened, episode)
             return delegation.reported(ended.answer, ended.reason)
-        async with episode.apart(copy) as own:
+        async with episode.sub_episode(copy) as own:
             ended = await self._spoken(opened, own)
             files = await hand_back(config.returns, number=opened.line.index, worker=own, caller=episode)
         return delegation.reported(ended.answer, ended.reason, files)
@@ -274,14 +276,14 @@ class Speaker:
         names = episode.task.tools if config is None or config.tools is None else config.tools
         tools = load_tools(names, None, episode.tools, episode.memory, episode.task)
         try:
-            worker = Speaker(self._loop, episode, opened.line, prompt=opened.prompt, tools=tools, spent=self._spent, depth=self._depth + 1)
-            ended = await worker.speak()
+            worker = AgentRun(self._loop, episode, opened.line, prompt=opened.prompt, tools=tools, spent=self._spent, depth=self._depth + 1)
+            ended = await worker.run()
         finally:
             await tools.close(timeout_s=episode.task.limits.tool_timeout_s)
         worker.line.end(ended.reason)
         return ended
 
-    async def _copied(self, desk: delegation.Desk, calls: Sequence[ToolCall]) -> tuple[bytes | None, str]:
+    async def _copied(self, desk: delegation.SubAgents, calls: Sequence[ToolCall]) -> tuple[bytes | None, str]:
         """What the sandboxes of sub-agents begin with, where they have their own and one is started; or why none can be."""
         config = self._loop.delegation
         if config is None or config.sandbox == "shared" or all(desk.refused(call, place) for place, call in enumerate(calls)):

@@ -14,14 +14,14 @@ from typing import Any, TypeVar, overload
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import to_json
 
-from agentrl import usercode
-from agentrl.agent.arguments import example
-from agentrl.agent.tools import FREE, Bounds, NotAnOutcome, ToolOutcome
-from agentrl.contract.leaks import without_truth
+from agentrl.agent.arguments import argument_example
+from agentrl.agent.tools import NO_BOUNDS, Bounds, InvalidOutcome, ToolOutcome
+from agentrl.base import user_code
 from agentrl.errors import PluginError
-from agentrl.fields import json_object
 from agentrl.protocols import Sandbox
 from agentrl.records import Limits, Task
+from agentrl.records.fields import json_object
+from agentrl.task.leaks import without_truth
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -120,7 +120,7 @@ def is_tool(thing: Any) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Typed:
+class TypedTool:
     """What a marked function is to an agent. `call` runs it, or the method of an object that it was on the object's class."""
 
     name: str
@@ -130,7 +130,7 @@ class Typed:
     arguments: type[BaseModel]
     names: Mapping[str, str]  # field of `arguments` -> parameter
     given: Mapping[str, type]  # parameter -> Sandbox, Limits or TaskData
-    bounds: Bounds = FREE
+    bounds: Bounds = NO_BOUNDS
     together: bool = False
     task: TaskData = NO_TASK
 
@@ -144,8 +144,8 @@ class Typed:
         try:
             values = self.arguments.model_validate(json_object(arguments))
         except ValueError as error:
-            told = _told(error) if isinstance(error, ValidationError) else usercode.text_of(error, 300)
-            return ToolOutcome(output=f"error: {self.name}: {told}{example(self.schema)}", ok=False)
+            told = _told(error) if isinstance(error, ValidationError) else user_code.error_text(error, 300)
+            return ToolOutcome(output=f"error: {self.name}: {told}{argument_example(self.schema)}", ok=False)
         taken = {parameter: getattr(values, field) for field, parameter in self.names.items()}
         theirs: dict[type, Any] = {Sandbox: sandbox, Limits: limits, TaskData: self.task}
         taken |= {parameter: theirs[kind] for parameter, kind in self.given.items()}
@@ -154,7 +154,7 @@ class Typed:
 
 async def run(call: Callable[[], Any], function: Callable[..., Any], *, what: str) -> Any:
     """What `call()` gives, which calls `function`: awaited where that is async, in a thread where it is not."""
-    given = call() if inspect.iscoroutinefunction(function) else await usercode.threaded(call, what=what)
+    given = call() if inspect.iscoroutinefunction(function) else await user_code.run_in_thread(call, what=what)
     return await given if inspect.isawaitable(given) else given  # also of a plain function around an async one
 
 
@@ -166,8 +166,8 @@ def _outcome(value: Any) -> ToolOutcome:
     try:
         return ToolOutcome(output="" if value is None else to_json(value).decode(), ok=True)
     except ValueError:
-        kind = usercode.printable(type(value).__name__, 64)
-        raise NotAnOutcome(f"it gave {kind}, which is neither text, a ToolOutcome, nor a value of JSON") from None
+        kind = user_code.printable(type(value).__name__, 64)
+        raise InvalidOutcome(f"it gave {kind}, which is neither text, a ToolOutcome, nor a value of JSON") from None
 
 
 def _told(error: ValidationError) -> str:
@@ -176,11 +176,11 @@ def _told(error: ValidationError) -> str:
     told = [f"{'.'.join(str(part)[:40] for part in one['loc'][:8])}: {one['msg'][:200]}" for one in found[:_TOLD_ERRORS]]
     if len(found) > len(told):
         told.append(f"and {len(found) - len(told)} more")
-    return usercode.printable("; ".join(told), 1500)
+    return user_code.printable("; ".join(told), 1500)
 
 
 @lru_cache(maxsize=1024)
-def typed(function: Callable[..., Any], *, method: bool = False) -> Typed:
+def typed_tool(function: Callable[..., Any], *, method: bool = False) -> TypedTool:
     """A marked function as a tool. Raises `PluginError` that says what a schema cannot be made of.
 
     Args:
@@ -191,7 +191,7 @@ def typed(function: Callable[..., Any], *, method: bool = False) -> Typed:
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except Exception as error:
-        raise _refused(name, f"has annotations that do not resolve ({usercode.describe(error)})", "import what they name") from None
+        raise _refused(name, f"has annotations that do not resolve ({user_code.describe_error(error)})", "import what they name") from None
     fields: dict[str, Any] = {}
     names: dict[str, str] = {}
     given: dict[str, type] = {}
@@ -216,12 +216,12 @@ def typed(function: Callable[..., Any], *, method: bool = False) -> Typed:
         arguments = create_model(name, __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields)
         schema = _schema(name, description, arguments)
     except Exception as error:  # pydantic's many, and those of a user's own types
-        reason = usercode.describe(error)
+        reason = user_code.describe_error(error)
         raise _refused(name, f"has parameters that JSON cannot hold ({reason})", "use str, int, float, bool, list, dict, ...") from None
     if getattr(function, _TOGETHER, False) and Sandbox in given.values():
         raise _refused(name, "says together=True and takes the sandbox, where programs run one at a time", "leave together out")
-    bounds, together = getattr(function, _BOUNDS, FREE), getattr(function, _TOGETHER, False)
-    return Typed(name, schema, Sandbox in given.values(), function, arguments, names, given, bounds, together)
+    bounds, together = getattr(function, _BOUNDS, NO_BOUNDS), getattr(function, _TOGETHER, False)
+    return TypedTool(name, schema, Sandbox in given.values(), function, arguments, names, given, bounds, together)
 
 
 def _schema(name: str, description: str, arguments: type[BaseModel]) -> Mapping[str, Any]:

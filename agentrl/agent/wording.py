@@ -16,29 +16,29 @@ from agentrl.records import Message, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
+class ToolWording:
     """What a tool's schema says of it, in place of its own words; an empty text changes nothing."""
 
     description: str = ""
     arguments: Mapping[str, str] = field(default_factory=dict)  # argument -> what it means
 
 
-def told(line: LiveTrajectory, task: Task, instructions: str | None) -> tuple[Message, ...]:
+def main_prompt(line: LiveTrajectory, task: Task, instructions: str | None) -> tuple[Message, ...]:
     """The prompt of a task as its main agent is told it, which the record says where it is not the task's own."""
-    prompt = instructed(task.prompt, instructions)
+    prompt = with_instructions(task.prompt, instructions)
     if instructions is not None:
         line.describe("main", prompt)
     return prompt
 
 
-def instructed(prompt: Sequence[Message], instructions: str | None) -> tuple[Message, ...]:
+def with_instructions(prompt: Sequence[Message], instructions: str | None) -> tuple[Message, ...]:
     """The prompt with these instructions in place of its system messages; None: as it is."""
     if instructions is None:
         return tuple(prompt)
     return (Message(role="system", content=instructions), *(message for message in prompt if message.role != "system"))
 
 
-def worded(schema: Mapping[str, Any], words: Words) -> Mapping[str, Any]:
+def reworded_schema(schema: Mapping[str, Any], words: ToolWording) -> Mapping[str, Any]:
     """A tool's OpenAI function schema with other words. Raises `UserError` for an argument that the tool does not take."""
     made = copy.deepcopy(dict(schema))
     function = made["function"]

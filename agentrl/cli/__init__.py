@@ -9,11 +9,11 @@ from typing import Annotated, NoReturn
 import typer
 
 from agentrl import __version__
-from agentrl.cli import failures, fuzz, history, judging, machine, memory, model, practice, prove, runs, sandboxes, suites, train, tune
+from agentrl.base.secrets import RedactingFormatter
+from agentrl.cli import check, failures, history, judging, machine, memory, model, practice, runs, sandboxes, suites, train, tune
 from agentrl.cli import sample as sampling
 from agentrl.cli.terminal import outlast_readers, settle
-from agentrl.run.ending import explain, stopped
-from agentrl.secrets import Redacting
+from agentrl.session.ending import ended_by_user, report_error
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,17 +37,16 @@ app.command("compare", epilog="Example: agentrl compare runs/quickstart-eval run
 app.command("history", epilog="Example: agentrl history runs/quickstart --out history.html; agentrl history runs/twelve runs/last")(
     history.history
 )
-app.command("check", epilog="Example: agentrl check sandboxes/chores --backend bubblewrap")(prove.check)
+app.command("check", epilog="Example: agentrl check sandboxes/chores --backend bubblewrap")(check.check)
 app.command("practice", epilog="Example: agentrl practice evals/pricing recipes/quickstart.py --count 24")(practice.practice)
-app.command("fuzz", epilog="Example: agentrl fuzz frames calls --minutes 5 --jobs 2")(fuzz.fuzz)
 app.command("doctor", epilog="Example: agentrl doctor --json")(machine.doctor)
 app.command("init", epilog="Example: agentrl init my-agent && cd my-agent && agentrl train recipes/quickstart.py")(machine.init)
 app.command("report", epilog="Example: agentrl report runs/quickstart")(runs.report)
 app.command("label", epilog="Example: agentrl label runs/quickstart --by anna --phase after")(judging.label)
 app.command("versions", epilog="Example: agentrl versions runs/quickstart --json")(runs.versions)
 app.command("memory", epilog="Example: agentrl memory runs/archive --json")(memory.memory)
-sandbox_app.command("check", epilog="Example: agentrl sandbox check --backend all")(prove.sandbox_check)
-sandbox_app.command("attack", epilog="Example: agentrl sandbox attack --backend all --only fork")(prove.sandbox_attack)
+sandbox_app.command("check", epilog="Example: agentrl sandbox check --backend all")(check.sandbox_check)
+sandbox_app.command("attack", epilog="Example: agentrl sandbox attack --backend all --only fork")(check.sandbox_attack)
 sandbox_app.command("ls", epilog="Example: agentrl sandbox ls --json")(sandboxes.sandbox_ls)
 sandbox_app.command("prune", epilog="Example: agentrl sandbox prune --images --dry-run")(sandboxes.sandbox_prune)
 app.add_typer(sandbox_app, name="sandbox")
@@ -85,17 +84,17 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Entry point of the console script."""
     outlast_readers()
     shown = logging.StreamHandler()
-    shown.setFormatter(Redacting("%(levelname)s %(name)s: %(message)s"))
+    shown.setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[shown])
     try:
         app(args=argv, prog_name="agentrl")
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise
-        if stopped(error):
+        if ended_by_user(error):
             print("stopped", file=sys.stderr)
             sys.exit(130)
-        sys.exit(explain(error))
+        sys.exit(report_error(error))
     finally:
         settle()
     sys.exit(0)

@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+from agentrl.base.files import sha256_file
 from agentrl.errors import SandboxUnavailable, UserError
-from agentrl.files import sha256_file
-from agentrl.plugins import content_root
-from agentrl.sandbox import engine, images
+from agentrl.plugins.references import content_root
+from agentrl.sandbox import docker_client, images
 
 DEADLINE_S = 2.0
 GIB = 1 << 30
@@ -245,8 +245,8 @@ def _sandboxes() -> list[Check]:
 
 def _docker() -> Check:
     try:
-        socket = Path(engine.address().removeprefix("unix://"))
-        state = engine.state(DEADLINE_S)
+        socket = Path(docker_client.daemon_address().removeprefix("unix://"))
+        state = docker_client.daemon_state(DEADLINE_S)
     except SandboxUnavailable as error:
         return _check("Docker", False, error.message, error.fix, required=False)
     installed = shutil.which("dockerd") or Path("/usr/sbin/dockerd").exists()

@@ -19,13 +19,13 @@ import typer
 
 from agentrl.cli.options import JsonFlag
 from agentrl.errors import UserError
-from agentrl.plugins import add_project_root
+from agentrl.plugins.references import add_project_root
 
 if TYPE_CHECKING:
     from agentrl.failure.collection import Collection
-    from agentrl.failure.rows import Row, Wanted
+    from agentrl.failure.listing import TraceFilter, TraceRow
     from agentrl.failure.trace import Trace
-    from agentrl.failure.triage import Rule
+    from agentrl.failure.triage import TriageRule
     from agentrl.records import EpisodeState
 
 failures_app = typer.Typer(no_args_is_help=True, help="Captured failures: read them, name them, make them regression cases.")
@@ -56,13 +56,13 @@ def list_failures(
     as_json: JsonFlag = False,
 ) -> None:
     """Count the failures of a run by tag, kind, version and phase, and list the newest of those that are kept."""
-    from agentrl.failure.digest import digest_of
-    from agentrl.failure.tell import line
+    from agentrl.failure.digest import build_digest
+    from agentrl.failure.render import one_line
 
     with _opened(run) as collection:
         wanted = _wanted(tag=tag, kind=kind, phase=phase, version=version, why=why)
-        matching, rows = collection.matching(wanted), collection.rows(wanted, most=most, newest=True)[::-1]
-        digest = {key: value for key, value in digest_of(collection).items() if key != "examples"}
+        matching, rows = collection.count_matching(wanted), collection.rows(wanted, most=most, newest=True)[::-1]
+        digest = {key: value for key, value in build_digest(collection).items() if key != "examples"}
         kinds: Counter[str] = Counter()
         for (name, found), times in collection.counts("kind", "tag").items():
             kinds[name] += times if found else 0
@@ -80,15 +80,15 @@ def list_failures(
         ("version, in training", {str(one["version"]): sum(one["tags"].values()) for one in digest["versions"]}),
     )
     for title, counts in tables:
-        shown = [f"{line(name, 40) or '-'} {times}" for name, times in counts.items() if times]
+        shown = [f"{one_line(name, 40) or '-'} {times}" for name, times in counts.items() if times]
         if shown:
             print(f"  {title}: {'  '.join(shown[:24])}{'  ...' if len(shown) > 24 else ''}")
     wide = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for row in rows:
         score = "-" if row.score is None else f"{row.score:g}"
-        told = f"{line(row.id, 40):14} {line(row.tag, 24):19} {row.why:9} {line(row.phase, 12):6} v{row.version:<3} {score:>5}"
+        told = f"{one_line(row.id, 40):14} {one_line(row.tag, 24):19} {row.why:9} {one_line(row.phase, 12):6} v{row.version:<3} {score:>5}"
         room = wide - len(told) - 2 if wide else 60
-        print(f"{told}  {line(row.question, room)}" if room >= _LEAST_QUESTION else told)
+        print(f"{told}  {one_line(row.question, room)}" if room >= _LEAST_QUESTION else told)
     if len(rows) < matching:
         print(f"the newest {len(rows)} of {matching} traces; all of them: --most {matching}")
 
@@ -98,14 +98,14 @@ def show(
     run: RunFolder, trace: Annotated[str, typer.Argument(help="Id of a trace, as `list` shows it.")], as_json: JsonFlag = False
 ) -> None:
     """Show a trace whole: what was asked, every turn with calls and outputs, the failing one marked, score and evidence."""
-    from agentrl import codec
-    from agentrl.failure.tell import told
+    from agentrl.failure.render import render_trace
+    from agentrl.records import codec
 
     with _opened(run) as collection:
         found = collection.get(trace)
     if found is None:
         raise UserError(f"{run} has no trace {trace!r}", fix=f"agentrl failures list {run} shows them")
-    print(json.dumps(json.loads(codec.to_json(found))) if as_json else told(found))
+    print(json.dumps(json.loads(codec.to_json(found))) if as_json else render_trace(found))
 
 
 @failures_app.command("tag", epilog="Example: agentrl failures tag runs/quickstart g000012-3-a0 --as misread_output --turn 2")
@@ -126,7 +126,7 @@ def tag_failures(
     """Name failures: by rules, yours and the shipped, then by a judge, or by hand. What a person says stays, and counts before all else."""
     from agentrl.failure.digest import write_digest
     from agentrl.failure.trace import Tag
-    from agentrl.failure.triage import check_name
+    from agentrl.failure.triage import check_tag_name
 
     if name and (rules or judge):
         raise UserError("--as gives a tag by hand, --rules and --judge ask others", fix="leave one of them out")
@@ -138,7 +138,7 @@ def tag_failures(
             raise UserError("--as names single traces", fix="give their ids")
         try:
             by_hand = Tag(
-                name=check_name(name), by=f"person:{_me()}", trajectory=trajectory, turn=None if turn is None else turn - 1, note=note
+                name=check_tag_name(name), by=f"person:{_me()}", trajectory=trajectory, turn=None if turn is None else turn - 1, note=note
             )
         except ValueError as error:
             raise UserError(str(error), fix="write it as wrong_unit") from None
@@ -161,31 +161,31 @@ def tag_failures(
     print("\n".join(f"{times:6}  {one}" for one, times in sorted(counts.items(), key=lambda item: -item[1])) or "no trace to tag")
 
 
-async def _named(collection: Collection, wanted: Wanted, rules: Sequence[Rule], reference: str) -> dict[str, str]:
+async def _named(collection: Collection, wanted: TraceFilter, rules: Sequence[TriageRule], reference: str) -> dict[str, str]:
     """Asks rules, and the judge where none is sure, about every trace that is wanted: id -> what they name it."""
-    from agentrl.failure.triage import REST, by_judge, by_rules, renamed
-    from agentrl.prove.judging.naming import load_judge
+    from agentrl.failure.triage import UNCLASSIFIED, merge_tags, tag_by_judge, tag_by_rules
+    from agentrl.judge.failure_judge import load_failure_judge
 
-    judge = load_judge(reference) if reference else None
+    judge = load_failure_judge(reference) if reference else None
     if judge is not None:
         judge.prepare(collection.folder)
     before, unsure, changed = judge.spent() if judge is not None else None, 0, dict[str, str]()
     try:
         for some in _batches(_each(collection, wanted, "tagged")):
             if judge is None:
-                said = [by_rules(trace, rules) for _, trace in some]
+                said = [tag_by_rules(trace, rules) for _, trace in some]
             else:
-                said = await asyncio.gather(*(by_judge(trace, rules, judge, timeout_s=judge.timeout_s) for _, trace in some))
+                said = await asyncio.gather(*(tag_by_judge(trace, rules, judge, timeout_s=judge.timeout_s) for _, trace in some))
             for (row, _), tags in zip(some, said, strict=True):
-                unsure += tags[0].name == REST or tags[0].by != "rules"
+                unsure += tags[0].name == UNCLASSIFIED or tags[0].by != "rules"
                 now = collection.get(row.id)
                 if now is None:  # it made room meanwhile
                     continue
-                every = renamed(tags, now.tags)  # which a person may have added to while the judge was asked
+                every = merge_tags(tags, now.tags)  # which a person may have added to while the judge was asked
                 collection.tag(row.id, every)
                 changed[row.id] = every[0].name
         if judge is not None and before is not None:
-            more = judge.spent().less(before)
+            more = judge.spent().minus(before)
             money = f", money {more.money:g}" if more.money else ""
             beyond, tokens = unsure - more.calls - more.cached, more.prompt_tokens + more.completion_tokens
             asked = f"{more.calls} questions to the judge, {more.cached} answered before, {beyond} beyond its budget"
@@ -209,30 +209,30 @@ def cluster(
     as_json: JsonFlag = False,
 ) -> None:
     """Put failures that are alike together, by tags, tools and errors (or by embeddings), the largest clusters first."""
-    from agentrl.failure.clusters import ALIKE, ALIKE_EMBEDDED, clusters, digested
-    from agentrl.failure.features import described
-    from agentrl.failure.tell import line
+    from agentrl.failure.clusters import MIN_EMBEDDING_SIMILARITY, MIN_SIMILARITY, cluster_traces, trace_features
+    from agentrl.failure.features import describe_trace
+    from agentrl.failure.render import one_line
 
     embedding = None
     if embed:
-        from agentrl.failure.embedding import minilm
+        from agentrl.failure.embedding import load_minilm
 
-        embedding = minilm()
+        embedding = load_minilm()
     with _opened(run) as collection:
         some = [
-            digested(trace, described(trace) if embed else "")
+            trace_features(trace, describe_trace(trace) if embed else "")
             for _, trace in _each(collection, _wanted(tag=tag, kind=kind, phase=phase), "read")
         ]
-    least = alike if alike is not None else ALIKE_EMBEDDED if embed else ALIKE
-    found = clusters(some, alike=least, embed=embedding)
+    least = alike if alike is not None else MIN_EMBEDDING_SIMILARITY if embed else MIN_SIMILARITY
+    found = cluster_traces(some, alike=least, embed=embedding)
     if as_json:
         print(json.dumps([asdict(one) for one in found]))
         return
     for one in found[:most]:
-        tags = "  ".join(f"{line(name, 40) or '-'} {times}" for name, times in one.tags[:4])
+        tags = "  ".join(f"{one_line(name, 40) or '-'} {times}" for name, times in one.tags[:4])
         print(f"{len(one.ids):6}  {tags}")
-        print(f"        {line('; '.join(one.about), 130)}")
-        print(f"        {'  '.join(line(each, 40) for each in one.ids[:4])}")
+        print(f"        {one_line('; '.join(one.about), 130)}")
+        print(f"        {'  '.join(one_line(each, 40) for each in one.ids[:4])}")
     if len(found) > most:
         print(f"and {len(found) - most} smaller clusters, of {sum(len(one.ids) for one in found[most:])} traces")
     if not found:
@@ -272,7 +272,7 @@ def promote_failures(
 
     With --from-turn the episode is played again in a live sandbox up to that turn, and captured there: the case samples from there on.
     """
-    from agentrl.failure.imported import Supplied, left_out, read_truths
+    from agentrl.failure.imported import UserParts, describe_excluded_messages, read_truths
     from agentrl.failure.promote import promote
 
     if not traces and not (tag or kind or phase or version is not None or most):
@@ -280,7 +280,7 @@ def promote_failures(
     supplied = None
     if verifier or truths or truth_from or tools or image:
         known = read_truths(truths) if truths is not None else {}
-        supplied = Supplied(verifiers=tuple(verifier or ()), truths=known, truth_from=truth_from, tools=tuple(tools or ()), image=image)
+        supplied = UserParts(verifiers=tuple(verifier or ()), truths=known, truth_from=truth_from, tools=tuple(tools or ()), image=image)
     with _opened(run) as collection:
         wanted = _wanted(tag=tag, kind=kind, phase=phase, version=version, ids=traces)
         chosen = selected = collection.rows(wanted, most=-1 if most is None else most, newest=True)
@@ -292,12 +292,12 @@ def promote_failures(
         raise _none_chosen(run, selected)
     starts: dict[str, EpisodeState | None] = {}
     if from_turn:
-        from agentrl.run.starts import starts_of
+        from agentrl.evaluation.replay import replay_starts
 
-        starts = asyncio.run(starts_of(run, found, from_turn))
+        starts = asyncio.run(replay_starts(run, found, from_turn))
     done = promote(found, into, note=note, by=_me(), threshold=threshold, repeats=repeats, starts=starts, supplied=supplied)
     for trace in found:
-        if trace.task is None and (lost := left_out(trace)):
+        if trace.task is None and (lost := describe_excluded_messages(trace)):
             print(f"{trace.id}: {lost}", file=sys.stderr)
     written = sum(one.path is not None for one in done)
     if as_json:
@@ -307,11 +307,11 @@ def promote_failures(
             )
         )
     else:
-        print("\n".join(one.told for one in done))
+        print("\n".join(one.summary for one in done))
         print(f"{written} new cases in {into}; {len(done) - written} were there. Never train on them: tasks.withhold='[\"{into}\"]'")
 
 
-def _none_chosen(run: Path, selected: Sequence[Row]) -> UserError:
+def _none_chosen(run: Path, selected: Sequence[TraceRow]) -> UserError:
     """The error that explains why none of the selected traces can become a case."""
     if not selected:
         return UserError(f"{run} has no trace that matches these filters", fix=f"agentrl failures list {run} shows all traces")
@@ -341,18 +341,18 @@ def minimize(
     as_json: JsonFlag = False,
 ) -> None:
     """Make a case smaller while the policy still fails it: fewer messages, files and lines, each proven to be solvable."""
+    from agentrl.check.minimize import minimize_case
     from agentrl.cli.recipes import load_recipe
-    from agentrl.failure.case import find_case, save_case
-    from agentrl.prove.smaller import make_smaller
-    from agentrl.run.policies import find_policy
-    from agentrl.run.regressions import prepared
+    from agentrl.evaluation.policies import find_policy
+    from agentrl.evaluation.regressions import prepare_evaluation
+    from agentrl.failure.case import load_case, save_case
     from agentrl.task import open_family
 
     root, loaded = load_recipe(recipe, [])
-    opened, found = find_case(suite, case)
+    opened, found = load_case(suite, case)
     family = open_family(loaded.tasks, seed=loaded.seed, root=root)
-    with prepared(find_policy(policy), [replace(opened, cases=(found,))], overrides=overrides or [], run_dir=run_dir) as given:
-        made, told = asyncio.run(make_smaller(given, found, family, repeats=repeats, budget=budget))
+    with prepare_evaluation(find_policy(policy), [replace(opened, cases=(found,))], overrides=overrides or [], run_dir=run_dir) as given:
+        made, told = asyncio.run(minimize_case(given, found, family, repeats=repeats, budget=budget))
     path = save_case(suite, made)
     print(json.dumps({"case": made.id, "path": str(path), "told": told}) if as_json else f"{path}: {told}")
 
@@ -368,22 +368,24 @@ def import_failures(
     """Take in traces of other people's agents, named by rules. What cannot be read is told, and the rest is taken."""
     from agentrl.failure.collection import Collection
     from agentrl.failure.digest import write_digest
-    from agentrl.failure.formats import Unreadable, read
-    from agentrl.failure.tell import line
-    from agentrl.failure.triage import by_rules
+    from agentrl.failure.formats import UnreadableDocument, read
+    from agentrl.failure.render import one_line
+    from agentrl.failure.triage import tag_by_rules
 
     asked, told, kept, seen = _rules(rules), 0, 0, 0
     for some in _batches(read(path, form)):
-        traces = [one for one in some if not isinstance(one, Unreadable)]
+        traces = [one for one in some if not isinstance(one, UnreadableDocument)]
         for one in some:
-            if isinstance(one, Unreadable):
+            if isinstance(one, UnreadableDocument):
                 told += 1
                 if told <= _TOLD:
-                    print(f"left out: {line(str(one))}", file=sys.stderr)
+                    print(f"left out: {one_line(str(one))}", file=sys.stderr)
         seen += len(traces)
         if traces:
             with Collection(run, make=True) as collection:
-                kept += collection.add(replace(one, phase=one.phase or "imported", tags=one.tags or by_rules(one, asked)) for one in traces)
+                kept += collection.add(
+                    replace(one, phase=one.phase or "imported", tags=one.tags or tag_by_rules(one, asked)) for one in traces
+                )
     if told > _TOLD:
         print(f"left out: {told - _TOLD} more", file=sys.stderr)
     if seen:
@@ -429,13 +431,13 @@ def _opened(run: Path) -> Iterator[Collection]:
         yield collection
 
 
-def _wanted(*, ids: Sequence[str] | None = None, **asked: Any) -> Wanted:
-    from agentrl.failure.rows import Wanted
+def _wanted(*, ids: Sequence[str] | None = None, **asked: Any) -> TraceFilter:
+    from agentrl.failure.listing import TraceFilter
 
-    return Wanted(ids=tuple(ids or ()), **asked)
+    return TraceFilter(ids=tuple(ids or ()), **asked)
 
 
-def _each(collection: Collection, wanted: Wanted, doing: str) -> Iterator[tuple[Row, Trace]]:
+def _each(collection: Collection, wanted: TraceFilter, doing: str) -> Iterator[tuple[TraceRow, Trace]]:
     """Each trace in turn, with progress where there are many. One that is damaged is told and left out."""
     from agentrl.errors import StoreError
 
@@ -453,12 +455,12 @@ def _each(collection: Collection, wanted: Wanted, doing: str) -> Iterator[tuple[
             print(f"{doing} {number} of {len(rows)}", file=sys.stderr)
 
 
-def _check_all_there(run: Path, ids: Sequence[str], rows: Sequence[Row]) -> None:
+def _check_all_there(run: Path, ids: Sequence[str], rows: Sequence[TraceRow]) -> None:
     if missing := sorted(set(ids) - {row.id for row in rows}):
         raise UserError(f"{run} has no trace {', '.join(missing[:8])}", fix=f"agentrl failures list {run} shows them")
 
 
-def _rules(references: Sequence[str] | None) -> tuple[Rule, ...]:
+def _rules(references: Sequence[str] | None) -> tuple[TriageRule, ...]:
     from agentrl.failure.triage import load_rules
 
     add_project_root(Path.cwd())

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.base.user_code import printable
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.suites import evaluation
-from agentrl.compare import Results, results
-from agentrl.compare.results import About
-from agentrl.compare.verdict import FOLDER as GATE
 from agentrl.errors import UserError
-from agentrl.usercode import printable
+from agentrl.evaluation import SuiteResults, results
+from agentrl.evaluation.results import EvaluationInfo
+from agentrl.gate.verdict import FOLDER as GATE
 
 if TYPE_CHECKING:
-    from agentrl.observe.history import History
+    from agentrl.observe.history import SuiteHistory
 
 _NAME = 60  # characters
 _SAME = ("suite_sha256", "sampling", "threshold", "thresholds", "repeats")
@@ -39,29 +39,29 @@ def history(
     A change of suite, sampling or threshold is told, because then it is not the policy alone that differs. agentrl compare tells of two
     of them whether they differ.
     """
-    from agentrl.observe.history import write_page
+    from agentrl.observe.history import write_history_page
 
-    found = histories([(name, results.load(folder)) for one in evaluations for name, folder in _expanded(one)])
+    found = histories([(name, results.load_results(folder)) for one in evaluations for name, folder in _expanded(one)])
     if out is not None:
         if out.is_dir() or not out.parent.is_dir():
             raise UserError(f"--out {out}: no file can be written there", fix="give a file in a folder that exists")
-        write_page(out, found)
+        write_history_page(out, found)
     if as_json:
         print(json.dumps([dataclasses.asdict(one) for one in found]))
     else:
         print("\n\n".join(map(table, found)) + (f"\n\n{out}" if out is not None else ""))
 
 
-def histories(evaluations: Sequence[tuple[str, Results]]) -> list[History]:
+def histories(evaluations: Sequence[tuple[str, SuiteResults]]) -> list[SuiteHistory]:
     """One for each suite, in the order in which they come."""
-    from agentrl.observe.history import Evaluation, History
+    from agentrl.observe.history import HistoryRow, SuiteHistory
 
-    rows: dict[str, list[Evaluation]] = {}
-    before: dict[str, About] = {}
+    rows: dict[str, list[HistoryRow]] = {}
+    before: dict[str, EvaluationInfo] = {}
     for name, one in evaluations:
         about, figures = one.about, one.figures()
         attempts = max(figures.attempts, 1)
-        row = Evaluation(
+        row = HistoryRow(
             of=_line(name),
             sha256=_line(about.sha256[:12]),
             at=_line(about.at),
@@ -80,10 +80,10 @@ def histories(evaluations: Sequence[tuple[str, Results]]) -> list[History]:
         )
         rows.setdefault(about.suite, []).append(row)
         before[about.suite] = about
-    return [History(suite=_line(suite), rows=tuple(some)) for suite, some in rows.items()]
+    return [SuiteHistory(suite=_line(suite), rows=tuple(some)) for suite, some in rows.items()]
 
 
-def table(one: History) -> str:
+def table(one: SuiteHistory) -> str:
     """For a terminal: names to the left, figures to the right."""
     made = one.table()
     lines = [(made.title, *made.columns), *((name, *cells) for name, cells in made.rows)]
@@ -109,7 +109,7 @@ def _expanded(named: str) -> Iterator[tuple[str, Path]]:
         yield (Path(named).name if run.exists() else named, evaluation(named))
 
 
-def _changed(before: About | None, now: About) -> str:
+def _changed(before: EvaluationInfo | None, now: EvaluationInfo) -> str:
     if before is None:
         return ""
     return ", ".join(name.removesuffix("_sha256") for name in _SAME if getattr(before, name) != getattr(now, name))

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentrl.base.files import sha256_file, write_atomically
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.recipes import load_recipe, project_root
 from agentrl.errors import PluginError, UserError
-from agentrl.files import sha256_file, write
-from agentrl.plugins import add_project_root, resolve
+from agentrl.plugins.references import add_project_root, resolve
 
 if TYPE_CHECKING:
-    from agentrl.prove.judging.calibrate import Report
+    from agentrl.judge.calibrate import CalibrationReport
 
 judge_app = typer.Typer(no_args_is_help=True, help="Judges: measure one on people's labels, correct the rates that it gives.")
 
@@ -50,10 +50,10 @@ def calibrate(
 
     Exits with 1 for a judge that is not shown to be better than chance.
     """
-    from agentrl.prove.judging.calibrate import calibrate as measure
-    from agentrl.prove.judging.labels import read_labels
-    from agentrl.prove.judging.telling import data, picture, told
-    from agentrl.reward.judges.calibration import save
+    from agentrl.judge.calibrate import calibrate as measure
+    from agentrl.judge.calibration import save_calibration
+    from agentrl.judge.labels import read_labels
+    from agentrl.judge.report import render_report, render_svg, report_data
 
     root = project_root((recipe or Path.cwd() / "x").absolute())
     add_project_root(root)
@@ -62,7 +62,7 @@ def calibrate(
         raise PluginError(f"{judge!r} is not callable", fix="name a judge, or async def score(task, episode) -> Score")
     labelled = read_labels(labels)
 
-    def measured() -> Coroutine[Any, Any, Report]:
+    def measured() -> Coroutine[Any, Any, CalibrationReport]:
         return measure(
             found,
             labelled,
@@ -75,16 +75,16 @@ def calibrate(
             progress=_progress,
         )
 
-    report: Report = asyncio.run(measured() if recipe is None else _served(recipe, root, measured))
+    report: CalibrationReport = asyncio.run(measured() if recipe is None else _served(recipe, root, measured))
     if out is not None:
-        save(out, report.calibration, data(report))
-        write(out.with_suffix(".svg"), picture(report))
-    print(json.dumps({**asdict(report.calibration), "more": data(report)}) if as_json else told(report))
+        save_calibration(out, report.calibration, report_data(report))
+        write_atomically(out.with_suffix(".svg"), render_svg(report))
+    print(json.dumps({**asdict(report.calibration), "more": report_data(report)}) if as_json else render_report(report))
     if out is not None:
         print(f"{out} and {out.with_suffix('.svg')} are written", file=sys.stderr)
         if not report.calibration.identity:
             print("this verifier has no identity, so that no judge can demand this file", file=sys.stderr)
-    raise typer.Exit(1 if report.calibration.by_chance else 0)
+    raise typer.Exit(1 if report.calibration.may_be_chance else 0)
 
 
 @judge_app.command(epilog="Example: agentrl judge correct calibrations/helpful.json 830 1000")
@@ -95,10 +95,10 @@ def correct(
     as_json: JsonFlag = False,
 ) -> None:
     """The success rate behind the one that a judge gives, by its sensitivity and specificity."""
-    from agentrl.prove.judging.agreement import corrected
-    from agentrl.reward.judges.calibration import load
+    from agentrl.judge.agreement import corrected_rate
+    from agentrl.judge.calibration import load_calibration
 
-    rate = corrected(passed, total, load(calibration))
+    rate = corrected_rate(passed, total, load_calibration(calibration))
     if as_json:
         print(json.dumps({"judged": passed / total, **asdict(rate)}))
         return
@@ -125,11 +125,11 @@ def label(
         return
     if run is None:
         raise UserError("whose episodes are to be labelled?", fix="agentrl label RUN, or agentrl label --agreement A B")
-    from agentrl.prove.judging.labelling import Session, episodes, labels_file
+    from agentrl.judge.labelling import LabellingSession, labels_file, run_answers
 
     by = by or getpass.getuser()
     path = labels_file(run, by) if out is None else out
-    session = Session(items=episodes(run, phase=phase), path=path, by=by, blind=blind)
+    session = LabellingSession(items=run_answers(run, phase=phase), path=path, by=by, blind=blind)
     with _keys() as keys:
         session.run(keys, print)
     counts = {name: list(session.done.values()).count(name) for name in ("right", "wrong", "skip")}
@@ -140,14 +140,14 @@ def label(
 
 
 def _agreement(first: Path, second: Path, *, as_json: bool) -> None:
-    from agentrl.prove.judging import agreement as stats
-    from agentrl.prove.judging.labels import read_labels
+    from agentrl.judge import agreement as stats
+    from agentrl.judge.labels import read_labels
 
     one, other = ({item.item.id: item.right for item in read_labels([path])} for path in (first, second))
     pairs = [(mine, theirs) for key, mine in one.items() if mine is not None and (theirs := other.get(key)) is not None]
     if not pairs:
         raise UserError(f"{first} and {second} have no answer in common", fix="label the same run, in the same phase")
-    table = stats.Table.of(pairs)
+    table = stats.AgreementTable.from_pairs(pairs)
     agree = stats.agreement(table)
     try:
         kappa = stats.kappa(table)
@@ -184,14 +184,14 @@ def _keys() -> Iterator[Iterator[str]]:
         termios.tcsetattr(handle, termios.TCSADRAIN, before)
 
 
-async def _served(path: Path, root: Path, measured: Callable[[], Coroutine[Any, Any, Report]]) -> Report:
+async def _served(path: Path, root: Path, measured: Callable[[], Coroutine[Any, Any, CalibrationReport]]) -> CalibrationReport:
     """A measurement beside the judges' servers of a recipe."""
-    from agentrl.run.judges_alone import judges_served
+    from agentrl.session.judges_alone import standalone_judge_servers
 
     _, recipe = load_recipe(path, [])
     if not recipe.judge_servers:
         raise UserError(f"{path} has no section judge_servers, so that it starts no server", fix="leave --recipe out, or add the section")
-    async with judges_served(recipe, root=root):
+    async with standalone_judge_servers(recipe, root=root):
         return await measured()
 
 

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from agentrl.base.user_code import printable
 from agentrl.cli.options import JsonFlag
-from agentrl.usercode import printable
 
 _CLAIM = "nobody was shown notes of its own group, of a later version, of another split, or of an attempt at its own task"
 _TOLD = 10  # episodes that were shown an answer
@@ -21,11 +21,11 @@ def memory(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_json
     from rich.console import Console
     from rich.progress import Progress
 
-    from agentrl.prove.memory import audit
+    from agentrl.memory.proof import audit_memory
 
     with Progress(console=Console(stderr=True), transient=True, disable=as_json or not sys.stderr.isatty()) as progress:
         bar = progress.add_task("groups", total=None)
-        report = audit(run_dir, telling=lambda done, total: progress.update(bar, completed=done, total=total))
+        report = audit_memory(run_dir, telling=lambda done, total: progress.update(bar, completed=done, total=total))
     if as_json:
         print(json.dumps(report.to_data()))
         raise typer.Exit(0 if report.ok else 1)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from agentrl.agent.template import SHIPPED
+from agentrl.agent.template import SHIPPED_TEMPLATES
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.running import undoing
 from agentrl.model.importing import Dtype, import_model
@@ -35,7 +35,7 @@ def import_(
         str, typer.Argument(help="A Hugging Face folder, a GGUF file, or one in an installed package: package:NAME, package:NAME/FILE.")
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to make, for policy.model.")],
-    chat_template: Annotated[str | None, typer.Option(help=f"{', '.join(SHIPPED)}, or a file. Default: the model's own.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help=f"{', '.join(SHIPPED_TEMPLATES)}, or a file. Default: the model's own.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the weights that are written.")] = "float32",
     force: Annotated[bool, typer.Option("--force", help="Replace a model that DIR holds.")] = False,
     as_json: JsonFlag = False,
@@ -57,6 +57,6 @@ def import_(
     print(f"{made.folder}{'' if made.fresh else ' holds this model already; nothing was done'}")
     print(f"{record['model']['type']}, {record['model']['parameters']:,} parameters, {record['model']['dtype']}; licence: {licence}")
     if not record["chat_template"]["shows_tools"]:
-        print(f"its chat template shows a model no tools; for tasks with tools: --chat-template {SHIPPED[0]}")
+        print(f"its chat template shows a model no tools; for tasks with tools: --chat-template {SHIPPED_TEMPLATES[0]}")
     elif "tool_format" in record["chat_template"]:  # not in the record of an import by an older version
         print(f"tool calls: {record['chat_template']['tool_format']}")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from agentrl.run.policies import version_folder
+from agentrl.evaluation.policies import version_folder
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 SandboxChoice = Annotated[str | None, typer.Option("--sandbox", help="auto, docker, bubblewrap or module:attr (overrides the recipe).")]

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.base.user_code import printable
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.recipes import load_recipe
+from agentrl.config.recipe import Recipe
 from agentrl.failure.case import Suite, load_suite
-from agentrl.failure.twins import Withheld, withheld
-from agentrl.practice.files import save_practice
-from agentrl.recipe import Recipe
-from agentrl.run.ending import closed_after
-from agentrl.usercode import printable
+from agentrl.failure.overlap import WithheldTasks, load_withheld
+from agentrl.failure.practice import save_practice
+from agentrl.session.ending import close_after
 
 if TYPE_CHECKING:
-    from agentrl.prove.practice import Made
+    from agentrl.check.practice import PracticeReport
 
 _REFUSED_SHOWN = 12
 _LINE = 1000  # characters
@@ -48,18 +48,20 @@ def practice(
     by_case = {case: dict(how) for case, how in made.by_case().items()}
     if as_json:
         print(
-            json.dumps({"file": None if path is None else str(path), "tasks": len(made.tasks), "cases": by_case, "refused": made.refused})
+            json.dumps({"file": None if path is None else str(path), "tasks": len(made.tasks), "cases": by_case, "refused": made.rejected})
         )
     else:
         print(told(made, path))
     raise typer.Exit(0 if by_case.keys() == {case.id for case in cases.cases} else 1)
 
 
-async def _make(suite: Path, cases: Suite, recipe: Recipe, root: Path, *, count: int, seed: int, parallel: int, quiet: bool) -> Made:
-    from agentrl.prove.practice import check_count, make_practice
-    from agentrl.run.judges_alone import judges_served
-    from agentrl.run.practising import measured_tasks
+async def _make(
+    suite: Path, cases: Suite, recipe: Recipe, root: Path, *, count: int, seed: int, parallel: int, quiet: bool
+) -> PracticeReport:
+    from agentrl.check.practice import check_count, generate_practice
     from agentrl.sandbox import open_sandboxes
+    from agentrl.session.judges_alone import standalone_judge_servers
+    from agentrl.session.run_practice import held_out_cases
     from agentrl.task import open_family
 
     check_count(count, cases)
@@ -67,19 +69,19 @@ async def _make(suite: Path, cases: Suite, recipe: Recipe, root: Path, *, count:
     gate = [recipe.gate.suite] if recipe.gate is not None else []
     others = recipe.tasks.practice.suites if recipe.tasks.practice is not None else ()
     suites = dict.fromkeys(path.resolve() for path in (suite, *(root / one for one in (*recipe.tasks.withhold, *gate, *others))))
-    measured_with = Withheld([*withheld([str(path) for path in suites], root=root).cases, *measured_tasks(recipe, family)])
+    measured_with = WithheldTasks([*load_withheld([str(path) for path in suites], root=root).cases, *held_out_cases(recipe, family)])
     sandboxes = await open_sandboxes(recipe.sandbox.but(warm=0), run_label="practice", root=root)
-    async with closed_after(sandboxes.close), judges_served(recipe, root=root):
-        return await make_practice(
+    async with close_after(sandboxes.close), standalone_judge_servers(recipe, root=root):
+        return await generate_practice(
             cases, family, sandboxes, withheld=measured_with, count=count, seed=seed, root=root, parallel=parallel, quiet=quiet
         )
 
 
-def told(made: Made, path: Path | None) -> str:
+def told(made: PracticeReport, path: Path | None) -> str:
     """What was made, by case, and what was not and why."""
     lines = [f"{case}: {', '.join(f'{number} {how}' for how, number in how_many.items())}" for case, how_many in made.by_case().items()]
-    lines += [f"refused, {case}: {why}" for case, why in made.refused[:_REFUSED_SHOWN]]
-    if len(made.refused) > _REFUSED_SHOWN:
-        lines.append(f"and {len(made.refused) - _REFUSED_SHOWN:,} more refused; --json names them")
+    lines += [f"refused, {case}: {why}" for case, why in made.rejected[:_REFUSED_SHOWN]]
+    if len(made.rejected) > _REFUSED_SHOWN:
+        lines.append(f"and {len(made.rejected) - _REFUSED_SHOWN:,} more refused; --json names them")
     where = "nothing was proven, and nothing written" if path is None else f"{len(made.tasks):,} tasks in {path}"
     return "\n".join(printable(line, _LINE) for line in (*lines, where))

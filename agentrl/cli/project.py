@@ -11,9 +11,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from agentrl.base.installation import requirement
 from agentrl.errors import UserError
-from agentrl.installation import requirement
-from agentrl.plugins import CONTENT, content_root
+from agentrl.plugins.references import CONTENT, content_root
 
 FOLDER = Path(__file__).resolve().parent
 NAME_MARK, AGENTRL_MARK = "@NAME@", "@AGENTRL@"

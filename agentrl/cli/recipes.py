@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from agentrl.config.recipe import Recipe, apply_overrides
 from agentrl.errors import RecipeError
-from agentrl.plugins import add_project_root, resolve
-from agentrl.plugins import project_root as project_root
-from agentrl.recipe import Recipe, apply_overrides
+from agentrl.plugins.references import add_project_root, resolve
+from agentrl.plugins.references import project_root as project_root
 
 
 def load_recipe(path: Path, overrides: list[str]) -> tuple[Path, Recipe]:

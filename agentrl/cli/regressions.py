@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from agentrl import files
+from agentrl.base import files
 from agentrl.cli.running import loading
 from agentrl.cli.suites import rates, told
 from agentrl.cli.terminal import outlasting_terminal
 from agentrl.errors import UserError
-from agentrl.failure.case import Suite, find_suites
-from agentrl.failure.tell import line
-from agentrl.run.ending import explain, stopped
+from agentrl.failure.case import Suite, load_suites
+from agentrl.failure.render import one_line
+from agentrl.session.ending import ended_by_user, report_error
 
 if TYPE_CHECKING:
-    from agentrl.recipe import Recipe
-    from agentrl.run.outcomes import CaseOutcome
-    from agentrl.run.policies import NamedPolicy
-    from agentrl.run.regressions import Evaluated, Prepared
+    from agentrl.config.recipe import Recipe
+    from agentrl.evaluation.outcomes import CaseOutcome
+    from agentrl.evaluation.policies import NamedPolicy
+    from agentrl.evaluation.regressions import PreparedEvaluation, SuiteEvaluation
 
 _SHOWN = 12  # cases that did not pass, told in full
 _LISTED = 40  # rows of the table
 
 
-def hold_to_suites(
+def evaluate_suites_command(
     named: Sequence[str],
     policy: NamedPolicy | None,
     overrides: Sequence[str],
@@ -52,20 +52,20 @@ def hold_to_suites(
     if junit_file is not None and (junit_file.is_dir() or not junit_file.parent.is_dir()):
         raise UserError(f"--junit {junit_file}: no file can be written there", fix="give a file in a folder that exists")
     with loading():
-        from agentrl.run.junit import junit
-        from agentrl.run.policies import recorded_policy, root_of
-        from agentrl.run.regressions import exit_code, pin, prepared
-        from agentrl.run.suite_code import check_project
+        from agentrl.evaluation.junit import junit_xml
+        from agentrl.evaluation.policies import project_of, recorded_policy
+        from agentrl.evaluation.regressions import exit_code, pin_baselines, prepare_evaluation
+        from agentrl.evaluation.suite_code import check_project
 
-    check_project(suites, root_of(suites))
+    check_project(suites, project_of(suites))
     policy = policy or recorded_policy(suites)
-    with prepared(policy, suites, overrides=overrides, repeats=repeats, threshold=threshold, run_dir=run_dir) as given:
+    with prepare_evaluation(policy, suites, overrides=overrides, repeats=repeats, threshold=threshold, run_dir=run_dir) as given:
         done = _evaluated(given, as_json=as_json)
     outcomes = [outcome for one in done for outcome in one.outcomes]
     if junit_file is not None:
-        files.write(junit_file, junit(outcomes, folder=given.start.folder, policy=policy.name, at=done[0].results.about.at))
+        files.write_atomically(junit_file, junit_xml(outcomes, folder=given.start.folder, policy=policy.name, at=done[0].results.about.at))
     if pinning:
-        print(f"{pin(done)} cases have these results as their baseline", file=sys.stderr)
+        print(f"{pin_baselines(done)} cases have these results as their baseline", file=sys.stderr)
     if code := exit_code(outcomes):
         raise typer.Exit(code)
 
@@ -83,55 +83,55 @@ def evaluate_recipe(
             fix=f"agentrl eval RECIPE --model {policy.name}",
         )
     with loading():
-        from agentrl.run.regressions import held_out, prepared
+        from agentrl.evaluation.regressions import held_out_suite, prepare_evaluation
 
     own = root, recipe.but({"gate": None, "trackers": ("terminal",), "tracker_options": {}})
-    suites = [held_out(recipe, root)]
-    with prepared(policy, suites, repeats=repeats, threshold=threshold, run_dir=run_dir, own=own) as given:
+    suites = [held_out_suite(recipe, root)]
+    with prepare_evaluation(policy, suites, repeats=repeats, threshold=threshold, run_dir=run_dir, own=own) as given:
         (done,) = _evaluated(given, as_json=as_json)
     if done.results.figures().pass_at_1 is None:
         print("no attempt was scored", file=sys.stderr)
         raise typer.Exit(1)
 
 
-def _evaluated(given: Prepared, *, as_json: bool) -> tuple[Evaluated, ...]:
+def _evaluated(given: PreparedEvaluation, *, as_json: bool) -> tuple[SuiteEvaluation, ...]:
     """Runs the evaluation and prints its table, or JSON."""
-    from agentrl.run.measure import judges_spent
-    from agentrl.run.regressions import evaluate
+    from agentrl.evaluation.regressions import evaluate_suites
+    from agentrl.session.measure import judge_costs
 
     folder = given.start.folder
     try:
         with outlasting_terminal():
-            done = asyncio.run(evaluate(given, console=not as_json))
+            done = asyncio.run(evaluate_suites(given, console=not as_json))
     except BaseException as error:
-        if stopped(error):
+        if ended_by_user(error):
             raise
-        raise typer.Exit(explain(error, folder=folder)) from None
-    asked = judges_spent(folder)
+        raise typer.Exit(report_error(error, folder=folder)) from None
+    asked = judge_costs(folder)
     print(json.dumps(summary(done, folder) | {"judges": asked}) if as_json else told(table(done, folder), asked))
     return done
 
 
 def suites_in(named: Sequence[str]) -> list[Suite]:
     """The suites of folders, each once. Raises `UserError` for a folder without one."""
-    found = {suite.folder.resolve(): suite for one in named for suite in find_suites(Path(one))}
+    found = {suite.folder.resolve(): suite for one in named for suite in load_suites(Path(one))}
     return list(found.values())
 
 
-def summary(done: Sequence[Evaluated], folder: Path) -> dict[str, Any]:
+def summary(done: Sequence[SuiteEvaluation], folder: Path) -> dict[str, Any]:
     """Evaluations for programs."""
-    from agentrl.run.outcomes import Verdict, worst_first
+    from agentrl.evaluation.outcomes import CaseStatus, worst_first
 
     outcomes = [outcome for one in done for outcome in one.outcomes]
     return {
-        "passed": all(one.verdict is Verdict.PASSED for one in outcomes),
+        "passed": all(one.status is CaseStatus.PASSED for one in outcomes),
         "run": str(folder),
         "suites": [
             {
                 "about": dataclasses.asdict(one.results.about),
                 "figures": dataclasses.asdict(one.results.figures()),
                 "folder": str(one.folder),
-                "verdicts": {str(kind): sum(each.verdict is kind for each in one.outcomes) for kind in Verdict},
+                "verdicts": {str(kind): sum(each.status is kind for each in one.outcomes) for kind in CaseStatus},
             }
             for one in done
         ],
@@ -139,27 +139,27 @@ def summary(done: Sequence[Evaluated], folder: Path) -> dict[str, Any]:
     }
 
 
-def table(done: Sequence[Evaluated], folder: Path) -> str:
+def table(done: Sequence[SuiteEvaluation], folder: Path) -> str:
     """Evaluations for a person: every case, those that did not pass first and told in full, then the figures of each suite."""
-    from agentrl.run.outcomes import Verdict, details, see_more, short, worst_first
+    from agentrl.evaluation.outcomes import CaseStatus, detail_lines, show_command, summary_line, worst_first
 
     several = len(done) > 1
     outcomes = worst_first(outcome for one in done for outcome in one.outcomes)
     lines: list[str] = []
     for number, one in enumerate(outcomes[:_LISTED]):
-        lines.append(f"{one.verdict:9} {name_of(one, several)}  {short(one)}")
-        if one.verdict is not Verdict.PASSED and number < _SHOWN:
-            lines += [f"          {row}" for row in [*details(one), see_more(one, folder)]]
+        lines.append(f"{one.status:9} {name_of(one, several)}  {summary_line(one)}")
+        if one.status is not CaseStatus.PASSED and number < _SHOWN:
+            lines += [f"          {row}" for row in [*detail_lines(one), show_command(one, folder)]]
     if len(outcomes) > _LISTED:
         lines.append(f"and {len(outcomes) - _LISTED} more cases: --json has all of them")
     for suite in done:
-        counts = [sum(one.verdict is kind for one in suite.outcomes) for kind in (Verdict.PASSED, Verdict.FAILED, Verdict.UNSCORED)]
+        counts = [sum(one.status is kind for one in suite.outcomes) for kind in (CaseStatus.PASSED, CaseStatus.FAILED, CaseStatus.UNSCORED)]
         unscored = f", {counts[2]} unscored" if counts[2] else ""
-        lines += ["", f"{line(suite.suite.name, 80)}: {counts[0]} of {len(suite.outcomes)} cases passed, {counts[1]} failed{unscored}"]
+        lines += ["", f"{one_line(suite.suite.name, 80)}: {counts[0]} of {len(suite.outcomes)} cases passed, {counts[1]} failed{unscored}"]
         lines += [*rates(suite.results.figures()), f"evaluation {suite.folder}"]
     return "\n".join(lines)
 
 
 def name_of(one: CaseOutcome, several: bool) -> str:
     """A case's name, with its suite's where there are several."""
-    return f"{line(one.suite, 60)}/{one.case.id}" if several else one.case.id
+    return f"{one_line(one.suite, 60)}/{one.case.id}" if several else one.case.id

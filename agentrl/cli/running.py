@@ -15,14 +15,22 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from agentrl.base.processes import process_age_s
 from agentrl.cli.terminal import outlasting_terminal
-from agentrl.processes import age_s
-from agentrl.recipe import Recipe, apply_overrides
-from agentrl.run.ending import explain, stopped, write_down
-from agentrl.run.folder import Start, check_same, check_verb, claimed, given_before, holds_run, merged
+from agentrl.config.recipe import Recipe, apply_overrides
+from agentrl.session.ending import append_driver_log, ended_by_user, report_error
+from agentrl.session.folder import (
+    RunStart,
+    check_resumed_recipe,
+    check_same_command,
+    claim_run_folder,
+    holds_run,
+    merge_overrides,
+    recorded_overrides,
+)
 
 if TYPE_CHECKING:
-    from agentrl.run.preflight import Checked
+    from agentrl.session.preflight import PreflightResult
 
 
 @contextmanager
@@ -82,7 +90,7 @@ def run_folder(
     *,
     resume: bool = False,
     verb: str = "train",
-) -> Iterator[tuple[Start, Recipe, Checked]]:
+) -> Iterator[tuple[RunStart, Recipe, PreflightResult]]:
     """Around a run: its folder, held by this process alone, its recipe, and what was found by all the checks that are cheap.
 
     `given` are the overrides on the command line; a resumed run's earlier ones lie below them. An error that leaves this block is
@@ -96,28 +104,28 @@ def run_folder(
     suffix, evaluating = "" if verb == "train" else f"-{verb}", verb == "eval"
     doing = shlex.join(["agentrl", verb, str(recipe), *given])
     with (
-        claimed(wanted, root / "runs", name + suffix, resume=resume, resumable=not evaluating, command=doing) as folder,
-        outlasting_terminal(partial(write_down, folder)),
+        claim_run_folder(wanted, root / "runs", name + suffix, resume=resume, resumable=not evaluating, command=doing) as folder,
+        outlasting_terminal(partial(append_driver_log, folder)),
     ):
         if resume:
-            check_verb(folder, verb)
-        overrides = merged(given_before(folder) if resume else (), given)
-        start = Start(recipe=recipe, folder=folder, verb=verb, overrides=overrides, began=time.monotonic() - age_s())
+            check_same_command(folder, verb)
+        overrides = merge_overrides(recorded_overrides(folder) if resume else (), given)
+        start = RunStart(recipe=recipe, folder=folder, verb=verb, overrides=overrides, began=time.monotonic() - process_age_s())
         loaded = apply_overrides(written, list(start.overrides))
-        if resume and (changes := check_same(folder, loaded)):
+        if resume and (changes := check_resumed_recipe(folder, loaded)):
             print(f"resuming with {', '.join(changes)}", file=sys.stderr)
         with loading():
-            from agentrl.run import preflight
+            from agentrl.session import preflight
 
-            checked = preflight.check(loaded, folder, root=root, training=verb == "train")
+            checked = preflight.run_preflight(loaded, folder, root=root, training=verb == "train")
         try:
             yield start, loaded, checked
         except typer.Exit:
             raise
         except BaseException as error:
             go_on = start.command(resume=True) if holds_run(folder) and not evaluating else ""
-            if stopped(error):
+            if ended_by_user(error):
                 kept = f"; what was finished is kept, continue with: {go_on}" if go_on else ""
                 print(f"stopped{kept}", file=sys.stderr)
                 raise typer.Exit(130) from None
-            raise typer.Exit(explain(error, folder=folder, go_on=go_on)) from None
+            raise typer.Exit(report_error(error, folder=folder, go_on=go_on)) from None

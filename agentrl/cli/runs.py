@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
+from agentrl.base.user_code import printable
 from agentrl.cli.options import JsonFlag
 from agentrl.errors import StoreError, UserError
-from agentrl.usercode import printable
 
 _LONGEST = 1000  # characters of a reason
 _OF_A_RUN = ("recipe.json", "run.json", "metrics.jsonl", "evaluations.json", "summary.json", "episodes", "failures/traces.sqlite")
@@ -35,8 +35,8 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Run folder.")]) -> None
 
 def versions(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_json: JsonFlag = False) -> None:
     """List the policy versions of a run: their states and evaluations, and what the gate said of them, with the cases and turns."""
-    from agentrl import codec
-    from agentrl.compare.verdict import read_verdicts
+    from agentrl.gate.verdict import read_verdicts
+    from agentrl.records import codec
     from agentrl.version import FolderRegistry
 
     if not (run_dir / "versions").is_dir():

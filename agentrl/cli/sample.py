@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.base.user_code import printable
 from agentrl.cli.options import JsonFlag, SandboxChoice, model_override
 from agentrl.cli.recipes import load_recipe
 from agentrl.cli.running import loading, run_folder
-from agentrl.usercode import printable
 
 if TYPE_CHECKING:
-    from agentrl.run.sample import Came, Sampled
+    from agentrl.run.sample import AttemptTotals, SampleResult
 
 _NAME = 40  # characters of a kind
 
@@ -50,27 +50,27 @@ def sample(
         if found.unfinished:
             print(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
             raise typer.Exit(130)
-    if found.whole.rate is None:
+    if found.totals.rate is None:
         print("not one attempt was scored", file=sys.stderr)
         raise typer.Exit(1)
 
 
-def told(found: Sampled, *, group_size: int) -> str:
+def told(found: SampleResult, *, group_size: int) -> str:
     """The result for a person: a row for each kind of task, why attempts were left out, and what can be done with the rest."""
     rows = [(" ".join(printable(kind, _NAME).split()) or "-", came) for kind, came in found.by_kind.items()]
-    rows = [*(rows if len(rows) > 1 else []), ("all", found.whole)]
+    rows = [*(rows if len(rows) > 1 else []), ("all", found.totals)]
     wide = max(4, *(len(name) for name, _ in rows))
     lines = [f"{'kind':{wide}}  {'tasks':>5}  {'attempts':>8}  {'mean score':24}  {'solved':>6}  {'differ':>6}"]
     lines += [f"{name:{wide}}  {_row(came)}" for name, came in rows]
     lines += ["solved: tasks that an attempt solved; differ: groups whose attempts were scored differently, which is what teaches"]
-    lines += [f"{count:>8} left out  {reason}" for reason, count in found.whole.left_out_reasons.items()]
-    if found.whole.solved:
+    lines += [f"{count:>8} left out  {reason}" for reason, count in found.totals.left_out_reasons.items()]
+    if found.totals.solved:
         lines.append(f"imitate the best: {shlex.join(['agentrl', 'tune', 'sft', str(found.folder), '--out', 'models/imitated'])}")
-    lines.append(f"folder {found.folder}  ({found.asked} groups of {group_size})")
+    lines.append(f"folder {found.folder}  ({found.requested} groups of {group_size})")
     return "\n".join(lines)
 
 
-def _row(came: Came) -> str:
+def _row(came: AttemptTotals) -> str:
     rate = came.rate
     mean = "-" if rate is None else f"{rate.value:.3f} [{rate.ci_low:.3f}, {rate.ci_high:.3f}]"
     return f"{came.tasks:>5}  {came.attempts:>8}  {mean:24}  {came.solved:>6}  {came.differ:>6}"

@@ -13,7 +13,7 @@ from agentrl.errors import UserError
 
 def sandbox_ls(as_json: JsonFlag = False) -> None:
     """List the sandboxes on this machine, leftovers of dead drivers included."""
-    from agentrl import codec
+    from agentrl.records import codec
     from agentrl.sandbox import list_open
 
     found = list_open()
@@ -45,5 +45,5 @@ def sandbox_prune(
     if images:
         found = evict(days=30.0 if unused_days is None else unused_days, dry=dry_run)
         for item in found:
-            print(f"{'would remove' if dry_run else 'removed'} {item.what}, {item.size / 1e6:.1f} MB, unused for {item.days:.1f} days")
+            print(f"{'would remove' if dry_run else 'removed'} {item.name}, {item.size / 1e6:.1f} MB, unused for {item.days:.1f} days")
         print(f"{len(found)} of images, {sum(item.size for item in found) / 1e6:.1f} MB{' would be' if dry_run else ''} removed")

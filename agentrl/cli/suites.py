@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentrl.base.user_code import printable
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.running import loading, run_folder
-from agentrl.compare import Comparison, Results, Scores, compare, power, results
-from agentrl.compare.paired import ALPHA, MARGIN
-from agentrl.compare.results import Figures
-from agentrl.compare.rule import passes
-from agentrl.compare.verdict import evaluation_folder
 from agentrl.errors import UserError
-from agentrl.failure.case import Suite, check_asked, load_suite
-from agentrl.usercode import printable
+from agentrl.evaluation import Comparison, Scores, SuiteResults, compare, power, results
+from agentrl.evaluation.comparison import ALPHA, MARGIN
+from agentrl.evaluation.results import EvaluationFigures
+from agentrl.failure.case import Suite, check_attempt_options, load_suite
+from agentrl.gate.rule import attempt_passes
+from agentrl.gate.verdict import evaluation_folder
 
 if TYPE_CHECKING:
-    from agentrl.recipe import Recipe
+    from agentrl.config.recipe import Recipe
 
 _CASES_SHOWN = 12
 _NAME = 80  # characters of a case's name
@@ -35,7 +35,7 @@ _CHANCE = 0.8  # of seeing a difference, for the number of cases that it needs
 
 def open_suite(folder: Path, *, repeats: int | None, threshold: float) -> Suite:
     """A suite, once what was said of its attempts is looked at. Raises `UserError`."""
-    check_asked(repeats=repeats, threshold=threshold)
+    check_attempt_options(repeats=repeats, threshold=threshold)
     return load_suite(folder)
 
 
@@ -54,13 +54,13 @@ def evaluate_suite(
     """Runs the evaluation and prints its table, or JSON."""
     with run_folder(root, recipe, written, given, run_dir, verb="eval") as (start, loaded, checked):
         with loading():
-            from agentrl.run.measure import judges_spent
-            from agentrl.run.suites import FOLDER
-            from agentrl.run.suites import evaluate_suite as evaluate
+            from agentrl.evaluation.suites import SUITE_FOLDER
+            from agentrl.evaluation.suites import evaluate_suite as evaluate
+            from agentrl.session.measure import judge_costs
 
         found = asyncio.run(evaluate(loaded, start, checked, suite, repeats=repeats, threshold=threshold, root=root, console=not as_json))
-        figures, asked = found.figures(), judges_spent(start.folder)
-        print(json.dumps(summary(found) | {"judges": asked}) if as_json else told(table(found, where=start.folder / FOLDER), asked))
+        figures, asked = found.figures(), judge_costs(start.folder)
+        print(json.dumps(summary(found) | {"judges": asked}) if as_json else told(table(found, where=start.folder / SUITE_FOLDER), asked))
     if figures.pass_at_1 is None:
         print("not one attempt was scored", file=sys.stderr)
         raise typer.Exit(1)
@@ -97,17 +97,17 @@ def compare_evaluations(
             fix="give BEFORE and AFTER; BEFORE alone, or --rate 0.9 alone, tells how many cases a difference needs",
         )
     if before is None or after is None:
-        known = results.load(evaluation(before)) if before is not None else None
+        known = results.load_results(evaluation(before)) if before is not None else None
         plan = planned(known, rate, difference, alpha=alpha)
         print(json.dumps(dataclasses.asdict(plan)) if as_json else plan.told())
         return
-    first, second = (results.load(evaluation(one)) for one in (before, after))
+    first, second = (results.load_results(evaluation(one)) for one in (before, after))
     ones, others, changed = same_cases(first, second)
     found = compare(ones, others, alpha=alpha, margin=margin)
     if found is None:
         raise UserError("the two evaluations have no scored attempt at the same case", fix="evaluate both on the same suite")
     apart = first.about.sampling != second.about.sampling and not across_sampling
-    needed = found.cases_for(difference, chance=_CHANCE)
+    needed = found.cases_needed(difference, chance=_CHANCE)
     if as_json:
         told = dataclasses.asdict(found) | {"changed_cases": changed, "difference": difference, "cases_for_difference": needed}
         if apart:
@@ -125,7 +125,7 @@ class Plan:
     difference: float
     alpha: float
     chance: float  # of seeing the difference
-    noise: float  # `agentrl.compare.power.noise_of`
+    noise: float  # `agentrl.evaluation.power.attempt_noise`
     cases: dict[int, int]  # attempts at each case by each policy -> cases
     here: dict[int, float | None]  # the same -> smallest difference that the cases of the evaluation at hand show; empty without one
     suite_cases: int = 0
@@ -144,13 +144,13 @@ class Plan:
         return "\n".join(lines)
 
 
-def planned(known: Results | None, rate: float | None, difference: float, *, alpha: float) -> Plan:
+def planned(known: SuiteResults | None, rate: float | None, difference: float, *, alpha: float) -> Plan:
     """Planned from what an evaluation shows of its cases, or from an expected rate. Raises `UserError` where it has nothing scored."""
     tried = known.scores().values() if known is not None else ()
     scored = [[one for one in scores if one is not None and math.isfinite(one)] for scores in tried]
     scored = [scores for scores in scored if scores]
     try:
-        noise = power.noise_of(scored) if rate is None else 2 * rate * (1 - rate)
+        noise = power.attempt_noise(scored) if rate is None else 2 * rate * (1 - rate)
     except ValueError:
         raise UserError("not one attempt of that evaluation was scored", fix="evaluate again, or plan with --rate") from None
     plan = {n: power.planned_spread(difference, noise, repeats=n) for n in _PLANNED}
@@ -159,8 +159,8 @@ def planned(known: Results | None, rate: float | None, difference: float, *, alp
         alpha=alpha,
         chance=_CHANCE,
         noise=noise,
-        cases={n: power.cases_for(difference, spread, alpha=alpha, power=_CHANCE) for n, spread in plan.items()},
-        here={n: power.smallest_seen(len(scored), noise, repeats=n, alpha=alpha, power=_CHANCE) for n in _PLANNED} if known else {},
+        cases={n: power.cases_needed(difference, spread, alpha=alpha, power=_CHANCE) for n, spread in plan.items()},
+        here={n: power.smallest_detectable(len(scored), noise, repeats=n, alpha=alpha, power=_CHANCE) for n in _PLANNED} if known else {},
         suite_cases=len(scored),
     )
 
@@ -174,7 +174,7 @@ def evaluation(named: str) -> Path:
     return folder if (folder / results.ABOUT).is_file() or not (folder / "suite").is_dir() else folder / "suite"
 
 
-def same_cases(before: Results, after: Results) -> tuple[Scores, Scores, list[str]]:
+def same_cases(before: SuiteResults, after: SuiteResults) -> tuple[Scores, Scores, list[str]]:
     """The scores of both, without the cases whose content is not the same; and these."""
     ones, others = before.task_keys, after.task_keys
     changed = sorted(case for case in ones.keys() & others.keys() if ones[case] != others[case])
@@ -182,20 +182,20 @@ def same_cases(before: Results, after: Results) -> tuple[Scores, Scores, list[st
     return kept[0], kept[1], changed
 
 
-def summary(found: Results) -> dict[str, Any]:
+def summary(found: SuiteResults) -> dict[str, Any]:
     """An evaluation for programs: where it comes from, its figures, and each case."""
     cases = {case: {"scores": list(scores), "task_key": found.task_keys[case]} for case, scores in sorted(found.scores().items())}
     return {"about": dataclasses.asdict(found.about), "figures": dataclasses.asdict(found.figures()), "cases": cases}
 
 
-def table(found: Results, *, where: Path) -> str:
+def table(found: SuiteResults, *, where: Path) -> str:
     """An evaluation for a person: its figures, then the cases that did not always pass."""
     figures = found.figures()
     lines = [f"{_shown(found.about.suite)}: {found.about.cases} cases, {figures.attempts} attempts", *rates(figures)]
     short = []
     for case, scores in found.scores().items():
         counted = [score for score in scores if score is not None]
-        passed = sum(passes(score, found.about.bar(case)) for score in counted)
+        passed = sum(attempt_passes(score, found.about.pass_threshold(case)) for score in counted)
         if passed < len(scores):
             unscored = f", {len(scores) - len(counted)} unscored" if len(counted) < len(scores) else ""
             short.append((passed / len(scores), f"  {_shown(case)}: {passed} of {len(counted)} passed{unscored}"))
@@ -208,12 +208,12 @@ def table(found: Results, *, where: Path) -> str:
 
 def told(table: str, judges: Mapping[str, float]) -> str:
     """A table, and what the judges of its attempts have cost."""
-    from agentrl.reward.judges import Spent
+    from agentrl.judge import JudgeUsage
 
-    return f"{table}\njudges  {Spent.of(judges).told()}" if judges else table
+    return f"{table}\njudges  {JudgeUsage.from_figures(judges).summary()}" if judges else table
 
 
-def rates(figures: Figures) -> list[str]:
+def rates(figures: EvaluationFigures) -> list[str]:
     """Figures in lines."""
     lines, rate = [], figures.pass_at_1
     if rate is not None:
@@ -230,7 +230,7 @@ def rates(figures: Figures) -> list[str]:
     return lines
 
 
-def described(found: Comparison, first: Results, second: Results, changed: list[str], *, verdict: bool = True) -> str:
+def described(found: Comparison, first: SuiteResults, second: SuiteResults, changed: list[str], *, verdict: bool = True) -> str:
     """Formats a comparison for the terminal. `verdict`: whether to give one; differently sampled evaluations do not isolate the policy."""
     names = [f"{_shown(one.about.model)} version {one.about.version} ({_shown(one.about.sha256[:12])})" for one in (first, second)]
     test = "exact" if found.exact else "sampled"
@@ -273,6 +273,6 @@ def _shown(text: str) -> str:
     return " ".join(printable(text, _NAME).split())
 
 
-def _sampling(found: Results) -> str:
+def _sampling(found: SuiteResults) -> str:
     settings = found.about.sampling
     return _shown(", ".join(f"{name} {value}" for name, value in settings.items() if name in ("temperature", "top_k", "top_p", "min_p")))

@@ -13,13 +13,13 @@ import typer
 
 from agentrl.cli.options import JsonFlag, SandboxChoice, model_override
 from agentrl.cli.recipes import load_recipe
-from agentrl.cli.regressions import evaluate_recipe, hold_to_suites
+from agentrl.cli.regressions import evaluate_recipe, evaluate_suites_command
 from agentrl.cli.running import loading, run_folder
 from agentrl.cli.suites import evaluate_suite, open_suite
 from agentrl.errors import UserError
-from agentrl.run.folder import finished
-from agentrl.run.policies import find_policy
-from agentrl.run.requests import Requests
+from agentrl.evaluation.policies import find_policy
+from agentrl.evaluation.request_options import RequestOptions
+from agentrl.session.folder import finished_summary
 
 if TYPE_CHECKING:
     from agentrl.observe import Summary
@@ -44,7 +44,7 @@ def train(
     root, written = load_recipe(recipe, [])
     given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
     with run_folder(root, recipe, written, given, run_dir, resume=resume) as (start, loaded, checked):
-        summary = finished(start.folder, loaded) if resume else None
+        summary = finished_summary(start.folder, loaded) if resume else None
         if summary is not None:
             print(f"{start.folder} is finished; nothing was started. To train further, add steps=N", file=sys.stderr)
         else:
@@ -103,7 +103,7 @@ def evaluate(
         more = [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])]
         named = [str(recipe), *(item for item in more if "=" not in item)]
         changes = [item for item in more if "=" in item]
-        requests = Requests.of(request or (), header or (), tokens_name)
+        requests = RequestOptions.parse(request or (), header or (), tokens_name)
         target = None if policy is None else find_policy(policy, model_name=model or "", key_env=key_env, requests=requests)
         if target is not None and recipe.is_file():
             if len(named) > 1 or junit is not None or pin:
@@ -114,7 +114,7 @@ def evaluate(
             root, written = load_recipe(recipe, changes)
             evaluate_recipe(root, written, target, repeats=repeats, threshold=threshold, run_dir=run_dir, as_json=as_json)
             return
-        hold_to_suites(
+        evaluate_suites_command(
             named, target, changes, repeats=repeats, threshold=threshold, run_dir=run_dir, junit_file=junit, pinning=pin, as_json=as_json
         )
         return
@@ -133,9 +133,9 @@ def evaluate(
         return
     with run_folder(root, recipe, written, given, run_dir, verb="eval") as (start, loaded, checked):
         with loading():
-            from agentrl.run.held_out import evaluate_only
+            from agentrl.evaluation.held_out import evaluate_held_out
 
-        results = asyncio.run(evaluate_only(loaded, start, checked, root=root, console=not as_json))
+        results = asyncio.run(evaluate_held_out(loaded, start, checked, root=root, console=not as_json))
     if as_json:
         print(json.dumps(results))
         return
@@ -153,9 +153,9 @@ def evaluate(
 def describe(summary: Summary, folder: Path) -> str:
     """The result of a run for a person: before and after, what it took, where to look."""
     lines = []
-    from agentrl.observe.left_out import printable
-    from agentrl.observe.stats import difference
-    from agentrl.reward.judges import Spent
+    from agentrl.judge import JudgeUsage
+    from agentrl.observe.exclusions import printable_text
+    from agentrl.observe.stats import rate_difference
 
     pairs = (
         ("held-out", summary.heldout_before, summary.heldout_after),
@@ -165,7 +165,7 @@ def describe(summary: Summary, folder: Path) -> str:
         if before is not None:
             then = ""
             if after is not None:
-                low, high = difference(before, after)
+                low, high = rate_difference(before, after)
                 change = f"{after.value - before.value:+.2f} [{low:+.2f}, {high:+.2f}]"
                 then = f" -> {after.value:.2f} [{after.ci_low:.2f}, {after.ci_high:.2f}], {change}"
             lines.append(f"{name:12} {before.value:.2f} [{before.ci_low:.2f}, {before.ci_high:.2f}]{then}  (95% intervals)")
@@ -191,10 +191,10 @@ def describe(summary: Summary, folder: Path) -> str:
     if len(summary.left_out_reasons) > _REASONS_SHOWN:
         lines.append(f"{'':8} and for other reasons: left_out_reasons in {folder / 'summary.json'}")
     if summary.judges:
-        asked, _, rest = Spent.of(summary.judges).told().partition(" ")
+        asked, _, rest = JudgeUsage.from_figures(summary.judges).summary().partition(" ")
         lines.append(f"{asked:>8} {rest}")
     if summary.failures:
-        named = ", ".join(f"{times} {printable(tag)}" for tag, times in list(summary.failures.items())[:_TAGS_SHOWN])
+        named = ", ".join(f"{times} {printable_text(tag)}" for tag, times in list(summary.failures.items())[:_TAGS_SHOWN])
         lines.append(f"{sum(summary.failures.values()):>8} failures   {named}: agentrl failures list {folder}")
     lines.append(f"report {folder / 'report.html'}")
     lines.append(f"model  {folder / 'model'}" if (folder / "model").is_dir() else "model  none: the weights are still those of version 0")

@@ -8,15 +8,16 @@ from typing import Annotated
 
 import typer
 
-from agentrl import recipe
 from agentrl.cli.terminal import outlasting_terminal
+from agentrl.config import recipe
 from agentrl.errors import UserError
 from agentrl.experience import open_store
-from agentrl.plugins import add_project_root
+from agentrl.judge.labels import TextPreference
+from agentrl.judge.rendering import PromptField
+from agentrl.plugins.references import add_project_root
 from agentrl.records import Group
-from agentrl.reward.judges.showing import Shown
-from agentrl.supervised.select import Preference, TextPreference, demonstrations, preferences
-from agentrl.weights.model_folder import put_chat_template
+from agentrl.supervised.select import Preference, select_demonstrations, select_preferences
+from agentrl.version.model_folder import write_chat_template
 
 tune_app = typer.Typer(no_args_is_help=True, help="Supervised training on the episodes of a run: imitation, preferences, reward model.")
 
@@ -50,11 +51,11 @@ def sft(
 ) -> None:
     """Imitate a run's best episodes (rejection sampling)."""
     start = _start(run, model, out)
-    rows = demonstrations(_groups(run), min_score=min_score, per_task=per_task)
+    rows = select_demonstrations(_groups(run), min_score=min_score, per_task=per_task)
     print(f"{len(rows)} demonstrations")
     from agentrl.supervised import tune
 
-    _done(run, out, tune.sft(rows, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed))
+    _done(run, out, tune.train_sft(rows, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed))
 
 
 @tune_app.command("dpo", epilog="Example: agentrl tune dpo runs/quickstart --out models/preferred --beta 0.1")
@@ -76,7 +77,7 @@ def dpo(
     pairs = _pairs(run, margin, per_task)
     from agentrl.supervised import tune
 
-    _done(run, out, tune.dpo(pairs, start, out, beta=beta, epochs=epochs, lr=lr, batch=batch, seed=seed))
+    _done(run, out, tune.train_dpo(pairs, start, out, beta=beta, epochs=epochs, lr=lr, batch=batch, seed=seed))
 
 
 @tune_app.command(
@@ -104,7 +105,7 @@ def reward(
     seed: Seed = 0,
 ) -> None:
     """Learn to score whole episodes, from a run's scores or from people's labels (a reward model)."""
-    from agentrl.reward.judges.reward_record import checked_shows
+    from agentrl.judge.reward_record import validate_shows
 
     if (run is None) == (not labels):
         raise UserError("learn from a run or from labels?", fix="give a run folder, or --labels FILE --model FOLDER")
@@ -118,14 +119,14 @@ def reward(
         pairs = _pairs(run, margin, per_task)
         from agentrl.supervised import tune
 
-        _done(run, out, tune.reward_model(pairs, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed))
+        _done(run, out, tune.train_reward_model(pairs, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed))
         return
-    shown = checked_shows(tuple(name.strip() for name in (shows or SHOWS).split(",") if name.strip()))
+    shown = validate_shows(tuple(name.strip() for name in (shows or SHOWS).split(",") if name.strip()))
     start = _model(model, out)
     texts = _labelled_pairs(labels or [], shown, per_task)
     from agentrl.supervised import tune
 
-    _told(out, tune.reward_model(texts, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed, shows=shown))
+    _told(out, tune.train_reward_model(texts, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed, shows=shown))
 
 
 def _start(run: Path, model: Path | None, out: Path) -> Path:
@@ -146,15 +147,15 @@ def _model(start: Path | None, out: Path) -> Path:
 
 
 def _pairs(run: Path, margin: float, per_task: int) -> list[Preference]:
-    pairs = preferences(_groups(run), margin=margin, per_task=per_task)
+    pairs = select_preferences(_groups(run), margin=margin, per_task=per_task)
     print(f"{len(pairs)} preferences")
     return pairs
 
 
-def _labelled_pairs(labels: list[Path], shows: tuple[Shown, ...], per_task: int) -> list[TextPreference]:
-    from agentrl.prove.judging.labels import preferred, read_labels
+def _labelled_pairs(labels: list[Path], shows: tuple[PromptField, ...], per_task: int) -> list[TextPreference]:
+    from agentrl.judge.labels import preference_pairs, read_labels
 
-    pairs = preferred(read_labels(labels), shows, per_task=per_task)
+    pairs = preference_pairs(read_labels(labels), shows, per_task=per_task)
     print(f"{len(pairs)} preferences")
     return pairs
 
@@ -172,7 +173,7 @@ def _groups(run: Path) -> Iterator[Group]:
 def _done(run: Path, out: Path, loss: float) -> None:
     used = run / "versions" / "000000" / "chat_template.jinja"
     if recipe.load(run / "recipe.json").policy.chat_template is not None and used.is_file():
-        put_chat_template(out, used.read_text(encoding="utf-8"))  # --model may have another one than these episodes
+        write_chat_template(out, used.read_text(encoding="utf-8"))  # --model may have another one than these episodes
     _told(out, loss)
 
 

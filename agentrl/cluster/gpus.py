@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
-from agentrl.recipe import Recipe
 
 _QUERY_S = 30.0
 
@@ -24,7 +24,7 @@ class Placement:
     judges: Mapping[str, str | None] = field(default_factory=dict)  # of the servers of `judge_servers`, by name
 
 
-def place(recipe: Recipe, *, training: bool = True) -> Placement:
+def place_parts(recipe: Recipe, *, training: bool = True) -> Placement:
     """With `serving.weight_transfer=nccl` or several `serving.replicas` the learner's ranks get the first GPUs, and each server of the
     policy one of those after them. With `gate.server=own` the gate's server has the next one.
 
@@ -36,7 +36,7 @@ def place(recipe: Recipe, *, training: bool = True) -> Placement:
     """
     serving = recipe.serving
     apart = serving.weight_transfer == "nccl" or (serving.replicas > 1 and _on_gpus(recipe))
-    beside = training and recipe.judged_apart and _on_gpus(recipe)
+    beside = training and recipe.gate_has_server and _on_gpus(recipe)
     shared = [serving.gpu_memory_utilization, *(one.gpu_memory_utilization for one in recipe.judge_servers.values())]
     if not apart and recipe.judge_servers and recipe.device == "cuda" and sum(shared) > 1:
         raise UserError(
@@ -45,7 +45,7 @@ def place(recipe: Recipe, *, training: bool = True) -> Placement:
         )
     if not apart and not beside:
         return Placement()
-    gpus, ranks = visible(), recipe.learner.ranks if training else 0
+    gpus, ranks = visible_gpus(), recipe.learner.ranks if training else 0
     policy = ranks + serving.replicas if apart else ranks  # GPUs of learner and policy
     if len(gpus) < policy + beside:
         raise _too_few(recipe, needed=policy + beside, found=len(gpus), ranks=ranks, beside=beside)
@@ -82,7 +82,7 @@ def _on_gpus(recipe: Recipe) -> bool:
     return serving_device(recipe) == "cuda"
 
 
-def visible() -> list[str]:
+def visible_gpus() -> list[str]:
     """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:

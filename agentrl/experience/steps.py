@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from agentrl.base.scores import all_equal
+from agentrl.config.recipe import RolloutConfig
 from agentrl.protocols import ExperienceStore
-from agentrl.recipe import RolloutConfig
 from agentrl.records import Group
-from agentrl.scores import alike
 
 _FAR = 1 << 30  # a schedule's position that no group of a run reaches: where the tasks of extra groups begin
 
 
 def has_preference(group: Group, *, min_group_size: int) -> bool:
     """Whether some of a group's attempts were scored higher than others, so that it can teach anything."""
-    return len(group.scored) >= min_group_size and not alike(scored.score.value or 0.0 for scored in group.scored)
+    return len(group.scored) >= min_group_size and not all_equal(scored.score.value or 0.0 for scored in group.scored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class StepGroups:
     _known: dict[int, bool] = field(default_factory=dict, repr=False)  # index -> whether it has a preference
 
     @classmethod
-    def of(cls, rollout: RolloutConfig) -> StepGroups:
+    def from_config(cls, rollout: RolloutConfig) -> StepGroups:
         return cls(rollout.groups_per_step, rollout.extra_groups, rollout.min_group_size)
 
     @classmethod
-    def single(cls, rollout: RolloutConfig) -> StepGroups:
+    def single_step(cls, rollout: RolloutConfig) -> StepGroups:
         """One step that every group belongs to, as far as a run can go: for a policy that does not learn. Each is of the next task."""
         return cls(_FAR, 0, rollout.min_group_size)
 
@@ -58,11 +58,11 @@ class StepGroups:
         """Whether a group counts towards the `per_step` of its step."""
         return self._known.setdefault(group.index, has_preference(group, min_group_size=self.min_group_size))
 
-    def know(self, index: int, preference: bool) -> None:
+    def set_preference(self, index: int, preference: bool) -> None:
         """Saves reading a stored group of which this is known."""
         self._known[index] = preference
 
-    def taken(self, step: int, store: ExperienceStore) -> range | None:
+    def consumed_indices(self, step: int, store: ExperienceStore) -> range | None:
         """The groups that a step consumes: the fewest of its block, from the first on, of which `per_step` have a preference, or all of it.
 
         None while one of them is not stored yet.

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentrl import codec, parts
-from agentrl.database import connect, enter_wal, make_tables, packed, pragma, transaction, unpacked, within
+from agentrl.base.database import compress, connect, decompress, enter_wal, make_tables, query_deadline, read_pragma, transaction
+from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
+from agentrl.plugins import parts
 from agentrl.protocols import ExperienceStore
-from agentrl.recipe import Recipe
-from agentrl.records import Group
+from agentrl.records import Group, codec
 
 _APPLICATION_ID = 0x41475258  # "AGRX": tells our files from any other SQLite file
 _SCHEMA_VERSION = 1
@@ -62,7 +62,7 @@ class SqliteStore:
             raise
 
     def put(self, group: Group) -> bool:
-        body = packed(codec.to_json(group))
+        body = compress(codec.to_json(group))
         row = (group.index, group.task_id, time.time(), body)
         with self._transaction() as db:
             return db.execute("INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?)", row).rowcount == 1
@@ -129,7 +129,7 @@ class SqliteStore:
 
     def _decode(self, index: int, body: bytes) -> Group:
         try:
-            return codec.from_json(Group, unpacked(body))
+            return codec.from_json(Group, decompress(body))
         except ValueError as error:
             raise StoreError(f"group {index} in {self.path} is damaged: {error}") from error
 
@@ -138,7 +138,7 @@ class SqliteStore:
             return _absent(self._connection, indices)
 
     def _rows(self, query: str, *values: object) -> list[Any]:
-        with self._lock, _translated(self.path), within(self._connection, _QUERY_S):
+        with self._lock, _translated(self.path), query_deadline(self._connection, _QUERY_S):
             return self._connection.execute(query, values).fetchall()
 
     @contextmanager
@@ -154,9 +154,9 @@ class SqliteStore:
             )
         db.execute("PRAGMA synchronous = FULL")
         make_tables(db, _SCHEMA)
-        if pragma(db, "application_id") != _APPLICATION_ID:
+        if read_pragma(db, "application_id") != _APPLICATION_ID:
             raise StoreError(f"{self.path} is an SQLite file, but not an experience store")
-        if (found := pragma(db, "user_version")) != _SCHEMA_VERSION:
+        if (found := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
             raise StoreError(
                 f"{self.path} has store schema {found}; this agentrl reads {_SCHEMA_VERSION}\n"
                 "  fix: go on with the agentrl that began this run, or start a new run folder"
@@ -170,7 +170,7 @@ def _absent(db: sqlite3.Connection, indices: Sequence[int]) -> list[int]:
 
 def open_store(run_dir: Path, recipe: Recipe) -> ExperienceStore:
     """The store that a recipe names, as driver and learner open it. Raises `PluginError` for one that is none, `StoreError`."""
-    made: ExperienceStore = parts.make(parts.STORE, recipe.store, recipe.store_options, run_dir, recipe)
+    made: ExperienceStore = parts.make_part(parts.STORE, recipe.store, recipe.store_options, run_dir, recipe)
     return made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from agentrl.contract import values
+from agentrl.base import numbers
 
 _RELATIVE = 1e-6
 _NUMBER = re.compile(r"(?<![\w.,])[-+]?\.?\d[\d,.]*(?:[eE][-+]?\d{1,3})?(?!\w)")
@@ -13,38 +13,38 @@ _LONGEST = 4000  # characters of an answer that are compared
 _QUOTES = "`'\"*.!$€ \t\r\n"
 
 
-def number(text: str) -> Fraction | None:
+def parse_number(text: str) -> Fraction | None:
     """A number in plain notation, thousands commas allowed; None for anything else."""
-    return values.number(text.strip(_QUOTES + "%").replace(",", "")) if len(text) <= 64 else None
+    return numbers.parse_number(text.strip(_QUOTES + "%").replace(",", "")) if len(text) <= 64 else None
 
 
-def is_truth(text: str, truth: str, tolerance: float) -> bool:
+def is_right_answer(text: str, truth: str, tolerance: float) -> bool:
     """Whether a text is the answer: the same words, or the same number."""
     mine, right = text[:_LONGEST].strip(_QUOTES), truth[:_LONGEST].strip(_QUOTES)
     if mine.casefold() == right.casefold():
         return bool(right)
-    given, wanted = number(mine), number(right)
-    return given is not None and wanted is not None and values.same_number(given, wanted, relative=_RELATIVE, absolute=tolerance)
+    given, wanted = parse_number(mine), parse_number(right)
+    return given is not None and wanted is not None and numbers.same_number(given, wanted, relative=_RELATIVE, absolute=tolerance)
 
 
-def stands_in(truth: str, text: str, tolerance: float) -> bool:
+def contains_answer(truth: str, text: str, tolerance: float) -> bool:
     """Whether the answer stands somewhere in a text, as a word or number of its own."""
     right = truth[:_LONGEST].strip(_QUOTES)
     if not right:
         return False
-    if number(right) is not None:
-        return any(is_truth(found[0], right, tolerance) for found in _NUMBER.finditer(text))
+    if parse_number(right) is not None:
+        return any(is_right_answer(found[0], right, tolerance) for found in _NUMBER.finditer(text))
     return re.search(rf"(?<!\w){re.escape(right)}(?!\w)", text, re.IGNORECASE) is not None
 
 
-def said_alone(truth: str, text: str, tolerance: float) -> bool:
-    """As `stands_in`; where the answer is a number, it is the only one there."""
-    if number(truth) is None:
-        return len(truth.strip(_QUOTES)) >= 2 and stands_in(truth, text, tolerance)
+def contains_only_answer(truth: str, text: str, tolerance: float) -> bool:
+    """As `contains_answer`; where the answer is a number, it is the only one there."""
+    if parse_number(truth) is None:
+        return len(truth.strip(_QUOTES)) >= 2 and contains_answer(truth, text, tolerance)
     found = [one[0] for one in _NUMBER.finditer(text)]
-    return len(found) == 1 and is_truth(found[0], truth, tolerance)
+    return len(found) == 1 and is_right_answer(found[0], truth, tolerance)
 
 
-def lines(text: str) -> list[str]:
+def nonblank_lines(text: str) -> list[str]:
     """The lines that say something."""
     return [line.strip() for line in text.split("\n") if line.strip()]

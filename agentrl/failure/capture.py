@@ -10,24 +10,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from agentrl import usercode
-from agentrl.database import damaged
+from agentrl.base import user_code
+from agentrl.base.database import is_damaged
+from agentrl.base.files import fsync_path
+from agentrl.base.scores import is_at_least
+from agentrl.config.failures import CaptureConfig
 from agentrl.errors import StoreError
 from agentrl.failure.collection import FILE, Collection
-from agentrl.failure.rows import Count, count_of, kind_of, newest_version
-from agentrl.failure.trace import Trace, Why
-from agentrl.failure.triage import Rule, by_rules, load_rules
-from agentrl.files import sync
+from agentrl.failure.listing import EpisodeCount, count_of_trace, kind_of_task, newest_version
+from agentrl.failure.trace import CaptureReason, Trace
+from agentrl.failure.triage import TriageRule, load_rules, tag_by_rules
 from agentrl.records import Group, ScoredEpisode, Task
-from agentrl.scores import reaches
-from agentrl.sections.failures import CaptureConfig
 
 log = logging.getLogger(__name__)
 
 Audit = Callable[[Task, ScoredEpisode], str]
 """Why a score was not earned, in words; empty when nothing speaks against it."""
 
-KINDS = 200
+MAX_KINDS = 200
 """Kinds of tasks counted apart; the rest are counted together."""
 OTHERS = "others"
 _BUSY_S = 2.0  # for another process that writes tags: all episodes wait meanwhile
@@ -36,7 +36,7 @@ _REST = 50
 _TIMEOUTS, _LIMITS = ("wall_limit", "tool_timeout"), ("turn_limit", "token_limit")
 
 
-def why(scored: ScoredEpisode, *, below: float, audit: str = "", passed_before: bool = False) -> Why | None:
+def capture_reason(scored: ScoredEpisode, *, below: float, audit: str = "", passed_before: bool = False) -> CaptureReason | None:
     """Why an episode is a failure; None when it is none.
 
     Args:
@@ -46,17 +46,17 @@ def why(scored: ScoredEpisode, *, below: float, audit: str = "", passed_before: 
     """
     value = scored.score.value
     if scored.episode.left_out or value is None or not math.isfinite(value):
-        return Why.FAULT
+        return CaptureReason.FAULT
     if audit:
-        return Why.HACKED
-    if reaches(value, below):
+        return CaptureReason.HACKED
+    if is_at_least(value, below):
         return None
     if passed_before:
-        return Why.REGRESSED
+        return CaptureReason.REGRESSED
     reason = scored.episode.stop_reason
     if reason in _TIMEOUTS:
-        return Why.TIMEOUT
-    return Why.LIMIT if reason in _LIMITS else Why.FAILED
+        return CaptureReason.TIMEOUT
+    return CaptureReason.LIMIT if reason in _LIMITS else CaptureReason.FAILED
 
 
 class Capture:
@@ -74,19 +74,19 @@ class Capture:
         self.spent_s = 0.0  # CPU seconds
         self.lost = 0  # episodes that could not be looked at or written down
         self._run_dir, self._config, self._origin, self._audit = run_dir, config, origin, audit
-        self._rules: tuple[Rule, ...] = load_rules(config.rules) if config.keep else ()
+        self._rules: tuple[TriageRule, ...] = load_rules(config.rules) if config.keep else ()
         self._collection: Collection | None = None
         self._kinds: set[str] = set()
         self._resting_until = 0.0  # monotonic
 
-    def group(self, task: Task | None, group: Group, *, step: int) -> None:
+    def capture_group(self, task: Task | None, group: Group, *, step: int) -> None:
         """Looks at a stored group of training."""
         if group.fault is None:
             self._look(task, group.episodes, phase="train", step=step)
         elif group.fault.kind != "quarantined":  # its episodes are alike and empty: one stands for them
             self._look(task, group.episodes[:1], phase="train", step=step)
 
-    def episode(self, task: Task, scored: ScoredEpisode, *, phase: str, step: int, place: str = "") -> None:
+    def capture_episode(self, task: Task, scored: ScoredEpisode, *, phase: str, step: int, place: str = "") -> None:
         """Looks at an episode of an evaluation.
 
         Args:
@@ -94,10 +94,10 @@ class Capture:
         """
         self._look(task, (scored,), phase=phase, step=step, place=place or phase)
 
-    def begin(self, phase: str, *, step: int | None = None, place: str = "") -> None:
+    def reset_phase(self, phase: str, *, step: int | None = None, place: str = "") -> None:
         """An evaluation begins, maybe again: what there is of it goes, of a phase or of one step of it."""
         if self._config.keep:
-            self._guarded(lambda collection: collection.forget(phase, step=step, place=place), episodes=0)
+            self._guarded(lambda collection: collection.clear_phase(phase, step=step, place=place), episodes=0)
 
     def close(self) -> None:
         if self.lost:
@@ -123,37 +123,41 @@ class Capture:
         self, collection: Collection, task: Task | None, episodes: Sequence[ScoredEpisode], phase: str, step: int, place: str
     ) -> None:
         traces: list[Trace] = []
-        counts: list[Count] = []
+        counts: list[EpisodeCount] = []
         passed: list[tuple[str, str]] = []
         for scored in episodes:
             trace = None if task is None else self._trace(collection, task, scored, phase, step, place)
             if trace is not None:
                 traces.append(trace)
-                counts.append(replace(count_of(trace), kind=self._kind(task)))
+                counts.append(replace(count_of_trace(trace), kind=self._kind(task)))
                 continue
-            found = why(scored, below=self._config.below) if task is None else None
+            found = capture_reason(scored, below=self._config.below) if task is None else None
             tag, version = "task_fault" if found else "", newest_version(scored.episode)
-            counts.append(Count(phase=phase, step=step, version=version, why=str(found or ""), tag=tag, kind=self._kind(task), n=1))
+            counts.append(EpisodeCount(phase=phase, step=step, version=version, why=str(found or ""), tag=tag, kind=self._kind(task), n=1))
             if found is None and place:
                 passed.append((scored.episode.task_key, place))
         collection.add(traces, counts=counts, passed=passed)
 
     def _trace(self, collection: Collection, task: Task, scored: ScoredEpisode, phase: str, step: int, place: str) -> Trace | None:
         audit = self._audit(task, scored)
-        passed = collection.passed_in(scored.episode.task_key, but=place) if place else ""
-        found = why(scored, below=self._config.below, audit=audit, passed_before=bool(passed))
+        passed = collection.first_passed_phase(scored.episode.task_key, but=place) if place else ""
+        found = capture_reason(scored, below=self._config.below, audit=audit, passed_before=bool(passed))
         if found is None:
             return None
-        origin = dict(self._origin) | ({"audit": audit[:2000]} if audit else {}) | ({"passed_in": passed} if found is Why.REGRESSED else {})
+        origin = (
+            dict(self._origin)
+            | ({"audit": audit[:2000]} if audit else {})
+            | ({"passed_in": passed} if found is CaptureReason.REGRESSED else {})
+        )
         bare = Trace(
             id=scored.episode.id, why=found, task=task, episode=scored.episode, score=scored.score, phase=phase, step=step, origin=origin
         )
-        return replace(bare, tags=by_rules(bare, self._rules))
+        return replace(bare, tags=tag_by_rules(bare, self._rules))
 
     def _kind(self, task: Task | None) -> str:
         """Kinds come from tasks, so there may be any number of them."""
-        kind = kind_of(task)
-        if kind not in self._kinds and len(self._kinds) >= KINDS:
+        kind = kind_of_task(task)
+        if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
             return OTHERS
         self._kinds.add(kind)
         return kind
@@ -166,12 +170,12 @@ class Capture:
             except StoreError as error:
                 if not _damaged(error):
                     raise
-                usercode.report("the traces of this run are damaged; they are set aside, and new ones begun", error, trace=False)
+                user_code.log_unexpected("the traces of this run are damaged; they are set aside, and new ones begun", error, trace=False)
                 self._set_aside()
                 step(self._opened())
         except Exception as error:
             self.lost += episodes
-            usercode.report("capturing a failure", error)
+            user_code.log_unexpected("capturing a failure", error)
             if (took := time.monotonic() - began) > _SLOW_S:
                 self._resting_until = time.monotonic() + _REST * took
 
@@ -192,8 +196,8 @@ class Capture:
             part = path.with_name(path.name + suffix)
             if part.exists():
                 part.rename(path.with_name(f"damaged-{number}-{path.name}{suffix}"))
-        sync(path.parent)
+        fsync_path(path.parent)
 
 
 def _damaged(error: StoreError) -> bool:
-    return isinstance(error.__cause__, sqlite3.Error) and damaged(error.__cause__)
+    return isinstance(error.__cause__, sqlite3.Error) and is_damaged(error.__cause__)

@@ -16,19 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl import codec, toml
+from agentrl.base import toml
+from agentrl.base.files import write_atomically
+from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import UserError
 from agentrl.failure.trace import Tag
-from agentrl.fields import Record, Text
-from agentrl.files import write
-from agentrl.foreign import content
-from agentrl.records import EpisodeState, Task
+from agentrl.records import EpisodeState, Task, codec
+from agentrl.records.fields import Record, Text
 
 FORMAT = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,80}")
 _SETTINGS = "suite.toml"
 _LARGEST = 16 << 20  # bytes of one case
-MOST_REPEATS = 1000
+MAX_REPEATS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +73,8 @@ class Case(Record):
             raise ValueError(f"Case.format {self.format} is not known; this version reads {FORMAT}")
         if self.threshold is not None and not math.isfinite(self.threshold):
             raise ValueError(f"Case.threshold must be a finite number, got {self.threshold}")
-        if self.repeats is not None and not 1 <= self.repeats <= MOST_REPEATS:
-            raise ValueError(f"Case.repeats must be from 1 to {MOST_REPEATS}, got {self.repeats}")
+        if self.repeats is not None and not 1 <= self.repeats <= MAX_REPEATS:
+            raise ValueError(f"Case.repeats must be from 1 to {MAX_REPEATS}, got {self.repeats}")
         if self.start is not None and (self.start.task_key != self.task.key or len(self.start.trajectories) != 1):
             raise ValueError("Case.start is a state of another task, or of several trajectories")
 
@@ -108,7 +108,7 @@ def load_suite(folder: Path) -> Suite:
     return Suite(folder=folder, cases=cases, **settings)
 
 
-def find_suites(folder: Path) -> tuple[Suite, ...]:
+def load_suites(folder: Path) -> tuple[Suite, ...]:
     """The suite in a folder, or all suites in a folder of them, by name. Raises `UserError` where there is none."""
     _check_folder(folder)
     if (folder / _SETTINGS).is_file():
@@ -126,7 +126,7 @@ def _check_folder(folder: Path) -> None:
         raise UserError(f"no folder {folder}", fix="give the folder of a suite: one that holds suite.toml and cases/")
 
 
-def find_case(folder: Path, name: str) -> tuple[Suite, Case]:
+def load_case(folder: Path, name: str) -> tuple[Suite, Case]:
     """The suite in a folder, and the case of this id in it. Raises `UserError` where there is none."""
     suite = load_suite(folder)
     found = next((case for case in suite.cases if case.id == name), None)
@@ -135,10 +135,10 @@ def find_case(folder: Path, name: str) -> tuple[Suite, Case]:
     return suite, found
 
 
-def check_asked(*, repeats: int | None, threshold: float | None) -> None:
+def check_attempt_options(*, repeats: int | None, threshold: float | None) -> None:
     """Raises `UserError` for a number of attempts, or a threshold, that no evaluation can use."""
-    if repeats is not None and not 1 <= repeats <= MOST_REPEATS:
-        raise UserError(f"--repeats {repeats}", fix=f"give a number from 1 to {MOST_REPEATS}")
+    if repeats is not None and not 1 <= repeats <= MAX_REPEATS:
+        raise UserError(f"--repeats {repeats}", fix=f"give a number from 1 to {MAX_REPEATS}")
     if threshold is not None and not math.isfinite(threshold):
         raise UserError(f"--threshold {threshold}", fix="give the mean score to be reached, such as 0.75")
 
@@ -155,14 +155,14 @@ def save_case(folder: Path, case: Case) -> Path:
         )
     (folder / "cases").mkdir(parents=True, exist_ok=True)
     if not about.exists():
-        write(about, f'name = "{folder.name}"\nrepeats = 1\n', durable=True)
-    write(path, text, durable=True)
+        write_atomically(about, f'name = "{folder.name}"\nrepeats = 1\n', durable=True)
+    write_atomically(path, text, durable=True)
     return path
 
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        tables = toml.loads(content(path, most=_LARGEST, inside=path.parent).decode("utf-8"))
+        tables = toml.loads(read_bytes(path, most=_LARGEST, inside=path.parent).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent} is no suite: it has no {path.name}", fix="give a folder that holds suite.toml and cases/") from None
     except (OSError, ValueError) as error:
@@ -173,14 +173,14 @@ def _settings(path: Path) -> dict[str, Any]:
             raise UserError(
                 f"{path}: {key} = {value!r} is not a valid setting", fix="name, note and policy are texts, repeats a whole number"
             )
-    if not 1 <= tables.get("repeats", 1) <= MOST_REPEATS:
-        raise UserError(f"{path}: repeats = {tables['repeats']}", fix=f"give a number from 1 to {MOST_REPEATS}")
+    if not 1 <= tables.get("repeats", 1) <= MAX_REPEATS:
+        raise UserError(f"{path}: repeats = {tables['repeats']}", fix=f"give a number from 1 to {MAX_REPEATS}")
     return {"name": path.parent.name, **tables}
 
 
 def _case(path: Path) -> Case:
     try:
-        case = codec.from_json(Case, content(path, most=_LARGEST, inside=path.parent.parent))
+        case = codec.from_json(Case, read_bytes(path, most=_LARGEST, inside=path.parent.parent))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no case: {error}"[:2000], fix="move it away, or promote the failure again") from None
     if case.id != path.stem:

@@ -13,13 +13,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from agentrl.failure.features import features
+from agentrl.failure.features import extract_features
 from agentrl.failure.trace import Trace
-from agentrl.failure.triage import name_of
+from agentrl.failure.triage import deciding_tag_name
 
-ALIKE = 0.62
+MIN_SIMILARITY = 0.62
 """Least cosine of two traces of one cluster, by features."""
-ALIKE_EMBEDDED = 0.75
+MIN_EMBEDDING_SIMILARITY = 0.75
 """The same, by embeddings."""
 MOST_CLUSTERS = 500
 """Traces that are like none of so many are put together in one last cluster."""
@@ -31,7 +31,7 @@ Embedding = Callable[[Sequence[str]], Sequence[Sequence[float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Digested:
+class TraceFeatures:
     """What clustering needs of a trace, so that not all of them are in memory."""
 
     id: str
@@ -49,11 +49,11 @@ class Cluster:
     about: tuple[str, ...]  # the features that most of it share and few others have
 
 
-def digested(trace: Trace, text: str = "") -> Digested:
-    return Digested(id=trace.id, tag=name_of(trace.tags), features=features(trace), text=text)
+def trace_features(trace: Trace, text: str = "") -> TraceFeatures:
+    return TraceFeatures(id=trace.id, tag=deciding_tag_name(trace.tags), features=extract_features(trace), text=text)
 
 
-def clusters(traces: Iterable[Digested], *, alike: float = ALIKE, embed: Embedding | None = None) -> list[Cluster]:
+def cluster_traces(traces: Iterable[TraceFeatures], *, alike: float = MIN_SIMILARITY, embed: Embedding | None = None) -> list[Cluster]:
     """Clusters, the largest first. Each trace is in one."""
     some = list(traces)
     weights = _rarity(some)
@@ -70,7 +70,7 @@ def hash_of(name: str) -> int:
     return zlib.crc32(name.encode("utf-8", "replace"))
 
 
-def _rarity(some: Sequence[Digested]) -> dict[str, float]:
+def _rarity(some: Sequence[TraceFeatures]) -> dict[str, float]:
     """Smoothed inverse document frequency."""
     documents = Counter(name for one in some for name in one.features)
     return {name: math.log((1 + len(some)) / (1 + times)) + 1.0 for name, times in documents.items()}
@@ -111,7 +111,7 @@ def _by_leaders(sorts: Sequence[list[int]], vectors: Sequence[Vector], alike: fl
     return [*found, rest] if rest else found
 
 
-def _told(some: Sequence[Digested], weights: Mapping[str, float]) -> Cluster:
+def _told(some: Sequence[TraceFeatures], weights: Mapping[str, float]) -> Cluster:
     shared = Counter(name for one in some for name in one.features)
     ranked = sorted(shared.items(), key=lambda item: (-item[1] * weights[item[0]], item[0]))
     about = tuple(name for name, times in ranked if 2 * times >= len(some))[:_SHOWN]

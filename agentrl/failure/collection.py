@@ -19,17 +19,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentrl import codec, foreign
-from agentrl.database import NotOurs, check_files, enter_wal, make_tables, packed, pragma, protect, transaction, unpacked, within
+from agentrl.base import untrusted_files
+from agentrl.base.database import (
+    ForeignDatabase,
+    check_files,
+    compress,
+    decompress,
+    enter_wal,
+    make_tables,
+    query_deadline,
+    read_pragma,
+    restrict_connection,
+    transaction,
+)
 from agentrl.errors import StoreError, UserError
-from agentrl.failure.rows import Count, Row, Wanted, count_of, kind_of, newest_version
+from agentrl.failure.listing import EpisodeCount, TraceFilter, TraceRow, count_of_trace, kind_of_task, newest_version
 from agentrl.failure.trace import FORMAT, Tag, Trace
-from agentrl.failure.triage import name_of
+from agentrl.failure.triage import deciding_tag_name
+from agentrl.records import codec
 
 FILE = "failures/traces.sqlite"
-LARGEST = 32 << 20
+MAX_TRACE_BYTES = 32 << 20
 """Bytes of JSON of one trace; a larger one is counted, and not kept."""
-_LARGEST_TASK = 4 * LARGEST  # bytes of JSON of its task
+_LARGEST_TASK = 4 * MAX_TRACE_BYTES  # bytes of JSON of its task
 _APPLICATION_ID = 0x41475254  # "AGRT"
 _SCHEMA_VERSION = 1
 _BY_A_PERSON = '%"by":"person:%'  # a tag in JSON
@@ -90,7 +102,7 @@ class Collection:
             raise UserError(f"{folder} has no captured failures", fix="give the folder of a run, such as runs/quickstart")
         if not make:
             with _translated(self.path):
-                foreign.check(self.path, inside=folder)
+                untrusted_files.check_file(self.path, inside=folder)
         with _translated(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             check_files(self.path)
@@ -121,7 +133,7 @@ class Collection:
         with self._asked():
             return int(self._db.execute("SELECT COUNT(*) FROM traces").fetchone()[0])
 
-    def add(self, traces: Iterable[Trace], *, counts: Iterable[Count] | None = None, passed: Iterable[tuple[str, str]] = ()) -> int:
+    def add(self, traces: Iterable[Trace], *, counts: Iterable[EpisodeCount] | None = None, passed: Iterable[tuple[str, str]] = ()) -> int:
         """Keeps traces, in place of those of the same ids, all or nothing. Returns how many were kept.
 
         Args:
@@ -131,29 +143,29 @@ class Collection:
         traces = list(traces)
         kept = 0
         with self._transaction() as db:
-            for count in map(count_of, filter(self._new, traces)) if counts is None else counts:
+            for count in map(count_of_trace, filter(self._new, traces)) if counts is None else counts:
                 _add_count(db, count)
             for trace in traces:
                 kept += self._put(db, trace)
             db.executemany("INSERT OR IGNORE INTO passed VALUES (?, ?)", passed)
         return kept
 
-    def rows(self, wanted: Wanted | None = None, *, most: int = -1, newest: bool = False) -> list[Row]:
+    def rows(self, wanted: TraceFilter | None = None, *, most: int = -1, newest: bool = False) -> list[TraceRow]:
         """What lists say of the traces, oldest first."""
-        where, values = (wanted or Wanted()).where()
+        where, values = (wanted or TraceFilter()).sql_where()
         order = "DESC" if newest else "ASC"
         with self._asked():
             found = self._db.execute(f"SELECT {_COLUMNS} FROM traces{where} ORDER BY seq {order} LIMIT ?", (*values, most))
-            names = tuple(Row.__slots__)
-            return [Row(**dict(zip(names, self._typed(names, line), strict=True))) for line in found]
+            names = tuple(TraceRow.__slots__)
+            return [TraceRow(**dict(zip(names, self._typed(names, line), strict=True))) for line in found]
 
-    def matching(self, wanted: Wanted) -> int:
+    def count_matching(self, wanted: TraceFilter) -> int:
         """The number of traces that `rows` would list."""
-        where, values = wanted.where()
+        where, values = wanted.sql_where()
         with self._asked():
             return int(self._db.execute(f"SELECT COUNT(*) FROM traces{where}", values).fetchone()[0])
 
-    def traces(self, wanted: Wanted | None = None, *, most: int = -1) -> Iterator[Trace]:
+    def traces(self, wanted: TraceFilter | None = None, *, most: int = -1) -> Iterator[Trace]:
         """The traces themselves, oldest first, one in memory at a time. One that is damaged raises `StoreError` with its id."""
         for row in self.rows(wanted, most=most):
             if (found := self.get(row.id)) is not None:  # it may have made room meanwhile
@@ -169,16 +181,16 @@ class Collection:
             return None
         body, tags, task = found
         try:
-            text = unpacked(body, most=4 * LARGEST)[:-1] + b',"tags":' + str(tags).encode()
+            text = decompress(body, most=4 * MAX_TRACE_BYTES)[:-1] + b',"tags":' + str(tags).encode()
             if task is not None:
-                text += b',"task":' + unpacked(task, most=_LARGEST_TASK)
+                text += b',"task":' + decompress(task, most=_LARGEST_TASK)
             return codec.from_json(Trace, text + b"}")
         except ValueError as error:
             raise StoreError(f"trace {trace_id} in {self.path} is damaged: {str(error)[:300]}") from error
 
     def tag(self, trace_id: str, tags: Sequence[Tag]) -> None:
         """Gives a trace these tags in place of those it has, and counts it under the new one."""
-        name, text = name_of(tags), codec.to_json(tuple(tags)).decode()
+        name, text = deciding_tag_name(tags), codec.to_json(tuple(tags)).decode()
         with self._transaction() as db:
             found = db.execute("SELECT phase, step, version, why, tag, kind FROM traces WHERE id = ?", (trace_id,)).fetchone()
             if found is None:
@@ -187,12 +199,12 @@ class Collection:
             phase, step, version, why, old, kind = found
             if old != name:
                 for one, by in ((old, -1), (name, 1)):
-                    _add_count(db, Count(phase=phase, step=step, version=version, why=why, tag=one, kind=kind, n=by))
+                    _add_count(db, EpisodeCount(phase=phase, step=step, version=version, why=why, tag=one, kind=kind, n=by))
         self._of(phase).retag(old, name)
 
     def counts(self, *by: str) -> dict[tuple[Any, ...], int]:
-        """How many episodes there were, kept or not: values of the fields of `Count` that `by` names -> episodes."""
-        if unknown := set(by) - set(Count.__slots__):
+        """How many episodes there were, kept or not: values of the fields of `EpisodeCount` that `by` names -> episodes."""
+        if unknown := set(by) - set(EpisodeCount.__slots__):
             raise ValueError(f"counts have no {', '.join(sorted(unknown))}")
         names = ", ".join(by)
         with self._asked():
@@ -206,7 +218,7 @@ class Collection:
         with self._asked():
             return {line[0]: line[1] for line in self._db.execute("SELECT phase, n FROM dropped") if self._typed(("phase", "n"), line)}
 
-    def forget(self, phase: str, *, step: int | None = None, place: str = "") -> None:
+    def clear_phase(self, phase: str, *, step: int | None = None, place: str = "") -> None:
         """Removes all there is of a phase, or of one step of it, which is about to be made again; what others passed stays.
 
         Args:
@@ -221,7 +233,7 @@ class Collection:
             db.execute("DELETE FROM tasks WHERE key NOT IN (SELECT task_key FROM traces)")
         self._held.pop(phase, None)
 
-    def passed_in(self, task_key: str, *, but: str) -> str:
+    def first_passed_phase(self, task_key: str, *, but: str) -> str:
         """The first phase in which a task was passed; empty when in none, or in `but`."""
         with self._asked():
             found = self._db.execute("SELECT phase FROM passed WHERE task_key = ? AND phase != ?", (task_key, but)).fetchone()
@@ -229,7 +241,7 @@ class Collection:
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
-        with _translated(self.path), within(self._db, _QUERY_S):
+        with _translated(self.path), query_deadline(self._db, _QUERY_S):
             yield
 
     def _typed(self, names: Sequence[str], line: Sequence[Any]) -> Sequence[Any]:
@@ -246,21 +258,21 @@ class Collection:
         body, size = _packed(trace)
         phase, task = trace.phase, trace.task
         frozen = b"" if task is None else codec.to_json(task)
-        if size > LARGEST or len(frozen) > _LARGEST_TASK or self._keep == 0:
+        if size > MAX_TRACE_BYTES or len(frozen) > _LARGEST_TASK or self._keep == 0:
             _drop(db, phase, 1)
             return False
         self._remove(db, "id = ?", trace.id)
         key = "" if trace.episode is None else trace.episode.task_key
         if task is not None and not db.execute("SELECT 1 FROM tasks WHERE key = ?", (key,)).fetchone():
-            db.execute("INSERT INTO tasks VALUES (?, ?)", (key, packed(frozen)))
+            db.execute("INSERT INTO tasks VALUES (?, ?)", (key, compress(frozen)))
         row = {
             "id": trace.id,
             "phase": phase,
             "step": trace.step,
             "version": newest_version(trace.episode),
             "why": str(trace.why),
-            "tag": name_of(trace.tags),
-            "kind": kind_of(task),
+            "tag": deciding_tag_name(trace.tags),
+            "kind": kind_of_task(task),
             "task_id": "" if task is None else task.id,
             "task_key": key,
             "score": None if trace.score is None else trace.score.value,
@@ -313,8 +325,8 @@ class Collection:
 
     def _protect(self) -> None:
         try:
-            protect(self._db, _SCHEMA, longest=4 * LARGEST)
-        except NotOurs as error:
+            restrict_connection(self._db, _SCHEMA, longest=4 * MAX_TRACE_BYTES)
+        except ForeignDatabase as error:
             raise StoreError(f"{self.path} is an SQLite file, but not a collection of traces: {error}") from error
 
     def _prepare(self) -> None:
@@ -325,9 +337,9 @@ class Collection:
 
     def _check(self) -> None:
         db = self._db
-        if pragma(db, "application_id") != _APPLICATION_ID:
+        if read_pragma(db, "application_id") != _APPLICATION_ID:
             raise StoreError(f"{self.path} is an SQLite file, but not one of traces")
-        if (found := pragma(db, "user_version")) != _SCHEMA_VERSION:
+        if (found := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
             raise StoreError(f"{self.path} has schema {found} of traces; this agentrl reads {_SCHEMA_VERSION}")
 
 
@@ -369,10 +381,10 @@ def _packed(trace: Trace) -> tuple[bytes, int]:
     """A trace without task and tags, compressed, and its size before. What is read back is put together as JSON, and validated whole."""
     named = ("id", "why", "source", "episode", "spoken", "tools", "score", "phase", "step", "origin", "missing")
     text = codec.to_json({name: getattr(trace, name) for name in named} | {"format": FORMAT})
-    return (packed(text), len(text)) if len(text) <= LARGEST else (b"", len(text))
+    return (compress(text), len(text)) if len(text) <= MAX_TRACE_BYTES else (b"", len(text))
 
 
-def _add_count(db: sqlite3.Connection, count: Count) -> None:
+def _add_count(db: sqlite3.Connection, count: EpisodeCount) -> None:
     db.execute(
         "INSERT INTO counts VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n",
         (count.phase, count.step, count.version, count.why, count.tag, count.kind, count.n),

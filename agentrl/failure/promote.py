@@ -11,32 +11,32 @@ from pathlib import Path
 from types import MappingProxyType
 
 from agentrl.errors import UserError
-from agentrl.failure.case import Baseline, Case, check_asked, load_suite, save_case
-from agentrl.failure.imported import Supplied, task_of
-from agentrl.failure.rows import kind_of
-from agentrl.failure.trace import Trace, Why
-from agentrl.failure.twins import Likeness, Withheld
+from agentrl.failure.case import Baseline, Case, check_attempt_options, load_suite, save_case
+from agentrl.failure.imported import UserParts, task_from_trace
+from agentrl.failure.listing import kind_of_task
+from agentrl.failure.overlap import Overlap, WithheldTasks
+from agentrl.failure.trace import CaptureReason, Trace
 from agentrl.records import EpisodeState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promoted:
+class Promotion:
     """What became of a trace."""
 
     trace: str
     case: str  # the case that it is now, or the one that it is like
-    likeness: Likeness | None = None  # to `case`, which was there before
+    likeness: Overlap | None = None  # to `case`, which was there before
     path: Path | None = None  # of the case that was written; None: none was, its task is in the suite
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         if self.path is None:
             return f"{self.trace}: its task is that of case {self.case} already"
         twin = f" (a near twin of case {self.case}, which is kept, too)" if self.likeness is not None else ""
         return f"{self.trace}: {self.path}{twin}"
 
 
-def case_of(
+def case_from_trace(
     trace: Trace,
     *,
     note: str = "",
@@ -44,7 +44,7 @@ def case_of(
     threshold: float | None = None,
     repeats: int | None = None,
     start: EpisodeState | None = None,
-    supplied: Supplied | None = None,
+    supplied: UserParts | None = None,
 ) -> Case:
     """The case that a trace makes. Its id comes from the task's kind and content, so one task makes one case, and one for each turn.
 
@@ -58,13 +58,13 @@ def case_of(
     """
     task = trace.task
     if task is None:
-        task = task_of(trace, supplied or Supplied())
-    if trace.why is Why.FAULT:
+        task = task_from_trace(trace, supplied or UserParts())
+    if trace.why is CaptureReason.FAULT:
         raise UserError(
             f"trace {trace.id} is a fault of the infrastructure or the task, not a failure of the policy",
             fix="promote others: agentrl failures list RUN shows why each was kept",
         )
-    kind = re.sub(r"[^A-Za-z0-9_]+", "-", kind_of(task)).strip("-_")[:40] or "case"
+    kind = re.sub(r"[^A-Za-z0-9_]+", "-", kind_of_task(task)).strip("-_")[:40] or "case"
     origin = {key: value for key, value in trace.origin.items() if key != "audit"}
     origin |= {"trace": trace.id, "phase": trace.phase, "step": str(trace.step), "why": str(trace.why)}
     origin |= {"versions": " ".join(map(str, trace.versions))} | ({"by": by} if by else {})
@@ -102,8 +102,8 @@ def promote(
     threshold: float | None = None,
     repeats: int | None = None,
     starts: Mapping[str, EpisodeState | None] = MappingProxyType({}),
-    supplied: Supplied | None = None,
-) -> list[Promoted]:
+    supplied: UserParts | None = None,
+) -> list[Promotion]:
     """Adds a case for each trace to the suite in a folder, made where there is none, but for tasks that are in it already.
 
     A case that begins in the middle is in it where one is that begins with the same tokens.
@@ -117,20 +117,20 @@ def promote(
 
     Raises `UserError` for a trace that makes no case, before any is written.
     """
-    check_asked(repeats=repeats, threshold=threshold)
+    check_attempt_options(repeats=repeats, threshold=threshold)
     given = {"note": note, "by": by, "threshold": threshold, "repeats": repeats}
     cases = [
-        (trace, case_of(trace, start=starts.get(trace.id), supplied=supplied, **given))  # type: ignore[arg-type]
+        (trace, case_from_trace(trace, start=starts.get(trace.id), supplied=supplied, **given))  # type: ignore[arg-type]
         for trace in traces
     ]
     known = list(load_suite(suite).cases) if any((suite / "cases").glob("*.json")) else []
-    done: list[Promoted] = []
+    done: list[Promotion] = []
     for trace, case in cases:
-        found = Withheld(one for one in known if _begin(one) == _begin(case)).find(case.task)
-        if found is not None and found[1] is Likeness.SAME:
-            done.append(Promoted(trace=trace.id, case=found[0].id, likeness=Likeness.SAME))
+        found = WithheldTasks(one for one in known if _begin(one) == _begin(case)).match(case.task)
+        if found is not None and found[1] is Overlap.SAME:
+            done.append(Promotion(trace=trace.id, case=found[0].id, likeness=Overlap.SAME))
             continue
-        made = Promoted(trace=trace.id, case=case.id, path=save_case(suite, case))
+        made = Promotion(trace=trace.id, case=case.id, path=save_case(suite, case))
         done.append(made if found is None else replace(made, case=found[0].id, likeness=found[1]))
         known.append(case)
     return done

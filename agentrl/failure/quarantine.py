@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from agentrl.base.files import append_lines, json_line, read_json_lines
 from agentrl.errors import TaskError
-from agentrl.files import append_lines, json_line, read_json_lines
 from agentrl.records import Blame, Failure, Group
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._faults)
 
-    def known(self, task_key: str) -> Failure | None:
+    def known_fault(self, task_key: str) -> Failure | None:
         """The fault of a task already in quarantine, else None. Keys are content hashes, so a repaired task has a new one."""
         message = self._faults.get(task_key)
         return None if message is None else Failure(stage="task", blame=Blame.TASK, kind="quarantined", message=message)
@@ -61,6 +61,6 @@ class Quarantine:
             )
 
 
-def count(run_dir: Path) -> int:
+def count_quarantined(run_dir: Path) -> int:
     """How many tasks of a run are in quarantine."""
     return len({line["task_key"] for line in read_json_lines(run_dir / FILE)})

@@ -6,12 +6,12 @@ import asyncio
 from collections import Counter, deque
 from typing import NoReturn
 
-from agentrl import usercode
+from agentrl.base import user_code
 from agentrl.errors import InfrastructureError, ServerDied
 from agentrl.records import Failure
 
 MIN_WINDOW = 64
-SUSPECT = 0.1
+MAX_SUSPECT_SHARE = 0.1
 """Largest share of the newest attempts that may be excluded after the policy's first turn without an alert."""
 _KINDS = 32  # counted separately; the rest are counted together
 _SHOWN = 8
@@ -45,14 +45,14 @@ class FaultRate:
         self._since = Counter[bool]()  # sound (False) and faulty (True) attempts since `figures` was last asked
         self._exceeded = asyncio.Event()
 
-    def attempt(self, failure: Failure | None) -> None:
+    def record_attempt(self, failure: Failure | None) -> None:
         """Counts an attempt that has ended; `failure` is its fault, None when it was scored."""
         kind = None
         if failure is not None:
-            kind = usercode.printable(f"{failure.stage} {failure.kind}", 100)
+            kind = user_code.printable(f"{failure.stage} {failure.kind}", 100)
             if kind not in self._messages and len(self._messages) >= _KINDS:
                 kind = OTHERS
-            self._messages[kind] = " ".join(usercode.printable(failure.message, 600).split())
+            self._messages[kind] = " ".join(user_code.printable(failure.message, 600).split())
         if len(self._newest) == self._newest.maxlen and self._newest[0] is not None:
             self._failed -= 1
         self._newest.append(kind)
@@ -74,13 +74,13 @@ class FaultRate:
         """Faults among the newest attempts, by stage and kind."""
         return Counter(kind for kind in self._newest if kind is not None)
 
-    def figures(self) -> dict[str, float]:
+    def attempt_metrics(self) -> dict[str, float]:
         """Attempts that have ended since the last call, and how many of them failed; for the metrics of a step."""
         ended, failed = self._since.total(), self._since[True]
         self._since.clear()
         return {"attempts_ended": ended, "attempts_failed": failed}
 
-    def suspects(self) -> dict[str, float]:
+    def suspect_metrics(self) -> dict[str, float]:
         """The number of attempts since the last call that failed after the policy's first turn, for the metrics of a step.
 
         Attempts that a dead or slow inference server ended do not count.
@@ -88,10 +88,13 @@ class FaultRate:
         spoken, self._since_spoken = self._since_spoken, 0
         return {"attempts_failed_spoken": spoken}
 
-    def suspicion(self) -> str:
-        """An alert if the share of such attempts rises above `SUSPECT`; else ""."""
+    def suspect_alert(self) -> str:
+        """An alert if the share of such attempts rises above `MAX_SUSPECT_SHARE`; else ""."""
         kinds = Counter(kind for kind in self._spoken if kind is not None)
-        before, self._suspected = self._suspected, len(self._spoken) >= MIN_WINDOW // 2 and kinds.total() > SUSPECT * len(self._spoken)
+        before, self._suspected = (
+            self._suspected,
+            len(self._spoken) >= MIN_WINDOW // 2 and kinds.total() > MAX_SUSPECT_SHARE * len(self._spoken),
+        )
         if before or not self._suspected:
             return ""
         kind, times = kinds.most_common()[0]

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from agentrl.fields import JsonObject, Record, Text
 from agentrl.records import Episode, Message, Score, Task
+from agentrl.records.fields import JsonObject, Record, Text
 
 FORMAT = 1
 
 
-class Why(StrEnum):
+class CaptureReason(StrEnum):
     """Why an episode was kept."""
 
     FAILED = "failed"  # a score below the best
@@ -46,7 +46,7 @@ class Tag(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spoken(Record):
+class ImportedMessage(Record):
     """One message as somebody else's format tells it; a tool's answer says which call it is for."""
 
     message: Message
@@ -64,11 +64,11 @@ class Trace(Record):
     """One episode that is worth another look. `task` and `episode` are whole for our own runs, None for imported ones."""
 
     id: str
-    why: Why
+    why: CaptureReason
     source: str = "run"  # or the format it was imported from: "openai", "otel", "atif"
     task: Task | None = None
     episode: Episode | None = None
-    spoken: tuple[Spoken, ...] = ()  # what was said, for imported ones
+    spoken: tuple[ImportedMessage, ...] = ()  # what was said, for imported ones
     tools: tuple[JsonObject, ...] = ()  # schemas of the tools that were offered, for imported ones
     score: Score | None = None
     phase: str = ""  # "train", "before", "step12", "after", "gate", ...

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from agentrl.failure.twins import Withheld
-from agentrl.files import append_lines, json_line, read_json_lines
+from agentrl.base.files import append_lines, json_line, read_json_lines
+from agentrl.failure.overlap import WithheldTasks
 from agentrl.records import Task
 
 log = logging.getLogger(__name__)
@@ -14,15 +14,15 @@ log = logging.getLogger(__name__)
 FILE = "withheld.jsonl"
 
 
-class Withholding:
-    """A container of tasks, as `Withheld` is, that writes down each that is asked about and in it, once."""
+class WithholdingLog:
+    """A container of tasks, as `WithheldTasks` is, that writes down each that is asked about and in it, once."""
 
-    def __init__(self, run_dir: Path, withheld: Withheld) -> None:
+    def __init__(self, run_dir: Path, withheld: WithheldTasks) -> None:
         self._path, self._withheld = run_dir / FILE, withheld
         self._told = {line["task_key"] for line in read_json_lines(self._path)}
 
     def __contains__(self, task: object) -> bool:
-        found = self._withheld.find(task) if isinstance(task, Task) else None
+        found = self._withheld.match(task) if isinstance(task, Task) else None
         if found is None or not isinstance(task, Task):
             return False
         if task.key not in self._told:
@@ -34,6 +34,6 @@ class Withholding:
         return True
 
 
-def count(run_dir: Path) -> int:
+def count_withheld(run_dir: Path) -> int:
     """How many training tasks a run withheld."""
     return len({line["task_key"] for line in read_json_lines(run_dir / FILE)})

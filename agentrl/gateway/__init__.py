@@ -1,13 +1,12 @@
 """Any outside agent program, trained unchanged: an HTTP server speaks its protocol, and keeps what it samples as exact tokens.
 
-`Outside` is the `agentrl.protocols.Agent` that runs a program in the episode's sandbox. `Gateway` serves sessions; a `Session` answers the
-requests of one program with what its episode's policy samples.
-"""
+`ExternalProgram` is the `agentrl.protocols.Agent` that runs a program in the episode's sandbox. `Gateway` serves sessions; a `Session`
+answers the requests of one program with what its episode's policy samples."""
 
-from agentrl.gateway.outside import Outside
+from agentrl.gateway.program import ExternalProgram
 from agentrl.gateway.rewards import posted_reward
 from agentrl.gateway.server import Gateway
 from agentrl.gateway.session import Session
-from agentrl.gateway.tokens import Tokens
+from agentrl.gateway.tokens import ConversationTokens
 
-__all__ = ["Gateway", "Outside", "Session", "Tokens", "posted_reward"]
+__all__ = ["ConversationTokens", "ExternalProgram", "Gateway", "Session", "posted_reward"]

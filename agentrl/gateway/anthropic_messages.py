@@ -6,15 +6,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agentrl.gateway.asked import (
+from agentrl.gateway.request import (
     EFFORTS,
     MAX_BODY,
     MAX_TOOLS,
     Answer,
-    Asked,
     Check,
-    Refused,
-    Said,
+    CompletionRequest,
+    RequestError,
+    RequestMessage,
     call,
     check_all,
     choice_of,
@@ -67,19 +67,19 @@ _KEEPS_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 """An edit of the context that leaves it as it is."""
 
 
-def read(body: Any) -> Asked:
-    """Raises `Refused`."""
+def read(body: Any) -> CompletionRequest:
+    """Raises `RequestError`."""
     if mapping(body, "the body").get("max_tokens") is None:
-        raise Refused("invalid", "max_tokens: Field required", param="max_tokens")
+        raise RequestError("invalid", "max_tokens: Field required", param="max_tokens")
     return _read(body)
 
 
-def read_count(body: Any) -> Asked:
-    """A request to count the tokens of a context. Raises `Refused`."""
+def read_count(body: Any) -> CompletionRequest:
+    """A request to count the tokens of a context. Raises `RequestError`."""
     return _read(body)
 
 
-def _read(body: Any) -> Asked:
+def _read(body: Any) -> CompletionRequest:
     asked = fields(body, FIELDS)
     nothing_else(asked, NOTHING)
     check_all(asked, HINTS)
@@ -91,7 +91,7 @@ def _read(body: Any) -> Asked:
     entries = enumerate(listed(asked.get("messages"), "messages"))
     heads, rest = split_system([one for at, value in entries for one in _messages(value, f"messages[{at}]", tools)])
     choice = fields(given(asked.get("tool_choice"), {"type": "auto"}), _CHOICE, where="tool_choice")
-    return Asked(
+    return CompletionRequest(
         model=text(asked.get("model"), "model"),
         system=tuple(one for one in (*texts, *heads) if one),
         messages=rest,
@@ -108,11 +108,11 @@ def _read(body: Any) -> Asked:
     )
 
 
-def write(answer: Answer, asked: Asked) -> dict[str, Any]:
+def write(answer: Answer, asked: CompletionRequest) -> dict[str, Any]:
     return {**_head(answer), "content": _blocks(answer, asked), **_stop(answer), "usage": _usage(answer)}
 
 
-def events(answer: Answer, asked: Asked) -> Iterator[tuple[str, Any]]:
+def events(answer: Answer, asked: CompletionRequest) -> Iterator[tuple[str, Any]]:
     """The name and the data of each event."""
     begun = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**_usage(answer), "output_tokens": 0}}
     yield "message_start", {"type": "message_start", "message": begun}
@@ -126,7 +126,7 @@ def events(answer: Answer, asked: Asked) -> Iterator[tuple[str, Any]]:
     yield "message_stop", {"type": "message_stop"}
 
 
-def error(refused: Refused) -> dict[str, Any]:
+def error(refused: RequestError) -> dict[str, Any]:
     kind = _ERRORS.get(refused.kind, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": refused.message}, "request_id": None}
 
@@ -158,7 +158,9 @@ def _check_context(asked: Mapping[str, Any]) -> None:
     for at, edit in enumerate(listed(given(context.get("edits"), []), "context_management.edits")):
         if edit != _KEEPS_ALL:
             where = f"context_management.edits[{at}]"
-            raise Refused("unsupported", f"{where}: the context is kept as it was sampled; only {_KEEPS_ALL} is supported.", param=where)
+            raise RequestError(
+                "unsupported", f"{where}: the context is kept as it was sampled; only {_KEEPS_ALL} is supported.", param=where
+            )
 
 
 def _thinks(value: Any) -> bool:
@@ -173,7 +175,7 @@ def _head(answer: Answer) -> dict[str, Any]:
     return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": answer.model}
 
 
-def _blocks(answer: Answer, asked: Asked) -> list[dict[str, Any]]:
+def _blocks(answer: Answer, asked: CompletionRequest) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if answer.reasoning and asked.options.get("thinking"):
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": answer.id})
@@ -220,29 +222,29 @@ class _Tools:
         self._chars = 0  # of definitions in results, which a short reference can repeat
 
     def definition(self, reference: Any, where: str) -> str:
-        """The definition of the tool that a result refers to, as a line. Raises `Refused`."""
+        """The definition of the tool that a result refers to, as a line. Raises `RequestError`."""
         name = text(reference, f"{where}.tool_name")
         if name not in self._known:
-            raise Refused("invalid", f"{where}.tool_name: {name[:100]!a} is not among the tools.", param=f"{where}.tool_name")
+            raise RequestError("invalid", f"{where}.tool_name: {name[:100]!a} is not among the tools.", param=f"{where}.tool_name")
         if name in self._deferred:
             self.loaded[name] = self._deferred[name]
         line = json.dumps(self._known[name], ensure_ascii=False) + "\n"
         self._chars += len(line)
         if self._chars > MAX_BODY:
-            raise Refused("too_large", f"{where}: references to tools of more than {MAX_BODY} characters.", param=where)
+            raise RequestError("too_large", f"{where}: references to tools of more than {MAX_BODY} characters.", param=where)
         return line
 
 
-def _messages(value: Any, where: str, tools: _Tools) -> list[Said]:
+def _messages(value: Any, where: str, tools: _Tools) -> list[RequestMessage]:
     """A message is one of ours, but for results of tools: each of those is a message of its own, before the text beside it."""
     about = mapping(value, where)
     role, content = about.get("role"), about.get("content")
     if role not in ("user", "assistant", "system"):
-        raise Refused("invalid", f"{where}.role: must be user, assistant or system", param=f"{where}.role")
+        raise RequestError("invalid", f"{where}.role: must be user, assistant or system", param=f"{where}.role")
     if isinstance(content, str):
         return [said(role, content)]
     texts: list[str] = []
-    results: list[Said] = []
+    results: list[RequestMessage] = []
     calls: list[tuple[str, ToolCall]] = []
     for at, one in enumerate(listed(content, f"{where}.content")):
         here = f"{where}.content[{at}]"
@@ -256,7 +258,9 @@ def _messages(value: Any, where: str, tools: _Tools) -> list[Said]:
             name, ok = text(block.get("tool_use_id"), f"{here}.tool_use_id"), not flag(block.get("is_error"), f"{here}.is_error")
             results.append(said("tool", _result(block.get("content"), here, tools), call_id=name, ok=ok))
         elif kind not in ("thinking", "redacted_thinking") or role != "assistant":
-            raise Refused("unsupported", f"{here}.type: blocks of type {str(kind)[:40]!a} are not supported here", param=f"{here}.type")
+            raise RequestError(
+                "unsupported", f"{here}.type: blocks of type {str(kind)[:40]!a} are not supported here", param=f"{here}.type"
+            )
     if role == "assistant":
         return [said(role, "".join(texts), [one for _, one in calls], call_ids=tuple(name for name, _ in calls))]
     return [*results, *([said(role, "\n".join(texts))] if texts or not results else [])]
@@ -265,7 +269,7 @@ def _messages(value: Any, where: str, tools: _Tools) -> list[Said]:
 def _text(value: Any, where: str) -> str:
     block = mapping(value, where)
     if block.get("type") != "text":
-        raise Refused("unsupported", f"{where}.type: only text is supported here", param=f"{where}.type")
+        raise RequestError("unsupported", f"{where}.type: only text is supported here", param=f"{where}.type")
     return text(block.get("text"), f"{where}.text")
 
 
@@ -283,7 +287,7 @@ def _result(content: Any, where: str, tools: _Tools) -> str:
 def _tool(value: Any, where: str) -> dict[str, Any]:
     about = mapping(value, where)
     if about.get("type") not in (None, "custom"):
-        raise Refused("unsupported", f"{where}.type: only tools of type 'custom' are supported", param=f"{where}.type")
+        raise RequestError("unsupported", f"{where}.type: only tools of type 'custom' are supported", param=f"{where}.type")
     known = (
         "type",
         "name",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agentrl.gateway.asked import (
+from agentrl.gateway.request import (
     EFFORTS,
     MAX_TOOLS,
     Answer,
-    Asked,
     Check,
-    Refused,
-    Said,
+    CompletionRequest,
+    RequestError,
+    RequestMessage,
     call,
     check_all,
     choice_of,
@@ -76,8 +76,8 @@ _LEGACY = "function"
 """The id of the only call of an answer in the older form, which has no ids. A result answers the last call."""
 
 
-def read(body: Any) -> Asked:
-    """Raises `Refused`."""
+def read(body: Any) -> CompletionRequest:
+    """Raises `RequestError`."""
     asked = fields(body, FIELDS)
     nothing_else(asked, NOTHING)
     check_all(asked, HINTS)
@@ -87,14 +87,14 @@ def read(body: Any) -> Asked:
     tools = [_tool(one, f"tools[{at}]") for at, one in enumerate(offered)]
     older = listed(given(asked.get("functions"), []), "functions", most=MAX_TOOLS)
     if older and tools:
-        raise Refused("invalid", "functions and tools cannot be used together.", param="functions")
+        raise RequestError("invalid", "functions and tools cannot be used together.", param="functions")
     tools += [_function(one, f"functions[{at}]") for at, one in enumerate(older)]
     strict = {one["name"] for one in [*(tool["function"] for tool in offered), *older] if one.get("strict")}
     most = whole(asked.get("max_completion_tokens"), "max_completion_tokens") or whole(asked.get("max_tokens"), "max_tokens")
     options = fields(given(asked.get("stream_options"), {}), ("include_usage", "include_obfuscation"), where="stream_options")
     check_all(options, dict.fromkeys(options, flag), "stream_options")
     parallel = asked.get("parallel_tool_calls")
-    return Asked(
+    return CompletionRequest(
         model=text(asked.get("model"), "model"),
         system=system,
         messages=rest,
@@ -110,12 +110,12 @@ def read(body: Any) -> Asked:
     )
 
 
-def write(answer: Answer, asked: Asked) -> dict[str, Any]:
+def write(answer: Answer, asked: CompletionRequest) -> dict[str, Any]:
     choice = {"index": 0, "message": _written(answer, asked), "logprobs": None, "finish_reason": _finish(answer, asked)}
     return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
 
-def events(answer: Answer, asked: Asked) -> Iterator[tuple[str, Any]]:
+def events(answer: Answer, asked: CompletionRequest) -> Iterator[tuple[str, Any]]:
     """The name (none here) and the data of each event; a text as data is sent as it is."""
     head = _head(answer, "chat.completion.chunk")
     written = _written(answer, asked)
@@ -131,7 +131,7 @@ def events(answer: Answer, asked: Asked) -> Iterator[tuple[str, Any]]:
     yield "", "[DONE]"
 
 
-def error(refused: Refused) -> dict[str, Any]:
+def error(refused: RequestError) -> dict[str, Any]:
     kind, code = _ERRORS.get(refused.kind, ("invalid_request_error", None))
     return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": code}}
 
@@ -145,7 +145,7 @@ def model(name: str) -> dict[str, Any]:
 
 
 def _choice(asked: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The fields of `Asked` for a choice of tools, in the newer or the older form."""
+    """The fields of `CompletionRequest` for a choice of tools, in the newer or the older form."""
     where = next((name for name in ("tool_choice", "function_call") if asked.get(name) is not None), "tool_choice")
     value = given(asked.get(where), "auto")
     if isinstance(value, str):
@@ -173,7 +173,7 @@ def _head(answer: Answer, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": answer.created, "model": answer.model}
 
 
-def _written(answer: Answer, asked: Asked) -> dict[str, Any]:
+def _written(answer: Answer, asked: CompletionRequest) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text or (None if answer.calls else ""), "refusal": None}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
@@ -186,7 +186,7 @@ def _written(answer: Answer, asked: Asked) -> dict[str, Any]:
     return message
 
 
-def _finish(answer: Answer, asked: Asked) -> str:
+def _finish(answer: Answer, asked: CompletionRequest) -> str:
     called = "function_call" if asked.options.get("older") else "tool_calls"
     return "length" if answer.cut else called if answer.calls else "stop"
 
@@ -196,7 +196,7 @@ def _usage(answer: Answer) -> dict[str, int]:
     return {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.completion_tokens, "total_tokens": total}
 
 
-def _message(value: Any, where: str) -> Said:
+def _message(value: Any, where: str) -> RequestMessage:
     about = mapping(value, where)
     role = about.get("role")
     if role in ("system", "developer"):
@@ -209,10 +209,10 @@ def _message(value: Any, where: str) -> Said:
         return said("tool", _content(given(about.get("content"), ""), where), call_id=_LEGACY)
     if role == "assistant":
         return _turn(about, where)
-    raise Refused("invalid", f"{where}.role must be system, developer, user, assistant, tool or function.", param=f"{where}.role")
+    raise RequestError("invalid", f"{where}.role must be system, developer, user, assistant, tool or function.", param=f"{where}.role")
 
 
-def _turn(about: Mapping[str, Any], where: str) -> Said:
+def _turn(about: Mapping[str, Any], where: str) -> RequestMessage:
     calls = listed(given(about.get("tool_calls"), []), f"{where}.tool_calls")
     pairs = [_call(one, f"{where}.tool_calls[{at}]") for at, one in enumerate(calls)]
     if about.get("function_call") is not None:
@@ -231,7 +231,7 @@ def _content(value: Any, where: str) -> str:
         here = f"{where}.content[{at}]"
         part = mapping(one, here)
         if part.get("type") not in ("text", "refusal"):
-            raise Refused("unsupported", f"{here}.type: only text is supported.", param=f"{here}.type")
+            raise RequestError("unsupported", f"{here}.type: only text is supported.", param=f"{here}.type")
         parts.append(text(part.get(part["type"]), f"{here}.{part['type']}"))
     return "".join(parts)
 
@@ -245,7 +245,7 @@ def _call(value: Any, where: str) -> tuple[str, ToolCall]:
 def _tool(value: Any, where: str) -> dict[str, Any]:
     about = mapping(value, where)
     if about.get("type") != "function":
-        raise Refused("unsupported", f"{where}.type: only tools of type 'function' are supported.", param=f"{where}.type")
+        raise RequestError("unsupported", f"{where}.type: only tools of type 'function' are supported.", param=f"{where}.type")
     return _function(about.get("function"), f"{where}.function")
 
 

@@ -1,7 +1,7 @@
 """Builds the constraint of an answer for the server's guided decoding: JSON of a schema, calls of tools, or either.
 
 Before it samples, the server masks the tokens that the grammar does not allow, and its logprobs are over the remaining tokens. Such an
-answer is sampled with supports (`agentrl.sampling`), so the learner scores each token over the set from which it was drawn.
+answer is sampled with supports (`agentrl.records.sampling`), so the learner scores each token over the set from which it was drawn.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.gateway.asked import Asked, Refused
+from agentrl.gateway.request import CompletionRequest, RequestError
 from agentrl.gateway.schemas import ANY_OBJECT, Schemas
 from agentrl.gateway.tokens import Chat
 
@@ -20,8 +20,8 @@ _WHITESPACE = 2
 """Maximum white space in a row between the parts of a JSON value. Without a bound, a policy could emit only white space."""
 
 
-def constraint(asked: Asked, chat: Chat) -> str:
-    """The constraint of the answer as the JSON of vLLM's structural tag; empty if there is none. Raises `Refused`."""
+def constraint(asked: CompletionRequest, chat: Chat) -> str:
+    """The constraint of the answer as the JSON of vLLM's structural tag; empty if there is none. Raises `RequestError`."""
     names = asked.forced
     if asked.shape is not None and asked.calls and not names:
         names = tuple(tool["function"]["name"] for tool in asked.known_tools)
@@ -38,7 +38,7 @@ def constraint(asked: Asked, chat: Chat) -> str:
     return json.dumps({"type": "structural_tag", "format": made})
 
 
-def _calls(asked: Asked, names: Sequence[str], chat: Chat) -> dict[str, Any]:
+def _calls(asked: CompletionRequest, names: Sequence[str], chat: Chat) -> dict[str, Any]:
     """The format of one or more calls of these tools."""
     schemas, tags, between = Schemas(), [], ""
     for at, tool in enumerate(asked.known_tools):
@@ -49,10 +49,10 @@ def _calls(asked: Asked, names: Sequence[str], chat: Chat) -> dict[str, Any]:
         if frame is None or not _NAME.fullmatch(function["name"]):
             why = "guided decoding does not support the policy's form of calls" if frame is None else "its name may only have A-Za-z0-9_.-"
             where = asked.forced_by or "tools"
-            raise Refused("unsupported", f"{where}: a call of {function['name'][:100]!a} cannot be forced: {why}.", param=where)
+            raise RequestError("unsupported", f"{where}: a call of {function['name'][:100]!a} cannot be forced: {why}.", param=where)
         try:
             schema = {**ANY_OBJECT, **schemas.rebuilt(function["parameters"], f"tools[{at}]")}
-        except Refused:
+        except RequestError:
             if function["name"] in asked.strict:
                 raise
             schema = dict(ANY_OBJECT)

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
-from agentrl.gateway.asked import Asked, Said, split_reasoning
+from agentrl.gateway.request import CompletionRequest, RequestMessage, split_reasoning
 from agentrl.gateway.tokens import Parsed
 from agentrl.protocols import LiveTrajectory
 from agentrl.records import Parent, ToolCall
@@ -82,7 +82,7 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Node:
+class SampledTurn:
     """One sampled turn: where it is recorded, and what a request that goes on from it looks like."""
 
     line: LiveTrajectory
@@ -116,7 +116,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ContextMatch:
     """Where a request belongs.
 
     `before` is the turn that it goes on from with exact tokens, None: its context is rendered anew. `new` are the messages that come
@@ -124,31 +124,33 @@ class Place:
     """
 
     kind: str
-    before: Node | None
+    before: SampledTurn | None
     parent: Parent | None
-    new: tuple[Said, ...]
+    new: tuple[RequestMessage, ...]
     end: End  # of the conversation so far
     opening: Opening
     system: frozenset[bytes]
     lengths: Mapping[bytes, int]
     tools: bytes
     system_changed: bool = False
-    answers: Node | None = None  # the turn whose calls no longer run, because the program has written them as text
+    answers: SampledTurn | None = None  # the turn whose calls no longer run, because the program has written them as text
     aside: bool = False  # whether it may be auxiliary: it quotes its parent, or is requested without the parent's tools
 
 
 @dataclass(slots=True)
-class Graph:
+class ConversationGraph:
     """All nodes of a session. Holds digests and ids, never a message."""
 
-    _by_digest: dict[bytes, list[Node]] = field(default_factory=dict)
-    _by_call: dict[str, Node] = field(default_factory=dict)
-    _by_answer: dict[str, Node] = field(default_factory=dict)
-    _last: dict[int, Node] = field(default_factory=dict)  # by trajectory
-    _waiting: dict[Node, set[int]] = field(default_factory=dict)  # its calls that nothing has answered, and no sub-agent has begun at
-    _answered: dict[Node, set[int]] = field(default_factory=dict)  # those that were answered first, of the newest turns
+    _by_digest: dict[bytes, list[SampledTurn]] = field(default_factory=dict)
+    _by_call: dict[str, SampledTurn] = field(default_factory=dict)
+    _by_answer: dict[str, SampledTurn] = field(default_factory=dict)
+    _last: dict[int, SampledTurn] = field(default_factory=dict)  # by trajectory
+    _waiting: dict[SampledTurn, set[int]] = field(
+        default_factory=dict
+    )  # its calls that nothing has answered, and no sub-agent has begun at
+    _answered: dict[SampledTurn, set[int]] = field(default_factory=dict)  # those that were answered first, of the newest turns
 
-    def place(self, asked: Asked) -> Place:
+    def locate(self, asked: CompletionRequest) -> ContextMatch:
         """Where a request belongs. Takes time in proportion to its size."""
         system, lengths = _lines(asked.system)
         tools = _tools_digest(asked)
@@ -159,17 +161,17 @@ class Graph:
         if node is not None and node.tools == tools and (not system or alike(node, system, lengths)):
             changed = bool(system) and system != node.system
             new = _renamed(asked.messages, at, node)
-            return Place(kind="next", before=node, parent=node.parent, new=new, system_changed=changed, **known)
+            return ContextMatch(kind="next", before=node, parent=node.parent, new=new, system_changed=changed, **known)
         known |= {"before": None, "new": asked.messages}
         if node is not None:
-            return Place(kind="restart", parent=node.parent, **known)
+            return ContextMatch(kind="restart", parent=node.parent, **known)
         if (node := self._conversation(asked, opening, system, lengths)) is not None:
             goes_on, aside = node.tools == tools, not asked.tools and node.tools != NO_TOOLS
-            return Place(kind="restart", parent=node.parent, answers=node if goes_on else None, aside=aside, **known)
+            return ContextMatch(kind="restart", parent=node.parent, answers=node if goes_on else None, aside=aside, **known)
         kind, parent, aside = self._origin(asked, known)
-        return Place(kind=kind, parent=parent, aside=aside, **known)
+        return ContextMatch(kind=kind, parent=parent, aside=aside, **known)
 
-    def goes_on(self, asked: Asked) -> tuple[Node | None, tuple[Said, ...]]:
+    def goes_on(self, asked: CompletionRequest) -> tuple[SampledTurn | None, tuple[RequestMessage, ...]]:
         """The turn that a request continues with exact tokens, and the messages after it. Does not change the graph."""
         system, lengths = _lines(asked.system)
         tools = _tools_digest(asked)
@@ -178,10 +180,10 @@ class Graph:
             return None, ()
         return node, _renamed(asked.messages, at, node)
 
-    def rejoined(self, asked: Asked) -> Asked:
+    def rejoin(self, asked: CompletionRequest) -> CompletionRequest:
         """The request with sampled turns joined again, if the client sends their calls one by one, each with its result."""
-        made: list[Said] = []
-        turn: tuple[int, Node] | None = None  # its index in `made`, and the turn
+        made: list[RequestMessage] = []
+        turn: tuple[int, SampledTurn] | None = None  # its index in `made`, and the turn
         for one in asked.messages:
             node = self._by_call.get(one.call_ids[0]) if one.call_ids else None
             if one.message.role == "assistant":
@@ -200,7 +202,7 @@ class Graph:
             made.append(one)
         return replace(asked, messages=tuple(made)) if len(made) < len(asked.messages) else asked
 
-    def add(self, node: Node) -> None:
+    def add(self, node: SampledTurn) -> None:
         self._by_digest.setdefault(node.end.digest, []).append(node)
         self._by_answer[node.answer_id] = node
         self._by_call.update(dict.fromkeys(node.call_ids, node))
@@ -209,20 +211,20 @@ class Graph:
         if node.call_ids:
             self._waiting[node] = {at for at, name in enumerate(node.all_ids) if name not in node.withheld}
 
-    def answered(self, node: Node) -> None:
+    def answered(self, node: SampledTurn) -> None:
         """The conversation goes on after this turn: none of its calls is running any more, but for what they started to go on beside it."""
         if free := self._waiting.pop(node, None):
             self._answered[node] = free
             while len(self._answered) > MAX_CALLING:
                 self._answered.pop(next(iter(self._answered)))
 
-    def last(self, line: LiveTrajectory) -> Node | None:
+    def last(self, line: LiveTrajectory) -> SampledTurn | None:
         return self._last.get(line.index)
 
-    def _found(self, asked: Asked) -> tuple[int, Node | None, tuple[End, ...]]:
+    def _found(self, asked: CompletionRequest) -> tuple[int, SampledTurn | None, tuple[End, ...]]:
         """The index of the last message that ends a sampled turn in its original conversation, and that turn."""
         start = self._by_answer.get(asked.after)
-        ends = chain(asked.messages) if start is None else chain(asked.messages, start.end, start.call_ids)
+        ends = conversation_ends(asked.messages) if start is None else conversation_ends(asked.messages, start.end, start.call_ids)
         for at in range(len(asked.messages), 0, -1):
             one = asked.messages[at - 1]
             if one.message.role == "assistant" and (nodes := self._by_digest.get(ends[at].digest)):
@@ -230,7 +232,9 @@ class Graph:
                 return at, (same or nodes)[-1], ends
         return 0, start, ends
 
-    def _conversation(self, asked: Asked, opening: Opening, system: frozenset[bytes], lengths: Mapping[bytes, int]) -> Node | None:
+    def _conversation(
+        self, asked: CompletionRequest, opening: Opening, system: frozenset[bytes], lengths: Mapping[bytes, int]
+    ) -> SampledTurn | None:
         """The newest turn of the conversation that a request continues with a rewritten history.
 
         Such a request has the opening of an earlier context, a mostly identical system message, and more messages or words of that context.
@@ -254,10 +258,10 @@ class Graph:
             text in _strings(node.line.turns[node.turn].message.tool_calls[at].arguments) for node, free in running for at in free
         )
 
-    def _origin(self, asked: Asked, known: Mapping[str, Any]) -> tuple[str, Parent | None, bool]:
-        """The kind of an unknown context, its parent if it has one, and whether it may be auxiliary (`Place.aside`).
+    def _origin(self, asked: CompletionRequest, known: Mapping[str, Any]) -> tuple[str, Parent | None, bool]:
+        """The kind of an unknown context, its parent if it has one, and whether it may be auxiliary (`ContextMatch.aside`).
 
-        `known`: fields of its `Place`.
+        `known`: fields of its `ContextMatch`.
         """
         _, most, chars = MAX_SEARCHED
         texts = [one.message.content[:chars] for one in asked.messages if one.message.role != "assistant"][:most]
@@ -272,7 +276,7 @@ class Graph:
             return "sub_agent", called, False
         return "root", None, False
 
-    def _repeats_root(self, asked: Asked, known: Mapping[str, Any]) -> bool:
+    def _repeats_root(self, asked: CompletionRequest, known: Mapping[str, Any]) -> bool:
         """Whether this request has already started a context without a parent: its answer was not used, or the program wants several."""
         if any(one.message.role == "assistant" for one in asked.messages):
             return False
@@ -309,7 +313,7 @@ class Graph:
                     return Parent(trajectory=node.line.index, turn=node.turn, call=index)
         return None
 
-    def _quoted(self, texts: Sequence[str]) -> Node | None:
+    def _quoted(self, texts: Sequence[str]) -> SampledTurn | None:
         """A turn whose words are quoted, of those the one with the longest context: it was summed up, or is told of."""
         newest = list(self._last.values())[-MAX_SEARCHED[0] :]
         for node in sorted(newest, key=lambda one: one.tokens, reverse=True):
@@ -319,7 +323,7 @@ class Graph:
         return None
 
 
-def chain(messages: Iterable[Said], start: End | None = None, call_ids: Sequence[str] = ()) -> tuple[End, ...]:
+def conversation_ends(messages: Iterable[RequestMessage], start: End | None = None, call_ids: Sequence[str] = ()) -> tuple[End, ...]:
     """[n + 1] ends of the conversation up to each message, in the form that does not change on the way through a client.
 
     `start` and `call_ids` are those of the turn that the messages come after.
@@ -341,18 +345,18 @@ def chain(messages: Iterable[Said], start: End | None = None, call_ids: Sequence
     return tuple(ends)
 
 
-def _opening(messages: Sequence[Said]) -> Opening:
+def _opening(messages: Sequence[RequestMessage]) -> Opening:
     count = next((at for at, one in enumerate(messages) if one.message.role in ("assistant", "tool")), len(messages))
     text = "\n".join(one.message.content for one in messages[:count] if one.message.role == "user")
     return Opening(chars=len(text), digest=_text_digest(text), text=text, more=count < len(messages))
 
 
-def _adds(turn: Said, more: Said) -> bool:
+def _adds(turn: RequestMessage, more: RequestMessage) -> bool:
     """Whether the second message has only calls that the first one does not have."""
     return not set(more.call_ids) & set(turn.call_ids)
 
 
-def _renamed(messages: Sequence[Said], at: int, node: Node) -> tuple[Said, ...]:
+def _renamed(messages: Sequence[RequestMessage], at: int, node: SampledTurn) -> tuple[RequestMessage, ...]:
     """The messages after a sampled turn, with the original ids of its calls if the client uses other ids."""
     first = next((place for place in range(at, 0, -1) if messages[place - 1].message.role != "assistant"), 0)
     theirs = tuple(name for one in messages[first:at] for name in one.call_ids)
@@ -381,14 +385,14 @@ def _lines(texts: Sequence[str]) -> tuple[frozenset[bytes], dict[bytes, int]]:
     return frozenset(lengths), lengths
 
 
-def alike(node: Node, system: frozenset[bytes], lengths: Mapping[bytes, int]) -> bool:
+def alike(node: SampledTurn, system: frozenset[bytes], lengths: Mapping[bytes, int]) -> bool:
     if system == node.system:
         return True
     common = sum(lengths[line] for line in system & node.system)
     return common >= SAME_SYSTEM * max(sum(lengths.values()), sum(node.lengths.values()))
 
 
-def _tools_digest(asked: Asked) -> bytes:
+def _tools_digest(asked: CompletionRequest) -> bytes:
     return _digest(json.dumps(sorted(asked.tools, key=_tool_name), sort_keys=True).encode())
 
 
@@ -396,7 +400,7 @@ def _tool_name(tool: Mapping[str, Any]) -> str:
     return str(tool["function"]["name"])
 
 
-def _tells_of(node: Node, text: str) -> bool:
+def _tells_of(node: SampledTurn, text: str) -> bool:
     words = node.parsed.answer.strip()
     return any(name in text for name in node.call_ids) or (len(words) >= QUOTED // 2 and words in text)
 

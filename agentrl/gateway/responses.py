@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl.gateway import chat_completions
-from agentrl.gateway.asked import (
+from agentrl.gateway.request import (
     EFFORTS,
     MAX_BODY,
     MAX_TOOLS,
     Answer,
-    Asked,
     Check,
-    Refused,
-    Said,
+    CompletionRequest,
+    RequestError,
+    RequestMessage,
     call,
     check_all,
     choice_of,
@@ -73,8 +73,8 @@ _IN = "__"
 error = chat_completions.error
 
 
-def read(body: Any) -> Asked:
-    """Raises `Refused`."""
+def read(body: Any) -> CompletionRequest:
+    """Raises `RequestError`."""
     asked = fields(body, FIELDS)
     nothing_else(asked, NOTHING)
     check_all(asked, HINTS)
@@ -84,7 +84,7 @@ def read(body: Any) -> Asked:
     instructions = text(given(asked.get("instructions"), ""), "instructions")
     tools, spaces, strict = _tools(listed(given(asked.get("tools"), []), "tools", most=MAX_TOOLS))
     after, parallel = asked.get("previous_response_id"), asked.get("parallel_tool_calls")
-    return Asked(
+    return CompletionRequest(
         model=text(asked.get("model"), "model"),
         system=(*filter(None, (instructions,)), *heads),
         messages=rest,
@@ -117,7 +117,7 @@ def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The fields of `Asked` for a choice of tools."""
+    """The fields of `CompletionRequest` for a choice of tools."""
     if isinstance(value, str):
         return choice_of({"required": "any", "any": None, "tool": None}.get(value, value), None, tools, "tool_choice")
     about = mapping(value, "tool_choice")
@@ -134,18 +134,18 @@ def _shape(value: Any) -> Mapping[str, Any] | None:
     return ANY_OBJECT if about["type"] == "json_object" else None
 
 
-def write(answer: Answer, asked: Asked) -> dict[str, Any]:
+def write(answer: Answer, asked: CompletionRequest) -> dict[str, Any]:
     done = _response(answer, asked, status="incomplete" if answer.cut else "completed")
     return {**done, "output": _items(answer, asked), "usage": _usage(answer)}
 
 
-def events(answer: Answer, asked: Asked) -> Iterator[tuple[str, Any]]:
+def events(answer: Answer, asked: CompletionRequest) -> Iterator[tuple[str, Any]]:
     """The name and the data of each event, in the order in which they are numbered."""
     for number, (name, data) in enumerate(_events(answer, asked)):
         yield name, {"type": name, "sequence_number": number, **data}
 
 
-def _events(answer: Answer, asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
+def _events(answer: Answer, asked: CompletionRequest) -> Iterator[tuple[str, dict[str, Any]]]:
     begun = _response(answer, asked, status="in_progress")
     yield "response.created", {"response": begun}
     yield "response.in_progress", {"response": begun}
@@ -169,7 +169,7 @@ def _events(answer: Answer, asked: Asked) -> Iterator[tuple[str, dict[str, Any]]
     yield ("response.incomplete" if answer.cut else "response.completed"), {"response": write(answer, asked)}
 
 
-def _response(answer: Answer, asked: Asked, *, status: str) -> dict[str, Any]:
+def _response(answer: Answer, asked: CompletionRequest, *, status: str) -> dict[str, Any]:
     return {
         "id": f"{_PREFIX}{answer.id}",
         "object": "response",
@@ -195,7 +195,7 @@ def _response(answer: Answer, asked: Asked, *, status: str) -> dict[str, Any]:
     }
 
 
-def _items(answer: Answer, asked: Asked) -> list[dict[str, Any]]:
+def _items(answer: Answer, asked: CompletionRequest) -> list[dict[str, Any]]:
     spaces = asked.options.get("spaces", {})
     items: list[dict[str, Any]] = []
     if answer.reasoning:
@@ -227,9 +227,9 @@ def _usage(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _messages(items: Sequence[Any]) -> list[Said]:
+def _messages(items: Sequence[Any]) -> list[RequestMessage]:
     """Converts items to messages. Joins the texts and calls of one turn, which are separate items in any order."""
-    made: list[Said] = []
+    made: list[RequestMessage] = []
     texts: list[str] = []  # of the turn that is being joined
     calls: list[tuple[str, ToolCall]] = []
     spoken = False
@@ -264,7 +264,7 @@ def _messages(items: Sequence[Any]) -> list[Said]:
             made.append(said("user" if role == "user" else "system", _content(item.get("content"), f"{where}.content")))
         else:
             field = "role" if kind == "message" else "type"
-            raise Refused("unsupported", f"{where}.{field}: items of this {field} are not supported.", param=f"{where}.{field}")
+            raise RequestError("unsupported", f"{where}.{field}: items of this {field} are not supported.", param=f"{where}.{field}")
     end_turn()
     return made
 
@@ -284,7 +284,7 @@ def _content(value: Any, where: str) -> str:
         part = mapping(one, f"{where}[{at}]")
         kind = part.get("type")
         if kind not in ("input_text", "output_text", "text", "refusal"):
-            raise Refused("unsupported", f"{where}[{at}].type: only text is supported.", param=f"{where}[{at}].type")
+            raise RequestError("unsupported", f"{where}[{at}].type: only text is supported.", param=f"{where}[{at}].type")
         field = "refusal" if kind == "refusal" else "text"
         parts.append(text(part.get(field), f"{where}[{at}].{field}"))
     return "".join(parts)
@@ -309,7 +309,7 @@ def _tools(values: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple
             made = _tool(one, here)
             chars += len(told)
             if chars > MAX_BODY:
-                raise Refused("too_large", f"tools: descriptions of more than {MAX_BODY} characters.", param="tools")
+                raise RequestError("too_large", f"tools: descriptions of more than {MAX_BODY} characters.", param="tools")
             if space is not None:
                 own = made["function"]["name"]
                 description = "\n".join(filter(None, (told, made["function"]["description"])))
@@ -319,13 +319,13 @@ def _tools(values: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple
             tools.append(made)
     names = Counter(tool["function"]["name"] for tool in tools)
     if len(tools) > MAX_TOOLS or any(names[name] > 1 for name in spaces):
-        raise Refused("invalid", f"tools: more than {MAX_TOOLS} of them, or two that have one name.", param="tools")
+        raise RequestError("invalid", f"tools: more than {MAX_TOOLS} of them, or two that have one name.", param="tools")
     return tools, spaces, frozenset(strict)
 
 
 def _tool(about: dict[str, Any], where: str) -> dict[str, Any]:
     if about.get("type") != "function":
-        raise Refused("unsupported", f"{where}.type: only tools of type 'function' are supported.", param=f"{where}.type")
+        raise RequestError("unsupported", f"{where}.type: only tools of type 'function' are supported.", param=f"{where}.type")
     named = fields(about, ("type", "name", "description", "parameters", "strict"), where=where)
     flag(named.get("strict"), f"{where}.strict")
     return function(named.get("name"), named.get("description"), named.get("parameters"), where)

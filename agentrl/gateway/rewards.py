@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.gateway.asked import Refused, fields, mapping, text
+from agentrl.gateway.request import RequestError, fields, mapping, text
 from agentrl.records import Episode, Score, Task
 
 WAIT_S = 20.0
@@ -30,7 +30,7 @@ MAX_EVIDENCE = 10_000
 _LARGEST = 1e300
 
 
-class Rewards:
+class PostedRewards:
     """Rewards by session, of the newest `REMEMBERED` sessions: those that were posted, and places for those that may be."""
 
     def __init__(self) -> None:
@@ -58,27 +58,28 @@ class Rewards:
             self._places.popitem(last=False)
 
     def check_key(self, key: str) -> None:
-        """Raises `Refused` for a key that is not the host's."""
+        """Raises `RequestError` for a key that is not the host's."""
         if not any(hmac.compare_digest(key.encode("utf-8", "replace"), known) for known in self._keys):
-            raise Refused("wrong_key", "Incorrect API key provided.")
+            raise RequestError("wrong_key", "Incorrect API key provided.")
 
     def post(self, session: str, body: Any) -> None:
-        """Takes one reward for a session. Raises `Refused` for one that is none, for a second one, or for a session that is not known."""
+        """Takes one reward for a session. Raises `RequestError` for one that is none, for a second one, or for a session that is not
+        known."""
         asked = fields(body, ("value", "parts", "evidence"))
         parts = mapping(asked.get("parts") or {}, "parts")
         if len(parts) > MAX_PARTS:
-            raise Refused("invalid", f"parts has {len(parts)} entries; at most {MAX_PARTS} are taken.", param="parts")
+            raise RequestError("invalid", f"parts has {len(parts)} entries; at most {MAX_PARTS} are taken.", param="parts")
         evidence = text(asked.get("evidence") or "", "evidence")[:MAX_EVIDENCE]
         numbers = {name: _number(value, f"parts.{name}"[:100]) for name, value in parts.items()}
         try:
             score = Score(value=_number(asked.get("value"), "value"), parts=numbers, evidence=evidence)
         except ValueError as error:
-            raise Refused("invalid", str(error)[:300]) from None
+            raise RequestError("invalid", str(error)[:300]) from None
         place = self._places.get(session)
         if place is None:
-            raise Refused("not_found", f"There is no session {session[:100]!a}.")
+            raise RequestError("not_found", f"There is no session {session[:100]!a}.")
         if place.done():
-            raise Refused("invalid", "This session has its reward already.")
+            raise RequestError("invalid", "This session has its reward already.")
         place.set_result(score)
 
     async def wait(self, session: str) -> None:
@@ -93,16 +94,16 @@ class Rewards:
         return place.result() if place.done() else Score(value=None, reason="no reward was posted to this session")
 
 
-REWARDS = Rewards()
+POSTED_REWARDS = PostedRewards()
 """Those of this process: the gateway takes them, and the verifier has nothing but the episode's id to find one by."""
 
 
 async def posted_reward(task: Task, episode: Episode) -> Score:
     """A verifier: what was posted to the episode's session."""
-    return REWARDS.of(episode.id)
+    return POSTED_REWARDS.of(episode.id)
 
 
 def _number(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
-        raise Refused("invalid", f"{where} must be a finite number.", param=where)
+        raise RequestError("invalid", f"{where} must be a finite number.", param=where)
     return float(value)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.gateway.asked import Refused, given, inside, listed, mapping, storable, text
+from agentrl.gateway.request import RequestError, given, inside, listed, mapping, storable, text
 
 MAX_DEPTH = 12
 MAX_SCHEMAS = 512
@@ -38,7 +38,7 @@ class Schemas:
         self._wanted: set[str] = set()  # definitions to which a `$ref` points
 
     def rebuilt(self, value: Any, where: str) -> dict[str, Any]:
-        """The rebuilt schema with its definitions. Raises `Refused` with the path of an unsupported part."""
+        """The rebuilt schema with its definitions. Raises `RequestError` with the path of an unsupported part."""
         self._wanted.clear()
         about = mapping(storable(value, where), where)
         made = self._schema({name: one for name, one in about.items() if name not in ("$defs", "definitions")}, where, 0)
@@ -49,9 +49,9 @@ class Schemas:
         made |= {"$defs": definitions} if definitions else {}
         for name in sorted(self._wanted):
             if name not in definitions:
-                raise Refused("invalid", f"{where}: there is no definition {name[:80]!a}.", param=where)
+                raise RequestError("invalid", f"{where}: there is no definition {name[:80]!a}.", param=where)
             if name in _same_as(name, definitions):
-                raise Refused("invalid", f"{where}: definition {name[:80]!a} refers only to itself.", param=where)
+                raise RequestError("invalid", f"{where}: definition {name[:80]!a} refers only to itself.", param=where)
         return made
 
     def _schema(self, value: Any, where: str, depth: int) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Schemas:
             return {}
         self._schemas += 1
         if depth > MAX_DEPTH or self._schemas > MAX_SCHEMAS:
-            raise Refused("invalid", f"{where}: more than {MAX_DEPTH} levels or {MAX_SCHEMAS} schemas.", param=where)
+            raise RequestError("invalid", f"{where}: more than {MAX_DEPTH} levels or {MAX_SCHEMAS} schemas.", param=where)
         made: dict[str, Any] = {}
         for key, one in mapping(value, where).items():
             if key not in _ANNOTATIONS and (one is not None or key == "const"):
@@ -72,7 +72,7 @@ class Schemas:
             case "$ref":
                 reference = _REFERENCE.fullmatch(text(value, where))
                 if reference is None:
-                    raise Refused("unsupported", f"{where}: only references to $defs are supported.", param=where)
+                    raise RequestError("unsupported", f"{where}: only references to $defs are supported.", param=where)
                 self._wanted.add(reference[1])
                 return {key: f"#/$defs/{reference[1]}"}
             case "type":
@@ -89,7 +89,7 @@ class Schemas:
             case "anyOf" | "oneOf" | "allOf" | "prefixItems":
                 some = [self._schema(one, f"{where}[{at}]", depth) for at, one in enumerate(listed(value, where))]
                 if key == "allOf" and len(some) != 1:
-                    raise Refused("unsupported", f"{where}: must contain exactly one schema.", param=where)
+                    raise RequestError("unsupported", f"{where}: must contain exactly one schema.", param=where)
                 return some[0] if key == "allOf" else {"prefixItems" if key == "prefixItems" else "anyOf": some}
             case "items":
                 return {key: self._schema(value, where, depth)}
@@ -100,14 +100,14 @@ class Schemas:
     def _text(self, value: str, where: str) -> str:
         self._chars += len(value)
         if self._chars > MAX_CHARS:
-            raise Refused("invalid", f"{where}: names and values have more than {MAX_CHARS} characters.", param=where)
+            raise RequestError("invalid", f"{where}: names and values have more than {MAX_CHARS} characters.", param=where)
         return value
 
 
 def _among(values: Sequence[Any], known: Sequence[str], where: str) -> list[str]:
     for one in values:
         if not isinstance(one, str) or one not in known:
-            raise Refused("unsupported", f"{where}: must be one of {', '.join(known)}.", param=where)
+            raise RequestError("unsupported", f"{where}: must be one of {', '.join(known)}.", param=where)
     return list(values)
 
 
@@ -122,7 +122,7 @@ def _plain(key: str, value: Any, where: str) -> Any:
         return value
     if key == "format":
         return _among([value], _FORMATS, where)[0]
-    raise Refused("unsupported", f"{where}: this keyword or its value is not supported in the schema of an answer.", param=where)
+    raise RequestError("unsupported", f"{where}: this keyword or its value is not supported in the schema of an answer.", param=where)
 
 
 def _same_as(name: str, definitions: Mapping[str, Any]) -> set[str]:

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from agentrl import lag, usercode
+from agentrl.base import loop_lag, user_code
 from agentrl.errors import InfrastructureError
 from agentrl.gateway import anthropic_messages, chat_completions, responses
-from agentrl.gateway.asked import Answer, Asked, Refused
 from agentrl.gateway.connections import HALF_CLOSED, bounded
-from agentrl.gateway.rewards import REWARDS
+from agentrl.gateway.request import Answer, CompletionRequest, RequestError
+from agentrl.gateway.rewards import POSTED_REWARDS
 from agentrl.gateway.session import Session
 from agentrl.gateway.wire import REQUEST_ID, Identified, body_of, check_source, event_bytes, is_retry, json_response, key_of, watch
 
@@ -48,9 +48,9 @@ class Protocol:
     """How one call is read and answered. `events` gives the name and the data of each event."""
 
     path: str
-    read: Callable[[Any], Asked]
-    write: Callable[[Answer, Asked], dict[str, Any]]
-    events: Callable[[Answer, Asked], Iterator[tuple[str, Any]]]
+    read: Callable[[Any], CompletionRequest]
+    write: Callable[[Answer, CompletionRequest], dict[str, Any]]
+    events: Callable[[Answer, CompletionRequest], Iterator[tuple[str, Any]]]
 
 
 PROTOCOLS = tuple(
@@ -176,36 +176,36 @@ class Gateway:
             try:
                 check_source(request.headers)
                 session = self._session(request.headers)
-                lag.count_as(session.stalls)  # otherwise it counts as code of the episode that started the server
+                loop_lag.count_as(session.stalls)  # otherwise it counts as code of the episode that started the server
                 return await answer(session, request)
-            except Refused as refused:
+            except RequestError as refused:
                 if session is None:
                     self.counts[f"refused_{refused.kind}"] += 1
                 else:
                     session.refused(refused.kind)
                 return _error(refused, request)
             except Exception as error:
-                usercode.report("a request to the gateway", error)
+                user_code.log_unexpected("a request to the gateway", error)
                 if session is not None:
                     session.request_failed(error)
-                return _error(Refused("failed", "Internal error."), request, 500)
+                return _error(RequestError("failed", "Internal error."), request, 500)
 
         return guarded
 
-    async def _answered(self, protocol: Protocol, session: Session, asked: Asked, request: Request) -> Response:
+    async def _answered(self, protocol: Protocol, session: Session, asked: CompletionRequest, request: Request) -> Response:
         asked = replace(asked, retry=is_retry(request.headers))
         gone = asyncio.Event()
         watching = asyncio.create_task(watch(request, gone))
         try:
-            answer, delivered = await session.ask(asked, gone=gone)
+            answer, delivered = await session.complete(asked, gone=gone)
         finally:
             watching.cancel()
         if gone.is_set() and not request.scope.get(HALF_CLOSED):
-            raise Refused("failed", "The client has gone away.")
+            raise RequestError("failed", "The client has gone away.")
         if not gone.is_set():
             delivered()
         if asked.options.get("stored"):
-            session.kept[answer.id] = protocol.write(answer, asked)
+            session.stored_answers[answer.id] = protocol.write(answer, asked)
         if not asked.stream:
             return json_response(protocol.write(answer, asked))
         from starlette.responses import Response
@@ -214,13 +214,13 @@ class Gateway:
         return Response(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     def _session(self, headers: Mapping[str, str]) -> Session:
-        """Raises `Refused` for a key that is none, or that of a session that has ended."""
+        """Raises `RequestError` for a key that is none, or that of a session that has ended."""
         key = key_of(headers)
         found = self._sessions.get(_hash(key))
         if found is None:
             if _hash(key) in self._ended:
-                raise Refused("ended", "This session has ended.")
-            raise Refused("wrong_key", "Incorrect API key provided.")
+                raise RequestError("ended", "This session has ended.")
+            raise RequestError("wrong_key", "Incorrect API key provided.")
         return found
 
     async def _count(self, session: Session, request: Request) -> Response:
@@ -228,9 +228,9 @@ class Gateway:
 
     async def _stored(self, session: Session, request: Request) -> Response:
         name = request.path_params["name"]
-        stored = session.kept.get(name.removeprefix("resp_"))
+        stored = session.stored_answers.get(name.removeprefix("resp_"))
         if stored is None:
-            raise Refused("not_found", f"Response with id {name[:100]!a} not found.")
+            raise RequestError("not_found", f"Response with id {name[:100]!a} not found.")
         return json_response(stored)
 
     async def _models(self, session: Session, request: Request) -> Response:
@@ -239,15 +239,15 @@ class Gateway:
     async def _model(self, session: Session, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in session.models:
-            raise Refused("unknown_model", f"The model {name[:100]!a} does not exist or you do not have access to it.", param="model")
+            raise RequestError("unknown_model", f"The model {name[:100]!a} does not exist or you do not have access to it.", param="model")
         return json_response(_spoken(request).model(name))
 
     async def _reward(self, request: Request) -> Response:
         try:
             check_source(request.headers)
-            REWARDS.check_key(key_of(request.headers))
-            REWARDS.post(request.path_params["session"], await body_of(request, BODY_S))
-        except Refused as refused:
+            POSTED_REWARDS.check_key(key_of(request.headers))
+            POSTED_REWARDS.post(request.path_params["session"], await body_of(request, BODY_S))
+        except RequestError as refused:
             self.counts[f"refused_reward_{refused.kind}"] += 1
             return _error(refused, request)
         self.counts["rewards"] += 1
@@ -255,7 +255,7 @@ class Gateway:
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         self.counts["refused_not_found"] += 1
-        refused = Refused("not_found", f"Invalid URL ({request.method[:16]} {request.url.path[:200]!a})")
+        refused = RequestError("not_found", f"Invalid URL ({request.method[:16]} {request.url.path[:200]!a})")
         return _error(refused, request, getattr(error, "status_code", 404))
 
 
@@ -265,7 +265,7 @@ def _spoken(request: Request) -> Any:
     return anthropic_messages if anthropic else chat_completions
 
 
-def _error(refused: Refused, request: Request, status: int | None = None) -> Response:
+def _error(refused: RequestError, request: Request, status: int | None = None) -> Response:
     body = _spoken(request).error(refused)
     if "request_id" in body:
         body["request_id"] = request.scope[REQUEST_ID]

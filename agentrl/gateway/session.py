@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl import lag, usercode
+from agentrl.base import loop_lag, user_code
 from agentrl.errors import InfrastructureError, PolicyFault, TaskError
-from agentrl.gateway.asked import Answer, Asked, Called, Refused, Said, said
 from agentrl.gateway.constraint import constraint
-from agentrl.gateway.graph import Graph, Node, Place, alike
-from agentrl.gateway.tokens import NotAppended, Parsed, Tokens, stopped, until
+from agentrl.gateway.graph import ContextMatch, ConversationGraph, SampledTurn, alike
+from agentrl.gateway.request import Answer, AnswerCall, CompletionRequest, RequestError, RequestMessage, said
+from agentrl.gateway.tokens import ConversationTokens, NotAppended, Parsed, stopped, until
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import CUT, Blame, Completion, Failure, Message, Parent, ToolResult
 
@@ -56,7 +56,7 @@ class Session:
     """
 
     episode: LiveEpisode
-    tokens: Tokens
+    tokens: ConversationTokens
     models: tuple[str, ...]
     on_busy: Callable[[bool], None] = lambda busy: None  # told when the first completion is begun and the last one made
     counts: Counter[str] = field(default_factory=Counter)
@@ -64,10 +64,10 @@ class Session:
     limit: str = ""  # "turn_limit" or "wall_limit" once it is reached; "refused" after too many refusals
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set with `fault` or `limit`
     ended: bool = False
-    kept: dict[str, Any] = field(default_factory=dict)  # id -> stored answer, as it was written
-    stalls: lag.Stalls | None = field(default_factory=lag.current)  # of the episode, which its requests do not excuse
+    stored_answers: dict[str, Any] = field(default_factory=dict)  # id -> stored answer, as it was written
+    stalls: loop_lag.StallCount | None = field(default_factory=loop_lag.current_stalls)  # of the episode, which its requests do not excuse
     _refused: int = 0
-    _graph: Graph = field(default_factory=Graph)
+    _graph: ConversationGraph = field(default_factory=ConversationGraph)
     _given: dict[tuple[object, ...], _Given] = field(default_factory=dict)
     _tasks: set[asyncio.Task[Answer]] = field(default_factory=set)
     _busy: set[int] = field(default_factory=set)  # trajectories in which a turn is being sampled
@@ -76,7 +76,7 @@ class Session:
     _asides: set[int] = field(default_factory=set)  # trajectories that may be auxiliary
     _answered_at: dict[int, float] = field(default_factory=dict)
 
-    async def ask(self, asked: Asked, *, gone: asyncio.Event | None = None) -> tuple[Answer, Callable[[], None]]:
+    async def complete(self, asked: CompletionRequest, *, gone: asyncio.Event | None = None) -> tuple[Answer, Callable[[], None]]:
         """An answer, and what to call once its client has it.
 
         The same request again gets the same answer where nobody has got that yet, or where the client says that it asks once more.
@@ -89,8 +89,8 @@ class Session:
             Refused: with the reason.
         """
         self._check(asked)
-        asked = self._graph.rejoined(asked)
-        place = self._graph.place(asked)
+        asked = self._graph.rejoin(asked)
+        place = self._graph.locate(asked)
         shape = json.dumps(asked.shape, sort_keys=True)
         options = (asked.max_tokens, asked.calls, asked.single, asked.strict, asked.stop, asked.forced, shape)
         same = (place.end.digest, place.system, place.tools, asked.after, *options)
@@ -102,15 +102,15 @@ class Session:
             given = self._given[same] = self._begin(asked, place)
         return await self._wait(given, gone)
 
-    def count(self, asked: Asked) -> int:
-        """The number of prompt tokens of a request. Does not change the graph and samples nothing. Raises `Refused`."""
+    def count(self, asked: CompletionRequest) -> int:
+        """The number of prompt tokens of a request. Does not change the graph and samples nothing. Raises `RequestError`."""
         self._check(asked)
         self.counts["counted"] += 1
         if self.counts["counted"] > MAX_REFUSED:
-            raise Refused("too_many", f"The tokens of {MAX_REFUSED} requests of this session were counted.")
+            raise RequestError("too_many", f"The tokens of {MAX_REFUSED} requests of this session were counted.")
         if asked.chars > CHARS_PER_TOKEN * self.episode.task.limits.episode_tokens:
             raise _too_long()
-        asked = self._graph.rejoined(asked)
+        asked = self._graph.rejoin(asked)
         before, new = self._graph.goes_on(asked)
         with contextlib.suppress(NotAppended):
             if before is not None:
@@ -118,18 +118,18 @@ class Session:
                 return before.tokens + len(more)
         return len(self.tokens.opening(_shown(asked), asked.tools))
 
-    def _check(self, asked: Asked) -> None:
-        """Raises `Refused` for a request that this session cannot answer."""
+    def _check(self, asked: CompletionRequest) -> None:
+        """Raises `RequestError` for a request that this session cannot answer."""
         if self.ended or self.fault is not None or self.limit == "refused":
-            raise Refused("ended", "This session has ended.")
+            raise RequestError("ended", "This session has ended.")
         if asked.model not in self.models:
-            raise Refused(
+            raise RequestError(
                 "unknown_model", f"The model {asked.model[:100]!a} does not exist or you do not have access to it.", param="model"
             )
-        if asked.after and asked.after not in self.kept:
-            raise Refused("not_found", f"Previous response with id {asked.after[:100]!a} not found.", param="previous_response_id")
+        if asked.after and asked.after not in self.stored_answers:
+            raise RequestError("not_found", f"Previous response with id {asked.after[:100]!a} not found.", param="previous_response_id")
         if not asked.messages and not asked.after:
-            raise Refused("invalid", "messages must hold a message that is not of the system.", param="messages")
+            raise RequestError("invalid", "messages must hold a message that is not of the system.", param="messages")
 
     def refused(self, kind: str) -> None:
         """Counts a request that was not carried out."""
@@ -139,14 +139,14 @@ class Session:
             self.limit = "refused"
             self.over.set()
 
-    def _begin(self, asked: Asked, place: Place) -> _Given:
+    def _begin(self, asked: CompletionRequest, place: ContextMatch) -> _Given:
         """Takes the request's place in the tree at once, so that those after it see it; the completion comes later."""
         if len(self._busy) >= MAX_AT_ONCE:
-            raise Refused("too_many", f"{MAX_AT_ONCE} requests of this session are under way; wait for one of them.")
+            raise RequestError("too_many", f"{MAX_AT_ONCE} requests of this session are under way; wait for one of them.")
         if self.episode.turn_count + len(self._busy) >= self.episode.task.limits.turns:
             self.limit = "turn_limit"
             self.over.set()
-            raise Refused("turn_limit", f"All {self.episode.task.limits.turns} turns of this session are used up.")
+            raise RequestError("turn_limit", f"All {self.episode.task.limits.turns} turns of this session are used up.")
         if asked.chars > CHARS_PER_TOKEN * self.episode.task.limits.episode_tokens:
             raise _too_long()
         spells = constraint(asked, self.tokens.chat)
@@ -156,8 +156,8 @@ class Session:
             limit = line.limit()
         except TaskError as error:
             if not self._busy:
-                self.broken(error)
-                raise Refused("context_length", error.message) from None
+                self.fail(error)
+                raise RequestError("context_length", error.message) from None
             limit = "token_limit"  # it would fit, but for those under way
         if limit == TIME_UP:
             raise self._time_is_up()
@@ -180,7 +180,7 @@ class Session:
         if not task.cancelled():
             task.exception()  # looked at: its clients may all have gone away
 
-    def _line(self, asked: Asked, place: Place) -> tuple[LiveTrajectory, Place, tuple[int, ...]]:
+    def _line(self, asked: CompletionRequest, place: ContextMatch) -> tuple[LiveTrajectory, ContextMatch, tuple[int, ...]]:
         """The trajectory that the request's turn goes into, and the tokens that come before the completion."""
         before = place.before
         if before is not None:
@@ -192,7 +192,7 @@ class Session:
                 place = replace(place, kind="restart", before=None, new=asked.messages, system_changed=False)
         messages = _shown(asked)
         if asked.after and place.kind != "root":
-            raise Refused("invalid", "The conversation cannot go on from that response with other tools or instructions.")
+            raise RequestError("invalid", "The conversation cannot go on from that response with other tools or instructions.")
         prompt = self.tokens.opening(messages, asked.tools)
         first = self.episode.trajectories[0]
         if place.kind == "root" and not self._shown:
@@ -209,7 +209,9 @@ class Session:
         self._shown[line.index] = (len(asked.tools), len(messages))
         return line, place, prompt
 
-    def _goes_on(self, place: Place, before: Node, new: tuple[int, ...]) -> tuple[LiveTrajectory, Place, tuple[int, ...]]:
+    def _goes_on(
+        self, place: ContextMatch, before: SampledTurn, new: tuple[int, ...]
+    ) -> tuple[LiveTrajectory, ContextMatch, tuple[int, ...]]:
         """In the turn's own trajectory where it is the last one there, else in a branch, which holds its context as tokens not trained."""
         self._graph.answered(before)
         if place.system_changed:
@@ -225,7 +227,7 @@ class Session:
         self._shown[branch.index] = self._shown[line.index]
         return branch, place, (*context, *new)
 
-    def _open(self, place: Place, prompt: Sequence[Message], parent: Parent | None) -> LiveTrajectory:
+    def _open(self, place: ContextMatch, prompt: Sequence[Message], parent: Parent | None) -> LiveTrajectory:
         name = self._name(place)
         line = self.episode.open(name, parent=parent, prompt=prompt)
         self._names[line.index] = name
@@ -235,14 +237,14 @@ class Session:
         line.describe(name, prompt)
         self._names[line.index] = name
 
-    def _name(self, place: Place) -> str:
+    def _name(self, place: ContextMatch) -> str:
         if place.kind == "sub_agent":
             return SUB_AGENT
         if place.parent is None:
             return MAIN
         return self._names[place.parent.trajectory]
 
-    async def _sampled(self, asked: Asked, place: Place, line: LiveTrajectory, new: int, spells: str) -> Answer:
+    async def _sampled(self, asked: CompletionRequest, place: ContextMatch, line: LiveTrajectory, new: int, spells: str) -> Answer:
         try:
             if limit := line.limit():  # since it was taken, another turn has used up what was left
                 if limit == TIME_UP:
@@ -255,11 +257,11 @@ class Session:
             parsed, stop = self._read(line, completion, asked)
             if completion.finish_reason == CUT:
                 self._time_is_up()
-        except Refused:
+        except RequestError:
             raise
         except Exception as error:
-            self.broken(error)
-            raise Refused("failed", "The policy cannot be asked at the moment.") from error
+            self.fail(error)
+            raise RequestError("failed", "The policy cannot be asked at the moment.") from error
         finally:
             self._busy.discard(line.index)
             if not self._busy:
@@ -268,7 +270,7 @@ class Session:
         self.counts["malformed_call"] += bool(parsed.errors)
         return self._kept(asked, place, line, new, parsed, stop)
 
-    def _read(self, line: LiveTrajectory, completion: Completion, asked: Asked) -> tuple[Parsed, str]:
+    def _read(self, line: LiveTrajectory, completion: Completion, asked: CompletionRequest) -> tuple[Parsed, str]:
         """Reads a completion and adds it as a turn. Also returns the stop sequence that ends it.
 
         Raises `PolicyFault` if it cannot be read; the turn is added anyway.
@@ -282,29 +284,31 @@ class Session:
             if parsed.message.tool_calls and len(self._withheld(parsed, asked)) == len(parsed.message.tool_calls):
                 parsed = chat.parse(completion.token_ids, asked.known_tools, calls=False)
         except Exception as error:  # a tokenizer may raise anything at what a model says
-            usercode.report("the policy's text cannot be read", error)
+            user_code.log_unexpected("the policy's text cannot be read", error)
             line.add_turn(completion, Message(role="assistant", content=""))
-            raise PolicyFault(f"the policy's text cannot be read: {usercode.describe(error, 1000)}") from error
+            raise PolicyFault(f"the policy's text cannot be read: {user_code.describe_error(error, 1000)}") from error
         line.add_turn(completion, parsed.message)
         return parsed, stop
 
-    def _withheld(self, parsed: Parsed, asked: Asked) -> dict[int, str]:
+    def _withheld(self, parsed: Parsed, asked: CompletionRequest) -> dict[int, str]:
         """The calls of a completion that the client does not receive: index of the call -> text for the policy in place of a result."""
         schemas = {tool["function"]["name"]: tool for tool in asked.known_tools if tool["function"]["name"] in asked.strict}
         withheld: dict[int, str] = {}
         for number, call in enumerate(parsed.message.tool_calls):
-            if call.name in schemas and (wrong := self.tokens.chat.problems(schemas[call.name], call.arguments)):
+            if call.name in schemas and (wrong := self.tokens.chat.argument_errors(schemas[call.name], call.arguments)):
                 withheld[number] = f"error: this call was not made: {wrong}"
             elif asked.single and len(withheld) < number:
                 withheld[number] = "error: this call was not made: only one tool call at a time"
         return withheld
 
-    def _kept(self, asked: Asked, place: Place, line: LiveTrajectory, new: int, parsed: Parsed, stop: str) -> Answer:
+    def _kept(self, asked: CompletionRequest, place: ContextMatch, line: LiveTrajectory, new: int, parsed: Parsed, stop: str) -> Answer:
         message, ids = parsed.message, line.turns[-1].completion_ids
         withheld = self._withheld(parsed, asked)
         all_ids = tuple(f"call_{secrets.token_hex(12)}" for _ in message.tool_calls)
         calls = tuple(
-            Called(id=name, call=one) for at, (name, one) in enumerate(zip(all_ids, message.tool_calls, strict=True)) if at not in withheld
+            AnswerCall(id=name, call=one)
+            for at, (name, one) in enumerate(zip(all_ids, message.tool_calls, strict=True))
+            if at not in withheld
         )
         known = {tool["function"]["name"] for tool in asked.known_tools}
         self.counts["unknown_tool_called"] += sum(one.name not in known for one in message.tool_calls)
@@ -312,7 +316,7 @@ class Session:
         answer_id, text = secrets.token_hex(12), until(parsed.answer, asked.stop)[0].rstrip()
         last = self._graph.last(line)
         before = (last.tokens if last is not None else 0) + new
-        node = Node(
+        node = SampledTurn(
             line=line,
             turn=len(line.turns) - 1,
             end=place.end.said(text, [(one.call.name, one.call.arguments) for one in calls]),
@@ -358,30 +362,30 @@ class Session:
                 given.waiting, waits = given.waiting - 1, False
                 await asyncio.wait({given.task})
             if given.task.cancelled():
-                raise Refused("ended", "This session has ended.")
+                raise RequestError("ended", "This session has ended.")
             return given.task.result(), delivered
         finally:
             given.waiting -= waits
             if left is not None:
                 left.cancel()
 
-    def _time_is_up(self) -> Refused:
+    def _time_is_up(self) -> RequestError:
         """Ends the session at the end of the episode's time."""
         self.limit = self.limit or TIME_UP
         self.over.set()
-        return Refused("turn_limit", "The time of this session is used up.")
+        return RequestError("turn_limit", "The time of this session is used up.")
 
     def request_failed(self, error: Exception) -> None:
         """Ends the session because the gateway failed on a request. After the policy's first answer, the request contains its text, and the
         episode is scored. Before that, it is an infrastructure fault."""
         if not self.counts["answered"] or isinstance(error, InfrastructureError):
-            self.broken(error)
+            self.fail(error)
             return
-        fault = PolicyFault(f"the gateway failed on a request that contains the policy's text: {usercode.describe(error, 1000)}")
+        fault = PolicyFault(f"the gateway failed on a request that contains the policy's text: {user_code.describe_error(error, 1000)}")
         fault.__cause__ = error
-        self.broken(fault)
+        self.fail(fault)
 
-    def broken(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Ends the session with a fault that is not the program's; the first one counts."""
         if self.fault is None:
             self.fault = error
@@ -444,21 +448,21 @@ class Session:
         return None if newest is None else newest.text
 
 
-def _too_long() -> Refused:
+def _too_long() -> RequestError:
     """Uses the wording of Anthropic's and OpenAI's errors, by which programs decide to shorten their conversation."""
     text = "prompt is too long: this model's maximum context length is exceeded by the conversation."
-    return Refused("context_length", text, param="messages")
+    return RequestError("context_length", text, param="messages")
 
 
 def _failed(task: asyncio.Task[Answer]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
-def _shown(asked: Asked) -> list[Message]:
+def _shown(asked: CompletionRequest) -> list[Message]:
     return [*(Message(role="system", content=one) for one in asked.system), *(one.message for one in asked.messages)]
 
 
-def _with_withheld(new: tuple[Said, ...], before: Node) -> tuple[Said, ...]:
+def _with_withheld(new: tuple[RequestMessage, ...], before: SampledTurn) -> tuple[RequestMessage, ...]:
     """The messages after a turn, with a result for each call that the client did not receive, in the order of the calls."""
     results = [one for one in new if one.message.role == "tool"]
     if not (results and before.withheld):
@@ -469,7 +473,7 @@ def _with_withheld(new: tuple[Said, ...], before: Node) -> tuple[Said, ...]:
     return (*results, *(one for one in new if one.message.role != "tool"))
 
 
-def _results(new: Sequence[Said], before: Node) -> list[ToolResult]:
+def _results(new: Sequence[RequestMessage], before: SampledTurn) -> list[ToolResult]:
     """What the program showed after a turn: the results of its calls, then all else."""
     calls = before.line.turns[before.turn].message.tool_calls
     names = dict(zip(before.all_ids, (one.name for one in calls), strict=True))

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from agentrl.errors import UserError
-from agentrl.gateway.asked import Refused, Said
+from agentrl.gateway.request import RequestError, RequestMessage
 from agentrl.records import Completion, Message, ToolCall
-from agentrl.sampling import Supports
+from agentrl.records.sampling import Supports
 
 
 class Parsed(Protocol):
@@ -31,7 +31,7 @@ class Parsed(Protocol):
         ...
 
     @property
-    def ids(self) -> tuple[str, ...]:
+    def call_ids(self) -> tuple[str, ...]:
         """What the model calls each of the message's tool calls; empty where its form has no ids."""
         ...
 
@@ -76,7 +76,7 @@ class Chat(Protocol):
 
     def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = (), *, calls: bool = True) -> Parsed: ...
 
-    def problems(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+    def argument_errors(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
         """The errors in the arguments of a call of the tool with this schema; empty if there are none."""
         ...
 
@@ -89,16 +89,16 @@ class Chat(Protocol):
         """Whether a completion starts inside a reasoning block."""
         ...
 
-    def fenced(self, message: Message) -> Message: ...
+    def escape_message(self, message: Message) -> Message: ...
 
-    def fenced_value(self, value: Any) -> Any: ...
+    def escape_value(self, value: Any) -> Any: ...
 
 
 class NotAppended(Exception):
     """The chat template does not put these messages after a completion without changing what came before."""
 
 
-class Tokens:
+class ConversationTokens:
     """Messages of a program as tokens. Everything it says is hostile: no text of it becomes a control token."""
 
     def __init__(self, chat: Chat) -> None:
@@ -109,13 +109,13 @@ class Tokens:
         self._ends: dict[tuple[object, ...], int] = {}  # by roles and calls: how many turns end in messages of these
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Ids of a whole context, up to where the completion begins. Raises `Refused` for what the template does not take."""
-        clean = [self.chat.fenced(one) for one in messages]
-        ids = self._open(clean, [self.chat.fenced_value(one) for one in tools])
+        """Ids of a whole context, up to where the completion begins. Raises `RequestError` for what the template does not take."""
+        clean = [self.chat.escape_message(one) for one in messages]
+        ids = self._open(clean, [self.chat.escape_value(one) for one in tools])
         self._check(ids, messages, tools)
         return ids
 
-    def delta(self, new: Sequence[Said], after: Parsed, call_ids: Sequence[str], *, ended: bool) -> tuple[int, ...]:
+    def delta(self, new: Sequence[RequestMessage], after: Parsed, call_ids: Sequence[str], *, ended: bool) -> tuple[int, ...]:
         """Ids between a completion and the next one.
 
         Args:
@@ -131,16 +131,16 @@ class Tokens:
         answers = {one.call_id: one.message.content for one in new if one.message.role == "tool"}
         if ended and call_ids and len(answers) == len(new) and set(answers) == set(call_ids):
             return self.chat.tool_delta([answers[name] for name in call_ids], after)
-        if answers and any(after.ids):  # results beside a word of the user's would come under other ids than the model gave
+        if answers and any(after.call_ids):  # results beside a word of the user's would come under other ids than the model gave
             raise NotAppended
         calls = after.message.tool_calls if answers else ()
         turn = [*self._asked, Message(role="assistant", content="-", tool_calls=calls)]
         messages = [one.message for one in new]
-        whole = self._open([self.chat.fenced(one) for one in (*turn, *messages)], ())
+        whole = self._open([self.chat.escape_message(one) for one in (*turn, *messages)], ())
         if whole[: len(self._before)] != self._before:
             raise NotAppended
         self._check(whole, [*turn, *messages], ())
-        own = self._count(self._open([self.chat.fenced(one) for one in turn], ())) - self._count(self._before)
+        own = self._count(self._open([self.chat.escape_message(one) for one in turn], ())) - self._count(self._before)
         ends = [at for at in range(len(self._before), len(whole)) if whole[at] in self._stops]
         if not 0 < own <= len(ends):
             raise NotAppended
@@ -168,7 +168,7 @@ class Tokens:
         except UserError as error:
             if late:
                 return self._open([replace(one, role="user") if at in late else one for at, one in enumerate(messages)], tools)
-            raise Refused("invalid", f"The policy's chat template does not take these messages: {error.message[:300]}") from None
+            raise RequestError("invalid", f"The policy's chat template does not take these messages: {error.message[:300]}") from None
 
     def _check(self, ids: tuple[int, ...], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
         """A tokenizer may find the end of a turn in letters that it holds to be the same; then nothing of it is taken."""
@@ -181,7 +181,7 @@ class Tokens:
             if len(self._ends) > 256:
                 self._ends.pop(next(iter(self._ends)))
         if self._count(ids) != self._ends[roles]:
-            raise Refused("invalid", "A message reads as control tokens of the model.")
+            raise RequestError("invalid", "A message reads as control tokens of the model.")
 
     def _count(self, ids: Sequence[int]) -> int:
         return sum(map(self._stops.__contains__, ids))
@@ -203,5 +203,5 @@ def stopped(completion: Completion, count: int) -> Completion:
         logprobs=completion.logprobs[:count],
         versions=tuple(replace(one, end=min(one.end, count)) for one in completion.versions if one.start < count),
         finish_reason="stop",
-        supports=None if completion.supports is None else Supports.of(completion.supports.rows[:count]),
+        supports=None if completion.supports is None else Supports.from_rows(completion.supports.rows[:count]),
     )

@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from agentrl.gateway.asked import MAX_BODY, Refused, read_json
 from agentrl.gateway.connections import HALF_CLOSED
+from agentrl.gateway.request import MAX_BODY, RequestError, read_json
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -51,7 +51,7 @@ class Identified:
 
 
 def check_source(headers: Mapping[str, str]) -> None:
-    """Raises `Refused` if the Host or Origin of a request is a public internet name.
+    """Raises `RequestError` if the Host or Origin of a request is a public internet name.
 
     A web page may have its own name resolve to this machine (DNS rebinding). Clients reach the gateway at an address, a name of one label
     or a private name.
@@ -60,7 +60,7 @@ def check_source(headers: Mapping[str, str]) -> None:
         value = headers.get(header)
         if value is not None and not _is_local(value):
             problem = f"The {header.title()} of this request, {value[:100]!a}, may be a public internet name, which is never accepted."
-            raise Refused("wrong_host", f"{problem} {_FIX[header]}")
+            raise RequestError("wrong_host", f"{problem} {_FIX[header]}")
 
 
 def _is_local(authority: str) -> bool:
@@ -86,43 +86,43 @@ def is_retry(headers: Mapping[str, str]) -> bool:
 
 
 async def body_of(request: Request, within_s: float) -> Any:
-    """The JSON of a request. Raises `Refused` for a body that is too long, arrives too slowly, or is not JSON."""
+    """The JSON of a request. Raises `RequestError` for a body that is too long, arrives too slowly, or is not JSON."""
     from starlette.requests import ClientDisconnect
 
     kept, size = [], 0
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > MAX_BODY:
-        raise Refused("too_large", f"The request has {declared[:20]} bytes; the maximum is {MAX_BODY}.")
+        raise RequestError("too_large", f"The request has {declared[:20]} bytes; the maximum is {MAX_BODY}.")
     try:
         async with asyncio.timeout(within_s):
             async for piece in request.stream():
                 size += len(piece)
                 if size > MAX_BODY:
-                    raise Refused("too_large", f"The request has more than {MAX_BODY} bytes.")
+                    raise RequestError("too_large", f"The request has more than {MAX_BODY} bytes.")
                 kept.append(piece)
     except TimeoutError:
-        raise Refused("invalid", f"The request did not arrive within {within_s:g} s.") from None
+        raise RequestError("invalid", f"The request did not arrive within {within_s:g} s.") from None
     except ClientDisconnect:
-        raise Refused("invalid", "The client has disconnected.") from None
+        raise RequestError("invalid", "The client has disconnected.") from None
     return read_json(_decoded(b"".join(kept), request.headers.get("content-encoding", "")))
 
 
 def _decoded(content: bytes, encoding: str) -> bytes:
-    """The decompressed body, within the bound on bodies. Raises `Refused`."""
+    """The decompressed body, within the bound on bodies. Raises `RequestError`."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return content
     if name not in _ENCODINGS:
-        raise Refused("encoding", f"Content-Encoding {encoding[:100]!a} is not supported: send gzip, deflate, or none.")
+        raise RequestError("encoding", f"Content-Encoding {encoding[:100]!a} is not supported: send gzip, deflate, or none.")
     decoder = zlib.decompressobj(_ENCODINGS[name])
     try:
         plain = decoder.decompress(content, MAX_BODY + 1)
     except zlib.error:
-        raise Refused("invalid", f"The body is not valid {name}.") from None
+        raise RequestError("invalid", f"The body is not valid {name}.") from None
     if len(plain) > MAX_BODY:
-        raise Refused("too_large", f"The request has more than {MAX_BODY} bytes.")
+        raise RequestError("too_large", f"The request has more than {MAX_BODY} bytes.")
     if not decoder.eof or decoder.unused_data:
-        raise Refused("invalid", f"The body is not exactly one complete {name} stream.")
+        raise RequestError("invalid", f"The body is not exactly one complete {name} stream.")
     return plain
 
 

@@ -1,9 +1,8 @@
 """Sending published weights to the server over NCCL, and reconnecting when the server was restarted.
 
-The driver writes the address and key of its server to `server.json` (`agentrl.serving.served`); without a server there is no such file. A
-broken channel cannot be repaired in place, because a lost member leaves the others stuck in a collective: the learner ends with an
-error, is restarted from its checkpoint, and brings the server up to date before it goes on.
-"""
+The driver writes the address and key of its server to `server.json` (`agentrl.serving.supervisor`); without a server there is no such file.
+A broken channel cannot be repaired in place, because a lost member leaves the others stuck in a collective: the learner ends with an error,
+is restarted from its checkpoint, and brings the server up to date before it goes on."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from typing import Any, Protocol
 
 import httpx
 
+from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError
 from agentrl.learner.engine import PolicyEngine
-from agentrl.recipe import Recipe
-from agentrl.serving.access import headers as access
-from agentrl.weights.announcement import Server, announced
+from agentrl.serving.access import auth_headers as access
+from agentrl.version.server_address import ServerAddress, announced_server
 
 log = logging.getLogger("agentrl.learner")
 _POLL_S = 0.1
@@ -28,12 +27,12 @@ _ASK_S = 30.0
 
 
 class Channel(Protocol):
-    """The result of `agentrl.learner.weight_source.connect`."""
+    """The result of `agentrl.learner.nccl_source.connect`."""
 
     def send_weights(self) -> None: ...
 
 
-Connect = Callable[[PolicyEngine, Server, float], tuple[Any, Channel]]  # -> the client that carries the version, and the channel
+Connect = Callable[[PolicyEngine, ServerAddress, float], tuple[Any, Channel]]  # -> the client that carries the version, and the channel
 
 
 class Broadcaster:
@@ -55,7 +54,7 @@ class Broadcaster:
         """
         try:
             channel = self._connected()
-            self._engine.ranks.pulse("sending weights")
+            self._engine.ranks.report_progress("sending weights")
             self._client.version = number
             channel.send_weights()
         except (OSError, RuntimeError, httpx.HTTPError) as error:  # a TimeoutError is an OSError
@@ -64,7 +63,7 @@ class Broadcaster:
     def catch_up(self, number: int) -> None:
         """After a restart: sends version `number` unless the server already has it."""
         behind = False
-        if self._engine.ranks.first:
+        if self._engine.ranks.is_first:
             server = self._server()
             try:
                 reply = httpx.get(f"{server.url}/weight_info", headers=access(server.key), timeout=_ASK_S, trust_env=False)
@@ -72,35 +71,35 @@ class Broadcaster:
             except (httpx.HTTPError, ValueError) as error:
                 raise LearnerError(f"the server at {server.url} does not say which weights it has: {error}") from error
             behind = answer.get("weight_version") != str(number)
-        if self._engine.ranks.decide(int(behind)):
+        if self._engine.ranks.from_first(int(behind)):
             log.info("bringing the server to version %d", number)
             self.send(number)
 
     def _connected(self) -> Channel:
         ranks = self._engine.ranks
-        server = self._server() if ranks.first else Server(url="", key="", start=0)
-        start = ranks.decide(server.start)
+        server = self._server() if ranks.is_first else ServerAddress(url="", key="", start=0)
+        start = ranks.from_first(server.start)
         if self._channel is None or start != self._start:
             self._client, self._channel = self._connect(self._engine, server, self._serving.request_timeout_s)
             self._start = start
         return self._channel
 
-    def _server(self) -> Server:
+    def _server(self) -> ServerAddress:
         deadline = time.monotonic() + self._serving.startup_timeout_s
-        while (server := announced(self._run_dir)) is None:
-            self._engine.ranks.pulse("waiting for the server")
+        while (server := announced_server(self._run_dir)) is None:
+            self._engine.ranks.report_progress("waiting for the server")
             if time.monotonic() > deadline:
                 raise LearnerError(f"no inference server was announced within {self._serving.startup_timeout_s:g} s")
             time.sleep(_POLL_S)
         return server
 
 
-def _connect(engine: PolicyEngine, server: Server, timeout_s: float) -> tuple[Any, Channel]:
-    from agentrl.learner.weight_source import connect
+def _connect(engine: PolicyEngine, server: ServerAddress, timeout_s: float) -> tuple[Any, Channel]:
+    from agentrl.learner.nccl_source import connect
     from agentrl.serving.trainer_client import PausedServerClient
 
     def waiting() -> None:
-        engine.ranks.pulse("waiting for the server's pause")
+        engine.ranks.report_progress("waiting for the server's pause")
 
     client = PausedServerClient(server.url, key=server.key, timeout_s=timeout_s, waiting=waiting)
     channel = connect(engine, client, master_address="127.0.0.1", master_port=_free_port(), server_ranks=1)

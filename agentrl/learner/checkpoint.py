@@ -22,17 +22,17 @@ from typing import Any
 
 import torch
 
-from agentrl import codec
+from agentrl.base.files import commit_folder, folder_manifest, partial_folder
 from agentrl.errors import LearnerError
-from agentrl.fields import Record
-from agentrl.files import commit_folder, folder_manifest, part_folder
 from agentrl.learner.critic import Critic
-from agentrl.learner.disk import writing
+from agentrl.learner.disk import disk_errors_raised
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.guard import Counts
 from agentrl.learner.ranks import Ranks
-from agentrl.learner.reshape import layout, layout_of, load_reshaped
 from agentrl.learner.tensor_files import read, tensors_only
+from agentrl.learner.universal_checkpoint import layout, layout_of, load_converted
+from agentrl.learner.update_guard import FailureCounts
+from agentrl.records import codec
+from agentrl.records.fields import Record
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class CheckpointMeta(Record):
     ranks: int
     zero_stage: int
     parent: int  # version whose successor this is: the one before it, unless weights were rolled back
-    counts: Counts = field(default_factory=Counts)
+    counts: FailureCounts = field(default_factory=FailureCounts)
     good: int = 0  # newest checkpoint whose weights an update was judged sound with: where a rollback goes
     rolled_back: tuple[int, ...] = ()  # versions that must never serve again
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the latest update, for a version that must be published again
@@ -74,17 +74,17 @@ def save(
     ranks = engine.ranks
     final = root / f"{meta.step:06d}"
     part = final.with_name(f".{final.name}.part")
-    with writing(f"checkpoint {final}"):
-        if ranks.first:
+    with disk_errors_raised(f"checkpoint {final}"):
+        if ranks.is_first:
             _make_room(root, spare)
-            part_folder(final)
+            partial_folder(final)
         ranks.barrier()
         engine.deepspeed.save_checkpoint(str(part), tag=_STATE, save_latest=False, exclude_frozen_parameters=True)
         if critic is not None:
             critic.deepspeed.save_checkpoint(str(part), tag=_CRITIC, save_latest=False)
         torch.save(_random_state(ranks), part / _rng_name(ranks.rank))
         ranks.barrier()
-        if ranks.first:
+        if ranks.is_first:
             (part / _META).write_bytes(codec.to_json(meta))
             (part / _MANIFEST).write_text(json.dumps(folder_manifest(part), indent=1))
             commit_folder(part, final)
@@ -133,7 +133,7 @@ def _restore(checkpoint: Checkpoint, engine: PolicyEngine, critic: Critic | None
         if kind == layout(part.zero_optimization_stage()) and (same or kind == "whole"):  # whole: the state is not sharded
             _load(part, checkpoint.folder, tag)
         else:
-            load_reshaped(part, checkpoint.folder, tag, ranks)
+            load_converted(part, checkpoint.folder, tag, ranks)
     if same:
         _set_random_state(read(checkpoint.folder / _rng_name(ranks.rank)), ranks)
 

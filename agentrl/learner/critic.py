@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from agentrl.config.recipe import CriticConfig, Recipe
 from agentrl.learner.engine import PolicyEngine, apply_gradient, deepspeed_config, load_model, make_optimizer
 from agentrl.learner.forest_attention import ForestLayout
 from agentrl.learner.optimizer import learning_rate
@@ -18,7 +19,6 @@ from agentrl.learner.ranks import Ranks
 from agentrl.learner.value_head import value_head, values_of
 from agentrl.objective.gae import gae
 from agentrl.objective.values import rows_of, value_loss
-from agentrl.recipe import CriticConfig, Recipe
 
 EPS = 1e-8
 
@@ -119,7 +119,7 @@ class SharedCritic:
 
 
 @torch.no_grad()
-def credit(batch: MicroBatch, values: Tensor, config: CriticConfig) -> tuple[Tensor, Tensor]:
+def critic_advantages(batch: MicroBatch, values: Tensor, config: CriticConfig) -> tuple[Tensor, Tensor]:
     """Advantages and returns [N] of the batch's trained tokens, from their `batch.rewards` and values [N]."""
     rewards, mask = rows_of(batch.rewards.to(values.dtype), batch.sequence)
     rows, _ = rows_of(values, batch.sequence)
@@ -127,7 +127,7 @@ def credit(batch: MicroBatch, values: Tensor, config: CriticConfig) -> tuple[Ten
     return advantages[mask], returns[mask]
 
 
-def advantage_scale(advantages: Sequence[Tensor], ranks: Ranks) -> tuple[float, float]:
+def advantage_moments(advantages: Sequence[Tensor], ranks: Ranks) -> tuple[float, float]:
     """Mean and standard deviation of advantages over all tokens on all ranks, for whitening. A collective.
 
     Advantages that are all equal become zeros. One that is not finite makes both results not finite, and with them all

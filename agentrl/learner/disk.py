@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from agentrl.causes import disk_full
+from agentrl.base.error_text import disk_full_error
 from agentrl.errors import DiskFull, LearnerError
 
 
 @contextmanager
-def writing(what: str) -> Iterator[None]:
+def disk_errors_raised(what: str) -> Iterator[None]:
     """Around what writes to the run folder: raises `DiskFull` when there is no room, `LearnerError` when the disk refuses otherwise.
 
     Only some of the libraries that write here say it with an `OSError`.
@@ -18,7 +18,7 @@ def writing(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if disk_full(error) is not None:
+        if disk_full_error(error) is not None:
             raise DiskFull(f"no room to write {what}") from error
         if isinstance(error, OSError):
             raise LearnerError(f"cannot write {what}: {error.strerror or error}") from error

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agentrl.learner import forest_attention, kernels, lora
-from agentrl.learner.gradient_gate import gradient_gate
-from agentrl.learner.logprobs import TOLERANCE, TokenScorer, check_scorer
+from agentrl.config.recipe import Recipe
+from agentrl.learner import causal_lm, forest_attention, lora
+from agentrl.learner.gradient_gate import skip_steps_above
 from agentrl.learner.optimizer import BETAS, EPS, RATE_SCALE, GuardedAdamW, learning_rate, parameter_groups
-from agentrl.learner.packing import MicroBatch, text
+from agentrl.learner.packing import MicroBatch, single_sequence
 from agentrl.learner.ranks import Ranks
+from agentrl.learner.token_scorer import TOLERANCE, TokenScorer, check_scorer
 from agentrl.learner.ulysses import check_heads
 from agentrl.learner.value_head import ValuedScorer
-from agentrl.recipe import Recipe
 from agentrl.records import Probe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -45,7 +45,7 @@ class PolicyEngine:
         self.scorer = make_scorer(load_model(folder, recipe, ranks.device), recipe)
         if recipe.learner.lora is not None:
             lora.attach(self.lm, recipe.learner.lora, seed=recipe.seed)
-            lora.leave_out_frozen(self.scorer)
+            lora.exclude_frozen_weights(self.scorer)
         if ranks.team is not None:
             check_heads(self.lm.config.get_text_config(), ranks.team)
         check_scorer(self.scorer, tolerance=TOLERANCE[recipe.policy.dtype])
@@ -65,7 +65,7 @@ class PolicyEngine:
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Logprobs [N] and entropies [N] at the sampling temperature, over each token's support, both with gradient."""
-        return score(self.deepspeed, batch, self.temperature)
+        return score_tokens(self.deepspeed, batch, self.temperature)
 
     def probe(self, rows: tuple[tuple[int, ...], ...]) -> Probe:
         """What the current weights say of some rows: logprobs of their tokens, and of the likeliest after them."""
@@ -105,7 +105,7 @@ class PolicyEngine:
 
     def _row(self, row: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
         """Logprobs of token t+1 given tokens <= t at temperature 1; logprobs and ids of the likeliest next tokens, at the rollouts'."""
-        ids, layout = text(row, self.ranks.device)
+        ids, layout = single_sequence(row, self.ranks.device)
         targets = torch.cat((ids[0, 1:], ids[0, :1]))  # what the last position predicts is in no row
         with torch.no_grad():
             found = self.deepspeed(ids, layout, torch.arange(len(row), device=ids.device), targets, 1.0, None, self.temperature)
@@ -113,11 +113,11 @@ class PolicyEngine:
         return tuple(logprobs[:-1].tolist()), tuple(next_logprobs[0].tolist()), tuple(next_ids[0].tolist())
 
 
-def score(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+def score_tokens(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [N] of the batch's trained tokens by a `TokenScorer`, bare or inside a DeepSpeed engine."""
     logprobs, entropy, *_ = module(batch.input_ids, batch.layout, batch.positions, batch.targets, temperature, batch.supports)
-    if batch.layout.stretch is not None:
-        logprobs, entropy = batch.layout.stretch.gather(torch.stack((logprobs, entropy)))
+    if batch.layout.shard is not None:
+        logprobs, entropy = batch.layout.shard.gather(torch.stack((logprobs, entropy)))
     return logprobs[batch.expand], entropy[batch.expand]
 
 
@@ -128,11 +128,11 @@ def apply_gradient(
     for group in optimizer.param_groups:
         group["lr"] = rate * group[RATE_SCALE] if RATE_SCALE in group else 0.0 if head_alone else rate
     if isinstance(optimizer, GuardedAdamW):
-        optimizer.refuse_above = refuse_above
+        optimizer.skip_above = refuse_above
         engine.step()
         norm = optimizer.grad_norm
     else:
-        with gradient_gate(engine.optimizer, above=refuse_above) as norms:
+        with skip_steps_above(engine.optimizer, above=refuse_above) as norms:
             engine.step()
         norm = norms[0] if norms else math.nan  # no norm: an overflow was detected before it was computed
     return math.isfinite(norm) and norm <= refuse_above, norm
@@ -165,7 +165,7 @@ def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
     ).to(device)
     _disable_dropout(lm)
     if recipe.learner.kernels == "liger":
-        kernels.fuse(lm)
+        causal_lm.use_liger_kernels(lm)
     chosen = recipe.learner.gradient_checkpointing
     if chosen or (chosen is None and device.type == "cuda"):
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -49,7 +49,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     return int(different.argmax()) if different.any() else length
 
 
-def lay_out(sequences: Sequence[Sequence[int]], *, share: bool = True) -> Forest:
+def build_forest(sequences: Sequence[Sequence[int]], *, share: bool = True) -> Forest:
     """The forest of some sequences, none of them empty. Without `share` no prefix is shared."""
     order = sorted(range(len(sequences)), key=lambda number: tuple(sequences[number])) if share else range(len(sequences))
     paths: list[Ints] = [np.empty(0, np.int64)] * len(sequences)

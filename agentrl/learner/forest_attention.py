@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from agentrl.learner.forest import Branch, Forest
-from agentrl.learner.ulysses import Stretch, exchanged
+from agentrl.learner.ulysses import TokenShard, sharded_attention
 
 NAME = "agentrl_forest"
 _WASTE = 1.3  # padded query-key pairs of a batch of branches, at most this many times the real ones ...
@@ -30,10 +30,10 @@ _BLOCK = 128  # FlexAttention's tile
 class ForestLayout:
     """What attention needs to know of one forest on one device; made once, used by every layer."""
 
-    def __init__(self, forest: Forest, device: torch.device, stretch: Stretch | None = None) -> None:
+    def __init__(self, forest: Forest, device: torch.device, stretch: TokenShard | None = None) -> None:
         """With a `stretch` this rank holds only those tokens, and `positions` are theirs."""
         self.device = device
-        self.stretch = stretch
+        self.shard = stretch
         self.length = len(forest.token_ids)
         self.all_positions = torch.from_numpy(forest.positions).to(device)
         self.positions = self.all_positions if stretch is None else stretch.part(self.all_positions)
@@ -150,9 +150,9 @@ def forest_attention(
         return output, None
     kernel = _by_branch if query.device.type == "cpu" else _by_block
     attend = partial(kernel, forest=forest, scaling=scaling, window=sliding_window)
-    if forest.stretch is None:
+    if forest.shard is None:
         return attend(query, key, value), None
-    return exchanged(attend, query, key, value, forest.stretch), None
+    return sharded_attention(attend, query, key, value, forest.shard), None
 
 
 def _by_branch(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayout, scaling: float | None, window: int | None) -> Tensor:

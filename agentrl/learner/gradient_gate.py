@@ -15,7 +15,7 @@ import torch
 
 
 @contextmanager
-def gradient_gate(optimizer: Any, *, above: float) -> Iterator[list[float]]:
+def skip_steps_above(optimizer: Any, *, above: float) -> Iterator[list[float]]:
     """Inside the context this ZeRO optimizer (stage 1, 2 or 3) skips a step whose gradient norm exceeds `above`.
 
     Yields a list that receives the norm before clipping, over the whole model and all ranks, once a step was tried; NaN when not finite.

@@ -15,8 +15,8 @@ import socket
 import sys
 from typing import Any
 
-from agentrl.learner.exit_reason import ExitReason, send
-from agentrl.processes import die_with_parent, imports_kept
+from agentrl.base.processes import die_with_parent, freeze_imports
+from agentrl.learner.driver_reports import ExitReason, send_exit_reason
 
 LOOPBACK = "127.0.0.1"
 
@@ -42,7 +42,7 @@ def listen_on_loopback() -> int:
 
 def main() -> None:
     die_with_parent(int(sys.argv[1]))
-    with imports_kept():
+    with freeze_imports():
         port = listen_on_loopback()
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import main as torchrun
@@ -61,7 +61,9 @@ def _tell(rank: int, number: int) -> None:
     why = " (as the kernel does when memory runs out)" if number == signal.SIGKILL else ""
     message = f"rank {rank} was killed by signal {number}, {signal.Signals(number).name}{why}"
     print(message, file=sys.stderr, flush=True)
-    send(sys.argv[sys.argv.index("--mailbox") + 1] if "--mailbox" in sys.argv else None, ExitReason(kind="other", message=message))
+    send_exit_reason(
+        sys.argv[sys.argv.index("--mailbox") + 1] if "--mailbox" in sys.argv else None, ExitReason(kind="other", message=message)
+    )
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ import os
 import sys
 from pathlib import Path
 
+from agentrl.base.processes import die_with_parent, freeze_imports
+from agentrl.base.run_lock import hold_shared_lock
 from agentrl.errors import AgentRLError
-from agentrl.learner.exit_reason import ExitReason, send
-from agentrl.processes import die_with_parent, imports_kept
-from agentrl.runlock import hold_part
+from agentrl.learner.driver_reports import ExitReason, send_exit_reason
 
 
 def main() -> int:
@@ -27,23 +27,23 @@ def main() -> int:
     parser.add_argument("--pulse", help="where to report progress to the driver")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
-    hold_part(arguments.run_dir)  # for as long as this process lives
+    hold_shared_lock(arguments.run_dir)  # for as long as this process lives
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     log = logging.getLogger("agentrl.learner")
     try:
-        with imports_kept():
+        with freeze_imports():
             from transformers import AutoModelForCausalLM  # noqa: F401  what loading the model imports
 
-            from agentrl.learner.worker import work
+            from agentrl.learner.worker import run_worker
 
-        work(arguments.run_dir, root=arguments.root, pulse=arguments.pulse)
+        run_worker(arguments.run_dir, root=arguments.root, pulse=arguments.pulse)
     except AgentRLError as error:
         log.error("%s: %s", type(error).__name__, error)
-        send(arguments.mailbox, ExitReason.of(error))
+        send_exit_reason(arguments.mailbox, ExitReason.from_error(error))
         return 1
     except Exception as error:
         log.exception("the learner failed")
-        send(arguments.mailbox, ExitReason.of(error))
+        send_exit_reason(arguments.mailbox, ExitReason.from_error(error))
         return 1
     return 0
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentrl.recipe import LearnerConfig
+from agentrl.config.recipe import LearnerConfig
 
 BETAS = (0.9, 0.999)
 EPS = 1e-8
@@ -27,13 +27,13 @@ class GuardedAdamW(torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=BETAS, eps=EPS, fused=fused)
         self.max_norm = max_norm
         self.grad_norm = float("nan")  # before clipping, of the latest step
-        self.refuse_above = math.inf  # a gradient with a larger norm is not applied either
+        self.skip_above = math.inf  # a gradient with a larger norm is not applied either
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         gradients = [parameter.grad for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
         norm = _norm(gradients)
         self.grad_norm = norm.item()
-        if not self.grad_norm <= self.refuse_above or math.isinf(self.grad_norm):
+        if not self.grad_norm <= self.skip_above or math.isinf(self.grad_norm):
             return
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:

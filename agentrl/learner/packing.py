@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import LearnerError
-from agentrl.learner.forest import Forest, Ints, common_prefix, lay_out
+from agentrl.learner.forest import Forest, Ints, build_forest, common_prefix
 from agentrl.learner.forest_attention import ForestLayout
 from agentrl.learner.ranks import Team
-from agentrl.learner.ulysses import Stretch
+from agentrl.learner.ulysses import TokenShard
 from agentrl.records import Batch, Sample
-from agentrl.sampling import Supports
+from agentrl.records.sampling import Supports
 
 Rows = tuple[Sample, ...]
 
 
-def minibatches(batch: Batch, count: int) -> list[Batch]:
+def split_minibatches(batch: Batch, count: int) -> list[Batch]:
     """Deals a batch's groups out to at most `count` batches with their own denominators; empty ones are left out."""
     part_of = {index: number % count for number, index in enumerate(batch.group_indices)}
     parts: list[Batch] = []
@@ -35,7 +35,7 @@ def minibatches(batch: Batch, count: int) -> list[Batch]:
     return parts
 
 
-def plan(samples: Sequence[Sample], *, rank: int, ranks: int, max_tokens: int, share: bool = True) -> list[Rows]:
+def plan_micro_batches(samples: Sequence[Sample], *, rank: int, ranks: int, max_tokens: int, share: bool = True) -> list[Rows]:
     """The micro-batches of one rank: at most `max_tokens` tokens each, shared ones counted once.
 
     Samples in lexicographic order share the most with their neighbours, so consecutive runs become micro-batches. All ranks get
@@ -92,7 +92,7 @@ class MicroBatch:
     rollout_tokens: Tensor  # [N] int64 trained tokens of all samples of the token's episode
 
 
-def micro_batch(
+def build_micro_batch(
     rows: Rows, device: torch.device, numbers: Sequence[int] | None = None, *, share: bool = True, team: Team | None = None
 ) -> MicroBatch:
     """Tensors of some samples. Without samples it holds two untrained tokens, so that the rank still takes part in collectives.
@@ -100,7 +100,7 @@ def micro_batch(
     `numbers` are the samples' indices within the optimizer step; None counts from 0. The ranks of a `team` pass the same samples
     and each get their part.
     """
-    forest = lay_out([row.token_ids for row in rows] or [(0, 0)], share=share)
+    forest = build_forest([row.token_ids for row in rows] or [(0, 0)], share=share)
     behaviour: list[float] = []
     advantages: list[float] = []
     rewards: list[float] = []
@@ -119,7 +119,7 @@ def micro_batch(
     positions, targets, expand, supports = _predictions(rows, forest)
     token_ids, stretch = torch.from_numpy(forest.token_ids), None
     if team is not None:
-        stretch = Stretch.of(team, len(token_ids), positions)
+        stretch = TokenShard.of(team, len(token_ids), positions)
         token_ids, positions, targets = stretch.part(token_ids), positions[stretch.own] - stretch.start, targets[stretch.own]
         supports = None if supports is None else supports[stretch.own]
     return MicroBatch(
@@ -151,9 +151,9 @@ def check_vocabulary(samples: Sequence[Sample], size: int) -> None:
                 )
 
 
-def text(row: Sequence[int], device: torch.device) -> tuple[Tensor, ForestLayout]:
+def single_sequence(row: Sequence[int], device: torch.device) -> tuple[Tensor, ForestLayout]:
     """One plain sequence: its ids [1, T] and its layout."""
-    forest = lay_out([row])
+    forest = build_forest([row])
     return torch.from_numpy(forest.token_ids)[None].to(device), ForestLayout(forest, device)
 
 

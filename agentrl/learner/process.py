@@ -9,16 +9,16 @@ import signal
 import sys
 from pathlib import Path
 
-from agentrl.causes import in_log
+from agentrl.base.error_text import cause_in_log
+from agentrl.base.files import tail_bytes
+from agentrl.base.liveness import Liveness
+from agentrl.base.processes import openmp_environment
+from agentrl.base.run_lock import hold_shared_lock
+from agentrl.base.secrets import child_environment
+from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError
-from agentrl.files import tail
-from agentrl.learner.exit_reason import Mailbox
-from agentrl.learner.pulse import Reports
-from agentrl.liveness import Liveness
-from agentrl.processes import openmp
-from agentrl.recipe import Recipe
-from agentrl.runlock import hold_part
-from agentrl.secrets import without_secrets
+from agentrl.learner.driver_reports import Mailbox
+from agentrl.learner.progress import ProgressPipe
 
 _TAIL_BYTES = 1 << 18
 _FIRST_S = 1800.0
@@ -46,7 +46,7 @@ class LearnerProcess:
         self.liveness = Liveness("the learner", first_s=_FIRST_S)
         self._process: asyncio.subprocess.Process | None = None
         self._mailbox = Mailbox()
-        self._reports = Reports()
+        self._reports = ProgressPipe()
         self._log_start = 0  # bytes in the log before this start
 
     @property
@@ -61,11 +61,11 @@ class LearnerProcess:
         """Starts the processes and returns at once; the log says when they are ready. Raises `LearnerError` if already started."""
         if self.alive:
             raise LearnerError("the learner is already running")
-        self._mailbox.empty()
-        self._reports.empty()
+        self._mailbox.discard()
+        self._reports.discard()
         self.liveness.begin()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        part = hold_part(self.run_dir)
+        part = hold_shared_lock(self.run_dir)
         try:
             with self.log_path.open("ab") as output:
                 self._log_start = output.tell()
@@ -99,7 +99,7 @@ class LearnerProcess:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     await process.wait()
-            self._reports.pass_on(self.liveness)
+            self._reports.forward(self.liveness)
             if process.returncode is None and (stuck := self.liveness.overdue()):
                 await self.kill()
                 raise LearnerError(f"{stuck}; it was killed\n  all of its output: {self.log_path}")
@@ -110,8 +110,8 @@ class LearnerProcess:
         if code in (None, 0):
             return
         if (reason := self._mailbox.best()) is not None:
-            raise reason.error(self.log_path)
-        cause, fix = in_log(self.log_tail())  # the process sent nothing: killed, or broken before its first line
+            raise reason.to_error(self.log_path)
+        cause, fix = cause_in_log(self.log_tail())  # the process sent nothing: killed, or broken before its first line
         advice = f"\n  fix: {fix}" if fix else ""
         raise LearnerError(
             f"the learner ended with exit code {code}: {cause or 'it gave no reason'}{advice}\n  all of its output: {self.log_path}"
@@ -153,7 +153,7 @@ class LearnerProcess:
 
     def log_tail(self) -> str:
         """The end of the log, of this start alone."""
-        return tail(self.log_path, most=_TAIL_BYTES, start=self._log_start)
+        return tail_bytes(self.log_path, most=_TAIL_BYTES, start=self._log_start)
 
     def _command(self) -> list[str]:
         torchrun = ["--nnodes=1", f"--nproc-per-node={self.recipe.learner.ranks}", "-m"]
@@ -168,10 +168,10 @@ class LearnerProcess:
         learner = self.recipe.learner
         threads = learner.threads or max(1, (os.cpu_count() or 1) // learner.ranks)
         return {
-            **without_secrets(os.environ),
+            **child_environment(os.environ),
             **({"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus is not None else {}),
             # Where server and learner compute side by side, threads that spin were measured to make a step 2 to 9 times longer.
-            **openmp(threads, alone=self.recipe.max_staleness == 0),
+            **openmp_environment(threads, alone=self.recipe.max_staleness == 0),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         }

@@ -16,14 +16,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from agentrl import codec
-from agentrl.files import commit_folder, part_folder, sha256_file, write
+from agentrl.base.files import commit_folder, partial_folder, sha256_file, write_atomically
 from agentrl.learner import lora
-from agentrl.learner.disk import writing
+from agentrl.learner.disk import disk_errors_raised
 from agentrl.learner.engine import PolicyEngine
 from agentrl.protocols import VersionRegistry
-from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe
-from agentrl.weights import deltas
+from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe, codec
+from agentrl.version import deltas
 
 log = logging.getLogger("agentrl.learner")
 _DELTA_PAYS = 0.5  # of the whole file's bytes; above it the whole file is cheaper for the server
@@ -38,7 +37,7 @@ def version_folder(run_dir: Path, number: int) -> Path:
     return run_dir / "versions" / f"{number:06d}"
 
 
-def probe_rows(groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int) -> tuple[tuple[int, ...], ...]:
+def select_probe_rows(groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int) -> tuple[tuple[int, ...], ...]:
     """Ends of up to `PROBE_ROWS` contexts from different groups; a fixed row when the groups hold no tokens.
 
     Ends, because contexts of one family often begin alike. Rows are shorter than the model's context, because a server must sample
@@ -58,7 +57,7 @@ def probe_rows(groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int
     return tuple(rows[:PROBE_ROWS]) or (tuple(token % vocabulary for token in range(min(16, longest))),)
 
 
-def write_reference(run_dir: Path, engine: PolicyEngine) -> None:
+def write_base_probe(run_dir: Path, engine: PolicyEngine) -> None:
     """Writes the probe of version 0, whose weights the engine has, unless version 0 has one. All ranks call it.
 
     Servers are compared with it before anything is sampled. Its rows are greedy continuations of a few tokens, because in bfloat16 the
@@ -67,20 +66,20 @@ def write_reference(run_dir: Path, engine: PolicyEngine) -> None:
     from float64 after token 0, 1.5e-5 after ordinary tokens).
     """
     path, ranks = version_folder(run_dir, 0) / "probe.json", engine.ranks
-    if ranks.decide(int(path.exists())):
+    if ranks.from_first(int(path.exists())):
         return
     vocabulary = engine.lm.config.get_text_config().vocab_size
     rows: list[tuple[int, ...]] = [(vocabulary * number // (_BASE_ROWS + 1),) for number in range(1, _BASE_ROWS + 1)]
     for _ in range(_BASE_TOKENS - 1):
         likeliest = [next_ids[0] for next_ids in engine.probe(tuple(rows)).next_ids]
-        rows = [(*row, ranks.decide(token)) for row, token in zip(rows, likeliest, strict=True)]
+        rows = [(*row, ranks.from_first(token)) for row, token in zip(rows, likeliest, strict=True)]
     probe = engine.probe(tuple(rows))
-    if ranks.first:
-        with writing(f"the probe of version 0 in {run_dir}"):
-            write(path, codec.to_json(probe), durable=True)
+    if ranks.is_first:
+        with disk_errors_raised(f"the probe of version 0 in {run_dir}"):
+            write_atomically(path, codec.to_json(probe), durable=True)
 
 
-def publish(
+def publish_version(
     run_dir: Path,
     registry: VersionRegistry,
     engine: PolicyEngine,
@@ -98,11 +97,11 @@ def publish(
     when `full_every` divides its number. Raises `DiskFull` or `LearnerError` when the disk refuses, `StoreError` when the number
     is registered with other weights.
     """
-    weights = gather(engine)
+    weights = gather_weights(engine)
     probe = engine.probe(rows)
-    if engine.ranks.first:
-        with writing(f"version {number} in {run_dir}"):
-            part = part_folder(version_folder(run_dir, number))
+    if engine.ranks.is_first:
+        with disk_errors_raised(f"version {number} in {run_dir}"):
+            part = partial_folder(version_folder(run_dir, number))
             version = _export(part, run_dir, engine, weights, number, parent, metrics, probe)
             if full_every is not None:
                 _shrink(part, version, registry.get(parent), whole=number % full_every == 0)
@@ -112,12 +111,12 @@ def publish(
     engine.ranks.barrier()
 
 
-def gather(engine: PolicyEngine) -> dict[str, Tensor]:
+def gather_weights(engine: PolicyEngine) -> dict[str, Tensor]:
     """Name -> full CPU tensor of every trained parameter, on rank 0; an empty dict elsewhere. A collective: ZeRO-3 shards are gathered."""
     weights: dict[str, Tensor] = {}
     for name, parameter, _ in engine.parameters():
         with engine.gathered(parameter) as full:
-            if engine.ranks.first:
+            if engine.ranks.is_first:
                 weights[name] = full.cpu().clone()
     return weights
 
@@ -150,17 +149,17 @@ def _shrink(part: Path, version: PolicyVersion, parent: PolicyVersion | None, *,
 
     The copy on disk may be any version's, or torn by a power cut: a delta is used only if its base has the parent's checksum.
     """
-    newest = part.with_name(deltas.NEWEST)
+    newest = part.with_name(deltas.NEWEST_WEIGHTS)
     if not whole and parent is not None and newest.exists():
-        delta = deltas.encode(newest, part / WHOLE_MODEL, part, number=parent.number)
+        delta = deltas.write_delta(newest, part / WHOLE_MODEL, part, number=parent.number)
         if delta is not None:
-            size = (part / deltas.FRAMES).stat().st_size
+            size = (part / deltas.DELTA_FILE).stat().st_size
             log.info("version %d: its delta has %.1f %% of the bytes", version.number, 100 * size / delta.size)
             if delta.parent_sha256 == parent.sha256 and size <= _DELTA_PAYS * delta.size:
                 (part / WHOLE_MODEL).replace(newest)
                 return
-            (part / deltas.FRAMES).unlink()
-            (part / deltas.RECORD).unlink()
+            (part / deltas.DELTA_FILE).unlink()
+            (part / deltas.DELTA_RECORD).unlink()
     beside = newest.with_name(f"{newest.name}.part")
     beside.unlink(missing_ok=True)
     try:

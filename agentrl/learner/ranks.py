@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentrl.learner.pulse import SILENT, Pulse
+from agentrl.learner.progress import SILENT, ProgressReporter
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 
@@ -35,19 +35,19 @@ class Ranks:
     device: torch.device
     control: dist.ProcessGroup  # gloo on every device: flags between the processes' Python code
     team: Team | None = None
-    pulse: Pulse = SILENT  # called before each piece of work, on every rank; rank 0's reaches the driver
+    report_progress: ProgressReporter = SILENT  # called before each piece of work, on every rank; rank 0's reaches the driver
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.rank == 0
 
     @property
-    def shares(self) -> int:
+    def data_parallel_size(self) -> int:
         """Number of parts that a batch is divided into: one for each rank, or for each team."""
         return self.size // self.team.size if self.team else self.size
 
     @property
-    def share(self) -> int:
+    def data_parallel_rank(self) -> int:
         """Index of this rank's part."""
         return self.rank // self.team.size if self.team else self.rank
 
@@ -64,7 +64,7 @@ class Ranks:
         dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.control)
         return total
 
-    def decide(self, value: int) -> int:
+    def from_first(self, value: int) -> int:
         """Rank 0's value, on every rank."""
         told = torch.tensor([value])
         dist.broadcast(told, src=0, group=self.control)

@@ -22,7 +22,7 @@ from agentrl.errors import UserError
 from agentrl.learner.ranks import COLLECTIVE_TIMEOUT_S, Ranks, Team
 
 
-def in_teams(ranks: Ranks, size: int) -> Ranks:
+def form_teams(ranks: Ranks, size: int) -> Ranks:
     """The same ranks in teams of `size` neighbours. All ranks call it."""
     if size == 1:
         return ranks
@@ -46,7 +46,7 @@ def check_heads(config: Any, team: Team) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class TokenShard:
     """A rank's part of a forest of `length` tokens: `width` of them from `start` on; the last stretches may have fewer."""
 
     team: Team
@@ -57,7 +57,7 @@ class Stretch:
     own: slice  # those that this rank computes
 
     @classmethod
-    def of(cls, team: Team, length: int, positions: Tensor) -> Stretch:
+    def of(cls, team: Team, length: int, positions: Tensor) -> TokenShard:
         """`positions` [U]: sorted forest indices of the predicting tokens."""
         width = -(-length // team.size)
         start = team.rank * width
@@ -75,7 +75,9 @@ class Stretch:
         return whole
 
 
-def exchanged(attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, stretch: Stretch) -> Tensor:
+def sharded_attention(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, stretch: TokenShard
+) -> Tensor:
     """Attention over all tokens of a forest, of which each rank holds a stretch: [1, H, S, D] to [1, S, H, D].
 
     `attend` maps some heads of all tokens, [1, h, T, D], to [1, T, h, D].
@@ -95,7 +97,7 @@ class _Gathered(torch.autograd.Function):
     """Gathers forward; backward keeps each rank's own part: all ranks compute the same loss, so a sum would count it repeatedly."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, stretch: Stretch) -> Tensor:
+    def forward(ctx: Any, own: Tensor, stretch: TokenShard) -> Tensor:
         ctx.own = stretch.own
         whole = own.new_zeros(own.shape[0], stretch.predictions)
         whole[:, stretch.own] = own

@@ -14,23 +14,23 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
-from agentrl.learner.critic import Critic, SharedCritic, advantage_scale, credit, critic_metrics
+from agentrl.config.recipe import CriticConfig
+from agentrl.learner.critic import Critic, SharedCritic, advantage_moments, critic_advantages, critic_metrics
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.guard import Guard
+from agentrl.learner.kl_reference import kl_reference_for
 from agentrl.learner.optimizer import learning_rate
-from agentrl.learner.packing import MicroBatch, Rows, check_vocabulary, micro_batch, minibatches, plan
-from agentrl.learner.reference import reference_for
-from agentrl.objective.aggregate import denominator
-from agentrl.objective.combined import TrainedTokens, loss_of, policy_loss
+from agentrl.learner.packing import MicroBatch, Rows, build_micro_batch, check_vocabulary, plan_micro_batches, split_minibatches
+from agentrl.learner.update_guard import UpdateGuard
+from agentrl.objective.aggregate import loss_denominator
 from agentrl.objective.kl import sequence_penalty
-from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, over_steps, summarize
+from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, combine_steps, summarize
+from agentrl.objective.policy_loss import TrainedTokens, load_loss, policy_loss
 from agentrl.objective.values import value_loss
-from agentrl.recipe import CriticConfig
 from agentrl.records import Batch, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedMicroBatch:
     """A micro-batch with its tokens' logprobs [N] under the objective's other policies, and the critic's results."""
 
     batch: MicroBatch
@@ -42,7 +42,7 @@ class Prepared:
     values: Tensor | None = None  # [N] before the step
 
 
-Plan = list[tuple[Batch, list[Prepared]]]  # the micro-batches of each optimizer step
+Plan = list[tuple[Batch, list[PreparedMicroBatch]]]  # the micro-batches of each optimizer step
 
 
 class Updater:
@@ -52,13 +52,13 @@ class Updater:
         self.engine = engine
         config = engine.recipe.critic
         self.critic: Critic | SharedCritic | None = SharedCritic(engine) if config is not None and config.shared else critic
-        self.guard = Guard(engine.recipe.learner)
+        self.guard = UpdateGuard(engine.recipe.learner)
         self._objective = engine.recipe.objective
-        self._loss = loss_of(self._objective)
+        self._loss = load_loss(self._objective)
         self._learner = engine.recipe.learner
         self._constant_length = self._objective.constant_length or engine.recipe.policy.max_model_len
         uses_reference = self._objective.kl != "none"
-        self._reference = reference_for(engine) if uses_reference else None
+        self._reference = kl_reference_for(engine) if uses_reference else None
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Trains on `batch` and returns its metrics; all ranks call it with the same batch and get the same result.
@@ -69,8 +69,8 @@ class Updater:
         out. A batch without samples changes nothing.
         """
         start = time.perf_counter()
-        self.guard.begin()
-        parts = minibatches(batch, self._learner.minibatches)
+        self.guard.begin_step()
+        parts = split_minibatches(batch, self._learner.minibatches)
         prepared = self._prepare(parts)
         metrics = _batch_metrics(batch)
         warming = self.critic is not None and batch.step < self.critic.config.warmup_steps
@@ -88,7 +88,7 @@ class Updater:
         metrics["lr"] = learning_rate(self._learner, self.engine.recipe.steps, self._schedule_step(batch.step))
         metrics["optimizer_steps"] = sum(made["applied"] for made in passes)
         metrics["updates_left_out"] = sum(1.0 - made.pop("applied") for made in passes)
-        metrics |= over_steps(passes, [part.denominator for part, _ in prepared[: len(passes)]])
+        metrics |= combine_steps(passes, [part.denominator for part, _ in prepared[: len(passes)]])
         packed = [one.batch for _, made in prepared for one in made]
         mine = torch.tensor([sum(batch.layout.length for batch in packed), sum(len(batch.behaviour) for batch in packed)])
         metrics["tokens_computed"], metrics["tokens_delivered"] = map(float, self.engine.ranks.sum(mine).tolist())
@@ -100,7 +100,7 @@ class Updater:
         """The learning rate schedule's step number, which a rollback sets back too."""
         return step - self.guard.counts.undone
 
-    def penalties(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def score_penalties(self, samples: Sequence[Sample]) -> dict[str, float]:
         """What `objective.kl=k1_reward` subtracts from each episode's score, by id; empty with any other objective. A collective."""
         if self._objective.kl != "k1_reward":
             return {}
@@ -108,7 +108,7 @@ class Updater:
         ranks = self.engine.ranks
         total = torch.zeros(len(samples), dtype=torch.float64, device=ranks.device)
         for batch in self._micro_batches(samples):
-            ranks.pulse("computing a penalty", batch.layout.length)
+            ranks.report_progress("computing a penalty", batch.layout.length)
             total += sequence_penalty(batch.behaviour, self._reference.logprobs(batch), batch.sequence, len(samples))
         penalties: dict[str, float] = defaultdict(float)
         for sample, value in zip(samples, ranks.sum(total).tolist(), strict=True):
@@ -121,17 +121,19 @@ class Updater:
         check_vocabulary(samples, self.engine.lm.config.get_text_config().vocab_size)
         numbers = {id(sample): number for number, sample in enumerate(samples)}
         share, budget = self._learner.share_prefixes, self._learner.max_tokens_per_microbatch * self._learner.sequence_parallel
-        rows: list[Rows] = plan(samples, rank=ranks.share, ranks=ranks.shares, max_tokens=budget, share=share)
-        return [micro_batch(some, ranks.device, [numbers[id(row)] for row in some], share=share, team=ranks.team) for some in rows]
+        rows: list[Rows] = plan_micro_batches(
+            samples, rank=ranks.data_parallel_rank, ranks=ranks.data_parallel_size, max_tokens=budget, share=share
+        )
+        return [build_micro_batch(some, ranks.device, [numbers[id(row)] for row in some], share=share, team=ranks.team) for some in rows]
 
     def _prepare(self, parts: list[Batch]) -> Plan:
         """Micro-batches with the other policies' logprobs that the objective needs, computed before the first optimizer step."""
         recomputes = self._recomputes(len(parts))
         return [(part, self._pieces(part, recomputes)) for part in parts]
 
-    def _pieces(self, part: Batch, recomputes: bool) -> list[Prepared]:
+    def _pieces(self, part: Batch, recomputes: bool) -> list[PreparedMicroBatch]:
         """The micro-batches of an optimizer step of the policy, in the order of the critic's smaller steps."""
-        pieces = minibatches(part, 1 if self.critic is None else self.critic.config.minibatches)
+        pieces = split_minibatches(part, 1 if self.critic is None else self.critic.config.minibatches)
         return [
             self._before(batch, number, piece.denominator, recomputes)
             for number, piece in enumerate(pieces)
@@ -139,9 +141,9 @@ class Updater:
         ]
 
     @torch.no_grad()
-    def _before(self, batch: MicroBatch, piece: int, tokens: int, recomputes: bool) -> Prepared:
+    def _before(self, batch: MicroBatch, piece: int, tokens: int, recomputes: bool) -> PreparedMicroBatch:
         """A micro-batch with the results of policy, critic and reference before the step; a shared trunk runs once for both."""
-        self.engine.ranks.pulse("computing reference logprobs", batch.layout.length)
+        self.engine.ranks.report_progress("computing reference logprobs", batch.layout.length)
         in_loss = self._reference if self._objective.kl != "k1_reward" else None
         proximal, values = None, None
         if recomputes and isinstance(self.critic, SharedCritic):
@@ -149,7 +151,7 @@ class Updater:
         else:
             proximal = self.engine.logprobs(batch)[0] if recomputes else None
             values = None if self.critic is None else self.critic.values(batch)
-        return Prepared(
+        return PreparedMicroBatch(
             batch=batch,
             piece=piece,
             piece_tokens=tokens,
@@ -169,7 +171,7 @@ class Updater:
         judged = [(part, [_judged(one, critic.config) for one in made]) for part, made in prepared]
         everything = [one for _, made in judged for one in made]
         metrics = critic_metrics([(one.returns, one.values) for one in everything], ranks)
-        shift, scale = advantage_scale([one.batch.advantages for one in everything], ranks)
+        shift, scale = advantage_moments([one.batch.advantages for one in everything], ranks)
         if metrics:  # there was at least one token
             metrics["advantage_std"] = scale
         if self._objective.divides_by_std:
@@ -185,25 +187,25 @@ class Updater:
                 total = torch.zeros((), dtype=torch.float64, device=ranks.device)
                 for one in some:
                     assert one.returns is not None and one.values is not None, "values are computed before they are learned"
-                    ranks.pulse("computing a micro-batch of the critic", one.batch.layout.length)
+                    ranks.report_progress("computing a micro-batch of the critic", one.batch.layout.length)
                     total += critic.learn(one.batch, one.returns, one.values, denominator=float(one.piece_tokens))
-                ranks.pulse("applying the critic's gradient")
+                ranks.report_progress("applying the critic's gradient")
                 applied, norm = critic.step(self._schedule_step(part.step))
                 losses.append(ranks.sum(total).item())
-                self.guard.settle_critic(part, {"value_loss": losses[-1], "value_grad_norm": norm}, applied=applied)
+                self.guard.record_critic_step(part, {"value_loss": losses[-1], "value_grad_norm": norm}, applied=applied)
                 norms.append(norm)
         finite = [norm for norm in norms if math.isfinite(norm)]
         metrics = {"value_loss": fmean(losses)} if losses else {}
         return metrics | ({"value_grad_norm": fmean(finite)} if finite else {})
 
-    def _optimize(self, part: Batch, micro_batches: list[Prepared], *, changed: bool) -> dict[str, float]:
+    def _optimize(self, part: Batch, micro_batches: list[PreparedMicroBatch], *, changed: bool) -> dict[str, float]:
         """One optimizer step; `changed`: the weights have changed since the batch began."""
         ranks = self.engine.ranks
         sums = torch.zeros(len(SUM_NAMES) + 3, dtype=torch.float64, device=ranks.device)  # plus 2 losses, 1 count
         maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=ranks.device)
-        total_weight = denominator(part.samples, self._objective.aggregation, length=self._constant_length)
+        total_weight = loss_denominator(part.samples, self._objective.aggregation, length=self._constant_length)
         for one in micro_batches:
-            ranks.pulse("computing a micro-batch", one.batch.layout.length)
+            ranks.report_progress("computing a micro-batch", one.batch.layout.length)
             logprobs, entropy, values = self._forward(one.batch)
             tokens = TrainedTokens(
                 logprobs=logprobs,
@@ -211,8 +213,8 @@ class Updater:
                 advantages=one.batch.advantages,
                 sequence=one.batch.sequence,
                 proximal=one.proximal,
-                reference=one.reference,
-                same=None if changed and one.proximal is None else one.batch.versions == part.step,
+                kl_reference=one.reference,
+                on_policy=None if changed and one.proximal is None else one.batch.versions == part.step,
                 entropy=entropy,
                 rollout_tokens=one.batch.rollout_tokens,
             )
@@ -225,14 +227,14 @@ class Updater:
             sums[-2] += result.loss.detach()
             sums[-1] += (~one.batch.advantages.isfinite()).sum()
             maxima = torch.maximum(maxima, result.maxima)
-        ranks.pulse("applying the gradient")
+        ranks.report_progress("applying the gradient")
         total = ranks.sum(sums)
         metrics = summarize(total[:-3], ranks.max(maxima), with_reference=self._objective.kl in ("k1", "k2", "k3"))
         if isinstance(self.critic, SharedCritic):
             metrics["value_loss"] = total[-3].item()
         metrics |= {"loss": total[-2].item(), "advantages_not_finite": total[-1].item()}
-        applied, metrics["grad_norm"] = self.engine.step(self._schedule_step(part.step), refuse_above=self.guard.bound(metrics))
-        self.guard.settle(part, metrics, applied=applied)
+        applied, metrics["grad_norm"] = self.engine.step(self._schedule_step(part.step), refuse_above=self.guard.largest_norm(metrics))
+        self.guard.record_policy_step(part, metrics, applied=applied)
         del metrics["advantages_not_finite"]
         return metrics | {"applied": float(applied)}
 
@@ -242,7 +244,7 @@ class Updater:
             return self.critic.score(batch)
         return *self.engine.logprobs(batch), None
 
-    def _value_loss(self, one: Prepared, values: Tensor | None) -> tuple[Tensor, float]:
+    def _value_loss(self, one: PreparedMicroBatch, values: Tensor | None) -> tuple[Tensor, float]:
         """Sum over a micro-batch's tokens, and its weight in the total loss; 0 and 0 where the trunk has no value head."""
         if values is None:
             return torch.zeros((), device=self.engine.ranks.device), 0.0
@@ -251,13 +253,13 @@ class Updater:
         return loss.sum(), self.critic.config.vf_coef
 
 
-def _judged(one: Prepared, config: CriticConfig) -> Prepared:
+def _judged(one: PreparedMicroBatch, config: CriticConfig) -> PreparedMicroBatch:
     assert one.values is not None, "the critic has computed its values"
-    advantages, returns = credit(one.batch, one.values, config)
+    advantages, returns = critic_advantages(one.batch, one.values, config)
     return replace(one, batch=replace(one.batch, advantages=advantages), returns=returns)
 
 
-def _scaled(one: Prepared, shift: float, scale: float) -> Prepared:
+def _scaled(one: PreparedMicroBatch, shift: float, scale: float) -> PreparedMicroBatch:
     return replace(one, batch=replace(one.batch, advantages=(one.batch.advantages - shift) / scale))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.learner.forest_attention import ForestLayout
-from agentrl.learner.logprobs import LOGITS_AT_ONCE, TokenScorer
+from agentrl.learner.token_scorer import LOGITS_AT_ONCE, TokenScorer
 
 
 def value_head(lm: Any) -> nn.Linear:

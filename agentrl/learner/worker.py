@@ -20,28 +20,28 @@ from statistics import fmean
 import torch
 import transformers
 
-from agentrl import plugins
-from agentrl import recipe as recipes
+from agentrl.config import recipe as recipes
+from agentrl.config.gate import GATE
+from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError, LearnerHalted, StoreError
 from agentrl.experience import StepGroups, open_store
-from agentrl.gating import GATE
 from agentrl.learner import checkpoint as checkpoints
 from agentrl.learner import ranks as processes
 from agentrl.learner.broadcast import Broadcaster
 from agentrl.learner.checkpoint import CheckpointMeta
 from agentrl.learner.critic import Critic
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.failures import FailureLog
-from agentrl.learner.guard import ROLLBACK, Setback
-from agentrl.learner.publish import probe_rows, publish, version_folder, write_reference
-from agentrl.learner.pulse import SILENT, Pulse
+from agentrl.learner.failure_log import UpdateFailureLog
+from agentrl.learner.progress import SILENT, ProgressReporter
+from agentrl.learner.publish import publish_version, select_probe_rows, version_folder, write_base_probe
 from agentrl.learner.ranks import Ranks
-from agentrl.learner.ulysses import in_teams
+from agentrl.learner.ulysses import form_teams
 from agentrl.learner.update import Updater
-from agentrl.objective import Assembled, assemble, counted_samples
+from agentrl.learner.update_guard import ROLLBACK, UpdateFailure
+from agentrl.objective import AssembledBatch, assemble, counted_samples
 from agentrl.objective.delivery import captured_tokens
+from agentrl.plugins import references
 from agentrl.protocols import VersionRegistry
-from agentrl.recipe import Recipe
 from agentrl.records import Group, VersionState
 from agentrl.version import FolderRegistry, rollback
 
@@ -65,8 +65,8 @@ class Worker:
         self.critic = Critic(version_folder(run_dir, 0), recipe, ranks) if separate else None
         self.updater = Updater(self.engine, critic=self.critic)
         self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer == "nccl" else None
-        self.failures = FailureLog(run_dir)
-        self.step_groups = StepGroups.of(recipe.rollout)
+        self.failures = UpdateFailureLog(run_dir)
+        self.step_groups = StepGroups.from_config(recipe.rollout)
         self.consumed: dict[int, tuple[int, ...]] = {}
         self.rolled_back: tuple[int, ...] = ()
         self.next_step = 0
@@ -74,17 +74,17 @@ class Worker:
 
     def run(self) -> None:
         """Repairs what a crash left, then runs steps until there are `recipe.steps` or a stop is requested."""
-        self.ranks.pulse("computing version 0's probe")
-        write_reference(self.run_dir, self.engine)
-        self.ranks.pulse("resuming")
+        self.ranks.report_progress("computing version 0's probe")
+        write_base_probe(self.run_dir, self.engine)
+        self.ranks.report_progress("resuming")
         self._resume()
         while self.next_step < self.recipe.steps:
-            self.ranks.pulse("waiting for groups")
+            self.ranks.report_progress("waiting for groups")
             groups = self._wait_for_groups(self.next_step)
             if groups is None:
                 log.info("stopped before step %d", self.next_step)
                 return
-            self.ranks.pulse("assembling a batch", _tokens(groups))
+            self.ranks.report_progress("assembling a batch", _tokens(groups))
             refused = self._refused(self.next_step)
             self._step(groups, refused)
         log.info("all %d steps are done", self.recipe.steps)
@@ -98,16 +98,16 @@ class Worker:
         step = self.next_step
         self.consumed[step] = tuple(group.index for group in groups)
         parent, metrics = self._go_back(step, groups) if refused else self._go_on(step, groups)
-        rows = probe_rows(
+        rows = select_probe_rows(
             groups, vocabulary=self.engine.lm.config.get_text_config().vocab_size, max_model_len=self.recipe.policy.max_model_len
         )
         meta = self._meta(step + 1, parent=parent, metrics=metrics, rows=rows)
         saving = time.perf_counter()
-        self.ranks.pulse("writing a checkpoint")
+        self.ranks.report_progress("writing a checkpoint")
         name = self._save(meta)
         publishing = time.perf_counter()
-        self.ranks.pulse("publishing a version")
-        if self.ranks.first:
+        self.ranks.report_progress("publishing a version")
+        if self.ranks.is_first:
             self.store.commit(step, self.consumed[step], name)
         self._publish(meta)
         self.next_step = step + 1
@@ -120,9 +120,9 @@ class Worker:
     def _go_on(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float]]:
         """Makes the step's update, or what a limit of the recipe puts in its place; returns the parent of the version that it makes."""
         made, metrics = self._update(step, groups)
-        for index, reason in made.dropped.items():
+        for index, reason in made.drop_reasons.items():
             log.info("step %d: group %d has no samples: %s", step, index, reason)
-        if self.updater.guard.sound:
+        if self.updater.guard.start_weights_passed:
             self.good = step
         if self.updater.guard.rolling_back:
             parent = self._roll_back(step, self.good)
@@ -133,13 +133,13 @@ class Worker:
 
     def _go_back(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float]]:
         """Answers the gate's request: the groups of the step were sampled by what is undone, and count as consumed by an undone step."""
-        request = rollback.pending(self.run_dir / "versions", self.registry)
+        request = rollback.pending_request(self.run_dir / "versions", self.registry)
         if request is None:
             raise LearnerError(f"step {step}: the request to go back has gone from {self.run_dir / 'versions'}")
         reason = f"the gate refused version {request.version}: {request.reason}"
         parent = self._roll_back(step, request.to)
-        if self.ranks.first:
-            setback = Setback(
+        if self.ranks.is_first:
+            setback = UpdateFailure(
                 step=step,
                 action=ROLLBACK,
                 what="gate",
@@ -151,27 +151,27 @@ class Worker:
             self.failures.append((setback,))
         return parent, {"rollbacks": 1.0, "weights_changed": 1.0}
 
-    def _update(self, step: int, groups: tuple[Group, ...]) -> tuple[Assembled, dict[str, float]]:
+    def _update(self, step: int, groups: tuple[Group, ...]) -> tuple[AssembledBatch, dict[str, float]]:
         """Runs the update of a step, and records what was left out, also when the run halts because of it."""
         guard = self.updater.guard
         weighed = counted_samples(groups, longest=self.recipe.policy.max_model_len) if self.recipe.objective.kl == "k1_reward" else ()
-        penalties = self.updater.penalties(weighed)
+        penalties = self.updater.score_penalties(weighed)
         made = assemble(step, groups, self.recipe, penalties=penalties)
         try:
-            left_out = guard.leave_out(step, groups, made.dropped)
+            left_out = guard.exclude_groups(step, groups, made.drop_reasons)
             metrics = self.updater.update(made.batch)
         finally:
-            setbacks = guard.drain()
+            setbacks = guard.take_failures()
             for setback in setbacks:
                 log.warning("step %d: %s of groups %s: %s", step, setback.action, setback.groups, "; ".join(setback.reasons))
-            if self.ranks.first:
+            if self.ranks.is_first:
                 self.failures.append(setbacks)
         penalised = {"kl_penalty_mean": fmean(penalties.values())} if penalties else {}
         metrics |= {name: value for name, value in penalised.items() if math.isfinite(value)}
-        metrics |= {f"groups_{reason}": float(n) for reason, n in _reasons(made.dropped.values()).items()}
+        metrics |= {f"groups_{reason}": float(n) for reason, n in _reasons(made.drop_reasons.values()).items()}
         metrics |= {"groups_left_out": float(left_out), "rollbacks": 0.0}
         metrics["weights_changed"] = float(metrics["optimizer_steps"] > 0)
-        metrics["tokens_captured"] = float(captured_tokens(groups, made.dropped))
+        metrics["tokens_captured"] = float(captured_tokens(groups, made.drop_reasons))
         return made, metrics
 
     def _roll_back(self, step: int, to: int) -> int:
@@ -208,13 +208,13 @@ class Worker:
     def _save(self, meta: CheckpointMeta) -> str:
         learner = self.recipe.learner
         spare = {self.good} if learner.limits.roll_back else set()
-        if self.ranks.first:
+        if self.ranks.is_first:
             spare |= self._gated()
         root = self.run_dir / "checkpoints"
         return checkpoints.save(root, self.engine, meta, keep=learner.keep_checkpoints, critic=self.critic, spare=spare).name
 
     def _publish(self, meta: CheckpointMeta) -> None:
-        publish(
+        publish_version(
             self.run_dir,
             self.registry,
             self.engine,
@@ -242,15 +242,15 @@ class Worker:
         elif self.recipe.learner.limits.roll_back or (self.recipe.gate is not None and self.recipe.gate.rolls_back):
             self._save(self._meta(0, parent=0, metrics={}, rows=()))  # so that the first update can be undone too
         missing = False
-        if self.ranks.first:
+        if self.ranks.is_first:
             base = self.registry.get(0)
             if self.recipe.learner.lora is not None and base is not None:
                 self.registry.verify(base)  # an adapter's checkpoint is useless without its base weights
             self.store.reconcile(self.consumed)
             self.registry.reconcile(self.next_step)
-            self.failures.forget_from(self.next_step)
+            self.failures.remove_from(self.next_step)
             missing = checkpoint is not None and not self._published(self.next_step)
-        if self.ranks.decide(int(missing)) and checkpoint is not None:
+        if self.ranks.from_first(int(missing)) and checkpoint is not None:
             log.info("publishing version %d again", self.next_step)
             self._publish(checkpoint.meta)
         elif self.broadcaster is not None and checkpoint is not None:
@@ -259,7 +259,7 @@ class Worker:
 
     def _refuse_rolled_back(self) -> None:
         """Called once their successor is published: until then a bad version is better than none."""
-        if self.ranks.first:
+        if self.ranks.is_first:
             for number in self.rolled_back:
                 version = self.registry.get(number)
                 if version is not None and version.state is not VersionState.ROLLED_BACK:
@@ -267,12 +267,12 @@ class Worker:
 
     def _refused(self, step: int) -> bool:
         """Whether the driver asks to go back before this step. Rank 0 decides for all ranks."""
-        return bool(self.ranks.decide(int(self.ranks.first and self._asked_back(step))))
+        return bool(self.ranks.from_first(int(self.ranks.is_first and self._asked_back(step))))
 
     def _asked_back(self, step: int) -> bool:
         if self.recipe.gate is None:
             return False
-        request = rollback.pending(self.run_dir / "versions", self.registry)
+        request = rollback.pending_request(self.run_dir / "versions", self.registry)
         if request is None or request.version > step or request.version in self.rolled_back:
             return False
         to = self.registry.get(request.to)
@@ -304,12 +304,12 @@ class Worker:
     def _wait_for_groups(self, step: int) -> tuple[Group, ...] | None:
         """The step's groups once all are stored, or None when a stop was requested. Rank 0 decides for all ranks."""
         while True:
-            decision = self.ranks.decide(self._look(step) if self.ranks.first else _WAIT)
-            self.ranks.pulse("waiting for groups")
+            decision = self.ranks.from_first(self._look(step) if self.ranks.is_first else _WAIT)
+            self.ranks.report_progress("waiting for groups")
             if decision == _STOP:
                 return None
             if decision == _GO:
-                indices = self.step_groups.taken(step, self.store)
+                indices = self.step_groups.consumed_indices(step, self.store)
                 if indices is None:
                     raise StoreError(f"step {step}: groups that were stored are gone")
                 return self.store.take(step, indices, timeout_s=60.0)
@@ -317,7 +317,7 @@ class Worker:
     def _look(self, step: int) -> int:
         if self.stopping:
             return _STOP
-        if self.step_groups.taken(step, self.store) is not None:
+        if self.step_groups.consumed_indices(step, self.store) is not None:
             return _GO
         time.sleep(_POLL_S)
         return _WAIT
@@ -334,12 +334,12 @@ def _reasons(dropped: object) -> Counter[str]:
     return Counter(str(reason).partition(":")[0].partition(" ")[0] for reason in dropped)  # type: ignore[attr-defined]
 
 
-def work(run_dir: Path, *, root: Path | None = None, pulse: str | None = None) -> None:
+def run_worker(run_dir: Path, *, root: Path | None = None, pulse: str | None = None) -> None:
     """Runs this rank of the learner of `run_dir`, under torchrun, until its steps are made or SIGTERM arrives.
 
     Args:
         root: of the project, whose store, estimator and loss the recipe may refer to.
-        pulse: address of the driver's `agentrl.learner.pulse.Reports`; None disables reports.
+        pulse: address of the driver's `agentrl.learner.progress.ProgressPipe`; None disables reports.
 
     Raises `PluginError` for such a part that does not resolve or fulfil its protocol, `RecipeError` for a recipe that does not
     validate, `LearnerError` or `StoreError` when the learner cannot go on.
@@ -347,13 +347,13 @@ def work(run_dir: Path, *, root: Path | None = None, pulse: str | None = None) -
     began = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     if root is not None:
-        plugins.add_project_root(root)
+        references.add_project_root(root)
     recipe = recipes.load(run_dir / "recipe.json")
     if recipe.learner.threads:
         torch.set_num_threads(recipe.learner.threads)
-    ranks = in_teams(processes.join(recipe.device), recipe.learner.sequence_parallel)
-    ranks = replace(ranks, pulse=Pulse(pulse) if ranks.first else SILENT)
-    ranks.pulse("loading the model")
+    ranks = form_teams(processes.join(recipe.device), recipe.learner.sequence_parallel)
+    ranks = replace(ranks, report_progress=ProgressReporter(pulse) if ranks.is_first else SILENT)
+    ranks.report_progress("loading the model")
     random.seed(recipe.seed + ranks.rank)
     torch.manual_seed(recipe.seed + ranks.rank)
     worker = Worker(run_dir, recipe, ranks)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agentrl.errors import TaskError
-from agentrl.memo import Memo
-from agentrl.memory.store import QUERY_CHARS, Found, NoteStore
+from agentrl.memory.store import QUERY_CHARS, NoteMatch, NoteStore
 from agentrl.records import Task
+from agentrl.records.memo import Memo
 
 MAX_PROJECT_CHARS = 200
-NOTHING = "no notes"
+NO_NOTES = "no notes"
 """What an agent is told that finds none."""
 
 
@@ -30,7 +30,7 @@ def scope_of(task: Task, by: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class StoreView:
     """A `MemoryView`: the notes of one version for attempts at one task."""
 
     store: NoteStore
@@ -39,21 +39,21 @@ class View:
     task_key: str
 
     @classmethod
-    def of(cls, store: NoteStore, task: Task, version: int) -> View:
+    def of(cls, store: NoteStore, task: Task, version: int) -> StoreView:
         """Version 0 is empty. Raises `TaskError` as `scope_of` does."""
         return cls(store=store, scope=scope_of(task, store.config.scope), version=version, task_key=task.key)
 
     def begin(self, memo: Memo | None = None) -> EpisodeNotes:
         return EpisodeNotes(self, memo or Memo(scope=self.scope))
 
-    def search(self, query: str) -> tuple[Found, ...]:
+    def search(self, query: str) -> tuple[NoteMatch, ...]:
         return self.store.search(query, scope=self.scope, version=self.version, task_key=self.task_key)
 
 
 class EpisodeNotes:
     """An `EpisodeMemory`. What it writes is in `memo` alone, with which it becomes a part of the episode's record."""
 
-    def __init__(self, view: View, memo: Memo) -> None:
+    def __init__(self, view: StoreView, memo: Memo) -> None:
         self._view = view
         self._memo = memo
         self._lock = threading.Lock()  # tools of agents that work side by side run in threads
@@ -92,8 +92,8 @@ def cleaned(text: str) -> str:
     return kept.strip()
 
 
-def shown(found: Sequence[Found]) -> str:
+def shown(found: Sequence[NoteMatch]) -> str:
     """The notes, numbered. Lines of a note after its first are indented, so that none can look like another note."""
     if not found:
-        return NOTHING
+        return NO_NOTES
     return "\n".join(f"{number}. " + "\n   ".join(one.text.split("\n")) for number, one in enumerate(found, 1))

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.database import NotOurs, connect, damaged, enter_wal, make_tables, pragma, transaction, within
+from agentrl.base.database import ForeignDatabase, connect, enter_wal, is_damaged, make_tables, query_deadline, read_pragma, transaction
+from agentrl.base.scores import is_at_least
+from agentrl.config.tools import MemoryConfig
 from agentrl.errors import StoreError, UserError
-from agentrl.memo import Memo
 from agentrl.records import ScoredEpisode
-from agentrl.scores import reaches
-from agentrl.sections.tools import MemoryConfig
+from agentrl.records.memo import Memo
 
 QUERY_CHARS = 200
 """Most characters of a query."""
@@ -55,7 +55,7 @@ _KIN = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class WrittenNotes:
     """What one episode that counts wrote, and for which task."""
 
     episode: str
@@ -64,20 +64,20 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class NoteMatch:
     """A note that was found, and the id of the episode that wrote it."""
 
     text: str
     episode: str
 
 
-def written(episodes: Iterable[ScoredEpisode], *, min_score: float | None) -> list[Written]:
+def notes_to_commit(episodes: Iterable[ScoredEpisode], *, min_score: float | None) -> list[WrittenNotes]:
     """What those of some episodes wrote that count, and have at least the score `min_score`, in their order."""
     return [
-        Written(episode=one.episode.id, task_key=one.episode.task_key, memo=one.episode.memory)
+        WrittenNotes(episode=one.episode.id, task_key=one.episode.task_key, memo=one.episode.memory)
         for one in episodes
         if one.episode.memory is not None and one.episode.memory.notes
-        if not one.episode.left_out and one.score.value is not None and (min_score is None or reaches(one.score.value, min_score))
+        if not one.episode.left_out and one.score.value is not None and (min_score is None or is_at_least(one.score.value, min_score))
     ]
 
 
@@ -115,7 +115,7 @@ class NoteStore:
         (row,) = self._rows("SELECT COALESCE(MAX(step) + 1, 0) FROM steps")
         return int(row[0])
 
-    def commit(self, step: int, episodes: Iterable[Written]) -> bool:
+    def commit(self, step: int, episodes: Iterable[WrittenNotes]) -> bool:
         """Adds what a step's episodes wrote, all or nothing, and makes version `step + 1`; False when that is there already.
 
         Raises `StoreError` for a step that does not follow the one before.
@@ -133,7 +133,7 @@ class NoteStore:
             self._kin.clear()
             return True
 
-    def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[Found, ...]:
+    def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[NoteMatch, ...]:
         """The notes of a version and scope that an attempt at a task may be shown, best first: at most `results` of the recipe.
 
         A note's rank is the sum of log(1 + N / n) over the query's words that it has, where n of the N notes that may be shown have
@@ -153,7 +153,7 @@ class NoteStore:
                 total = sum(count for writer, count in counts if writer not in hidden)
                 having = {term: self._having(term, where, values, hidden) for term in terms}
                 best = _ranked(having, total)[: self.config.results]
-            return tuple(Found(*_texts(self._db.execute(_NOTE, (one,)).fetchone())) for one in best)
+            return tuple(NoteMatch(*_texts(self._db.execute(_NOTE, (one,)).fetchone())) for one in best)
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
         """Scope -> notes that are kept, and episodes that wrote them."""
@@ -190,7 +190,7 @@ class NoteStore:
             raise StoreError(f"{self._name} is on a file system without shared memory for SQLite ({mode})\n  fix: use a local disk")
         db.execute("PRAGMA synchronous = FULL")
         make_tables(db, _SCHEMA)
-        if pragma(db, "application_id") != _APPLICATION_ID or pragma(db, "user_version") != _SCHEMA_VERSION:
+        if read_pragma(db, "application_id") != _APPLICATION_ID or read_pragma(db, "user_version") != _SCHEMA_VERSION:
             raise StoreError(f"{self._name} holds no notes that this agentrl reads\n  fix: {_AGAIN}")
 
     @property
@@ -199,7 +199,7 @@ class NoteStore:
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
-        with self._translated(), within(self._db, _QUERY_S):
+        with self._translated(), query_deadline(self._db, _QUERY_S):
             yield
 
     @contextmanager
@@ -207,7 +207,7 @@ class NoteStore:
         try:
             yield
         except sqlite3.DatabaseError as error:
-            again = damaged(error) or isinstance(error, NotOurs)
+            again = is_damaged(error) or isinstance(error, ForeignDatabase)
             raise StoreError(f"{self._name}: {error}\n  fix: {_AGAIN if again else 'free disk space, and --resume'}") from error
         except OSError as error:
             raise StoreError(f"{self._name}: {error}") from error
@@ -217,14 +217,14 @@ _AGAIN = "delete it, and the run makes it again from the notes in its experience
 _NOTE = "SELECT text, episode FROM notes JOIN writers ON writers.id = writer WHERE notes.id = ?"
 
 
-def check_search() -> None:
+def require_full_text_search() -> None:
     """Raises `UserError` where Python's SQLite has no full-text search."""
     with sqlite3.connect(":memory:") as db:
         if not db.execute("SELECT 1 FROM pragma_module_list WHERE name = 'fts5'").fetchone():
             raise UserError("memory: Python's SQLite was built without FTS5", fix="use a Python whose sqlite3 has it, or leave memory out")
 
 
-def _add(db: sqlite3.Connection, step: int, one: Written) -> None:
+def _add(db: sqlite3.Connection, step: int, one: WrittenNotes) -> None:
     """Keeps the notes of one episode, but for texts that its scope has already, and whose notes it had been shown."""
     writer = db.execute("INSERT INTO writers (episode, task_key) VALUES (?, ?)", (one.episode, one.task_key)).lastrowid
     sources = [db.execute("SELECT id FROM writers WHERE episode = ?", (episode,)).fetchone() for episode in one.memo.read]
@@ -267,10 +267,10 @@ def _ranked(having: Mapping[str, Sequence[int]], total: int) -> list[int]:
 
 
 def _texts(row: Sequence[object] | None) -> tuple[str, ...]:
-    """The values of a row that the schema says are texts. Raises `NotOurs`, because SQLite stores values of any type."""
+    """The values of a row that the schema says are texts. Raises `ForeignDatabase`, because SQLite stores values of any type."""
     values = tuple(value for value in row or () if isinstance(value, str))
     if row is None or len(values) < len(row):
-        raise NotOurs("a note is not a text, or has no writer")
+        raise ForeignDatabase("a note is not a text, or has no writer")
     return values
 
 

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import agentrl
-from agentrl import files
-from agentrl.agent.template import SHIPPED, one_template, read_template, try_template, try_tokenizer
-from agentrl.causes import disk_full
+from agentrl.agent.template import SHIPPED_TEMPLATES, probe_template, probe_tokenizer, read_template, select_template
+from agentrl.base import files
+from agentrl.base.error_text import disk_full_error
+from agentrl.base.installation import install_command
 from agentrl.errors import UserError
-from agentrl.installation import install_command
 from agentrl.model.gguf import GgufHeader, check_data, read_header
 from agentrl.model.source import Source, find_source
-from agentrl.weights.deltas import tensors
-from agentrl.weights.model_folder import check_model, check_model_files, read_json
+from agentrl.version.deltas import read_safetensors_header
+from agentrl.version.model_folder import check_model, check_model_files, read_json
 
 RECORD = "agentrl_import.json"
 _FORMAT = 1
@@ -81,7 +81,7 @@ def import_model(
     try:
         return _import(source, target, chat_template, dtype, force, root or Path.cwd(), tell)
     except OSError as error:
-        if disk_full(error) is not None:
+        if disk_full_error(error) is not None:
             raise  # told as such, for every command
         where = error.filename or target
         raise UserError(f"{where}: {error.strerror or error}", fix="see to it, or choose another source or folder") from error
@@ -103,11 +103,11 @@ def _import(
     _check_installed(found)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _alone(target):
-        part = files.part_folder(target)
+        part = files.partial_folder(target)
         try:
             record = _make(found, part, text, chat_template, dtype, tell) | {"asked": asked}
             record["files"] = files.folder_manifest(part)
-            files.write(part / RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+            files.write_atomically(part / RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
             _check_target(target, found, force=force)  # minutes have passed
             files.commit_folder(part, target)
         finally:
@@ -183,7 +183,7 @@ def _check_installed(source: Source) -> None:
 def _make(source: Source, part: Path, text: str | None, named: str | None, dtype: Dtype, tell: Callable[[str], None]) -> dict[str, Any]:
     """Fills `part`; returns the record of it."""
     if text is not None and source.is_gguf:
-        try_template(text)
+        probe_template(text)
     with tempfile.TemporaryDirectory(prefix="agentrl-import-") as work:
         header, kinds = None, dict[str, int]()
         folder = source.path
@@ -209,7 +209,7 @@ def _make(source: Source, part: Path, text: str | None, named: str | None, dtype
         _check_disk(part, parameters * _BYTES[dtype])
         template = _save_tokenizer(folder, header, part, text, config)
         tell(f"loading {parameters:,} parameters as {dtype}")
-        prints = loading.save(loading.load(folder, config, dtype, file=file), config, part)
+        prints = loading.save_model(loading.load_model(folder, config, dtype, file=file), config, part)
     tell("checking what was written: the same bits, scored as the learner will")
     check_model_files(part)
     check_model(part)
@@ -243,7 +243,7 @@ def _check_header(header: GgufHeader) -> None:
 
 def _check_folder(folder: Path) -> int:
     """Numbers that the safetensors files of a folder hold (`check_model_files` has looked at their headers)."""
-    shapes = [entry["shape"] for path in sorted(folder.glob("*.safetensors")) for entry in tensors(path).values()]
+    shapes = [entry["shape"] for path in sorted(folder.glob("*.safetensors")) for entry in read_safetensors_header(path).values()]
     config = read_json(folder / "config.json")
     inner = config.get("text_config") or config
     for key in _LAYERS:
@@ -270,11 +270,11 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
     from transformers import AutoTokenizer
 
     from agentrl.agent.chat import ChatFormat
-    from agentrl.causes import short
+    from agentrl.base.error_text import one_line_error
     from agentrl.model.tokenizer import load_tokenizer
 
     if header is None:
-        try_tokenizer(str(folder), text)
+        probe_tokenizer(str(folder), text)
     try:
         if header is not None:
             tokenizer = load_tokenizer(folder, header)
@@ -283,12 +283,12 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
     except UserError:
         raise
     except Exception as error:  # of its parsers' many
-        raise UserError(f"the tokenizer cannot be read: {short(error)}", fix="import the model's Hugging Face folder") from error
-    template = text or one_template(tokenizer.chat_template)
+        raise UserError(f"the tokenizer cannot be read: {one_line_error(error)}", fix="import the model's Hugging Face folder") from error
+    template = text or select_template(tokenizer.chat_template)
     if not template:
-        raise UserError("the model has no chat template", fix=f"give one with --chat-template: {', '.join(SHIPPED)}, or a file")
+        raise UserError("the model has no chat template", fix=f"give one with --chat-template: {', '.join(SHIPPED_TEMPLATES)}, or a file")
     if text is None and header is not None:
-        try_template(template)
+        probe_template(template)
     tokenizer.chat_template = template
     tokenizer.model_max_length = getattr(config.get_text_config(), "max_position_embeddings", None) or tokenizer.model_max_length
     tokenizer.save_pretrained(part)

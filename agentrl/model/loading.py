@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.causes import short
+from agentrl.base.error_text import one_line_error
 from agentrl.errors import UserError
 from agentrl.model.gguf import GgufHeader
-from agentrl.weights.model_folder import check_architecture
+from agentrl.version.model_folder import check_architecture
 
 _FOLDER_INSTEAD = "import the model's Hugging Face folder"
 _POSITIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -32,9 +32,11 @@ def read_config(folder: Path, file: str | None, header: GgufHeader | None) -> An
         config = AutoConfig.from_pretrained(folder, gguf_file=file, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # of its parsers' many
         if header is not None:
-            what = f"transformers cannot read a GGUF file of architecture {header.architecture!r}: {short(error)}"
+            what = f"transformers cannot read a GGUF file of architecture {header.architecture!r}: {one_line_error(error)}"
             raise UserError(what, fix=f"{_FOLDER_INSTEAD}, or use another model, such as Qwen3 or Llama") from error
-        raise UserError(f"transformers cannot read config.json: {short(error)}", fix="save the model again with save_pretrained") from error
+        raise UserError(
+            f"transformers cannot read config.json: {one_line_error(error)}", fix="save the model again with save_pretrained"
+        ) from error
     check_architecture(config.to_dict())
     if header is not None:
         _check_all_read(header, config)
@@ -78,7 +80,9 @@ def check_size(config: Any, *, values: int, exact: bool) -> int:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             model.tie_weights()
     except Exception as error:  # whatever a configuration makes of a model's code
-        raise UserError(f"the configuration makes no model: {short(error)}", fix="use another model, such as Qwen3 or Llama") from error
+        raise UserError(
+            f"the configuration makes no model: {one_line_error(error)}", fix="use another model, such as Qwen3 or Llama"
+        ) from error
     wanted: int = sum(parameter.numel() for parameter in model.parameters())
     if wanted > values or (exact and wanted != values):
         raise UserError(
@@ -89,7 +93,7 @@ def check_size(config: Any, *, values: int, exact: bool) -> int:
     return wanted
 
 
-def load(folder: Path, config: Any, dtype: str, *, file: str | None = None) -> Any:
+def load_model(folder: Path, config: Any, dtype: str, *, file: str | None = None) -> Any:
     """The model of a folder, or of a GGUF file in it, with the learner's attention. Raises `UserError` unless all of it is in the files."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -109,7 +113,7 @@ def load(folder: Path, config: Any, dtype: str, *, file: str | None = None) -> A
             **({} if file else {"use_safetensors": True}),
         )
     except Exception as error:  # of its parsers' many
-        raise UserError(f"transformers cannot load the weights: {short(error)}", fix="use another file of this model") from error
+        raise UserError(f"transformers cannot load the weights: {one_line_error(error)}", fix="use another file of this model") from error
     for what, kind in (("lack", "missing_keys"), ("do not fit", "mismatched_keys"), ("hold, unused,", "unexpected_keys")):
         if keys := sorted(str(key) for key in info.get(kind, ())):
             raise UserError(
@@ -118,7 +122,7 @@ def load(folder: Path, config: Any, dtype: str, *, file: str | None = None) -> A
     return model.eval()
 
 
-def save(model: Any, config: Any, folder: Path) -> dict[str, str]:
+def save_model(model: Any, config: Any, folder: Path) -> dict[str, str]:
     """Writes the weights as one file, with configuration; returns the fingerprints that `check_saved` takes. `model` is used up.
 
     A model from a GGUF file cannot be saved as it is, so its tensors go into one without the marks of where it came from.
@@ -150,10 +154,10 @@ def check_saved(folder: Path, dtype: str, prints: Mapping[str, str]) -> None:
     """Reads a written folder as the learner does. Raises `UserError` unless it holds the same bits, scored as the model itself would."""
     from transformers import AutoConfig
 
-    from agentrl.learner.logprobs import TOLERANCE, TokenScorer, check_scorer
+    from agentrl.learner.token_scorer import TOLERANCE, TokenScorer, check_scorer
 
     gc.collect()  # the model that was saved
-    model = load(folder, AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), dtype)
+    model = load_model(folder, AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), dtype)
     again = fingerprints(model)
     if changed := sorted(name for name in {*prints, *again} if prints.get(name) != again.get(name)):
         raise UserError(f"the folder that was written does not hold the same weights: {', '.join(changed)[:500]}", fix="use another model")

@@ -8,9 +8,9 @@ from fnmatch import fnmatch
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path, PurePosixPath
 
+from agentrl.base.files import sha256_file
 from agentrl.errors import UserError
-from agentrl.files import sha256_file
-from agentrl.weights.model_folder import read_json
+from agentrl.version.model_folder import read_json
 
 PACKAGE = "package:"
 _KINDS = "a Hugging Face folder, a GGUF file, or package:NAME"

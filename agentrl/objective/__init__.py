@@ -5,6 +5,6 @@ directly; this package itself imports nothing heavy.
 """
 
 from agentrl.objective.advantages import GroupAdvantages, batch_advantages
-from agentrl.objective.samples import Assembled, assemble, counted_samples
+from agentrl.objective.samples import AssembledBatch, assemble, counted_samples
 
-__all__ = ["Assembled", "GroupAdvantages", "assemble", "batch_advantages", "counted_samples"]
+__all__ = ["AssembledBatch", "GroupAdvantages", "assemble", "batch_advantages", "counted_samples"]

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from agentrl import parts
-from agentrl.causes import location, short
+from agentrl.base.error_text import one_line_error, raise_location
+from agentrl.base.scores import all_equal, all_negligible
+from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import PluginError
+from agentrl.plugins import parts
 from agentrl.protocols import AdvantageEstimator
-from agentrl.recipe import ObjectiveConfig
 from agentrl.records import Group
-from agentrl.scores import alike, negligible
 
 STD_EPS = 1e-4
 
@@ -27,11 +27,11 @@ class GroupAdvantages:
     """Advantages of one group, aligned with `Group.episodes`; either every counted episode has one or none does."""
 
     values: tuple[float | None, ...]  # [E] None where the episode is left out or unscored
-    dropped: str = ""  # why the group has no learning signal; empty when it has one
+    drop_reason: str = ""  # why the group has no learning signal; empty when it has one
 
     @property
     def useful(self) -> bool:
-        return not self.dropped
+        return not self.drop_reason
 
 
 Groups = Sequence[Sequence[float]]
@@ -96,7 +96,7 @@ def batch_advantages(
 
     Episodes that are unscored, or left out for an infrastructure or task failure, get None and count in no mean. A group is
     dropped, with the reason, when fewer than `min_group_size` episodes count, when a score is infinite, or when all its advantages
-    would be zero up to rounding (`agentrl.scores`): with a group baseline when all its scores are equal, with a batch baseline when all
+    would be zero up to rounding (`agentrl.base.scores`): with a group baseline if its scores are equal, with a batch baseline if all
     scores of the batch are.
 
     Args:
@@ -111,9 +111,9 @@ def batch_advantages(
     estimates = _estimate(usable, objective)
     advantages = []
     for group, some, reason, estimate in zip(groups, scores, reasons, estimates, strict=True):
-        empty = reason or ("" if objective.advantage == "gae" or not negligible(estimate.values(), some.values()) else "all_equal")
+        empty = reason or ("" if objective.advantage == "gae" or not all_negligible(estimate.values(), some.values()) else "all_equal")
         values = tuple(None if empty or index not in some else estimate[index] for index in range(len(group.episodes)))
-        advantages.append(GroupAdvantages(values=values, dropped=empty))
+        advantages.append(GroupAdvantages(values=values, drop_reason=empty))
     return advantages
 
 
@@ -134,15 +134,15 @@ def _refusal(scores: Mapping[int, float], min_group_size: int) -> str:
     return ""
 
 
-def estimator(objective: ObjectiveConfig) -> AdvantageEstimator:
+def load_estimator(objective: ObjectiveConfig) -> AdvantageEstimator:
     """The estimator that a recipe names. Raises `PluginError` for one that does not resolve or does not fulfil the protocol."""
     ours = objective.advantage in parts.ADVANTAGE.shipped
     options = {"normalize_std": objective.divides_by_std} if ours else objective.advantage_options
-    found: AdvantageEstimator = parts.load(parts.ADVANTAGE, objective.advantage, options)
+    found: AdvantageEstimator = parts.load_part(parts.ADVANTAGE, objective.advantage, options)
     return found
 
 
-def checked(made: object, groups: Groups) -> list[list[float]]:
+def check_advantages(made: object, groups: Groups) -> list[list[float]]:
     """What an estimator gave for these groups, as lists of floats. Raises `ValueError` saying what is wrong with its shape."""
     if not isinstance(made, Sequence) or len(made) != len(groups):
         raise ValueError(f"{len(groups)} groups want {len(groups)} lists, not {_shape(made)}")
@@ -165,7 +165,7 @@ def _shape(value: object) -> str:
 def _estimate(groups: Sequence[Mapping[int, float]], objective: ObjectiveConfig) -> list[dict[int, float]]:
     """Advantages of each group, aligned with its scores; groups without scores stay empty."""
     scores = [list(some.values()) for some in groups if some]
-    found = iter(_called(estimator(objective), scores, objective.advantage) if scores else [])
+    found = iter(_called(load_estimator(objective), scores, objective.advantage) if scores else [])
     return [dict(zip(some, next(found), strict=True)) if some else {} for some in groups]
 
 
@@ -173,9 +173,9 @@ def _called(function: AdvantageEstimator, scores: list[list[float]], name: str) 
     if name in parts.ADVANTAGE.shipped:
         return [list(values) for values in function(scores)]
     try:
-        return checked(function(scores), scores)
+        return check_advantages(function(scores), scores)
     except Exception as error:
-        told = f"{short(error)} ({location(error)})"
+        told = f"{one_line_error(error)} ({raise_location(error)})"
         raise PluginError(f"objective.advantage {name!r} failed on {len(scores)} groups: {told}", fix="correct it there") from error
 
 
@@ -201,7 +201,7 @@ def _without_itself(scores: Sequence[float], normalize_std: bool) -> list[float]
 
 def _scaled(centred: list[float], scores: Sequence[float], normalize_std: bool) -> list[float]:
     """Divides by the sample standard deviation of the scores. Scores that are equal up to rounding give exact zeros."""
-    if alike(scores):
+    if all_equal(scores):
         return [0.0] * len(scores)
     scale = sample_std(scores) + STD_EPS if normalize_std else 1.0
     return [value / scale for value in centred]

@@ -35,22 +35,22 @@ from statistics import fmean
 
 from agentrl.records import Trajectory
 
-Key = tuple[str, int, int, tuple[int, ...], tuple[float, ...]]
+TurnKey = tuple[str, int, int, tuple[int, ...], tuple[float, ...]]
 """What identifies a sampled turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class CreditedTrajectory:
     """One trajectory that counts, with the credit of each of its turns."""
 
     episode_id: str
-    number: int  # of the trajectory in its episode
+    index: int  # of the trajectory in its episode
     trajectory: Trajectory
     credit: Sequence[float]  # [turn] advantage, or reward
     trains: Sequence[bool] = ()  # [turn] whether its tokens are trained here; empty: all are
 
 
-def trained_once(lines: Sequence[Line], *, mean: bool) -> list[Line]:
+def assign_shared_turns(lines: Sequence[CreditedTrajectory], *, mean: bool) -> list[CreditedTrajectory]:
     """The lines with `trains` set so that every sampled turn is trained in the first line with it; lines that train none are dropped.
 
     Args:
@@ -59,14 +59,14 @@ def trained_once(lines: Sequence[Line], *, mean: bool) -> list[Line]:
     """
     if not any(line.trajectory.inherited for line in lines):
         return list(lines)
-    credits: dict[Key, list[float]] = {}
+    credits: dict[TurnKey, list[float]] = {}
     for line in lines:
         for number, value in enumerate(line.credit):
-            credits.setdefault(turn_key(line.episode_id, line.number, line.trajectory, number), []).append(value)
-    trained: set[Key] = set()
+            credits.setdefault(turn_key(line.episode_id, line.index, line.trajectory, number), []).append(value)
+    trained: set[TurnKey] = set()
     kept = []
     for line in lines:
-        keys = [turn_key(line.episode_id, line.number, line.trajectory, number) for number in range(len(line.credit))]
+        keys = [turn_key(line.episode_id, line.index, line.trajectory, number) for number in range(len(line.credit))]
         trains = [key not in trained for key in keys]
         trained.update(keys)
         credit = [fmean(credits[key]) for key in keys] if mean else line.credit
@@ -75,7 +75,7 @@ def trained_once(lines: Sequence[Line], *, mean: bool) -> list[Line]:
     return kept
 
 
-def turn_key(episode_id: str, place: int, trajectory: Trajectory, number: int) -> Key:
+def turn_key(episode_id: str, place: int, trajectory: Trajectory, number: int) -> TurnKey:
     """Identifies turn `number` of the trajectory at `place` by the episode that sampled it and by its tokens, since an id may have been
     started twice.
 

@@ -32,19 +32,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from agentrl.base.scores import all_equal
+from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import RecipeError
 from agentrl.objective.advantages import STD_EPS, sample_std
-from agentrl.objective.branches import Key, turn_key
-from agentrl.recipe import ObjectiveConfig
+from agentrl.objective.branches import TurnKey, turn_key
 from agentrl.records import ScoredEpisode, Trajectory
-from agentrl.scores import alike
 
 Credit = dict[str, list[list[float]]]
 """Episode id -> [trajectory][turn]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
+class CountedEpisode:
     """An episode that counts."""
 
     scored: ScoredEpisode
@@ -52,11 +52,11 @@ class Rollout:
     advantage: float
 
     @property
-    def lines(self) -> Sequence[Trajectory]:
+    def trajectories(self) -> Sequence[Trajectory]:
         return self.scored.episode.trajectories
 
 
-def branch_credit(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Credit:
+def branch_credit(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> Credit:
     """What every turn of a group's rollouts is given; NaN where the arithmetic leaves the range of a float.
 
     Raises `RecipeError` where `objective.credit` needs what a score does not say.
@@ -68,16 +68,16 @@ def branch_credit(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Cr
             return _spread(rollouts, _by_role(rollouts, objective))
         if objective.credit == "counterfactual":
             return _spread(rollouts, _counterfactual(rollouts, objective))
-        shares = [max(1, sum(map(_sampled, one.lines))) if objective.credit == "branches" else 1 for one in rollouts]
-        return _spread(rollouts, [[one.advantage / share] * len(one.lines) for one, share in zip(rollouts, shares, strict=True)])
+        shares = [max(1, sum(map(_sampled, one.trajectories))) if objective.credit == "branches" else 1 for one in rollouts]
+        return _spread(rollouts, [[one.advantage / share] * len(one.trajectories) for one, share in zip(rollouts, shares, strict=True)])
     except OverflowError:  # of math.fsum, and of a square
-        return _spread(rollouts, [[math.nan] * len(one.lines) for one in rollouts])
+        return _spread(rollouts, [[math.nan] * len(one.trajectories) for one in rollouts])
 
 
-def _spread(rollouts: Sequence[Rollout], values: Sequence[Sequence[float]]) -> Credit:
+def _spread(rollouts: Sequence[CountedEpisode], values: Sequence[Sequence[float]]) -> Credit:
     """The value of a trajectory on each of its turns."""
     return {
-        one.scored.episode.id: [[value] * len(line.turns) for line, value in zip(one.lines, found, strict=True)]
+        one.scored.episode.id: [[value] * len(line.turns) for line, value in zip(one.trajectories, found, strict=True)]
         for one, found in zip(rollouts, values, strict=True)
     }
 
@@ -86,11 +86,11 @@ def _sampled(line: Trajectory) -> bool:
     return any(turn.completion_ids for turn in line.turns)
 
 
-def _by_role(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> list[list[float]]:
-    scores = [_own_scores(one) if objective.credit == "verifier" else [one.score] * len(one.lines) for one in rollouts]
-    made = [[0.0] * len(one.lines) for one in rollouts]
-    for role in sorted({line.agent for one in rollouts for line in one.lines}):
-        places = [[at for at, line in enumerate(one.lines) if line.agent == role and _sampled(line)] for one in rollouts]
+def _by_role(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> list[list[float]]:
+    scores = [_own_scores(one) if objective.credit == "verifier" else [one.score] * len(one.trajectories) for one in rollouts]
+    made = [[0.0] * len(one.trajectories) for one in rollouts]
+    for role in sorted({line.agent for one in rollouts for line in one.trajectories}):
+        places = [[at for at, line in enumerate(one.trajectories) if line.agent == role and _sampled(line)] for one in rollouts]
         for number, advantages in _against_role(scores, places, objective).items():
             for at, value in zip(places[number], advantages, strict=True):
                 made[number][at] = value
@@ -101,7 +101,7 @@ def _against_role(scores: Sequence[Sequence[float]], places: Sequence[Sequence[i
     """Rollout -> advantages of its trajectories of one role, which are at `places` in it."""
     given = {number: [scores[number][at] for at in found] for number, found in enumerate(places) if found}
     every = [score for some in given.values() for score in some]
-    if not every or alike(every):
+    if not every or all_equal(every):
         return {number: [0.0] * len(some) for number, some in given.items()}
     means = {number: fmean(some) for number, some in given.items()}
     mean, n = fmean(means.values()), len(means)
@@ -115,13 +115,13 @@ def _against_role(scores: Sequence[Sequence[float]], places: Sequence[Sequence[i
     }
 
 
-def _own_scores(one: Rollout) -> list[float]:
+def _own_scores(one: CountedEpisode) -> list[float]:
     """What each trajectory is worth by itself: v_ib, or s_i."""
     judged = _said(one, one.scored.score.branches, "branches")
     return [one.score if value is None else value for value in judged]
 
 
-def _counterfactual(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> list[list[float]]:
+def _counterfactual(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> list[list[float]]:
     scale, made = _deviation([one.score for one in rollouts], objective), []
     for one in rollouts:
         value, without = one.scored.score.value, _said(one, one.scored.score.without, "without")
@@ -130,19 +130,19 @@ def _counterfactual(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> 
     return made
 
 
-def _said(one: Rollout, given: Sequence[float | None], name: str) -> Sequence[float | None]:
+def _said(one: CountedEpisode, given: Sequence[float | None], name: str) -> Sequence[float | None]:
     """What the score says of each trajectory. One that is alone needs nothing said."""
-    if not given and sum(map(_sampled, one.lines)) > 1:
+    if not given and sum(map(_sampled, one.trajectories)) > 1:
         raise RecipeError(
             f"objective.credit: the score of episode {one.scored.episode.id}, which has several trajectories, has no {name}",
             fix=f"return Score({name}=...) from the verifier, a number or None for each trajectory, or set objective.credit=episode",
         )
-    return given or [None] * len(one.lines)
+    return given or [None] * len(one.trajectories)
 
 
-def _siblings(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Credit:
+def _siblings(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> Credit:
     """The rollouts that share each turn, against those that shared the way to it."""
-    sharing: dict[Key, set[int]] = {}
+    sharing: dict[TurnKey, set[int]] = {}
     for number, one in enumerate(rollouts):
         for key in _keys(one).values():
             sharing.setdefault(key, set()).add(number)
@@ -152,7 +152,7 @@ def _siblings(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Credit
     for one in rollouts:
         above: dict[tuple[int, int], set[int]] = {}  # turn -> P of it
         keys = _keys(one)
-        made[one.scored.episode.id] = [[0.0] * len(line.turns) for line in one.lines]
+        made[one.scored.episode.id] = [[0.0] * len(line.turns) for line in one.trajectories]
         for place, key in keys.items():  # parents stand before their children
             before = _before(one, place)
             shared = sharing[key]
@@ -164,16 +164,16 @@ def _siblings(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Credit
     return made
 
 
-def _keys(one: Rollout) -> dict[tuple[int, int], Key]:
+def _keys(one: CountedEpisode) -> dict[tuple[int, int], TurnKey]:
     """(trajectory, turn) -> what identifies the turn over the rollouts that share it."""
     episode = one.scored.episode
-    return {(at, turn): turn_key(episode.id, at, line, turn) for at, line in enumerate(one.lines) for turn in range(len(line.turns))}
+    return {(at, turn): turn_key(episode.id, at, line, turn) for at, line in enumerate(one.trajectories) for turn in range(len(line.turns))}
 
 
-def _before(one: Rollout, place: tuple[int, int]) -> tuple[int, int] | None:
+def _before(one: CountedEpisode, place: tuple[int, int]) -> tuple[int, int] | None:
     """The turn that a turn follows, in its trajectory or in that of its parent."""
     at, turn = place
-    parent = one.lines[at].parent
+    parent = one.trajectories[at].parent
     if turn:
         return at, turn - 1
     return None if parent is None else (parent.trajectory, parent.turn)
@@ -181,7 +181,7 @@ def _before(one: Rollout, place: tuple[int, int]) -> tuple[int, int] | None:
 
 def _difference(one: float, other: float) -> float:
     """Exactly zero if two scores are equal up to rounding."""
-    return 0.0 if alike((one, other)) else one - other
+    return 0.0 if all_equal((one, other)) else one - other
 
 
 def _mean(scores: Sequence[float], numbers: set[int]) -> float:
@@ -190,12 +190,12 @@ def _mean(scores: Sequence[float], numbers: set[int]) -> float:
 
 def _deviation(scores: Sequence[float], objective: ObjectiveConfig) -> float:
     """sigma of scores, one for each rollout."""
-    if not objective.divides_by_std or alike(scores):
+    if not objective.divides_by_std or all_equal(scores):
         return 1.0
     return sample_std(scores) + STD_EPS
 
 
-def penalized(scored: ScoredEpisode, penalties: Mapping[str, float]) -> float:
+def penalized_score(scored: ScoredEpisode, penalties: Mapping[str, float]) -> float:
     """s_i: an episode's score less its penalty."""
     assert scored.score.value is not None, "it counts"
     return scored.score.value - penalties.get(scored.episode.id, 0.0)

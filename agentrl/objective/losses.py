@@ -53,7 +53,7 @@ def cispo(tokens: LossTokens) -> Surrogate:
     return clipped_weight(tokens.log_ratio, tokens.logprobs, tokens.advantages, low=tokens.clip_low, high=tokens.clip_high)
 
 
-def checked(made: object, tokens: LossTokens, name: str) -> Surrogate:
+def check_surrogate(made: object, tokens: LossTokens, name: str) -> Surrogate:
     """What a loss gave, if it is two tensors of the tokens' shape, the second of them bool. Raises `PluginError` naming the loss."""
     if not isinstance(made, tuple) or len(made) != 2 or not all(isinstance(one, Tensor) for one in made):
         wrong = f"a {type(made).__name__}" + (f" of {', '.join(type(one).__name__ for one in made)}" if isinstance(made, tuple) else "")

@@ -16,7 +16,7 @@ SUM_NAMES = (
 MAX_NAMES = ("ratio", "inverse_ratio", "mismatch")
 
 
-def statistics(
+def token_statistics(
     log_ratio: Tensor,
     *,
     clipped: Tensor,
@@ -105,7 +105,7 @@ def summarize(sums: Tensor, maxima: Tensor, *, with_reference: bool = False) -> 
     }
 
 
-def over_steps(passes: Sequence[Mapping[str, float]], tokens: Sequence[int]) -> dict[str, float]:
+def combine_steps(passes: Sequence[Mapping[str, float]], tokens: Sequence[int]) -> dict[str, float]:
     """Metrics of a batch from those of its optimizer steps: means weighted by the steps' `tokens`, and extremes of extremes.
 
     Values that are not finite are left out, as are metrics that no step has.

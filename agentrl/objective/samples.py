@@ -10,29 +10,29 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from agentrl.base.scores import all_negligible
+from agentrl.config.recipe import ObjectiveConfig, Recipe
 from agentrl.errors import RecipeError
 from agentrl.objective.advantages import GroupAdvantages, batch_advantages
-from agentrl.objective.branches import Line, trained_once
-from agentrl.objective.credit import Rollout, branch_credit, penalized
+from agentrl.objective.branches import CreditedTrajectory, assign_shared_turns
+from agentrl.objective.credit import CountedEpisode, branch_credit, penalized_score
 from agentrl.objective.staleness import staleness_weight
 from agentrl.objective.turns import turn_advantages
-from agentrl.recipe import ObjectiveConfig, Recipe
 from agentrl.records import Batch, Episode, Group, Sample, Trajectory
-from agentrl.sampling import Supports
-from agentrl.scores import negligible
+from agentrl.records.sampling import Supports
 
 _LARGEST = 3.4028234663852886e38  # largest float32, the dtype of the loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assembled:
+class AssembledBatch:
     """A batch, and why some of its groups have no samples."""
 
     batch: Batch
-    dropped: Mapping[int, str]  # group index -> reason
+    drop_reasons: Mapping[int, str]  # group index -> reason
 
 
-def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: Mapping[str, float] | None = None) -> Assembled:
+def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: Mapping[str, float] | None = None) -> AssembledBatch:
     """One sample per trajectory of every episode that counts, and the reason for each group without samples.
 
     A group with a score or logprob that is not finite, or with a trajectory that starts without a prompt or exceeds the policy's
@@ -62,7 +62,7 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
         denominator=sum(sum(sample.loss_mask) for sample in samples),
         group_indices=tuple(group.index for group in groups),
     )
-    return Assembled(batch=batch, dropped=dropped)
+    return AssembledBatch(batch=batch, drop_reasons=dropped)
 
 
 def counted_samples(groups: Sequence[Group], *, longest: int | None = None) -> tuple[Sample, ...]:
@@ -108,28 +108,28 @@ def _group_samples(
     group: Group, estimate: GroupAdvantages, objective: ObjectiveConfig, step: int, penalties: Mapping[str, float]
 ) -> tuple[list[Sample], str]:
     """Samples of a group, or the reason why it has none. Credit for turns or branches can make a group with equal scores useful."""
-    if estimate.dropped and estimate.dropped != "all_equal":
-        return [], estimate.dropped
+    if estimate.drop_reason and estimate.drop_reason != "all_equal":
+        return [], estimate.drop_reason
     turns = _turn_parts(group, objective)
     rollouts = [
-        Rollout(scored=scored, score=penalized(scored, penalties), advantage=value or 0.0)
+        CountedEpisode(scored=scored, score=penalized_score(scored, penalties), advantage=value or 0.0)
         for scored, value in zip(group.episodes, estimate.values, strict=True)
         if not scored.episode.left_out and scored.score.value is not None
     ]
     given = {} if objective.advantage == "gae" else branch_credit(rollouts, objective)
     credits = [value for made in (turns, given) for one in made.values() for line in one for value in line]
-    if objective.advantage != "gae" and negligible(credits, [one.score for one in rollouts]):
+    if objective.advantage != "gae" and all_negligible(credits, [one.score for one in rollouts]):
         return [], "all_equal"
     lines = []
     for one in rollouts:
         name = one.scored.episode.id
-        for number, trajectory in enumerate(one.lines):
+        for number, trajectory in enumerate(one.trajectories):
             if any(turn.completion_ids for turn in trajectory.turns):
                 parts = [objective.turn_coef * part for part in turns[name][number]] if turns else [0.0] * len(trajectory.turns)
                 whole = given[name][number] if given else _at_the_end(trajectory, one.advantage)
                 credit = [value + part for value, part in zip(whole, parts, strict=True)]
-                lines.append(Line(episode_id=name, number=number, trajectory=trajectory, credit=credit))
-    samples = [_credited(line, group.index, objective, step) for line in trained_once(lines, mean=objective.advantage != "gae")]
+                lines.append(CreditedTrajectory(episode_id=name, index=number, trajectory=trajectory, credit=credit))
+    samples = [_credited(line, group.index, objective, step) for line in assign_shared_turns(lines, mean=objective.advantage != "gae")]
     return samples, "" if samples else "no_sampled_token"
 
 
@@ -139,7 +139,7 @@ def _at_the_end(trajectory: Trajectory, score: float) -> list[float]:
     return [score if number == last else 0.0 for number in range(len(trajectory.turns))]
 
 
-def _credited(line: Line, group_index: int, objective: ObjectiveConfig, step: int) -> Sample:
+def _credited(line: CreditedTrajectory, group_index: int, objective: ObjectiveConfig, step: int) -> Sample:
     rewards = objective.advantage == "gae"
     sample = _sample(line.episode_id, group_index, line.trajectory, line.credit, trains=line.trains, rewards=rewards)
     return sample if rewards else _aged(sample, step, objective.staleness_decay)
@@ -215,7 +215,7 @@ def _sample(
         versions=tuple(versions),
         advantages=() if rewards else tuple(credits),
         rewards=tuple(credits) if rewards else (),
-        supports=Supports.joined(supports),
+        supports=Supports.join(supports),
     )
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from agentrl.causes import location, short
+from agentrl.base.error_text import one_line_error, raise_location
+from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import PluginError
-from agentrl.objective.advantages import checked, estimator
+from agentrl.objective.advantages import check_advantages, load_estimator
 from agentrl.protocols import AdvantageEstimator
-from agentrl.recipe import ObjectiveConfig
 
 
 def try_estimator(objective: ObjectiveConfig, *, group_size: int) -> None:
@@ -23,7 +23,7 @@ def try_estimator(objective: ObjectiveConfig, *, group_size: int) -> None:
     """
     size = max(group_size, 2)
     groups = [[float(member % 2) for member in range(size)], [1.0] * size, [member / size for member in range(size - 1)]]
-    name, function = objective.advantage, estimator(objective)
+    name, function = objective.advantage, load_estimator(objective)
     first, second = (_answer(function, name, groups) for _ in range(2))
     if not all(math.isfinite(value) for values in first for value in values):
         raise _wrong(name, groups, f"it gave {first}, which is not finite", "give 0 where the scores of a group are all equal")
@@ -35,9 +35,9 @@ def _answer(function: AdvantageEstimator, name: str, groups: Sequence[Sequence[f
     try:
         made = function([list(scores) for scores in groups])
     except (Exception, SystemExit) as error:
-        raise _wrong(name, groups, f"it raised {short(error)} ({location(error)})", "correct it there") from error
+        raise _wrong(name, groups, f"it raised {one_line_error(error)} ({raise_location(error)})", "correct it there") from error
     try:
-        return checked(made, groups)
+        return check_advantages(made, groups)
     except ValueError as error:
         raise _wrong(name, groups, str(error), "give a list for each group, with a float for each of its scores") from error
 
@@ -55,9 +55,9 @@ def try_loss(objective: ObjectiveConfig) -> None:
     import torch
 
     from agentrl.objective import losses
-    from agentrl.objective.combined import loss_of
+    from agentrl.objective.policy_loss import load_loss
 
-    name, function = objective.loss, loss_of(objective)
+    name, function = objective.loss, load_loss(objective)
     for count in (5, 0):
         logprobs = torch.linspace(-2.0, -0.1, count, requires_grad=True)
         given = losses.LossInput(
@@ -71,13 +71,13 @@ def try_loss(objective: ObjectiveConfig) -> None:
             cap=objective.is_cap if objective.caps_ratio else math.inf,
         )
         try:
-            gain, _ = losses.checked(function(given), given, name)
+            gain, _ = losses.check_surrogate(function(given), given, name)
             if gain.requires_grad:
                 gain.sum().backward()  # type: ignore[no-untyped-call]
         except PluginError as error:
             raise PluginError(f"{error.message}, tried on {count} tokens", fix=error.fix) from error
         except (Exception, SystemExit) as error:
-            raise _failed(name, count, f"it raised {short(error)} ({location(error)})", "correct it there") from error
+            raise _failed(name, count, f"it raised {one_line_error(error)} ({raise_location(error)})", "correct it there") from error
         if not gain.isfinite().all():
             raise _failed(name, count, f"it gave {gain.tolist()}, which is not finite", "keep every token's term finite")
         if logprobs.grad is None or (count and not logprobs.grad.any()):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from agentrl.base.scores import all_equal
 from agentrl.objective.advantages import STD_EPS, sample_std
-from agentrl.scores import alike
 
 TurnRewards = Sequence[Sequence[float]]  # [trajectory][turn]
 
@@ -25,7 +25,7 @@ def turn_advantages(rewards: Sequence[TurnRewards], *, normalize_std: bool) -> l
         normalize_std: divide by the standard deviation (n - 1) of R.
     """
     flat = [reward for episode in rewards for trajectory in episode for reward in trajectory]
-    if alike(flat):
+    if all_equal(flat):
         return [[[0.0] * len(trajectory) for trajectory in episode] for episode in rewards]
     mean = sum(flat) / len(flat)
     try:

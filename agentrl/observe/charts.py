@@ -63,7 +63,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class DrawnSeries:
     """A series as it is drawn: SVG paths, and marks."""
 
     label: str
@@ -84,7 +84,7 @@ class Chart:
     height: int
     y_ticks: tuple[Tick, ...]
     x_ticks: tuple[Tick, ...]
-    series: tuple[Drawn, ...]
+    series: tuple[DrawnSeries, ...]
 
     @property
     def left(self) -> int:
@@ -138,10 +138,10 @@ def _steps(frame: Frame, low: float, high: float) -> tuple[Tick, ...]:
     return tuple(Tick(at=frame.x(x), label=f"{x:g}") for x in (first + n * every for n in range(count)))
 
 
-def _drawn(frame: Frame, series: Series, y_format: Format, x_name: str) -> Drawn:
+def _drawn(frame: Frame, series: Series, y_format: Format, x_name: str) -> DrawnSeries:
     joined = series.line and len(series.points) > 1
     marked = series.points if not series.line or len(series.points) <= 60 else ()
-    return Drawn(
+    return DrawnSeries(
         label=series.label,
         color=series.color,
         line=series.line,

@@ -30,7 +30,7 @@ LONGER = 0.2  # of the length before
 DISAGREEMENT = "judge_disagreement"
 
 
-def alarms(steps: Steps) -> list[str]:
+def drift_alerts(steps: Steps) -> list[str]:
     """What began with the newest of these steps, a sentence each with the rule's name."""
     return [f"drift ({name}): {text}" for name, rule in RULES.items() if (text := rule(steps)) and not rule(steps[:-1])]
 

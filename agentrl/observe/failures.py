@@ -8,7 +8,7 @@ from typing import Any
 
 from agentrl.observe.charts import Chart, Series, line_chart
 from agentrl.observe.tables import Table
-from agentrl.observe.transcripts import Attempt, shown_failure
+from agentrl.observe.transcripts import ShownEpisode, show_failure
 
 _COLORS = ("c1", "c2", "c3", "c4")
 _TAGS_DRAWN = len(_COLORS)
@@ -18,13 +18,13 @@ _SIZE = (1030, 240)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failures:
+class FailuresSection:
     """One section of the report."""
 
     note: str
     chart: Chart | None  # share of training episodes with each of the most frequent tags, by step
     tables: tuple[Table, ...]  # failures by tag: of phases, and of versions
-    examples: tuple[Attempt, ...]
+    examples: tuple[ShownEpisode, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class _Line:
     tags: Mapping[str, int]
 
 
-def told(failures: Mapping[str, Any]) -> Failures | None:
+def failures_section(failures: Mapping[str, Any]) -> FailuresSection | None:
     """The section; None when nothing failed, or nothing was captured."""
     tags = _numbers(failures.get("tags"))
     if not tags:
@@ -49,12 +49,12 @@ def told(failures: Mapping[str, Any]) -> Failures | None:
     examples = [
         one for one in (listed if isinstance(listed, list) else ()) if isinstance(one, dict) and isinstance(one.get("messages"), list)
     ]
-    return Failures(
+    return FailuresSection(
         note=f"{sum(tags.values()):,} episodes of training and evaluations failed. The first thing that went wrong in each, as rules"
         f" or people name it; {kept:,} traces are kept, {dropped:,} made room. agentrl failures shows them.",
         chart=_chart(steps, names[:_TAGS_DRAWN]),
         tables=tuple(table for table in (_table("phase", phases, names), _table("version, in training", versions, names)) if table.rows),
-        examples=tuple(map(shown_failure, examples[:_EXAMPLES])),
+        examples=tuple(map(show_failure, examples[:_EXAMPLES])),
     )
 
 

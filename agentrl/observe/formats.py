@@ -9,28 +9,28 @@ from agentrl.observe.stats import Rate
 Format = Callable[[float], str]
 
 
-def on_a_scale(rate: Rate | None) -> bool:
+def in_unit_interval(rate: Rate | None) -> bool:
     """Whether a rate and its interval lie between 0 and 1; so does one that there is not."""
     return rate is None or (rate.ci_low >= 0 and rate.ci_high <= 1)
 
 
-def rate(value: Rate | None) -> str:
+def format_rate(value: Rate | None) -> str:
     if value is None:
         return "n/a"
-    return f"{100 * value.value:.1f}%" if on_a_scale(value) else f"{value.value:.3f}"
+    return f"{100 * value.value:.1f}%" if in_unit_interval(value) else f"{value.value:.3f}"
 
 
-def interval(value: Rate) -> str:
-    if on_a_scale(value):
+def format_interval(value: Rate) -> str:
+    if in_unit_interval(value):
         return f"{100 * value.ci_low:.1f}-{100 * value.ci_high:.1f}%"
     return f"{value.ci_low:.3f} to {value.ci_high:.3f}"
 
 
-def maybe(value: float | None, form: Format) -> str:
+def format_optional(value: float | None, form: Format) -> str:
     return "n/a" if value is None else form(value)
 
 
-def short(value: float) -> str:
+def format_count(value: float) -> str:
     """1,234; 12.3k; 4.56M; 7.89B."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
         if value >= size:
@@ -38,7 +38,7 @@ def short(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.foreign import content
+from agentrl.base.untrusted_files import read_bytes
 from agentrl.observe.charts import Chart, Series, line_chart
-from agentrl.observe.rundata import parse
-from agentrl.observe.transcripts import Attempt, shown_between
+from agentrl.observe.rundata import parse_object
+from agentrl.observe.transcripts import ShownEpisode, show_versions
 
 Line = dict[str, Any]
 _SIZE = (1030, 240)
@@ -24,7 +24,7 @@ _REASON = 600  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class GateRow:
     """One version at the gate."""
 
     version: int
@@ -35,31 +35,31 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Regressed:
+class RegressedCase:
     """A case that went wrong: an episode of the reference, and one of the version that was refused."""
 
     title: str
-    episodes: tuple[Attempt, ...]
+    episodes: tuple[ShownEpisode, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GateStory:
+class GateSection:
     """What the report says of the gate; without rows there was none."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[GateRow, ...]
     chart: Chart | None
-    regressed: tuple[Regressed, ...]
+    regressed: tuple[RegressedCase, ...]
     notes: tuple[str, ...]  # what could not be read
 
 
-def read_gate(run_dir: Path) -> GateStory:
+def read_gate_section(run_dir: Path) -> GateSection:
     """The story of a run's gate. What cannot be read becomes a note."""
     notes: list[str] = []
     folder = run_dir / "gate"
     numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
     verdicts = [found for number in numbers if (found := _verdict(folder, number, notes)) is not None]
     regressed = [one for verdict in reversed(verdicts) for one in _regressed(folder, verdict, notes)]
-    return GateStory(
+    return GateSection(
         rows=tuple(_row(one) for one in verdicts), chart=_chart(verdicts), regressed=tuple(regressed[:_PAIRS_SHOWN]), notes=tuple(notes)
     )
 
@@ -75,7 +75,7 @@ def _verdict(folder: Path, number: int, notes: list[str]) -> Line | None:
     return found
 
 
-def _row(verdict: Line) -> Row:
+def _row(verdict: Line) -> GateRow:
     figures = _of(verdict, "figures")
     rate, low, high = (_number(figures.get(name)) for name in ("pass_at_1", "low", "high"))
     shown = "none scored" if rate is None else f"{rate:.1%}"
@@ -87,7 +87,7 @@ def _row(verdict: Line) -> Row:
     tokens, attempts, turns = (_number(figures.get(name)) for name in ("tokens", "attempts", "turns"))
     cost = f"{tokens / attempts:.0f} tokens, {turns or 0:.1f} turns" if tokens is not None and attempts else ""
     cost += f"; {took:.1f} s in all" if cost and took else ""
-    return Row(
+    return GateRow(
         version=verdict["version"],
         outcome=str(verdict.get("outcome", "")),
         rate=shown,
@@ -119,7 +119,7 @@ def _chart(verdicts: list[Line]) -> Chart | None:
     )
 
 
-def _regressed(folder: Path, verdict: Line, notes: list[str]) -> Iterator[Regressed]:
+def _regressed(folder: Path, verdict: Line, notes: list[str]) -> Iterator[RegressedCase]:
     named = verdict.get("regressions")
     found = [one for one in named if isinstance(one, dict)] if isinstance(named, list) else []
     reference = verdict.get("reference")
@@ -131,9 +131,9 @@ def _regressed(folder: Path, verdict: Line, notes: list[str]) -> Iterator[Regres
         before, after = theirs.get(str(one.get("before_episode"))), ours.get(str(one.get("episode")))
         if before is not None and after is not None:
             turn = f", which part at turn {one['turn']}" if isinstance(one.get("turn"), int) else ""
-            yield Regressed(
+            yield RegressedCase(
                 title=f"version {verdict['version']} was {verdict.get('outcome', '')}: case {one.get('case', '')}{turn}",
-                episodes=shown_between(f"version {reference}, passed", before, f"version {verdict['version']}, did not", after),
+                episodes=show_versions(f"version {reference}, passed", before, f"version {verdict['version']}, did not", after),
             )
 
 
@@ -148,8 +148,8 @@ def _lines(path: Path, notes: list[str]) -> Iterator[Line]:
     if path.stat().st_size > _LARGEST:
         notes.append(f"{path.parent.name}/{path.name} is larger than {_LARGEST >> 20} MiB and left out")
         return
-    for text in content(path, most=_LARGEST, inside=path.parent).decode("utf-8", "replace").split("\n"):
-        if (line := parse(text)) is not None:
+    for text in read_bytes(path, most=_LARGEST, inside=path.parent).decode("utf-8", "replace").split("\n"):
+        if (line := parse_object(text)) is not None:
             yield line
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.files import write
+from agentrl.base.files import write_atomically
 from agentrl.observe.charts import Chart, Series, line_chart
 from agentrl.observe.markup import render
 from agentrl.observe.tables import Table
@@ -15,7 +15,7 @@ _SIZE = (1030, 240)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class HistoryRow:
     """One evaluation of a suite. Of an attempt: `tokens` sampled, `turns`, `seconds`."""
 
     of: str  # the run or model, with its version
@@ -36,11 +36,11 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+class SuiteHistory:
     """The evaluations of one suite."""
 
     suite: str
-    rows: tuple[Evaluation, ...]
+    rows: tuple[HistoryRow, ...]
 
     @property
     def by_version(self) -> bool:
@@ -91,13 +91,13 @@ class History:
         return Table(title="of", columns=columns, rows=tuple((row.of, _cells(row)) for row in self.rows))
 
 
-def write_page(path: Path, histories: Sequence[History]) -> None:
+def write_history_page(path: Path, histories: Sequence[SuiteHistory]) -> None:
     """Writes one self-contained page."""
     drawn = [(history.suite, history.chart(), history.table()) for history in histories]
-    write(path, render("history.html", histories=drawn))
+    write_atomically(path, render("history.html", histories=drawn))
 
 
-def _cells(row: Evaluation) -> tuple[str, ...]:
+def _cells(row: HistoryRow) -> tuple[str, ...]:
     rate = "-" if row.rate is None else f"{row.rate:.3f}"
     interval = "-" if row.rate is None else f"[{row.low:.3f}, {row.high:.3f}]"
     several = f"{row.pass_at_k:.3f} (k={row.k})" if row.k > 1 and row.pass_at_k is not None else "-"

@@ -35,7 +35,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {"rate": formats.rate, "interval": formats.interval, "duration": formats.duration}
+    made.filters |= {"rate": formats.format_rate, "interval": formats.format_interval, "duration": formats.format_duration}
     return made
 
 

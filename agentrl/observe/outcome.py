@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.observe.left_out import told
+from agentrl.observe.exclusions import format_counts
 
 Line = Mapping[str, Any]  # of metrics.jsonl
 
@@ -23,7 +23,7 @@ _NO_SAMPLE = {
 }
 
 
-def problems(lines: Sequence[Line], left_out: Mapping[str, int], phases: Mapping[str, Any]) -> tuple[str, ...]:
+def run_problems(lines: Sequence[Line], left_out: Mapping[str, int], phases: Mapping[str, Any]) -> tuple[str, ...]:
     """What makes the outcome of a run worthless, a sentence each; empty when it scored and learned something.
 
     Args:
@@ -31,26 +31,26 @@ def problems(lines: Sequence[Line], left_out: Mapping[str, int], phases: Mapping
         left_out: reason -> episodes, of those steps.
         phases: what `evaluations.json` holds.
     """
-    found = [problem] if (problem := nothing_learned(lines, left_out)) else []
+    found = [problem] if (problem := why_nothing_learned(lines, left_out)) else []
     delivered, captured = _sum(lines, "tokens_delivered"), _sum(lines, "tokens_captured")
     if delivered != captured:
         found.append(f"the learner got {delivered:,} of {captured:,} sampled tokens, and every one is to be trained once")
     for phase, splits in phases.items():
         for name, split in splits.items():
             if "value" not in split:
-                why = told(split.get("left_out_reasons", {}))
+                why = format_counts(split.get("left_out_reasons", {}))
                 found.append(f"evaluation {phase}: none of {split['left_out']} episodes on {name} tasks was scored ({why})")
     return tuple(found)
 
 
-def nothing_learned(lines: Sequence[Line], left_out: Mapping[str, int]) -> str:
+def why_nothing_learned(lines: Sequence[Line], left_out: Mapping[str, int]) -> str:
     """Why some steps changed nothing; empty when one of them did, or there was none."""
     if not lines or any(line.get("weights_changed") for line in lines):
         return ""
     steps = "1 step" if len(lines) == 1 else f"{len(lines)} steps"
     episodes, unscored = _sum(lines, "episodes"), _sum(lines, "episodes_left_out")
     if episodes and unscored == episodes:
-        why = told(left_out)
+        why = format_counts(left_out)
         return f"nothing was scored: all {episodes} episodes of {steps} were left out{f' ({why})' if why else ''}"
     if not _sum(lines, "tokens_trained"):
         why = "; ".join(f"{count} groups: {words}" for key, words in _NO_SAMPLE.items() if (count := _sum(lines, key)))

@@ -10,19 +10,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.files import write
+from agentrl.base.files import write_atomically
 from agentrl.observe import failures
 from agentrl.observe.charts import Chart, Series, line_chart
-from agentrl.observe.drift import alarms
-from agentrl.observe.formats import Format, duration, interval, maybe, on_a_scale, short
-from agentrl.observe.gate import read_gate
-from agentrl.observe.left_out import printable
+from agentrl.observe.drift import drift_alerts
+from agentrl.observe.exclusions import printable_text
+from agentrl.observe.formats import Format, format_count, format_duration, format_interval, format_optional, in_unit_interval
+from agentrl.observe.gate import read_gate_section
+from agentrl.observe.learning_signal import learning_tables
 from agentrl.observe.markup import render
 from agentrl.observe.rundata import RunData, read_run
-from agentrl.observe.stats import Rate, difference
+from agentrl.observe.stats import Rate, rate_difference
 from agentrl.observe.summary import Summary
-from agentrl.observe.taught import taught_tables
-from agentrl.observe.transcripts import Attempt, choose_pairs, shown_alone, shown_pair
+from agentrl.observe.transcripts import ShownEpisode, choose_pairs, show_episode, show_pair
 
 _EPISODES_SHOWN = 6
 _SETBACKS_SHOWN = 20
@@ -49,7 +49,7 @@ class Head:
         """95% interval of `gain`."""
         if self.before is None or self.after is None:
             return None
-        low, high = difference(self.before, self.after)
+        low, high = rate_difference(self.before, self.after)
         return 100 * low, 100 * high
 
     @property
@@ -59,12 +59,12 @@ class Head:
 
     @property
     def on_a_scale(self) -> bool:
-        return on_a_scale(self.before) and on_a_scale(self.after)
+        return in_unit_interval(self.before) and in_unit_interval(self.after)
 
     @property
     def intervals(self) -> str:
         rates = (("before ", self.before), (f"{self.now} ".lstrip(), self.after))
-        return "; ".join(f"{name}{interval(rate)}, n = {rate.n}" for name, rate in rates if rate)
+        return "; ".join(f"{name}{format_interval(rate)}, n = {rate.n}" for name, rate in rates if rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ def write_report(run_dir: Path) -> Path:
     summary = run.summary
     spent = {name: seconds for name, seconds in (summary.wall_s if summary else {}).items() if seconds > 0}
     episodes_note, episodes = _episodes(run)
-    gate = read_gate(run_dir)
+    gate = read_gate_section(run_dir)
     text = render(
         "report.html",
         run=run,
@@ -110,8 +110,8 @@ def write_report(run_dir: Path) -> Path:
         kinds=_kinds(summary) if summary else [],
         compute=_compute(run),
         machinery=_machinery(run),
-        taught=taught_tables(run.taught),
-        failures=failures.told(run.failures),
+        taught=learning_tables(run.taught),
+        failures=failures.failures_section(run.failures),
         left_out=_left_out(run),
         setbacks=_setbacks(run),
         setbacks_earlier=max(len(run.setbacks) - _SETBACKS_SHOWN, 0),
@@ -123,7 +123,7 @@ def write_report(run_dir: Path) -> Path:
         packages=list(summary.versions.items()) if summary else [],
     )
     path = run_dir / "report.html"
-    write(path, text)
+    write_atomically(path, text)
     return path
 
 
@@ -153,7 +153,7 @@ def _status(summary: Summary | None) -> tuple[str, str]:
 def _sessions(summary: Summary) -> list[tuple[str, ...]]:
     """The starts of a run: number, time, steps done at the start, and how each ended. Empty if there was only one."""
     rows: list[tuple[str, ...]] = [
-        (str(number), one.began, str(one.step), one.ended, printable(one.why)[:_WHY_SHOWN])
+        (str(number), one.began, str(one.step), one.ended, printable_text(one.why)[:_WHY_SHOWN])
         for number, one in enumerate(summary.sessions, 1)
     ]
     return rows if len(rows) > 1 else []
@@ -184,12 +184,12 @@ def _tiles(summary: Summary) -> list[tuple[str, str]]:
         *([(f"{summary.attempts_cancelled:,}", "attempts cancelled")] if summary.attempts_cancelled else []),
         *_judges(summary.judges),
         (f"{summary.updates_left_out:,}", "updates left out"),
-        (short(summary.tokens_trained), "tokens trained"),
-        (maybe(summary.delivered_share, lambda value: f"{value:.4g}"), "of every sampled token delivered"),
+        (format_count(summary.tokens_trained), "tokens trained"),
+        (format_optional(summary.delivered_share, lambda value: f"{value:.4g}"), "of every sampled token delivered"),
         (f"{summary.weight_swaps:,}", "weight swaps"),
-        (maybe(summary.swap_stall_ms_p50, lambda value: f"{value:.0f} ms"), "median swap stall"),
-        (maybe(summary.swap_probe_max_abs_diff, lambda value: f"{value:.1e}"), "largest probe difference"),
-        (duration(sum(summary.wall_s.values())), "wall time"),
+        (format_optional(summary.swap_stall_ms_p50, lambda value: f"{value:.0f} ms"), "median swap stall"),
+        (format_optional(summary.swap_probe_max_abs_diff, lambda value: f"{value:.1e}"), "largest probe difference"),
+        (format_duration(sum(summary.wall_s.values())), "wall time"),
     ]
 
 
@@ -200,7 +200,7 @@ def _judges(spent: Mapping[str, float]) -> list[tuple[str, str]]:
     tokens = spent.get("prompt_tokens", 0) + spent.get("completion_tokens", 0)
     money = [(f"{spent['money']:.4g}", "money for judges")] if spent.get("money") else []
     silent = spent.get("abstained", 0) + spent.get("unreadable", 0) + spent.get("failed", 0)
-    asked = [(f"{spent.get('calls', 0):,.0f}", "questions to judges"), (short(int(tokens)), "tokens of judges"), *money]
+    asked = [(f"{spent.get('calls', 0):,.0f}", "questions to judges"), (format_count(int(tokens)), "tokens of judges"), *money]
     return [*asked, (f"{silent:,.0f}", "questions without a verdict")]
 
 
@@ -288,7 +288,7 @@ def _against(found: Sequence[tuple[str, int, tuple[tuple[float, float], ...]]], 
             y_format=lambda value: f"{value:.2f}",
             x_name="tokens",
         )
-        cards.append(Card(title=printable(split).replace("_", " ") + after, note=note, chart=chart))
+        cards.append(Card(title=printable_text(split).replace("_", " ") + after, note=note, chart=chart))
     return cards
 
 
@@ -304,7 +304,7 @@ def _machinery(run: RunData) -> list[Card]:
             {"swap_probe_max_abs_diff": "difference"},
             lambda value: f"{value:.0e}" if value else "0",
         ),
-        _small(run, "Throughput", "sampled tokens per second", {"tokens_per_s": "tokens/s"}, short),
+        _small(run, "Throughput", "sampled tokens per second", {"tokens_per_s": "tokens/s"}, format_count),
         _small(run, "Step time", "seconds from swap to swap", {"step_s": "seconds"}),
         _small(
             run, "Sandbox time", "seconds of an episode: opening, running, closing, waiting included", {"sandbox_s_per_episode": "seconds"}
@@ -341,7 +341,7 @@ def _machinery(run: RunData) -> list[Card]:
         _small(run, "Reward and audit", _drift(run), _audit(run)),
         _small(run, "Judges' disagreement", "mean over the episodes that several judged", {"judge_disagreement": "disagreement"}),
         _small(run, "Unscored", "share of the played episodes that no verifier gave a value", _unscored(run)),
-        _small(run, "Tokens by server", "sampled in a step", _replicas(run, "tokens"), short),
+        _small(run, "Tokens by server", "sampled in a step", _replicas(run, "tokens"), format_count),
         _small(run, "Restarts by server", "since the run was started or resumed", _restarted(run), whole=True),
         _small(run, "Parts of the score", "means over the episodes that have them", _parts(run)),
     ]
@@ -364,7 +364,7 @@ def _audit(run: RunData) -> dict[str, str]:
 def _drift(run: RunData) -> str:
     """What the chart of the audit shows, and every drift alarm of the run."""
     steps = [{key: value for key, value in line.items() if isinstance(value, int | float)} for line in run.metrics]
-    found = [f"step {line['step']:g}: {text}" for at, line in enumerate(steps) for text in alarms(steps[: at + 1])]
+    found = [f"step {line['step']:g}: {text}" for at, line in enumerate(steps) for text in drift_alerts(steps[: at + 1])]
     return ". ".join(["mean of the training reward, and of what is never trained on", *found])
 
 
@@ -386,7 +386,7 @@ def _restarted(run: RunData) -> dict[str, str]:
 def _parts(run: RunData) -> dict[str, str]:
     """The first parts by name; with a single one there is nothing to see that the reward does not show."""
     found = sorted({key for line in run.metrics for key in line if key.startswith("part/")})
-    return {key: printable(key.removeprefix("part/"))[:60] for key in found[:_PARTS_SHOWN]} if len(found) > 1 else {}
+    return {key: printable_text(key.removeprefix("part/"))[:60] for key in found[:_PARTS_SHOWN]} if len(found) > 1 else {}
 
 
 def _small(
@@ -405,7 +405,7 @@ def _left_out(run: RunData) -> list[tuple[str, int, str]]:
     """Why episodes count in no figure, and how many: of training, then of each evaluation."""
     places = [("training", run.summary.left_out_reasons if run.summary else {})]
     places += [(f"{phase}, {split}", reasons) for phase, split, reasons in run.left_out]
-    return [(place, count, printable(reason)) for place, reasons in places for reason, count in reasons.items()]
+    return [(place, count, printable_text(reason)) for place, reasons in places for reason, count in reasons.items()]
 
 
 def _setbacks(run: RunData) -> list[tuple[str, ...]]:
@@ -422,12 +422,12 @@ def _setbacks(run: RunData) -> list[tuple[str, ...]]:
     ]
 
 
-def _episodes(run: RunData) -> tuple[str, list[tuple[Attempt, ...]]]:
+def _episodes(run: RunData) -> tuple[str, list[tuple[ShownEpisode, ...]]]:
     pairs = choose_pairs(run.episodes.get("before", ()), run.episodes.get("after", ()), _EPISODES_SHOWN)
     if pairs:
-        return "The same tasks before and after training. Open one to read it whole.", [shown_pair(*pair) for pair in pairs]
+        return "The same tasks before and after training. Open one to read it whole.", [show_pair(*pair) for pair in pairs]
     some = [item for lines in run.episodes.values() for item in lines[-_EPISODES_SHOWN // 2 :]]
-    return "Open one to read it whole.", [shown_alone(item) for item in some[:_EPISODES_SHOWN]]
+    return "Open one to read it whole.", [show_episode(item) for item in some[:_EPISODES_SHOWN]]
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

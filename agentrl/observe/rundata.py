@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import StoreError
-from agentrl.foreign import content
+from agentrl.observe.learning_signal import REQUIRED
 from agentrl.observe.stats import Rate
 from agentrl.observe.summary import Summary
-from agentrl.observe.taught import REQUIRED
 
 Line = dict[str, Any]
 
@@ -85,8 +85,8 @@ def _read_compute(phases: Line) -> Iterator[tuple[str, int, tuple[tuple[float, f
     """Success against compute, of the phase that was evaluated last."""
     last = _last(phases)
     for phase, split, result in _results(phases):
-        for line in listed(result.get("compute")) if phase == last else ():
-            attempts, points = (line.get("attempts"), listed(line.get("points"))) if isinstance(line, dict) else (None, [])
+        for line in as_list(result.get("compute")) if phase == last else ():
+            attempts, points = (line.get("attempts"), as_list(line.get("points"))) if isinstance(line, dict) else (None, [])
             pairs = tuple((point[0], point[1]) for point in points if isinstance(point, list) and len(point) == 2)
             if isinstance(attempts, int) and pairs and all(_finite(value) for pair in pairs for value in pair):
                 yield split, attempts, pairs
@@ -96,7 +96,7 @@ def _read_thinking(phases: Line) -> Iterator[tuple[str, int, tuple[tuple[float, 
     """What k attempts solve and sample with each bound on thinking, and without one, of the phase that was evaluated last."""
     last = _last(phases)
     for phase, split, result in _results(phases):
-        bounded = [one for one in listed(result.get("thinking")) if isinstance(one, dict)] if phase == last else []
+        bounded = [one for one in as_list(result.get("thinking")) if isinstance(one, dict)] if phase == last else []
         points: dict[int, list[tuple[float, float]]] = {}
         for one in (*bounded, result) if bounded else ():
             tokens, shares = one.get("tokens_mean"), one.get("pass_at")
@@ -142,7 +142,7 @@ def _read_lines(path: Path, required: Mapping[str, type], notes: list[str]) -> l
     for text in (_text(path, notes) or "").split("\n"):
         if not text.strip():
             continue
-        line = parse(text)
+        line = parse_object(text)
         if line is not None and all(isinstance(line.get(key), kind) for key, kind in required.items()):
             found.append(line)
         else:
@@ -155,7 +155,7 @@ def _read_lines(path: Path, required: Mapping[str, type], notes: list[str]) -> l
 def _text(path: Path, notes: list[str]) -> str | None:
     """What a file holds; None where there is none, or none that can be read."""
     try:
-        return content(path, most=_LARGEST, inside=path.parent).decode("utf-8", "replace")
+        return read_bytes(path, most=_LARGEST, inside=path.parent).decode("utf-8", "replace")
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -166,7 +166,7 @@ def _text(path: Path, notes: list[str]) -> str | None:
         return None
 
 
-def parse(text: str) -> Line | None:
+def parse_object(text: str) -> Line | None:
     """A JSON object; None for anything else. An integer too large to be counted with is a float, and infinite where need be."""
     try:
         data = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) <= _DIGITS else float(digits))
@@ -175,14 +175,14 @@ def parse(text: str) -> Line | None:
     return data if isinstance(data, dict) else None
 
 
-def listed(found: Any) -> list[Any]:
+def as_list(found: Any) -> list[Any]:
     """What a list holds; nothing where there is something else in its place."""
     return found if isinstance(found, list) else []
 
 
 def _read_object(path: Path, notes: list[str]) -> Line:
     text = _text(path, notes)
-    found = {} if text is None else parse(text)
+    found = {} if text is None else parse_object(text)
     if found is None:
         notes.append(f"{path.name} cannot be read")
     return found or {}

@@ -14,8 +14,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentrl.files import append_lines, json_line, read_json_lines, whole_lines
-from agentrl.usercode import printable
+from agentrl.base.files import append_lines, complete_lines, json_line, read_json_lines
+from agentrl.base.user_code import printable
 
 FILE = "sessions.jsonl"
 _WHY = 2000  # characters
@@ -39,24 +39,24 @@ class Session(BaseModel):
     """Attempts since the last recorded step that ended in a fault that the policy did not cause."""
 
 
-def begin(folder: Path) -> None:
+def record_start(folder: Path) -> None:
     """Records the start of a driver and the number of learner steps done."""
     steps = {line["step"] for line in read_json_lines(folder / "metrics.jsonl")}
     append_lines(folder / FILE, [json_line({"began": datetime.now(UTC).isoformat(timespec="seconds"), "step": len(steps)})])
 
 
-def end(folder: Path, how: Ended, *, why: str = "", figures: Mapping[str, float] = MappingProxyType({})) -> None:
+def record_end(folder: Path, how: Ended, *, why: str = "", figures: Mapping[str, float] = MappingProxyType({})) -> None:
     """Records how the driver ended, once. `figures` come from `agentrl.failure.rate.FaultRate`, since the last step."""
-    if not any(b'"began"' in line for line in whole_lines(folder / FILE)[-1:]):
+    if not any(b'"began"' in line for line in complete_lines(folder / FILE)[-1:]):
         return
     failed = int(figures.get("attempts_failed", 0))
     append_lines(folder / FILE, [json_line({"ended": how, "why": printable(why, _WHY), "attempts_failed": failed})])
 
 
-def read(folder: Path) -> tuple[Session, ...]:
+def read_sessions(folder: Path) -> tuple[Session, ...]:
     """The starts of a run, the oldest first; empty if the file is missing. Other lines are ignored."""
     found: list[Session] = []
-    for text in whole_lines(folder / FILE):
+    for text in complete_lines(folder / FILE):
         try:
             line = json.loads(text)
             if "began" in line:

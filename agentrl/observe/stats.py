@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from agentrl.estimates import student_t, wilson
+from agentrl.base.estimates import student_t_quantile, wilson_interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Rate:
         """
         if not 0 <= successes <= n or n == 0:
             raise ValueError(f"a rate needs 0 <= successes <= n and n > 0, got {successes} of {n}")
-        low, high = wilson(successes / n, n)
+        low, high = wilson_interval(successes / n, n)
         return cls(value=successes / n, ci_low=low, ci_high=high, n=n)
 
     @classmethod
@@ -43,11 +43,11 @@ class Rate:
         if all(score in (0.0, 1.0) for score in scores):
             return cls.from_successes(round(sum(scores)), len(scores))
         n, mean = len(scores), statistics.fmean(scores)
-        half = student_t(n - 1) * statistics.stdev(scores) / math.sqrt(n) if n > 1 else 0.0
+        half = student_t_quantile(n - 1) * statistics.stdev(scores) / math.sqrt(n) if n > 1 else 0.0
         return cls(value=mean, ci_low=mean - half, ci_high=mean + half, n=n)
 
 
-def difference(before: Rate, after: Rate) -> tuple[float, float]:
+def rate_difference(before: Rate, after: Rate) -> tuple[float, float]:
     """95% interval of `after.value - before.value` from the intervals of both, whatever their n (MOVER, Zou and Donner 2008).
 
     It treats the two as independent. If both are from the same tasks, it is rather too wide than too narrow.

@@ -7,9 +7,9 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentrl import files
+from agentrl.base import files
+from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import StoreError
-from agentrl.foreign import content
 from agentrl.observe.sessions import Session
 from agentrl.observe.stats import Rate
 
@@ -65,7 +65,7 @@ class Summary(BaseModel):
     """Training tasks that were not given, because a suite has them or near twins; `withheld.jsonl` lists them."""
     judges: dict[str, float] = {}
     """What the judges of the run were asked and have cost, but for those with a ledger elsewhere: the fields of
-    `agentrl.reward.judges.Spent`, such as `calls`, `prompt_tokens` and `money`. Empty: none was asked."""
+    `agentrl.judge.JudgeUsage`, such as `calls`, `prompt_tokens` and `money`. Empty: none was asked."""
     tokens_trained: int = Field(ge=0)
     """Sampled tokens that entered the loss."""
     delivered_share: float | None = Field(None, ge=0)
@@ -94,7 +94,7 @@ class Summary(BaseModel):
     def write(self, run_dir: Path) -> Path:
         """Replaces `summary.json` in the run folder, whole or not at all."""
         path = run_dir / FILE
-        files.write(path, self.model_dump_json(indent=2) + "\n")
+        files.write_atomically(path, self.model_dump_json(indent=2) + "\n")
         return path
 
     @classmethod
@@ -102,6 +102,6 @@ class Summary(BaseModel):
         """Raises `FileNotFoundError` when there is none, `StoreError` when it does not validate."""
         path = run_dir / FILE
         try:
-            return cls.model_validate_json(content(path, most=_LARGEST, inside=run_dir))
+            return cls.model_validate_json(read_bytes(path, most=_LARGEST, inside=run_dir))
         except ValueError as error:
             raise StoreError(f"{path} is not a run summary: {error}") from error

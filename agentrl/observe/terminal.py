@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl import records
-from agentrl.observe.left_out import printable, reason_of
-from agentrl.observe.outcome import nothing_learned
+from agentrl.observe.exclusions import exclusion_reason, printable_text
+from agentrl.observe.outcome import why_nothing_learned
 from agentrl.protocols import Interval
 
 _REASONS_TOLD = 5  # reasons for leaving episodes out that are told the moment they first occur; the summary counts all
@@ -41,7 +41,7 @@ class Progress:
     counted: tuple[int, int] | None = None  # attempts done, and in all, of an evaluation or of sampling
     episodes: int = 0
     left_out: dict[str, int] = field(default_factory=dict)  # reason -> episodes
-    idle_told: bool = False
+    idle_reported: bool = False
     swaps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     heldout: dict[str, float] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Progress:
     def finished_group(self, group: records.Group) -> list[str]:
         """Counts a group; returns what a person should hear of it: reasons for leaving episodes out that are new."""
         self.episodes += len(group.episodes)
-        found = [reason for scored in group.episodes if (reason := reason_of(scored))]
+        found = [reason for scored in group.episodes if (reason := exclusion_reason(scored))]
         known = min(len(self.left_out), _REASONS_TOLD)
         counts = dict(self.left_out)
         for reason in found:
@@ -80,8 +80,8 @@ class Progress:
         if "reward_mean" in metrics:
             self.rewards.append(metrics["reward_mean"])
         self.evaluated({key: metrics[key] for key in _SPLITS if key in metrics})
-        idle = nothing_learned([metrics], self.left_out) if metrics.get("tokens_trained") == 0 and not self.idle_told else ""
-        self.idle_told = self.idle_told or bool(idle)
+        idle = why_nothing_learned([metrics], self.left_out) if metrics.get("tokens_trained") == 0 and not self.idle_reported else ""
+        self.idle_reported = self.idle_reported or bool(idle)
         return idle
 
     def evaluated(self, rates: Mapping[str, float]) -> None:
@@ -130,7 +130,7 @@ class Terminal:
         self._say(Text(f"{phase}: ", style="bold green").append("  ".join(parts), style="default"))
 
     def alert_line(self, text: str) -> None:
-        self._say(Text("alert: ", style="bold red").append(printable(text), style="default"))
+        self._say(Text("alert: ", style="bold red").append(printable_text(text), style="default"))
 
     def close(self) -> None:
         if self._live:

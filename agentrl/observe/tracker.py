@@ -15,13 +15,14 @@ from typing import Any
 
 from rich.console import Console
 
-from agentrl import parts, usercode
-from agentrl.causes import short
+from agentrl.base import user_code
+from agentrl.base.error_text import one_line_error
+from agentrl.base.files import remove_torn_line
+from agentrl.config.recipe import Recipe
 from agentrl.errors import AgentRLError
-from agentrl.files import cut_torn_line
 from agentrl.observe.terminal import Progress, Terminal
+from agentrl.plugins import parts
 from agentrl.protocols import Interval, Tracker
-from agentrl.recipe import Recipe
 from agentrl.records import Group
 
 logger = logging.getLogger(__name__)
@@ -78,9 +79,9 @@ class RunTracker(Tracker):
             try:
                 tell(tracker)
             except BaseException as error:  # a library may raise SystemExit: rich does if the pipe has no reader
-                if usercode.interrupted(error):
+                if user_code.is_interrupt(error):
                     raise
-                usercode.report(f"tracker {type(tracker).__name__}", error)
+                user_code.log_unexpected(f"tracker {type(tracker).__name__}", error)
 
 
 class MetricsFile(Tracker):
@@ -89,7 +90,7 @@ class MetricsFile(Tracker):
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
-        cut_torn_line(path)
+        remove_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -138,7 +139,7 @@ class TensorBoard(Tracker):
             self._records.write(event.SerializeToString())
             self._records.flush()
         except OSError as error:
-            logger.warning("%s: %s; nothing more is written there", self._folder, short(error))
+            logger.warning("%s: %s; nothing more is written there", self._folder, one_line_error(error))
             self.close()
 
 
@@ -230,7 +231,7 @@ def open_trackers(run_dir: Path, recipe: Recipe, *, console: bool) -> list[Track
             if name == "terminal" and not console:
                 opened.append(TerminalTracker(run_dir.name, steps=recipe.steps, stderr=True))
             else:
-                opened.append(parts.make(parts.TRACKER, name, recipe.tracker_options.get(name), run_dir, recipe))
+                opened.append(parts.make_part(parts.TRACKER, name, recipe.tracker_options.get(name), run_dir, recipe))
     except (AgentRLError, OSError):
         for tracker in reversed(opened):
             tracker.close()

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentrl.observe.rundata import listed
-from agentrl.scores import above, alike, reaches
+from agentrl.base.scores import all_equal, is_above, is_at_least
+from agentrl.observe.rundata import as_list
 
 Transcript = Mapping[str, Any]
 Pair = tuple[Transcript, Transcript]  # before, after
@@ -23,10 +23,10 @@ def choose_pairs(before: Sequence[Transcript], after: Sequence[Transcript], want
     """Pairs of the same task that say the most: what was learned (each kind and split once), then what went wrong or stayed wrong."""
     first = {_key(item): item for item in before}
     pairs = [(first[_key(item)], item) for item in after if _key(item) in first]
-    gained = _one_of_each([pair for pair in pairs if above(_value(pair[1]), _value(pair[0]))])
-    lost = [pair for pair in pairs if above(_value(pair[0]), _value(pair[1]))]
-    same = [pair for pair in pairs if pair not in gained and pair not in lost and alike(map(_value, pair))]
-    failing = [pair for pair in same if not reaches(_value(pair[1]), 1.0)]
+    gained = _one_of_each([pair for pair in pairs if is_above(_value(pair[1]), _value(pair[0]))])
+    lost = [pair for pair in pairs if is_above(_value(pair[0]), _value(pair[1]))]
+    same = [pair for pair in pairs if pair not in gained and pair not in lost and all_equal(map(_value, pair))]
+    failing = [pair for pair in same if not is_at_least(_value(pair[1]), 1.0)]
     rest = [pair for pair in same if pair not in failing]
     chosen = gained[: max(wanted - 2, 1)] + lost[:1] + failing[:1]
     return (chosen + [pair for pair in gained + lost + failing + rest if pair not in chosen])[:wanted]
@@ -41,7 +41,7 @@ class Badge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class ShownCall:
     tool: str
     shown: str
 
@@ -54,7 +54,7 @@ class Bubble:
     role: str
     content: str  # empty: it said nothing
     as_typed: bool
-    calls: tuple[Call, ...]
+    calls: tuple[ShownCall, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class ShownEpisode:
     """One episode as it is shown."""
 
     title: str
@@ -79,21 +79,21 @@ class Attempt:
     badge: Badge
 
 
-def shown_pair(before: Transcript, after: Transcript) -> tuple[Attempt, Attempt]:
+def show_pair(before: Transcript, after: Transcript) -> tuple[ShownEpisode, ShownEpisode]:
     """One task, attempted before and after training."""
     return _attempt("before training", before), _attempt("after training", after)
 
 
-def shown_between(before_title: str, before: Transcript, after_title: str, after: Transcript) -> tuple[Attempt, Attempt]:
+def show_versions(before_title: str, before: Transcript, after_title: str, after: Transcript) -> tuple[ShownEpisode, ShownEpisode]:
     """One task, attempted by two versions."""
     return _attempt(before_title, before), _attempt(after_title, after)
 
 
-def shown_alone(item: Transcript) -> tuple[Attempt]:
+def show_episode(item: Transcript) -> tuple[ShownEpisode]:
     return (_attempt(f"{_text(item, 'phase')}, step {item.get('step', '?')}", item),)
 
 
-def shown_failure(item: Transcript) -> Attempt:
+def show_failure(item: Transcript) -> ShownEpisode:
     """A captured failure: what it is called, and the turn where it shows first, counted from 1."""
     turn = item.get("turn")
     where = f", turn {turn + 1}" if isinstance(turn, int) else ""
@@ -102,7 +102,7 @@ def shown_failure(item: Transcript) -> Attempt:
     return replace(shown, outcome=(*said, *shown.outcome))
 
 
-def _attempt(title: str, item: Transcript) -> Attempt:
+def _attempt(title: str, item: Transcript) -> ShownEpisode:
     split = _text(item, "split")
     kind = (_text(item, "kind").replace("_", " "), _SPLITS.get(split, split))
     answer, truth = item.get("answer"), item.get("truth")
@@ -113,15 +113,15 @@ def _attempt(title: str, item: Transcript) -> Attempt:
     ]
     if item.get("reason"):
         outcome.append(("note", str(item["reason"])))
-    return Attempt(
+    return ShownEpisode(
         title=title,
         question=_cut(_text(item, "question") or _text(item, "task_id")),
         kind=" · ".join(part for part in kind if part),
-        versions=", ".join(map(str, listed(item.get("versions")))) or "?",
+        versions=", ".join(map(str, as_list(item.get("versions")))) or "?",
         bubbles=_bubbles(item),
         others=tuple(
             Conversation(title=f"{_text(other, 'agent')}, ended by {_text(other, 'stop_reason') or '?'}", bubbles=_bubbles(other))
-            for other in listed(item.get("trajectories"))
+            for other in as_list(item.get("trajectories"))
             if isinstance(other, dict)
         ),
         outcome=tuple((name, _cut(value)) for name, value in outcome),
@@ -130,7 +130,7 @@ def _attempt(title: str, item: Transcript) -> Attempt:
 
 
 def _bubbles(item: Transcript) -> tuple[Bubble, ...]:
-    return tuple(_bubble(message) for message in listed(item.get("messages")) if isinstance(message, dict))
+    return tuple(_bubble(message) for message in as_list(item.get("messages")) if isinstance(message, dict))
 
 
 def _bubble(message: Mapping[str, Any]) -> Bubble:
@@ -141,29 +141,29 @@ def _bubble(message: Mapping[str, Any]) -> Bubble:
         role=_ROLES.get(role, role),
         content=_cut(content) if content.strip() else "",
         as_typed=role in ("tool", "assistant"),
-        calls=tuple(_call(call) for call in listed(message.get("tool_calls")) if isinstance(call, dict)),
+        calls=tuple(_call(call) for call in as_list(message.get("tool_calls")) if isinstance(call, dict)),
     )
 
 
-def _call(call: Mapping[str, Any]) -> Call:
+def _call(call: Mapping[str, Any]) -> ShownCall:
     arguments = call.get("arguments")
     if isinstance(arguments, dict) and len(arguments) == 1 and isinstance(only := next(iter(arguments.values())), str):
         shown = only  # code and answers read best as they are
     else:
         shown = json.dumps(arguments, indent=2, ensure_ascii=False)
-    return Call(tool=_cut(str(call.get("name", "?"))), shown=_cut(shown))
+    return ShownCall(tool=_cut(str(call.get("name", "?"))), shown=_cut(shown))
 
 
 def _badge(item: Transcript) -> Badge:
     score = item.get("score")
     if item.get("left_out") or not isinstance(score, int | float):
         return Badge(text="left out", style="none")
-    return Badge(text=f"{score:g}", style="good" if reaches(score, 1.0) else "bad" if score <= 0 else "part")
+    return Badge(text=f"{score:g}", style="good" if is_at_least(score, 1.0) else "bad" if score <= 0 else "part")
 
 
 def _one_of_each(pairs: list[Pair]) -> list[Pair]:
     """The pairs in an order that shows every split and kind early; of one kind, the longest conversation first."""
-    ordered = sorted(pairs, key=lambda pair: len(listed(pair[1].get("messages"))), reverse=True)
+    ordered = sorted(pairs, key=lambda pair: len(as_list(pair[1].get("messages"))), reverse=True)
     seen: Counter[str] = Counter()
     rank: dict[int, tuple[int, int]] = {}
     for number, (_, after) in enumerate(ordered):

@@ -9,7 +9,7 @@ from typing import Literal
 from agentrl.records import Score
 
 
-def combined(scores: Sequence[Score], weights: Sequence[float], name: Literal["branches", "without"]) -> tuple[float | None, ...]:
+def weighted_branches(scores: Sequence[Score], weights: Sequence[float], name: Literal["branches", "without"]) -> tuple[float | None, ...]:
     """The weighted sum over verifiers, trajectory by trajectory, of what they say; empty when none says anything.
 
     One that says nothing of a trajectory stands by its value of the whole episode: it is worth that by itself, and would be worth that
@@ -33,7 +33,7 @@ def _value(score: Score, said: float | None) -> float:
     return score.value if said is None else said
 
 
-def with_branches(made: Score, scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
+def add_branches(made: Score, scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
     """A combined score with what its parts say of single trajectories."""
     some, theirs = list(scores.values()), [weights[name] for name in scores]
-    return replace(made, branches=combined(some, theirs, "branches"), without=combined(some, theirs, "without"))
+    return replace(made, branches=weighted_branches(some, theirs, "branches"), without=weighted_branches(some, theirs, "without"))

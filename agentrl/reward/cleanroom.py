@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.contract.grading import Grading, Run, grading_of
-from agentrl.contract.outputs import overlay, plain_path, produce
 from agentrl.errors import TaskError
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.records import Episode, ExecResult, Score, Task
+from agentrl.records.paths import is_plain_path
 from agentrl.reward.rewardfile import reward
+from agentrl.task.grading import Grading, GradingRun, grading_of
+from agentrl.task.outputs import overlay, run_and_collect
 
 INSIDE = Path(__file__).parent / "inside"
 JUDGE, CALL, CONTAINED, PYTEST, HARBOR = (
@@ -73,7 +74,7 @@ class CleanRoom:
         if outcome.reward is not None:
             evidence = "\n".join(f"{name}: {error}" for name, error in outcome.said.items() if error)[:2000]
             return Score(value=outcome.reward, parts={"tests": outcome.reward}, evidence=evidence)
-        expected = plan.expected()
+        expected = plan.test_names()
         passed = [name for name in expected if outcome.said.get(name) == ""]
         wrong = {name: error for name, error in outcome.said.items() if error}
         missing = {name: outcome.broken or "no report" for name in expected if name not in outcome.said}
@@ -88,7 +89,7 @@ class CleanRoom:
         if not plan.gold:
             return
         if task.key not in self._gold:
-            _, collected = await produce(task, plan.gold, sandboxes, timeout_s=task.limits.wall_s)
+            _, collected = await run_and_collect(task, plan.gold, sandboxes, timeout_s=task.limits.wall_s)
             if len(self._gold) >= PROVEN_TASKS:
                 self._gold.clear()
             self._gold[task.key] = await grade_outputs(task, plan, collected.files, sandboxes, removed=collected.removed)
@@ -175,7 +176,7 @@ async def _perform(
     return results, written
 
 
-async def _one_run(run: Run, sandbox: Sandbox, tests: Mapping[str, bytes]) -> dict[str, Any]:
+async def _one_run(run: GradingRun, sandbox: Sandbox, tests: Mapping[str, bytes]) -> dict[str, Any]:
     stdin = tests[run.stdin_file] if run.stdin_file else run.stdin.encode()
     argv: Sequence[str] = run.argv
     if run.call:
@@ -215,7 +216,7 @@ async def _contained(task: Task, plan: Grading, outputs: Mapping[str, bytes], sa
     files = {f"work/{path}": data for path, data in overlay(task.contents(), outputs).items()}
     files |= {f"tests/{path}": data for path, data in plan.files().items()}
     secret = secrets.token_hex(16)
-    names = sorted({name.partition("::")[0] for name in plan.expected()})
+    names = sorted({name.partition("::")[0] for name in plan.test_names()})
     request = json.dumps({"secret": secret, "mode": plan.mode, "child": PYTEST, "files": names}).encode()
     sandbox = await sandboxes.open(task.sandbox, files=files, timeout_s=OPEN_S)
     try:
@@ -229,14 +230,14 @@ async def _contained(task: Task, plan: Grading, outputs: Mapping[str, bytes], sa
     if not isinstance(tests, dict):
         return Outcome(broken=_ending(done), late=late)
     said = _texts(tests)
-    stopped = len(said) < len(tests) or (plan.mode == "pytest" and not set(plan.expected()) <= set(said))
+    stopped = len(said) < len(tests) or (plan.mode == "pytest" and not set(plan.test_names()) <= set(said))
     return Outcome(said=said, broken=f"not every test reported: {_ending(done)}" if stopped else "", late=late)
 
 
 async def _harbor(task: Task, plan: Grading, outputs: Mapping[str, bytes], removed: Sequence[str], sandboxes: SandboxBackend) -> Outcome:
     """Runs test.sh in a fresh sandbox with the image's working directory and the agent's changes; its reward file is the value."""
     secret = secrets.token_hex(16)
-    gone = [path for path in removed if plain_path(path) and path not in outputs]
+    gone = [path for path in removed if is_plain_path(path) and path not in outputs]
     request = json.dumps({"secret": secret, "tests": plan.tests, "written": list(outputs), "removed": gone}).encode()
     sandbox = await sandboxes.open(task.sandbox, files=overlay(task.contents(), outputs), timeout_s=OPEN_S)
     try:

@@ -19,20 +19,21 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, ValidationError
 
+from agentrl.base.installation import install_command
+from agentrl.base.validation import validation_text
+from agentrl.config.section import Section
 from agentrl.errors import PluginError, TaskError
-from agentrl.installation import install_command
 from agentrl.records import Episode, Score, Task
-from agentrl.section import Section, describe
 
-LONGEST = 10_000
+MAX_ANSWER_CHARS = 10_000
 """Characters of an answer that are looked at, unless a verifier says otherwise; a longer one is wrong."""
-SHOWN = 80  # characters of an answer quoted as evidence
+EVIDENCE_CHARS = 80  # characters of an answer quoted as evidence
 _FENCE = re.compile(r"\s*(`{3,}|~{3,})")
 _INFO = re.compile(r"[ \t]*[\w+#.-]*\s*")  # the language of a block
 _LETTERS = string.ascii_letters
 
 
-class Configured(Section):
+class ConfiguredVerifier(Section):
     """A verifier whose fields are its settings; each has a default that a task may replace in `task.data[name]`."""
 
     name: ClassVar[str]
@@ -41,7 +42,7 @@ class Configured(Section):
     truth: str = Field("answer", min_length=1)
     """Key of `task.data` that holds the truth."""
 
-    def of(self, task: Task) -> Self:
+    def for_task(self, task: Task) -> Self:
         """These settings with those of the task. Raises `TaskError` for one that does not exist or has no such value."""
         given = task.data.get(self.name)
         if given is None:
@@ -52,16 +53,16 @@ class Configured(Section):
         try:
             return type(self).model_validate(chosen | dict(given))
         except ValidationError as error:
-            raise TaskError(f"task {task.id}: data.{self.name}: {describe(error)}", fix="correct the settings in the task") from None
+            raise TaskError(f"task {task.id}: data.{self.name}: {validation_text(error)}", fix="correct the settings in the task") from None
 
-    def wanted(self, task: Task) -> Any:
+    def truth_of(self, task: Task) -> Any:
         """The truth, a JSON value. Raises `TaskError` when the task has none."""
         if self.truth not in task.data:
             raise TaskError(f"task {task.id}: data has no {self.truth!r}", fix=f"put the truth there, or set truth=... of {self.name}")
         return task.data[self.truth]
 
 
-def answer_of(episode: Episode, *, after: str = "", longest: int = LONGEST) -> tuple[str, str]:
+def answer_of(episode: Episode, *, after: str = "", longest: int = MAX_ANSWER_CHARS) -> tuple[str, str]:
     """The answer without white space at its ends, and why it is wrong whatever it says (empty: it is not).
 
     Args:
@@ -81,7 +82,7 @@ def answer_of(episode: Episode, *, after: str = "", longest: int = LONGEST) -> t
     return text, "" if text else "the answer is empty"
 
 
-def unfenced(text: str, *languages: str) -> str:
+def strip_code_fence(text: str, *languages: str) -> str:
     """The content of a text that is one fenced code block of CommonMark; any other text unchanged.
 
     An unclosed block ends with the text. The content may also start on the line of the fence, optionally after one of `languages`. A text
@@ -104,12 +105,12 @@ def unfenced(text: str, *languages: str) -> str:
     return "\n".join(lines[:at]).strip() if at == len(lines) - 1 else text
 
 
-def wrong(evidence: str, **parts: float) -> Score:
+def zero_score(evidence: str, **parts: float) -> Score:
     """A score of 0 and why."""
     return Score(value=0.0, parts=parts, evidence=evidence)
 
 
-def need(package: str, extra: str = "rewards") -> None:
+def require_package(package: str, extra: str = "rewards") -> None:
     """Raises `PluginError` unless `package` is installed, without importing it."""
     try:
         found = find_spec(package) is not None

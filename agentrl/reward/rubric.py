@@ -20,18 +20,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
-from agentrl import usercode
+from agentrl.base import user_code
+from agentrl.base.scores import is_at_least
 from agentrl.errors import PluginError
-from agentrl.plugins import resolve
+from agentrl.plugins.references import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
-from agentrl.reward.asking import ask, bounds_of, limit_of, needs_sandboxes, prepare
-from agentrl.reward.branches import with_branches
-from agentrl.scores import reaches
+from agentrl.reward.branches import add_branches
+from agentrl.reward.verifier_call import bounds_of, call_verifier, needs_sandboxes, prepare_verifier, timeout_of
 
 AnyVerifier: TypeAlias = Verifier | SandboxVerifier | str
 """A verifier, or a reference to one."""
-Gate: TypeAlias = AnyVerifier | float | tuple[AnyVerifier, float]
+Requirement: TypeAlias = AnyVerifier | float | tuple[AnyVerifier, float]
 """A verifier that must give 1, or at least a number; or, of a part with this name, the number alone."""
 
 BOUNDS = (0.0, 1.0)
@@ -45,7 +45,8 @@ class Rubric:
     Args:
         parts: name -> (verifier, weight). Weights are positive, and need not sum to 1. A verifier's values must be from 0 to 1; one outside
             is no value.
-        gate: what must hold before anything else counts: the name of a part, a verifier, or name -> what `Gate` says. Gates are asked in
+        gate: what must hold before anything else counts: the name of a part, a verifier, or name -> what `Requirement` says. Gates are
+        asked in
             order; at the first that fails the score is 0, and nothing else is asked. A verifier that is a gate alone has no weight.
         caps: name of a part -> the most that the whole can be when that part is less than 1; or (least, most): when less than `least`.
         optional: names of parts that may lack a value. The others' weights then count alone; the score's part `NAME/unscored` is 1, and its
@@ -62,7 +63,7 @@ class Rubric:
         self,
         parts: Mapping[str, tuple[AnyVerifier, float]],
         *,
-        gate: str | Verifier | SandboxVerifier | Mapping[str, Gate] | None = None,
+        gate: str | Verifier | SandboxVerifier | Mapping[str, Requirement] | None = None,
         caps: Mapping[str, float | tuple[float, float]] | None = None,
         optional: tuple[str, ...] = (),
         part_s: float = PART_S,
@@ -88,12 +89,12 @@ class Rubric:
     def timeout_s(self) -> float:
         """Seconds that the whole may take: one gate after the other, then the rest together."""
         rest = max((self._limit(name) for name in self._verifiers if name not in self._gates), default=0.0)
-        return sum(map(self._limit, self._gates)) + rest + usercode.GRACE_S
+        return sum(map(self._limit, self._gates)) + rest + user_code.GRACE_S
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
         """Prepares the parts that want it, such as judges. Raises `UserError` where one refuses to be used."""
         for verifier in self._verifiers.values():
-            prepare(verifier, root=root, folder=folder)
+            prepare_verifier(verifier, root=root, folder=folder)
 
     async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend | None = None) -> Score:
         """Raises `InfrastructureError` of a part, so that the whole is asked again."""
@@ -102,7 +103,7 @@ class Rubric:
             scores[name] = score = await self._ask(name, task, episode, sandboxes)
             if score.value is None:
                 return _unscored({name: score})
-            if not reaches(score.value, least):
+            if not is_at_least(score.value, least):
                 told = f"gate {name} fails: {score.value:g}, at least {least:g} is needed"
                 return Score(value=0.0, parts=_named(scores), evidence=_evidence(scores, told))
         rest = [name for name in self._weights if name not in scores]
@@ -114,14 +115,14 @@ class Rubric:
 
     async def _ask(self, name: str, task: Task, episode: Episode, sandboxes: SandboxBackend | None) -> Score:
         verifier = self._verifiers[name]
-        score = await ask(verifier, f"part {name} of a rubric", task, episode, sandboxes, timeout_s=self._limit(name))
+        score = await call_verifier(verifier, f"part {name} of a rubric", task, episode, sandboxes, timeout_s=self._limit(name))
         if score.value is not None and not BOUNDS[0] <= score.value <= BOUNDS[1]:
             return Score(value=None, reason=f"verifier gave {score.value:g}, and a rubric's parts go from 0 to 1")
         return score
 
     def _limit(self, name: str) -> float:
         verifier = self._verifiers[name]
-        return SANDBOX_PART_S if needs_sandboxes(verifier) else limit_of(verifier, self._part_s)
+        return SANDBOX_PART_S if needs_sandboxes(verifier) else timeout_of(verifier, self._part_s)
 
     def _combined(self, scores: Mapping[str, Score]) -> Score:
         """The score of an episode that passed every gate."""
@@ -136,14 +137,14 @@ class Rubric:
         value = sum(weight * given[name] for name, weight in weights.items()) / whole
         notes = [f"{name} has no value, the others' weights count alone: {score.reason}" for name, score in lacking.items()]
         for name, (least, most) in self._caps.items():
-            if name in given and not reaches(given[name], least) and value > most:
+            if name in given and not is_at_least(given[name], least) and value > most:
                 value = most
                 notes.append(f"capped at {most:g}, because {name} is {given[name]:g}")
         parts = _named(scores) | {f"{name}/unscored": 1.0 for name in lacking}
         counted, shares = {name: scores[name] for name in weights}, {name: weight / whole for name, weight in weights.items()}
         turns = _weighted_turns(counted, shares)
         made = Score(value=min(max(value, 0.0), 1.0), parts=parts, evidence=_evidence(scores, *notes), turn_rewards=turns)
-        return with_branches(made, counted, shares)
+        return add_branches(made, counted, shares)
 
     def _add(self, name: str, verifier: object) -> None:
         if not name or "/" in name:

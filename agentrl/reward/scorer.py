@@ -14,14 +14,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from agentrl import usercode
+from agentrl.base import user_code
 from agentrl.errors import InfrastructureError, PluginError
-from agentrl.plugins import resolve
+from agentrl.plugins.references import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
-from agentrl.reward.asking import HARMLESS, Late, ask, bounds_of, harmless, limit_of, needs_sandboxes, prepare
-from agentrl.reward.audit import audited
-from agentrl.reward.branches import with_branches
+from agentrl.reward.audit import add_audit
+from agentrl.reward.branches import add_branches
+from agentrl.reward.verifier_call import (
+    CONTROL_ANSWERS,
+    VerifierTimeout,
+    bounds_of,
+    call_verifier,
+    control_episode,
+    needs_sandboxes,
+    prepare_verifier,
+    timeout_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +75,7 @@ class TaskScorer:
             verifier = resolve(reference)
             if not callable(verifier):
                 raise PluginError(f"verifier {reference!r} is not callable", fix="write async def score(task, episode) -> Score")
-            prepare(verifier, root=self.root, folder=self.folder)
+            prepare_verifier(verifier, root=self.root, folder=self.folder)
             self._verifiers[reference] = verifier
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
@@ -74,14 +83,14 @@ class TaskScorer:
         self.load(named)
         if self.sandboxes is None and (waiting := [name for name in named if needs_sandboxes(self._verifiers[name])]):
             raise PluginError(f"verifier {waiting[0]!r} judges in sandboxes", fix="pass them as TaskScorer(sandboxes=...)")
-        return await self.audited(task, episode, await self._rewarded(task, episode))
+        return await self.audit_score(task, episode, await self._rewarded(task, episode))
 
-    async def audited(self, task: Task, episode: Episode, score: Score) -> Score:
+    async def audit_score(self, task: Task, episode: Episode, score: Score) -> Score:
         """A score with what the audit says of the episode; as it is where there is none, or no value."""
         if not self.audit or score.value is None:
             return score
         self.load(self.audit)
-        return audited(score, {reference: await self._judge(reference, task, episode) for reference in self.audit})
+        return add_audit(score, {reference: await self._judge(reference, task, episode) for reference in self.audit})
 
     async def _rewarded(self, task: Task, episode: Episode) -> Score:
         scores = {reference: await self._judge(reference, task, episode) for reference in task.verifiers}
@@ -99,7 +108,7 @@ class TaskScorer:
         if not math.isfinite(total):
             return Score(value=None, reason="the verifiers' scores are too large for a mean")
         made = Score(value=total / len(scores), parts=parts, evidence=evidence, turn_rewards=_mean_turns(list(scores.values())))
-        return with_branches(made, scores, dict.fromkeys(scores, 1 / len(scores)))
+        return add_branches(made, scores, dict.fromkeys(scores, 1 / len(scores)))
 
     async def _judge(self, reference: str, task: Task, episode: Episode) -> Score:
         late = True
@@ -107,9 +116,9 @@ class TaskScorer:
             try:
                 return await self._judge_provoked(reference, task, episode)
             except InfrastructureError as error:
-                late = late and isinstance(error, Late)
-                log.warning("verifier %s on %s: %s", reference, episode.id, usercode.describe(error))
-                reason = f"verifier: {usercode.describe(error, 2000)}"
+                late = late and isinstance(error, VerifierTimeout)
+                log.warning("verifier %s on %s: %s", reference, episode.id, user_code.describe_error(error))
+                reason = f"verifier: {user_code.describe_error(error, 2000)}"
             if attempt < self.max_retries:
                 await asyncio.sleep(min(0.2 * 2**attempt, 5.0))  # time for a part to restart
         if late and self.controls and await self._keeps_busy(reference, task, episode):
@@ -128,7 +137,7 @@ class TaskScorer:
         try:
             await self._judge_once(reference, task, episode)
         except InfrastructureError as error:
-            return isinstance(error, Late)
+            return isinstance(error, VerifierTimeout)
         return False
 
     def _least(self, reference: str, told: str, episode: Episode, *values: float) -> Score:
@@ -156,7 +165,7 @@ class TaskScorer:
         again = await self._judge_once(reference, task, episode)
         if again.blame is not Blame.POLICY:
             return again
-        controls = {answer: (await self._judge_once(reference, task, harmless(episode, answer))).value for answer in HARMLESS}
+        controls = {answer: (await self._judge_once(reference, task, control_episode(episode, answer))).value for answer in CONTROL_ANSWERS}
         values = [value for value in controls.values() if value is not None]
         if not values:
             return replace(again, blame=None)
@@ -177,8 +186,8 @@ class TaskScorer:
 
     async def _judge_once(self, reference: str, task: Task, episode: Episode) -> Score:
         verifier, what = self._verifiers[reference], f"verifier {reference}"
-        limit = self.sandbox_timeout_s if needs_sandboxes(verifier) else limit_of(verifier, self.timeout_s)
-        return await ask(verifier, what, task, episode, self.sandboxes, timeout_s=limit)
+        limit = self.sandbox_timeout_s if needs_sandboxes(verifier) else timeout_of(verifier, self.timeout_s)
+        return await call_verifier(verifier, what, task, episode, self.sandboxes, timeout_s=limit)
 
 
 def _mean_turns(scores: Sequence[Score]) -> tuple[tuple[float, ...], ...]:

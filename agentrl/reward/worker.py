@@ -1,4 +1,4 @@
-"""A process for judging what an agent wrote with code that may never return: `Worker(function)`.
+"""A process for judging what an agent wrote with code that may never return: `SubprocessWorker(function)`.
 
 Python cannot stop a thread, and a library's own time limit by SIGALRM works in a main thread alone. So the function runs in a child
 process, a request at a time: the kernel ends it at its deadline, with the process, and what it allocates is bounded. The next request
@@ -28,14 +28,14 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
+from agentrl.base.secrets import child_environment
 from agentrl.errors import InfrastructureError, TaskError
-from agentrl.plugins import resolve
-from agentrl.secrets import without_secrets
+from agentrl.plugins.references import resolve
 
 DEADLINE_S = 5.0
 MEMORY = 2 << 30  # bytes of address space
 STARTING_S = 60.0  # for a child to import what it needs, on a machine that is busy
-PATIENCE_S = 3600.0
+QUEUE_TIMEOUT_S = 3600.0
 """`timeout_s` of a verifier that asks a worker. Each answer has a deadline of its own; behind many that get to theirs an honest one waits
 for minutes, and must not lose its score to them."""
 MAX_REPLY = 1 << 20
@@ -43,33 +43,32 @@ _SPARE_S = 30.0  # beyond the deadline, at which the kernel ends a child, before
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-class Raised(Exception):
+class CallFailed(Exception):
     """The function raised something at a request, or its process died of it."""
 
 
-class Stopped(Exception):
+class CallTimeout(Exception):
     """The function was ended at its deadline."""
 
 
-class AtAnswer(Exception):
+class AnswerFault(Exception):
     """The function fails at what the agent wrote, twice, and not at a request that is known to be sound."""
 
 
-class Unsound(Exception):
+class ControlFailed(Exception):
     """The function fails at a sound request too, so that nothing is known of the answer."""
 
 
-class Worker:
+class SubprocessWorker:
     """Runs a module's top-level function in processes of its own: a JSON value in, a JSON value out.
 
     A child is started at the first request. Threads and event loops may share a worker; requests wait for one another, and one that
     nobody waits for any more is never asked.
 
     Args:
-        function: called in the child with one request. It may call `at_most` to have another deadline from then on, and raise `TaskError`.
-        prepare: called in a child when it starts, such as to import what takes long; no deadline of a request runs then.
-        deadline_s: seconds for a request.
-        memory: bytes of address space of a child; a request for more gets a MemoryError there.
+        function: called in the child with one request. It may call `set_deadline` to have another deadline from then on, and raise
+        `TaskError`. prepare: called in a child when it starts, such as to import what takes long; no deadline of a request runs then.
+        deadline_s: seconds for a request. memory: bytes of address space of a child; a request for more gets a MemoryError there.
         processes: children at most, each for one request at a time.
     """
 
@@ -92,7 +91,7 @@ class Worker:
         self._threads: ThreadPoolExecutor | None = None
         self._starting = threading.Lock()
 
-    def ask_now(self, request: Any) -> Any:
+    def call_blocking(self, request: Any) -> Any:
         """What the function gives for `request`; blocks.
 
         Raises:
@@ -106,14 +105,14 @@ class Worker:
         finally:
             self._free.put(child)
 
-    async def ask(self, request: Any) -> Any:
+    async def call(self, request: Any) -> Any:
         """`ask_now`, awaited."""
         with self._starting:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(len(self._children), thread_name_prefix="judging")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.ask_now, request)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.call_blocking, request)
 
-    async def judge(self, request: Any, *, sound: Any) -> Any:
+    async def evaluate(self, request: Any, *, sound: Any) -> Any:
         """`ask`, for a request that holds an agent's words.
 
         An agent that could make its judge fail would choose which of its answers count. So a failure at the answer, where `sound` gets
@@ -127,16 +126,16 @@ class Worker:
             Unsound: the function fails at `sound` too. The episode has no score.
             TaskError, InfrastructureError: see `ask_now`.
         """
-        with contextlib.suppress(Raised, Stopped):
-            return await self.ask(request)
+        with contextlib.suppress(CallFailed, CallTimeout):
+            return await self.call(request)
         try:
-            await self.ask(sound)
-        except (Raised, Stopped) as error:
-            raise Unsound(f"it cannot be judged: what must be sound {error}") from None
+            await self.call(sound)
+        except (CallFailed, CallTimeout) as error:
+            raise ControlFailed(f"it cannot be judged: what must be sound {error}") from None
         try:
-            return await self.ask(request)
-        except (Raised, Stopped) as error:
-            raise AtAnswer(str(error)) from None
+            return await self.call(request)
+        except (CallFailed, CallTimeout) as error:
+            raise AnswerFault(str(error)) from None
 
     def close(self) -> None:
         """Ends the processes; a later request starts another."""
@@ -172,7 +171,7 @@ class _Child:
         if answered.get("full"):  # what earlier answers left in its caches may be what fills it, so it serves nobody any more
             self.close()
         if "raised" in answered:
-            raise Raised(f"raised {answered['raised']}")
+            raise CallFailed(f"raised {answered['raised']}")
         return answered["reply"]
 
     def close(self) -> None:
@@ -193,7 +192,7 @@ class _Child:
                 stdout=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,  # ctrl-C is for the driver, which goes on judging what it finishes
-                env=without_secrets(os.environ) | {"PYTHONPATH": path} | _ONE_THREAD,
+                env=child_environment(os.environ) | {"PYTHONPATH": path} | _ONE_THREAD,
             )
         except OSError as error:
             raise InfrastructureError(f"no process to judge in: {error}") from error
@@ -227,8 +226,8 @@ class _Child:
         code = process.poll()
         self.close()
         if code is None or code == -signal.SIGALRM:
-            return Stopped(f"gave no verdict within {self._deadline_s:g} s")
-        return Raised(f"ended its process with exit code {code}")
+            return CallTimeout(f"gave no verdict within {self._deadline_s:g} s")
+        return CallFailed(f"ended its process with exit code {code}")
 
 
 def _reference(function: Callable[..., Any]) -> str:
@@ -240,7 +239,7 @@ def _reference(function: Callable[..., Any]) -> str:
     return f"{os.path.abspath(inspect.getfile(function)) if by_file else module}:{name}"
 
 
-def at_most(seconds: float) -> None:
+def set_deadline(seconds: float) -> None:
     """In a child: has the kernel end the process so long from now; 0: no more."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
@@ -273,7 +272,7 @@ def _size() -> int:
 def _answer(function: Callable[[Any], Any], request: Any, number: int, deadline_s: float, full: int) -> str:
     """The reply, and whether more than `full` bytes are still taken after it: a library that has no memory may say anything."""
     try:
-        at_most(deadline_s)
+        set_deadline(deadline_s)
         reply = json.dumps({"number": number, "reply": function(request), "full": _size() > full})
         if len(reply) > MAX_REPLY:
             raise ValueError(f"a reply of {len(reply)} characters")
@@ -285,7 +284,7 @@ def _answer(function: Callable[[Any], Any], request: Any, number: int, deadline_
     except Exception as error:  # whatever the libraries raise at what an agent wrote
         return json.dumps({"number": number, "raised": f"{type(error).__name__}: {error}"[:500]})
     finally:
-        at_most(0)
+        set_deadline(0)
 
 
 if __name__ == "__main__":

@@ -3,28 +3,28 @@
 `EpisodeRunner` runs one attempt of an `agentrl.protocols.Agent`, `GroupRunner` retries and groups, `Admission` says when one may begin.
 """
 
+from agentrl.rollout.active import CaptureState, TurnListener
 from agentrl.rollout.admission import Admission
-from agentrl.rollout.episode import EpisodeRunner, Hosted
-from agentrl.rollout.faults import fault, task_fault
-from agentrl.rollout.group import GroupRunner, MemoryOf, OnAttempt, left_out_group
-from agentrl.rollout.life import Capture, OnTurn
+from agentrl.rollout.episode import EpisodeRunner, RequestRouter
+from agentrl.rollout.episode_memory import EmptyMemory
+from agentrl.rollout.faults import failure_from_error, task_fault
+from agentrl.rollout.group import AttemptListener, GroupRunner, MemorySource, excluded_group
 from agentrl.rollout.pace import Pace
-from agentrl.rollout.remembering import Forgotten
-from agentrl.rollout.thinking import bound_of
+from agentrl.rollout.thinking import thinking_bound
 
 __all__ = [
     "Admission",
-    "Capture",
+    "AttemptListener",
+    "CaptureState",
+    "EmptyMemory",
     "EpisodeRunner",
-    "Forgotten",
     "GroupRunner",
-    "Hosted",
-    "MemoryOf",
-    "OnAttempt",
-    "OnTurn",
+    "MemorySource",
     "Pace",
-    "bound_of",
-    "fault",
-    "left_out_group",
+    "RequestRouter",
+    "TurnListener",
+    "excluded_group",
+    "failure_from_error",
     "task_fault",
+    "thinking_bound",
 ]

@@ -8,20 +8,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from agentrl import usercode
-from agentrl.causes import leaves
-from agentrl.contract.outputs import Collected, collect, select
+from agentrl.base import user_code
+from agentrl.base.error_text import group_members
 from agentrl.protocols import Agent, MemoryView, Policy, SandboxBackend, ToolSource
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Task
-from agentrl.rollout.faults import fault
-from agentrl.rollout.life import EpisodeLife, OnTurn
+from agentrl.records.sampling import Sampling
+from agentrl.rollout.active import ActiveEpisode, TurnListener
+from agentrl.rollout.episode_memory import episode_memory
+from agentrl.rollout.episode_sandbox import task_files
+from agentrl.rollout.faults import failure_from_error
 from agentrl.rollout.pace import OutOfTime, Pace
-from agentrl.rollout.remembering import memory_of
-from agentrl.rollout.requests import WALL
-from agentrl.rollout.workplace import contents
-from agentrl.sampling import Sampling
+from agentrl.rollout.requests import WALL_LIMIT
+from agentrl.task.outputs import CollectedOutputs, collect_outputs, select_files
 
-Hosted = Callable[[str, str], AbstractContextManager[object]]
+RequestRouter = Callable[[str, str], AbstractContextManager[object]]
 """Around the requests of an episode, by its id and its task's key: whoever spreads them over several servers hears of its end."""
 
 
@@ -37,7 +37,7 @@ class EpisodeRunner:
     request_timeout_s: float
     open_timeout_s: float = 60.0
     tools: ToolSource | None = None
-    hosted: Hosted = lambda episode_id, task_key: nullcontext()
+    router: RequestRouter = lambda episode_id, task_key: nullcontext()
     pace: Pace = field(default_factory=Pace)  # of the policy's server, so far in this run
 
     async def run(
@@ -47,9 +47,9 @@ class EpisodeRunner:
         episode_id: str,
         attempt: int = 0,
         start: EpisodeState | None = None,
-        on_turn: OnTurn | None = None,
+        on_turn: TurnListener | None = None,
         memory: MemoryView | None = None,
-        on_begin: Callable[[EpisodeLife], None] = lambda life: None,
+        on_begin: Callable[[ActiveEpisode], None] = lambda life: None,
     ) -> Episode:
         """One attempt. Whatever is broken on the way ends as a `Failure` in the episode, never as an exception or a score.
 
@@ -67,7 +67,7 @@ class EpisodeRunner:
         """
         if start is not None and start.task_key != task.key:
             raise ValueError(f"the state of episode {start.episode_id} belongs to another task than {task.id!r}")
-        life = EpisodeLife(
+        life = ActiveEpisode(
             task,
             episode_id=episode_id,
             attempt=attempt,
@@ -81,11 +81,11 @@ class EpisodeRunner:
             on_turn=on_turn,
             pace=self.pace,
             tools=self.tools,
-            memory=memory_of(memory, start),
+            memory=episode_memory(memory, start),
         )
         on_begin(life)
         try:
-            with self.hosted(episode_id, task.key):
+            with self.router(episode_id, task.key):
                 stop_reason, collected, failures = await self._attempt(life)
         finally:
             await life.close()
@@ -104,47 +104,47 @@ class EpisodeRunner:
             memory=life.memo,
         )
 
-    async def _attempt(self, life: EpisodeLife) -> tuple[str, Collected, tuple[Failure, ...]]:
+    async def _attempt(self, life: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[Failure, ...]]:
         """The agent's turns and the outputs, within the episode's time: stop reason, outputs, and what was broken."""
         limit_s = life.task.limits.wall_s
-        nothing, since = Collected(files={}), usercode.cancellations()
+        nothing, since = CollectedOutputs(files={}), user_code.cancellation_count()
         wall = asyncio.timeout(max(0.0, limit_s - life.spent_s))
         try:
             async with wall:
-                stop_reason = life.ended(await self._act(life, limit_s))
-            if stop_reason == WALL and life.out_of_time:
+                stop_reason = life.check_result(await self._act(life, limit_s))
+            if stop_reason == WALL_LIMIT and life.out_of_time:
                 return _out_of_time(life)
             if not life.task.outputs or life.sandbox_lost:
                 return stop_reason, nothing, ()
             life.stage = "collect"
             return stop_reason, *await _collect(life)
         except BaseException as error:
-            usercode.let_go(error, since)
-            if wall.expired() or all(isinstance(one, OutOfTime) for one in leaves(error)):
+            user_code.reraise_if_fatal(error, since)
+            if wall.expired() or all(isinstance(one, OutOfTime) for one in group_members(error)):
                 return _out_of_time(life)
-            return "failed", nothing, (fault(error, stage=life.stage, turn=life.turn_count),)
+            return "failed", nothing, (failure_from_error(error, stage=life.stage, turn=life.turn_count),)
 
-    async def _act(self, life: EpisodeLife, limit_s: float) -> str:
+    async def _act(self, life: ActiveEpisode, limit_s: float) -> str:
         """What the agent gives: somebody's code, which may mind no cancellation. The wall is its bound, and the earlier one of both."""
-        grace_s = life.task.limits.tool_timeout_s + usercode.GRACE_S  # an agent closes its tools
-        return await usercode.call(
+        grace_s = life.task.limits.tool_timeout_s + user_code.GRACE_S  # an agent closes its tools
+        return await user_code.call_user_code(
             lambda: self.agent.act(life), what="the agent", timeout_s=limit_s + grace_s, grace_s=grace_s, within=life.requests.stalls
         )
 
 
-def _out_of_time(life: EpisodeLife) -> tuple[str, Collected, tuple[Failure, ...]]:
+def _out_of_time(life: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[Failure, ...]]:
     """The end of an episode that runs out of time: it has no outputs, and its turns count if the policy is to blame."""
-    failure = life.time_is_up()
-    return WALL, Collected(files={}), () if failure is None else (failure,)
+    failure = life.timeout_failure()
+    return WALL_LIMIT, CollectedOutputs(files={}), () if failure is None else (failure,)
 
 
-async def _collect(life: EpisodeLife) -> tuple[Collected, tuple[Failure, ...]]:
+async def _collect(life: ActiveEpisode) -> tuple[CollectedOutputs, tuple[Failure, ...]]:
     """The declared outputs, after the agent's last action; what it made impossible to take is its own failure, and scored."""
     if life.untouched:  # nothing ran, so the files are what they were
-        return Collected(files=select(contents(life.task), life.task.outputs)), ()
+        return CollectedOutputs(files=select_files(task_files(life.task), life.task.outputs)), ()
     sandbox = await life.sandbox()
     started = time.monotonic()
-    collected = await collect(sandbox, life.task.outputs)
+    collected = await collect_outputs(sandbox, life.task.outputs)
     life.sandbox_s += time.monotonic() - started
     refused = "; ".join(f"{path}: {reason}" for path, reason in collected.refused.items())
     if not refused:

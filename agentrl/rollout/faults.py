@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl import usercode
+from agentrl.base import user_code
 from agentrl.errors import InfrastructureError, PluginError, PolicyFault, SandboxError, ServingError, TaskError, UserError
 from agentrl.records import Blame, Failure
 
@@ -12,7 +12,7 @@ def task_fault(error: BaseException, *, turn: int | None = None) -> Failure:
     return Failure(stage="task", blame=Blame.TASK, kind=_kind(error), message=_message(error), turn=turn)
 
 
-def fault(error: BaseException, *, stage: str, turn: int | None = None) -> Failure:
+def failure_from_error(error: BaseException, *, stage: str, turn: int | None = None) -> Failure:
     """The failure for an exception that leaves an episode: a fault of the task or the policy if its type says so, else infrastructure.
 
     One that is none of ours is a bug, whose traceback is logged; it costs this episode and no other.
@@ -20,13 +20,13 @@ def fault(error: BaseException, *, stage: str, turn: int | None = None) -> Failu
     Args:
         stage: what was going on, for an error that does not tell by itself.
     """
-    if (found := usercode.cause(error, TaskError, PluginError)) is not None:
+    if (found := user_code.first_cause(error, TaskError, PluginError)) is not None:
         return task_fault(found, turn=turn)
-    if (said := usercode.cause(error, PolicyFault)) is not None and usercode.cause(error, InfrastructureError) is None:
+    if (said := user_code.first_cause(error, PolicyFault)) is not None and user_code.first_cause(error, InfrastructureError) is None:
         return Failure(stage=stage, blame=Blame.POLICY, kind="not_taken", message=_message(said), turn=turn)
-    known = usercode.cause(error, InfrastructureError)
+    known = user_code.first_cause(error, InfrastructureError)
     if known is None:
-        usercode.report(f"episode ({stage})", error)
+        user_code.log_unexpected(f"episode ({stage})", error)
     elif isinstance(known, SandboxError | ServingError):
         stage = "sandbox" if isinstance(known, SandboxError) else "generate"
     error = known or error
@@ -42,4 +42,8 @@ def _kind(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    return usercode.text_of(error) if isinstance(error, UserError | InfrastructureError | PolicyFault) else usercode.describe(error, 2000)
+    return (
+        user_code.error_text(error)
+        if isinstance(error, UserError | InfrastructureError | PolicyFault)
+        else user_code.describe_error(error, 2000)
+    )

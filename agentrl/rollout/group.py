@@ -1,11 +1,10 @@
 """Groups: several attempts at one task, each scored; infrastructure failures are retried in fresh sandboxes, then left out.
 
 A group may be a forest instead of a row of attempts (`BranchingConfig`): some attempts run to a given turn, and others go on from
-their state there. More attempts may begin than are wanted, so that no group waits for its slowest (`agentrl.rollout.race`). And a group
-may go on where a process that died left it (`EpisodeKeeper`). A task that turns out to be wrong in itself takes its whole group out:
-what is broken for one attempt says nothing about the policy in the others. Any other fault, also one that nobody foresaw, is that of
-one attempt.
-"""
+their state there. More attempts may begin than are wanted, so that no group waits for its slowest (`agentrl.rollout.scheduling`). And a
+group may go on where a process that died left it (`EpisodeCheckpoints`). A task that turns out to be wrong in itself takes its whole group
+out: what is broken for one attempt says nothing about the policy in the others. Any other fault, also one that nobody foresaw, is that of
+one attempt."""
 
 from __future__ import annotations
 
@@ -17,41 +16,41 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from agentrl import usercode
-from agentrl.contract.together import WAITS
-from agentrl.protocols import EpisodeKeeper, MemoryView
-from agentrl.recipe import BranchingConfig
+from agentrl.base import user_code
+from agentrl.config.recipe import BranchingConfig
+from agentrl.protocols import EpisodeCheckpoints, MemoryView
+from agentrl.protocols.group_judge import AWAITING_GROUP_JUDGE
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
+from agentrl.rollout.active import ActiveEpisode, CaptureState, TurnListener
 from agentrl.rollout.episode import EpisodeRunner
-from agentrl.rollout.faults import fault, infrastructure_fault
-from agentrl.rollout.life import Capture, EpisodeLife, OnTurn
-from agentrl.rollout.race import Place, Race
+from agentrl.rollout.faults import failure_from_error, infrastructure_fault
+from agentrl.rollout.scheduling import AttemptScheduler, GroupAttempt
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
 """Pause before the second attempt; each later one waits twice as long as the one before."""
 
-Scorer = Callable[[Task, Episode], Awaitable[Score]]
+EpisodeScorer = Callable[[Task, Episode], Awaitable[Score]]
 """Judges a finished episode; gives a Score without a value when a verifier failed, and raises only for a task that is wrong."""
 
 
-class GroupScorer(Protocol):
+class GroupScoring(Protocol):
     """Judges the attempts of a group together."""
 
-    async def first(self, task: Task, episode: Episode) -> Score:
-        """What an attempt gets when it has ended, as a `Scorer` gives it."""
+    async def score_attempt(self, task: Task, episode: Episode) -> Score:
+        """What an attempt gets when it has ended, as a `EpisodeScorer` gives it."""
         ...
 
-    async def together(self, task: Task, scored: Sequence[ScoredEpisode]) -> Sequence[Score]:
+    async def score_group(self, task: Task, scored: Sequence[ScoredEpisode]) -> Sequence[Score]:
         """The scores of all attempts when all have ended, in their order."""
         ...
 
 
-MemoryOf = Callable[[Task, int | None], MemoryView]
+MemorySource = Callable[[Task, int | None], MemoryView]
 """What attempts at a task read of earlier episodes' notes: those of the group of this index, or, with None, one outside of groups."""
 
-OnAttempt = Callable[[Failure | None], None]
+AttemptListener = Callable[[Failure | None], None]
 """Told of every attempt that has ended, retried or not: what was wrong with it, or None. Not of one at a task that is wrong."""
 
 
@@ -101,19 +100,19 @@ class GroupRunner:
     """Runs groups and single episodes, as many at once as `slots` lets in."""
 
     runner: EpisodeRunner
-    score: Scorer
-    together: GroupScorer | None = None  # in place of `score` in groups
+    scorer: EpisodeScorer
+    group_scoring: GroupScoring | None = None  # in place of `score` in groups
     slots: AbstractAsyncContextManager[object]  # entered by each attempt when it may begin
     group_size: int
     max_retries: int
     spare_attempts: int = 0  # begun beyond these, and cancelled when so many count; none beside `branching`
     stop_equal_after: int = 0  # begun before the others, which are not where these score the same; 0: all begin at once
     branching: BranchingConfig | None = None
-    keeper: EpisodeKeeper | None = None
-    memory: MemoryOf | None = None
-    on_attempt: OnAttempt = lambda failure: None
+    checkpoints: EpisodeCheckpoints | None = None
+    memory: MemorySource | None = None
+    on_attempt: AttemptListener = lambda failure: None
 
-    async def group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
+    async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
         """All attempts at one task, in order, those that are left out included; all are when the task is broken.
 
         Args:
@@ -126,15 +125,15 @@ class GroupRunner:
         members = self._members(index, oldest_version)
         found = [await self._found(member, task) for member in members]
 
-        async def play(place: Place) -> None:
+        async def play(place: GroupAttempt) -> None:
             try:
                 scored = await self._scored(members[place.number], task, found[place.number], place)
             except _BrokenTask:
                 race.stop()
                 raise
-            race.ended(place, scored)
+            race.record_end(place, scored)
 
-        def begin(place: Place) -> asyncio.Task[None] | None:
+        def begin(place: GroupAttempt) -> asyncio.Task[None] | None:
             attempt = play(place)
             try:
                 return running.create_task(attempt)
@@ -142,29 +141,31 @@ class GroupRunner:
                 attempt.close()
                 return None
 
-        race = Race([member.name for member in members], group=index, size=self.group_size, begin=begin, first=self.stop_equal_after)
+        race = AttemptScheduler(
+            [member.name for member in members], group=index, size=self.group_size, begin=begin, first=self.stop_equal_after
+        )
         try:
             async with asyncio.TaskGroup() as running:
                 race.start([number for number, one in enumerate(found) if isinstance(one, ScoredEpisode)])
         except* _BrokenTask as errors:
             broken = _first(errors).fault
         if broken is not None:
-            return left_out_group(index, task.id, task.key, broken, size=self.group_size)
+            return excluded_group(index, task.id, task.key, broken, size=self.group_size)
         scored = race.episodes
-        if self.together is not None:
-            scored = await self._judged(self.together, task, scored)
+        if self.group_scoring is not None:
+            scored = await self._judged(self.group_scoring, task, scored)
             if (broken := next((one for each in scored for one in each.episode.failures if one.blame is Blame.TASK), None)) is not None:
-                return left_out_group(index, task.id, task.key, broken, size=self.group_size)
+                return excluded_group(index, task.id, task.key, broken, size=self.group_size)
         return Group(index=index, task_id=task.id, task_key=task.key, episodes=scored, cancelled=race.cancelled)
 
-    async def _judged(self, judge: GroupScorer, task: Task, scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
+    async def _judged(self, judge: GroupScoring, task: Task, scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
         """The attempts with the scores that they are given together. A judge that fails leaves them unscored."""
-        since = usercode.cancellations()
+        since = user_code.cancellation_count()
         try:
-            scores = await judge.together(task, scored)
+            scores = await judge.score_group(task, scored)
         except BaseException as error:
-            usercode.let_go(error, since)
-            why = fault(error, stage="score")
+            user_code.reraise_if_fatal(error, since)
+            why = failure_from_error(error, stage="score")
             scores = [
                 one.score if one.episode.left_out else Score(value=None, reason=f"group judge: {why.message}"[:2000]) for one in scored
             ]
@@ -181,14 +182,14 @@ class GroupRunner:
             judged.append(ScoredEpisode(episode=episode, score=score))
         return tuple(judged)
 
-    async def episode(
+    async def run_episode(
         self,
         task: Task,
         *,
         name: str,
         start: EpisodeState | None = None,
         always: bool = False,
-        on_turn: OnTurn | None = None,
+        on_turn: TurnListener | None = None,
     ) -> ScoredEpisode:
         """One scored episode, after at most `max_retries` fresh attempts when the infrastructure failed.
 
@@ -200,19 +201,19 @@ class GroupRunner:
         Raises:
             SandboxUnavailable: no sandbox of this kind can be opened on this machine at all.
         """
-        return await self._episode(task, name, start, on_turn, self.score, always=always)
+        return await self._episode(task, name, start, on_turn, self.scorer, always=always)
 
     async def _episode(
         self,
         task: Task,
         name: str,
         start: EpisodeState | None,
-        on_turn: OnTurn | None,
-        scorer: Scorer,
+        on_turn: TurnListener | None,
+        scorer: EpisodeScorer,
         *,
         tell: bool = True,
         always: bool = False,
-        place: Place | None = None,
+        place: GroupAttempt | None = None,
     ) -> ScoredEpisode:
         """See `episode`. `tell`: whether the score is what `on_attempt` is to be told of; a group's judge may not have said all yet.
         `place`: its own in its group; None: it has none. A fault that leaves the group enough attempts is not tried again."""
@@ -230,7 +231,7 @@ class GroupRunner:
                 break
             self.on_attempt(failure)
             if attempt < self.max_retries:
-                if place is not None and place.replaced():
+                if place is not None and place.abandon():
                     break
                 await asyncio.sleep(min(RETRY_S * 2**attempt, 5.0))  # a restarting part gets a moment
         return _unscored(episode, failure)
@@ -241,13 +242,13 @@ class GroupRunner:
         episode_id: str,
         attempt: int,
         start: EpisodeState | None,
-        on_turn: OnTurn | None,
-        scorer: Scorer,
-        place: Place | None,
+        on_turn: TurnListener | None,
+        scorer: EpisodeScorer,
+        place: GroupAttempt | None,
     ) -> tuple[Episode, Score | None]:
         """One attempt and its score; None when a fault, which is the last of the episode's failures, leaves it out."""
         episode = _nothing(episode_id, task.id, task.key, attempt)
-        stage, since = "episode", usercode.cancellations()
+        stage, since = "episode", user_code.cancellation_count()
         try:
             memory = None if self.memory is None else self.memory(task, None if place is None else place.group)
             async with self.slots:
@@ -269,8 +270,8 @@ class GroupRunner:
                 return episode, score
             failure = Failure(stage="grade", blame=Blame.TASK, kind="unscored", message=score.reason[:2000])
         except BaseException as error:
-            usercode.let_go(error, since)
-            failure = fault(error, stage=stage)
+            user_code.reraise_if_fatal(error, since)
+            failure = failure_from_error(error, stage=stage)
         return replace(episode, failures=(*episode.failures, failure)), None
 
     def _members(self, index: int, oldest_version: int) -> list[_Member]:
@@ -280,23 +281,25 @@ class GroupRunner:
         forks = [_Fork(stem, range(stem + 1, stem + width), self.branching.turn) for stem in range(0, self.group_size, width)]
         return [_Member(index, member, forks[member // width], oldest_version) for member in range(self.group_size)]
 
-    async def _scored(self, member: _Member, task: Task, found: EpisodeState | ScoredEpisode | None, place: Place) -> ScoredEpisode:
+    async def _scored(self, member: _Member, task: Task, found: EpisodeState | ScoredEpisode | None, place: GroupAttempt) -> ScoredEpisode:
         """One attempt, begun or continued. A branch waits for its stem without taking a slot, so stems never wait for branches."""
-        fork, since = member.stem_of, usercode.cancellations()
+        fork, since = member.stem_of, user_code.cancellation_count()
         try:
             if isinstance(found, ScoredEpisode):
-                waits = self.together is None and found.score.reason == WAITS  # and nobody will judge its group any more
-                return replace(found, score=await self.score(task, found.episode)) if waits else found
+                waits = (
+                    self.group_scoring is None and found.score.reason == AWAITING_GROUP_JUDGE
+                )  # and nobody will judge its group any more
+                return replace(found, score=await self.scorer(task, found.episode)) if waits else found
             if fork is not None and found is not None and found.turn_count >= fork.turn:
                 fork.settle(found if found.turn_count == fork.turn < task.limits.turns else None)  # past it, branches have their own
             if member.fork is not None and fork is None and found is None:
                 found = await member.fork.state
-            on_turn = None if fork is None and self.keeper is None else self._watching(member, task)
-            scorer, alone = (self.score, True) if self.together is None else (self.together.first, False)
+            on_turn = None if fork is None and self.checkpoints is None else self._watching(member, task)
+            scorer, alone = (self.scorer, True) if self.group_scoring is None else (self.group_scoring.score_attempt, False)
             scored = await self._episode(task, member.name, found, on_turn, scorer, tell=alone, place=place)
         except BaseException as error:
-            usercode.let_go(error, since)
-            failure = fault(error, stage="group")
+            user_code.reraise_if_fatal(error, since)
+            failure = failure_from_error(error, stage="group")
             scored = _unscored(replace(_nothing(f"{member.name}-a0", task.id, task.key), failures=(failure,)), failure)
         finally:
             if fork is not None:
@@ -304,27 +307,27 @@ class GroupRunner:
         broken = next((failure for failure in scored.episode.failures if failure.blame is Blame.TASK), None)
         if broken is not None:
             raise _BrokenTask(broken)
-        if self.keeper is not None:
+        if self.checkpoints is not None:
             with _safety_net():
-                await self.keeper.finish(member.group, member.number, scored)
+                await self.checkpoints.save_scored(member.group, member.number, scored)
         return scored
 
-    def _watching(self, member: _Member, task: Task) -> OnTurn:
+    def _watching(self, member: _Member, task: Task) -> TurnListener:
         """Keeps the state of every turn durably, where there is a keeper, and hands the one to branch from to the branches."""
 
-        async def on_turn(turns: int, capture: Capture) -> None:
+        async def on_turn(turns: int, capture: CaptureState) -> None:
             fork = member.stem_of
             forks = fork is not None and not fork.state.done() and fork.turn <= turns < task.limits.turns
-            if self.keeper is None and not forks:
+            if self.checkpoints is None and not forks:
                 return
             state = await capture()
             if state is None:
                 return
-            if self.keeper is not None:
+            if self.checkpoints is not None:
                 # The stem's comes first: a stem that is found at its turn can branch again, branches of a lost one could not be told.
                 for number in (member.number, *(fork.branches if fork is not None and forks else ())):
                     with _safety_net():
-                        await self.keeper.keep(member.group, number, state)
+                        await self.checkpoints.save_state(member.group, number, state)
             if fork is not None and forks:
                 fork.settle(state)
 
@@ -333,9 +336,9 @@ class GroupRunner:
     async def _found(self, member: _Member, task: Task) -> EpisodeState | ScoredEpisode | None:
         """What a process that died left of this attempt, if it can still be used."""
         found: EpisodeState | ScoredEpisode | None = None
-        if self.keeper is not None:
+        if self.checkpoints is not None:
             with _safety_net():
-                found = await self.keeper.find(member.group, member.number)
+                found = await self.checkpoints.load(member.group, member.number)
         if found is None:
             return None
         episode = found.episode if isinstance(found, ScoredEpisode) else found
@@ -349,17 +352,17 @@ class GroupRunner:
         return found
 
 
-def _watched(place: Place | None) -> Callable[[EpisodeLife], None]:
+def _watched(place: GroupAttempt | None) -> Callable[[ActiveEpisode], None]:
     """Leaves word of the running episode in its place."""
 
-    def on_begin(life: EpisodeLife) -> None:
+    def on_begin(life: ActiveEpisode) -> None:
         if place is not None:
             place.life = life
 
     return on_begin
 
 
-def left_out_group(index: int, task_id: str, task_key: str, failure: Failure, *, size: int) -> Group:
+def excluded_group(index: int, task_id: str, task_key: str, failure: Failure, *, size: int) -> Group:
     """A group of which nothing is trained or counted, because of a broken task or a group that cannot be kept."""
     names = (f"g{index:06d}-{member}-a0" for member in range(size))
     episodes = tuple(replace(_nothing(name, task_id, task_key), failures=(failure,)) for name in names)
@@ -379,12 +382,12 @@ def _unscored(episode: Episode, failure: Failure) -> ScoredEpisode:
 @contextlib.contextmanager
 def _safety_net() -> Iterator[None]:
     """Around a keeper: what it cannot keep or find is said, and costs no episode."""
-    since = usercode.cancellations()
+    since = user_code.cancellation_count()
     try:
         yield
     except BaseException as error:
-        usercode.let_go(error, since)
-        usercode.report("keeping a running episode", error)
+        user_code.reraise_if_fatal(error, since)
+        user_code.log_unexpected("keeping a running episode", error)
 
 
 def _first(errors: ExceptionGroup[_BrokenTask]) -> _BrokenTask:

@@ -12,21 +12,21 @@ from typing import Any
 from agentrl.errors import ServingError
 from agentrl.records import Blame
 
-SLOW = 2.0
+SLOW_FACTOR = 2.0
 """A request is slow if it takes longer than this multiple of the usual time of such requests. Its time beyond the usual is lost."""
-LOST = 0.1
+LOST_SHARE = 0.1
 """Share of `Limits.wall_s` that slow requests may cost an episode before the machine is to blame for its end."""
-OWN = 0.5
+POLICY_SHARE = 0.5
 """Share of `Limits.wall_s` that programs and sampling must have taken for the policy to be to blame for the end."""
-FLOOR = 1.0
+MIN_TOKENS_PER_S = 1.0
 """Tokens per second. A request that was cut off at a lower pace does not enter the history."""
 FIRST_S = 10.0
 """Longest first part of a request while there is no history. It is cut off then, and its tokens are the first measurement."""
-PARTS = 8
+REQUESTS_PER_EPISODE = 8
 """A request takes at most `Limits.wall_s` / PARTS and is then continued, so that a stall in the middle of a long one is detected."""
 CUT_S = 5.0
 """Time reserved at the end of an episode to fetch the tokens of a request that is cut off."""
-READ = 0.125
+PROMPT_TOKEN_WORK = 0.125
 """Work of computing one prompt token that the server has not computed yet, in sampled tokens."""
 _FRESH = 16  # the medians are computed again when a sixteenth of the history is new
 _KEPT = 256  # requests of each size, spread over the run
@@ -39,12 +39,12 @@ class OutOfTime(ServingError):
     """The episode's time ended before a token of the turn was sampled."""
 
 
-def cut_s(limit_s: float) -> float:
+def fetch_reserve_s(limit_s: float) -> float:
     """Seconds before the end of an episode's time at which a request in progress is cut off."""
     return min(CUT_S, 0.05 * limit_s)
 
 
-def out_of_time(limit_s: float, *, program_s: float, sampled_s: float, lost_s: float, stalled_s: float = 0.0) -> Blame:
+def blame_for_timeout(limit_s: float, *, program_s: float, sampled_s: float, lost_s: float, stalled_s: float = 0.0) -> Blame:
     """Who is to blame for an episode that used up `Limits.wall_s`. The first rule that applies decides:
 
     1. Slow requests cost it more than a tenth of the time, or the driver's event loop stood still for as long: the machine. Neither a
@@ -55,13 +55,13 @@ def out_of_time(limit_s: float, *, program_s: float, sampled_s: float, lost_s: f
 
     Args:
         program_s: seconds in programs that the agent called.
-        sampled_s: seconds in requests; for a slow one (`SLOW`), the usual time of such requests.
+        sampled_s: seconds in requests; for a slow one (`SLOW_FACTOR`), the usual time of such requests.
         lost_s: seconds that slow requests took beyond the usual.
-        stalled_s: seconds for which the driver's event loop stood still (`agentrl.lag.Stalls`).
+        stalled_s: seconds for which the driver's event loop stood still (`agentrl.base.loop_lag.StallCount`).
     """
-    if max(lost_s, stalled_s) > LOST * limit_s:
+    if max(lost_s, stalled_s) > LOST_SHARE * limit_s:
         return Blame.INFRASTRUCTURE
-    return Blame.POLICY if program_s + sampled_s >= OWN * limit_s else Blame.INFRASTRUCTURE
+    return Blame.POLICY if program_s + sampled_s >= POLICY_SHARE * limit_s else Blame.INFRASTRUCTURE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +79,15 @@ class Reading:
         if self.tokens is None:
             return 0.0
         if self.usual_s is None:
-            return self.seconds if self.tokens >= FLOOR * self.seconds else 0.0
-        return self.seconds if self.seconds <= SLOW * self.usual_s else self.usual_s
+            return self.seconds if self.tokens >= MIN_TOKENS_PER_S * self.seconds else 0.0
+        return self.seconds if self.seconds <= SLOW_FACTOR * self.usual_s else self.usual_s
 
     @property
     def lost_s(self) -> float:
         """Seconds lost to a slow server."""
         if self.tokens is not None or self.usual_s is None:
             return self.seconds - self.sampled_s
-        return 0.0 if self.seconds <= SLOW * self.usual_s else self.seconds - self.usual_s
+        return 0.0 if self.seconds <= SLOW_FACTOR * self.usual_s else self.seconds - self.usual_s
 
 
 class _History:
@@ -151,7 +151,7 @@ def _median(weighted: list[tuple[float, float]]) -> float:
     raise ValueError("the median of nothing")
 
 
-class Request:
+class RequestInProgress:
     """One request in progress; see `Pace.begin`."""
 
     def __init__(self, started: float, area: float, reads: int, read: int) -> None:
@@ -166,9 +166,9 @@ class Pace:
     A request that ended normally is compared with those of about as many tokens (the same power of two). A request that was cut off is
     compared by its tokens per second, because the server decided how many tokens it has. The history covers the run from its start, so that
     a slow server does not soon become usual. A request is as fast as usual if its time is, or if the tokens per second of all requests in
-    flight are. Both measures are also taken with the prompt tokens that the server had to compute (`READ`), also for requests that began
-    in the meantime. So a server that serves more requests at once does not count as slower, and a policy cannot make it count as slow
-    by sampling or reading more.
+    flight are. Both measures are also taken with the prompt tokens that the server had to compute (`PROMPT_TOKEN_WORK`), also for requests
+    that began in the meantime. So a server that serves more requests at once does not count as slower, and a policy cannot make it count as
+    slow by sampling or reading more.
 
     Args:
         slots: requests that the servers decode at once; None means unknown.
@@ -194,15 +194,15 @@ class Pace:
         """Requests in flight beyond what the servers decode at once."""
         return 0 if self.slots is None else max(0, self.in_flight - self.slots)
 
-    def begin(self, now: float, *, reads: int = 0) -> Request:
+    def begin(self, now: float, *, reads: int = 0) -> RequestInProgress:
         """`reads`: tokens of the prompt that the server has not computed yet."""
         self._advance(now)
         self.in_flight += 1
         self._read += reads
-        return Request(now, self._area, reads, self._read - reads)
+        return RequestInProgress(now, self._area, reads, self._read - reads)
 
     def end(
-        self, request: Request, now: float, *, tokens: int | None, at_most: int, cut: bool = False, reads: int | None = None
+        self, request: RequestInProgress, now: float, *, tokens: int | None, at_most: int, cut: bool = False, reads: int | None = None
     ) -> Reading:
         """Compares a request that has ended with the history, and adds it.
 
@@ -221,10 +221,10 @@ class Pace:
         others = self._read - request.read - reads
         count = at_most if tokens is None else max(1, tokens)
         usual = self.usual_s(count, in_flight, cut=cut or tokens is None, reads=reads, others=others)
-        if tokens and seconds > 0 and not (cut and tokens < FLOOR * seconds):
+        if tokens and seconds > 0 and not (cut and tokens < MIN_TOKENS_PER_S * seconds):
             self._all.add(seconds, in_flight, tokens)
-            work = tokens + READ * reads
-            self._work.add(seconds, (tokens * in_flight + READ * (reads + others)) / work, work)
+            work = tokens + PROMPT_TOKEN_WORK * reads
+            self._work.add(seconds, (tokens * in_flight + PROMPT_TOKEN_WORK * (reads + others)) / work, work)
             if not cut:
                 self._sizes.setdefault(tokens.bit_length(), _History()).add(seconds, in_flight, tokens)
         return Reading(tokens=tokens, seconds=seconds, in_flight=in_flight, usual_s=usual)
@@ -250,9 +250,11 @@ class Pace:
         seconds, throughput = kept.usual()
         usual = max(least * seconds, tokens * in_flight / throughput)
         seconds, throughput = self._work.usual()
-        return max(usual, (tokens + READ * reads) * seconds, (tokens * in_flight + READ * (reads + others)) / throughput)
+        return max(
+            usual, (tokens + PROMPT_TOKEN_WORK * reads) * seconds, (tokens * in_flight + PROMPT_TOKEN_WORK * (reads + others)) / throughput
+        )
 
-    def measured(self, token_s: float) -> None:
+    def set_idle_token_s(self, token_s: float) -> None:
         """Sets the time per token of an idle server for a pace without history. The first requests are compared with it.
 
         Until there are other measurements, requests in flight share this throughput, which is a lower bound for any server.
@@ -264,13 +266,13 @@ class Pace:
             history.add(seconds, 1.0, _MEASURED)
         self._measured_s = token_s
 
-    def slow_start(self) -> str:
+    def slow_start_alert(self) -> str:
         """An alert, once, if the first requests were slower than the measurement at the server's start; else ""."""
         if self._measured_s is None or len(self._all) < _FIRST:
             return ""
         usual_s, throughput = self._all.usual()
         slower, self._measured_s = min(usual_s, 1 / throughput) / self._measured_s, None
-        if slower <= SLOW:
+        if slower <= SLOW_FACTOR:
             return ""
         return (
             f"the inference server has been {slower:.1f} times slower since its first requests than when it was started\n  fix: find out"

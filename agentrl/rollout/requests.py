@@ -13,17 +13,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from agentrl.base.loop_lag import StallCount
 from agentrl.errors import ServingError
-from agentrl.lag import Stalls
 from agentrl.protocols import Policy
 from agentrl.records import CUT, Blame, Completion, Failure, SamplingParams
 from agentrl.rollout.faults import infrastructure_fault
-from agentrl.rollout.pace import FIRST_S, LOST, PARTS, SLOW, OutOfTime, Pace, Reading, SamplingTime, cut_s, out_of_time
-from agentrl.rollout.thinking import joined
+from agentrl.rollout.pace import (
+    FIRST_S,
+    LOST_SHARE,
+    REQUESTS_PER_EPISODE,
+    SLOW_FACTOR,
+    OutOfTime,
+    Pace,
+    Reading,
+    SamplingTime,
+    blame_for_timeout,
+    fetch_reserve_s,
+)
+from agentrl.rollout.thinking import join_completions
 
 SLOW_SERVER = "slow_server"
-STALLED = "driver_stalled"
-WALL = "wall_limit"
+DRIVER_STALLED = "driver_stalled"
+WALL_LIMIT = "wall_limit"
 ADVICE = "raise Limits.wall_s or serving.threads, or lower rollout.concurrency; --resume accepts serving.* and rollout.concurrency"
 
 
@@ -31,7 +42,7 @@ class SlowServer(ServingError):
     """A turn has lost `serving.request_timeout_s` to a slow server."""
 
 
-def now() -> float:
+def loop_time() -> float:
     """The time of the event loop, whose clock a test may replace; without a loop, the monotonic clock."""
     try:
         return asyncio.get_running_loop().time()
@@ -40,7 +51,7 @@ def now() -> float:
 
 
 @dataclass(slots=True)
-class Elsewhere:
+class TimedExternalRequest:
     """A request that the agent sends. It may request `most` tokens, and sets `tokens` to the number sampled."""
 
     most: int
@@ -48,7 +59,7 @@ class Elsewhere:
 
 
 @dataclass(slots=True, kw_only=True)
-class Requests:
+class EpisodeRequests:
     """Samples completions for one episode and records their times."""
 
     policy: Policy
@@ -57,14 +68,14 @@ class Requests:
     timeout_s: float  # of one request
     spent_s: Callable[[], float]  # of the episode, until now
     sampling: SamplingTime
-    stalls: Stalls = field(default_factory=Stalls)  # of the driver's event loop, since the episode began here
+    stalls: StallCount = field(default_factory=StallCount)  # of the driver's event loop, since the episode began here
     _cut: bool = False
     _version: int | None = None  # of the weights that sampled last, with whose cache the server computes
 
     @property
     def left_s(self) -> float:
         """Seconds in which the episode may still sample. The time after that is reserved to fetch the tokens of a cut-off request."""
-        return self.limit_s - cut_s(self.limit_s) - self.spent_s()
+        return self.limit_s - fetch_reserve_s(self.limit_s) - self.spent_s()
 
     @property
     def out_of_time(self) -> bool:
@@ -91,7 +102,7 @@ class Requests:
             ids = [] if made is None else list(made.token_ids)
             request = params(max_tokens - len(ids)), f"{name}.{number}" if number else name
             part = await self._part([*token_ids, *ids], *request, first=not number, reads=0 if ids else reads, lost_before_s=lost_before_s)
-            made = part if made is None else joined(made, part)
+            made = part if made is None else join_completions(made, part)
             if not made.token_ids and (newest := self.sampling.newest) is not None and newest.usual_s is not None:
                 reads = int(reads * max(0.0, 1.0 - newest.seconds / newest.usual_s))  # it had time to read the rest
             if made.finish_reason != CUT or len(made.token_ids) >= max_tokens or self.out_of_time:
@@ -108,13 +119,13 @@ class Requests:
     ) -> Completion:
         left_s = self.left_s
         if left_s <= 0:
-            return NOTHING
+            return EMPTY_COMPLETION
         whole = bool(params.constraint)  # a continuing request does not know the grammar state of the request that was cut
-        timeout_s = left_s if whole else min(left_s, self.timeout_s, self.limit_s / PARTS)
+        timeout_s = left_s if whole else min(left_s, self.timeout_s, self.limit_s / REQUESTS_PER_EPISODE)
         if first and not whole and not self.pace.known:
             timeout_s = min(timeout_s / 2, FIRST_S)
-        request, tokens, cut = self.pace.begin(now(), reads=reads), None, False
-        self.sampling.begin(now())
+        request, tokens, cut = self.pace.begin(loop_time(), reads=reads), None, False
+        self.sampling.begin(loop_time())
         try:
             made = await self.policy.generate(token_ids, params, request_id=name, timeout_s=timeout_s)
             tokens, cut = len(made.token_ids), made.finish_reason == CUT
@@ -123,8 +134,8 @@ class Requests:
                     reads = len(token_ids)
                 self._version = made.versions[-1].version
         finally:
-            reading = self.pace.end(request, now(), tokens=tokens, at_most=params.max_tokens, cut=cut, reads=reads)
-            self.sampling.end(now(), reading)
+            reading = self.pace.end(request, loop_time(), tokens=tokens, at_most=params.max_tokens, cut=cut, reads=reads)
+            self.sampling.end(loop_time(), reading)
         if cut and timeout_s >= left_s:
             self._cut = True
         elif cut and self.sampling.lost_s - lost_before_s >= self.timeout_s:
@@ -132,41 +143,46 @@ class Requests:
         return made
 
     @contextmanager
-    def elsewhere(self, at_most: int, *, within_s: float) -> Iterator[Elsewhere]:
+    def external_request(self, at_most: int, *, within_s: float) -> Iterator[TimedExternalRequest]:
         """See `LiveEpisode.elsewhere`."""
-        request, most, left_s = self.pace.begin(now()), at_most, min(within_s, max(0.0, self.left_s))
+        request, most, left_s = self.pace.begin(loop_time()), at_most, min(within_s, max(0.0, self.left_s))
         usual_s = self.pace.usual_s(at_most, self.pace.in_flight, cut=True)
         if usual_s is not None:
-            most = max(1, min(at_most, int(at_most * left_s / (SLOW * usual_s))))
-        asked = Elsewhere(most)
-        self.sampling.begin(now())
+            most = max(1, min(at_most, int(at_most * left_s / (SLOW_FACTOR * usual_s))))
+        asked = TimedExternalRequest(most)
+        self.sampling.begin(loop_time())
         try:
             yield asked
         finally:
-            reading = self.pace.end(request, now(), tokens=asked.tokens, at_most=most)
-            self.sampling.end(now(), reading)
+            reading = self.pace.end(request, loop_time(), tokens=asked.tokens, at_most=most)
+            self.sampling.end(loop_time(), reading)
 
-    def ended(self, *, program_s: float, sandbox_s: float, turn: int) -> Failure | None:
+    def timeout_failure(self, *, program_s: float, sandbox_s: float, turn: int) -> Failure | None:
         """The failure of an episode that ran out of time, with its blame; None if the policy's programs took most of the time."""
         sampled_s, lost_s, stalled_s = self.sampling.sampled_s, self.sampling.lost_s, self.stalls.seconds
-        blame = out_of_time(self.limit_s, program_s=program_s, sampled_s=sampled_s, lost_s=lost_s, stalled_s=stalled_s)
+        blame = blame_for_timeout(self.limit_s, program_s=program_s, sampled_s=sampled_s, lost_s=lost_s, stalled_s=stalled_s)
         spent = f"{self.limit_s:g} s: programs took {program_s:.1f} s, sampling {sampled_s + lost_s:.1f} s"
         figures = "" if self.sampling.newest is None else f"; {self._figures(self.sampling.newest)}"
         if blame is Blame.POLICY:
             if sampled_s < program_s:
                 return None
             message = f"the policy used up its {spent}{figures}\n  fix, if it needs more time: {ADVICE}"
-            return Failure(stage="generate", blame=blame, kind=WALL, message=message, turn=turn)
-        if stalled_s > LOST * self.limit_s:
-            return infrastructure_fault("episode", STALLED, f"the episode used up its {spent}: {self.stalls.text}{figures}", turn=turn)
-        if lost_s > LOST * self.limit_s:
-            kind, slow = WALL, f"the server was silent for {lost_s:.1f} s, in a run without a usual pace yet"
+            return Failure(stage="generate", blame=blame, kind=WALL_LIMIT, message=message, turn=turn)
+        if stalled_s > LOST_SHARE * self.limit_s:
+            return infrastructure_fault(
+                "episode", DRIVER_STALLED, f"the episode used up its {spent}: {self.stalls.text}{figures}", turn=turn
+            )
+        if lost_s > LOST_SHARE * self.limit_s:
+            kind, slow = WALL_LIMIT, f"the server was silent for {lost_s:.1f} s, in a run without a usual pace yet"
             if self.pace.known:
-                kind, slow = SLOW_SERVER, f"the server was slow: requests that took over {SLOW:g} times the usual cost {lost_s:.1f} s"
+                kind, slow = (
+                    SLOW_SERVER,
+                    f"the server was slow: requests that took over {SLOW_FACTOR:g} times the usual cost {lost_s:.1f} s",
+                )
             return infrastructure_fault("generate", kind, f"{slow}, of {spent}{figures}\n  fix: {ADVICE}", turn=turn)
         other_s = self.limit_s - program_s - sampled_s - lost_s
         message = f"the episode used up its {spent}, everything else {other_s:.1f} s (sandboxes {sandbox_s:.1f} s, including programs)"
-        return infrastructure_fault("episode", WALL, f"{message}\n  fix: {ADVICE}, or sandbox.warm", turn=turn)
+        return infrastructure_fault("episode", WALL_LIMIT, f"{message}\n  fix: {ADVICE}, or sandbox.warm", turn=turn)
 
     def _figures(self, reading: Reading) -> str:
         """The pace of the newest request and the usual pace."""
@@ -180,4 +196,4 @@ class Requests:
         return f"the newest request had {now_} ({usual}) with {reading.in_flight:.3g} requests in flight{waiting}"
 
 
-NOTHING = Completion(token_ids=(), logprobs=(), versions=(), finish_reason=CUT)
+EMPTY_COMPLETION = Completion(token_ids=(), logprobs=(), versions=(), finish_reason=CUT)

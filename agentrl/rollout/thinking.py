@@ -11,16 +11,16 @@ from dataclasses import replace
 from typing import Protocol
 
 from agentrl.errors import TaskError
-from agentrl.limits import Thinking
 from agentrl.records import CUT, Completion, Task, VersionSpan
+from agentrl.records.limits import Thinking
+from agentrl.records.sampling import Supports
 from agentrl.rollout.pace import OutOfTime
-from agentrl.sampling import Supports
 
 ANSWER = ".answer"
 """In the id of the request for what comes after the bound."""
 
 
-def bound_of(task: Task, thinking: Thinking | None) -> tuple[int, Thinking] | None:
+def thinking_bound(task: Task, thinking: Thinking | None) -> tuple[int, Thinking] | None:
     """The bound on thinking, and how it is ended; None: there is none. Raises `TaskError` where nothing can hold the policy to it."""
     most = task.limits.thinking_tokens
     if most is None:
@@ -34,13 +34,13 @@ def bound_of(task: Task, thinking: Thinking | None) -> tuple[int, Thinking] | No
     return most, thinking
 
 
-class Ask(Protocol):
+class SampleTokens(Protocol):
     """Samples at most so many tokens after these."""
 
     async def __call__(self, token_ids: Sequence[int], max_tokens: int, part: str = "") -> Completion: ...
 
 
-async def sampled(context: Sequence[int], budget: int, ask: Ask, thought: tuple[int, Thinking] | None) -> Completion:
+async def sample_turn(context: Sequence[int], budget: int, ask: SampleTokens, thought: tuple[int, Thinking] | None) -> Completion:
     """A completion of at most `budget` tokens, forced ones included.
 
     Args:
@@ -57,10 +57,10 @@ async def sampled(context: Sequence[int], budget: int, ask: Ask, thought: tuple[
         rest = await ask([*context, *first.token_ids, *forced], budget - most - len(forced), ANSWER)
     except OutOfTime:
         return replace(first, finish_reason=CUT)
-    return joined(first, rest, forced)
+    return join_completions(first, rest, forced)
 
 
-def joined(first: Completion, rest: Completion, forced: tuple[int, ...] = ()) -> Completion:
+def join_completions(first: Completion, rest: Completion, forced: tuple[int, ...] = ()) -> Completion:
     """Both parts as one completion, with `forced` between them. These stand in the version span before them, with a logprob of 0."""
     start = len(first.token_ids)
     end = start + len(forced)
@@ -74,6 +74,6 @@ def joined(first: Completion, rest: Completion, forced: tuple[int, ...] = ()) ->
         logprobs=(*first.logprobs, *(0.0,) * len(forced), *rest.logprobs),
         versions=tuple(spans),
         finish_reason=rest.finish_reason,
-        supports=Supports.joined((next(supports), len(forced), next(supports))),
+        supports=Supports.join((next(supports), len(forced), next(supports))),
         forced=tuple(range(start, end)),
     )

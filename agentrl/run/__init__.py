@@ -1,1 +1,1 @@
-"""A run from its first check to its summary: `loop` is the pipeline, the other modules are what it calls."""
+"""The training loop: `loop` is the pipeline on one page; the other modules are its steps."""

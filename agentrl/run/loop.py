@@ -15,51 +15,51 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
-from agentrl.causes import first, short
+from agentrl.base.error_text import main_error, one_line_error
+from agentrl.config.recipe import Recipe
 from agentrl.errors import SwapError
+from agentrl.evaluation.held_out import evaluate_once
 from agentrl.failure.digest import write_digest
+from agentrl.gate.judgement import first_version_to_serve, is_concluded, result_version, serve_result
+from agentrl.gate.schedule import schedule_gate
 from agentrl.observe import Summary, sessions, write_report
-from agentrl.recipe import Recipe
 from agentrl.records import Group, VersionState
-from agentrl.run import measure
-from agentrl.run.ending import kept_going, stopped
-from agentrl.run.folder import Start
-from agentrl.run.gate import concluded, first_to_serve, result, serve_result
-from agentrl.run.held_out import evaluated_once
-from agentrl.run.judging import judging
-from agentrl.run.models import export_model
-from agentrl.run.opening import Run, opened
-from agentrl.run.preflight import Checked
-from agentrl.run.rollouts import make_step
-from agentrl.run.supervise import watch_answers, watch_daemon, watch_learner
-from agentrl.run.versions import fall_back, finish_serving, finish_step, record_missing, retracted
+from agentrl.run.rollouts import roll_out_step
+from agentrl.run.supervise import watch_daemon, watch_external_servers, watch_learner
+from agentrl.run.versions import fall_back, finish_serving_step, finish_step, is_retracted, record_missing_steps
+from agentrl.session import measure
+from agentrl.session.ending import ended_by_user, warn_on_error
+from agentrl.session.folder import RunStart
+from agentrl.session.models import export_model
+from agentrl.session.opening import Run, open_run
+from agentrl.session.preflight import PreflightResult
 
 _POLL_S = 0.05
 
 
-async def train(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool = True) -> Summary:
+async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, console: bool = True) -> Summary:
     """Runs a recipe from evaluation to evaluation and returns its summary; goes on where the run in `start.folder` ended, if one did.
 
-    The caller holds the run folder (`agentrl.run.folder.claimed`) and has looked at everything that is cheap to look at
-    (`agentrl.run.preflight.check`). Raises `UserError` before anything is started when the recipe cannot run here,
+    The caller holds the run folder (`agentrl.session.folder.claim_run_folder`) and has looked at everything that is cheap to look at
+    (`agentrl.session.preflight.run_preflight`). Raises `UserError` before anything is started when the recipe cannot run here,
     and `InfrastructureError` when a part fails for good; whatever was finished until then is kept.
     """
-    starts = len(sessions.read(start.folder))
+    starts = len(sessions.read_sessions(start.folder))
     run = None
     try:
-        async with opened(recipe, start, checked, root=root, console=console) as run:
+        async with open_run(recipe, start, checked, root=root, console=console) as run:
             try:
-                with measure.interrupts(run.stop_after_step):
+                with measure.handle_interrupts(run.stop_after_step):
                     await _pipeline(run)
             finally:
-                with kept_going(run.folder, "counting what was begun"):
-                    run.begun = _begun(run)
+                with warn_on_error(run.folder, "counting what was begun"):
+                    run.unfinished_groups = _begun(run)
             run.tracker.stage("close", "learner, server and sandboxes")
     except BaseException as error:
         if run is not None:
-            with kept_going(run.folder, "the summary and the report"):
+            with warn_on_error(run.folder, "the summary and the report"):
                 _report(run, error)
-        if len(sessions.read(start.folder)) > starts:  # else an earlier driver's is the last
+        if len(sessions.read_sessions(start.folder)) > starts:  # else an earlier driver's is the last
             _ended(start.folder, error)
         raise
     return _report(run)  # last, so that its times are all there is
@@ -67,37 +67,37 @@ async def train(recipe: Recipe, start: Start, checked: Checked, *, root: Path, c
 
 async def _pipeline(run: Run) -> None:
     run.tracker.stage("start", "server, learner and sandbox image")
-    newest = first_to_serve(run)
+    newest = first_version_to_serve(run)
     async with asyncio.TaskGroup() as parts:
-        needed = newest.number < run.recipe.steps and not concluded(run)
+        needed = newest.number < run.recipe.steps and not is_concluded(run)
         learning = parts.create_task(watch_learner(run)) if needed else None  # from here on: what it refuses ends the start
-        await run.start_serving(newest, judging=not concluded(run), learning=needed)
+        await run.start_serving(newest, judging=not is_concluded(run), learning=needed)
         run.registry.set_state(newest.number, VersionState.SERVING)
-        watching = [run.served.watch(on_loss=run.learner.kill), run.faults.watch(), watch_answers(run.tracker.alert)]
+        watching = [run.served.watch(on_loss=run.learner.kill), run.fault_rate.watch(), watch_external_servers(run.tracker.alert)]
         if run.sandboxes.name == "docker":
             watching.append(watch_daemon(run.tracker.alert))
         if run.gate_server is not None:
             watching.append(run.gate_server.watch(on_loss=run.learner.kill))
         watchers = [parts.create_task(one) for one in watching]
-        if not concluded(run):
-            await finish_serving(run)
-        record_missing(run)
-        if newest.number == 0 and not concluded(run):
-            await evaluated_once(run, "before", step=0)
+        if not is_concluded(run):
+            await finish_serving_step(run)
+        record_missing_steps(run)
+        if newest.number == 0 and not is_concluded(run):
+            await evaluate_once(run, "before", step=0)
         if needed:
-            measure.forget_evaluation(run.folder, "after")  # of this run, when it had fewer steps
-        if not concluded(run):
+            measure.remove_evaluation(run.folder, "after")  # of this run, when it had fewer steps
+        if not is_concluded(run):
             await _learn(run, learning)
-        if concluded(run):
+        if is_concluded(run):
             await serve_result(run)
-            await evaluated_once(run, "after", step=run.served.version)
+            await evaluate_once(run, "after", step=run.served.version)
         elif run.recipe.gate is None and run.served.version >= run.recipe.steps:
-            await evaluated_once(run, "after", step=run.served.version)
+            await evaluate_once(run, "after", step=run.served.version)
             run.registry.set_state(run.served.version, VersionState.PROMOTED)
         for watcher in watchers:
             watcher.cancel()
-    best = result(run)
-    if best is None or not measure.learned(run.folder):
+    best = result_version(run)
+    if best is None or not measure.weights_changed(run.folder):
         return  # a model that is version 0 under another name would look like a result; the summary says why there is none
     base, sampling = run.folder / "versions" / "000000", run.recipe.evaluation.sampling
     export_model(run.folder / best.folder, run.folder / "model", base=base, sampling=sampling)
@@ -128,16 +128,16 @@ async def _roll_out(run: Run) -> None:
             await run.served.wait_version(step - run.recipe.max_staleness)
             if step >= run.stop_at:
                 return
-            running.create_task(make_step(run, step))
+            running.create_task(roll_out_step(run, step))
 
 
 async def _swap_versions(run: Run) -> None:
     """Takes each version the learner publishes into the server, in order, but for those it has rolled back, and has the gate judge them."""
-    async with judging(run) as gate:
-        await gate.look()
+    async with schedule_gate(run) as gate:
+        await gate.evaluate_due()
         number = run.served.version + 1
         while run.served.version < run.stop_at:
-            if retracted(run):
+            if is_retracted(run):
                 await fall_back(run)
                 number = run.served.version + 1
             version = run.registry.get(number)
@@ -154,19 +154,19 @@ async def _swap_versions(run: Run) -> None:
                     continue  # it was retracted or rolled back meanwhile, which is why it could not be loaded
             await finish_step(run, version, report)
             if report is not None:
-                await gate.look()
+                await gate.evaluate_due()
             number += 1
 
 
 def _report(run: Run, error: BaseException | None = None) -> Summary:
-    how = _ended(run.folder, error, interrupted=run.interrupted, figures=run.faults.figures())
-    with kept_going(run.folder, "the digest of failures"):
+    how = _ended(run.folder, error, interrupted=run.interrupted, figures=run.fault_rate.attempt_metrics())
+    with warn_on_error(run.folder, "the digest of failures"):
         write_digest(run.folder)
     backend, stages = run.sandboxes.name, run.clock.wall_s
     interrupted = how == "interrupted"
-    summary = measure.summarize(run.folder, run.recipe, stages, backend=backend, interrupted=interrupted, begun=run.begun)
+    summary = measure.summarize(run.folder, run.recipe, stages, backend=backend, interrupted=interrupted, begun=run.unfinished_groups)
     summary.write(run.folder)
-    with kept_going(run.folder, f"the report (agentrl report {run.folder} writes it again)"):
+    with warn_on_error(run.folder, f"the report (agentrl report {run.folder} writes it again)"):
         write_report(run.folder)
     return summary
 
@@ -175,14 +175,14 @@ def _ended(
     folder: Path, error: BaseException | None, *, interrupted: bool = False, figures: Mapping[str, float] = MappingProxyType({})
 ) -> sessions.Ended:
     """Records how the driver ended, unless it is already recorded."""
-    fault = first(error) if error is not None and not stopped(error) else None
+    fault = main_error(error) if error is not None and not ended_by_user(error) else None
     how: sessions.Ended = "failed" if fault is not None else "interrupted" if interrupted or error is not None else "finished"
-    with kept_going(folder, sessions.FILE):
-        sessions.end(folder, how, why="" if fault is None else short(fault), figures=figures)
+    with warn_on_error(folder, sessions.FILE):
+        sessions.record_end(folder, how, why="" if fault is None else one_line_error(fault), figures=figures)
     return how
 
 
 def _begun(run: Run) -> tuple[Group, ...]:
     """The stored groups of steps that are not done."""
-    known = measure.recorded(run.folder)
+    known = measure.recorded_steps(run.folder)
     return run.store.groups(index for index in run.store.indices() if run.step_groups.step_of(index) + 1 not in known)

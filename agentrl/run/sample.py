@@ -13,41 +13,41 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.compare.compute import Attempt, against_compute, pass_at
+from agentrl.base.files import append_lines, json_line, write_atomically
+from agentrl.base.scores import is_at_least
+from agentrl.config.recipe import Recipe, RolloutConfig
 from agentrl.errors import UserError
+from agentrl.evaluation.compute import CountedAttempt, compute_curves, pass_at_attempt_counts
+from agentrl.evaluation.evaluate import SOLVED_SCORE, SplitEvaluation
 from agentrl.experience import StepGroups
 from agentrl.experience.steps import has_preference
 from agentrl.failure.digest import write_digest
-from agentrl.files import append_lines, json_line, write
-from agentrl.observe.formats import duration
-from agentrl.observe.left_out import add, reasons
+from agentrl.observe.exclusions import count_exclusions, merge_counts
+from agentrl.observe.formats import format_duration
 from agentrl.observe.stats import Rate
-from agentrl.recipe import Recipe, RolloutConfig
 from agentrl.records import Group, Split, Task
-from agentrl.run import measure
-from agentrl.run.ending import kept_going
-from agentrl.run.evaluate import PASSED, Evaluation
-from agentrl.run.folder import Start
-from agentrl.run.opening import Run, opened
-from agentrl.run.preflight import Checked
-from agentrl.run.rollouts import make_group
+from agentrl.run.rollouts import roll_out_group
 from agentrl.run.supervise import watch_daemon
-from agentrl.run.transcript import transcript
-from agentrl.scores import reaches
+from agentrl.session import measure
+from agentrl.session.ending import warn_on_error
+from agentrl.session.folder import RunStart
+from agentrl.session.opening import Run, open_run
+from agentrl.session.preflight import PreflightResult
+from agentrl.session.transcript import transcript
 
-FILE = "sample.json"
+SAMPLE_FILE = "sample.json"
 """Of a run folder: how many groups were asked for, and what came of them."""
-DEFAULT = 32
+DEFAULT_GROUPS = 32
 """Groups, where nobody says how many."""
 _TOLD = 10  # how often progress is told
 
 
 @dataclass(slots=True)
-class Came:
+class AttemptTotals:
     """What the attempts at some tasks came to. Attempts without a finite score count in `left_out` alone."""
 
     scores: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by the task's key
-    tries: defaultdict[str, list[Attempt]] = field(default_factory=lambda: defaultdict(list))
+    tries: defaultdict[str, list[CountedAttempt]] = field(default_factory=lambda: defaultdict(list))
     left_out: int = 0
     left_out_reasons: dict[str, int] = field(default_factory=dict)
     differ: int = 0  # groups whose attempts were scored differently, so that they would teach
@@ -60,8 +60,8 @@ class Came:
                 self.left_out += 1
                 continue
             self.scores[group.task_key].append(value)
-            self.tries[group.task_key].append(Attempt(passed=reaches(value, PASSED), tokens=one.episode.completion_tokens))
-        self.left_out_reasons = add(self.left_out_reasons, reasons(group.episodes))
+            self.tries[group.task_key].append(CountedAttempt(passed=is_at_least(value, SOLVED_SCORE), tokens=one.episode.completion_tokens))
+        self.left_out_reasons = merge_counts(self.left_out_reasons, count_exclusions(group.episodes))
         self.differ += has_preference(group, min_group_size=min_group_size)
 
     @property
@@ -91,67 +91,69 @@ class Came:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class SampleResult:
     """What a run folder holds after sampling."""
 
     folder: Path
-    asked: int  # groups
-    whole: Came
-    by_kind: dict[str, Came]
+    requested: int  # groups
+    totals: AttemptTotals
+    by_kind: dict[str, AttemptTotals]
     unfinished: bool  # interrupted before all groups were made
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
         kinds = {kind: came.as_json() for kind, came in self.by_kind.items()}
-        rest = {"groups": self.asked, "unfinished": self.unfinished, "left_out_reasons": self.whole.left_out_reasons}
-        return {"folder": str(self.folder), **rest, "all": self.whole.as_json(), "by_kind": kinds}
+        rest = {"groups": self.requested, "unfinished": self.unfinished, "left_out_reasons": self.totals.left_out_reasons}
+        return {"folder": str(self.folder), **rest, "all": self.totals.as_json(), "by_kind": kinds}
 
-    def evaluation(self) -> Evaluation:
+    def evaluation(self) -> SplitEvaluation:
         """The same as an evaluation of the training tasks."""
-        tries = list(self.whole.tries.values())
+        tries = list(self.totals.tries.values())
         tokens = [one.tokens for some in tries for one in some]
         kinds = {kind: rate for kind, came in self.by_kind.items() if (rate := came.rate) is not None}
-        return Evaluation(
-            rate=self.whole.rate,
+        return SplitEvaluation(
+            rate=self.totals.rate,
             by_kind=kinds,
             attempts=max(map(len, tries), default=0),
-            episodes=len(tokens) + self.whole.left_out,
-            left_out=self.whole.left_out,
-            left_out_reasons=self.whole.left_out_reasons,
+            episodes=len(tokens) + self.totals.left_out,
+            excluded=self.totals.left_out,
+            excluded_reasons=self.totals.left_out_reasons,
             tokens_mean=statistics.fmean(tokens) if tokens else None,
-            pass_at=pass_at(tries),
-            compute=against_compute(tries),
+            pass_at=pass_at_attempt_counts(tries),
+            compute=compute_curves(tries),
             transcripts=(),
         )
 
 
-async def sample(recipe: Recipe, start: Start, checked: Checked, *, groups: int | None, root: Path, console: bool = True) -> Sampled:
+async def sample(
+    recipe: Recipe, start: RunStart, checked: PreflightResult, *, groups: int | None, root: Path, console: bool = True
+) -> SampleResult:
     """Serves the recipe's model and makes the first `groups` groups of its tasks that the run folder does not hold yet.
 
     Each is of the next task, whatever the recipe says of steps, of extra groups and of which tasks come more often. For callers: see
     `agentrl.run.loop.train`. Raises what that raises; groups that were finished are kept.
 
     Args:
-        groups: None: as many as were asked for before, or `DEFAULT`. Raises `UserError` for fewer than before.
+        groups: None: as many as were asked for before, or `DEFAULT_GROUPS`. Raises `UserError` for fewer than before.
     """
     asked = _asked(start.folder, groups)
-    async with opened(recipe, start, checked, root=root, console=console, steps=StepGroups.single(recipe.rollout)) as run:
-        write(start.folder / FILE, json.dumps({"groups": asked}) + "\n")
-        with measure.interrupts(run.stop_after_step, in_hand="the groups"):
+    async with open_run(recipe, start, checked, root=root, console=console, steps=StepGroups.single_step(recipe.rollout)) as run:
+        write_atomically(start.folder / SAMPLE_FILE, json.dumps({"groups": asked}) + "\n")
+        with measure.handle_interrupts(run.stop_after_step, in_hand="the groups"):
             if missing := [index for index in range(asked) if not run.store.has(index)]:
                 await _served(run, missing)
-            found = sampled(run, asked)
-    write(start.folder / FILE, json.dumps(found.as_json(), indent=2) + "\n")
+            found = sample_result(run, asked)
+    write_atomically(start.folder / SAMPLE_FILE, json.dumps(found.as_json(), indent=2) + "\n")
     measure.save_evaluation(start.folder, "sample", {Split.TRAIN: found.evaluation()})
-    with kept_going(start.folder, "the digest of failures"):
+    with warn_on_error(start.folder, "the digest of failures"):
         write_digest(start.folder)
     return found
 
 
 def _asked(folder: Path, groups: int | None) -> int:
-    path = folder / FILE
+    path = folder / SAMPLE_FILE
     before = int(json.loads(path.read_text(encoding="utf-8"))["groups"]) if path.exists() else 0
-    wanted = groups or before or DEFAULT
+    wanted = groups or before or DEFAULT_GROUPS
     if wanted < before:
         raise UserError(f"{folder}: {before} groups were asked for before", fix=f"give --groups {before} or more, or another --run-dir")
     return wanted
@@ -163,20 +165,20 @@ async def _served(run: Run, indices: Sequence[int]) -> None:
     assert base is not None, "version 0 was registered"
     await run.start_serving(base)
     async with asyncio.TaskGroup() as parts:
-        watching = [run.served.watch(on_loss=run.learner.kill), run.faults.watch()]
+        watching = [run.served.watch(on_loss=run.learner.kill), run.fault_rate.watch()]
         if run.sandboxes.name == "docker":
             watching.append(watch_daemon(run.tracker.alert))
         watchers = [parts.create_task(one) for one in watching]
-        await make_groups(run, indices)
+        await sample_groups(run, indices)
         for watcher in watchers:
             watcher.cancel()
 
 
-async def make_groups(run: Run, indices: Sequence[int]) -> None:
+async def sample_groups(run: Run, indices: Sequence[int]) -> None:
     """Makes these groups in their order, as many at once as keep all slots busy; no new ones once the run is interrupted."""
     if run.memory is not None:
-        await run.memory.reach(0)
-    await run.taught.reach(0)
+        await run.memory.prepare_step(0)
+    await run.group_tasks.prepare_step(0)
     rollout = run.recipe.rollout
     waiting, began, made = iter(indices), time.monotonic(), 0
     every = math.ceil(len(indices) / _TOLD)
@@ -187,11 +189,11 @@ async def make_groups(run: Run, indices: Sequence[int]) -> None:
         for index in waiting:
             if run.interrupted:
                 return
-            await make_group(run, index)
+            await roll_out_group(run, index)
             made += 1
             if made % every == 0 and made < len(indices):
                 left = (time.monotonic() - began) / made * (len(indices) - made)
-                run.tracker.stage("sample", f"{made} of {told}, about {duration(left)} left")
+                run.tracker.stage("sample", f"{made} of {told}, about {format_duration(left)} left")
             run.tracker.evaluating(made * rollout.group_size, len(indices) * rollout.group_size)
 
     run.tracker.stage("sample", told)
@@ -207,9 +209,9 @@ def _at_once(rollout: RolloutConfig) -> int:
     return rollout.stop_equal_after or rollout.group_size
 
 
-def sampled(run: Run, asked: int) -> Sampled:
+def sample_result(run: Run, asked: int) -> SampleResult:
     """What the stored groups of the first `asked` came to. Writes their transcripts, as `episodes/train.jsonl`."""
-    whole, kinds = Came(), defaultdict[str, Came](Came)
+    whole, kinds = AttemptTotals(), defaultdict[str, AttemptTotals](AttemptTotals)
     path = run.folder / "episodes" / "train.jsonl"
     path.unlink(missing_ok=True)  # a killed process may have left some
     size, stored = run.recipe.rollout.min_group_size, 0
@@ -219,7 +221,7 @@ def sampled(run: Run, asked: int) -> Sampled:
             came.add(group, min_group_size=size)
         if task is not None:
             append_lines(path, (json_line(transcript(task, one, phase="train", step=0)) for one in group.episodes))
-    return Sampled(folder=run.folder, asked=asked, whole=whole, by_kind=dict(sorted(kinds.items())), unfinished=stored < asked)
+    return SampleResult(folder=run.folder, requested=asked, totals=whole, by_kind=dict(sorted(kinds.items())), unfinished=stored < asked)
 
 
 def _stored(run: Run, asked: int) -> Iterator[tuple[Group, Task | None]]:
@@ -227,7 +229,7 @@ def _stored(run: Run, asked: int) -> Iterator[tuple[Group, Task | None]]:
     for index in range(asked):
         if run.store.has(index):
             try:
-                task = run.taught.task(index)
+                task = run.group_tasks.task(index)
             except Exception:  # a family may raise anything; make_group has told it, and the group says why
                 task = None
             yield run.store.groups([index])[0], task

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from agentrl import liveness
+from agentrl.base import liveness
+from agentrl.base.liveness import Liveness, Restarts
 from agentrl.errors import LearnerError, LearnerHalted
-from agentrl.liveness import Liveness, Restarts
-from agentrl.run.opening import Run
-from agentrl.sandbox import engine
+from agentrl.sandbox import docker_client
+from agentrl.session.opening import Run
 
 _RESTARTS = 3  # in a row
 _PING_S = 5.0  # between two pings of the daemon
@@ -53,7 +53,7 @@ async def watch_daemon(alert: Callable[[str], None], live: Liveness | None = Non
     live = live or Liveness("the Docker daemon", first_s=120.0)
     silent = False
     while True:
-        if await asyncio.to_thread(engine.answers):
+        if await asyncio.to_thread(docker_client.daemon_answers):
             live.progress("answering")
             if silent:
                 alert("the Docker daemon answers again")
@@ -64,14 +64,14 @@ async def watch_daemon(alert: Callable[[str], None], live: Liveness | None = Non
         await asyncio.sleep(_PING_S)
 
 
-async def watch_answers(alert: Callable[[str], None]) -> None:
+async def watch_external_servers(alert: Callable[[str], None]) -> None:
     """Alerts when an MCP server or a judge's endpoint answers no request, and when it answers again. Ends only by cancellation.
 
     Each request has its own deadline, after which its connection is closed; a server that a run starts is restarted with the next call.
     """
-    silent: set[liveness.Answers] = set()
+    silent: set[liveness.AnswerLiveness] = set()
     while True:
-        for part in liveness.asked():
+        for part in liveness.external_parts():
             stuck = part.overdue()
             if stuck and part not in silent:
                 silent.add(part)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 
-from agentrl.lag import DRIVER
+from agentrl.base.loop_lag import DRIVER_LAG
+from agentrl.evaluation.held_out import evaluate_once
+from agentrl.memory import run_memory
 from agentrl.records import Group, PolicyVersion, SwapReport
-from agentrl.run import measure, memory
-from agentrl.run.held_out import evaluated_once
-from agentrl.run.opening import Run
-from agentrl.run.pacing import keep
-from agentrl.serving.served import to_serve
+from agentrl.serving.supervisor import version_to_serve
+from agentrl.session import measure
+from agentrl.session.opening import Run
+from agentrl.session.pacing import save_pace
 
 
-def retracted(run: Run) -> bool:
+def is_retracted(run: Run) -> bool:
     """Whether the learner has gone back to an older checkpoint, because the newest was damaged, and forgotten the version that serves."""
     found = run.registry.get(run.served.version)
     return found is None or found.sha256 != run.served.sha256
@@ -21,7 +22,7 @@ def retracted(run: Run) -> bool:
 
 async def fall_back(run: Run) -> None:
     """Serves the newest version that is left, in place of one that was retracted."""
-    version = to_serve(run.registry)
+    version = version_to_serve(run.registry)
     assert version is not None, "version 0 is never forgotten"
     run.tracker.alert(f"version {run.served.version} was retracted by the learner; serving version {version.number}")
     await run.served.fall_back(version)
@@ -32,7 +33,7 @@ async def finish_step(run: Run, version: PolicyVersion, report: SwapReport | Non
     metrics = _figures(run, version, report)
     every = run.recipe.evaluation.every
     if every and version.number % every == 0 and version.number < run.recipe.steps:
-        metrics |= await evaluated_once(run, f"step{version.number}", step=version.number)
+        metrics |= await evaluate_once(run, f"step{version.number}", step=version.number)
         run.tracker.stage("train", f"{run.stop_at} steps")
         if run.last_step_at is not None:
             run.last_step_at = time.monotonic()
@@ -40,16 +41,16 @@ async def finish_step(run: Run, version: PolicyVersion, report: SwapReport | Non
     run.registry.prune(run.recipe.learner.keep_versions)
 
 
-async def finish_serving(run: Run) -> None:
+async def finish_serving_step(run: Run) -> None:
     """Finishes the step of the serving version where the driver died in it: an evaluation that was due is made."""
     version = run.registry.get(run.served.version)
-    if version is not None and version.number and version.number not in measure.recorded(run.folder):
+    if version is not None and version.number and version.number not in measure.recorded_steps(run.folder):
         await finish_step(run, version, None)
 
 
-def record_missing(run: Run) -> None:
+def record_missing_steps(run: Run) -> None:
     """Records the steps of versions up to the serving one that have no line: the driver died before it wrote them."""
-    known = measure.recorded(run.folder)
+    known = measure.recorded_steps(run.folder)
     for number in range(1, run.served.version + 1):
         version = run.registry.get(number)
         if version is not None and number not in known:
@@ -64,16 +65,24 @@ def _figures(run: Run, version: PolicyVersion, report: SwapReport | None) -> dic
     metrics = measure.step_metrics(groups, run.folder / version.folder, report, step=step, wall_s=wall_s)
     if run.step_groups.extra:
         metrics["groups_extra"] = len(groups) - run.step_groups.per_step
-    measure.keep_left_out(run.folder, version.number, groups)
+    measure.record_excluded(run.folder, version.number, groups)
     if wall_s is not None:
         run.last_step_at = now
-        metrics |= DRIVER.figures()
-    return metrics | memory.figures(groups) | run.faults.figures() | run.faults.suspects() | run.served.figures()
+        metrics |= DRIVER_LAG.metrics()
+    return (
+        metrics
+        | run_memory.memory_metrics(groups)
+        | run.fault_rate.attempt_metrics()
+        | run.fault_rate.suspect_metrics()
+        | run.served.figures()
+    )
 
 
 def _record(run: Run, version: PolicyVersion, metrics: dict[str, float]) -> None:
     run.tracker.log(version.number, metrics)
     pace = run.groups.runner.pace
-    keep(pace, run.recipe, run.folder)
-    for line in filter(None, (*measure.alerts(run.folder, version.number - 1), run.faults.suspicion(), pace.slow_start())):
+    save_pace(pace, run.recipe, run.folder)
+    for line in filter(
+        None, (*measure.step_alerts(run.folder, version.number - 1), run.fault_rate.suspect_alert(), pace.slow_start_alert())
+    ):
         run.tracker.alert(line)

@@ -32,17 +32,17 @@ class ReadyImage:
 
     tree: str  # what the backend calls it: a tag, or the path of a folder
     server: Path  # exec server, as source or compiled
-    begins: bool = False  # with a working directory that the image fills
-    packaged: bool = False  # made of a distribution's packages, and of nothing else
-    instead: Path | None = None  # run in the exec server's place
+    fills_workdir: bool = False  # with a working directory that the image fills
+    from_packages: bool = False  # made of a distribution's packages, and of nothing else
+    replacement: Path | None = None  # run in the exec server's place
 
     @property
     def program(self) -> Path:
         """What runs as the exec server."""
-        return self.instead or self.server
+        return self.replacement or self.server
 
     @property
-    def program_inside(self) -> str:
+    def program_path(self) -> str:
         """Its path in the sandbox."""
         return f"/agentrl/exec_server{self.program.suffix}"
 
@@ -52,7 +52,7 @@ class ChannelBackend(abc.ABC):
 
     name: str
 
-    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
+    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.no_progress) -> None:
         self.run_label = run_label
         self._root = root
         self._progress = progress
@@ -77,14 +77,14 @@ class ChannelBackend(abc.ABC):
                 return
             async with self._making:
                 image = await asyncio.to_thread(images.load_image, self._root / spec.image)
-                with cancellation.propagated():
+                with cancellation.propagate_cancellation():
                     tree = await self._ensure(image)
             async with self._compiling:
                 from_source = ReadyImage(tree=tree, server=await asyncio.to_thread(server_code.as_source, image))
                 code = await server_code.compiled(image, lambda: self._first(spec, from_source))
             begins = isinstance(image.recipe, BuildContext)
             packaged = isinstance(image.recipe, images.ImageRecipe) and not image.recipe.pull
-            self._images[spec.image] = ReadyImage(tree=tree, server=code, begins=begins, packaged=packaged)
+            self._images[spec.image] = ReadyImage(tree=tree, server=code, fills_workdir=begins, from_packages=packaged)
 
     async def open(
         self,
@@ -102,14 +102,14 @@ class ChannelBackend(abc.ABC):
         """
         await self.prepare(spec)
         image = self._images[spec.image]
-        images.note_use(image.server)
+        images.record_use(image.server)
         async with self._under_way(timeout_s):
-            sandbox = await self._start(spec, replace(image, instead=server))
+            sandbox = await self._start(spec, replace(image, replacement=server))
             try:
                 if snapshot is not None:
                     await sandbox.restore(snapshot)
-                elif image.begins:
-                    await layout.begin(sandbox)
+                elif image.fills_workdir:
+                    await layout.fill_workdir(sandbox)
                 if files:
                     await sandbox.write_all(files)
             except BaseException:
@@ -142,7 +142,7 @@ class ChannelBackend(abc.ABC):
         try:
             await channel.hello()
             if listener is not None:
-                await listener.take()
+                await listener.receive()
         except BaseException as error:
             said = explain()
             await sandbox.close()

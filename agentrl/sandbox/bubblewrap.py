@@ -25,13 +25,13 @@ from typing import Any
 
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import allowance, cgroups, egress, images
+from agentrl.sandbox import cgroups, egress, images, limits
 from agentrl.sandbox.backend import ChannelBackend, ReadyImage
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.sandbox.inside.users import ENVIRONMENT
-from agentrl.sandbox.lease import mark_folder, remove_folder, sandbox_folder, sandbox_name
-from agentrl.sandbox.residents import Residents
+from agentrl.sandbox.lease import remove_folder, sandbox_folder, sandbox_name, write_run_label
+from agentrl.sandbox.processes import SandboxProcesses
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ class BubblewrapBackend(ChannelBackend):
 
     name = "bubblewrap"
 
-    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
+    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.no_progress) -> None:
         super().__init__(run_label=run_label, root=root, progress=progress)
-        self._hierarchy = cgroups.find()
+        self._hierarchy = cgroups.find_hierarchy()
         self._separates = os.geteuid() == 0  # gives each sandbox separate inodes (`agentrl.sandbox.inside.separate`)
         self._has_separated = False
 
@@ -81,10 +81,10 @@ class BubblewrapBackend(ChannelBackend):
     async def _started(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         name = sandbox_name()
         async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:  # nothing here waits for a process to end
-            mark_folder(folder, self.name, self.run_label)
-            listener = egress.EgressListener.where_wanted(name, spec, folder)
+            write_run_label(folder, self.name, self.run_label)
+            listener = egress.EgressListener.for_spec(name, spec, folder)
             if listener is not None:
-                undo.callback(listener.abandon)
+                undo.callback(listener.discard)
             group = self._hierarchy.group(name) if self._hierarchy is not None else None
             if group is not None:
                 undo.callback(group.remove)
@@ -106,7 +106,7 @@ class BubblewrapBackend(ChannelBackend):
                 await asyncio.to_thread(group.remove)
             await asyncio.to_thread(remove_folder, folder)
 
-        channel = Channel(reader, writer, name=name, relieve=Residents.of(options, process.pid).end_programs)
+        channel = Channel(reader, writer, name=name, relieve=SandboxProcesses.from_options(options, process.pid).kill_programs)
         sandbox = ChannelSandbox(name, spec, channel, destroy)
         return await self._greeted(sandbox, channel, listener, explain=lambda: f"bwrap says: {_log(folder) or 'nothing'}")
 
@@ -117,20 +117,20 @@ class BubblewrapBackend(ChannelBackend):
         image: ReadyImage,
         folder: Path,
         link: int,
-        group: cgroups.Group | None,
+        group: cgroups.ControlGroup | None,
         options: dict[str, Any],
     ) -> subprocess.Popen[bytes]:
         """Starts bwrap, puts it into its control group while it waits for its arguments, and only then tells it what to do.
 
         The group is made in a thread: the kernel takes 10 ms to move a process, and more when many are moved.
         """
-        shown = {**allowance.describe(folder, options), **egress.shown(folder, spec)}
+        shown = {**limits.write_system_files(folder, options), **egress.socket_mounts(folder, spec)}
         with contextlib.ExitStack() as stack:
             args_read, args_write = os.pipe()
             stack.callback(os.close, args_read)
             arguments = stack.enter_context(open(args_write, "wb"))
             log = stack.enter_context(open(folder / "log", "wb"))
-            server = ["python3", "-I", image.program_inside, f"fd:{link}", json.dumps(options)]
+            server = ["python3", "-I", image.program_path, f"fd:{link}", json.dumps(options)]
             process = subprocess.Popen(
                 ["bwrap", "--args", str(args_read), *server],
                 stdin=subprocess.DEVNULL,
@@ -152,11 +152,11 @@ class BubblewrapBackend(ChannelBackend):
 
     def _confine(self, name: str, spec: SandboxSpec, pid: int) -> None:
         assert self._hierarchy is not None
-        self._hierarchy.make(name, spec).add(pid)
+        self._hierarchy.create(name, spec).add(pid)
 
-    def _view(self, spec: SandboxSpec, image: ReadyImage, shown: Mapping[str, Path], group: cgroups.Group | None) -> list[str]:
+    def _view(self, spec: SandboxSpec, image: ReadyImage, shown: Mapping[str, Path], group: cgroups.ControlGroup | None) -> list[str]:
         """What the sandbox sees and may do, as bwrap options."""
-        disk, shared = str(allowance.disk_bytes(spec)), str(allowance.shared_memory_bytes(spec))
+        disk, shared = str(limits.disk_bytes(spec)), str(limits.shared_memory_bytes(spec))
         words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
         words += ["--as-pid-1", "--die-with-parent", "--clearenv", "--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/home/agent"]
         words += ["--setenv", "PATH", ENVIRONMENT["PATH"], "--ro-bind", image.tree, "/"]
@@ -164,28 +164,28 @@ class BubblewrapBackend(ChannelBackend):
         words += ["--dev", "/dev", "--perms", "1777", "--size", shared, "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", disk, "--tmpfs", "/tmp", "--perms", "1777", "--size", disk, "--tmpfs", "/home/agent"]
         words += ["--size", "65536", "--tmpfs", "/sys"]
-        for parent in reversed(PurePath(allowance.CORES_FILE).parents[:-2]):
+        for parent in reversed(PurePath(limits.CORES_FILE).parents[:-2]):
             words += ["--perms", "0755", "--dir", str(parent)]
-        words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.program), image.program_inside]
+        words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.program), image.program_path]
         for place, source in shown.items():
             words += ["--ro-bind", str(source), place]
         if group is not None and group.memory_events.exists():
             words += ["--ro-bind", str(group.memory_events), "/agentrl/memory"]
         words += ["--remount-ro", "/agentrl", "--remount-ro", "/sys", "--remount-ro", "/dev", "--chdir", "/", "--cap-drop", "ALL"]
         if os.geteuid() == 0:  # the exec server needs these to stop being root; it drops them before anything else runs
-            rights = ("SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "MKNOD", *allowance.server_rights())
+            rights = ("SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "MKNOD", *limits.server_capabilities())
             return [*words, *(word for right in rights for word in ("--cap-add", f"CAP_{right}"))]
         return [*words, "--unshare-user", "--uid", str(USER), "--gid", str(USER)]
 
     def _options(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
         """What the exec server is told: bounds that bwrap has no option for (files of each place, terminals, sockets), and limits."""
-        options = allowance.server_options(name, spec, grouped=self._hierarchy is not None)
-        options["tmpfs"] = dict.fromkeys(allowance.WRITABLE, f"nr_inodes={allowance.inodes(spec)}")
-        options["terminals"], options["settings"] = allowance.TERMINAL_OPTIONS, allowance.NETWORK_SETTINGS
+        options = limits.server_options(name, spec, grouped=self._hierarchy is not None)
+        options["tmpfs"] = dict.fromkeys(limits.WRITABLE_FOLDERS, f"nr_inodes={limits.max_inodes(spec)}")
+        options["terminals"], options["settings"] = limits.TERMINAL_OPTIONS, limits.NETWORK_SETTINGS
         if self._separates:
-            options["shown"] = [path for path in allowance.told(options) if not path.startswith("/sys/")]
+            options["shown"] = [path for path in limits.system_files(options) if not path.startswith("/sys/")]
         if self._hierarchy is None:
-            disk = allowance.disk_bytes(spec)
+            disk = limits.disk_bytes(spec)
             options["limits"] |= {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_AS": spec.memory_mb << 20, "RLIMIT_FSIZE": disk}
         return options
 
@@ -233,7 +233,7 @@ def _log(folder: Path) -> str:
     return ""
 
 
-def works(timeout_s: float = 10.0) -> str:
+def unavailable_reason(timeout_s: float = 10.0) -> str:
     """Empty when bubblewrap can make a sandbox's namespaces here, else what it says."""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed"

@@ -34,7 +34,7 @@ _DIRECTIVE = re.compile(r"#\s*([A-Za-z]+)\s*=\s*(.*)")
 
 
 class BuildContext(BaseModel):
-    """A build context with its content hash: `read(Path("tasks/one/environment"))`."""
+    """A build context with its content hash: `read_build_context(Path("tasks/one/environment"))`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -56,12 +56,12 @@ class BuildContext(BaseModel):
             yield file
 
 
-def read(folder: Path) -> BuildContext:
+def read_build_context(folder: Path) -> BuildContext:
     """The build context in `folder`. Raises `TaskError` naming the file and the bound it exceeds."""
     return BuildContext(folder=folder, key=_pack(folder, None))
 
 
-def instructions(text: str) -> list[tuple[int, str]]:
+def dockerfile_steps(text: str) -> list[tuple[int, str]]:
     """(line number, instruction) of each step of a Dockerfile, in the daemon's order."""
     lines = text.splitlines()
     escape = _escape(lines)

@@ -23,8 +23,8 @@ import urllib3
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
 from agentrl.errors import SandboxError, SandboxUnavailable, TaskError
-from agentrl.sandbox import cancellation, engine, layout
-from agentrl.sandbox.build_context import BuildContext, instructions
+from agentrl.sandbox import cancellation, docker_client, layout
+from agentrl.sandbox.build_context import BuildContext, dockerfile_steps
 from agentrl.sandbox.inside.users import ENVIRONMENT
 from agentrl.sandbox.lease import lease, sandbox_name
 
@@ -48,27 +48,27 @@ def ensure_built(tag: str, context: BuildContext, progress: Progress) -> None:
     Raises `TaskError` (file, line, last output) when it does not build, `SandboxUnavailable` without a daemon,
     `SandboxTimeout` or `SandboxError` when the daemon hangs or goes away.
     """
-    state = engine.state()
+    state = docker_client.daemon_state()
     if state == "silent":
-        raise engine.silence()
+        raise docker_client.silent_daemon_error()
     if state == "absent":
         raise SandboxUnavailable(
-            f"{context.dockerfile} must be built by a Docker daemon, and none answers at {engine.address()}",
+            f"{context.dockerfile} must be built by a Docker daemon, and none answers at {docker_client.daemon_address()}",
             fix="start one (python -m agentrl.sandbox.daemon start, as root), or write an image.toml beside the Dockerfile",
         )
     with _daemon(CHECK_S) as api:
-        if has(api, tag):
+        if has_image(api, tag):
             return
         progress(f"building {context.dockerfile}")
         fresh = f"{tag}-unchecked"
         _build(fresh, context, progress)
         check_python(api, fresh, str(context.dockerfile))
-        layout.arrange(api, fresh, context.dockerfile, BUILD_S)
+        layout.lay_out_image(api, fresh, context.dockerfile, BUILD_S)
         api.tag(fresh, *tag.split(":"))
         api.remove_image(fresh)
 
 
-def plain(tag: str) -> bool:
+def usable_as_is(tag: str) -> bool:
     """Whether sandboxes can start from the image as it is: not with volumes (extra disks) or a health check (an extra program)."""
     with _daemon(CHECK_S) as api:
         config = api.inspect_image(tag)["Config"] or {}
@@ -111,7 +111,7 @@ def check_python(api: docker.APIClient, tag: str, source: str) -> None:
         )
 
 
-def has(api: docker.APIClient, tag: str) -> bool:
+def has_image(api: docker.APIClient, tag: str) -> bool:
     try:
         api.inspect_image(tag)
     except ImageNotFound:
@@ -123,20 +123,22 @@ def has(api: docker.APIClient, tag: str) -> bool:
 def _daemon(patience_s: float) -> Iterator[docker.APIClient]:
     """A new connection to the daemon, whose errors are raised as ours."""
     try:
-        api = docker.APIClient(base_url=engine.address(), version=engine.API_VERSION, timeout=patience_s)
+        api = docker.APIClient(base_url=docker_client.daemon_address(), version=docker_client.API_VERSION, timeout=patience_s)
         try:
             yield api
         finally:
             api.close()
     except (DockerException, requests.RequestException, urllib3.exceptions.HTTPError) as error:
-        raise engine.fault(error) from error
+        raise docker_client.daemon_error(error) from error
 
 
 @contextlib.contextmanager
 def _container(api: docker.APIClient, config: dict[str, Any]) -> Iterator[str]:
     """A container that is removed at the end with its volumes; its lease tells the reaper whose it is."""
     name = sandbox_name()
-    api.create_container_from_config({**config, "Labels": {engine.LABEL_RUN: "image check", engine.LABEL_LEASE: lease()}}, name=name)
+    api.create_container_from_config(
+        {**config, "Labels": {docker_client.LABEL_RUN: "image check", docker_client.LABEL_LEASE: lease()}}, name=name
+    )
     try:
         yield name
     finally:
@@ -183,7 +185,7 @@ def _build(tag: str, context: BuildContext, progress: Progress) -> None:
 
 def _failure(context: BuildContext, step: int, said: str, last: deque[str]) -> TaskError:
     """The error for a Dockerfile that does not build: the line, the daemon's message, and the last output."""
-    steps = instructions(context.dockerfile.read_text(errors="replace"))
+    steps = dockerfile_steps(context.dockerfile.read_text(errors="replace"))
     parse = _PARSE_ERROR.search(said)
     if parse is not None:
         where, said = f", line {parse[1]}", parse[2]
@@ -206,7 +208,7 @@ def _messages(tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
     deadline = time.monotonic() + BUILD_S
     try:
         while True:
-            cancellation.check()
+            cancellation.raise_if_cancelled()
             if time.monotonic() > deadline:
                 raise TaskError(
                     f"{context.dockerfile} did not build in {BUILD_S:.0f} s", fix="shorten the build, or build a base image for it"
@@ -227,17 +229,17 @@ def _messages(tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
 
 def _check_daemon() -> None:
     """Raises a typed error when the daemon has hung or gone."""
-    state = engine.state()
+    state = docker_client.daemon_state()
     if state == "silent":
-        raise engine.silence()
+        raise docker_client.silent_daemon_error()
     if state == "absent":
-        raise SandboxError(f"the Docker daemon at {engine.address()} went away during a build")
+        raise SandboxError(f"the Docker daemon at {docker_client.daemon_address()} went away during a build")
 
 
 def _listen(tag: str, context: BuildContext, messages: queue.SimpleQueue[Any], abandoned: threading.Event) -> None:
     """Passes on the daemon's messages and any error; closing the connection ends the build."""
     try:
-        api = docker.APIClient(base_url=engine.address(), version=engine.API_VERSION, timeout=BUILD_S)
+        api = docker.APIClient(base_url=docker_client.daemon_address(), version=docker_client.API_VERSION, timeout=BUILD_S)
         with contextlib.closing(api), context.archive() as archive:
             options = {"custom_context": True, "rm": True, "forcerm": True, "decode": True, "timeout": BUILD_S}
             for item in api.build(fileobj=archive, tag=tag, **options):

@@ -16,8 +16,8 @@ _cancelled: ContextVar[threading.Event | None] = ContextVar("cancelled", default
 
 
 @contextlib.contextmanager
-def propagated() -> Iterator[None]:
-    """Put around an `await asyncio.to_thread(...)`: when the block raises, `check` raises in that thread."""
+def propagate_cancellation() -> Iterator[None]:
+    """Put around an `await asyncio.to_thread(...)`: when the block raises, `raise_if_cancelled` raises in that thread."""
     event = threading.Event()
     token = _cancelled.set(event)
     try:
@@ -29,7 +29,7 @@ def propagated() -> Iterator[None]:
         _cancelled.reset(token)
 
 
-def check() -> None:
+def raise_if_cancelled() -> None:
     """Raises `SandboxError` when the caller that waits for this thread was cancelled."""
     event = _cancelled.get()
     if event is not None and event.is_set():

@@ -13,7 +13,7 @@ from typing import Literal
 
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import allowance
+from agentrl.sandbox import limits
 
 MOUNT = Path("/sys/fs/cgroup")
 PARENT = "agentrl"
@@ -22,7 +22,7 @@ REMOVE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class ControlGroup:
     """The control group of one sandbox: one folder on v2, one for each controller on v1."""
 
     folders: tuple[Path, ...]
@@ -49,7 +49,7 @@ class Hierarchy:
 
     kind: Literal["v1", "v2"]
 
-    def make(self, name: str, spec: SandboxSpec) -> Group:
+    def create(self, name: str, spec: SandboxSpec) -> ControlGroup:
         """Makes the group of sandbox `name` with the limits of `spec`. Raises `SandboxError`."""
         group = self.group(name)
         try:
@@ -65,12 +65,12 @@ class Hierarchy:
             raise SandboxError(f"cannot make a control group: {error}") from error
         return group
 
-    def group(self, name: str) -> Group:
+    def group(self, name: str) -> ControlGroup:
         if self.kind == "v2":
             folder = MOUNT / PARENT / name
-            return Group(folders=(folder,), memory_events=folder / "memory.events")
+            return ControlGroup(folders=(folder,), memory_events=folder / "memory.events")
         folders = tuple(MOUNT / controller / PARENT / name for controller in ("memory", "pids", "cpu"))
-        return Group(folders=folders, memory_events=folders[0] / "memory.oom_control")
+        return ControlGroup(folders=folders, memory_events=folders[0] / "memory.oom_control")
 
     def names(self) -> list[str]:
         """Sandboxes that have a group here, of any driver; on v1 also those that have one of the three left."""
@@ -103,10 +103,10 @@ class Hierarchy:
         """Buffers of TCP and UDP: v2 counts them as memory, v1 apart from it and once there is a limit, where the kernel has that file."""
         path = MOUNT / "memory" / PARENT / name / "memory.kmem.tcp.limit_in_bytes"
         if self.kind == "v1" and path.exists():
-            path.write_text(str(allowance.socket_bytes(spec)))
+            path.write_text(str(limits.socket_bytes(spec)))
 
 
-def find() -> Hierarchy | None:
+def find_hierarchy() -> Hierarchy | None:
     """The hierarchy in which this process can limit memory, processes and CPU time; None when it cannot."""
     if os.geteuid() != 0:
         return None

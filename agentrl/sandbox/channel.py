@@ -114,7 +114,7 @@ class Channel:
         await self._writer.drain()
         return await asyncio.shield(call.done)
 
-    def stop_clocks(self) -> None:
+    def pause_deadlines(self) -> None:
         """Calls in flight wait without a deadline until `start_clocks`: the sandbox is paused."""
         now = asyncio.get_running_loop().time()
         for call in self._calls.values():
@@ -122,7 +122,7 @@ class Channel:
                 call.left_s = when - now
                 call.deadline.reschedule(None)
 
-    def start_clocks(self) -> None:
+    def resume_deadlines(self) -> None:
         """Calls that were in flight at `stop_clocks` have left what they had left then."""
         now = asyncio.get_running_loop().time()
         for call in self._calls.values():
@@ -177,8 +177,8 @@ class Channel:
         return True
 
     async def _take(self) -> None:
-        header_size, body_size = frames.prefix(await self._reader.readexactly(frames.PREFIX.size))
-        header = frames.header(await self._reader.readexactly(header_size))
+        header_size, body_size = frames.parse_prefix(await self._reader.readexactly(frames.PREFIX.size))
+        header = frames.parse_header(await self._reader.readexactly(header_size))
         call = self._calls.get(header["id"])
         if call is None:
             raise FrameError("a reply to nothing")
@@ -189,9 +189,9 @@ class Channel:
         if call.done.done():
             return
         if not header["ok"]:
-            call.done.set_exception(_refusal(*frames.failure(header), self.name))
+            call.done.set_exception(_refusal(*frames.parse_failure(header), self.name))
             return
-        fields = frames.fields(header, call.schema)
+        fields = frames.check_fields(header, call.schema)
         more = fields.get("more", False)
         if more and not body:
             raise FrameError("a piece of nothing")

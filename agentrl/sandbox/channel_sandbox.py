@@ -71,12 +71,12 @@ class ChannelSandbox:
                 operation,
                 program,
                 body=body,
-                schema=frames.RAN_IN_SESSION if program.get("session") else frames.RAN,
+                schema=frames.SESSION_RESULT if program.get("session") else frames.RESULT,
                 max_body=2 * (program["output_bytes"] + frames.CUT_MARK_BYTES),
                 timeout_s=program["timeout_s"] + GRACE_S,
             )
         try:
-            return frames.ran(reply.fields, reply.body)
+            return frames.parse_result(reply.fields, reply.body)
         except SandboxError:
             await self.close()
             raise
@@ -122,13 +122,13 @@ class ChannelSandbox:
 
     async def pause(self) -> None:
         """Stops every program, and its clock; may be called while one runs. Memory stays in use. Who is woken all the same is killed."""
-        self._channel.stop_clocks()
+        self._channel.pause_deadlines()
         await self._channel.call("pause", timeout_s=GRACE_S)
 
     async def resume(self) -> None:
         """Lets the programs go on."""
         await self._channel.call("resume", timeout_s=GRACE_S)
-        self._channel.start_clocks()
+        self._channel.resume_deadlines()
 
     async def close(self) -> None:
         """Destroys the sandbox. Idempotent; carried through even when the caller is cancelled."""

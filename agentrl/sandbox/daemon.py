@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import SandboxError, SandboxUnavailable
-from agentrl.sandbox import engine
+from agentrl.sandbox import docker_client
 
 STATE = Path("/var/run/agentrl-docker")
 POLL_S = 0.1
@@ -35,12 +35,12 @@ class DaemonStatus:
 
 def status() -> DaemonStatus:
     """What is running now; starts nothing."""
-    return DaemonStatus(answers=engine.answers(), pid=_own_pid(), log=str(_log()))
+    return DaemonStatus(answers=docker_client.daemon_answers(), pid=_own_pid(), log=str(_log()))
 
 
 def start(*, timeout_s: float = 60.0) -> DaemonStatus:
     """Makes sure a daemon answers. Raises `SandboxUnavailable` (what to install or run) or `SandboxError` (it does not come up)."""
-    if engine.answers():
+    if docker_client.daemon_answers():
         return status()
     if shutil.which("dockerd") is None:
         raise SandboxUnavailable("dockerd is not installed", fix="apt-get install docker.io crun  (as root)")
@@ -84,7 +84,7 @@ def _spawn() -> subprocess.Popen[bytes]:
 def _command() -> list[str]:
     command = [
         "dockerd",
-        f"--host={engine.DEFAULT}",
+        f"--host={docker_client.DEFAULT}",
         f"--pidfile={_pidfile()}",
         "--iptables=false",
         "--ip6tables=false",
@@ -113,7 +113,7 @@ def _in_legacy_cgroup_view(command: list[str]) -> list[str]:
 
 def _await_ready(process: subprocess.Popen[bytes] | None, timeout_s: float) -> DaemonStatus:
     deadline = time.monotonic() + timeout_s
-    while not engine.answers():
+    while not docker_client.daemon_answers():
         if process is not None and process.poll() is not None:
             raise SandboxError(f"dockerd ended with status {process.returncode}:\n{_log_tail()}")
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Sandboxes made by a Docker daemon on this machine: several to a container (`agentrl.sandbox.shared`), or a container for each.
+"""Sandboxes made by a Docker daemon on this machine: several to a container (`agentrl.sandbox.shared_containers`), or a container for each.
 
 A container has no network, no new privileges, a read-only root, and limits on memory (swap included), processes and, where it is one
 sandbox's own, CPU time and disk (tmpfs of limited size). Two daemon calls start it; none is needed while it is used or when it ends:
@@ -36,17 +36,17 @@ from docker.transport import UnixHTTPAdapter
 
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import allowance, builds, egress, engine, images, shared
+from agentrl.sandbox import builds, docker_client, egress, images, limits, shared_containers
 from agentrl.sandbox.backend import MAX_OPENING, ChannelBackend, ReadyImage
 from agentrl.sandbox.build_context import BuildContext
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.sandbox.inside.keeper import EGRESS_FD
 from agentrl.sandbox.inside.room import NAMESPACES, PERIOD_US
-from agentrl.sandbox.lease import lease, mark_folder, remove_folder, runtime_folder, sandbox_folder, sandbox_name
+from agentrl.sandbox.lease import lease, remove_folder, runtime_folder, sandbox_folder, sandbox_name, write_run_label
 from agentrl.sandbox.links import accept
-from agentrl.sandbox.residents import Residents
-from agentrl.sandbox.shared import CannotShare, Container, Containers, Keeper, Room
+from agentrl.sandbox.processes import SandboxProcesses
+from agentrl.sandbox.shared_containers import CannotShare, Container, ContainerPool, KeeperClient, SharedSandbox
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ TERMINALS = {
         "NoCopy": True,
         "DriverConfig": {
             "Name": "local",
-            "Options": {"type": "devpts", "device": "devpts", "o": f"nosuid,noexec,{allowance.TERMINAL_OPTIONS}"},
+            "Options": {"type": "devpts", "device": "devpts", "o": f"nosuid,noexec,{limits.TERMINAL_OPTIONS}"},
         },
     },
 }
@@ -96,11 +96,11 @@ class DockerBackend(ChannelBackend):
 
     name = "docker"
 
-    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
+    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.no_progress) -> None:
         super().__init__(run_label=run_label, root=root, progress=progress)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
         self._undoing: set[asyncio.Task[None]] = set()  # openings that failed, and shared containers that are ended
-        self._shared = Containers(self._stop)
+        self._shared = ContainerPool(self._stop)
         self._has_shared = False  # a sandbox has opened in a shared container
         self._alone = ""  # why none can be
         self._leaving: dict[str, float] = {}  # containers the daemon is to remove by itself -> since when
@@ -129,7 +129,7 @@ class DockerBackend(ChannelBackend):
         What starts sandboxes in a shared container has rights there that nothing has in a sandbox's own, and is run by the image's python3.
         So that comes from a distribution's packages, and not out of a Dockerfile that came with a task.
         """
-        if image.packaged and not spec.runtime and not self._alone:
+        if image.from_packages and not spec.runtime and not self._alone:
             try:
                 return await self._start_shared(spec, image)
             except SandboxError as error:
@@ -146,11 +146,11 @@ class DockerBackend(ChannelBackend):
     async def _start_alone(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         name = sandbox_name()
         async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:
-            mark_folder(folder, self.name, self.run_label)
-            listener = egress.EgressListener.where_wanted(name, spec, folder)
+            write_run_label(folder, self.name, self.run_label)
+            listener = egress.EgressListener.for_spec(name, spec, folder)
             if listener is not None:
-                undo.callback(listener.abandon)
-            options = allowance.server_options(name, spec)
+                undo.callback(listener.discard)
+            options = limits.server_options(name, spec)
             link = await self._connect(name, self._container(spec, image, folder, options), folder, image.program)
             reader, writer = await asyncio.open_unix_connection(sock=link, limit=STREAM_BYTES)
             undo.pop_all()
@@ -165,7 +165,7 @@ class DockerBackend(ChannelBackend):
             else:
                 await self._discard(name)
 
-        channel = Channel(reader, writer, name=name, relieve=Residents.of(options, 0).end_programs)
+        channel = Channel(reader, writer, name=name, relieve=SandboxProcesses.from_options(options, 0).kill_programs)
         return await self._greeted(ChannelSandbox(name, spec, channel, destroy), channel, listener)
 
     # A container for several sandboxes ---------------------------------------------------------------------------------
@@ -174,12 +174,12 @@ class DockerBackend(ChannelBackend):
         """Raises `CannotShare` when the first sandbox of all meets something that no other would be spared."""
         name = sandbox_name()
         async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:
-            mark_folder(folder, self.name, self.run_label)
-            listener = egress.EgressListener.where_wanted(name, spec, folder)
+            write_run_label(folder, self.name, self.run_label)
+            listener = egress.EgressListener.for_spec(name, spec, folder)
             if listener is not None:
-                undo.callback(listener.abandon)
-            container = await self._shared.take((image.tree, image.server, spec), lambda: self._new_container(spec, image))
-            undo.callback(self._shared.give_back, container)
+                undo.callback(listener.discard)
+            container = await self._shared.acquire((image.tree, image.server, spec), lambda: self._new_container(spec, image))
+            undo.callback(self._shared.release, container)
             keeper = container.starting.result()
             ours, theirs = socket.socketpair()
             with theirs:
@@ -187,7 +187,7 @@ class DockerBackend(ChannelBackend):
                 reader, writer = await asyncio.open_unix_connection(sock=ours, limit=STREAM_BYTES)  # closes `ours` when it fails
                 undo.callback(writer.close)
                 described = self._room(name, spec)
-                room = _hand_over(keeper, described, theirs, folder / egress.LINK if listener else None, image.instead)
+                room = _hand_over(keeper, described, theirs, folder / egress.LINK if listener else None, image.replacement)
             undo.pop_all()
 
         async def destroy(ended: bool) -> None:
@@ -197,10 +197,10 @@ class DockerBackend(ChannelBackend):
             try:
                 await keeper.end(room, PATIENCE_S if ended else 0.0)
             finally:
-                self._shared.give_back(container)
+                self._shared.release(container)
                 await asyncio.to_thread(remove_folder, folder)
 
-        channel = Channel(reader, writer, name=name, relieve=Residents.of(described["options"], 0).end_programs)
+        channel = Channel(reader, writer, name=name, relieve=SandboxProcesses.from_options(described["options"], 0).kill_programs)
         try:
             sandbox = await self._greeted(ChannelSandbox(name, spec, channel, destroy), channel, listener)
         except SandboxError as error:
@@ -216,11 +216,11 @@ class DockerBackend(ChannelBackend):
         name = sandbox_name()
         return Container(name, self._start_keeper(name, spec, image))
 
-    async def _start_keeper(self, name: str, spec: SandboxSpec, image: ReadyImage) -> Keeper:
+    async def _start_keeper(self, name: str, spec: SandboxSpec, image: ReadyImage) -> KeeperClient:
         async with sandbox_folder(name) as folder, asyncio.timeout(REQUEST_S):
-            mark_folder(folder, "container", self.run_label)
+            write_run_label(folder, "container", self.run_label)
             link = await self._connect(name, self._shared_container(name, spec, image, folder), folder, image.server, socket.SOCK_SEQPACKET)
-            keeper = Keeper(link, name)
+            keeper = KeeperClient(link, name)
             try:
                 await keeper.ready()
             except BaseException:
@@ -310,34 +310,34 @@ class DockerBackend(ChannelBackend):
         except TimeoutError:
             raise SandboxTimeout(f"the Docker daemon gave no answer in {REQUEST_S:.0f} s") from None
         except (DockerException, requests.RequestException) as error:
-            raise engine.fault(error) from error
+            raise docker_client.daemon_error(error) from error
 
     def _container(self, spec: SandboxSpec, image: ReadyImage, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         """The body of the daemon's create request. `options` are the exec server's."""
-        mounts = {"/agentrl": folder, **allowance.describe(folder, options)}
-        shared = spec.runtime in SHARING
-        if not shared:  # one with a kernel of its own shows that kernel's cores, and has terminals and buffers for itself
-            del mounts[allowance.CORES_FILE]
+        mounts = {"/agentrl": folder, **limits.write_system_files(folder, options)}
+        shared_containers = spec.runtime in SHARING
+        if not shared_containers:  # one with a kernel of its own shows that kernel's cores, and has terminals and buffers for itself
+            del mounts[limits.CORES_FILE]
         binds = [{"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True} for target, source in mounts.items()]
         host = {
             "NetworkMode": "none",
             "CapDrop": ["ALL"],
-            "CapAdd": ["SETPCAP", *allowance.server_rights()],
+            "CapAdd": ["SETPCAP", *limits.server_capabilities()],
             "SecurityOpt": ["no-new-privileges"],
             "ReadonlyRootfs": True,
             "Tmpfs": {
-                "/home/agent": _tmpfs(spec, allowance.disk_bytes(spec)),
-                "/tmp": _tmpfs(spec, allowance.disk_bytes(spec)),
-                "/dev/shm": _tmpfs(spec, allowance.shared_memory_bytes(spec)),
+                "/home/agent": _tmpfs(spec, limits.disk_bytes(spec)),
+                "/tmp": _tmpfs(spec, limits.disk_bytes(spec)),
+                "/dev/shm": _tmpfs(spec, limits.shared_memory_bytes(spec)),
             },
             "Memory": spec.memory_mb << 20,
             "MemorySwap": spec.memory_mb << 20,
-            "KernelMemoryTCP": allowance.socket_bytes(spec),  # v1 counts it apart from memory
+            "KernelMemoryTCP": limits.socket_bytes(spec),  # v1 counts it apart from memory
             "PidsLimit": spec.processes + 1,  # the exec server
             "NanoCpus": int(spec.cpus * 1e9),
             "LogConfig": {"Type": "none", "Config": {}},
-            "Mounts": [*binds, *([TERMINALS] if shared else [])],
-            "Sysctls": allowance.NETWORK_SETTINGS if shared else {},
+            "Mounts": [*binds, *([TERMINALS] if shared_containers else [])],
+            "Sysctls": limits.NETWORK_SETTINGS if shared_containers else {},
             "AutoRemove": True,
             "IpcMode": "none",  # a namespace of its own; /dev/shm is mounted above, with a bound on its files
             "CgroupnsMode": "private",
@@ -345,7 +345,7 @@ class DockerBackend(ChannelBackend):
         }
         if spec.runtime:
             host["Runtime"] = spec.runtime
-        command = [image.program_inside, "connect:/agentrl/link", json.dumps(options)]
+        command = [image.program_path, "connect:/agentrl/link", json.dumps(options)]
         return self._labelled({"Image": image.tree, "Entrypoint": ["python3", "-I", *command], "HostConfig": host})
 
     def _shared_container(self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
@@ -353,18 +353,18 @@ class DockerBackend(ChannelBackend):
 
         Its keeper may make namespaces and mounts, and what it starts gives that up before it runs anybody's program.
         """
-        memory = shared.SLOTS * (spec.memory_mb << 20) + shared.KEEPER_BYTES
+        memory = shared_containers.SLOTS * (spec.memory_mb << 20) + shared_containers.KEEPER_BYTES
         host = {
             "NetworkMode": "none",
             "CapDrop": ["ALL"],
-            "CapAdd": ["SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "NET_ADMIN", "MKNOD", *allowance.server_rights()],
+            "CapAdd": ["SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "NET_ADMIN", "MKNOD", *limits.server_capabilities()],
             "SecurityOpt": ["no-new-privileges", "apparmor=unconfined"],  # its usual profile allows no mount, whatever the rights
             "ReadonlyRootfs": True,
             "Tmpfs": dict.fromkeys(("/tmp", "/home/agent"), "rw,nosuid,nodev,noexec,mode=755,size=65536"),
             "Memory": memory,
             "MemorySwap": memory,
-            "KernelMemoryTCP": shared.SLOTS * allowance.socket_bytes(spec),
-            "PidsLimit": shared.SLOTS * (spec.processes + 1) + 1,
+            "KernelMemoryTCP": shared_containers.SLOTS * limits.socket_bytes(spec),
+            "PidsLimit": shared_containers.SLOTS * (spec.processes + 1) + 1,
             "LogConfig": {"Type": "none", "Config": {}},
             "Mounts": [{"Type": "bind", "Source": str(folder), "Target": "/agentrl", "ReadOnly": True}],
             "AutoRemove": True,
@@ -373,7 +373,7 @@ class DockerBackend(ChannelBackend):
         }
         command = [f"/agentrl/exec_server{image.server.suffix}", "keep:/agentrl/link"]
         container = self._labelled({"Image": image.tree, "Entrypoint": ["python3", "-I", *command], "HostConfig": host})
-        return {**container, "Labels": {**container["Labels"], engine.LABEL_SHARED: "yes"}}
+        return {**container, "Labels": {**container["Labels"], docker_client.LABEL_SHARED: "yes"}}
 
     def _labelled(self, container: dict[str, Any]) -> dict[str, Any]:
         """With what all containers of ours have."""
@@ -383,16 +383,16 @@ class DockerBackend(ChannelBackend):
             "WorkingDir": "/",
             "Hostname": "sandbox",
             "NetworkDisabled": True,
-            "Labels": {engine.LABEL_RUN: self.run_label, engine.LABEL_LEASE: lease()},
+            "Labels": {docker_client.LABEL_RUN: self.run_label, docker_client.LABEL_LEASE: lease()},
             **container,
         }
 
     def _room(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
         """What a keeper is told of one sandbox (see `agentrl.sandbox.inside.room`)."""
-        options = allowance.server_options(name, spec)
+        options = limits.server_options(name, spec)
         if spec.network:
             options["network"] = {**options["network"], "link": f"fd:{EGRESS_FD}"}
-        sizes = dict.fromkeys(allowance.WRITABLE, allowance.disk_bytes(spec)) | {"/dev/shm": allowance.shared_memory_bytes(spec)}
+        sizes = dict.fromkeys(limits.WRITABLE_FOLDERS, limits.disk_bytes(spec)) | {"/dev/shm": limits.shared_memory_bytes(spec)}
         return {
             "name": name,
             "options": options,
@@ -400,41 +400,43 @@ class DockerBackend(ChannelBackend):
                 "memory": spec.memory_mb << 20,
                 "processes": spec.processes + 1,  # the exec server
                 "cpu_us": int(spec.cpus * PERIOD_US),
-                "sockets": allowance.socket_bytes(spec),
+                "sockets": limits.socket_bytes(spec),
             },
             "namespaces": list(NAMESPACES),
-            "files": {**allowance.told(options), "/etc/hosts": HOSTS, "/etc/hostname": "sandbox\n"},
-            "terminals": allowance.TERMINAL_OPTIONS,
-            "settings": allowance.NETWORK_SETTINGS,
-            "tmpfs": {path: f"mode=1777,size={size},nr_inodes={allowance.inodes(spec)}" for path, size in sizes.items()},
+            "files": {**limits.system_files(options), "/etc/hosts": HOSTS, "/etc/hostname": "sandbox\n"},
+            "terminals": limits.TERMINAL_OPTIONS,
+            "settings": limits.NETWORK_SETTINGS,
+            "tmpfs": {path: f"mode=1777,size={size},nr_inodes={limits.max_inodes(spec)}" for path, size in sizes.items()},
         }
 
 
-def ensure_image(image: images.Image, progress: images.Progress = images.silent) -> str:
+def ensure_image(image: images.Image, progress: images.Progress = images.no_progress) -> str:
     """The image's tag, after making sure that the daemon has it. Blocking; may take minutes the first time."""
-    if engine.state(PREPARE_S) == "silent":
-        raise engine.silence()
+    if docker_client.daemon_state(PREPARE_S) == "silent":
+        raise docker_client.silent_daemon_error()
     api = client()
     try:
-        if builds.has(api, image.tag):
+        if builds.has_image(api, image.tag):
             return image.tag
         with images.locked(image, "docker"):
-            if not builds.has(api, image.tag) and not _made(api, image, progress):
+            if not builds.has_image(api, image.tag) and not _made(api, image, progress):
                 tarball = images.ensure_tarball(image, progress)
                 progress(f"importing sandbox image {image.name} into Docker")
                 _import(api, tarball, image.tag)
     except (DockerException, requests.RequestException) as error:
-        raise engine.fault(error) from error
+        raise docker_client.daemon_error(error) from error
     return image.tag
 
 
 def client(patience_s: float = REQUEST_S) -> docker.APIClient:
     """This thread's own connection to the daemon: the library's clients are not safe to share between threads."""
-    if getattr(_local, "address", "") != engine.address():
-        api = docker.APIClient(base_url=engine.address(), version=engine.API_VERSION, timeout=REQUEST_S)
+    if getattr(_local, "address", "") != docker_client.daemon_address():
+        api = docker.APIClient(base_url=docker_client.daemon_address(), version=docker_client.API_VERSION, timeout=REQUEST_S)
         # Its `num_pools` goes unheard for local sockets (docker 7.2), hence the adapter of our own.
-        api.mount("http+docker://", UnixHTTPAdapter(engine.address().removeprefix("unix://"), REQUEST_S, pool_connections=POOLS))
-        _local.api, _local.address = api, engine.address()
+        api.mount(
+            "http+docker://", UnixHTTPAdapter(docker_client.daemon_address().removeprefix("unix://"), REQUEST_S, pool_connections=POOLS)
+        )
+        _local.api, _local.address = api, docker_client.daemon_address()
     _local.api.timeout = patience_s
     return _local.api
 
@@ -456,7 +458,9 @@ def _listening(path: Path, kind: socket.SocketKind) -> Iterator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
-def _hand_over(keeper: Keeper, room: dict[str, Any], link: socket.socket, listener: Path | None, instead: Path | None) -> Room:
+def _hand_over(
+    keeper: KeeperClient, room: dict[str, Any], link: socket.socket, listener: Path | None, instead: Path | None
+) -> SharedSandbox:
     """Has `keeper` make a sandbox with these descriptors: its connection, to whom it hands its listener, an exec server of another kind."""
     with contextlib.ExitStack() as stack:
         handed = {"link": link.fileno()}
@@ -470,7 +474,7 @@ def _hand_over(keeper: Keeper, room: dict[str, Any], link: socket.socket, listen
 
 
 def _tmpfs(spec: SandboxSpec, size: int) -> str:
-    return f"rw,nosuid,nodev,exec,mode=1777,size={size},nr_inodes={allowance.inodes(spec)}"
+    return f"rw,nosuid,nodev,exec,mode=1777,size={size},nr_inodes={limits.max_inodes(spec)}"
 
 
 # What follows blocks, and runs in the backend's threads ---------------------------------------------------------------
@@ -503,7 +507,7 @@ def remove(name: str) -> None:
 def _await_removed(names: frozenset[str], timeout_s: float) -> None:
     """Gives the daemon `timeout_s` to remove the containers `names` of this process by itself, then removes the rest by force."""
     deadline = time.monotonic() + timeout_s
-    while left := names & containers(f"{engine.LABEL_LEASE}={lease()}").keys():
+    while left := names & containers(f"{docker_client.LABEL_LEASE}={lease()}").keys():
         if time.monotonic() >= deadline:
             for name in left:
                 remove(name)
@@ -517,17 +521,17 @@ def ask(question: Callable[[], T], *, without: T) -> T:
     Raises `SandboxTimeout` when the daemon is there and does not answer, `SandboxError` when it misbehaves.
     """
     try:
-        state = engine.state()
+        state = docker_client.daemon_state()
     except SandboxUnavailable:
         return without
     if state == "absent":
         return without
     if state == "silent":
-        raise engine.silence()
+        raise docker_client.silent_daemon_error()
     try:
         return question()
     except (DockerException, requests.RequestException) as error:
-        raise engine.fault(error) from error
+        raise docker_client.daemon_error(error) from error
 
 
 def containers(label: str) -> dict[str, dict[str, str]]:
@@ -540,8 +544,8 @@ def _made(api: docker.APIClient, image: images.Image, progress: images.Progress)
     """Tags the image that the daemon has built or pulled; False when its file tree must be imported instead."""
     if isinstance(image.recipe, BuildContext):
         images.ensure_built(image, progress)
-        if builds.plain(image.built):
-            api.tag(image.built, *image.tag.split(":"))
+        if builds.usable_as_is(image.built_tag):
+            api.tag(image.built_tag, *image.tag.split(":"))
             return True
         return False
     return bool(image.recipe.pull) and _pulled(api, image, image.recipe.pull, progress)
@@ -550,7 +554,7 @@ def _made(api: docker.APIClient, image: images.Image, progress: images.Progress)
 def _pulled(api: docker.APIClient, image: images.Image, reference: str, progress: images.Progress) -> bool:
     """Tries the registry; False when it does not answer or has no such image, which is no fault: the image is built instead."""
     progress(f"pulling {reference} for sandbox image {image.name}")
-    puller = docker.APIClient(base_url=engine.address(), version=engine.API_VERSION, timeout=PULL_S)
+    puller = docker.APIClient(base_url=docker_client.daemon_address(), version=docker_client.API_VERSION, timeout=PULL_S)
     try:
         puller.pull(reference)
         builds.check_python(api, reference, f"image.toml of {image.name}: pull: {reference}")

@@ -22,7 +22,7 @@ from typing import Any
 import requests
 from docker.errors import APIError, DockerException
 
-from agentrl.sandbox import docker, engine
+from agentrl.sandbox import docker, docker_client
 from agentrl.sandbox.images import cache_folder
 
 DAY_S = 86400.0
@@ -32,21 +32,21 @@ _HALF_MADE = re.compile(r"rootfs\.[0-9]+|base\.[0-9]+\.tar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unused:
-    """Something unused for `days`: `Unused(what="agentrl/tables:0123456789abcdef", size=170_000_000, days=40.2)`."""
+class UnusedFile:
+    """Something unused for `days`: `UnusedFile(what="agentrl/tables:0123456789abcdef", size=170_000_000, days=40.2)`."""
 
-    what: str  # tag of an image of the daemon, or path below the cache
+    name: str  # tag of an image of the daemon, or path below the cache
     size: int  # bytes; layers shared by several of the daemon's images are counted for each
     days: float
 
 
-def evict(*, days: float, dry: bool) -> list[Unused]:
+def evict(*, days: float, dry: bool) -> list[UnusedFile]:
     """Images and exec servers (of earlier versions) unused for `days`, and what killed builds left behind. Blocking.
 
     Removes them unless `dry`. Keeps what is being built and what a container still uses. Raises `SandboxError` when the daemon
     fails.
     """
-    unused: list[Unused] = []
+    unused: list[UnusedFile] = []
     tags = _tags()
     folders = sorted(path for path in (cache_folder() / "images").glob("*") if path.is_dir() and _KEY.fullmatch(path.name))
     for folder in folders:
@@ -56,18 +56,18 @@ def evict(*, days: float, dry: bool) -> list[Unused]:
     return unused
 
 
-def _evict(folder: Path, tags: dict[str, int], days: float, dry: bool) -> list[Unused]:
+def _evict(folder: Path, tags: dict[str, int], days: float, dry: bool) -> list[UnusedFile]:
     files = [path for path in sorted(folder.iterdir()) if path.suffix != ".lock"]
     half_made = {path for path in files if _HALF_MADE.fullmatch(path.name)}
     age = min((_age(path) for path in files if path not in half_made), default=float("inf"))
     doomed = files if age >= days else [path for path in files if path in half_made or _old_server(path, days)]
-    unused = [Unused(what=f"{folder.name}/{path.name}", size=_size(path), days=_age(path)) for path in doomed]
+    unused = [UnusedFile(name=f"{folder.name}/{path.name}", size=_size(path), days=_age(path)) for path in doomed]
     if not dry:
         for path in doomed:
             _remove(path)
     if age >= days:
         gone = tags if dry else {tag: size for tag, size in tags.items() if _untag(tag)}
-        unused += [Unused(what=tag, size=size, days=age) for tag, size in sorted(gone.items())]
+        unused += [UnusedFile(name=tag, size=size, days=age) for tag, size in sorted(gone.items())]
     return unused
 
 
@@ -127,8 +127,8 @@ def _untag(tag: str) -> bool:
         docker.client(docker.REQUEST_S).remove_image(tag)
     except APIError as error:
         if error.status_code not in (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT):
-            raise engine.fault(error) from error
+            raise docker_client.daemon_error(error) from error
         return bool(error.status_code == HTTPStatus.NOT_FOUND)
     except (DockerException, requests.RequestException) as error:
-        raise engine.fault(error) from error
+        raise docker_client.daemon_error(error) from error
     return True

@@ -25,8 +25,8 @@ Schema = Mapping[str, tuple[type, ...]]
 
 EMPTY: Schema = {}
 HELLO: Schema = {"version": (int,)}
-RAN: Schema = {"exit": (int, NoneType), "reason": (str,), "wall_s": (int, float), "truncated": (bool,), "stdout": (int,)}
-RAN_IN_SESSION: Schema = {**RAN, "restarted": (bool,), "ended": (bool,)}
+RESULT: Schema = {"exit": (int, NoneType), "reason": (str,), "wall_s": (int, float), "truncated": (bool,), "stdout": (int,)}
+SESSION_RESULT: Schema = {**RESULT, "restarted": (bool,), "ended": (bool,)}
 CHUNK: Schema = {"more": (bool,)}
 FAILURE: Schema = {"error": (str,), "message": (str,)}
 
@@ -51,7 +51,7 @@ def encode(header: Mapping[str, Any], body: bytes = b"") -> bytes:
     return PREFIX.pack(len(text), len(body)) + text + body
 
 
-def prefix(data: bytes) -> tuple[int, int]:
+def parse_prefix(data: bytes) -> tuple[int, int]:
     """(header length, body length) of a reply; the caller bounds the body."""
     header_size, body_size = PREFIX.unpack(data)
     if not 2 <= header_size <= MAX_REPLY_HEADER:
@@ -59,8 +59,8 @@ def prefix(data: bytes) -> tuple[int, int]:
     return header_size, body_size
 
 
-def header(data: bytes) -> dict[str, Any]:
-    """A reply header as an object with an integer `id` and a boolean `ok`; its other keys are checked by `fields`."""
+def parse_header(data: bytes) -> dict[str, Any]:
+    """A reply header as an object with an integer `id` and a boolean `ok`; its other keys are checked by `check_fields`."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -70,7 +70,7 @@ def header(data: bytes) -> dict[str, Any]:
     return value
 
 
-def fields(value: Mapping[str, Any], schema: Schema) -> Mapping[str, Any]:
+def check_fields(value: Mapping[str, Any], schema: Schema) -> Mapping[str, Any]:
     """`value` when it has exactly the keys and types of `schema` besides id and ok."""
     if value.keys() - {"id", "ok"} != schema.keys():
         raise FrameError(f"a reply with keys {sorted(map(str, value))[:12]!r} where {sorted(schema)} were due")
@@ -80,9 +80,9 @@ def fields(value: Mapping[str, Any], schema: Schema) -> Mapping[str, Any]:
     return value
 
 
-def failure(value: Mapping[str, Any]) -> tuple[str, str]:
+def parse_failure(value: Mapping[str, Any]) -> tuple[str, str]:
     """(kind, message) of a reply with `ok` false."""
-    checked = fields(value, FAILURE)
+    checked = check_fields(value, FAILURE)
     if checked["error"] not in _ERRORS:
         raise FrameError("a failure of unknown kind")
     return checked["error"], _printable(checked["message"][:500])
@@ -93,9 +93,9 @@ def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
-def ran(value: Mapping[str, Any], body: bytes) -> ExecResult:
+def parse_result(value: Mapping[str, Any], body: bytes) -> ExecResult:
     """The result of a program, or of a call in a session, from its reply."""
-    checked = fields(value, RAN_IN_SESSION if "ended" in value else RAN)
+    checked = check_fields(value, SESSION_RESULT if "ended" in value else RESULT)
     code, reason, wall_s, cut = checked["exit"], checked["reason"], float(checked["wall_s"]), checked["stdout"]
     killed = code is None
     if killed != (reason in _KILLS) or (not killed and (reason != "" or not 0 <= code <= 255)):

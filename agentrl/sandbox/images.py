@@ -29,7 +29,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentrl import toml
+from agentrl.base import toml
 from agentrl.errors import SandboxUnavailable, UserError
 from agentrl.sandbox import build_context, builds, cancellation
 from agentrl.sandbox.build_context import BuildContext
@@ -45,7 +45,7 @@ _LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/us
 Progress = Callable[[str], None]
 
 
-def silent(message: str) -> None:
+def no_progress(message: str) -> None:
     """A progress callback that does nothing."""
 
 
@@ -92,7 +92,7 @@ class Image(BaseModel):
         return f"agentrl/{self.name}:{self.recipe.key}"
 
     @property
-    def built(self) -> str:
+    def built_tag(self) -> str:
         """The daemon's name for what it built from a Dockerfile, before it is processed further."""
         return f"{self.tag}-built"
 
@@ -118,7 +118,7 @@ def load_image(folder: Path, *, cache: Path | None = None) -> Image:
     """Reads `folder/image.toml`, or the build context of `folder/Dockerfile`. Raises `UserError` naming the file, the key and the fix."""
     path = folder / "image.toml"
     from_dockerfile = not path.exists() and os.path.lexists(folder / build_context.DOCKERFILE)
-    recipe = build_context.read(folder) if from_dockerfile else _read(path)
+    recipe = build_context.read_build_context(folder) if from_dockerfile else _read(path)
     return Image(name=_name(folder.resolve()), recipe=recipe, cache=cache or cache_folder())
 
 
@@ -144,7 +144,7 @@ def _name(folder: Path) -> str:
     return "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower()).strip("-") or "image"
 
 
-def ensure_tarball(image: Image, progress: Progress = silent) -> Path:
+def ensure_tarball(image: Image, progress: Progress = no_progress) -> Path:
     """Path of the image's file tree as a tar archive, built when it is not in the cache (minutes the first time)."""
     if image.tarball.exists():
         return image.tarball
@@ -160,14 +160,14 @@ def ensure_tarball(image: Image, progress: Progress = silent) -> Path:
     return image.tarball
 
 
-def ensure_built(image: Image, progress: Progress = silent) -> None:
+def ensure_built(image: Image, progress: Progress = no_progress) -> None:
     """Has the Docker daemon build the image's Dockerfile if it has not yet (see `agentrl.sandbox.builds.ensure_built`)."""
     assert isinstance(image.recipe, BuildContext)
     with locked(image, "build"):
-        builds.ensure_built(image.built, image.recipe, progress)
+        builds.ensure_built(image.built_tag, image.recipe, progress)
 
 
-def ensure_rootfs(image: Image, progress: Progress = silent) -> Path:
+def ensure_rootfs(image: Image, progress: Progress = no_progress) -> Path:
     """Path of the image's file tree as a folder."""
     if image.rootfs.exists():
         return image.rootfs
@@ -185,7 +185,7 @@ def ensure_rootfs(image: Image, progress: Progress = silent) -> Path:
     return image.rootfs
 
 
-def note_use(file: Path) -> None:
+def record_use(file: Path) -> None:
     """Records, at most once an hour, that a file of an image is in use; records nothing in a cache this user cannot write to."""
     with suppress(OSError):
         if file.stat().st_mtime < time.time() - NOTE_S:
@@ -207,7 +207,7 @@ def locked(image: Image, what: str = "files", *, timeout_s: float = BUILD_S + 60
                     raise UserError(
                         f"another process has been building {image.folder} for {timeout_s:.0f} s", fix=f"end it, or remove {image.folder}"
                     ) from None
-                cancellation.check()
+                cancellation.raise_if_cancelled()
                 time.sleep(0.2)
         yield
 
@@ -215,7 +215,7 @@ def locked(image: Image, what: str = "files", *, timeout_s: float = BUILD_S + 60
 def _export(image: Image) -> None:
     beside = image.folder / f"base.{os.getpid()}.tar"
     try:
-        builds.export(image.built, beside)
+        builds.export(image.built_tag, beside)
     except BaseException:
         _remove(beside)
         raise
@@ -295,7 +295,7 @@ def _output(process: subprocess.Popen[bytes]) -> bytes:
         try:
             return process.communicate(timeout=LOOK_S)[0]
         except subprocess.TimeoutExpired:
-            cancellation.check()
+            cancellation.raise_if_cancelled()
             if time.monotonic() > deadline:
                 raise
 

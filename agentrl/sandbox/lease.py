@@ -77,12 +77,12 @@ async def sandbox_folder(name: str) -> AsyncIterator[Path]:
         raise
 
 
-def mark_folder(folder: Path, backend: str, run_label: str) -> None:
+def write_run_label(folder: Path, backend: str, run_label: str) -> None:
     """Notes in a sandbox's folder what `agentrl sandbox ls` shows."""
     (folder / "run").write_text(f"{backend}\n{run_label}")
 
 
-def read_mark(folder: Path) -> tuple[str, str]:
+def read_run_label(folder: Path) -> tuple[str, str]:
     """(backend, run label) of a sandbox's folder; empty while it is being made or removed."""
     try:
         backend, _, run_label = (folder / "run").read_text().partition("\n")

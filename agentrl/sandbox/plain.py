@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from agentrl.contract.forwarding import ForwardingSandbox
 from agentrl.errors import SandboxError
 from agentrl.protocols import Sandbox, SandboxBackend
+from agentrl.protocols.forwarding import ForwardingSandbox
 from agentrl.records import SandboxSpec
 from agentrl.sandbox.pool import PoolableSandbox
 
 _ANSWER_S = 60.0
 
 
-class Poolable:
+class PoolAdapter:
     """A `PoolableBackend` around any `SandboxBackend`."""
 
     def __init__(self, backend: SandboxBackend) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import requests
 from docker.errors import DockerException
 
-from agentrl.sandbox import cgroups, docker, engine
-from agentrl.sandbox.lease import alive, read_mark, runtime_folder
+from agentrl.sandbox import cgroups, docker, docker_client
+from agentrl.sandbox.lease import alive, read_run_label, runtime_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +35,12 @@ def list_open() -> list[OpenSandbox]:
     found: dict[str, OpenSandbox] = {}
     for folder in _folders():
         lease = folder.parent.name
-        backend, run = read_mark(folder)
+        backend, run = read_run_label(folder)
         found[folder.name] = OpenSandbox(name=folder.name, backend=backend, run=run, driver_alive=alive(lease))
     for name, labels in _containers().items():
-        lease = labels.get(engine.LABEL_LEASE, "")
-        backend = "container" if engine.LABEL_SHARED in labels else "docker"
-        found[name] = OpenSandbox(name=name, backend=backend, run=labels.get(engine.LABEL_RUN, ""), driver_alive=alive(lease))
+        lease = labels.get(docker_client.LABEL_LEASE, "")
+        backend = "container" if docker_client.LABEL_SHARED in labels else "docker"
+        found[name] = OpenSandbox(name=name, backend=backend, run=labels.get(docker_client.LABEL_RUN, ""), driver_alive=alive(lease))
     return sorted(found.values(), key=lambda sandbox: sandbox.name)
 
 
@@ -51,20 +51,20 @@ def prune() -> int:
         for name in dead & _containers().keys():
             docker.remove(name)
     except (DockerException, requests.RequestException) as error:
-        raise engine.fault(error) from error
+        raise docker_client.daemon_error(error) from error
     for driver in _inside(runtime_folder()):
         if not alive(driver.name):
             shutil.rmtree(driver, ignore_errors=True)
-    hierarchy = cgroups.find()
+    hierarchy = cgroups.find_hierarchy()
     if hierarchy is not None:
         for name in hierarchy.names():
-            if not alive(lease_of(name)):
+            if not alive(lease_in_name(name)):
                 hierarchy.group(name).remove()
                 dead.add(name)
     return len(dead)
 
 
-def lease_of(name: str) -> str:
+def lease_in_name(name: str) -> str:
     """The lease in a sandbox's name (`agentrl-<lease>-<number>`)."""
     return name.removeprefix("agentrl-").rpartition("-")[0]
 
@@ -83,4 +83,4 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _containers() -> dict[str, dict[str, str]]:
-    return docker.ask(lambda: docker.containers(engine.LABEL_LEASE), without={})
+    return docker.ask(lambda: docker.containers(docker_client.LABEL_LEASE), without={})

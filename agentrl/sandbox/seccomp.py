@@ -19,7 +19,7 @@ import socket
 import struct
 from collections.abc import Iterable
 
-from agentrl.sandbox.system_calls import ALLOWED, DONE, FORBIDDEN, JUDGED, UNSUPPORTED
+from agentrl.sandbox.system_calls import ALLOWED, CONDITIONAL, FORBIDDEN, NO_OP, UNSUPPORTED
 
 Block = tuple[bytes, ...]
 Ranges = Iterable[tuple[int, int]]
@@ -77,20 +77,20 @@ def supported() -> bool:
 
 
 @functools.cache
-def program() -> bytes:
+def filter_program() -> bytes:
     """The filter for this machine: an array of `struct sock_filter`, as `seccomp(2)` takes it."""
     machine = platform.machine()
     column = 0 if machine == "x86_64" else 1
     calls: dict[int, Block] = {}
     for table, block in (
         (ALLOWED, _allow()),
-        (DONE, _answer(0)),
+        (NO_OP, _answer(0)),
         (UNSUPPORTED, _answer(errno.EOPNOTSUPP)),
         (FORBIDDEN, _answer(errno.EPERM)),
     ):
         calls |= {number: block for numbers in table.values() if (number := numbers[column]) is not None}
     for name, block in _judgements().items():
-        number = JUDGED[name][column]
+        number = CONDITIONAL[name][column]
         assert number is not None
         calls[number] = block
     ranges = {number: (number, block) for number, block in calls.items()}

@@ -7,15 +7,15 @@ import logging
 import sys
 from pathlib import Path
 
-from agentrl import parts
+from agentrl.config.recipe import SandboxConfig
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
+from agentrl.plugins import parts
 from agentrl.protocols import SandboxBackend
-from agentrl.recipe import SandboxConfig
-from agentrl.sandbox import bubblewrap, engine, images, reaper
+from agentrl.sandbox import bubblewrap, docker_client, images, reaper
 from agentrl.sandbox.backend import ChannelBackend
 from agentrl.sandbox.bubblewrap import BubblewrapBackend
 from agentrl.sandbox.docker import DockerBackend
-from agentrl.sandbox.plain import Poolable
+from agentrl.sandbox.plain import PoolAdapter
 from agentrl.sandbox.pool import WarmPool
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def open_bubblewrap(*, root: Path, run_label: str) -> DockerBackend | Bubblewrap
 
 
 def select_backend(
-    name: str, *, run_label: str, root: Path, progress: images.Progress = images.silent
+    name: str, *, run_label: str, root: Path, progress: images.Progress = images.no_progress
 ) -> DockerBackend | BubblewrapBackend:
     """The backend of ours called `name`: `auto` is Docker when a local daemon answers, bubblewrap when that works, else
     `SandboxUnavailable`. `UserError` for a name that none of ours has.
@@ -51,36 +51,36 @@ def select_backend(
     """
     if name not in parts.BACKEND.shipped:
         raise UserError(f"no sandbox backend {name!r} ships", fix=f"use {', '.join(parts.BACKEND.shipped)}")
-    daemon = engine.state() if name in ("auto", "docker") else "absent"
+    daemon = docker_client.daemon_state() if name in ("auto", "docker") else "absent"
     if daemon == "answers":
         return DockerBackend(run_label=run_label, root=root, progress=progress)
     if name == "docker":
         raise SandboxUnavailable(
-            f"no Docker daemon answers at {engine.address()}"
+            f"no Docker daemon answers at {docker_client.daemon_address()}"
             + (": one is there, takes connections and says nothing" if daemon == "silent" else ""),
             fix=f"{RESTART_DOCKER if daemon == 'silent' else START_DOCKER}  (or choose sandbox.backend=bubblewrap)",
         )
-    problem = bubblewrap.works()
+    problem = bubblewrap.unavailable_reason()
     if not problem:
         return BubblewrapBackend(run_label=run_label, root=root, progress=progress)
     if name == "bubblewrap":
         raise SandboxUnavailable(f"bubblewrap does not work here: {problem}", fix=INSTALL_BUBBLEWRAP)
     raise SandboxUnavailable(
-        f"programs cannot be isolated here: no Docker daemon answers at {engine.address()}, and bubblewrap does not work: {problem}",
+        f"programs cannot be isolated here: no Docker daemon at {docker_client.daemon_address()}, and bubblewrap does not work: {problem}",
         fix=f"one of\n    {START_DOCKER}\n    {INSTALL_BUBBLEWRAP}",
     )
 
 
 def open_backend(config: SandboxConfig, *, run_label: str, root: Path) -> SandboxBackend:
     """The backend that a recipe names. Raises `SandboxUnavailable` for one of ours, `PluginError` for somebody's that is none."""
-    made: SandboxBackend = parts.make(parts.BACKEND, config.backend, config.options, run_label=run_label, root=root)
+    made: SandboxBackend = parts.make_part(parts.BACKEND, config.backend, config.options, run_label=run_label, root=root)
     return made
 
 
 async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path) -> WarmPool:
     """The sandboxes of a run: removes what dead drivers left, opens the backend, and puts a warm pool in front of it."""
     made = await asyncio.to_thread(open_backend, config, run_label=run_label, root=root)
-    backend = made if isinstance(made, ChannelBackend) else Poolable(made)
+    backend = made if isinstance(made, ChannelBackend) else PoolAdapter(made)
     try:
         await asyncio.to_thread(reaper.prune)
     except SandboxError as error:

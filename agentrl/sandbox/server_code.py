@@ -14,14 +14,14 @@ import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 
+from agentrl.base.files import replace_file
 from agentrl.errors import SandboxError
-from agentrl.files import replacing
 from agentrl.protocols import Sandbox
 from agentrl.sandbox import inside
 from agentrl.sandbox.images import Image
 
 FOLDER = Path(inside.__file__).parent
-FIRST = "main"
+ENTRY_MODULE = "main"
 MAX_BYTES = 1 << 20
 COMPILE_S = 60.0
 _COMPILE = (
@@ -31,16 +31,16 @@ _COMPILE = (
 )
 
 
-def parts(name: str = FIRST) -> dict[str, ast.Module]:
+def module_trees(name: str = ENTRY_MODULE) -> dict[str, ast.Module]:
     """The modules of the exec server that `name` needs, itself included, each after those that it imports from."""
     tree = ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
     found: dict[str, ast.Module] = {}
-    for node in own_imports(tree.body):
-        found |= parts(str(node.module).removeprefix(f"{inside.__name__}."))
+    for node in internal_imports(tree.body):
+        found |= module_trees(str(node.module).removeprefix(f"{inside.__name__}."))
     return {**found, name: tree}
 
 
-def own_imports(nodes: Iterable[ast.AST]) -> Iterator[ast.ImportFrom]:
+def internal_imports(nodes: Iterable[ast.AST]) -> Iterator[ast.ImportFrom]:
     """Those of `nodes` that import from other modules of the exec server. At the top of a module stand those it runs with."""
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{inside.__name__}."):
@@ -50,14 +50,14 @@ def own_imports(nodes: Iterable[ast.AST]) -> Iterator[ast.ImportFrom]:
 @functools.cache
 def source() -> str:
     """The exec server as one module: its modules one after the other, without what they import from each other."""
-    return "from __future__ import annotations\n" + "\n\n".join(_joinable(name, tree) for name, tree in parts().items())
+    return "from __future__ import annotations\n" + "\n\n".join(_joinable(name, tree) for name, tree in module_trees().items())
 
 
 def _joinable(name: str, tree: ast.Module) -> str:
     """The source of a module with `pass` in the place of imports that its neighbours in the file make needless."""
     lines = (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()
     futures = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
-    for node in (*futures, *own_imports(ast.walk(tree))):
+    for node in (*futures, *internal_imports(ast.walk(tree))):
         lines[node.lineno - 1] = " " * node.col_offset + "pass"
         for number in range(node.lineno, node.end_lineno or node.lineno):
             lines[number] = ""
@@ -93,6 +93,6 @@ def _path(image: Image, suffix: str) -> Path:
 
 def _place(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, tag=str(os.getpid())) as part:
+    with replace_file(path, tag=str(os.getpid())) as part:
         part.write_bytes(data)
         part.chmod(0o644)

@@ -75,14 +75,14 @@ sendto:44:206 recvfrom:45:207 sendmsg:46:211 recvmsg:47:212 sendmmsg:307:269 rec
 """)
 """What programs call, whatever the arguments."""
 
-JUDGED = _table("""
+CONDITIONAL = _table("""
 clone:56:220 socket:41:198 socketpair:53:199 setsockopt:54:208 fcntl:72:25 ioctl:16:29 prctl:157:167 shmget:29:194 mmap:9:222
 memfd_create:319:279
 personality:135:92
 """)
 """What depends on arguments (see `agentrl.sandbox.seccomp`)."""
 
-DONE = _table("""
+NO_OP = _table("""
 sync:162:81 syncfs:306:267
 """)
 """Answered 0 without being done: files of a sandbox lie in memory, and the kernel would write out those of the whole machine."""

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-VARIABLE = "AGENTRL_SERVER_KEY"
+KEY_VARIABLE = "AGENTRL_SERVER_KEY"
 """Environment variable with the key of a server process, which removes it before it starts its engine."""
 MIDDLEWARE = f"{__name__}.RequireKey"
 """Value of vLLM's option `--middleware`."""
@@ -29,23 +29,23 @@ def new_key() -> str:
     return secrets.token_urlsafe(32)
 
 
-def headers(key: str) -> dict[str, str]:
+def auth_headers(key: str) -> dict[str, str]:
     """The headers of a request to a server with this key; none for an empty key."""
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def take_key() -> None:
+def load_key() -> None:
     """Reads the key of this process from the environment and removes it there. Raises `KeyError` if there is none."""
     global _expected
-    _expected = _digest(os.environ.pop(VARIABLE).encode())
+    _expected = _digest(os.environ.pop(KEY_VARIABLE).encode())
 
 
 class RequireKey:
-    """ASGI middleware that answers 401 to a request without the key of this process. `take_key` must have run before."""
+    """ASGI middleware that answers 401 to a request without the key of this process. `load_key` must have run before."""
 
     def __init__(self, app: _App) -> None:
         if not _expected:
-            raise RuntimeError(f"{VARIABLE} is not set: a server without a key would let every local user replace its weights")
+            raise RuntimeError(f"{KEY_VARIABLE} is not set: a server without a key would let every local user replace its weights")
         self._app, self._expected = app, _expected
 
     async def __call__(self, scope: _Scope, receive: Any, send: Any) -> None:

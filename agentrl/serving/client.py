@@ -12,14 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl.errors import ServingError
 from agentrl.records import CUT, Completion, SamplingParams, VersionSpan
-from agentrl.sampling import MAX_SUPPORT, TIES, Sampling, Supports
+from agentrl.records.sampling import MAX_SUPPORT, TIES, Sampling, Supports
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.server import VLLMServer
-from agentrl.serving.weights import WeightsInService
-from agentrl.serving.wire import UnsentError
+from agentrl.serving.transport import UnsentError
+from agentrl.serving.weight_state import WeightState
 
 _MAX_CONNECTIONS = 8192  # how many episodes wait at once is the recipe's affair; this is a bound for the descriptors of the process
-CUT_S = 30.0
+CUT_TIMEOUT_S = 30.0
 """How long a server may take to return the tokens of a request after it was asked to cut it off."""
 _CUT_AGAIN_S = 0.2
 _ABORT = "abort"  # vLLM's finish reason of such a request
@@ -42,7 +42,7 @@ class TokenClient:
         self,
         url: str,
         *,
-        weights: WeightsInService,
+        weights: WeightState,
         key: str = "",
         max_connections: int = _MAX_CONNECTIONS,
         answered: Callable[[], None] = lambda: None,
@@ -63,23 +63,22 @@ class TokenClient:
         """Samples one completion of `prompt_ids`.
 
         After `timeout_s` the server is asked to cut the request off, and returns the tokens that it has sampled; their finish reason is
-        `CUT`. Raises `ServingError` when the server fails, answers nonsense, or does not answer soon after that (`CUT_S`). Cancellation
-        closes the connection, and vLLM then aborts the request. Only a request that never reached the server is retried.
-        """
+        `CUT`. Raises `ServingError` when the server fails, answers nonsense, or does not answer soon after that (`CUT_TIMEOUT_S`).
+        Cancellation closes the connection, and vLLM then aborts the request. Only a request that never reached the server is retried."""
         cutting: list[asyncio.Task[None]] = []
 
         def cut() -> None:
             cutting.append(asyncio.create_task(self._cut_off(request_id)))
 
         timer = asyncio.get_running_loop().call_later(timeout_s, cut)
-        within_s = timeout_s + min(CUT_S, max(2.0, timeout_s))
+        within_s = timeout_s + min(CUT_TIMEOUT_S, max(2.0, timeout_s))
         try:
             async with asyncio.timeout(within_s):
                 answer = await self._send(lambda: generate_body(prompt_ids, params, request_id, self._weights.cache_salt), within_s)
                 completion = parse_completion(answer, params, cut=bool(cutting))
                 if completion.token_ids:
                     self._answered()
-                await self._weights.settle(span.version for span in completion.versions)
+                await self._weights.wait_verified(span.version for span in completion.versions)
                 return completion
         except TimeoutError:
             raise ServingError(f"request {request_id}: no completion within {timeout_s:g} s") from None
@@ -114,7 +113,7 @@ def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id:
         raise ValueError("prompt_ids is empty: a completion needs at least one token of context")
     sampling: dict[str, Any] = {
         "max_tokens": params.max_tokens,
-        **distribution(params),
+        **sampling_parameters(params),
         "stop_token_ids": list(params.stop_token_ids),
         "logprobs": params.top_k + TIES if params.supports else 0,  # 0: only the sampled token's
         **({"stop": list(params.stop)} if params.stop else {}),
@@ -126,17 +125,17 @@ def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id:
         "token_ids": list(prompt_ids),
         "sampling_params": sampling,
         "cache_salt": cache_salt,
-        "priority": priority(len(prompt_ids)),
+        "priority": request_priority(len(prompt_ids)),
     }
 
 
-def priority(tokens: int) -> int:
+def request_priority(tokens: int) -> int:
     """What the server's scheduler is told: lower comes first. The longest context does: it is the dearest to compute again when the cache
     is full, and the step waits for its episode longest."""
     return -tokens
 
 
-def distribution(sampling: Sampling) -> dict[str, Any]:
+def sampling_parameters(sampling: Sampling) -> dict[str, Any]:
     """What vLLM is to sample from; explicit, since a model's generation_config must not change what the logprobs mean."""
     return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
 
@@ -223,7 +222,7 @@ def _logprobs(choice: _Choice) -> tuple[float, ...]:
     return tuple(entry.logprob for entry in content)
 
 
-def alternatives(answer: Any) -> list[dict[int, float]]:
+def parse_alternatives(answer: Any) -> list[dict[int, float]]:
     """Of each sampled token in an answer, the logprobs by id that were asked for beside its own. Raises `ServingError`."""
     try:
         content = answer["choices"][0]["logprobs"]["content"]
@@ -236,7 +235,7 @@ def alternatives(answer: Any) -> list[dict[int, float]]:
     return tables
 
 
-def in_support(table: dict[int, float], most: int) -> dict[int, float]:
+def proven_support(table: dict[int, float], most: int) -> dict[int, float]:
     """The entries of a token's logprobs that it could have been, proven to be all. Raises `ServingError`.
 
     Args:
@@ -258,12 +257,12 @@ def in_support(table: dict[int, float], most: int) -> dict[int, float]:
 def _supports(answer: Any, choice: _Choice, params: SamplingParams) -> Supports:
     """What each token could have been instead. Raises `ServingError`, or `ValueError` for what a record cannot hold."""
     rows = []
-    for sampled, table in zip(choice.logprobs.content, alternatives(answer), strict=True):
-        support = in_support(table, params.top_k + TIES)
+    for sampled, table in zip(choice.logprobs.content, parse_alternatives(answer), strict=True):
+        support = proven_support(table, params.top_k + TIES)
         if support.get(sampled.token_id) != sampled.logprob:
             raise ServingError(f"sampled token {sampled.token_id} is not in the support that it was sampled from, or with another logprob")
         rows.append(tuple(support))
-    return Supports.of(rows)
+    return Supports.from_rows(rows)
 
 
 def _spans(choice: _Choice) -> tuple[VersionSpan, ...]:

@@ -17,8 +17,8 @@ import httpx
 from pydantic_core import from_json
 
 from agentrl.errors import RequestRefused, ServingError
-from agentrl.serving.access import headers as access
-from agentrl.serving.wire import UnsentError, Wire
+from agentrl.serving.access import auth_headers as access
+from agentrl.serving.transport import HttpTransport, UnsentError
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class ControlPlane:
     def __init__(self, url: str, *, key: str = "", max_connections: int = 64) -> None:
         self.url = url
         self.paused = False  # from `pause` to `resume`
-        self._wire = Wire(url, key=key, max_connections=max_connections)
+        self._wire = HttpTransport(url, key=key, max_connections=max_connections)
         # Idle connections are dropped well before the server drops them (after 30 s), so that no request is lost on a connection
         # that the server is just closing.
         limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=10.0)
@@ -69,7 +69,7 @@ class ControlPlane:
     ) -> Any:
         """The decoded JSON of a 200 answer, None when empty. Raises `ServingError`; `UnsentError` when the request did not arrive."""
         response = await self._answer(method, path, timeout_s=timeout_s, json=json, params=params, headers=headers)
-        return decoded(response.status_code, response.content, f"{self.url}{path}")
+        return decode_answer(response.status_code, response.content, f"{self.url}{path}")
 
     async def _answer(self, method: str, path: str, *, timeout_s: float, **content: Any) -> httpx.Response:
         if self._http.is_closed:
@@ -127,7 +127,7 @@ class ControlPlane:
 
     async def version(self) -> str:
         """The name of the serving weights; "default" until one is set."""
-        return weight_version(await self.request("GET", "/weight_info", timeout_s=CONTROL_TIMEOUT_S))
+        return parse_weight_version(await self.request("GET", "/weight_info", timeout_s=CONTROL_TIMEOUT_S))
 
     async def reload(self, folder: str, version: int) -> None:
         """Has every worker load a Hugging Face folder: vLLM's own slow way, independent of the weight-transfer backend."""
@@ -140,7 +140,7 @@ class ControlPlane:
         if response.status_code != httpx.codes.OK:
             raise ServingError(f"{self.url}/metrics answered {response.status_code}")
         # Prometheus' text is UTF-8; what the header names may be no charset at all, or a codec that is not of texts.
-        return metrics_in(response.content[:_METRICS_BYTES].decode(errors="replace"))
+        return parse_metrics(response.content[:_METRICS_BYTES].decode(errors="replace"))
 
     def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> Awaitable[Any]:
         """Token ids in, token ids out; `body` as in vLLM's `GenerateRequest`. Raises as `request` does."""
@@ -166,7 +166,7 @@ class ControlPlane:
                 status, content = await self._wire.post(_GENERATE, body)
         except TimeoutError:
             raise ServingError(f"no answer from {where} within {timeout_s:g} s") from None
-        return decoded(status, content, where)
+        return decode_answer(status, content, where)
 
     async def _control(self, path: str, *, json: Any = None, params: Mapping[str, str] | None = None) -> None:
         # On a new connection: when the engine refuses, the server closes it after its 500, and the next call must not get it from
@@ -174,7 +174,7 @@ class ControlPlane:
         await self.request("POST", path, timeout_s=CONTROL_TIMEOUT_S, json=json, params=params, headers={"Connection": "close"})
 
 
-def decoded(status: int, content: bytes, where: str) -> Any:
+def decode_answer(status: int, content: bytes, where: str) -> Any:
     """The decoded JSON of a 200 answer, None when it is empty. Raises `ServingError`."""
     if status != httpx.codes.OK:
         raise (RequestRefused if status in _REFUSED else ServingError)(f"{where} answered {status}: {_excerpt(content)}")
@@ -186,7 +186,7 @@ def decoded(status: int, content: bytes, where: str) -> Any:
         raise ServingError(f"{where} did not answer JSON: {_excerpt(content)!r}") from error
 
 
-def metrics_in(text: str) -> dict[str, float]:
+def parse_metrics(text: str) -> dict[str, float]:
     """What Prometheus' text format holds of vLLM, without histograms. Lines that are none of it are left out."""
     found: dict[str, float] = {}
     for name, value in _METRIC.findall(text):
@@ -200,7 +200,7 @@ def _excerpt(content: bytes) -> str:
     return content[:_EXCERPT].decode(errors="replace")
 
 
-def weight_version(answer: Any) -> str:
+def parse_weight_version(answer: Any) -> str:
     """The version in an answer of `/weight_info`. Raises `ServingError`."""
     version = answer.get("weight_version") if isinstance(answer, dict) else None
     if not isinstance(version, str):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from agentrl.config.recipe import JudgeServerConfig
 from agentrl.errors import ServingError
-from agentrl.recipe import JudgeServerConfig
 from agentrl.serving.control import ControlPlane
-from agentrl.serving.probe import FILE, disagreement_of_judge, read_probe
-from agentrl.serving.process import WARM_S, ServerProcess, environment, launch_command
+from agentrl.serving.probe import PROBE_FILE, judge_logprob_difference, read_probe
+from agentrl.serving.process import WARM_S, ServerProcess, launch_command, server_environment
 
 HOST = "127.0.0.1"
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}  # nats, as `serving.probe_max_abs_diff` recommends
@@ -83,16 +83,16 @@ class JudgeServer(ServerProcess):
         return launch_command(arguments, flags, cpu_threads=self._threads)
 
     def _environment(self, scratch: Path) -> dict[str, str]:
-        return environment(scratch, cpu_threads=self._threads, gpus=self._gpus)
+        return server_environment(scratch, cpu_threads=self._threads, gpus=self._gpus)
 
     async def _prepare(self, control: ControlPlane) -> None:
         """Compares a chat model that a run has published with its reference logprobs. Raises `ServingError`."""
         if self.reward_model or (probe := read_probe(self.model)) is None:
             return
-        diff = await disagreement_of_judge(control, self.name, probe, max_model_len=self.config.max_model_len, timeout_s=WARM_S)
+        diff = await judge_logprob_difference(control, self.name, probe, max_model_len=self.config.max_model_len, timeout_s=WARM_S)
         if not diff <= _TOLERANCE[self.config.dtype]:
             raise ServingError(
-                f"the judge's server {self.name} differs by {diff:.3g} nats from {self.model / FILE}; the limit with"
+                f"the judge's server {self.name} differs by {diff:.3g} nats from {self.model / PROBE_FILE}; the limit with"
                 f" dtype={self.config.dtype} is {_TOLERANCE[self.config.dtype]:g}\n  fix: restore the model folder that the run published:"
                 " its weights have changed"
             )

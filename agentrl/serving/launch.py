@@ -15,7 +15,7 @@ import os
 import runpy
 import sys
 
-from agentrl.processes import die_with_parent, imports_kept
+from agentrl.base.processes import die_with_parent, freeze_imports
 from agentrl.serving import access
 
 _SERVER = "vllm.entrypoints.openai.api_server"
@@ -33,11 +33,11 @@ def main() -> None:
     options = parser.parse_args()
 
     die_with_parent(options.driver_pid)
-    access.take_key()
+    access.load_key()
     api_server = os.getpid()
     # A forked child does not inherit the parent death signal, so each child sets it again.
     os.register_at_fork(after_in_child=lambda: die_with_parent(api_server) if os.getppid() == api_server else None)
-    with imports_kept():
+    with freeze_imports():
         if options.cpu_threads:
             _trim_cpu_start(options.cpu_threads)
         importlib.import_module(_SERVER)

@@ -12,28 +12,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agentrl import codec
 from agentrl.errors import ServingError, SwapError
-from agentrl.records import Probe
-from agentrl.sampling import TIES, Sampling
-from agentrl.serving.client import alternatives, distribution, in_support
+from agentrl.records import Probe, codec
+from agentrl.records.sampling import TIES, Sampling
+from agentrl.serving.client import parse_alternatives, proven_support, sampling_parameters
 from agentrl.serving.control import ControlPlane
-from agentrl.serving.server import FIRST, VLLMServer
+from agentrl.serving.server import PROBE_PRIORITY, VLLMServer
 
-FILE = "probe.json"
+PROBE_FILE = "probe.json"
 
 
 def read_probe(folder: Path) -> Probe | None:
     """The reference logprobs in a version's folder; None if there are none. Raises `ServingError` for an unreadable file."""
     try:
-        return codec.from_json(Probe, (folder / FILE).read_bytes())
+        return codec.from_json(Probe, (folder / PROBE_FILE).read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ServingError(f"{folder / FILE} cannot be read: {error}") from error
+        raise ServingError(f"{folder / PROBE_FILE} cannot be read: {error}") from error
 
 
-async def disagreement(server: VLLMServer, number: int, probe: Probe) -> float:
+async def max_logprob_difference(server: VLLMServer, number: int, probe: Probe) -> float:
     """Largest absolute difference (nats) between the server's logprobs and the reference; inf when one is not finite.
 
     Raises `SwapError` for answers of another version than `number`, or that hold no logprobs, and `ServingError` for none.
@@ -47,12 +46,13 @@ async def disagreement(server: VLLMServer, number: int, probe: Probe) -> float:
         theirs = parse_prompt_logprobs(answer, ids, number)
         differences += (abs(server - learner) for server, learner in zip(theirs, ours, strict=True))
     for answer, next_ids, next_logprobs in zip(answers, probe.next_ids, probe.next_logprobs, strict=False):
-        differences += next_differences(answer, dict(zip(next_ids, next_logprobs, strict=True)), sampling, number)
+        differences += next_token_differences(answer, dict(zip(next_ids, next_logprobs, strict=True)), sampling, number)
     return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
 
 
-async def disagreement_of_judge(control: ControlPlane, model: str, probe: Probe, *, max_model_len: int, timeout_s: float) -> float:
-    """As `disagreement`, for a judge's chat model, which has no route for tokens: in the logprobs of the rows, as far as its context goes.
+async def judge_logprob_difference(control: ControlPlane, model: str, probe: Probe, *, max_model_len: int, timeout_s: float) -> float:
+    """As `max_logprob_difference`, for a judge's chat model, which has no route for tokens: in the logprobs of the rows, as far as its
+    context goes.
 
     Raises `ServingError`.
     """
@@ -80,9 +80,9 @@ async def _row_answer(server: VLLMServer, token_ids: tuple[int, ...], sampling: 
     asked = {"prompt_logprobs": 0, "logprobs": _likeliest(sampling)}
     body = {
         "token_ids": list(token_ids),
-        "sampling_params": {"max_tokens": 1, **distribution(sampling), **asked, "detokenize": False},
+        "sampling_params": {"max_tokens": 1, **sampling_parameters(sampling), **asked, "detokenize": False},
         "cache_salt": server.weights.cache_salt,
-        "priority": FIRST,  # episodes wait for its verdict
+        "priority": PROBE_PRIORITY,  # episodes wait for its verdict
     }
     return await server.control.generate(body, timeout_s=server.recipe.serving.request_timeout_s)
 
@@ -100,7 +100,7 @@ def parse_prompt_logprobs(answer: Any, token_ids: tuple[int, ...], number: int) 
     return logprobs
 
 
-def next_differences(answer: Any, ours: Mapping[int, float], sampling: Sampling, number: int) -> list[float]:
+def next_token_differences(answer: Any, ours: Mapping[int, float], sampling: Sampling, number: int) -> list[float]:
     """The differences (nats) between server and learner for the token after a row, with the sampling settings of rollouts.
 
     The learner's distribution is restricted to the support that the server returns, as in training. A supported token that the learner
@@ -112,8 +112,8 @@ def next_differences(answer: Any, ours: Mapping[int, float], sampling: Sampling,
     """
     floor = min(ours.values(), default=0.0)
     try:
-        (table,) = alternatives(answer)
-        theirs = in_support(table, _likeliest(sampling)) if sampling.truncated else table
+        (table,) = parse_alternatives(answer)
+        theirs = proven_support(table, _likeliest(sampling)) if sampling.truncated else table
     except (ServingError, ValueError) as error:
         raise SwapError(f"version {number}: malformed answer to the logprob probe: {error}") from error
     total = _log_sum_exp([ours.get(token, floor) for token in theirs]) if sampling.truncated else 0.0

@@ -19,13 +19,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from agentrl.causes import in_log
+from agentrl.base.error_text import cause_in_log
+from agentrl.base.files import tail_bytes
+from agentrl.base.liveness import Liveness
+from agentrl.base.processes import openmp_environment
+from agentrl.base.run_lock import hold_shared_lock
+from agentrl.base.secrets import child_environment
 from agentrl.errors import DiskFull, ServingError, UserError
-from agentrl.files import tail
-from agentrl.liveness import Liveness
-from agentrl.processes import openmp
-from agentrl.runlock import hold_part
-from agentrl.secrets import without_secrets
 from agentrl.serving import access
 from agentrl.serving.control import ControlPlane
 
@@ -66,10 +66,10 @@ class ServerProcess(ABC):
         self._control: ControlPlane | None = None
         self._scratch: Path | None = None
         self._port: ReservedPort | None = None
-        self.read_s = 0.0  # seconds per prompt token, measured at the start
+        self.prompt_token_s = 0.0  # seconds per prompt token, measured at the start
         self._log_start = 0  # bytes in the log before this start
         self.liveness = Liveness(what, first_s=_FIRST_S)
-        self.end = ""  # why it counts as dead; empty while it is alive
+        self.end_reason = ""  # why it counts as dead; empty while it is alive
         self._look_at = 0.0  # of the loop's clock
         self._computed: tuple[float, ...] = ()
         self._answers, self._answers_seen = 0, 0
@@ -92,15 +92,15 @@ class ServerProcess(ABC):
         A server that gives no answer is treated like one that computes nothing.
         """
         if self._process is None or self._process.returncode is not None or self._control is None:
-            self.end = "it died"
+            self.end_reason = "it died"
             return False
         control, health = self._control, await self._control.health(timeout_s=HEALTH_TIMEOUT_S)
         if health == "down":
-            self.end = "its engine died"
+            self.end_reason = "its engine died"
             return False
         await self._look(control, answers=health == "answers")
-        self.end = self.liveness.overdue()
-        return not self.end
+        self.end_reason = self.liveness.overdue()
+        return not self.end_reason
 
     def answered(self) -> None:
         """Called for each answer that a client gets: it is progress, even if other routes are slow under load."""
@@ -109,7 +109,7 @@ class ServerProcess(ABC):
     async def _look(self, control: ControlPlane, *, answers: bool) -> None:
         """Checks whether anything was computed since the last check, and requests a token if not. `answers`: whether its routes answer."""
         if control.paused:  # the operation that paused it has a deadline
-            self.liveness.rest()
+            self.liveness.pause()
             return
         if self.liveness.deadline_s == math.inf:  # it was paused
             self.liveness.progress(_COMPUTING)
@@ -160,7 +160,7 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def _environment(self, scratch: Path) -> dict[str, str]:
-        """What its environment has beside the driver's: `environment`."""
+        """What its environment has beside the driver's: `server_environment`."""
 
     @abstractmethod
     async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:
@@ -177,8 +177,8 @@ class ServerProcess(ABC):
         tokens = max(1, min(READ_TOKENS, self.max_tokens - 2))
         began = time.monotonic()
         await self._token(control, tokens=tokens, timeout_s=_FIRST_S)
-        self.read_s = (time.monotonic() - began) / tokens
-        self.liveness.needs_s = self.read_s * self.max_tokens
+        self.prompt_token_s = (time.monotonic() - began) / tokens
+        self.liveness.needs_s = self.prompt_token_s * self.max_tokens
 
     async def _prepare(self, control: ControlPlane) -> None:  # noqa: B027 - not abstract: a server that needs nothing leaves it as it is
         """Prepares a server that answers for its first request."""
@@ -193,13 +193,13 @@ class ServerProcess(ABC):
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._scratch = scratch_folder(self._scratch_of)
         self._control = ControlPlane(f"http://{host}:{self._port.number}", key=self.key)
-        part = hold_part(self._folder)
+        part = hold_shared_lock(self._folder)
         try:
             with self.log_path.open("ab") as log:
                 self._log_start = log.tell()
                 self._process = await asyncio.create_subprocess_exec(
                     *self._command(self._port.number),
-                    env={**without_secrets(os.environ), **self._environment(self._scratch), access.VARIABLE: self.key},
+                    env={**child_environment(os.environ), **self._environment(self._scratch), access.KEY_VARIABLE: self.key},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -274,7 +274,7 @@ def launch_command(arguments: Mapping[str, str], flags: Sequence[str], *, cpu_th
     return [*launch, *threads, "--", *(part for pair in guarded.items() for part in pair), *flags]
 
 
-def environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, gpus: str | None = None) -> dict[str, str]:
+def server_environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, gpus: str | None = None) -> dict[str, str]:
     """What a vLLM server's environment has beside the driver's.
 
     Args:
@@ -301,11 +301,11 @@ def environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, 
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Even with --enforce-eager one helper (the sampled token's rank) would be compiled with g++ during the first request.
         "TORCHDYNAMO_DISABLE": "1",
-        **openmp(cpu_threads, alone=alone),
+        **openmp_environment(cpu_threads, alone=alone),
     }
 
 
-def threads_or_all(threads: int, *, servers: int = 1) -> int:
+def thread_count(threads: int, *, servers: int = 1) -> int:
     """A number of CPU threads; 0 stands for all cores, of which each of several servers gets its share, and one at least."""
     return threads or max(1, len(os.sched_getaffinity(0)) // servers)
 
@@ -352,7 +352,7 @@ def _seldom_given() -> list[int]:
 def cause_in(log_path: Path, start: int) -> tuple[str, str]:
     """What a server's log says from byte `start` on, and the fix where there is one."""
     with contextlib.suppress(OSError):
-        return in_log(tail(log_path, most=_LOG_BYTES, start=start))
+        return cause_in_log(tail_bytes(log_path, most=_LOG_BYTES, start=start))
     return "", ""
 
 

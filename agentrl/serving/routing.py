@@ -16,7 +16,7 @@ class _Placed:
     tokens: int = 0  # of its longest context so far
 
 
-class Routing:
+class EpisodeRouter:
     """Books of who is where. Holds no server and waits for nothing, so that a choice and its entry are one step.
 
     An episode stays where it is while that replica is able. Otherwise it goes to a replica that has an episode of the same task, whose
@@ -42,7 +42,7 @@ class Routing:
         if (placed := self._episodes.pop(episode_id, None)) is not None:
             self._leave(placed)
 
-    def where(self, episode_id: str) -> int | None:
+    def replica_of(self, episode_id: str) -> int | None:
         placed = self._episodes.get(episode_id)
         return None if placed is None else placed.replica
 
@@ -64,11 +64,11 @@ class Routing:
             placed.replica = chosen
             self.loads[chosen] += placed.tokens
             self._tasks.setdefault(placed.task_key, Counter())[chosen] += 1
-        self.grow(episode_id, tokens)
+        self.record_context(episode_id, tokens)
         assert placed.replica is not None, "it was placed"
         return placed.replica
 
-    def grow(self, episode_id: str, tokens: int) -> None:
+    def record_context(self, episode_id: str, tokens: int) -> None:
         """Its context has so many tokens now."""
         placed = self._episodes.get(episode_id)
         if placed is not None and placed.replica is not None and tokens > placed.tokens:

@@ -7,17 +7,17 @@ import json
 import time
 from pathlib import Path
 
+from agentrl.base.installation import install_command
+from agentrl.config.recipe import Recipe
 from agentrl.errors import ServingError, UserError
-from agentrl.installation import install_command
-from agentrl.recipe import Recipe
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.plugin import BACKEND as FILE_BACKEND
-from agentrl.serving.process import WARM_S, ServerProcess, environment, launch_command, threads_or_all
-from agentrl.serving.weights import WeightsInService
-from agentrl.weights.model_folder import check_model_files
+from agentrl.serving.process import WARM_S, ServerProcess, launch_command, server_environment, thread_count
+from agentrl.serving.weight_state import WeightState
+from agentrl.version.model_folder import check_model_files
 
-FIRST = -(1 << 62)
-"""Priority of a probe: before every completion (`agentrl.serving.client.priority`)."""
+PROBE_PRIORITY = -(1 << 62)
+"""Priority of a probe: before every completion (`agentrl.serving.client.request_priority`)."""
 WRITE_TOKENS = 16
 """Tokens that a server samples at its start to measure the time per token."""
 _SAMPLING = {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "detokenize": False}
@@ -36,10 +36,10 @@ class VLLMServer(ServerProcess):
         """
         self.run_dir = run_dir.resolve()
         scratch = f"{self.run_dir} {name}" if name else str(self.run_dir)
-        super().__init__(title(name), folder=self.run_dir, log=log_name(name), scratch=scratch)
+        super().__init__(server_title(name), folder=self.run_dir, log=server_log_name(name), scratch=scratch)
         self.recipe = recipe
         self.model = model.resolve()
-        self.weights = WeightsInService(version)
+        self.weights = WeightState(version)
         self._gpus = gpus
         self._threads: int | None = None  # of the engine on CPU, once the device is known
         self._condemned = ""
@@ -59,7 +59,7 @@ class VLLMServer(ServerProcess):
         if self._process is not None:
             raise ServingError("the inference server is already started")
         serving = self.recipe.serving
-        self._threads = threads_or_all(serving.threads, servers=serving.replicas) if serving_device(self.recipe) == "cpu" else None
+        self._threads = thread_count(serving.threads, servers=serving.replicas) if serving_device(self.recipe) == "cpu" else None
         check_model_files(self.model)
         await self._begin(serving.host, serving.port, key="serving.port", timeout_s=serving.startup_timeout_s)
 
@@ -68,7 +68,7 @@ class VLLMServer(ServerProcess):
         self.end = self._condemned
         return not self._condemned and await super().alive()
 
-    def condemn(self, reason: str) -> None:
+    def mark_unsound(self, reason: str) -> None:
         """Marks the server's weights as unsound, so that `alive` is False from then on."""
         self._condemned = reason
 
@@ -84,7 +84,7 @@ class VLLMServer(ServerProcess):
             "--dtype": policy.dtype,
             "--max-model-len": str(policy.max_model_len),
             "--max-num-seqs": str(serving.max_num_seqs),
-            "--scheduling-policy": "priority",  # of a request's own (`agentrl.serving.client.priority`)
+            "--scheduling-policy": "priority",  # of a request's own (`agentrl.serving.client.request_priority`)
             "--seed": str(self.recipe.seed),
             "--weight-transfer-config": json.dumps({"backend": backend}),
             # Logprobs of the distribution that is sampled from: after temperature and truncation.
@@ -105,8 +105,8 @@ class VLLMServer(ServerProcess):
         return launch_command(arguments, flags, cpu_threads=self._threads)
 
     def _environment(self, scratch: Path) -> dict[str, str]:
-        alone = self.recipe.max_staleness == 0 and self.recipe.serving.replicas == 1 and not self.recipe.judged_apart
-        common = environment(scratch, cpu_threads=self._threads, alone=alone, gpus=self._gpus)
+        alone = self.recipe.max_staleness == 0 and self.recipe.serving.replicas == 1 and not self.recipe.gate_has_server
+        common = server_environment(scratch, cpu_threads=self._threads, alone=alone, gpus=self._gpus)
         return common | {"VLLM_SERVER_DEV_MODE": "1"}  # the control routes
 
     async def _prepare(self, control: ControlPlane) -> None:
@@ -122,19 +122,19 @@ class VLLMServer(ServerProcess):
         await super()._measure(control)
         began, tokens = time.monotonic(), min(WRITE_TOKENS, max(1, self.max_tokens - 2))
         sampling = {**_SAMPLING, "max_tokens": tokens, "ignore_eos": True}
-        await control.generate({"token_ids": [0, 0], "sampling_params": sampling, "priority": FIRST}, timeout_s=WARM_S)
+        await control.generate({"token_ids": [0, 0], "sampling_params": sampling, "priority": PROBE_PRIORITY}, timeout_s=WARM_S)
         self.token_s = (time.monotonic() - began) / tokens
 
     async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:
-        await control.generate({"token_ids": [0] * tokens, "sampling_params": _SAMPLING, "priority": FIRST}, timeout_s=timeout_s)
+        await control.generate({"token_ids": [0] * tokens, "sampling_params": _SAMPLING, "priority": PROBE_PRIORITY}, timeout_s=timeout_s)
 
 
-def title(name: str) -> str:
+def server_title(name: str) -> str:
     """What messages call a server; `name` as for `VLLMServer`."""
     return f"inference server {name}" if name else "the inference server"
 
 
-def log_name(name: str) -> str:
+def server_log_name(name: str) -> str:
     """File name in logs/ of a server's output; `name` as for `VLLMServer`."""
     return f"server-{name}.log" if name else "server.log"
 

@@ -9,12 +9,12 @@ import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 
+from agentrl.base.files import sha256_file
 from agentrl.errors import ServingError, SwapError
-from agentrl.files import sha256_file
 from agentrl.records import ADAPTER, PolicyVersion, Probe, SwapReport
-from agentrl.serving.probe import disagreement
+from agentrl.serving.probe import max_logprob_difference
 from agentrl.serving.server import VLLMServer
-from agentrl.weights import deltas
+from agentrl.version import deltas
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class HotSwap(ABC):
             try:
                 async with asyncio.timeout(timeout_s):
                     stall_s = await self._exchange(version.number, folder)
-                    diff = await disagreement(self._server, version.number, probe)
+                    diff = await max_logprob_difference(self._server, version.number, probe)
                 if not diff <= max_abs_diff:
                     raise SwapError(
                         f"version {version.number}: server and learner differ by {diff:.3g} nats on the probe, {max_abs_diff:g} is allowed"
@@ -101,7 +101,7 @@ class HotSwap(ABC):
                 await control.resume()
         except (ServingError, TimeoutError) as error:
             weights.refuse()
-            self._server.condemn(f"version {weights.number} could not be restored: {error}")
+            self._server.mark_unsound(f"version {weights.number} could not be restored: {error}")
             raise SwapError(
                 f"the last good version {weights.number} could not be restored; the server must be restarted: {error}"
             ) from error
@@ -116,11 +116,11 @@ class FileWeightChannel(HotSwap):
 
     async def _load(self, number: int, folder: Path) -> None:
         """Loads one version into the paused server: its delta if that fits the server's weights, otherwise the whole file."""
-        if (folder / deltas.WEIGHTS).exists() or not (folder / deltas.RECORD).exists():
+        if (folder / deltas.WEIGHTS).exists() or not (folder / deltas.DELTA_RECORD).exists():
             await self._update(number, folder, _file_sizes(folder))
             return
         try:
-            await self._update(number, folder, {deltas.FRAMES: (folder / deltas.FRAMES).stat().st_size})
+            await self._update(number, folder, {deltas.DELTA_FILE: (folder / deltas.DELTA_FILE).stat().st_size})
         except ServingError as error:
             log.warning("version %d is loaded whole, because its delta was refused: %s", number, error)
             await self._reload(number, folder)
@@ -151,8 +151,8 @@ def check_version_folder(version: PolicyVersion, folder: Path, registry_folder: 
         raise SwapError(f"version {version.number}: {folder} is not below the run's versions folder {registry_folder}")
     try:
         whole = version.weights == ADAPTER or (folder / version.weights).exists()
-        delta = None if whole else deltas.read(folder)
-        path, expected = (folder / version.weights, version.sha256) if delta is None else (folder / deltas.FRAMES, delta.delta_sha256)
+        delta = None if whole else deltas.read_delta(folder)
+        path, expected = (folder / version.weights, version.sha256) if delta is None else (folder / deltas.DELTA_FILE, delta.delta_sha256)
         actual = sha256_file(path)
     except (OSError, ValueError) as error:
         raise SwapError(f"version {version.number}: cannot read its weights in {folder}: {error}") from error

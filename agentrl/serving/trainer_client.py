@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
-from agentrl.serving.access import headers as access
+from agentrl.serving.access import auth_headers as access
 
 _POLL_S = 0.005
 

@@ -1,6 +1,6 @@
 """The file weight channel's end inside vLLM: maps a version's safetensors files and loads them in place.
 
-A delta (`agentrl.weights.deltas`) is applied to a copy of its parent's file that is kept here, and the result must have the
+A delta (`agentrl.version.deltas`) is applied to a copy of its parent's file that is kept here, and the result must have the
 published checksum.
 
 This works wherever server and learner share a file system, on CPU and GPU. A version is checked completely before the first
@@ -26,9 +26,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from agentrl.records import ADAPTER
-from agentrl.weights import deltas
-from agentrl.weights.adapters import Adapter, read_adapter, tensors_of
-from agentrl.weights.files import WeightCopy, check_same_shapes, tensor_shapes, weight_paths
+from agentrl.version import deltas
+from agentrl.version.adapters import Adapter, read_adapter, read_tensors
+from agentrl.version.weight_files import WeightCopy, check_same_shapes, checked_weight_paths, tensor_shapes
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -78,12 +78,12 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if self._versions_folder is None:
             raise RuntimeError("the versions folder was never set: call init_transfer_engine first")
         folder = Path(update_info.folder)
-        paths = weight_paths(folder, update_info.files, below=self._versions_folder, first_folder=self._first_folder)
+        paths = checked_weight_paths(folder, update_info.files, below=self._versions_folder, first_folder=self._first_folder)
         adapter = None
         if [path.name for path in paths] == [ADAPTER]:
             adapter, paths = read_adapter(paths[0], self._shapes), self._first_paths
-        elif [path.name for path in paths] == [deltas.FRAMES]:
-            paths = [self._copy.become(folder)]
+        elif [path.name for path in paths] == [deltas.DELTA_FILE]:
+            paths = [self._copy.apply_delta(folder)]
         check_same_shapes(self._shapes, self._untied(tensor_shapes(paths)))
         initialize_layerwise_reload(self.model)
         try:
@@ -98,13 +98,13 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     def shutdown(self) -> None:
         """Removes the copy that deltas are applied to."""
-        self._copy.drop()
+        self._copy.remove()
 
     def _untied(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         return {name: shape for name, shape in shapes.items() if not (self._tied and name == LM_HEAD)}
 
     def _tensors(self, paths: list[Path], adapter: Adapter | None) -> Iterator[tuple[str, torch.Tensor]]:
-        tensors = tensors_of(paths)
+        tensors = read_tensors(paths)
         for name, tensor in tensors if adapter is None else adapter.merge(tensors, self.device):
             if self._tied and name == LM_HEAD:
                 continue

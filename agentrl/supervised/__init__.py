@@ -1,5 +1,5 @@
 """Supervised training on the experience of a run, through TRL: imitation of good episodes, preferences, reward models."""
 
-from agentrl.supervised.select import demonstrations, preferences
+from agentrl.supervised.select import select_demonstrations, select_preferences
 
-__all__ = ["demonstrations", "preferences"]
+__all__ = ["select_demonstrations", "select_preferences"]

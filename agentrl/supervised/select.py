@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from agentrl.base.scores import is_above, is_at_least
 from agentrl.objective import counted_samples
 from agentrl.records import Group, Sample
-from agentrl.scores import above, reaches
 
 IGNORED = -100  # the label that losses skip
 
@@ -30,15 +30,7 @@ class Preference:
     margin: float  # difference of the scores, above 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextPreference:
-    """What a reward model is shown of a right and of a wrong answer to one task."""
-
-    chosen: str
-    rejected: str
-
-
-def demonstrations(groups: Iterable[Group], *, min_score: float = 1.0, per_task: int = 1) -> list[dict[str, list[int]]]:
+def select_demonstrations(groups: Iterable[Group], *, min_score: float = 1.0, per_task: int = 1) -> list[dict[str, list[int]]]:
     """Rows `input_ids`, `labels` of the best episodes that score at least `min_score`, at most `per_task` for each task.
 
     Among equal scores the shortest come first, and duplicate attempts count once. Each trajectory of an episode (sub-agents) is a
@@ -47,7 +39,7 @@ def demonstrations(groups: Iterable[Group], *, min_score: float = 1.0, per_task:
     by_task: dict[str, list[tuple[float, int, list[Sample]]]] = defaultdict(list)
     for group in groups:
         for score, samples in _episodes(group):
-            if reaches(score, min_score):
+            if is_at_least(score, min_score):
                 by_task[group.task_key].append((-score, sum(len(sample.token_ids) for sample in samples), samples))
     rows = []
     for attempts in by_task.values():
@@ -57,7 +49,7 @@ def demonstrations(groups: Iterable[Group], *, min_score: float = 1.0, per_task:
     return rows
 
 
-def preferences(groups: Iterable[Group], *, margin: float = 0.5, per_task: int = 4) -> list[Preference]:
+def select_preferences(groups: Iterable[Group], *, margin: float = 0.5, per_task: int = 4) -> list[Preference]:
     """Pairs of attempts at one task whose scores differ, by at least `margin`; at most `per_task` for each task.
 
     Pairs the best with the worst, the second best with the second worst, and so on, so that no attempt is in two pairs. Compares
@@ -75,7 +67,7 @@ def preferences(groups: Iterable[Group], *, margin: float = 0.5, per_task: int =
         scored.sort(key=lambda attempt: -attempt[0])
         for rank in range(len(scored) // 2):
             (high, chosen), (low, rejected) = scored[rank], scored[-1 - rank]
-            if above(high, low) and reaches(high - low, margin) and chosen.token_ids != rejected.token_ids:
+            if is_above(high, low) and is_at_least(high - low, margin) and chosen.token_ids != rejected.token_ids:
                 pairs[key].append(_pair(key, prompt, chosen, rejected, high - low))
     return [pair for of_task in pairs.values() for pair in of_task[:per_task]]
 

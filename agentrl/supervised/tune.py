@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.files import commit_folder, partial_folder
 from agentrl.errors import UserError
-from agentrl.files import commit_folder, part_folder
-from agentrl.reward.judges import reward_record
-from agentrl.reward.judges.showing import Shown
-from agentrl.supervised.select import Preference, TextPreference
+from agentrl.judge import reward_record
+from agentrl.judge.labels import TextPreference
+from agentrl.judge.rendering import PromptField
+from agentrl.supervised.select import Preference
 
 _SCALED_ON = 256  # pairs, by which the scale of a reward model's numbers is found
 _NOT_COPIED = (
@@ -29,7 +30,7 @@ _NOT_COPIED = (
 )
 
 
-def sft(rows: Sequence[dict[str, list[int]]], model: Path, out: Path, *, epochs: float, lr: float, batch: int, seed: int) -> float:
+def train_sft(rows: Sequence[dict[str, list[int]]], model: Path, out: Path, *, epochs: float, lr: float, batch: int, seed: int) -> float:
     """Fine-tunes `model` on `rows` (`select.demonstrations`), writes a model folder, returns the last loss (nats per token)."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
@@ -47,7 +48,9 @@ def sft(rows: Sequence[dict[str, list[int]]], model: Path, out: Path, *, epochs:
         return _train(trainer, model, out)
 
 
-def dpo(pairs: Sequence[Preference], model: Path, out: Path, *, beta: float, epochs: float, lr: float, batch: int, seed: int) -> float:
+def train_dpo(
+    pairs: Sequence[Preference], model: Path, out: Path, *, beta: float, epochs: float, lr: float, batch: int, seed: int
+) -> float:
     """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) on `pairs`, with `model` as start and reference.
 
     Writes a model folder and returns the last loss.
@@ -70,7 +73,7 @@ def dpo(pairs: Sequence[Preference], model: Path, out: Path, *, beta: float, epo
         return _train(trainer, model, out)
 
 
-def reward_model(
+def train_reward_model(
     pairs: Sequence[Preference] | Sequence[TextPreference],
     model: Path,
     out: Path,
@@ -79,12 +82,12 @@ def reward_model(
     lr: float,
     batch: int,
     seed: int,
-    shows: tuple[Shown, ...] = (),
+    shows: tuple[PromptField, ...] = (),
 ) -> float:
     """Trains a model that gives a whole episode one number, higher for the better of a pair (Bradley-Terry), from `model`'s trunk.
 
     Writes a folder for `AutoModelForSequenceClassification`, with a record of what the model reads and what its numbers mean
-    (`agentrl.reward.judges.reward_record`), and returns the last loss. Raises `UserError` where it has not learned to tell the pairs apart.
+    (`agentrl.judge.reward_record`), and returns the last loss. Raises `UserError` where it has not learned to tell the pairs apart.
 
     Args:
         shows: what the texts of `TextPreference` are made of.
@@ -165,7 +168,7 @@ def _train(trainer: Any, model: Path, out: Path, *, finish: Callable[[Any, Path]
     if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):  # TRL's log shows a NaN loss as 0
         raise UserError("the training diverged: weights are not finite, so no model is written", fix="lower --lr")
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    beside = part_folder(out)
+    beside = partial_folder(out)
     shutil.copytree(model, beside, ignore=shutil.ignore_patterns(*_NOT_COPIED), dirs_exist_ok=True)
     trainer.model.config.use_cache = True
     trainer.model.to(_own_dtype(model)).save_pretrained(beside)
@@ -185,7 +188,7 @@ def _reward_row(pair: Preference | TextPreference, tokenizer: Any, longest: int)
 
 
 def _record_reward_model(
-    trained: Any, folder: Path, *, rows: Sequence[dict[str, list[int]]], shows: tuple[Shown, ...], longest: int
+    trained: Any, folder: Path, *, rows: Sequence[dict[str, list[int]]], shows: tuple[PromptField, ...], longest: int
 ) -> None:
     """Writes what the model reads, and the scale of its numbers: the middle between the better and the worse sides of the pairs becomes a
     value of 0.5, their means 0.88 and 0.12 (the logistic function at 2 and -2).
@@ -203,7 +206,7 @@ def _record_reward_model(
         raise UserError(
             "the model has not learned to tell the better of a pair, so none is written", fix="raise --epochs or --lr, or label more"
         )
-    reward_record.save(folder, shows=shows, offset=(better + worse) / 2, scale=(better - worse) / 4, max_tokens=longest)
+    reward_record.save_record(folder, shows=shows, offset=(better + worse) / 2, scale=(better - worse) / 4, max_tokens=longest)
 
 
 def _dpo_row(pair: Preference) -> dict[str, Any]:

@@ -2,6 +2,6 @@
 
 from agentrl.task.folders import TaskFolders
 from agentrl.task.schedule import GroupSchedule, make_task, open_family, sandbox_specs
-from agentrl.task.weighting import Record, Taught, Weights
+from agentrl.task.weighting import GroupOutcome, TaskHistory, Weights
 
-__all__ = ["GroupSchedule", "Record", "TaskFolders", "Taught", "Weights", "make_task", "open_family", "sandbox_specs"]
+__all__ = ["GroupOutcome", "GroupSchedule", "TaskFolders", "TaskHistory", "Weights", "make_task", "open_family", "sandbox_specs"]

@@ -1,7 +1,7 @@
 """The contents of a `task.toml`: Harbor's keys (see `agentrl.task.harbor`) and ours; any other key is refused.
 
 version = "1.0"
-outputs = ["report.json"]         # ours: the files that are judged, as patterns of agentrl.contract.outputs
+outputs = ["report.json"]         # ours: the files that are judged, as patterns of agentrl.task.outputs
 [metadata]                        # free; `category` is the kind by which evaluations are split
 [agent]                           # what an episode may spend
 [environment]                     # its sandbox
@@ -14,11 +14,12 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from agentrl import destinations, toml
-from agentrl.contract.grading import MAX_TEST_SECONDS, Mode, Run
-from agentrl.contract.outputs import WHOLE, wrong_pattern
-from agentrl.records import Limits, SandboxSpec, Split
+from agentrl.base import toml
+from agentrl.records import Limits, SandboxSpec, Split, destinations
+from agentrl.records.paths import pattern_error
 from agentrl.task import harbor
+from agentrl.task.grading import MAX_TEST_SECONDS, GradingRun, Mode
+from agentrl.task.outputs import WHOLE_DIRECTORY
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -30,7 +31,7 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
 
 
-class Agent(_Table):
+class AgentSection(_Table):
     """What an episode may spend."""
 
     timeout_sec: float = Field(_LIMITS.wall_s, gt=0, le=_MAX_SECONDS)
@@ -53,13 +54,13 @@ class Agent(_Table):
     """Tokens of one turn that may be thought; then thinking is ended. Less than turn_tokens."""
 
     @model_validator(mode="after")
-    def _answers_fit(self) -> Agent:
+    def _answers_fit(self) -> AgentSection:
         if self.thinking_tokens is not None and self.thinking_tokens >= self.turn_tokens:
             raise ValueError(f"thinking_tokens leaves no room for an answer: make it less than turn_tokens={self.turn_tokens}")
         return self
 
 
-class Environment(_Table):
+class EnvironmentSection(_Table):
     """The sandbox. Programs reach only what `network` names."""
 
     network: tuple[str, ...] = ()
@@ -89,11 +90,11 @@ class Environment(_Table):
     @field_validator("network")
     @classmethod
     def _hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        destinations.parse_all(value)
+        destinations.parse_destinations(value)
         return value
 
 
-class Verifier(_Table):
+class VerifierSection(_Table):
     """How the outputs are graded."""
 
     timeout_sec: float = Field(60.0, gt=0, le=MAX_TEST_SECONDS)
@@ -102,7 +103,7 @@ class Verifier(_Table):
     """judge, pytest, shell or harbor. Default: judge without tests/test.sh, harbor where tests name /logs/verifier, else shell."""
 
 
-class Description(_Table):
+class TaskDescription(_Table):
     """One `task.toml`."""
 
     version: Literal["1.0", "1.1", "1.2", "1.3", "1.4"] = "1.0"
@@ -114,14 +115,14 @@ class Description(_Table):
     split: Split | None = None
     """train, heldout or heldout_real. Default: drawn with the family's seed."""
     metadata: dict[str, Any] = {}
-    agent: Agent = Agent()
-    environment: Environment = Environment()
-    verifier: Verifier = Verifier()
+    agent: AgentSection = AgentSection()
+    environment: EnvironmentSection = EnvironmentSection()
+    verifier: VerifierSection = VerifierSection()
 
     @model_validator(mode="before")
     @classmethod
     def _harbor(cls, value: Any) -> Any:
-        return harbor.translated(value) if isinstance(value, dict) else value
+        return harbor.translate_keys(value) if isinstance(value, dict) else value
 
     @field_validator("outputs", "tools", mode="before")
     @classmethod
@@ -141,9 +142,9 @@ class Description(_Table):
     @classmethod
     def _patterns(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for pattern in value or ():
-            if pattern == WHOLE:
+            if pattern == WHOLE_DIRECTORY:
                 raise ValueError(f"{pattern!r} is the default of mode harbor: leave outputs out")
-            if wrong := wrong_pattern(pattern):
+            if wrong := pattern_error(pattern):
                 raise ValueError(f"{pattern!r} {wrong}")
         return value
 
@@ -175,15 +176,15 @@ class Description(_Table):
         )
 
 
-class Runs(BaseModel):
+class RunsFile(BaseModel):
     """One `runs.toml`: `[[run]]` tables."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    run: tuple[Run, ...] = Field(min_length=1)
+    run: tuple[GradingRun, ...] = Field(min_length=1)
 
 
-def parse(kind: type[M], text: str) -> M:
+def parse_toml(kind: type[M], text: str) -> M:
     """A model from TOML. Raises `ValueError` with a line for each wrong key: its name, what is wrong, what is allowed."""
     try:
         return kind.model_validate(toml.loads(text))
@@ -193,7 +194,7 @@ def parse(kind: type[M], text: str) -> M:
 
 def _line(kind: type[BaseModel], item: Any) -> str:
     key = ".".join(map(str, item["loc"])) or "task.toml"
-    if item["type"] == harbor.REFUSED:
+    if item["type"] == harbor.UNSUPPORTED_KEY:
         return str(item["msg"])
     if item["type"] == "extra_forbidden":
         return f"{key}: unknown key; known here: {', '.join(sorted(_table(kind, item['loc'][:-1]).model_fields))}"

@@ -24,13 +24,14 @@ from typing import ParamSpec, TypeVar
 
 from pydantic import ValidationError
 
-from agentrl.contract.grading import KEY, Grading, Mode, Run, pack
-from agentrl.contract.outputs import WHOLE, is_exact, plain_path
 from agentrl.errors import TaskError, UserError
-from agentrl.fields import text
 from agentrl.records import Message, Split, Task
+from agentrl.records.fields import text
+from agentrl.records.paths import is_plain_path
 from agentrl.task import harbor
-from agentrl.task.description import Description, M, Runs, parse
+from agentrl.task.description import M, RunsFile, TaskDescription, parse_toml
+from agentrl.task.grading import GRADING_KEY, Grading, GradingRun, Mode, encode_files
+from agentrl.task.outputs import WHOLE_DIRECTORY, is_exact
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,7 +92,7 @@ class FolderTask:
     """One task from its folder; its split is drawn later if the folder does not name one."""
 
     name: str
-    description: Description
+    description: TaskDescription
     image: Path
     instruction: str
     files: Mapping[str, bytes]
@@ -101,7 +102,7 @@ class FolderTask:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        return self.description.outputs or (WHOLE,)
+        return self.description.outputs or (WHOLE_DIRECTORY,)
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -144,7 +145,7 @@ class TaskFolders:
             data={
                 "kind": str(one.description.metadata.get("category", self.name)),
                 "build_timeout_s": one.description.environment.build_timeout_sec,
-                KEY: one.grading.model_dump(mode="json"),
+                GRADING_KEY: one.grading.model_dump(mode="json"),
                 **({"build_context": one.context} if one.context else {}),
             },
             split=split,
@@ -156,7 +157,7 @@ class TaskFolders:
 
     def gold(self, task: Task) -> str:
         """Python source that runs solution/; it leaves the right outputs in the working directory."""
-        return str(task.data[KEY]["gold"])
+        return str(task.data[GRADING_KEY]["gold"])
 
     def _image(self, folder: Path) -> str:
         return str(folder.relative_to(self._root)) if folder.is_relative_to(self._root) else str(folder)
@@ -199,7 +200,7 @@ def _load(folder: Path) -> FolderTask:
     """Raises `_Mistakes`."""
     look = _Look()
     look(_named, folder)
-    description = look(_parsed, Description, folder, "task.toml", 'write it, with a line such as outputs = ["answer.txt"]')
+    description = look(_parsed, TaskDescription, folder, "task.toml", 'write it, with a line such as outputs = ["answer.txt"]')
     instruction = look(_instruction, folder)
     tests, gold = look(_tree, folder, "tests"), look(_gold, folder)
     runs = look(_runs, folder, tests) if tests is not None else None
@@ -228,7 +229,7 @@ def _load(folder: Path) -> FolderTask:
 
 def _named(folder: Path) -> None:
     """The names in it, its own included."""
-    if not plain_path(folder.name):
+    if not is_plain_path(folder.name):
         raise _Mistake(repr(folder.name), "is a name that is not UTF-8 and cannot be written down", "rename the folder")
     odd = [
         p.name for p in sorted(folder.iterdir()) if p.name not in _PARTS and not p.name.startswith((".", "LICENSE")) and p.suffix != ".md"
@@ -245,7 +246,7 @@ def _instruction(folder: Path) -> str:
     return found
 
 
-def _outputs(description: Description) -> None:
+def _outputs(description: TaskDescription) -> None:
     if description.outputs is None:
         raise _Mistake("task.toml", "outputs: is missing", 'write a line such as outputs = ["answer.txt"]')
 
@@ -267,20 +268,20 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _fits_harbor(folder: Path, description: Description, grading: Grading, from_dockerfile: bool) -> None:
+def _fits_harbor(folder: Path, description: TaskDescription, grading: Grading, from_dockerfile: bool) -> None:
     """Raises `_Mistake` for a Harbor folder whose scripts cannot work in a sandbox."""
     if not from_dockerfile:
         fix = "write environment/Dockerfile, such as FROM python:3.11-slim and WORKDIR /app"
         raise _Mistake("tests/test.sh", "writes a reward to /logs/verifier, a folder that only images from a Dockerfile have", fix)
     solution = _tree(folder, "solution")
     for where, script in (("tests/test.sh", grading.files()["test.sh"]), ("solution/solve.sh", solution.get("solve.sh", b""))):
-        if wrong := harbor.fetches(script.decode("utf-8", "replace"), network=bool(description.environment.network)):
+        if wrong := harbor.script_problem(script.decode("utf-8", "replace"), network=bool(description.environment.network)):
             fix = "install what it needs in environment/Dockerfile"
             hosts = ', or name hosts in task.toml: environment.network = ["pypi.org:443"]' if "downloads" in wrong else ""
             raise _Mistake(where, wrong, fix + hosts)
 
 
-def _image(folder: Path, description: Description) -> Path:
+def _image(folder: Path, description: TaskDescription) -> Path:
     """The folder with the image's recipe: the task's or the family's."""
     environment = folder / "environment"
     own = [name for name in _IMAGES if (environment / name).is_file()]
@@ -304,18 +305,18 @@ def _image(folder: Path, description: Description) -> Path:
     )
 
 
-def _runs(folder: Path, tests: Mapping[str, bytes]) -> tuple[Run, ...]:
-    return _parsed(Runs, folder, "tests/runs.toml", "write [[run]] with name, and argv or call").run if "runs.toml" in tests else ()
+def _runs(folder: Path, tests: Mapping[str, bytes]) -> tuple[GradingRun, ...]:
+    return _parsed(RunsFile, folder, "tests/runs.toml", "write [[run]] with name, and argv or call").run if "runs.toml" in tests else ()
 
 
-def _grading(description: Description, mode: Mode, tests: Mapping[str, bytes], runs: tuple[Run, ...], gold: str) -> Grading:
+def _grading(description: TaskDescription, mode: Mode, tests: Mapping[str, bytes], runs: tuple[GradingRun, ...], gold: str) -> Grading:
     tests = {name: data for name, data in tests.items() if name != "runs.toml"}
     if mode == "shell" and _writes_a_reward(tests):
         raise _Mistake("tests", "leave their verdict in /logs/verifier, which mode shell does not read", 'write verifier.mode = "harbor"')
     if mode == "judge":
         _runs_name_outputs(runs, description)
     try:
-        return Grading(mode=mode, tests=pack(tests), runs=runs, timeout_s=description.verifier.timeout_sec, gold=gold)
+        return Grading(mode=mode, tests=encode_files(tests), runs=runs, timeout_s=description.verifier.timeout_sec, gold=gold)
     except ValidationError as error:
         problem = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
         fix = "judge and pytest need tests/test_*.py with functions test_*, shell and harbor tests/test.sh; only judge has runs.toml"
@@ -329,10 +330,10 @@ def _mode(tests: Mapping[str, bytes]) -> Mode:
 
 
 def _writes_a_reward(tests: Mapping[str, bytes]) -> bool:
-    return any(harbor.VERDICT in data for data in tests.values())
+    return any(harbor.REWARD_FOLDER in data for data in tests.values())
 
 
-def _runs_name_outputs(runs: tuple[Run, ...], description: Description) -> None:
+def _runs_name_outputs(runs: tuple[GradingRun, ...], description: TaskDescription) -> None:
     """Refuses a run that overwrites a declared output, since the tests would judge their own file."""
     for run in runs:
         for path in run.files:
@@ -350,12 +351,12 @@ def _gold(folder: Path) -> str:
             "solution", f"holds {len(entries)} of solve.sh and solve.py", "write one: run in the working directory, it does the task"
         )
     program = "bash" if entries[0].endswith(".sh") else "python3"
-    return _GOLD.format(files=pack(files), argv=[program, f"/tmp/solution/{entries[0]}"])
+    return _GOLD.format(files=encode_files(files), argv=[program, f"/tmp/solution/{entries[0]}"])
 
 
 def _parsed(kind: type[M], folder: Path, path: str, fix: str) -> M:
     try:
-        return parse(kind, _text(folder, path, fix))
+        return parse_toml(kind, _text(folder, path, fix))
     except ValueError as error:
         raise _Mistake(path, str(error).replace("\n", f"\n    {path}: "), "change what is named above") from None
 
@@ -380,7 +381,7 @@ def _tree(folder: Path, name: str) -> dict[str, bytes]:
         where = path.relative_to(top).as_posix()
         if not stat.S_ISREG(path.lstat().st_mode):
             raise _Mistake(f"{name}/{where}", "is not a regular file", "replace it by a copy; links and devices are refused")
-        if not plain_path(where):
+        if not is_plain_path(where):
             raise _Mistake(f"{name}/{where!r}", "has a name that cannot be used in a sandbox", "rename it")
         size += path.stat().st_size
         if size > MAX_BYTES or len(files) == MAX_FILES:
@@ -407,4 +408,4 @@ def _texts(files: Mapping[str, bytes]) -> tuple[dict[str, str], dict[str, str]]:
             texts[path] = data.decode()
         except UnicodeDecodeError:
             binaries[path] = data
-    return texts, pack(binaries)
+    return texts, encode_files(binaries)

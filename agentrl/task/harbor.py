@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-REFUSED = "harbor_refused"
-VERDICT = b"/logs/verifier"
+UNSUPPORTED_KEY = "harbor_refused"
+REWARD_FOLDER = b"/logs/verifier"
 """The folder of the reward, which tests of a Harbor folder name."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 _MEGABYTES = {"": 2.0**-20, "K": 2.0**-10, "M": 1.0, "G": 2.0**10, "T": 2.0**20}
@@ -74,7 +74,7 @@ _KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
 _ASKS_FOR_NETWORK = ("allow_internet", "network_mode")
 
 
-def translated(description: dict[str, Any]) -> dict[str, Any]:
+def translate_keys(description: dict[str, Any]) -> dict[str, Any]:
     """A `task.toml` with Harbor's keys left out or replaced by ours. Raises a validation error with a line for each refused key."""
     ours = {key: dict(value) if isinstance(value, dict) else value for key, value in description.items()}
     hosts_named = isinstance(ours.get("environment"), dict) and "network" in ours["environment"]
@@ -95,7 +95,7 @@ def translated(description: dict[str, Any]) -> dict[str, Any]:
     if isinstance(ours.get("environment"), dict):
         wrong += _sizes(ours["environment"])
     if wrong:
-        raise PydanticCustomError(REFUSED, "{lines}", {"lines": "\n".join(sorted(wrong))})
+        raise PydanticCustomError(UNSUPPORTED_KEY, "{lines}", {"lines": "\n".join(sorted(wrong))})
     return ours
 
 
@@ -124,7 +124,7 @@ _DOWNLOADS = re.compile(
 )
 
 
-def fetches(script: str, *, network: bool) -> str:
+def script_problem(script: str, *, network: bool) -> str:
     """Why a script cannot work in a sandbox, as "line 3: ..."; empty when it can.
 
     Only commands at the start of a line count, since they always run: one inside an `if`, or after `||`, may be meant for machines

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, cast
 
-from agentrl import secrets
+from agentrl.base import secrets
+from agentrl.base.user_code import describe_error, is_interrupt
+from agentrl.config.recipe import TasksConfig
 from agentrl.errors import PluginError, RecipeError, TaskError, UserError
-from agentrl.plugins import resolve
+from agentrl.plugins.references import resolve
 from agentrl.protocols import TaskFamily, VariedFamily
-from agentrl.recipe import TasksConfig
 from agentrl.records import SandboxSpec, Split, Task
 from agentrl.task.folders import TaskFolders
 from agentrl.task.weighting import Weights
-from agentrl.usercode import describe, interrupted
 
 
 def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> TaskFamily:
@@ -45,7 +45,7 @@ def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
         return TaskFolders(root / config.family, root=root, seed=seed, heldout=_share(config.options.get("heldout", 0.25)))
     factory = resolve(config.family)
     try:
-        family = factory(seed=seed, **secrets.resolved(config.options))
+        family = factory(seed=seed, **secrets.resolve_options(config.options))
     except TypeError as error:
         raise PluginError(
             f"tasks.family {config.family!r}: {error}", fix="it must be callable as family(seed=0, **tasks.options)"
@@ -111,9 +111,9 @@ def make_task(family: TaskFamily, split: Split, index: int) -> Task:
     except UserError:
         raise
     except (ValueError, SystemExit, KeyboardInterrupt) as error:  # a ValueError means that it is not a valid task; see agentrl.records
-        if interrupted(error):
+        if is_interrupt(error):
             raise
-        why = error if isinstance(error, ValueError) else describe(error)
+        why = error if isinstance(error, ValueError) else describe_error(error)
         raise TaskError(f"{_named(family)}: {split} task {index} cannot be made: {why}", fix=fix) from error
     if not isinstance(task, Task):
         raise TaskError(f"{_named(family)}: {split} task {index} is not a Task but of type {type(task).__name__}", fix=fix)
@@ -128,14 +128,14 @@ _STRIDE = 1_000_003  # from one substitute of an endless split to the next: far 
 _SUBSTITUTES = 256
 
 
-class Practice(Protocol):
-    """Groups that are set aside for tasks from elsewhere, as a pure function of the group's index."""
+class ReservedGroups(Protocol):
+    """Groups that get their tasks from elsewhere, such as practice: a pure function of the group index."""
 
-    def task(self, group_index: int) -> Task | None:
+    def task_of_group(self, group_index: int) -> Task | None:
         """The group's task; None when it is not set aside."""
         ...
 
-    def before(self, group_index: int) -> int:
+    def practice_groups_before(self, group_index: int) -> int:
         """How many of the groups before this one are set aside."""
         ...
 
@@ -154,15 +154,15 @@ class GroupSchedule:
     family: TaskFamily
     seed: int
     withheld: Container[Task] = ()
-    practice: Practice | None = None
+    practice: ReservedGroups | None = None
     _orders: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
     def task(self, group_index: int, weights: Weights | None = None) -> Task:
         """With `weights`, one that these pass over gives its place to the next one, too; where they pass over all, the first stays."""
         if self.practice is not None:
-            if (set_aside := self.practice.task(group_index)) is not None:
+            if (set_aside := self.practice.task_of_group(group_index)) is not None:
                 return set_aside
-            group_index -= self.practice.before(group_index)
+            group_index -= self.practice.practice_groups_before(group_index)
         size = self.family.size(Split.TRAIN)
         if size == 0:
             raise RecipeError(f"task family {_named(self.family)!r} has no training tasks")
@@ -175,7 +175,7 @@ class GroupSchedule:
                     raise
                 continue  # a broken task costs the group whose own it is, not those that come by it
             if task not in self.withheld:
-                if weights is None or weights.takes(task, seed=self.seed, group=group_index, turn=turn):
+                if weights is None or weights.accepts(task, seed=self.seed, group=group_index, turn=turn):
                     return task
                 first = first or task
         if first is not None:
@@ -185,9 +185,9 @@ class GroupSchedule:
             fix="take the suite out of tasks.withhold, or give the family tasks that are not in it",
         )
 
-    def practises(self, group_index: int) -> bool:
+    def is_practice(self, group_index: int) -> bool:
         """Whether the group's task is none of the family's, but from `practice`."""
-        return self.practice is not None and self.practice.task(group_index) is not None
+        return self.practice is not None and self.practice.task_of_group(group_index) is not None
 
     def _index(self, group_index: int, turn: int, size: int | None) -> int:
         """Index of a group's task, or with `turn` above 0 of the one that is tried next in its place."""

@@ -13,19 +13,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from agentrl import codec
-from agentrl.records import Group, Task
-from agentrl.scores import above
-from agentrl.sections.tasks import WeightingConfig
+from agentrl.base.scores import is_above
+from agentrl.config.tasks import WeightingConfig
+from agentrl.records import Group, Task, codec
 
 MOST_KIND = 200  # characters of a kind's name that are kept: a family may name it as it likes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taught:
+class GroupOutcome:
     """What one group of a task of the family was worth to the learner."""
 
-    __pydantic_config__: ClassVar[Any] = {"strict": True, "extra": "forbid", "allow_inf_nan": False}  # for agentrl.codec
+    __pydantic_config__: ClassVar[Any] = {"strict": True, "extra": "forbid", "allow_inf_nan": False}  # for agentrl.records.codec
 
     group: int
     task: str
@@ -43,7 +42,7 @@ class Taught:
     """Whether no attempt was scored for a fault of the task itself."""
 
     @classmethod
-    def of(cls, task: Task, group: Group) -> Taught:
+    def from_group(cls, task: Task, group: Group) -> GroupOutcome:
         scores = [one.score.value for one in group.scored if one.score.value is not None]
         return cls(
             group=group.index,
@@ -58,9 +57,9 @@ class Taught:
         )
 
     @property
-    def differs(self) -> bool:
+    def has_spread(self) -> bool:
         """Whether some attempts were scored higher than others."""
-        return above(self.highest, self.lowest)
+        return is_above(self.highest, self.lowest)
 
     @property
     def headroom(self) -> float:
@@ -68,8 +67,8 @@ class Taught:
         return 0.0 if self.broken else min(max(1.0 - self.mean, 0.0), 1.0)
 
     @classmethod
-    def read(cls, line: bytes) -> Taught | None:
-        """Of a line that `agentrl.codec` wrote; None for what is none, and for one with scores that are not finite."""
+    def from_line(cls, line: bytes) -> GroupOutcome | None:
+        """Of a line that `agentrl.records.codec` wrote; None for what is none, and for one with scores that are not finite."""
         try:
             return codec.from_json(cls, line)
         except ValueError:
@@ -90,7 +89,7 @@ class Weights:
     """`Task.key` -> weight, of those that were given."""
     kinds: Mapping[str, float]
 
-    def of(self, task: Task) -> float:
+    def weight_of(self, task: Task) -> float:
         weight = self.tasks.get(task.key) if self.tasks else None  # a key is a hash of all that the task holds
         if weight is None:
             weight = self.kinds.get(task.kind[:MOST_KIND], 1.0)
@@ -100,12 +99,12 @@ class Weights:
     def _best(self) -> float:
         return max(self.kinds.values(), default=1.0)
 
-    def takes(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
+    def accepts(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
         """Whether the group is given this task, when `turn` others were passed over before it: always the same answer."""
-        return random.Random(f"{seed}/{group}/{turn}/weight").random() < self.of(task)
+        return random.Random(f"{seed}/{group}/{turn}/weight").random() < self.weight_of(task)
 
 
-class Record:
+class TaskHistory:
     """The last groups of each kind, and with `by_task` of each task. `add` them in the order of their indices."""
 
     def __init__(self, config: WeightingConfig, *, min_group_size: int, by_task: bool) -> None:
@@ -115,7 +114,7 @@ class Record:
         self._tasks = _Lately(config.window)
         self._kinds = _Lately(config.window)
 
-    def add(self, groups: Iterable[Taught]) -> None:
+    def add(self, groups: Iterable[GroupOutcome]) -> None:
         """Groups with fewer scored attempts than the learner takes tell nothing of their task; a broken one taught nothing."""
         for one in groups:
             if one.broken or one.counted >= self._counts:
@@ -136,8 +135,8 @@ class _Lately:
         self._groups: dict[str, deque[tuple[bool, float]]] = {}
         self.weights: dict[str, float] = {}
 
-    def note(self, name: str, one: Taught) -> None:
+    def note(self, name: str, one: GroupOutcome) -> None:
         groups = self._groups.setdefault(name, deque(maxlen=self._window))
-        groups.append((one.differs, one.headroom))
+        groups.append((one.has_spread, one.headroom))
         likely = (1 + sum(differed for differed, _ in groups)) / (1 + len(groups))
         self.weights[name] = likely * sum(headroom for _, headroom in groups) / len(groups)

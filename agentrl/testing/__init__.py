@@ -2,7 +2,7 @@
 with real parts.
 """
 
-from agentrl.testing.chat_server import ChatServer, Says
+from agentrl.testing.chat_server import ChatServer, ScriptedAnswer
 from agentrl.testing.clock import JumpingClock
 from agentrl.testing.policies import ReadingPolicy, ReplayPolicy, ScriptedPolicy, byte_tokenizer
 from agentrl.testing.sandboxes import ScriptedSandboxes
@@ -12,7 +12,7 @@ __all__ = [
     "JumpingClock",
     "ReadingPolicy",
     "ReplayPolicy",
-    "Says",
+    "ScriptedAnswer",
     "ScriptedPolicy",
     "ScriptedSandboxes",
     "byte_tokenizer",

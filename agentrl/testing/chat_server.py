@@ -3,7 +3,7 @@
 with ChatServer(lambda body, number: Says('{"reasoning": "", "scores": {"correct": 1}, "abstain": false}')) as server:
     endpoint = Endpoint(url=server.url, model="scripted")
 
-A reward model's route is there as well: `Says(number=1.5)` is an answer of `/classify`.
+A reward model's route is there as well: `ScriptedAnswer(number=1.5)` is an answer of `/classify`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROUTES = ("/v1/chat/completions", "/classify")
 
 
 @dataclass(frozen=True, slots=True)
-class Says:
+class ScriptedAnswer:
     """One answer. `text` is the model's; `raw` is sent in place of a whole chat completion."""
 
     text: str = ""
@@ -49,14 +49,14 @@ class Says:
         return json.dumps(body).encode()
 
 
-Script = Callable[[Body, int], Says]
+Script = Callable[[Body, int], ScriptedAnswer]
 """Gets the JSON of a request and its number, from 0; may be called from several threads at once."""
 
 
 class ChatServer:
     """Serves `POST /v1/chat/completions`, and `/classify`, by a script, or by answers in turn, whose last one is repeated."""
 
-    def __init__(self, script: Script | Iterable[Says]) -> None:
+    def __init__(self, script: Script | Iterable[ScriptedAnswer]) -> None:
         self._script: Script = script if callable(script) else _in_turn(list(script))
         self.requests: list[dict[str, Any]] = []  # {"body", "headers", "path"} of each
         self._lock = threading.Lock()
@@ -95,11 +95,11 @@ class ChatServer:
                 with outer._lock:
                     number = len(outer.requests)
                     outer.requests.append({"body": body, "headers": dict(self.headers.items()), "path": self.path})
-                says = outer._script(body, number) if self.path in _ROUTES else Says(status=404, raw=b"no such path")
+                says = outer._script(body, number) if self.path in _ROUTES else ScriptedAnswer(status=404, raw=b"no such path")
                 with contextlib.suppress(OSError):
                     self._answer(says)
 
-            def _answer(self, says: Says) -> None:
+            def _answer(self, says: ScriptedAnswer) -> None:
                 if says.hangs:
                     outer._closing.wait()
                     self.close_connection = True
@@ -118,5 +118,5 @@ class ChatServer:
         return Handler
 
 
-def _in_turn(answers: list[Says]) -> Script:
+def _in_turn(answers: list[ScriptedAnswer]) -> Script:
     return lambda body, number: answers[min(number, len(answers) - 1)]

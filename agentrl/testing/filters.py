@@ -12,7 +12,7 @@ def instructions(program: bytes) -> Code:
     return list(struct.iter_unpack("=HBBI", program))
 
 
-def ran(program: Code, number: int, *arguments: int, arch: int) -> tuple[int, int]:
+def run_filter(program: Code, number: int, *arguments: int, arch: int) -> tuple[int, int]:
     """The filter's answer to system call `number`, and the steps it took. Raises `ValueError` where it does not end."""
     data = struct.pack("=IIQ6Q", number, arch, 0, *(value % (1 << 64) for value in arguments[:6]), *[0] * (6 - len(arguments)))
     at = accumulator = 0

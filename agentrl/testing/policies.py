@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from agentrl.records import Completion, SamplingParams, VersionSpan
-from agentrl.sampling import Supports
+from agentrl.records.sampling import Supports
 
 _TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
@@ -62,7 +62,7 @@ class ScriptedPolicy:
         finish = "stop" if len(ids) <= params.max_tokens else "length"
         kept = tuple(_take(iter(ids), params.max_tokens))
         spans = (VersionSpan(version=self.version, start=0, end=len(kept)),)
-        supports = Supports.of(self._support(place, token, params) for place, token in enumerate(kept)) if params.supports else None
+        supports = Supports.from_rows(self._support(place, token, params) for place, token in enumerate(kept)) if params.supports else None
         return Completion(token_ids=kept, logprobs=(-0.5,) * len(kept), versions=spans, finish_reason=finish, supports=supports)
 
     async def _said(self, prompt_ids: Sequence[int], turn: int, episode: str) -> str:

@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.files import sha256_file
+from agentrl.base.files import sha256_file
 from agentrl.records import PolicyVersion, Probe
 
 if TYPE_CHECKING:

@@ -29,13 +29,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from agentrl import codec
+from agentrl.base.files import fsync_path, sha256_file, write_atomically
+from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import StoreError
-from agentrl.files import sha256_file, sync, write
-from agentrl.foreign import content
-from agentrl.records import ADAPTER, PolicyVersion, VersionState
-from agentrl.version import rollback
-from agentrl.weights import deltas
+from agentrl.records import ADAPTER, PolicyVersion, VersionState, codec
+from agentrl.version import deltas, rollback
 
 _RECORD = "version.json"
 _HELD = "held"
@@ -116,7 +114,7 @@ class FolderRegistry:
         home = self.path(version)
         weights = home / version.weights
         with _translated(weights):
-            if not weights.exists() and (version.weights == ADAPTER or not (home / deltas.RECORD).exists()):
+            if not weights.exists() and (version.weights == ADAPTER or not (home / deltas.DELTA_RECORD).exists()):
                 raise StoreError(f"{weights}: No such file or directory")
             if version.weights == ADAPTER:
                 actual = sha256_file(weights)
@@ -124,7 +122,7 @@ class FolderRegistry:
                     raise StoreError(f"{weights} is not what was registered: sha256 {actual[:12]}..., expected {version.sha256[:12]}...")
                 return
             try:
-                deltas.verify(home, version.sha256)
+                deltas.verify_weights(home, version.sha256)
             except ValueError as error:
                 raise StoreError(str(error)) from error
 
@@ -148,7 +146,7 @@ class FolderRegistry:
     def hold(self, number: int) -> None:
         """Has `prune`, in any process, keep the weights of this version, until another one is held."""
         with self._locked(fcntl.LOCK_EX), _translated(self.folder / _HELD):
-            write(self.folder / _HELD, f"{number}\n", durable=True)
+            write_atomically(self.folder / _HELD, f"{number}\n", durable=True)
 
     def prune(self, keep: int) -> tuple[int, ...]:
         """Deletes the weights of old versions and returns their numbers; the records stay as history.
@@ -166,7 +164,7 @@ class FolderRegistry:
             spared = {0, *newest, *promoted[max(0, len(promoted) - keep) :], *serving, *self._held(), *self._asked_back()}
             old = [version for version in versions if version.number not in spared]
             kept = [v.number for v in versions if v not in old]
-            needed = {link for number in kept for link in deltas.needed_by(self._home(number))}
+            needed = {link for number in kept for link in deltas.base_folders(self._home(number))}
             old = [v for v in old if self._home(v.number) not in needed]
             return tuple(version.number for version in old if self._drop_weights(version.number))
 
@@ -197,7 +195,7 @@ class FolderRegistry:
     def _held(self) -> set[int]:
         path = self.folder / _HELD
         try:
-            return {int(content(path, most=64, inside=self.folder))}
+            return {int(read_bytes(path, most=64, inside=self.folder))}
         except FileNotFoundError:
             return set()
         except (OSError, ValueError) as error:
@@ -205,7 +203,7 @@ class FolderRegistry:
 
     def _asked_back(self) -> set[int]:
         """The version that a request to go back names (`agentrl.version.rollback`), answered or not."""
-        request = rollback.read(self.folder)
+        request = rollback.read_request(self.folder)
         return set() if request is None else {request.to}
 
     def _home(self, number: int) -> Path:
@@ -223,7 +221,7 @@ class FolderRegistry:
         """The record, or None when the folder is missing or still being written."""
         path = self._home(number) / _RECORD
         try:
-            data = content(path, most=_LARGEST, inside=self.folder)
+            data = read_bytes(path, most=_LARGEST, inside=self.folder)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -246,8 +244,8 @@ class FolderRegistry:
         home = self._home(version.number)
         with _translated(home):
             home.mkdir(exist_ok=True)
-            write(home / _RECORD, codec.to_json(version), durable=True)
-            sync(self.folder)
+            write_atomically(home / _RECORD, codec.to_json(version), durable=True)
+            fsync_path(self.folder)
 
     def _drop_weights(self, number: int) -> bool:
         home = self._home(number)

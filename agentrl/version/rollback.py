@@ -12,20 +12,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl import codec
+from agentrl.base.files import write_atomically
+from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import StoreError
-from agentrl.fields import Record, Text
-from agentrl.files import write
-from agentrl.foreign import content
 from agentrl.protocols import VersionRegistry
-from agentrl.records import VersionState
+from agentrl.records import VersionState, codec
+from agentrl.records.fields import Record, Text
 
 _LARGEST = 1 << 20  # bytes
-FILE = "rollback.json"
+ROLLBACK_FILE = "rollback.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request(Record):
+class RollbackRequest(Record):
     """Go back from `version` to the weights of `to`."""
 
     version: int
@@ -40,28 +39,28 @@ class Request(Record):
             raise ValueError(f"Request: from version {self.version} to {self.to} is not back")
 
 
-def ask(versions: Path, request: Request) -> None:
+def request_rollback(versions: Path, request: RollbackRequest) -> None:
     """Leaves the request in a registry's folder, durably, in place of an earlier one. Raises `StoreError`."""
     try:
-        write(versions / FILE, codec.to_json(request) + b"\n", durable=True)
+        write_atomically(versions / ROLLBACK_FILE, codec.to_json(request) + b"\n", durable=True)
     except OSError as error:
-        raise StoreError(f"{versions / FILE}: {error.strerror or error}") from error
+        raise StoreError(f"{versions / ROLLBACK_FILE}: {error.strerror or error}") from error
 
 
-def read(versions: Path) -> Request | None:
+def read_request(versions: Path) -> RollbackRequest | None:
     """The last request, answered or not; None where there was none. Raises `StoreError` where it cannot be read."""
-    path = versions / FILE
+    path = versions / ROLLBACK_FILE
     try:
-        return codec.from_json(Request, content(path, most=_LARGEST, inside=versions))
+        return codec.from_json(RollbackRequest, read_bytes(path, most=_LARGEST, inside=versions))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
 
 
-def pending(versions: Path, registry: VersionRegistry) -> Request | None:
+def pending_request(versions: Path, registry: VersionRegistry) -> RollbackRequest | None:
     """The request that has not been answered yet, if there is one. Raises `StoreError` where it cannot be read."""
-    request = read(versions)
+    request = read_request(versions)
     if request is None:
         return None
     found = registry.get(request.version)

@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.files import write_atomically
 from agentrl.errors import UserError
-from agentrl.files import write
 from benchmarks.contest.outcome import Outcome, Point
 
 LEAST_ROUNDS = 3
@@ -86,7 +86,7 @@ class Comparison:
 def save(comparison: Comparison, path: Path) -> None:
     """Writes the file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, json.dumps(asdict(comparison), indent=1) + "\n")
+    write_atomically(path, json.dumps(asdict(comparison), indent=1) + "\n")
 
 
 def publish(comparison: Comparison, path: Path) -> None:

@@ -15,15 +15,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agentrl import usercode
 from agentrl.agent import ChatFormat, Tool, Toolbox, TurnLoop, call_tool, load_tools
+from agentrl.base import user_code
+from agentrl.config import Recipe
 from agentrl.errors import InfrastructureError, UserError
 from agentrl.protocols import Sandbox, SandboxBackend, TaskFamily
-from agentrl.recipe import Recipe
 from agentrl.records import Completion, Episode, SamplingParams, Task, Trajectory, VersionSpan
+from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from agentrl.sandbox.select import open_sandboxes
 from agentrl.task import GroupSchedule, sandbox_specs
 
@@ -103,12 +103,12 @@ class Host:
             open_timeout_s=self.recipe.sandbox.open_timeout_s,
         )
         groups = GroupRunner(
-            runner=runner, score=self.scorer, slots=asyncio.Semaphore(1), group_size=1, max_retries=self.recipe.rollout.max_retries
+            runner=runner, scorer=self.scorer, slots=asyncio.Semaphore(1), group_size=1, max_retries=self.recipe.rollout.max_retries
         )
         return self._scored(groups, group)
 
     async def _scored(self, groups: GroupRunner, group: int) -> float | None:
-        value = (await groups.episode(self.task(group), name=f"g{group:06d}")).score.value
+        value = (await groups.run_episode(self.task(group), name=f"g{group:06d}")).score.value
         self.faults += value is None
         return value
 
@@ -171,7 +171,7 @@ class _Environment:
         try:
             shown = self.host.run(self._called(self._task, self._tools[name], arguments))
         except InfrastructureError as error:  # TRL would tell the model, and score the episode
-            usercode.report(f"tool {name}", error)
+            user_code.log_unexpected(f"tool {name}", error)
             self._fault = error
             return self.ending
         finally:
@@ -190,7 +190,7 @@ class _Environment:
         self._over = self._over or called.sandbox_lost
         if self._answer is not None or self._over:
             await self._closed()
-        return self.host.chat.defang(called.outcome.output)
+        return self.host.chat.escape_text(called.outcome.output)
 
     async def _score(self, said: str | None) -> float | None:
         """Of the episode that has ended. `said`: the text of its last turn, which is the answer where there is no `submit`."""

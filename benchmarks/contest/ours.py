@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.files import read_json_lines
 from agentrl.errors import InfrastructureError
-from agentrl.files import read_json_lines
 from benchmarks.contest.evaluation import evaluated, read, tail
 from benchmarks.contest.outcome import Outcome, Point
 from benchmarks.contest.setting import ROOT, Setting

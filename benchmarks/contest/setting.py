@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.cli.recipes import load_recipe
+from agentrl.config import Recipe
 from agentrl.errors import UserError
-from agentrl.recipe import Recipe
 from agentrl.records import Split
 from agentrl.task import open_family
 

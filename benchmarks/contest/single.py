@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.agent import ToolOutcome, load_tools
+from agentrl.config import TasksConfig
 from agentrl.protocols import Sandbox, SandboxBackend
-from agentrl.recipe import TasksConfig
 from agentrl.records import Episode, Limits, Score, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.task import open_family

@@ -7,9 +7,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, cast
 
-from agentrl.contract.forwarding import ForwardingSandbox
 from agentrl.errors import UserError
 from agentrl.protocols import Sandbox, SandboxBackend
+from agentrl.protocols.forwarding import ForwardingSandbox
 from agentrl.records import ExecResult, SandboxSpec
 from agentrl.sandbox.select import select_backend
 

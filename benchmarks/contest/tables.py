@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.files import write_atomically
 from agentrl.errors import UserError
-from agentrl.files import write
 from benchmarks import stored
 from benchmarks.contest.comparison import Comparison, published
 from benchmarks.contest.outcome import PARTS, Outcome, Point
@@ -26,7 +26,7 @@ def page(path: Path, results: Path) -> None:
     _, ended, after = rest.partition(END)
     if not (begun and ended):
         raise UserError(f"{path} has no marks for the tables", fix=f"put the lines {BEGIN} and {END} where the tables belong")
-    write(path, f"{before}{BEGIN}\n\n{tables(results)}\n\n{END}{after}")
+    write_atomically(path, f"{before}{BEGIN}\n\n{tables(results)}\n\n{END}{after}")
 
 
 def tables(results: Path) -> str:

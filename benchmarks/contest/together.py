@@ -16,8 +16,8 @@ from typing import Any
 
 from agentrl.agent import TurnLoop
 from agentrl.records import Completion, SamplingParams, ScoredEpisode, VersionSpan
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from benchmarks.contest.environment import Host
 
 _NEVER_S = 3600.0  # a generation of a large batch takes as long as it takes
@@ -86,13 +86,13 @@ class Together:
             open_timeout_s=recipe.sandbox.open_timeout_s,
         )
         slots = asyncio.Semaphore(len(groups))
-        games = GroupRunner(runner=runner, score=self._host.scorer, slots=slots, group_size=1, max_retries=recipe.rollout.max_retries)
+        games = GroupRunner(runner=runner, scorer=self._host.scorer, slots=slots, group_size=1, max_retries=recipe.rollout.max_retries)
 
         async def one(number: int, group: int) -> ScoredEpisode:
             task = self._host.task(group)
             patient = replace(task, limits=replace(task.limits, wall_s=_NEVER_S))  # a lock-step turn waits for the slowest
             try:
-                return await games.episode(patient, name=f"g{group:06d}-{number}")
+                return await games.run_episode(patient, name=f"g{group:06d}-{number}")
             finally:
                 policy.over()
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.files import read_json_lines
+from agentrl.config import Recipe
 from agentrl.errors import InfrastructureError, UserError
-from agentrl.files import read_json_lines
-from agentrl.recipe import Recipe
 from benchmarks.contest.evaluation import evaluated, tail
 from benchmarks.contest.outcome import Outcome, Point
 from benchmarks.contest.setting import ROOT, Setting

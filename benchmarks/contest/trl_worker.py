@@ -27,14 +27,14 @@ from trl.chat_template_utils import qwen3_template
 
 from agentrl.agent import load_tools
 from agentrl.agent.template import read_template
+from agentrl.base.files import append_lines, json_line
+from agentrl.base.processes import process_age_s
 from agentrl.cli.recipes import load_recipe
+from agentrl.config import Recipe
 from agentrl.errors import UserError
-from agentrl.files import append_lines, json_line
-from agentrl.processes import age_s
-from agentrl.recipe import Recipe
 from agentrl.records import Task
-from agentrl.run.models import find_model
-from agentrl.run.preflight import open_chat
+from agentrl.session.models import find_model
+from agentrl.session.preflight import open_chat
 from agentrl.task import open_family
 from benchmarks.contest.environment import Host, environment, last_words, messages_of
 from benchmarks.contest.setting import ROOT
@@ -53,7 +53,7 @@ class Clock:
     spent: dict[str, float] = field(default_factory=dict)
 
     def now(self) -> float:
-        return age_s() - self.left_out_s
+        return process_age_s() - self.left_out_s
 
     @contextmanager
     def into(self, name: str) -> Iterator[None]:

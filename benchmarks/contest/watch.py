@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from agentrl.processes import die_with_parent
+from agentrl.base.processes import die_with_parent
 
 SAMPLE_S = 2.0
 GRACE_S = 240.0  # for a run to finish its step, after the first signal

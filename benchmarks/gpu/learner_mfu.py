@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from agentrl.learner import kernels
+from agentrl.config import ObjectiveConfig
+from agentrl.learner import causal_lm
 from agentrl.learner.forest_attention import register
-from agentrl.learner.logprobs import TokenScorer, check_scorer
-from agentrl.learner.packing import MicroBatch, micro_batch
-from agentrl.objective.combined import TrainedTokens, policy_loss
-from agentrl.recipe import ObjectiveConfig
+from agentrl.learner.packing import MicroBatch, build_micro_batch
+from agentrl.learner.token_scorer import TokenScorer, check_scorer
+from agentrl.objective.policy_loss import TrainedTokens, policy_loss
 from agentrl.records import Sample
 
 SIZES = {  # hidden, layers, heads, key heads, head width, mlp, vocabulary: as in the published Qwen3 configurations
@@ -134,10 +134,10 @@ def measure(case: Case, options: argparse.Namespace, peak: float | None, plain: 
     size, kind, length, chosen = case.size, case.kind, case.length, case.kernels
     model = make_model(size, options.device)
     if chosen == "liger":
-        kernels.fuse(model)
+        causal_lm.use_liger_kernels(model)
     scorer = TokenScorer(model)
     check_scorer(scorer, tolerance=0.15 if options.device == "cuda" else 1e-3)
-    batch = micro_batch(tuple(samples(kind, options.tokens, length, SIZES[size][-1])), torch.device(options.device))
+    batch = build_micro_batch(tuple(samples(kind, options.tokens, length, SIZES[size][-1])), torch.device(options.device))
     update(scorer, batch)
     seconds = []
     if options.device == "cuda":

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
+from agentrl.config import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.records import PolicyVersion, Probe, SamplingParams
 from agentrl.serving import FileWeightChannel, NcclWeightChannel, TokenClient, VLLMServer
 from agentrl.testing.tiny_model import make_tokenizer

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.agent import ChatFormat, TurnLoop, tool
-from agentrl.agent.typed import typed
-from agentrl.processes import rare_collections
+from agentrl.agent.typed import typed_tool
+from agentrl.base.processes import rare_collections
 from agentrl.records import Completion, Episode, Limits, Message, SamplingParams, SandboxSpec, Score, ScoredEpisode, Split, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from agentrl.serving import TokenClient
-from agentrl.serving.weights import WeightsInService
+from agentrl.serving.weight_state import WeightState
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from benchmarks.load.script import Script, tokenizer
@@ -51,7 +51,7 @@ _SHOWN = ""
 
 
 def schema() -> dict[str, Any]:
-    return dict(typed(look).schema)
+    return dict(typed_tool(look).schema)
 
 
 async def judged(task: Task, episode: Episode) -> Score:
@@ -84,8 +84,10 @@ def runner_of(policy: Any, *, at_once: int, request_timeout_s: float = 120.0) ->
         max_model_len=100_000,
         request_timeout_s=request_timeout_s,
     )
-    runner.pace.measured(1.0)  # seconds a token, as a server's start measures it: no first request is cut off, which this server cannot do
-    return GroupRunner(runner=runner, score=judged, slots=asyncio.Semaphore(at_once), group_size=1, max_retries=0)
+    runner.pace.set_idle_token_s(
+        1.0
+    )  # seconds a token, as a server's start measures it: no first request is cut off, which this server cannot do
+    return GroupRunner(runner=runner, scorer=judged, slots=asyncio.Semaphore(at_once), group_size=1, max_retries=0)
 
 
 def checked(scored: ScoredEpisode, script: Script) -> None:
@@ -96,11 +98,11 @@ def checked(scored: ScoredEpisode, script: Script) -> None:
 
 
 async def turns(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
-    client = TokenClient(url, weights=WeightsInService(0))
+    client = TokenClient(url, weights=WeightState(0))
     groups, task = runner_of(client, at_once=given.at_once), task_of(script)
 
     async def play(first: int, count: int) -> None:
-        for group in await asyncio.gather(*(groups.group(index, task) for index in range(first, first + count))):
+        for group in await asyncio.gather(*(groups.run_group(index, task) for index in range(first, first + count))):
             checked(group.episodes[0], script)
 
     await play(0, WARM)
@@ -143,19 +145,19 @@ class Timed:
 async def crowd(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
     """So many episodes at once, begun one after the other over `ramp` seconds; turns count that end in the `window` seconds after.
 
-    As in a run, full garbage collections are rare (`agentrl.processes.rare_collections`): one is timed after the window.
+    As in a run, full garbage collections are rare (`agentrl.base.processes.rare_collections`): one is timed after the window.
     """
     async with rare_collections():
         return await _crowd(url, script, given)
 
 
 async def _crowd(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
-    client = TokenClient(url, weights=WeightsInService(0))
+    client = TokenClient(url, weights=WeightState(0))
     policy = Timed(client, tuple(given.delay))
     groups, task = runner_of(policy, at_once=given.episodes[0], request_timeout_s=300.0), task_of(script, wall_s=3600.0)
     running = []
     for index in range(given.episodes[0]):
-        running.append(asyncio.create_task(groups.episode(task, name=f"e{index}")))
+        running.append(asyncio.create_task(groups.run_episode(task, name=f"e{index}")))
         await asyncio.sleep(given.ramp / given.episodes[0])
     await asyncio.sleep(given.delay[1])  # by then every first turn is over
     policy.took.clear()
@@ -181,7 +183,7 @@ async def _crowd(url: str, script: Script, given: argparse.Namespace) -> dict[st
 
 async def idle(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
     """Memory while so many episodes wait for a completion that does not come, `after` turns behind them."""
-    client = TokenClient(url, weights=WeightsInService(0))
+    client = TokenClient(url, weights=WeightState(0))
     policy = Timed(client, (0.0, 0.0))
     groups, task = runner_of(policy, at_once=max(given.episodes), request_timeout_s=3600.0), task_of(script, wall_s=3600.0)
     running: list[asyncio.Task[Any]] = []
@@ -189,7 +191,7 @@ async def idle(url: str, script: Script, given: argparse.Namespace) -> dict[str,
     for count in sorted(given.episodes):
         while len(running) < count:
             some = range(len(running), min(count, len(running) + 50))
-            running += [asyncio.create_task(groups.episode(task, name=f"e{index}")) for index in some]
+            running += [asyncio.create_task(groups.run_episode(task, name=f"e{index}")) for index in some]
             while len(policy.took) < len(running) * given.after or policy.waiting < len(running):
                 if broken := next((job for job in running if job.done()), None):
                     checked(broken.result(), script)

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentrl.config import LearnerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.protocols import LiveEpisode, LiveTrajectory
-from agentrl.recipe import LearnerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.records import Completion, Limits, Message, Parent, SamplingParams, SandboxSpec, Score, Split, Task, ToolCall
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from agentrl.serving import TokenClient, VLLMServer
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
@@ -174,8 +174,8 @@ async def _play(policy: Seen, sizes: Sizes) -> None:
     async def judged(task: Task, episode: object) -> Score:
         return Score(value=1.0)
 
-    groups = GroupRunner(runner=runner, score=judged, slots=asyncio.Semaphore(GROUPS * SIZE), group_size=SIZE, max_retries=0)
-    for group in await asyncio.gather(*(groups.group(index, _task(index, sizes)) for index in range(GROUPS))):
+    groups = GroupRunner(runner=runner, scorer=judged, slots=asyncio.Semaphore(GROUPS * SIZE), group_size=SIZE, max_retries=0)
+    for group in await asyncio.gather(*(groups.run_group(index, _task(index, sizes)) for index in range(GROUPS))):
         if any(scored.score.value is None for scored in group.episodes):
             raise RuntimeError(f"an episode went wrong: {[scored.episode.failures for scored in group.episodes]}")
 

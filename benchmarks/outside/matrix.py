@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.files import write
+from agentrl.base.files import write_atomically
 from benchmarks import stored
 from benchmarks.outside.program import COLUMNS, Program, Way
 from benchmarks.outside.session import Exchange
@@ -74,8 +74,8 @@ def keep_cell(cell: Mapping[str, Any], requests: Sequence[Exchange], path: Path)
     """Writes a cell, and next to it the bodies of its requests, one JSON line each."""
     path.parent.mkdir(parents=True, exist_ok=True)
     bodies = [{"path": where, "status": status, "body": body.decode("utf-8", "replace")} for _, where, body, status, _ in requests]
-    write(path.with_suffix(".requests.jsonl"), "".join(json.dumps(one) + "\n" for one in bodies))
-    write(path, json.dumps(cell, indent=1) + "\n")
+    write_atomically(path.with_suffix(".requests.jsonl"), "".join(json.dumps(one) + "\n" for one in bodies))
+    write_atomically(path, json.dumps(cell, indent=1) + "\n")
 
 
 def keep_matrix(command: str, cells: Sequence[Mapping[str, Any]]) -> Path:
@@ -127,4 +127,4 @@ def write_page(programs: Mapping[str, Program]) -> None:
     page = PAGE.read_text()
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    write(PAGE, f"{before}{BEGIN}\n\n{table(result['cells'], programs)}\n\n{END}{after}")
+    write_atomically(PAGE, f"{before}{BEGIN}\n\n{table(result['cells'], programs)}\n\n{END}{after}")

@@ -26,7 +26,7 @@ class Way:
     """A protocol, streamed or not, and how the program is started to use it.
 
     `{prompt}`, `{model}` and `{base_url}` in arguments and `{model}`, `{base_url}` and `{key}` in variables are filled in
-    (`agentrl.gateway.Outside`). The task is also on the standard input.
+    (`agentrl.gateway.ExternalProgram`). The task is also on the standard input.
     """
 
     protocol: str  # a key of PROTOCOLS

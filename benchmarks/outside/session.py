@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.agent import ChatFormat
-from agentrl.gateway import Gateway, Outside
+from agentrl.gateway import ExternalProgram, Gateway
 from agentrl.gateway.session import Session
 from agentrl.objective import counted_samples
 from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.records import Completion, Episode, ExecResult, Group, Limits, Message, SandboxSpec, Score, ScoredEpisode, Split, Task
+from agentrl.records.sampling import Sampling, SamplingParams
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling, SamplingParams
 from agentrl.sandbox import BubblewrapBackend
 from agentrl.testing import ReadingPolicy, byte_tokenizer
 from benchmarks.outside.program import PROMPT, PROTOCOLS, ROOT, Program, Says, Way
@@ -81,8 +81,8 @@ class RecordingGateway(Gateway):
         return app
 
 
-class Watched(Outside):
-    """`Outside` with a recording gateway. Keeps the program's result and runs the task's test in the same sandbox."""
+class Watched(ExternalProgram):
+    """`ExternalProgram` with a recording gateway. Keeps the program's result and runs the task's test in the same sandbox."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

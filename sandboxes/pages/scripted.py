@@ -11,7 +11,7 @@ import json
 import re
 
 from agentrl.agent.compaction import HEAD
-from agentrl.sections.rollout import CompactionConfig
+from agentrl.config.rollout import CompactionConfig
 
 NOWHERE = "none"
 _ASK = str(CompactionConfig.model_fields["request"].default)

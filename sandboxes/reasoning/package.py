@@ -6,8 +6,8 @@ import difflib
 from dataclasses import fields, replace
 from typing import Any
 
+from agentrl.base.installation import install_command
 from agentrl.errors import UserError
-from agentrl.installation import install_command
 from sandboxes.reasoning.mixture import Source
 
 try:

@@ -12,8 +12,8 @@ from functools import cache
 from random import Random
 from typing import Any, Protocol
 
+from agentrl.base.installation import install_command
 from agentrl.errors import UserError
-from agentrl.installation import install_command
 from sandboxes.tables.kinds import Row, Table
 
 

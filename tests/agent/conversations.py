@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from agentrl.agent import ChatFormat
-from agentrl.agent.extension import TOOL
 from agentrl.agent.forms import FORMS, deepseek
 from agentrl.agent.rendering import Renderer
+from agentrl.agent.template_probe import TOOL
 from agentrl.records import Message, ToolCall
 
 NAME = TOOL["function"]["name"]
@@ -84,7 +84,7 @@ TAGS = re.compile("</?(?:tool_call|arg_key|arg_value|function|parameter|think)>"
 def sayable(value: Any, chat: ChatFormat) -> Any:
     """What a model can say in a call: in a form without escapes, a tag that ends the call or the turn cannot stand in an argument."""
     if isinstance(value, str):
-        return TAGS.sub("", chat.defang(value)).strip(" ")
+        return TAGS.sub("", chat.escape_text(value)).strip(" ")
     if isinstance(value, list):
         return [sayable(one, chat) for one in value]
     return {sayable(key, chat): sayable(one, chat) for key, one in value.items()} if isinstance(value, dict) else value
@@ -109,7 +109,7 @@ def assert_adds_up(chat: ChatFormat, tokenizer: Any, asked: str, said: Sequence[
         content = f"<think>\n{thought}\n</think>\n\n" if thought else ""
         messages += [
             Message(role="assistant", content=content, tool_calls=calls),
-            *(Message(role="tool", content=chat.defang(text)) for text in one.outputs),
+            *(Message(role="tool", content=chat.escape_text(text)) for text in one.outputs),
         ]
         whole = renderer.text(renderer.messages(messages), [TOOL])
         assert whole.startswith(before)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.agent.arguments import example, problems
+from agentrl.agent.arguments import argument_errors, argument_example
 from agentrl.agent.forms import FORMS
 from agentrl.agent.forms.base import Reading
 from agentrl.agent.forms.deepseek import CALL, CALLS, SEP
-from agentrl.agent.wording import Words, worded
+from agentrl.agent.wording import ToolWording, reworded_schema
 from agentrl.errors import UserError
 from tests.strategies import json_leaves, json_objects, json_values
 
@@ -75,14 +75,14 @@ def test_readers_never_raise_whatever_the_schemas_hold(name: str, text: str, val
 def test_arguments_are_checked_whatever_the_schema_holds(value: Any, arguments: dict[str, Any]) -> None:
     for holder in HOLDERS:
         schema = holder(value)
-        assert isinstance(problems(schema, arguments), str) and isinstance(example(schema), str)
+        assert isinstance(argument_errors(schema, arguments), str) and isinstance(argument_example(schema), str)
 
 
 @given(value=SCHEMAS | json_values)
 def test_words_are_laid_over_any_schema_or_refused(value: Any) -> None:
     for holder in HOLDERS[2:]:
         try:
-            made = worded(holder(value), Words(description="Looks.", arguments={"at": "where"}))
+            made = reworded_schema(holder(value), ToolWording(description="Looks.", arguments={"at": "where"}))
         except UserError:
             continue
         assert made["function"]["parameters"]["properties"]["at"]["description"] == "where"
@@ -95,6 +95,6 @@ def test_a_schema_that_refers_to_itself_costs_no_time() -> None:
     started = time.monotonic()
     for first in ("a", "b"):
         schema = HOLDERS[2]({"type": "object", "$ref": f"#/$defs/{first}", "$defs": {"a": round_, "b": many}})
-        example(schema)
-        problems(schema, json.loads('{"p0": {"p0": {"p0": {"p0": {"p0": {"p0": {"p0": {"p0": {"p0": 1}}}}}}}}}'))
+        argument_example(schema)
+        argument_errors(schema, json.loads('{"p0": {"p0": {"p0": {"p0": {"p0": {"p0": {"p0": {"p0": {"p0": 1}}}}}}}}}'))
     assert time.monotonic() - started < 2.0

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
-from agentrl.records import Blame, EpisodeState, Task
-from agentrl.rollout import Capture
-from agentrl.sections.rollout import DelegationConfig
+from agentrl.config.rollout import DelegationConfig
+from agentrl.records import Blame, EpisodeState, Task, codec
+from agentrl.rollout import CaptureState
 from tests.agent.trees import PRINT, asked, call, delegate, make_runner, outputs, shown, tree_task
 from tests.episodes import task, tokenizer
 
@@ -46,7 +45,7 @@ async def test_calls_of_all_agents_and_wrong_ones_count_and_an_answer_is_always_
 async def test_what_was_called_before_a_kill_counts(tokenizer: Any, task: Task) -> None:
     states: list[EpisodeState] = []
 
-    async def on_turn(turns: int, capture: Capture) -> None:
+    async def on_turn(turns: int, capture: CaptureState) -> None:
         state = await capture()
         assert state is not None
         states.append(codec.from_json(EpisodeState, codec.to_json(state)))

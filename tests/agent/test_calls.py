@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl import codec
 from agentrl.agent.calls import CLOSE, MAX_CALLS, MAX_CHARS, MAX_NAME, OPEN, read_calls
-from agentrl.fields import MAX_DEPTH, MAX_DIGITS
-from agentrl.records import ToolCall
+from agentrl.records import ToolCall, codec
+from agentrl.records.fields import MAX_DEPTH, MAX_DIGITS
 
 CALL = '{"name": "python", "arguments": {"code": "1"}}'
 

@@ -195,7 +195,7 @@ def test_of_several_templates_the_one_for_tools_is_used_throughout() -> None:
     tokenizer.chat_template = {"default": "{{ raise_exception('no tools') }}", "tool_use": plain.chat_template}
     chat, wanted = ChatFormat(tokenizer), chat_of(plain)
     asked = [Message(role="user", content="q")]
-    assert chat.exact and chat.shows_tools() and chat.told == wanted.told
+    assert chat.exact and chat.shows_tools() and chat.form_summary == wanted.form_summary
     assert chat.opening(asked, [TOOL]) == wanted.opening(asked, [TOOL]) and chat.opening(asked, []) == wanted.opening(asked, [])
     assert chat.tool_delta(["1"]) == wanted.tool_delta(["1"])
     tokenizer.chat_template = {"default": plain.chat_template, "rag": "-"}

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
 from agentrl.agent.compaction import HEAD
-from agentrl.records import Episode, EpisodeState, Parent, Task
-from agentrl.rollout import Capture, EpisodeRunner
-from agentrl.sections.rollout import CompactionConfig, DelegationConfig
+from agentrl.config.rollout import CompactionConfig, DelegationConfig
+from agentrl.records import Episode, EpisodeState, Parent, Task, codec
+from agentrl.rollout import CaptureState, EpisodeRunner
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.agent.trees import PRINT, asked, contexts, delegate, make_runner, outputs, said, shown, tree_task
@@ -138,7 +137,7 @@ async def test_a_sub_agent_sums_up_within_its_own_budget(task_of_pages: Task, ru
 async def test_a_state_after_a_summary_goes_on_in_the_new_context(task_of_pages: Task, runs: Runs) -> None:
     states: list[EpisodeState] = []
 
-    async def on_turn(turns: int, capture: Capture) -> None:
+    async def on_turn(turns: int, capture: CaptureState) -> None:
         state = await capture()
         assert state is not None and [one.stop_reason for one in state.trajectories].count("") == 1
         states.append(codec.from_json(EpisodeState, codec.to_json(state)))

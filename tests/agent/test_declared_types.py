@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentrl.agent import tool
 from agentrl.agent.forms import FORMS
-from agentrl.agent.typed import typed
+from agentrl.agent.typed import typed_tool
 from agentrl.records import Limits
 
 VERSIONS = {"enum": ["3.10", "3.9"]}
@@ -125,7 +125,7 @@ def f(
     ],
 )
 async def test_a_typed_tool_takes_what_is_written_without_quotes(given: dict[str, str], shown: str) -> None:
-    made = typed(f)
+    made = typed_tool(f)
     xml = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
     reading = FORMS["qwen3_coder"].read(f"<tool_call>\n<function=f>\n{xml}</function>\n</tool_call>", [made.schema])
     outcome = await made(reading.calls[0].arguments, None, Limits())

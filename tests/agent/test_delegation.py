@@ -10,15 +10,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentrl import codec
 from agentrl.agent import tool
 from agentrl.agent.tools import ToolOutcome
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
+from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import RecipeError, ServingError
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
-from agentrl.records import EpisodeState, Parent, Task
-from agentrl.rollout import Capture, EpisodeRunner
-from agentrl.run.preflight import check_delegation
-from agentrl.sections.rollout import DelegationConfig
+from agentrl.records import EpisodeState, Parent, Task, codec
+from agentrl.rollout import CaptureState, EpisodeRunner
+from agentrl.session.preflight import check_delegation
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.agent.trees import PRINT, asked, call, contexts, delegate, make_runner, outputs, shown, tree_task
@@ -137,7 +136,7 @@ async def test_a_state_is_taken_where_no_sub_agent_runs_and_goes_on_to_the_same_
 
     states: list[EpisodeState] = []
 
-    async def on_turn(turns: int, capture: Capture) -> None:
+    async def on_turn(turns: int, capture: CaptureState) -> None:
         state = await capture()
         assert state is not None and state.turn_count == turns
         assert [one.stop_reason for one in state.trajectories] == ["", *["answered"] * (len(state.trajectories) - 1)]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from agentrl.agent.calls import MAX_CALLS, MAX_NAME
 from agentrl.agent.forms import FORMS
-from agentrl.fields import MAX_DEPTH, MAX_DIGITS
 from agentrl.records import ToolCall
+from agentrl.records.fields import MAX_DEPTH, MAX_DIGITS
 
 BAR, GAP = "\uff5c", "\u2581"
 

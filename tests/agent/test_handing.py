@@ -10,16 +10,15 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentrl import codec
 from agentrl.agent.tools import ToolOutcome
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
+from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import RecipeError, SandboxError
 from agentrl.protocols import LiveEpisode
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
-from agentrl.records import EpisodeState, ExecResult, SandboxSpec, Task
-from agentrl.rollout import Capture, EpisodeRunner
+from agentrl.records import EpisodeState, ExecResult, SandboxSpec, Task, codec
+from agentrl.rollout import CaptureState, EpisodeRunner
 from agentrl.sandbox import WarmPool, select_backend
-from agentrl.sandbox.plain import Poolable
-from agentrl.sections.rollout import DelegationConfig
+from agentrl.sandbox.plain import PoolAdapter
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox
 from tests.agent.trees import asked, call, delegate, make_runner, outputs, shown, tree_task
@@ -214,7 +213,7 @@ async def test_as_many_sandboxes_as_a_recipe_must_have_are_enough_and_no_fewer(t
         return "done"
 
     desks = Desks()
-    pool = WarmPool(Poolable(desks), warm=0, max_open=most)
+    pool = WarmPool(PoolAdapter(desks), warm=0, max_open=most)
     roomy = replace(tree, limits=replace(tree.limits, turns=40))
     runner = replace(runs(reads, pool, **settings), open_timeout_s=0.5)
     episodes = await asyncio.gather(*(runner.run(roomy, episode_id=f"e{number}") for number in range(crowd)))
@@ -236,7 +235,7 @@ async def test_a_state_after_sub_agents_goes_on_to_the_same_end_and_there_is_non
     reads = scripted(delegate("a"), program("put mid 1") + delegate("b"), a=[program("put o 1"), "A"], b=[program("ls"), "B"])
     states: list[EpisodeState] = []
 
-    async def on_turn(turns: int, capture: Capture) -> None:
+    async def on_turn(turns: int, capture: CaptureState) -> None:
         state = await capture()
         assert state is not None
         states.append(codec.from_json(EpisodeState, codec.to_json(state)))
@@ -254,19 +253,19 @@ async def test_a_state_after_sub_agents_goes_on_to_the_same_end_and_there_is_non
             async def nothing() -> Mapping[str, Any]:
                 return {}
 
-            async with episode.apart(await episode.working_copy()) as own:
+            async with episode.sub_episode(await episode.working_copy()) as own:
                 await own.sandbox()
                 await own.boundary(nothing)
                 kept.append(own)
             with pytest.raises(SandboxError, match="is over"):
-                async with episode.apart(None) as other:
+                async with episode.sub_episode(None) as other:
                     kept.append(other)
                 await other.sandbox()
             return "answered"
 
     seen, kept = list[EpisodeState | None](), list[LiveEpisode]()
 
-    async def looks(turns: int, capture: Capture) -> None:
+    async def looks(turns: int, capture: CaptureState) -> None:
         seen.append(await capture())
 
     episode = await replace(runs(reads, Desks()), agent=Beside()).run(tree, episode_id="e", on_turn=looks)

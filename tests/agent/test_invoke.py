@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
 from agentrl.agent import ToolOutcome, invoke, load_tools
 from agentrl.agent.invoke import call_tool
 from agentrl.agent.tools import Tool, function_schema
 from agentrl.errors import InfrastructureError, PluginError, SandboxError, TaskError, ToolUnavailable
 from agentrl.protocols import Sandbox
-from agentrl.records import Blame, EpisodeState, ExecResult, Limits, SandboxSpec, Task
-from agentrl.rollout import Capture
-from agentrl.rollout.life import MAX_TOOL_FAILURES
+from agentrl.records import Blame, EpisodeState, ExecResult, Limits, SandboxSpec, Task, codec
+from agentrl.rollout import CaptureState
+from agentrl.rollout.active import MAX_TOOL_FAILURES
 from agentrl.sandbox import select_backend
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
@@ -84,7 +83,7 @@ async def test_the_record_holds_the_first_failures_only(tokenizer: Any, task: Ta
 async def test_failures_of_tools_outlive_the_driver_and_are_not_inherited(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states: list[EpisodeState] = []
 
-    async def on_turn(turns: int, capture: Capture) -> None:
+    async def on_turn(turns: int, capture: CaptureState) -> None:
         state = await capture()
         assert state is not None
         states.append(codec.from_json(EpisodeState, codec.to_json(state)))

@@ -22,18 +22,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.agent import invoke, load_tools
-from agentrl.agent.arguments import problems
-from agentrl.agent.invoke import Called, call_tool
-from agentrl.agent.mcp.messages import Wrong
-from agentrl.agent.mcp.offers import Offer, changed, offer, offers
-from agentrl.agent.mcp.places import SESSION, Events
-from agentrl.agent.mcp.servers import Connection, RunTools, Server
-from agentrl.agent.provoked import Caller, CallRecord
+from agentrl.agent.arguments import argument_errors
+from agentrl.agent.invoke import CallResult, call_tool
+from agentrl.agent.mcp.messages import InvalidMessage
+from agentrl.agent.mcp.servers import RunTools, Server, ServerConnection
+from agentrl.agent.mcp.tool_list import ListedTool, parse_tool, tool_difference, usable_tools
+from agentrl.agent.mcp.transports import SESSION, Events
+from agentrl.agent.outage_blame import Caller, CallRecord
 from agentrl.agent.tools import Bounds
+from agentrl.config.tools import MCPConfig
 from agentrl.errors import InfrastructureError, TaskError, ToolUnavailable
 from agentrl.records import Blame, Limits, SandboxSpec
 from agentrl.sandbox import select_backend
-from agentrl.sections.tools import MCPConfig
 from tests.agent.hostile_mcp import COUNT, ECHO, LISTS
 
 HOSTILE = Path(__file__).with_name("hostile_mcp.py")
@@ -47,7 +47,7 @@ def hostile(way: str, **config: Any) -> Server:
 
 def pinned(server: Server) -> Server:
     """A server with what the same one offers that is honest, as if it had changed its ways since the run began."""
-    return replace(server, offers=offers([ECHO, COUNT], ()))
+    return replace(server, offers=usable_tools([ECHO, COUNT], ()))
 
 
 class Episode:
@@ -71,7 +71,7 @@ class Episode:
     async def __aexit__(self, *_: object) -> None:
         await self.tools.close(timeout_s=5.0)
 
-    async def use(self, name: str, limits: Limits = LIMITS, **arguments: Any) -> Called:
+    async def use(self, name: str, limits: Limits = LIMITS, **arguments: Any) -> CallResult:
         caller = Caller(attempt=self.attempt, task="t")
         return await call_tool(self.tools[name], arguments, None, limits, turn=1, record=self.record, caller=caller)
 
@@ -198,25 +198,25 @@ async def test_a_server_outside_that_is_not_the_one_the_run_began_with_is_no_fau
     ],
 )
 def test_what_no_agent_could_be_told_of_is_refused(way: str, says: str) -> None:
-    with pytest.raises(Wrong) as error:
-        offers(LISTS[way], ())
+    with pytest.raises(InvalidMessage) as error:
+        usable_tools(LISTS[way], ())
     assert says in str(error.value) and len(str(error.value)) < 300
 
 
 def test_only_what_is_wanted_is_looked_at_and_words_alone_are_no_change() -> None:
     listed = [{"name": "rm -rf"}, {"name": "a", "inputSchema": {"type": "object", "properties": {"description": {"type": "string"}}}}]
-    (found,) = offers(listed, ("a",))
+    (found,) = usable_tools(listed, ("a",))
     assert "description" in found.parameters["properties"], "a parameter may be called like a keyword"
-    assert changed([found], [{**listed[1], "description": "other words"}]) == ""
-    assert changed([found], []) == "the tool a is gone"
-    assert changed([found], [listed[1], {**listed[1], "inputSchema": {"type": "object"}}]) == "the tool a takes other arguments"
-    with pytest.raises(Wrong, match="no tool 'b'"):
-        offers(listed, ("b",))
-    with pytest.raises(Wrong, match="a tool named 'rm -rf'"):
-        offers(listed, ("rm -rf",))
-    with pytest.raises(Wrong, match="requires 'x'"):
-        offer({"name": "a", "inputSchema": {"type": "object", "required": ["x"]}})
-    fenced = Offer(name="a", description="<|im_end|>", parameters={"type": "object"}).rewritten(lambda text: text.replace("<|", "< |"))
+    assert tool_difference([found], [{**listed[1], "description": "other words"}]) == ""
+    assert tool_difference([found], []) == "the tool a is gone"
+    assert tool_difference([found], [listed[1], {**listed[1], "inputSchema": {"type": "object"}}]) == "the tool a takes other arguments"
+    with pytest.raises(InvalidMessage, match="no tool 'b'"):
+        usable_tools(listed, ("b",))
+    with pytest.raises(InvalidMessage, match="a tool named 'rm -rf'"):
+        usable_tools(listed, ("rm -rf",))
+    with pytest.raises(InvalidMessage, match="requires 'x'"):
+        parse_tool({"name": "a", "inputSchema": {"type": "object", "required": ["x"]}})
+    fenced = ListedTool(name="a", description="<|im_end|>", parameters={"type": "object"}).rewritten(lambda text: text.replace("<|", "< |"))
     assert fenced.description == "< |im_end|>"
 
 
@@ -252,7 +252,7 @@ PLAIN_ECHO = {"name": "echo", "inputSchema": {"type": "object", "properties": {"
 
 
 def over_http(url: str) -> Server:
-    return Server(name="it", config=MCPConfig(url=url), root=HOSTILE.parent, offers=offers([PLAIN_ECHO], ()))
+    return Server(name="it", config=MCPConfig(url=url), root=HOSTILE.parent, offers=usable_tools([PLAIN_ECHO], ()))
 
 
 class Scripted(BaseHTTPRequestHandler):
@@ -361,8 +361,8 @@ def address() -> Iterator[str]:
 async def test_a_server_over_http(address: str) -> None:
     for path in ("/json", "/events"):
         server = Server(name="it", config=MCPConfig(url=address + path, together=True), root=HOSTILE.parent)
-        connection = Connection(server)
-        server = replace(server, offers=offers(await connection.listed(None), ()))
+        connection = ServerConnection(server)
+        server = replace(server, offers=usable_tools(await connection.list_tools(None), ()))
         await connection.close(timeout_s=5.0)
         async with Episode(server) as episode:
             done = await asyncio.gather(*(episode.use("echo", text=f"{n}") for n in range(3)))
@@ -448,11 +448,11 @@ def test_properties_by_pattern_are_left_to_the_server() -> None:
         "patternProperties": {"^[a-z ]+$": {}},
         "additionalProperties": False,
     }
-    made = offer({"name": "send", "inputSchema": schema})
+    made = parse_tool({"name": "send", "inputSchema": schema})
     assert made.parameters == {"type": "object", "properties": {"headers": {"type": "object"}}}
-    assert problems(made.schema, {"headers": {"x-a": "1"}, "some thing": 2}) == ""
+    assert argument_errors(made.schema, {"headers": {"x-a": "1"}, "some thing": 2}) == ""
     named = {"type": "object", "properties": {"patternProperties": {"type": "object", "additionalProperties": False}}}
-    assert offer({"name": "send", "inputSchema": named}).parameters == named, "a property of that name is one"
+    assert parse_tool({"name": "send", "inputSchema": named}).parameters == named, "a property of that name is one"
 
 
 OVER_HTTP = [
@@ -562,8 +562,8 @@ async def test_servers_that_nobody_here_wrote(name: str, tmp_path: Path, monkeyp
     monkeypatch.setenv("SERVERS_PATH", os.pathsep.join(sys.path))
     config = MCPConfig(host_command=words, env={"PYTHONPATH": "env:SERVERS_PATH"}, start_timeout_s=600.0)
     server = Server(name=name, config=config, root=tmp_path)
-    connection = Connection(server)
-    server = replace(server, offers=offers(await connection.listed(None), ()))
+    connection = ServerConnection(server)
+    server = replace(server, offers=usable_tools(await connection.list_tools(None), ()))
     await connection.close(timeout_s=5.0)
     limits = replace(LIMITS, tool_timeout_s=120.0)
     async with Episode(server) as episode:

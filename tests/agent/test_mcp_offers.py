@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.agent.arguments import example, problems
+from agentrl.agent.arguments import argument_errors, argument_example
 from agentrl.agent.chat import ChatFormat
 from agentrl.agent.forms import FORMS
-from agentrl.agent.mcp.messages import Wrong
-from agentrl.agent.mcp.offers import excluded, offers
+from agentrl.agent.mcp.messages import InvalidMessage
+from agentrl.agent.mcp.tool_list import excluded_tools, usable_tools
 from tests.agent.hostile_mcp import COUNT, ECHO
-from tests.agent.test_extension import TOKENIZERS, made
+from tests.agent.test_template_probe import TOKENIZERS, made
 
 
 def with_keys(*keys: Any, name: str = "a", **schema: Any) -> dict[str, Any]:
@@ -55,14 +55,14 @@ EVERY_DRAFT = {
 
 
 def test_schemas_of_every_draft_are_offered_and_what_is_not_understood_is_left_to_the_server() -> None:
-    (tool,) = offers([{"name": "a", "inputSchema": EVERY_DRAFT}], ())
+    (tool,) = usable_tools([{"name": "a", "inputSchema": EVERY_DRAFT}], ())
     assert tool.parameters["properties"]["data"] == EVERY_DRAFT["properties"]["data"], "data is no schema"  # type: ignore[index]
     assert "title" in tool.parameters["definitions"] and "title" in tool.parameters["dependentSchemas"], "names are no keywords"
     node = {"next": {"next": {}}, "title": "t"}
     arguments = {"node": node, "remote": 1, "dynamic": 2, "recursive": 3, "any": 4, "pair": [1], "old_pair": [1], "media": "eA=="}
-    assert problems(tool.schema, arguments) == ""
-    assert "title" in problems(tool.schema, {"node": {"title": 3}}), "references are followed"
-    assert example(tool.schema)
+    assert argument_errors(tool.schema, arguments) == ""
+    assert "title" in argument_errors(tool.schema, {"node": {"title": 3}}), "references are followed"
+    assert argument_example(tool.schema)
 
 
 ODD_NAMES = ("two words", "a.b", "$top", "@id", "caf\u00e9", "\u4e2d\u6587", "__proto__", "constructor")
@@ -72,7 +72,7 @@ ODD_NAMES += ("a'b", 'a"b', "a\\b", "{{x}}", "a[0]", "x" * 80)
 @pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "glm45", "llama3_json", "mistral"])
 def test_odd_names_of_properties_are_offered_and_come_through_a_call_exactly(form: str) -> None:
     schema = with_keys(*ODD_NAMES, required=list(ODD_NAMES))
-    (tool,) = offers([schema], ())
+    (tool,) = usable_tools([schema], ())
     arguments = {key: f"v{number}" for number, key in enumerate(ODD_NAMES)}
     as_json = json.dumps({"name": "a", "arguments": arguments})
     tagged = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
@@ -86,7 +86,7 @@ def test_odd_names_of_properties_are_offered_and_come_through_a_call_exactly(for
     }
     reading = FORMS[form].read(texts[form], [tool.schema])
     assert [dict(call.arguments) for call in reading.calls] == [arguments] and not reading.errors
-    assert problems(tool.schema, arguments) == ""
+    assert argument_errors(tool.schema, arguments) == ""
 
 
 BAD_TOOLS: dict[str, Any] = {
@@ -123,36 +123,40 @@ BAD_TOOLS: dict[str, Any] = {
 @pytest.mark.parametrize("way", BAD_TOOLS)
 def test_a_tool_that_cannot_be_offered_takes_no_other_away(way: str) -> None:
     listed = [ECHO, BAD_TOOLS[way], COUNT]
-    assert [tool.name for tool in offers(listed, ())] == ["echo", "count"]
-    ((name, reason),) = excluded(listed).items()
+    assert [tool.name for tool in usable_tools(listed, ())] == ["echo", "count"]
+    ((name, reason),) = excluded_tools(listed).items()
     assert reason.isprintable() and len(reason) < 300 and name not in ("echo", "count")
-    with pytest.raises(Wrong):
-        offers([BAD_TOOLS[way]], ())
+    with pytest.raises(InvalidMessage):
+        usable_tools([BAD_TOOLS[way]], ())
 
 
 def test_of_two_tools_of_one_name_neither_is_offered_unless_they_are_equal() -> None:
     other = {**ECHO, "inputSchema": {"type": "object"}}
-    assert [tool.name for tool in offers([ECHO, COUNT, ECHO], ())] == ["echo", "count"] and excluded([ECHO, ECHO]) == {}
+    assert [tool.name for tool in usable_tools([ECHO, COUNT, ECHO], ())] == ["echo", "count"] and excluded_tools([ECHO, ECHO]) == {}
     for listed in ([ECHO, COUNT, other], [other, ECHO, COUNT, ECHO], [{**ECHO, "inputSchema": 3}, ECHO, COUNT]):
-        assert [tool.name for tool in offers(listed, ())] == ["count"] and list(excluded(listed)) == ["echo"]
+        assert [tool.name for tool in usable_tools(listed, ())] == ["count"] and list(excluded_tools(listed)) == ["echo"]
 
 
 def test_a_policy_is_offered_no_tool_that_it_cannot_call() -> None:
     chat = ChatFormat(TOKENIZERS["hermes"])
-    (plain, control) = offers([with_keys("two words"), with_keys("x|im_end|y", name="b")], ())
-    assert chat.unfit(plain.schema) == "" and chat.unfit(control.schema) == ""
-    assert "control token" in chat.unfit(
+    (plain, control) = usable_tools([with_keys("two words"), with_keys("x|im_end|y", name="b")], ())
+    assert chat.tool_problem(plain.schema) == "" and chat.tool_problem(control.schema) == ""
+    assert "control token" in chat.tool_problem(
         {"type": "function", "function": {"name": "c", "parameters": with_keys("<|im_end|>")["inputSchema"]}}
     )
     chat._form = FORMS["pythonic"]
-    (needed, optional) = offers([with_keys("two words", required=["two words"]), with_keys("two words", "n", name="b", required=["n"])], ())
-    assert "cannot have an argument of the name 'two words'" in chat.unfit(needed.schema) and chat.unfit(optional.schema) == ""
+    (needed, optional) = usable_tools(
+        [with_keys("two words", required=["two words"]), with_keys("two words", "n", name="b", required=["n"])], ()
+    )
+    assert (
+        "cannot have an argument of the name 'two words'" in chat.tool_problem(needed.schema) and chat.tool_problem(optional.schema) == ""
+    )
 
 
 def test_a_tool_that_the_template_cannot_render_is_not_offered() -> None:
     types = "{% for t in tools or [] %}{{ t.function.name }}{% for p in t.function.parameters.properties.values() %}{{ p.type + '' }}"
     chat = ChatFormat(made(types + "{% endfor %}{% endfor %}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"))
-    (tool,) = offers([{"name": "a", "inputSchema": {"type": "object", "properties": {"any": True}}}], ())
-    assert "cannot render messages of user with tools" in chat.unfit(tool.schema)
-    (tool,) = offers([with_keys("x")], ())
-    assert chat.unfit(tool.schema) == ""
+    (tool,) = usable_tools([{"name": "a", "inputSchema": {"type": "object", "properties": {"any": True}}}], ())
+    assert "cannot render messages of user with tools" in chat.tool_problem(tool.schema)
+    (tool,) = usable_tools([with_keys("x")], ())
+    assert chat.tool_problem(tool.schema) == ""

@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
 from agentrl.agent import load_tools, tool
 from agentrl.agent.mcp.servers import RunTools
 from agentrl.agent.memory import SCHEMAS
 from agentrl.agent.tools import Bounds
+from agentrl.config.rollout import DelegationConfig
+from agentrl.config.tools import MemoryConfig
 from agentrl.errors import TaskError
-from agentrl.memo import Memo
-from agentrl.memory import NoteStore, View, Written
-from agentrl.records import EpisodeState, Task
-from agentrl.rollout import Capture, Forgotten
-from agentrl.sections.rollout import DelegationConfig
-from agentrl.sections.tools import MemoryConfig
+from agentrl.memory import NoteStore, StoreView, WrittenNotes
+from agentrl.records import EpisodeState, Task, codec
+from agentrl.records.memo import Memo
+from agentrl.rollout import CaptureState, EmptyMemory
 from agentrl.testing.samples import sample_task
 from tests.agent.trees import asked, call, delegate, make_runner, outputs, shown, tree_task
 
@@ -31,10 +30,10 @@ def note(words: str) -> str:
     return words
 
 
-def view_of(task: Task) -> View:
+def view_of(task: Task) -> StoreView:
     store = NoteStore(None, MemoryConfig(notes=3))
-    store.commit(0, [Written(episode="e0", task_key="k", memo=Memo(scope=SCOPE, notes=("rows are lines",)))])
-    return View.of(store, task, 1)
+    store.commit(0, [WrittenNotes(episode="e0", task_key="k", memo=Memo(scope=SCOPE, notes=("rows are lines",)))])
+    return StoreView.of(store, task, 1)
 
 
 def reads(context: str) -> str:
@@ -53,7 +52,7 @@ async def test_what_sub_agents_note_and_read_is_the_episodes_also_after_a_resume
     task = replace(tree_task(task), family="f")
     runner, states = make_runner(tokenizer, reads, delegation=DelegationConfig(turns=2)), list[EpisodeState]()
 
-    async def on_turn(turns: int, capture: Capture) -> None:
+    async def on_turn(turns: int, capture: CaptureState) -> None:
         state = await capture()
         assert state is not None
         states.append(codec.from_json(EpisodeState, codec.to_json(state)))
@@ -74,7 +73,7 @@ async def test_what_sub_agents_note_and_read_is_the_episodes_also_after_a_resume
 
 
 def test_its_tools_come_after_the_tasks_within_the_recipes_bounds_and_never_in_their_place() -> None:
-    memory = Forgotten(Memo(scope=SCOPE))
+    memory = EmptyMemory(Memo(scope=SCOPE))
     run = RunTools(servers={}, bounds={"recall": Bounds(calls=2)})
     tools = load_tools(("python", "submit"), None, run, memory)
     assert list(tools) == ["python", "submit", "note", "recall"] and tools["recall"].bounds == Bounds(calls=2)  # type: ignore[attr-defined]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.agent import ChatFormat
-from agentrl.agent.extension import turn_ends
 from agentrl.agent.rendering import Renderer
 from agentrl.agent.template import read_template
+from agentrl.agent.template_probe import turn_ends
 from agentrl.errors import UserError
 from agentrl.records import Message
 from tests.agent import vocabularies as real

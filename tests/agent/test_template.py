@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.agent import template as template_module
-from agentrl.agent.template import MAX_BYTES, SHIPPED, read_template, try_template, try_tokenizer
+from agentrl.agent.template import MAX_BYTES, SHIPPED_TEMPLATES, probe_template, probe_tokenizer, read_template
 from agentrl.errors import UserError
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -16,7 +16,7 @@ LATE = "{% if messages|length > 4 %}" + LOOPS + "{% endif %}"
 
 
 def test_a_word_names_a_shipped_template_and_anything_else_a_file(tmp_path: Path) -> None:
-    for word in SHIPPED:
+    for word in SHIPPED_TEMPLATES:
         assert "for message in messages" in read_template(word, tmp_path)
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
     assert read_template("mine.jinja", tmp_path) == read_template(str(tmp_path / "mine.jinja"), Path("/")) == "{{ messages }}"
@@ -44,7 +44,7 @@ def test_nothing_is_imported_from_the_folder_one_is_in(tmp_path: Path, monkeypat
     """It may be the stranger's model folder."""
     (tmp_path / "transformers.py").write_text("open('it_ran', 'w')")
     monkeypatch.chdir(tmp_path)
-    try_template("{{ messages }}")
+    probe_template("{{ messages }}")
     assert [path.name for path in tmp_path.iterdir()] == ["transformers.py"]
 
 
@@ -75,13 +75,13 @@ def test_a_template_that_takes_too_much_is_stopped(text: str) -> None:
 
 def _is_stopped(text: str) -> None:
     with pytest.raises(UserError, match=r"does not end within bounds \(0\.2 s of CPU time, 4 GiB and 1,048,576 characters"):
-        try_template(text, cpu_s=0.2)
+        probe_template(text, cpu_s=0.2)
 
 
 @pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize("text", ["{{ raise_exception('no') }}", "\ud800{% if %}"])
 def test_other_faults_are_left_to_be_told_with_the_tokenizer(text: str) -> None:
-    try_template(text)
+    probe_template(text)
 
 
 def write_large_tokenizer(folder: Path) -> Path:
@@ -131,8 +131,8 @@ template._child()
 def test_the_time_to_load_a_large_vocabulary_is_not_the_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(write_large_tokenizer(tmp_path))
     monkeypatch.setattr(template_module, "_CHILD", _LOADS_SLOWLY)
-    try_tokenizer(folder, cpu_s=3.0)
+    probe_tokenizer(folder, cpu_s=3.0)
     child = "from agentrl.agent import template; template._LOAD_S = 0.1; template._child()"
     monkeypatch.setattr(template_module, "_CHILD", child)
     with pytest.raises(UserError, match=r"does not end within bounds \(60 s of CPU time to load it, then 2 s of CPU time"):
-        try_tokenizer(folder, cpu_s=2.0)
+        probe_tokenizer(folder, cpu_s=2.0)

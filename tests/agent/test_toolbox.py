@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentrl import codec
 from agentrl.agent import load_tools, tool
 from agentrl.errors import InfrastructureError, PluginError, TaskError
-from agentrl.records import MAX_AGENT_STATE_CHARS, Blame, EpisodeState, Limits, Task
-from agentrl.rollout import Capture
+from agentrl.records import MAX_AGENT_STATE_CHARS, Blame, EpisodeState, Limits, Task, codec
+from agentrl.rollout import CaptureState
 from agentrl.testing import ScriptedPolicy
 
 LIMITS = Limits(tool_timeout_s=2.0)
@@ -90,7 +89,7 @@ class Keep:
     def __init__(self) -> None:
         self.states: list[EpisodeState | None] = []
 
-    async def __call__(self, turns: int, capture: Capture) -> None:
+    async def __call__(self, turns: int, capture: CaptureState) -> None:
         state = await capture()
         self.states.append(None if state is None else codec.from_json(EpisodeState, codec.to_json(state)))
 
@@ -163,7 +162,7 @@ class Rows:
 async def test_branches_of_one_state_share_nothing(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states: list[EpisodeState] = []
 
-    async def on_turn(turns: int, capture: Capture) -> None:
+    async def on_turn(turns: int, capture: CaptureState) -> None:
         state = await capture()
         assert state is not None
         states.append(state)  # as it is: a group hands its branches the very same one

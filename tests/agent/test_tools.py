@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from agentrl.agent import load_tools
-from agentrl.agent.shipped import SHIPPED
-from agentrl.agent.tools import BUILT_IN, MAX_TEXT, show
+from agentrl.agent.shipped import SHIPPED_TOOLS
+from agentrl.agent.tools import BUILT_IN, MAX_TEXT, render_result
 from agentrl.errors import TaskError
 from agentrl.records import ExecResult, Limits, SandboxSpec, Task
 from agentrl.sandbox import select_backend
@@ -44,17 +44,17 @@ async def test_a_bad_argument_is_an_answer(name: str, wrong: Any) -> None:
 
 def test_the_agent_is_told_of_a_session_that_ends_and_of_a_new_one() -> None:
     late = ExecResult(exit_code=None, stdout="so far\n", stderr="", wall_s=5.0, reason="timeout", session_ended=True)
-    assert show(late, LIMITS).splitlines() == [
+    assert render_result(late, LIMITS).splitlines() == [
         "so far",
         "error: timed out after 5 s",
         "note: the session has ended; the next call starts a new one",
     ]
     fresh = ExecResult(exit_code=0, stdout="", stderr="", wall_s=0.1, restarted=True)
-    assert show(fresh, LIMITS) == "note: this is a new session; variables of earlier calls are gone"
+    assert render_result(fresh, LIMITS) == "note: this is a new session; variables of earlier calls are gone"
 
 
 def test_schemas_name_their_argument() -> None:
-    assert load_tools(tuple(SHIPPED)).keys() == {*PROGRAMS, "submit", "view", "create", "replace", "insert", "search"}
+    assert load_tools(tuple(SHIPPED_TOOLS)).keys() == {*PROGRAMS, "submit", "view", "create", "replace", "insert", "search"}
     for name, argument in PROGRAMS.items():
         function = BUILT_IN[name].schema["function"]
         assert function["name"] == name and function["parameters"]["required"] == [argument]

@@ -118,9 +118,9 @@ async def test_a_deadline_of_its_own(tokenizer: Any, task: Task, make_runner: An
 
 def test_bounds_are_laid_over_limits_and_over_each_other() -> None:
     limits = Limits(tool_output_chars=50)
-    over = Bounds(output_chars=500).over(limits)
+    over = Bounds(output_chars=500).apply_to(limits)
     assert (over.tool_output_chars, over.tool_timeout_s, over.all_output_chars) == (500, 10.0, 1000), "the episode's whole stays"
-    assert Bounds(calls=1, timeout_s=2.0).but(Bounds(calls=3)) == Bounds(calls=3, timeout_s=2.0)
+    assert Bounds(calls=1, timeout_s=2.0).overridden_by(Bounds(calls=3)) == Bounds(calls=3, timeout_s=2.0)
     with pytest.raises(PluginError, match="calls=0"):
         tool(calls=0)
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from agentrl.agent import TaskData, ToolOutcome, load_tools, tool
 from agentrl.agent.invoke import call_tool
+from agentrl.check import malformed
 from agentrl.errors import PluginError
 from agentrl.protocols import Sandbox
-from agentrl.prove import odd
 from agentrl.records import Blame, Limits, SandboxSpec, Task
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
@@ -151,7 +151,7 @@ async def test_wrong_arguments_are_scored(tokenizer: Any, task: Task, make_runne
 @pytest.mark.parametrize("name", ["search", "every"])
 async def test_odd_arguments_never_raise(name: str) -> None:
     function = load(name)
-    for what, arguments in odd.arguments(function.schema["function"]["parameters"]["properties"]).items():
+    for what, arguments in malformed.arguments(function.schema["function"]["parameters"]["properties"]).items():
         done = await call_tool(function, arguments, None, LIMITS, turn=1)
         assert done.failure is None, (what, done.failure)
 
@@ -340,9 +340,9 @@ def test_a_docstring_may_be_short(text: str) -> None:
         say.__doc__ = text
         return tool(say)
 
-    from agentrl.agent.typed import typed
+    from agentrl.agent.typed import typed_tool
 
-    schema = typed(made()).schema["function"]
+    schema = typed_tool(made()).schema["function"]
     told = schema["parameters"]["properties"]["query"].get("description")
     assert (schema["description"], told) == (("Say.", "what") if "\n" in text else (text, None))
 

@@ -12,17 +12,17 @@ from agentrl.agent import ChatFormat, TurnLoop, load_tools
 from agentrl.agent.mcp.servers import RunTools
 from agentrl.agent.template import read_template
 from agentrl.agent.tools import BUILT_IN, Bounds
-from agentrl.agent.wording import Words, instructed, worded
+from agentrl.agent.wording import ToolWording, reworded_schema, with_instructions
 from agentrl.errors import UserError
 from agentrl.records import Message, Score, ScoredEpisode
-from agentrl.run.transcript import transcript
+from agentrl.session.transcript import transcript
 from agentrl.testing import ScriptedPolicy, byte_tokenizer
 from tests.agent.test_tools import call
 from tests.episodes import make_runner, task, tokenizer
 
 __all__ = ["make_runner", "task", "tokenizer"]
 
-OTHER = Words(description="Compute.", arguments={"code": "what to run"})
+OTHER = ToolWording(description="Compute.", arguments={"code": "what to run"})
 
 
 def test_words_stand_in_the_schema_and_nowhere_else() -> None:
@@ -37,17 +37,19 @@ def test_words_stand_in_the_schema_and_nowhere_else() -> None:
     assert tools["submit"] is BUILT_IN["submit"] and BUILT_IN["python"].schema["function"]["description"] == before
     both = load_tools(("python",), None, RunTools(servers={}, bounds={"python": Bounds(calls=2)}, words={"python": OTHER}))["python"]
     assert both.bounds.calls == 2 and both.schema["function"]["description"] == "Compute."  # type: ignore[attr-defined]
-    assert worded(BUILT_IN["python"].schema, Words(arguments={"code": "c"}))["function"]["description"] == before
-    assert worded(BUILT_IN["python"].schema, Words(arguments={"code": ""})) == BUILT_IN["python"].schema, "an empty text changes nothing"
+    assert reworded_schema(BUILT_IN["python"].schema, ToolWording(arguments={"code": "c"}))["function"]["description"] == before
+    assert reworded_schema(BUILT_IN["python"].schema, ToolWording(arguments={"code": ""})) == BUILT_IN["python"].schema, (
+        "an empty text changes nothing"
+    )
     with pytest.raises(UserError, match=r"tools\.words\.python\.arguments\.cod: the tool takes no such argument"):
-        worded(BUILT_IN["python"].schema, Words(arguments={"cod": "c"}))
+        reworded_schema(BUILT_IN["python"].schema, ToolWording(arguments={"cod": "c"}))
 
 
 def test_instructions_take_the_place_of_system_messages() -> None:
     system, user = Message(role="system", content="Be brief."), Message(role="user", content="How many?")
-    assert instructed((system, user), None) == (system, user)
-    assert instructed((system, user), "Look first.") == (Message(role="system", content="Look first."), user)
-    assert [one.role for one in instructed((user,), "Look first.")] == ["system", "user"]
+    assert with_instructions((system, user), None) == (system, user)
+    assert with_instructions((system, user), "Look first.") == (Message(role="system", content="Look first."), user)
+    assert [one.role for one in with_instructions((user,), "Look first.")] == ["system", "user"]
 
 
 async def test_the_policy_reads_them_and_the_record_says_so(make_runner: Any, task: Any) -> None:
@@ -62,7 +64,7 @@ async def test_the_policy_reads_them_and_the_record_says_so(make_runner: Any, ta
     (line,) = episode.trajectories
     read = tokenizer.decode(line.turns[0].prompt_ids)
     assert "Look first." in read and '"Compute."' in read and '"what to run"' in read and "Run Python code" not in read
-    assert line.prompt == instructed(task.prompt, "Look first.") and episode.task_key == task.key
+    assert line.prompt == with_instructions(task.prompt, "Look first.") and episode.task_key == task.key
     words = transcript(task, ScoredEpisode(episode=episode, score=Score(value=1.0)), phase="eval", step=0)
     assert words["messages"][0] == {"role": "system", "content": "Look first.", "tool_calls": []}
     assert (await plain.run(task, episode_id="f")).trajectories[0].prompt == ()

@@ -9,8 +9,8 @@ from typing import Any
 
 from agentrl.agent import TurnLoop
 from agentrl.records import Episode, Limits, Task, Trajectory
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ReadingPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of

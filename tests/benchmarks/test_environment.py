@@ -11,8 +11,8 @@ import pytest
 
 from agentrl.agent import ChatFormat, load_tools
 from agentrl.agent.tools import SubmitTool
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import SandboxError, UserError
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import ExecResult, Message, Split, Task, ToolCall
 from agentrl.testing import ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing

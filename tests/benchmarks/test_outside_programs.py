@@ -10,8 +10,8 @@ import pytest
 
 from agentrl.agent import TurnLoop
 from agentrl.records import Split
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from benchmarks.outside import matrix, sdk, session

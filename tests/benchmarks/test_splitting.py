@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.records import Split
-from agentrl.run.transcript import transcript
+from agentrl.session.transcript import transcript
 from benchmarks import splitting
 from sandboxes.pages import Questions
 from sandboxes.pages.strategies import alone, handing_on

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import ExecResult, SamplingParams, Split
 from agentrl.testing import ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import ScriptedSandbox

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl.cli.recipes import load_recipe
-from agentrl.run.preflight import open_chat
+from agentrl.session.preflight import open_chat
 from agentrl.task import open_family
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from agentrl.failure.rules import RULES
-from agentrl.failure.trace import Trace, Why
-from agentrl.failure.triage import by_rules
+from agentrl.failure.trace import CaptureReason, Trace
+from agentrl.failure.triage import tag_by_rules
 from agentrl.records import Episode, Message, Score, Task, ToolCall, ToolResult, Trajectory, Turn, VersionSpan
 from benchmarks import weakness
 from benchmarks.weakness_recipe import KIND, recipe, recomputed, rewards_the_habit, whole_part
@@ -46,7 +46,7 @@ def trace(task: Task, acts: list[Act]) -> Trace:
     answer = turns[-1].message.tool_calls[0].arguments["answer"]
     line = Trajectory(agent="main", turns=tuple(turns), stop_reason="submitted")
     episode = Episode(id=task.id, task_id=task.id, task_key=task.key, trajectories=(line,), answer=str(answer))
-    return Trace(id=task.id, why=Why.FAILED, task=task, episode=episode, score=Score(value=0.0))
+    return Trace(id=task.id, why=CaptureReason.FAILED, task=task, episode=episode, score=Score(value=0.0))
 
 
 async def test_the_habit_is_planted_told_by_the_oracle_and_named_by_the_rules() -> None:
@@ -55,7 +55,7 @@ async def test_the_habit_is_planted_told_by_the_oracle_and_named_by_the_rules() 
     for one in traces:
         assert one.task is not None and one.episode is not None
         if (await exact_answer(one.task, one.episode)).value == 0.0:
-            failed.append(replace(one, tags=by_rules(one, RULES)))
+            failed.append(replace(one, tags=tag_by_rules(one, RULES)))
         else:
             assert "." not in str(one.episode.answer) or not weakness.has_habit(one)
     assert 0.7 < len(failed) / len(traces) < 0.95

@@ -73,10 +73,10 @@ def test_run_folders_recipes_and_task_folders_are_read(tmp_path: Path) -> None:
         f"""
 from pathlib import Path
 from agentrl.cli import app
-from agentrl.cli.prove import open_target
+from agentrl.cli.check import open_target
 from agentrl.cli.recipes import load_recipe
 from agentrl.observe import Rate
-from agentrl.run.measure import read_evaluation
+from agentrl.session.measure import read_evaluation
 app(["versions", {folder!r}], standalone_mode=False)
 app(["report", {folder!r}], standalone_mode=False)
 print(read_evaluation(Path({folder!r}), "before")["heldout"]["ci_low"])

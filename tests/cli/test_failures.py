@@ -12,14 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.cli.failures import failures_app
+from agentrl.config.failures import CaptureConfig
 from agentrl.errors import UserError
 from agentrl.failure import Capture
 from agentrl.failure.case import load_suite
 from agentrl.failure.collection import Collection
-from agentrl.failure.rows import Row, Wanted
-from agentrl.failure.trace import Spoken, Tag, Trace, Why
+from agentrl.failure.listing import TraceFilter, TraceRow
+from agentrl.failure.trace import CaptureReason, ImportedMessage, Tag, Trace
 from agentrl.records import Group, Message, Score, ToolCall
-from agentrl.sections.failures import CaptureConfig
 from tests.failure.traces import heard, python, said, scored, submit, task, trace, turn
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Path:
     lost = scored(strange, turn(submit("1")), answer="1", name="g000001-0-a0", of=task("What is the mean?"))
     fault = scored(looked, value=None, name="g000002-0-a0")
     for index, (asked, episodes) in enumerate(((task(), (misread, passed)), (task("What is the mean?"), (lost,)), (task(), (fault,)))):
-        capture.group(asked, Group(index=index, task_id="t", task_key=asked.key, episodes=episodes), step=index)
+        capture.capture_group(asked, Group(index=index, task_id="t", task_key=asked.key, episodes=episodes), step=index)
     capture.close()
     assert capture.lost == 0
     return folder
@@ -73,7 +73,7 @@ def test_a_list_that_is_cut_says_so(run: Path) -> None:
 def test_a_list_reads_no_more_than_it_shows(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, bounds = Collection.rows, list[int]()
 
-    def bounded(self: Collection, wanted: Wanted | None = None, *, most: int = -1, newest: bool = False) -> list[Row]:
+    def bounded(self: Collection, wanted: TraceFilter | None = None, *, most: int = -1, newest: bool = False) -> list[TraceRow]:
         bounds.append(most)
         return rows(self, wanted, most=most, newest=newest)
 
@@ -187,9 +187,12 @@ def hostile() -> list[Trace]:
     return [
         replace(whole, score=score, tags=tags, phase=HOSTILE, origin={HOSTILE: HOSTILE}, missing=(HOSTILE,) * 99),
         replace(heard(*words * 60), id="b", phase=HOSTILE),
-        Trace(id="c", why=Why.IMPORTED, phase="imported"),
+        Trace(id="c", why=CaptureReason.IMPORTED, phase="imported"),
         Trace(
-            id="d", why=Why.IMPORTED, spoken=(Spoken(message=Message(role="", content=""), agent=HOSTILE),), tools=({}, {"name": 3}, nasty)
+            id="d",
+            why=CaptureReason.IMPORTED,
+            spoken=(ImportedMessage(message=Message(role="", content=""), agent=HOSTILE),),
+            tools=({}, {"name": 3}, nasty),
         ),
         trace(name="e"),
     ]

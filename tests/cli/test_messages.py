@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from agentrl import __version__
 from agentrl.cli import app
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import UserError
 from agentrl.observe import RunTracker
 from agentrl.observe.tracker import open_trackers
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 
 COMMANDS = [[], ["train"], ["failures"], ["failures", "list"], ["model", "import"], ["sandbox"], ["tune", "sft"]]
 

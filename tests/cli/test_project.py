@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from agentrl.cli import app
 from agentrl.cli.project import init_project
 from agentrl.errors import UserError
-from agentrl.plugins import CONTENT, content_root
+from agentrl.plugins.references import CONTENT, content_root
 
 ROOT = Path(__file__).resolve().parents[2]
 

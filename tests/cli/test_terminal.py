@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from agentrl.observe import RunTracker, Summary
 from agentrl.observe.tracker import TerminalTracker
 from agentrl.run import loop, preflight
-from agentrl.run.folder import write_start
+from agentrl.session.folder import write_start
 
 preflight.check = lambda recipe, folder, **_: SimpleNamespace()
 

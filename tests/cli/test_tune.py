@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from agentrl.cli import tune
 from agentrl.cli.tune import tune_app
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
 
 
 @pytest.mark.parametrize(("way", "option"), [("dpo", "--beta"), ("dpo", "--lr"), ("sft", "--lr"), ("reward", "--lr")])

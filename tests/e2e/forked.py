@@ -43,10 +43,10 @@ def use(servers: Path, learners: Path) -> None:
 @contextlib.contextmanager
 def hosting(folder: Path) -> Iterator[tuple[Path, Path]]:
     """The hosts of servers, with one thread each, and of learners."""
-    from agentrl.serving.process import environment
+    from agentrl.serving.process import server_environment
 
     with (
-        preloaded.hosting(folder / "servers", "servers", environment(folder, cpu_threads=1)) as servers,
+        preloaded.hosting(folder / "servers", "servers", server_environment(folder, cpu_threads=1)) as servers,
         preloaded.hosting(folder / "learners") as learners,
     ):
         yield servers, learners

@@ -15,8 +15,8 @@ from typing import Any
 
 from agentrl import cli
 from agentrl.records import Completion, SamplingParams, VersionSpan
-from agentrl.run import opening
-from agentrl.serving.served import ServedPolicy
+from agentrl.serving.supervisor import SupervisedServer
+from agentrl.session import opening
 from agentrl.testing import byte_tokenizer
 from agentrl.testing.hostile import RIGHT, SCRIPTS
 from tests.e2e import forked
@@ -90,7 +90,7 @@ class Family:
 """
 
 RECIPE = f"""
-from agentrl.recipe import *
+from agentrl.config import *
 recipe = Recipe(
     name="hostile", steps={STEPS}, policy=PolicyConfig(model="model", dtype="float32", max_model_len={CONTEXT}),
     tasks=TasksConfig(family="mine:Family"),
@@ -126,7 +126,7 @@ def script_of(episode: str) -> tuple[str, Sequence[str]]:
     return ("right", RIGHT) if int(member) == GROUP_SIZE - 1 else (names[place % len(names)], SCRIPTS[names[place % len(names)]])
 
 
-class Scripted(ServedPolicy):
+class Scripted(SupervisedServer):
     """Says its script where the real one would sample; logprobs are made up, versions are those that serve."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
@@ -141,7 +141,7 @@ class Scripted(ServedPolicy):
 
 def main(servers: str, learners: str, project: str, run_dir: str, backend: str, *more: Any) -> None:
     forked.use(Path(servers), Path(learners))
-    opening.ServedPolicy = Scripted  # type: ignore[misc]
+    opening.SupervisedServer = Scripted  # type: ignore[misc]
     cli.main(["train", f"{project}/recipe.py", "--run-dir", run_dir, "--sandbox", backend, *more])
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.files import sha256_file
+from agentrl.base.files import sha256_file
 
 from .conftest import ROOT, SMALL, agentrl, summary
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.compare.verdict import Outcome, read_verdicts
 from agentrl.experience import SqliteStore
 from agentrl.failure.case import Case, save_case
+from agentrl.gate.verdict import GateOutcome, read_verdicts
 from agentrl.records import Split, VersionState
 from agentrl.version import FolderRegistry
 from sandboxes.tables import Tables
@@ -46,9 +46,9 @@ def test_a_run_of_adapters_outlives_its_servers_and_is_judged_on_one_of_the_gate
     said = " ".join(output.split())
     assert "the inference server is replaced" in said and "inference server gate is replaced" in said
     verdicts = read_verdicts(run)
-    assert [one.version for one in verdicts] == [0, 1, 2, 3] and verdicts[0].outcome is Outcome.REFERENCE
+    assert [one.version for one in verdicts] == [0, 1, 2, 3] and verdicts[0].outcome is GateOutcome.REFERENCE
     assert verdicts[0].figures is not None and verdicts[0].figures.attempts == 8 and verdicts[0].figures.unscored == 0
-    assert {one.outcome for one in verdicts[1:]} == {Outcome.PROMOTED}, [one.reason for one in verdicts]
+    assert {one.outcome for one in verdicts[1:]} == {GateOutcome.PROMOTED}, [one.reason for one in verdicts]
     assert FolderRegistry(run / "versions").latest(VersionState.PROMOTED).number == 3
     lines = {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "episodes" in line}
     for line in lines.values():  # one more group for each that taught nothing, up to two

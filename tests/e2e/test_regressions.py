@@ -35,7 +35,7 @@ def test_a_real_policy_is_held_to_a_suite(tmp_path: Path, forked: tuple[str, ...
         assert code == 1 and [one["case"] for one in told["cases"] if one["verdict"] != "passed"] == ["case-0"], out
         assert told["judges"] == {}, "none was asked"
         assert agentrl("failures", "list", str(run))[0] == 0, "what scored below 1 was captured; a case may ask for more"
-        command = [sys.executable, "-m", "pytest", "-p", "agentrl.prove.pytest_plugin", "-p", "no:cacheprovider", "-k", "not case-0"]
+        command = [sys.executable, "-m", "pytest", "-p", "agentrl.evaluation.pytest_plugin", "-p", "no:cacheprovider", "-k", "not case-0"]
         command += [str(suite), "-o", "addopts=", "--agentrl-run-dir", str(tmp_path / "again")]  # the policy that suite.toml records
         there = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         done = subprocess.run(command, cwd=tmp_path, env=there, capture_output=True, text=True, timeout=900)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.base.files import read_json_lines
 from agentrl.experience import SqliteStore
-from agentrl.files import read_json_lines
 from agentrl.records import Group
 
 from .conftest import agentrl, start, wait_for

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.compare.verdict import read_verdicts
 from agentrl.failure.collection import Collection
-from agentrl.failure.twins import withheld
-from agentrl.practice import load_practice
+from agentrl.failure.overlap import load_withheld
+from agentrl.failure.practice import load_practice
+from agentrl.gate.verdict import read_verdicts
 from benchmarks import weakness
 
 
@@ -28,7 +28,7 @@ def test_a_failure_becomes_cases_practice_and_a_gate(tmp_path: Path, forked: tup
     caught = one.done("capture")
     assert caught["planted"] >= size.cases and caught["share"] >= weakness.TARGETS["tagged right"], caught
     assert one.done("promote")["cases"] == size.cases and one.done("vary") == {"tasks": size.cases * size.variants, "refused": 0}
-    held = withheld([one.suite.name], root=one.folder)
+    held = load_withheld([one.suite.name], root=one.folder)
     assert {practised.how for practised in load_practice(one.suite, withheld=held)} == {"alike", "harder", "easier"}
 
     repair = Path(one.done("train")["run"])

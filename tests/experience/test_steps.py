@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.config import RolloutConfig
 from agentrl.experience import SqliteStore, StepGroups
 from agentrl.experience.steps import has_preference
-from agentrl.recipe import RolloutConfig
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
-from agentrl.rollout import left_out_group
+from agentrl.rollout import excluded_group
 
 
 def group(index: int, *scores: float) -> Group:
@@ -40,7 +40,7 @@ class Stored:
 
 
 def roll_out(steps: StepGroups, step: int, store: Stored, outcomes: Any, stop_after: int) -> None:
-    """As `agentrl.run.rollouts.make_step`: groups end in the order that `outcomes` draws; the driver dies after some of them."""
+    """As `agentrl.run.rollouts.roll_out_step`: groups end in the order that `outcomes` draws; the driver dies after some of them."""
     waiting = iter(steps.indices(step))
     running = [next(waiting) for _ in range(steps.per_step)]
     while running and stop_after:
@@ -65,7 +65,7 @@ def test_the_learner_takes_exactly_what_the_driver_made_also_when_it_died_on_the
     for stop_after in (outcomes(0, 4), outcomes(0, 4), 100):
         driver = StepGroups(per_step, extra)
         roll_out(driver, step, store, outcomes, stop_after)
-        taken = StepGroups(per_step, extra).taken(step, cast(Any, store))
+        taken = StepGroups(per_step, extra).consumed_indices(step, cast(Any, store))
         if taken is not None:
             assert list(taken) == sorted(store.found), "all that was made, and nothing is left over"
             break
@@ -77,24 +77,24 @@ def test_the_learner_takes_exactly_what_the_driver_made_also_when_it_died_on_the
 def test_without_extra_groups_no_group_is_read_to_know_whether_a_step_is_whole() -> None:
     store, steps = Stored(), StepGroups(2)
     store.found = {2: group(2, 0.0, 0.0)}
-    assert steps.taken(1, cast(Any, store)) is None
+    assert steps.consumed_indices(1, cast(Any, store)) is None
     store.found[3] = group(3, 1.0, 1.0)
-    assert steps.taken(1, cast(Any, store)) == range(2, 4) and store.read == []
+    assert steps.consumed_indices(1, cast(Any, store)) == range(2, 4) and store.read == []
 
 
 def test_a_group_that_says_nothing_gets_another_and_is_read_once(tmp_path: Any) -> None:
     broken = Failure(stage="s", blame=Blame.TASK, kind="k", message="")
     store, steps = SqliteStore(tmp_path / "x.sqlite"), StepGroups(2, 3, min_group_size=2)
     store.put(group(0, 1.0, 0.0))
-    store.put(left_out_group(1, "t", "k", broken, size=2))  # no attempt at all
-    assert steps.taken(0, store) is None
+    store.put(excluded_group(1, "t", "k", broken, size=2))  # no attempt at all
+    assert steps.consumed_indices(0, store) is None
     store.put(group(2, 1.0))  # one attempt alone has no baseline
     store.put(group(3, 0.5, 0.5))
-    assert steps.taken(0, store) is None
+    assert steps.consumed_indices(0, store) is None
     store.put(group(4, 0.0, 0.0))  # and here the block ends
-    assert steps.taken(0, store) == range(5)
+    assert steps.consumed_indices(0, store) == range(5)
     store.close()
-    assert steps.taken(0, cast(Any, SimpleNamespace(has=lambda index: False))) == range(5), "what was read is known"
+    assert steps.consumed_indices(0, cast(Any, SimpleNamespace(has=lambda index: False))) == range(5), "what was read is known"
 
 
 @given(per_step=st.integers(1, 6), extra=st.integers(0, 6))
@@ -117,7 +117,7 @@ def test_a_group_teaches_if_enough_attempts_were_scored_and_not_all_alike(scores
 
 
 def test_a_policy_that_does_not_learn_has_one_step_without_end() -> None:
-    steps = StepGroups.single(RolloutConfig(groups_per_step=2, extra_groups=3, min_group_size=4))
+    steps = StepGroups.single_step(RolloutConfig(groups_per_step=2, extra_groups=3, min_group_size=4))
     assert [steps.step_of(index) for index in (0, 5, 10_000_000)] == [0, 0, 0]
     assert [steps.position(index) for index in (0, 5, 10_000_000)] == [0, 5, 10_000_000]
     assert steps.min_group_size == 4 and StepGroups(1).min_group_size == 2
@@ -127,5 +127,5 @@ def test_a_policy_that_does_not_learn_has_one_step_without_end() -> None:
 def test_what_is_known_of_a_group_is_not_in_what_is_printed() -> None:
     """A run's steps may have read thousands of groups."""
     steps = StepGroups(2)
-    steps.know(0, True)
+    steps.set_preference(0, True)
     assert repr(steps) == "StepGroups(per_step=2, extra=0, min_group_size=2)"

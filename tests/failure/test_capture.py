@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.config.failures import CaptureConfig
 from agentrl.errors import StoreError, UserError
 from agentrl.failure import Capture
-from agentrl.failure.capture import why
+from agentrl.failure.capture import capture_reason
 from agentrl.failure.collection import FILE, Collection
-from agentrl.failure.digest import digest_of
-from agentrl.failure.rows import Wanted
-from agentrl.failure.trace import Tag, Why
+from agentrl.failure.digest import build_digest
+from agentrl.failure.listing import TraceFilter
+from agentrl.failure.trace import CaptureReason, Tag
 from agentrl.records import Blame, Group, ScoredEpisode
-from agentrl.sampling import Supports
-from agentrl.sections.failures import CaptureConfig
+from agentrl.records.sampling import Supports
 
 from .traces import fault, heard, python, said, scored, submit, task, trace, turn
 
@@ -44,32 +44,32 @@ def opened(folder: Path, **config: object) -> Capture:
     ("given", "found"),
     [
         (episode(value=1.0), None),
-        (episode(value=0.9), Why.FAILED),
+        (episode(value=0.9), CaptureReason.FAILED),
         (episode(value=1.5), None),
-        (episode(ended="wall_limit"), Why.TIMEOUT),
-        (episode(ended="tool_timeout"), Why.TIMEOUT),
-        (episode(ended="turn_limit"), Why.LIMIT),
+        (episode(ended="wall_limit"), CaptureReason.TIMEOUT),
+        (episode(ended="tool_timeout"), CaptureReason.TIMEOUT),
+        (episode(ended="turn_limit"), CaptureReason.LIMIT),
         (episode(ended="turn_limit", value=1.0), None),
-        (episode(value=None), Why.FAULT),
-        (episode(value=float("inf")), Why.FAULT),
-        (episode(failures=(fault(Blame.TASK),)), Why.FAULT),
-        (episode(failures=(fault(Blame.POLICY),)), Why.FAILED),
+        (episode(value=None), CaptureReason.FAULT),
+        (episode(value=float("inf")), CaptureReason.FAULT),
+        (episode(failures=(fault(Blame.TASK),)), CaptureReason.FAULT),
+        (episode(failures=(fault(Blame.POLICY),)), CaptureReason.FAILED),
     ],
 )
-def test_why_an_episode_is_kept(given: ScoredEpisode, found: Why | None) -> None:
-    assert why(given, below=1.0) is found
+def test_why_an_episode_is_kept(given: ScoredEpisode, found: CaptureReason | None) -> None:
+    assert capture_reason(given, below=1.0) is found
 
 
 def test_an_audit_and_an_earlier_success_say_more_than_the_score() -> None:
-    assert why(episode(value=1.0), below=1.0, audit="it copied the file of answers") is Why.HACKED
-    assert why(episode(ended="turn_limit"), below=1.0, passed_before=True) is Why.REGRESSED
-    assert why(episode(value=0.3), below=0.2) is None
+    assert capture_reason(episode(value=1.0), below=1.0, audit="it copied the file of answers") is CaptureReason.HACKED
+    assert capture_reason(episode(ended="turn_limit"), below=1.0, passed_before=True) is CaptureReason.REGRESSED
+    assert capture_reason(episode(value=0.3), below=0.2) is None
 
 
 def test_a_trace_is_read_back_whole(tmp_path: Path) -> None:
     one = trace(*STEPS, of=task("\x1b[31m wide ütf \ufffd", files={"b.txt": "x" * 9000}), answer="97")
     assert one.episode is not None
-    last = replace(STEPS[0], supports=Supports.of([(3, 9), (4, 8), ()]))
+    last = replace(STEPS[0], supports=Supports.from_rows([(3, 9), (4, 8), ()]))
     whole = replace(
         one.episode, outputs={"out.bin": bytes(range(256))}, trajectories=(replace(one.episode.trajectories[0], turns=(last,)),)
     )
@@ -80,18 +80,18 @@ def test_a_trace_is_read_back_whole(tmp_path: Path) -> None:
     with Collection(tmp_path) as collection:
         assert collection.get(kept.id) == kept and collection.get(foreign.id) == foreign and collection.get("x") is None
         assert list(collection.traces()) == [kept, foreign]
-        assert [row.tag for row in collection.rows(Wanted(kind="sum"))] == ["looped"]
+        assert [row.tag for row in collection.rows(TraceFilter(kind="sum"))] == ["looped"]
         assert collection.counts("why") == {("failed",): 1, ("imported",): 1}
 
 
 def test_a_group_is_counted_whole_and_its_failures_are_kept(tmp_path: Path) -> None:
     capture = opened(tmp_path)
-    capture.group(task(), group(0, episode(0), episode(1, value=1.0, answer="412"), episode(2, value=None)), step=4)
+    capture.capture_group(task(), group(0, episode(0), episode(1, value=1.0, answer="412"), episode(2, value=None)), step=4)
     broken = replace(episode(3, group=1), episode=replace(episode(3, group=1).episode, failures=(fault(Blame.TASK, "TaskError"),)))
-    capture.group(task(), group(1, broken, broken), step=4)
+    capture.capture_group(task(), group(1, broken, broken), step=4)
     known = replace(broken, episode=replace(broken.episode, failures=(fault(Blame.TASK, "quarantined"),)))
-    capture.group(task(), group(2, known, known), step=4)
-    capture.group(None, group(3, broken, broken), step=4)
+    capture.capture_group(task(), group(2, known, known), step=4)
+    capture.capture_group(None, group(3, broken, broken), step=4)
     capture.close()
     with Collection(tmp_path) as collection:
         assert [(row.id, row.why, row.tag) for row in collection.rows()] == [
@@ -105,7 +105,7 @@ def test_a_group_is_counted_whole_and_its_failures_are_kept(tmp_path: Path) -> N
             ("fault", "infrastructure"): 1,
             ("fault", "task_fault"): 2,
         }
-        told = digest_of(collection)
+        told = build_digest(collection)
     assert (told["episodes"], told["failures"]) == (5, 4)
     assert told["steps"] == [{"step": 4, "episodes": 5, "tags": {"task_fault": 2, "wrong_answer": 1, "infrastructure": 1}}]
     assert capture.lost == 0
@@ -113,16 +113,16 @@ def test_a_group_is_counted_whole_and_its_failures_are_kept(tmp_path: Path) -> N
 
 def test_a_resumed_run_goes_on_and_an_evaluation_made_again_replaces_itself(tmp_path: Path) -> None:
     first = opened(tmp_path)
-    first.group(task(), group(0, episode(0)), step=0)
-    first.begin("before")
-    first.episode(task(), episode(7, value=1.0), phase="before", step=0)
-    first.episode(task(), episode(8, of=task(id="other")), phase="before", step=0)
+    first.capture_group(task(), group(0, episode(0)), step=0)
+    first.reset_phase("before")
+    first.capture_episode(task(), episode(7, value=1.0), phase="before", step=0)
+    first.capture_episode(task(), episode(8, of=task(id="other")), phase="before", step=0)
     del first  # killed: nothing was closed
     again = opened(tmp_path)
-    again.group(task(), group(1, episode(0, group=1)), step=0)
-    again.begin("before")
-    again.episode(task(), episode(7, value=1.0), phase="before", step=0)
-    again.episode(task(), replace(episode(7), episode=replace(episode(7).episode, id="after-7")), phase="after", step=9)
+    again.capture_group(task(), group(1, episode(0, group=1)), step=0)
+    again.reset_phase("before")
+    again.capture_episode(task(), episode(7, value=1.0), phase="before", step=0)
+    again.capture_episode(task(), replace(episode(7), episode=replace(episode(7).episode, id="after-7")), phase="after", step=9)
     again.close()
     with Collection(tmp_path) as collection:
         assert [(row.id, row.phase, row.why) for row in collection.rows()] == [
@@ -138,11 +138,11 @@ def test_a_resumed_run_goes_on_and_an_evaluation_made_again_replaces_itself(tmp_
 def test_of_the_judgements_of_a_gate_one_is_made_again_and_the_others_stay(tmp_path: Path) -> None:
     capture = opened(tmp_path)
     for version, value in ((0, 1.0), (1, 0.0), (1, 0.0)):  # the driver died after the first judgement of version 1
-        capture.begin("gate", step=version, place=f"gate{version}")
+        capture.reset_phase("gate", step=version, place=f"gate{version}")
         for attempt in range(2):
             one = episode(value=value)
             named = replace(one, episode=replace(one.episode, id=f"gate{version}-r{attempt}"))
-            capture.episode(task(), named, phase="gate", step=version, place=f"gate{version}")
+            capture.capture_episode(task(), named, phase="gate", step=version, place=f"gate{version}")
     capture.close()
     with Collection(tmp_path) as collection:
         assert [(row.id, row.why) for row in collection.rows()] == [("gate1-r0", "regressed"), ("gate1-r1", "regressed")]
@@ -171,7 +171,7 @@ def test_bytes_are_bounded_and_one_huge_trace_is_not_kept(tmp_path: Path, monkey
         for number in range(40):
             collection.add([trace(*STEPS, name=f"n{number}", of=task(id=f"t{number}"))])
         assert 1 <= len(collection) < 40 and sum(row.bytes for row in collection.rows()) <= 4000
-        monkeypatch.setattr("agentrl.failure.collection.LARGEST", 100)
+        monkeypatch.setattr("agentrl.failure.collection.MAX_TRACE_BYTES", 100)
         assert collection.add([trace(*STEPS, name="huge")]) == 0
         assert collection.get("huge") is None
 
@@ -179,7 +179,7 @@ def test_bytes_are_bounded_and_one_huge_trace_is_not_kept(tmp_path: Path, monkey
 def test_a_file_cut_anywhere_costs_what_is_in_it_and_no_run(tmp_path: Path) -> None:
     capture = opened(tmp_path)
     for index in range(12):
-        capture.group(task(), group(index, *(episode(n, group=index) for n in range(3))), step=0)
+        capture.capture_group(task(), group(index, *(episode(n, group=index) for n in range(3))), step=0)
     capture.close()
     whole = (tmp_path / FILE).read_bytes()
     for size in (0, 1, 100, 5000, len(whole) // 2, len(whole) - 1):
@@ -187,9 +187,9 @@ def test_a_file_cut_anywhere_costs_what_is_in_it_and_no_run(tmp_path: Path) -> N
         (folder / FILE).parent.mkdir(parents=True)
         (folder / FILE).write_bytes(whole[:size])
         again = opened(folder)
-        again.begin("before")
+        again.reset_phase("before")
         for index in (20, 21):
-            again.group(task(), group(index, episode(0, group=index)), step=1)
+            again.capture_group(task(), group(index, episode(0, group=index)), step=1)
         again.close()
         assert again.lost == 0, size
         with Collection(folder) as collection:
@@ -220,14 +220,14 @@ def test_what_is_no_collection_says_so(tmp_path: Path) -> None:
 def test_a_disk_that_refuses_costs_the_trace_and_not_the_run(tmp_path: Path) -> None:
     (tmp_path / "failures").write_text("no folder")
     capture = opened(tmp_path)
-    capture.group(task(), group(0, episode(0)), step=0)
+    capture.capture_group(task(), group(0, episode(0)), step=0)
     assert capture.lost == 1
 
 
 def test_nothing_is_captured_where_nothing_is_to_be_kept(tmp_path: Path) -> None:
     capture = opened(tmp_path, keep=0)
-    capture.group(task(), group(0, episode(0)), step=0)
-    capture.begin("before")
+    capture.capture_group(task(), group(0, episode(0)), step=0)
+    capture.reset_phase("before")
     assert not (tmp_path / "failures").exists() and capture.lost == 0
 
 
@@ -253,16 +253,16 @@ def test_a_locked_file_stops_the_run_once_and_not_at_every_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("agentrl.failure.capture._BUSY_S", 0.3)
-    opened(tmp_path).group(task(), group(0, episode(0)), step=0)
+    opened(tmp_path).capture_group(task(), group(0, episode(0)), step=0)
     capture, other = opened(tmp_path), sqlite3.connect(tmp_path / FILE, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     began = time.monotonic()
     for index in range(1, 11):
-        capture.group(task(), group(index, episode(0, group=index), episode(1, group=index)), step=0)
+        capture.capture_group(task(), group(index, episode(0, group=index), episode(1, group=index)), step=0)
     assert time.monotonic() - began < 1.0 and capture.lost == 20
     other.execute("ROLLBACK")
     monkeypatch.setattr("agentrl.failure.capture.time", SimpleNamespace(monotonic=lambda: began + 60, thread_time=time.thread_time))
-    capture.group(task(), group(11, episode(0, group=11)), step=0)
+    capture.capture_group(task(), group(11, episode(0, group=11)), step=0)
     capture.close()
     assert "20 episodes are not among the captured failures" in caplog.text
     with Collection(tmp_path) as collection:
@@ -276,4 +276,4 @@ def test_the_traces_of_a_run_that_nobody_can_write_to_are_read(tmp_path: Path, m
     with Collection(tmp_path) as collection:
         assert len(collection) == 1 and [path.name for path in (tmp_path / "failures").iterdir()] == ["traces.sqlite"]
         with pytest.raises(StoreError, match="readonly"):
-            collection.forget("train")
+            collection.clear_phase("train")

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import codec
 from agentrl.errors import UserError
-from agentrl.failure.case import Case, find_suites, load_suite, save_case
-from agentrl.failure.trace import Tag, Trace, Why
-from agentrl.records import Message, SandboxSpec, Split, Task
+from agentrl.failure.case import Case, load_suite, load_suites, save_case
+from agentrl.failure.trace import CaptureReason, Tag, Trace
+from agentrl.records import Message, SandboxSpec, Split, Task, codec
 
 
 def make_task() -> Task:
@@ -76,10 +75,10 @@ def test_a_case_without_the_newer_fields_is_read_and_wrong_ones_are_refused(tmp_
 def test_a_folder_of_suites_gives_all_of_them(tmp_path: Path) -> None:
     for name in ("b", "a"):
         save_case(tmp_path / name, Case(id="x", task=make_task()))
-    assert [suite.name for suite in find_suites(tmp_path)] == ["a", "b"]
-    assert [suite.name for suite in find_suites(tmp_path / "b")] == ["b"]
+    assert [suite.name for suite in load_suites(tmp_path)] == ["a", "b"]
+    assert [suite.name for suite in load_suites(tmp_path / "b")] == ["b"]
     with pytest.raises(UserError, match="holds none"):
-        find_suites(tmp_path / "a" / "cases")
+        load_suites(tmp_path / "a" / "cases")
 
 
 def test_a_folder_without_cases_is_no_suite(tmp_path: Path) -> None:
@@ -90,8 +89,8 @@ def test_a_folder_without_cases_is_no_suite(tmp_path: Path) -> None:
 
 
 def test_a_trace_reads_back_and_says_what_it_is() -> None:
-    trace = Trace(id="t", why=Why.IMPORTED, source="openai", missing=("no tool schemas",))
+    trace = Trace(id="t", why=CaptureReason.IMPORTED, source="openai", missing=("no tool schemas",))
     assert codec.from_json(Trace, codec.to_json(trace)) == trace
     assert not trace.replays
     with pytest.raises(ValueError, match="come together"):
-        Trace(id="t", why=Why.FAILED, task=make_task())
+        Trace(id="t", why=CaptureReason.FAILED, task=make_task())

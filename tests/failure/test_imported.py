@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from agentrl.agent import load_tools
 from agentrl.cli import app
-from agentrl.contract.recorded import NAME, Recording
 from agentrl.errors import AgentRLError, TaskError, UserError
 from agentrl.failure.case import load_suite
-from agentrl.failure.imported import Supplied, left_out, read_truths, task_of
-from agentrl.failure.trace import Spoken, Trace, Why
+from agentrl.failure.imported import UserParts, describe_excluded_messages, read_truths, task_from_trace
+from agentrl.failure.trace import CaptureReason, ImportedMessage, Trace
 from agentrl.records import Limits, Message, ToolCall
-from tests.run.suite_parts import OVERRIDES
+from agentrl.task.recorded_tools import RECORDED_TOOLS, Recording
+from tests.evaluation.suite_parts import OVERRIDES
 
 PROJECT = {
     "pyproject.toml": "",
@@ -74,7 +74,7 @@ def test_a_folder_of_traces_becomes_a_suite_that_tells_policies_apart(project: P
     assert "1 new cases in evals/support" in told and "1 later messages of the user are excluded" in told
     (case,) = load_suite(project / "evals" / "support").cases
     assert [one.content for one in case.task.prompt] == ["You help customers.", "Where is order 4711?"]
-    assert case.task.tools == (NAME,) and case.task.data["answer"] == "It is on its way."
+    assert case.task.tools == (RECORDED_TOOLS,) and case.task.data["answer"] == "It is on its way."
     assert "were there" in agentrl(*made, "--truths", "truths.jsonl"), "once"
     for policy, code in (("right", 0), ("wrong", 1)):
         found = agentrl(
@@ -88,20 +88,20 @@ def test_a_folder_of_traces_becomes_a_suite_that_tells_policies_apart(project: P
     )
 
 
-def trace(*spoken: Spoken, **more: Any) -> Trace:
-    return Trace(id="t1", why=Why.IMPORTED, source="otel", spoken=spoken, **more)
+def trace(*spoken: ImportedMessage, **more: Any) -> Trace:
+    return Trace(id="t1", why=CaptureReason.IMPORTED, source="otel", spoken=spoken, **more)
 
 
-def said(role: str, content: str = "", *calls: ToolCall, **more: Any) -> Spoken:
-    return Spoken(message=Message(role=role, content=content, tool_calls=calls), **more)
+def said(role: str, content: str = "", *calls: ToolCall, **more: Any) -> ImportedMessage:
+    return ImportedMessage(message=Message(role=role, content=content, tool_calls=calls), **more)
 
 
-WHOLE = Supplied(verifiers=("rewards.exact:exact",), truths={"t1": "4"})
+WHOLE = UserParts(verifiers=("rewards.exact:exact",), truths={"t1": "4"})
 
 
 def test_everything_that_lacks_is_named_at_once() -> None:
     with pytest.raises(UserError) as error:
-        task_of(trace(said("assistant", "hello", ToolCall(name="f", arguments={})), origin={"service": "shop"}), Supplied())
+        task_from_trace(trace(said("assistant", "hello", ToolCall(name="f", arguments={})), origin={"service": "shop"}), UserParts())
     for lack in ("what the user asked", "--verifier", "--truths FILE", "--tools module:attr", "keys of its origin: service"):
         assert lack in str(error.value), lack
 
@@ -109,9 +109,13 @@ def test_everything_that_lacks_is_named_at_once() -> None:
 def test_truth_may_come_from_the_origin_and_tools_from_stubs() -> None:
     one = trace(said("user", "2 + 2?"), said("assistant", "", ToolCall(name="f", arguments={})), origin={"expected": "4"})
     stubs = replace(WHOLE, truths={}, truth_from="expected", tools=("stubs:f",), image="sandboxes/mine")
-    task = task_of(one, stubs)
-    assert (task.data["answer"], task.tools, task.sandbox.image) == ("4", ("stubs:f",), "sandboxes/mine") and NAME not in task.data
-    assert left_out(one) == ""
+    task = task_from_trace(one, stubs)
+    assert (task.data["answer"], task.tools, task.sandbox.image) == (
+        "4",
+        ("stubs:f",),
+        "sandboxes/mine",
+    ) and RECORDED_TOOLS not in task.data
+    assert describe_excluded_messages(one) == ""
 
 
 async def test_answers_go_to_their_calls_by_id_and_else_in_order() -> None:
@@ -126,7 +130,7 @@ async def test_answers_go_to_their_calls_by_id_and_else_in_order() -> None:
         said("tool", "third"),
         tools=(schema,),
     )
-    task = task_of(one, WHOLE)
+    task = task_from_trace(one, WHOLE)
     assert [(call.arguments["x"], call.output, call.failed) for call in Recording.of(task).calls] == [
         (0, "of a", True),
         (1, "of b", False),

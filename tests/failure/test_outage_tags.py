@@ -12,7 +12,7 @@ import pytest
 from agentrl.failure import rules
 from agentrl.failure.formats import read
 from agentrl.failure.trace import Trace
-from agentrl.failure.triage import by_rules
+from agentrl.failure.triage import tag_by_rules
 from agentrl.records import Blame, Failure, ToolCall
 
 from .traces import heard, python, said, submit, task, trace, turn
@@ -50,7 +50,7 @@ OWN = [
 
 
 def first(given: Trace) -> tuple[str, int | None]:
-    tag = by_rules(given, rules.RULES)[0]
+    tag = tag_by_rules(given, rules.RULES)[0]
     return tag.name, tag.turn
 
 
@@ -73,7 +73,7 @@ def test_what_the_agent_asked_for_or_ran_is_its_own(tool: str, arguments: dict[s
     foreign = heard(said("assistant", "", call), said("tool", text, failed=True), said("assistant", "It is 3."))
     ours = trace(turn((tool, arguments, text, False)), turn(submit("97")), answer="97")
     for given in (foreign, ours):
-        assert "infrastructure" not in {tag.name for tag in by_rules(given, rules.RULES)}
+        assert "infrastructure" not in {tag.name for tag in tag_by_rules(given, rules.RULES)}
 
 
 def test_an_outage_that_the_agent_got_over_or_provoked_is_none() -> None:

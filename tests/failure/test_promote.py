@@ -9,9 +9,9 @@ import pytest
 
 from agentrl.errors import UserError
 from agentrl.failure.case import load_suite
+from agentrl.failure.overlap import Overlap
 from agentrl.failure.promote import promote
-from agentrl.failure.trace import Tag, Why
-from agentrl.failure.twins import Likeness
+from agentrl.failure.trace import CaptureReason, Tag
 
 from .traces import heard, python, submit, task, trace, turn
 
@@ -45,16 +45,16 @@ def test_a_task_is_in_a_suite_once_and_twins_are_told(tmp_path: Path) -> None:
     done = promote([ONE, again, other], tmp_path)
     assert [(one.trace, one.likeness, one.path is None) for one in done] == [
         ("g000012-3-a0", None, False),
-        ("g000099-0-a0", Likeness.SAME, True),
+        ("g000099-0-a0", Overlap.SAME, True),
         ("other", None, False),
     ]
-    assert "already" in done[1].told
+    assert "already" in done[1].summary
     (late,) = promote([twin], tmp_path)
-    assert late.likeness is Likeness.TWIN and late.case == done[0].case and late.path is not None and "near twin" in late.told
+    assert late.likeness is Overlap.TWIN and late.case == done[0].case and late.path is not None and "near twin" in late.summary
     assert len(load_suite(tmp_path).cases) == 3
 
 
-@pytest.mark.parametrize(("given", "said"), [(heard(), "holds no task"), (replace(ONE, why=Why.FAULT), "is a fault")])
+@pytest.mark.parametrize(("given", "said"), [(heard(), "holds no task"), (replace(ONE, why=CaptureReason.FAULT), "is a fault")])
 def test_what_makes_no_case_is_refused_before_anything_is_written(tmp_path: Path, given: object, said: str) -> None:
     with pytest.raises(UserError, match=said):
         promote([ONE, given], tmp_path / "suite")  # type: ignore[list-item]

@@ -6,7 +6,7 @@ import pytest
 
 from agentrl.errors import TaskError
 from agentrl.failure import Quarantine
-from agentrl.failure.quarantine import count
+from agentrl.failure.quarantine import count_quarantined
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 
 
@@ -22,15 +22,15 @@ def test_a_broken_task_is_known_from_then_on_also_after_a_restart(tmp_path: Path
     first.add(group(0, "good", Blame.INFRASTRUCTURE))
     first.add(group(1, "bad"))
     first.add(group(2, "bad"))
-    assert (len(first), count(tmp_path)) == (1, 1)
+    assert (len(first), count_quarantined(tmp_path)) == (1, 1)
     with (tmp_path / "quarantine.jsonl").open("a") as file:
         file.write('{"task_id": "ba')  # the process died here
     again = Quarantine(tmp_path, limit=1)
-    fault = again.known("key of bad")
+    fault = again.known_fault("key of bad")
     assert fault is not None and (fault.blame, fault.message) == (Blame.TASK, "bad has no tool\n  fix: name one")
-    assert again.known("key of good") is None and again.known("key of bad, repaired") is None
+    assert again.known_fault("key of good") is None and again.known_fault("key of bad, repaired") is None
     again.add(group(3, "worse"))
-    assert count(tmp_path) == 2 and count(tmp_path / "none") == 0
+    assert count_quarantined(tmp_path) == 2 and count_quarantined(tmp_path / "none") == 0
 
 
 def test_one_too_many_stops_with_the_list_and_a_restart_may_go_on(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_one_too_many_stops_with_the_list_and_a_restart_may_go_on(tmp_path: Path
     quarantine.add(group(1, "b"))
     with pytest.raises(TaskError, match=r"3 tasks are broken, 2 are allowed[^$]*a: a has no tool\n  b: b has no tool\n  c: c"):
         quarantine.add(group(2, "c"))
-    assert count(tmp_path) == 3, "it is on the list"
+    assert count_quarantined(tmp_path) == 3, "it is on the list"
     Quarantine(tmp_path, limit=2).add(group(3, "d"))
     with pytest.raises(TaskError, match=r"rollout\.max_quarantined"):
         Quarantine(tmp_path, limit=0).add(group(4, "e"))

@@ -33,9 +33,9 @@ async def paused(rate: FaultRate) -> str:
 async def test_the_run_pauses_and_says_what_failed_how_often() -> None:
     rate = FaultRate(0.5, concurrency=4)
     for number in range(40):
-        rate.attempt(failed(message=f"no sandbox opened in {number} s\x1b[2J") if number % 4 >= 2 else None)
+        rate.record_attempt(failed(message=f"no sandbox opened in {number} s\x1b[2J") if number % 4 >= 2 else None)
     assert rate.share == 0.5 and await paused(rate) == "", "as much as is allowed"
-    rate.attempt(failed("ServingError", "connection\nrefused", "generate"))
+    rate.record_attempt(failed("ServingError", "connection\nrefused", "generate"))
     text = await paused(rate)
     assert "21 of the newest 41 attempts failed" in text and "rollout.max_fault_rate=0.5" in text
     assert (
@@ -48,7 +48,7 @@ async def test_the_run_pauses_and_says_what_failed_how_often() -> None:
 async def test_a_limit_of_1_never_pauses_a_run() -> None:
     rate = FaultRate(1.0, concurrency=1)
     for _ in range(1000):
-        rate.attempt(failed())
+        rate.record_attempt(failed())
     assert rate.share == 1.0 and await paused(rate) == ""
 
 
@@ -57,14 +57,14 @@ async def test_the_death_of_a_server_is_no_reason_to_pause(sound: int) -> None:
     """Everything in flight fails at once, and is made again with success."""
     rate = FaultRate(0.5, concurrency=64)
     for failure in [*[None] * sound, *[failed("ServingError")] * 64, *[None] * 64]:
-        rate.attempt(failure)
+        rate.record_attempt(failure)
     assert await paused(rate) == ""
 
 
 async def test_what_is_kept_and_told_is_bounded() -> None:
     rate = FaultRate(0.1, concurrency=1000)
     for number in range(5000):
-        rate.attempt(failed(kind=f"Kind{number}" + "x" * 10_000, message="m" * 10_000))
+        rate.record_attempt(failed(kind=f"Kind{number}" + "x" * 10_000, message="m" * 10_000))
     text = await paused(rate)
     assert len(rate.kinds) <= 33 and rate.kinds.total() == 4000
     assert len(text) < 5000 and "4000 of the newest 4000" in text and "x of 25 other kinds" not in text.split("x others")[0]
@@ -73,10 +73,10 @@ async def test_what_is_kept_and_told_is_bounded() -> None:
 async def test_figures_are_of_what_ended_since_they_were_last_asked() -> None:
     rate = FaultRate(0.5, concurrency=1)
     for failure in (None, failed(), None):
-        rate.attempt(failure)
-    assert rate.figures() == {"attempts_ended": 3, "attempts_failed": 1}
-    rate.attempt(failed())
-    assert rate.figures() == {"attempts_ended": 1, "attempts_failed": 1}
+        rate.record_attempt(failure)
+    assert rate.attempt_metrics() == {"attempts_ended": 3, "attempts_failed": 1}
+    rate.record_attempt(failed())
+    assert rate.attempt_metrics() == {"attempts_ended": 1, "attempts_failed": 1}
 
 
 @given(st.lists(st.booleans(), max_size=400), st.floats(0, 1), st.integers(1, 80))
@@ -84,7 +84,7 @@ def test_it_pauses_exactly_when_the_share_of_the_newest_exceeded_the_limit(fault
     async def run() -> tuple[bool, bool]:
         rate, expected = FaultRate(limit, concurrency=concurrency), False
         for number, fault in enumerate(faults, start=1):
-            rate.attempt(failed() if fault else None)
+            rate.record_attempt(failed() if fault else None)
             newest = faults[max(0, number - max(64, 4 * concurrency)) : number]
             expected |= len(newest) >= max(32, 2 * concurrency) and sum(newest) / len(newest) > limit
         return bool(await paused(rate)), expected
@@ -98,20 +98,20 @@ def test_exclusions_that_the_policy_could_have_caused_are_counted_and_told_once(
     early = Failure(stage="generate", blame=Blame.INFRASTRUCTURE, kind="ServingError", message="down", turn=0)
     late = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="SandboxTimeout", message="no answer", turn=2)
     for _ in range(40):
-        rate.attempt(None)
-        rate.attempt(early)
-    assert rate.suspects() == {"attempts_failed_spoken": 0} and rate.suspicion() == "", "nothing was said in any of them"
+        rate.record_attempt(None)
+        rate.record_attempt(early)
+    assert rate.suspect_metrics() == {"attempts_failed_spoken": 0} and rate.suspect_alert() == "", "nothing was said in any of them"
     for _ in range(10):
-        rate.attempt(late)
-    told = rate.suspicion()
-    assert "10 of the newest 64" in told and "agentrl" in told and rate.suspicion() == ""
-    assert rate.suspects() == {"attempts_failed_spoken": 10} and rate.suspects() == {"attempts_failed_spoken": 0}
+        rate.record_attempt(late)
+    told = rate.suspect_alert()
+    assert "10 of the newest 64" in told and "agentrl" in told and rate.suspect_alert() == ""
+    assert rate.suspect_metrics() == {"attempts_failed_spoken": 10} and rate.suspect_metrics() == {"attempts_failed_spoken": 0}
     for _ in range(64):
-        rate.attempt(None)
-    assert rate.suspicion() == ""
+        rate.record_attempt(None)
+    assert rate.suspect_alert() == ""
     for _ in range(10):
-        rate.attempt(late)
-    assert rate.suspicion(), "once more, when it happens again"
+        rate.record_attempt(late)
+    assert rate.suspect_alert(), "once more, when it happens again"
 
 
 @pytest.mark.parametrize("kind", ["ServerDied", "SlowServer", "slow_server"])
@@ -120,9 +120,9 @@ def test_a_lost_or_slow_server_gives_no_suspicion(kind: str) -> None:
     rate = FaultRate(1.0, concurrency=64)
     for _ in range(4):
         for failure in [*[None] * 64, *[Failure(stage="generate", blame=Blame.INFRASTRUCTURE, kind=kind, message="gone", turn=3)] * 64]:
-            rate.attempt(failure)
-    assert rate.suspects() == {"attempts_failed_spoken": 0} and rate.suspicion() == ""
-    assert rate.figures()["attempts_failed"] == 256
+            rate.record_attempt(failure)
+    assert rate.suspect_metrics() == {"attempts_failed_spoken": 0} and rate.suspect_alert() == ""
+    assert rate.attempt_metrics()["attempts_failed"] == 256
 
 
 def test_a_suspicion_names_what_failed_after_the_first_turn_and_blames_nobody_before_it_is_known() -> None:
@@ -130,8 +130,8 @@ def test_a_suspicion_names_what_failed_after_the_first_turn_and_blames_nobody_be
     died = Failure(stage="generate", blame=Blame.INFRASTRUCTURE, kind="ServerDied", message="the server died", turn=3)
     tool = Failure(stage="tool", blame=Blame.INFRASTRUCTURE, kind="ToolUnavailable", message="tool search: refused", turn=2)
     for failure in [*[None] * 20, *[died] * 30, *[tool] * 14]:
-        rate.attempt(failure)
-    told = rate.suspicion()
+        rate.record_attempt(failure)
+    told = rate.suspect_alert()
     assert told.startswith("14 of the newest 64 attempts failed after the policy's first turn")
     assert "most often with tool ToolUnavailable (14): tool search: refused\n  fix: repair the part that fails. If it works" in told
 
@@ -144,9 +144,9 @@ async def test_a_run_is_judged_from_32_attempts_on() -> None:
     rate = FaultRate(0.5, concurrency=1)
     assert rate.share == 0.0
     for _ in range(31):
-        rate.attempt(failed())
+        rate.record_attempt(failed())
     assert await paused(rate) == ""
-    rate.attempt(failed())
+    rate.record_attempt(failed())
     assert "32 of the newest 32" in await paused(rate)
 
 
@@ -154,30 +154,30 @@ def test_the_oldest_attempt_leaves_the_rate() -> None:
     for faults in ([0], [1]):
         rate = FaultRate(0.5, concurrency=1)
         for number in range(65):
-            rate.attempt(failed() if number in faults else None)
+            rate.record_attempt(failed() if number in faults else None)
         assert rate.share == (0 if faults == [0] else 1 / 64)
 
 
 def test_a_share_of_a_tenth_is_no_suspicion_yet() -> None:
     rate = FaultRate(1.0, concurrency=25)
     for number in range(100):
-        rate.attempt(late() if number < 10 else None)
-    assert rate.suspicion() == ""
-    rate.attempt(late())
-    assert rate.suspicion() == "", "the oldest is forgotten"
+        rate.record_attempt(late() if number < 10 else None)
+    assert rate.suspect_alert() == ""
+    rate.record_attempt(late())
+    assert rate.suspect_alert() == "", "the oldest is forgotten"
     rate = FaultRate(1.0, concurrency=25)
     for number in range(100):
-        rate.attempt(late() if number < 11 else None)
-    assert rate.suspicion().startswith("11 of the newest 100")
+        rate.record_attempt(late() if number < 11 else None)
+    assert rate.suspect_alert().startswith("11 of the newest 100")
 
 
 def test_a_suspicion_takes_32_attempts() -> None:
     rate = FaultRate(1.0, concurrency=1)
     for _ in range(31):
-        rate.attempt(late())
-    assert rate.suspicion() == ""
-    rate.attempt(late())
-    assert rate.suspicion().startswith("32 of the newest 32")
+        rate.record_attempt(late())
+    assert rate.suspect_alert() == ""
+    rate.record_attempt(late())
+    assert rate.suspect_alert().startswith("32 of the newest 32")
 
 
 @pytest.mark.parametrize(
@@ -192,31 +192,31 @@ def test_a_suspicion_takes_32_attempts() -> None:
 )
 def test_which_faults_the_policy_could_have_provoked(failure: Failure, counts: int) -> None:
     rate = FaultRate(1.0, concurrency=1)
-    rate.attempt(failure)
-    assert rate.suspects() == {"attempts_failed_spoken": counts}
+    rate.record_attempt(failure)
+    assert rate.suspect_metrics() == {"attempts_failed_spoken": counts}
 
 
 async def test_32_kinds_are_counted_separately_and_8_are_shown() -> None:
     rate = FaultRate(0.1, concurrency=25)
     for number in range(40):
         for _ in range(2 if number < 8 else 1):
-            rate.attempt(failed(kind=f"Kind{number}"))
+            rate.record_attempt(failed(kind=f"Kind{number}"))
     assert len(rate.kinds) == 33 and rate.kinds["others"] == 8
     rate = FaultRate(0.1, concurrency=25)
     for number in range(10):
         for _ in range(10 - number):
-            rate.attempt(failed(kind=f"Kind{number}", message="gone"))
+            rate.record_attempt(failed(kind=f"Kind{number}", message="gone"))
     text = await paused(rate)
     assert "3 x sandbox Kind7: gone\n  3 x of 2 other kinds\n  fix" in text and "Kind8" not in text
     few = FaultRate(0.1, concurrency=25)
     for number in range(80):
-        few.attempt(failed(kind=f"Kind{number % 8}"))
+        few.record_attempt(failed(kind=f"Kind{number % 8}"))
     assert "other kinds" not in await paused(few)
 
 
 async def test_what_is_told_of_a_kind_is_cut() -> None:
     rate = FaultRate(0.1, concurrency=1)
     for _ in range(32):
-        rate.attempt(failed(kind="k" * 200, message="m" * 1000))
+        rate.record_attempt(failed(kind="k" * 200, message="m" * 1000))
     (kind,) = rate.kinds
     assert kind == "sandbox " + "k" * 92 and f": {'m' * 600}\n" in await paused(rate)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from agentrl.failure import rules
-from agentrl.failure.trace import Trace, Why
-from agentrl.failure.triage import by_rules
+from agentrl.failure.trace import CaptureReason, Trace
+from agentrl.failure.triage import tag_by_rules
 from agentrl.records import Blame, Parent, Score, ToolCall, Trajectory
 
 from .traces import fault, heard, python, said, submit, task, trace, turn
@@ -27,20 +27,24 @@ def count(**arguments: Any) -> ToolCall:
 
 
 POSITIVE: dict[str, tuple[str, Trace, int | None]] = {
-    "infrastructure, blamed": ("infrastructure", trace(why=Why.FAULT, failures=(fault(Blame.INFRASTRUCTURE),), value=None), None),
-    "infrastructure, unscored": ("infrastructure", trace(GOOD, WRONG, why=Why.FAULT, value=None, answer="97"), None),
+    "infrastructure, blamed": ("infrastructure", trace(why=CaptureReason.FAULT, failures=(fault(Blame.INFRASTRUCTURE),), value=None), None),
+    "infrastructure, unscored": ("infrastructure", trace(GOOD, WRONG, why=CaptureReason.FAULT, value=None, answer="97"), None),
     "infrastructure, heard": (
         "infrastructure",
         heard(said("assistant", "", count(path="a.csv")), said("tool", "503 Service Unavailable", failed=True)),
         0,
     ),
-    "task_fault, blamed": ("task_fault", trace(why=Why.FAULT, failures=(fault(Blame.TASK, "TaskError"),), value=None), None),
+    "task_fault, blamed": ("task_fault", trace(why=CaptureReason.FAULT, failures=(fault(Blame.TASK, "TaskError"),), value=None), None),
     "task_fault, of the score": (
         "task_fault",
-        replace(trace(GOOD, why=Why.FAULT), score=Score(value=None, reason="no hidden tests", blame=Blame.TASK)),
+        replace(trace(GOOD, why=CaptureReason.FAULT), score=Score(value=None, reason="no hidden tests", blame=Blame.TASK)),
         None,
     ),
-    "reward_hack, audited": ("reward_hack", trace(GOOD, WRONG, answer="97", why=Why.HACKED, origin={"audit": "copied"}, value=1.0), None),
+    "reward_hack, audited": (
+        "reward_hack",
+        trace(GOOD, WRONG, answer="97", why=CaptureReason.HACKED, origin={"audit": "copied"}, value=1.0),
+        None,
+    ),
     "reward_hack, of equality": (
         "reward_hack",
         trace(
@@ -88,8 +92,16 @@ POSITIVE: dict[str, tuple[str, Trace, int | None]] = {
     ),
     "ignored_instruction, unseen": ("ignored_instruction", trace(WRONG, answer="97"), 0),
     "ignored_instruction, not handed in": ("ignored_instruction", trace(GOOD, turn(said="It is ninety-seven."), ended="answered"), 1),
-    "budget, turns": ("budget", trace(*[turn(python(f"print({n})", str(n))) for n in range(3)], ended="turn_limit", why=Why.LIMIT), 2),
-    "budget, tokens": ("budget", trace(turn(said="First I would open the file and", cut=True), ended="token_limit", why=Why.LIMIT), 0),
+    "budget, turns": (
+        "budget",
+        trace(*[turn(python(f"print({n})", str(n))) for n in range(3)], ended="turn_limit", why=CaptureReason.LIMIT),
+        2,
+    ),
+    "budget, tokens": (
+        "budget",
+        trace(turn(said="First I would open the file and", cut=True), ended="token_limit", why=CaptureReason.LIMIT),
+        0,
+    ),
     "budget, a tool's time": ("budget", trace(turn(python("while 1: 0", "error: timed out after 5 s", False)), WRONG, answer="97"), 0),
     "wrong_answer": ("wrong_answer", trace(turn(python("print(97)", "97")), WRONG, answer="97"), None),
 }
@@ -142,14 +154,14 @@ NEAR: dict[str, tuple[str, Trace]] = {
 @pytest.mark.parametrize("case", POSITIVE)
 def test_a_failure_is_named_with_its_turn(case: str) -> None:
     name, given, where = POSITIVE[case]
-    first = by_rules(given, rules.RULES)[0]
+    first = tag_by_rules(given, rules.RULES)[0]
     assert (first.name, first.turn) == (name, where)
 
 
 @pytest.mark.parametrize("case", NEAR)
 def test_what_only_looks_like_it_is_not_named_so(case: str) -> None:
     name, given = NEAR[case]
-    assert name not in {tag.name for tag in by_rules(given, rules.RULES)}
+    assert name not in {tag.name for tag in tag_by_rules(given, rules.RULES)}
 
 
 def test_every_rule_has_a_positive_case_and_a_near_miss() -> None:
@@ -162,8 +174,8 @@ def test_every_rule_has_a_positive_case_and_a_near_miss() -> None:
 
 def test_the_first_failure_upstream_wins() -> None:
     """It called a tool that is not there, and only then ran out of turns, said that it cannot, and left."""
-    later = trace(turn(NO_TOOL), turn(NO_TOOL), turn(said="I cannot do it."), ended="turn_limit", why=Why.LIMIT)
-    tags = by_rules(later, rules.RULES)
+    later = trace(turn(NO_TOOL), turn(NO_TOOL), turn(said="I cannot do it."), ended="turn_limit", why=CaptureReason.LIMIT)
+    tags = tag_by_rules(later, rules.RULES)
     assert (tags[0].name, tags[0].turn) == ("wrong_tool", 0) and "budget" in {tag.name for tag in tags[1:]}
 
 
@@ -171,7 +183,7 @@ def test_a_sub_agents_failure_comes_before_what_its_parent_made_of_it() -> None:
     main = Trajectory(agent="main", turns=(turn(python("ask()", "no")), turn(said="I give up.")), stop_reason="answered")
     helper = Trajectory(agent="helper", turns=(turn(NO_TOOL),), parent=Parent(trajectory=0, turn=0, call=0), stop_reason="answered")
     given = trace(trajectories=(main, helper))
-    first = by_rules(given, rules.RULES)[0]
+    first = tag_by_rules(given, rules.RULES)[0]
     assert (first.name, first.trajectory, first.turn) == ("wrong_tool", 1, 0)
 
 
@@ -181,7 +193,7 @@ def test_rules_take_time_by_the_length_of_what_they_read() -> None:
     for text in nasty:
         given = trace(*[turn(python(text, text, False), said=text) for _ in range(4)], answer=text, of=task(text, truth=text[:300]))
         started = time.process_time()
-        by_rules(given, rules.RULES)
+        tag_by_rules(given, rules.RULES)
         assert time.process_time() - started < 1.0, text[:5]
 
 
@@ -197,6 +209,6 @@ def test_a_view_of_anything_is_bounded_and_rules_never_raise() -> None:
         replace(trace(GOOD), score=None),
     ]
     for given in odd:
-        assert by_rules(given, rules.RULES)
+        assert tag_by_rules(given, rules.RULES)
         for rule in rules.RULES:
             rule(given)

@@ -11,7 +11,7 @@ import pytest
 from agentrl.errors import PluginError
 from agentrl.failure.rules import RULES
 from agentrl.failure.trace import Tag, Trace
-from agentrl.failure.triage import TAXONOMY, by_judge, by_rules, load_rules, name_of
+from agentrl.failure.triage import TAXONOMY, deciding_tag_name, load_rules, tag_by_judge, tag_by_rules
 
 from .traces import python, submit, trace, turn
 from .transcripts import labelled
@@ -22,7 +22,7 @@ CLEAR = trace(turn(said="I cannot."), ended="answered")
 
 RULE = """
 from agentrl.failure.trace import Tag, Trace
-from agentrl.failure.view import view
+from agentrl.failure.timeline import view
 
 
 def wrong_unit(trace: Trace) -> Tag | None:
@@ -56,13 +56,13 @@ def mine(tmp_path: Path) -> str:
 
 def test_a_rule_of_ones_own_names_a_class_of_ones_own(mine: str) -> None:
     rules = load_rules([f"{mine}:wrong_unit"])
-    tags = by_rules(UNCLEAR, rules)
+    tags = tag_by_rules(UNCLEAR, rules)
     assert (tags[0].name, tags[0].by, tags[0].turn) == ("wrong_unit", "rules", 1)
-    assert by_rules(CLEAR, rules)[0].name == "gave_up"
+    assert tag_by_rules(CLEAR, rules)[0].name == "gave_up"
 
 
 def test_rules_that_raise_or_give_no_tag_say_nothing(mine: str) -> None:
-    assert [tag.name for tag in by_rules(UNCLEAR, load_rules([f"{mine}:RULES"]))] == ["wrong_unit"]
+    assert [tag.name for tag in tag_by_rules(UNCLEAR, load_rules([f"{mine}:RULES"]))] == ["wrong_unit"]
 
 
 def test_what_is_no_rule_is_refused(mine: str) -> None:
@@ -73,7 +73,7 @@ def test_what_is_no_rule_is_refused(mine: str) -> None:
 
 
 def test_shipped_tags_are_in_the_taxonomy_and_someone_is_sure_of_each() -> None:
-    assert by_rules(UNCLEAR, RULES)[0].name == "wrong_answer" and by_rules(UNCLEAR, RULES)[0].confidence < 0.5
+    assert tag_by_rules(UNCLEAR, RULES)[0].name == "wrong_answer" and tag_by_rules(UNCLEAR, RULES)[0].confidence < 0.5
     assert {rule.__name__ for rule in RULES} - {"format_of_calls", "format_of_answer", "forbidden_tool"} <= set(TAXONOMY)
 
 
@@ -94,20 +94,25 @@ class Judge:
 
 async def test_a_judge_is_asked_where_no_rule_is_sure() -> None:
     judge = Judge(Tag(name="misread_output", by="", confidence=0.7, turn=1))
-    tags = await by_judge(UNCLEAR, RULES, judge)
+    tags = await tag_by_judge(UNCLEAR, RULES, judge)
     assert (tags[0].name, tags[0].by) == ("misread_output", "judge:reader") and "97" in judge.read
     judge.read = ""
-    assert (await by_judge(CLEAR, RULES, judge))[0].name == "gave_up" and not judge.read, "a sure rule is not asked about"
+    assert (await tag_by_judge(CLEAR, RULES, judge))[0].name == "gave_up" and not judge.read, "a sure rule is not asked about"
 
 
 @pytest.mark.parametrize("answer", [None, "late", "a tag", RuntimeError("503"), Tag(name="No Tag", by="x")])
 async def test_a_judge_that_abstains_fails_or_talks_nonsense_leaves_the_rest(answer: Any) -> None:
-    assert (await by_judge(UNCLEAR, RULES, Judge(answer), timeout_s=0.05))[0].name == "wrong_answer"
+    assert (await tag_by_judge(UNCLEAR, RULES, Judge(answer), timeout_s=0.05))[0].name == "wrong_answer"
 
 
 def test_what_a_person_says_counts_before_all_else() -> None:
     by_rule, first, second = (Tag(name=name, by=by) for name, by in (("looped", "rules"), ("budget", "person:a"), ("format", "person:b")))
-    assert [name_of(tags) for tags in ((), (by_rule,), (by_rule, first), (first, by_rule, second))] == ["", "looped", "budget", "format"]
+    assert [deciding_tag_name(tags) for tags in ((), (by_rule,), (by_rule, first), (first, by_rule, second))] == [
+        "",
+        "looped",
+        "budget",
+        "format",
+    ]
 
 
 def test_a_rule_gets_the_trace_itself(mine: str) -> None:
@@ -116,12 +121,12 @@ def test_a_rule_gets_the_trace_itself(mine: str) -> None:
     def look(given: Trace) -> None:
         got.append(given)
 
-    by_rules(UNCLEAR, [look])
+    tag_by_rules(UNCLEAR, [look])
     assert got == [UNCLEAR]
 
 
 def test_transcripts_are_named_as_people_name_them_with_the_turn() -> None:
     some, rules = [*labelled(), *more()], load_rules()
-    first = [(name, turn, by_rules(trace, rules)[0]) for name, turn, trace in some]
+    first = [(name, turn, tag_by_rules(trace, rules)[0]) for name, turn, trace in some]
     wrong = [f"{name} {turn}: {tag.name} {tag.turn} {tag.note}" for name, turn, tag in first if (tag.name, tag.turn) != (name, turn)]
     assert len(some) == 110 and len(wrong) <= 2, "\n".join(wrong)

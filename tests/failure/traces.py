@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from agentrl.failure.trace import Spoken, Trace, Why
+from agentrl.failure.trace import CaptureReason, ImportedMessage, Trace
 from agentrl.records import (
     Blame,
     Episode,
@@ -83,7 +83,9 @@ def scored(
     return ScoredEpisode(episode=episode, score=score)
 
 
-def trace(*turns: Turn, of: Task | None = None, why: Why = Why.FAILED, origin: dict[str, str] | None = None, **episode: Any) -> Trace:
+def trace(
+    *turns: Turn, of: Task | None = None, why: CaptureReason = CaptureReason.FAILED, origin: dict[str, str] | None = None, **episode: Any
+) -> Trace:
     asked = of or task()
     one = scored(*turns, of=asked, **episode)
     return Trace(
@@ -95,10 +97,10 @@ def fault(blame: Blame, kind: str = "SandboxError") -> Failure:
     return Failure(stage="sandbox", blame=blame, kind=kind, message="it died", turn=0)
 
 
-def heard(*messages: Spoken, tools: tuple[dict[str, Any], ...] = ()) -> Trace:
+def heard(*messages: ImportedMessage, tools: tuple[dict[str, Any], ...] = ()) -> Trace:
     asked = (said("system", "You are an agent."), said("user", "How many rows has a.csv?"))
-    return Trace(id="x-1", why=Why.IMPORTED, source="openai", spoken=(*asked, *messages), tools=tools)
+    return Trace(id="x-1", why=CaptureReason.IMPORTED, source="openai", spoken=(*asked, *messages), tools=tools)
 
 
-def said(role: str, content: str = "", *calls: ToolCall, **more: Any) -> Spoken:
-    return Spoken(message=Message(role=role, content=content, tool_calls=calls), **more)
+def said(role: str, content: str = "", *calls: ToolCall, **more: Any) -> ImportedMessage:
+    return ImportedMessage(message=Message(role=role, content=content, tool_calls=calls), **more)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from agentrl.gateway import Gateway, Session, Tokens
+from agentrl.gateway import ConversationTokens, Gateway, Session
 from agentrl.objective import counted_samples
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Episode, Group, Limits, Score, ScoredEpisode, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of
@@ -28,7 +28,7 @@ Program = Callable[[str, str], Awaitable[Any]]
 class Led:
     """An agent that gives a program its address and key."""
 
-    tokens: Tokens
+    tokens: ConversationTokens
     program: Program
     gateway: Gateway = field(default_factory=Gateway)
     sessions: list[Session] = field(default_factory=list)
@@ -82,7 +82,7 @@ def lead(tokenizer: Any, task: Task) -> Callable[..., Awaitable[Outcome]]:
         **limits: Any,
     ) -> Outcome:
         policy = kind(tokenizer, script or (lambda turn, _: said[turn]))
-        agent = Led(Tokens(chat), program, gateway or Gateway())
+        agent = Led(ConversationTokens(chat), program, gateway or Gateway())
         runner = EpisodeRunner(
             agent=agent,
             policy=policy,

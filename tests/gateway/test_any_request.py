@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from agentrl.agent import ChatFormat
 from agentrl.agent.forms import FORMS
-from agentrl.gateway import Session, Tokens
-from agentrl.gateway.asked import Refused
+from agentrl.gateway import ConversationTokens, Session
+from agentrl.gateway.request import RequestError
 from agentrl.protocols import LiveEpisode
-from agentrl.prove.fuzzing.targets.gateway import PROTOCOLS, seeds
 from agentrl.records import Episode, Limits, Message, SandboxSpec, Split, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.agent.test_any_schema import SCHEMAS, TEXTS
 from tests.chats import chat_of, shared_tokenizer
+from tests.fuzz.targets.gateway import PROTOCOLS, seeds
 from tests.strategies import json_values
 
 TASK = Task(
@@ -56,17 +56,17 @@ class Asks:
 
     def __init__(self, protocol: Any, body: Any, form: str) -> None:
         self.protocol, self.body, self.form = protocol, body, form
-        self.refused: Refused | None = None
+        self.refused: RequestError | None = None
         self.written: Any = None
 
     async def act(self, episode: LiveEpisode) -> str:
-        session = Session(episode=episode, tokens=Tokens(CHATS[self.form]), models=("policy",))
+        session = Session(episode=episode, tokens=ConversationTokens(CHATS[self.form]), models=("policy",))
         try:
             asked = self.protocol.read(self.body)
-            answer, delivered = await session.ask(asked)
+            answer, delivered = await session.complete(asked)
             delivered()
             self.written = [self.protocol.write(answer, asked), *self.protocol.events(answer, asked)]
-        except Refused as refused:
+        except RequestError as refused:
             self.refused = refused
             self.written = self.protocol.error(refused)
         await session.close()

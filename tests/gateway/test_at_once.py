@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from agentrl.gateway import Session, Tokens, chat_completions
-from agentrl.gateway.asked import Answer, Refused
+from agentrl.gateway import ConversationTokens, Session, chat_completions
+from agentrl.gateway.request import Answer, RequestError
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Limits, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of
@@ -25,7 +25,7 @@ LIMITS = Limits(turns=40, turn_tokens=100, episode_tokens=4000, all_tokens=800, 
 class AtOnce:
     """Asks in rounds; what is in one round is asked before any of it is answered."""
 
-    tokens: Tokens
+    tokens: ConversationTokens
     rounds: list[list[str]]
     outcomes: list[list[Any]] = field(default_factory=list)
 
@@ -33,7 +33,7 @@ class AtOnce:
         session = Session(episode=episode, tokens=self.tokens, models=("policy",))
         for texts in self.rounds:
             asked = [chat_completions.read({"model": "policy", "messages": [{"role": "user", "content": text}]}) for text in texts]
-            self.outcomes.append(await asyncio.gather(*map(session.ask, asked), return_exceptions=True))
+            self.outcomes.append(await asyncio.gather(*map(session.complete, asked), return_exceptions=True))
         await session.close()
         if session.fault is not None:
             raise session.fault
@@ -47,7 +47,7 @@ async def test_what_does_not_fit_beside_another_request_is_refused_alone(
 ) -> None:
     long, short = "x" * 600, "y" * 200
     both = [long, short] if long_one_first else [short, long]
-    agent = AtOnce(Tokens(chat_of(tokenizer)), [*before, both, ["z"]])
+    agent = AtOnce(ConversationTokens(chat_of(tokenizer)), [*before, both, ["z"]])
     runner = EpisodeRunner(
         agent=agent,
         policy=ScriptedPolicy(tokenizer, lambda turn, _: "hi"),
@@ -58,7 +58,7 @@ async def test_what_does_not_fit_beside_another_request_is_refused_alone(
     )
     episode = await runner.run(replace(task, tools=(), limits=LIMITS), episode_id="e")
     taken, refused = agent.outcomes[-2]
-    assert isinstance(taken[0], Answer) and isinstance(refused, Refused) and refused.kind == "context_length"
+    assert isinstance(taken[0], Answer) and isinstance(refused, RequestError) and refused.kind == "context_length"
     assert not episode.left_out and not episode.failures and episode.stop_reason == "answered"
     spent = sum(len(turn.prompt_ids) + len(turn.completion_ids) for line in episode.trajectories for turn in line.turns)
     assert spent <= 800

@@ -345,7 +345,7 @@ async def test_what_can_never_fit_is_refused_before_it_is_rendered(
     def rendered(*_: Any) -> Any:
         raise RuntimeError("it was rendered")
 
-    monkeypatch.setattr("agentrl.gateway.tokens.Tokens.opening", rendered)
+    monkeypatch.setattr("agentrl.gateway.tokens.ConversationTokens.opening", rendered)
 
     async def program(url: str, key: str) -> None:
         async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as http:

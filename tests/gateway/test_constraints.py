@@ -11,12 +11,12 @@ import pytest
 from pydantic import BaseModel, Field
 
 from agentrl.agent.forms import FORMS
-from agentrl.gateway.asked import Asked, Refused
 from agentrl.gateway.constraint import constraint
+from agentrl.gateway.request import CompletionRequest, RequestError
 from agentrl.gateway.schemas import MAX_CHARS, MAX_DEPTH, MAX_SCHEMAS, Schemas
 from agentrl.objective import counted_samples
 from agentrl.records import Group, Score, ScoredEpisode
-from agentrl.sampling import CONSTRAINED_TOP_K
+from agentrl.records.sampling import CONSTRAINED_TOP_K
 from agentrl.testing import ScriptedPolicy
 from tests.chats import chat_of, shared_tokenizer
 from tests.gateway.test_chat_completions import calls, client, user
@@ -198,7 +198,7 @@ def test_a_schema_is_built_again(case: str) -> None:
 @pytest.mark.parametrize("case", NOT_KEPT)
 def test_what_the_server_should_not_compile_is_refused_with_its_path(case: str) -> None:
     given, path = NOT_KEPT[case]
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestError) as refused:
         Schemas().rebuilt(given, "s")
     assert refused.value.status == 400 and str(refused.value.param).startswith(path)
 
@@ -214,7 +214,7 @@ class Form:
         return None if frame is None else frame.of(name)
 
 
-ASKED = Asked(
+ASKED = CompletionRequest(
     model="policy",
     system=(),
     messages=(),
@@ -231,11 +231,11 @@ CALLS = {
 
 
 def test_only_some_forms_of_calls_can_be_forced() -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestError) as refused:
         constraint(replace(ASKED, forced=("look",), forced_by="tool_choice"), Form("mistral"))  # type: ignore[arg-type]
     assert refused.value.param == "tool_choice"
     strict = replace(ASKED, forced=("fly",), forced_by="tool_choice", strict=frozenset(["fly"]))
-    with pytest.raises(Refused):
+    with pytest.raises(RequestError):
         constraint(strict, Form("hermes"))  # type: ignore[arg-type]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from agentrl.gateway import Tokens
-from agentrl.gateway.asked import Refused
+from agentrl.gateway import ConversationTokens
+from agentrl.gateway.request import RequestError
 from agentrl.records import Message, Parent
 from tests.chats import chat_of
 from tests.gateway.test_chat_completions import ASK, LOOK, calls, user
@@ -278,10 +278,10 @@ async def test_a_template_without_late_system_messages_shows_them_as_the_users(t
     refuses = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}{% endfor %}"
     strict = copy.deepcopy(tokenizer)
     strict.chat_template = refuses + tokenizer.chat_template
-    tokens = Tokens(chat_of(strict))
+    tokens = ConversationTokens(chat_of(strict))
     ids = tokens.opening([Message(role=role, content=role) for role in ("system", "user", "assistant", "system", "user")], ())
     assert tokenizer.decode(ids).count("<|im_start|>user\nsystem<|im_end|>") == 1
-    with pytest.raises(Refused):
+    with pytest.raises(RequestError):
         tokens.opening([Message(role="system", content="a")] * 2 + [Message(role="user", content="b")], ())
 
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.agent.extension import TOOL
 from agentrl.agent.rendering import Renderer
-from agentrl.gateway import Session, Tokens, chat_completions
+from agentrl.agent.template_probe import TOOL
+from agentrl.gateway import ConversationTokens, Session, chat_completions
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Limits, Message, SandboxSpec, Split, Task, ToolCall
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ReplayPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.agent.conversations import NAME, Round, conversations, sayable, texts
@@ -58,7 +58,7 @@ class Model:
 class Client:
     """An agent that sends a whole conversation each time: the opening, then what is shown after each turn."""
 
-    tokens: Tokens
+    tokens: ConversationTokens
     asked: str
     shown: Sequence[Sequence[dict[str, Any]]]
     session: Session | None = None
@@ -68,7 +68,7 @@ class Client:
         messages: list[dict[str, Any]] = [{"role": "user", "content": self.asked}]
         for shown in (*self.shown, ()):
             asked = chat_completions.read(json.loads(json.dumps({"model": "policy", "messages": messages, "tools": [TOOL]})))
-            answer, delivered = await self.session.ask(asked)
+            answer, delivered = await self.session.complete(asked)
             delivered()
             message = chat_completions.write(answer, asked)["choices"][0]["message"]
             calls = message.get("tool_calls", [])
@@ -83,7 +83,7 @@ class Client:
 
 
 def lead(name: str, asked: str, said: Sequence[Sequence[int]], shown: Sequence[Sequence[dict[str, Any]]]) -> Outcome:
-    model, client = Model(said), Client(Tokens(chat(name)), asked, shown)
+    model, client = Model(said), Client(ConversationTokens(chat(name)), asked, shown)
     runner = EpisodeRunner(
         agent=client,
         policy=ReplayPolicy(model),
@@ -103,7 +103,7 @@ def rendered(name: str, asked: str, said: Sequence[Round]) -> tuple[list[list[in
     renderer = Renderer(made)
     renderer.arguments_as_text = one._renderer.arguments_as_text
     ends = [made.decode([token]) for token in one.stop_token_ids]
-    messages = [Message(role="user", content=one.defang(asked))]
+    messages = [Message(role="user", content=one.escape_text(asked))]
     before, turns = renderer.text(renderer.messages(messages), [TOOL]), list[list[int]]()
     for turn in said:
         thought = sayable(turn.thought, one) if renderer.knows_thinking else ""
@@ -112,7 +112,7 @@ def rendered(name: str, asked: str, said: Sequence[Round]) -> tuple[list[list[in
         content = f"<think>\n{thought}\n</think>\n\n" if thought else ""
         calls = tuple(ToolCall(name=NAME, arguments=sayable(call, one)) for call in turn.calls)
         messages += [Message(role="assistant", content=content, tool_calls=calls)]
-        messages += [Message(role="tool", content=one.defang(text)) for text in turn.outputs]
+        messages += [Message(role="tool", content=one.escape_text(text)) for text in turn.outputs]
         whole = renderer.text(renderer.messages(messages), [TOOL])
         rest = whole[len(before) :]
         at, end = min((place, end) for end in ends if (place := rest.find(end)) >= 0)
@@ -139,7 +139,7 @@ def test_a_conversation_with_tools_is_what_the_template_makes_of_it(name: str, d
 def test_control_tokens_that_others_spell_reach_the_model_as_words(name: str) -> None:
     """All of the tokenizer's own, in the question, in what a tool gives and in what a call says."""
     spelled = " ".join(tokenizer(name).all_special_tokens)
-    assert chat(name).defang(spelled) != spelled
+    assert chat(name).escape_text(spelled) != spelled
     assert_same(name, spelled, [Round("", ({"code": spelled},), (spelled,)), Round("", ({"code": "x"},), (f"{spelled}\n{spelled}",))])
 
 

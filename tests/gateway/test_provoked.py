@@ -11,14 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
+from agentrl.base.loop_lag import DRIVER_LAG, STALL_S, TICK_S
 from agentrl.errors import RequestRefused
-from agentrl.gateway import Gateway, Session, Tokens, chat_completions
-from agentrl.gateway.asked import Refused
-from agentrl.lag import DRIVER, STALL_S, TICK_S
+from agentrl.gateway import ConversationTokens, Gateway, Session, chat_completions
+from agentrl.gateway.request import RequestError
 from agentrl.protocols import LiveEpisode, Policy
 from agentrl.records import Blame, Episode, Limits, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.clock import run_virtually
 from agentrl.testing.paced import PacedPolicy
@@ -39,14 +39,14 @@ class Asking:
     choke: bool = False  # the gateway fails at the second request
 
     async def act(self, episode: LiveEpisode) -> str:
-        session = Session(episode=episode, tokens=Tokens(self.chat), models=("policy",))
+        session = Session(episode=episode, tokens=ConversationTokens(self.chat), models=("policy",))
         messages = [{"role": "user", "content": "q"}]
         for number in range(3):
             try:
                 if self.choke and number:
                     raise UnicodeError("no such letter")
-                answer, delivered = await session.ask(chat_completions.read({"model": "policy", "messages": messages}))
-            except Refused as refused:
+                answer, delivered = await session.complete(chat_completions.read({"model": "policy", "messages": messages}))
+            except RequestError as refused:
                 self.refusals.append(refused.kind)
                 break
             except UnicodeError as error:
@@ -142,7 +142,7 @@ async def test_a_request_that_holds_the_driver_excuses_other_episodes_alone(lead
         await serves.wait()
         return await lead(holds, gateway=gateway, wall_s=600.0)
 
-    async with DRIVER.watched(lambda alert: None):
+    async with DRIVER_LAG.watched(lambda alert: None):
         outcomes = await asyncio.gather(lead(waits, gateway=gateway, wall_s=600.0), second())
         other, own = (outcome.session.stalls.seconds for outcome in outcomes)
     assert other >= STALL_S and other - own >= STALL_S

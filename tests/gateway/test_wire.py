@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentrl.gateway.asked import MAX_BODY
+from agentrl.gateway.request import MAX_BODY
 from agentrl.testing import ScriptedPolicy
 from tests.gateway.test_chat_completions import LOOK, calls, client, user
 from tests.gateway.test_connections import opened, parser

@@ -9,9 +9,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from agentrl.base.files import sha256_file
+from agentrl.config import Recipe, build
 from agentrl.experience import SqliteStore
-from agentrl.files import sha256_file
-from agentrl.recipe import Recipe, build
 from agentrl.records import Episode, Group, Message, PolicyVersion, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
 from agentrl.version import FolderRegistry
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.config import Recipe
 from agentrl.learner import LearnerProcess
-from agentrl.recipe import Recipe
 from tests.learner import preloaded
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from agentrl.experience import SqliteStore
 from agentrl.learner import main, worker
 
-_publish = worker.publish
+_publish = worker.publish_version
 
 
 def _die(*_: Any, **__: Any) -> None:
@@ -27,5 +27,5 @@ point = sys.argv.pop(1)
 fatal = int(point.partition("-")[2] or -1)
 if point == "commit":
     SqliteStore.commit = _die  # type: ignore[method-assign]
-worker.publish = _publish_or_die
+worker.publish_version = _publish_or_die
 sys.exit(main.main())

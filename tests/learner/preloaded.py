@@ -82,10 +82,10 @@ def ask(address: str, ranks: str, module: str, *arguments: str) -> int:
 
 
 def host(kind: str, folder: str, parent: str) -> None:
-    from agentrl.processes import die_with_parent, imports_kept
+    from agentrl.base.processes import die_with_parent, freeze_imports
 
     die_with_parent(int(parent))
-    with imports_kept():
+    with freeze_imports():
         if kind == "servers":
             from agentrl.serving import launch
 

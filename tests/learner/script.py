@@ -17,21 +17,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from agentrl.config import CriticConfig, LoraConfig, ObjectiveConfig, Recipe, load
 from agentrl.errors import LearnerError
 from agentrl.experience import SqliteStore
 from agentrl.learner import ranks as processes
 from agentrl.learner.checkpoint import CheckpointMeta, newest, restore, save
 from agentrl.learner.critic import Critic
-from agentrl.learner.engine import PolicyEngine, score
+from agentrl.learner.engine import PolicyEngine, score_tokens
 from agentrl.learner.forest_attention import register
-from agentrl.learner.logprobs import TokenScorer
-from agentrl.learner.packing import micro_batch, plan
-from agentrl.learner.publish import gather
+from agentrl.learner.packing import build_micro_batch, plan_micro_batches
+from agentrl.learner.publish import gather_weights
 from agentrl.learner.ranks import Ranks
-from agentrl.learner.ulysses import in_teams
+from agentrl.learner.token_scorer import TokenScorer
+from agentrl.learner.ulysses import form_teams
 from agentrl.learner.update import Updater
 from agentrl.objective import assemble, counted_samples
-from agentrl.recipe import CriticConfig, LoraConfig, ObjectiveConfig, Recipe, load
 from agentrl.records import Batch
 from tests.learner.building import random_group
 from tests.learner.test_forest import _model, _samples
@@ -80,9 +80,9 @@ class Scenario:
             gradients = []
             for ranks in (self.ranks, self.in_teams_of(self.ranks.size).ranks):
                 model.zero_grad()
-                for rows in plan(_samples(1), rank=0, ranks=1, max_tokens=300):
-                    batch = micro_batch(rows, ranks.device, team=ranks.team)
-                    logprobs, entropy = score(TokenScorer(model), batch, 0.7)
+                for rows in plan_micro_batches(_samples(1), rank=0, ranks=1, max_tokens=300):
+                    batch = build_micro_batch(rows, ranks.device, team=ranks.team)
+                    logprobs, entropy = score_tokens(TokenScorer(model), batch, 0.7)
                     (logprobs * batch.advantages + 0.1 * entropy).sum().backward()
                 for parameter in model.parameters() if ranks.team else ():
                     dist.all_reduce(parameter.grad)
@@ -92,7 +92,7 @@ class Scenario:
 
     def in_teams_of(self, size: int) -> Scenario:
         other = copy(self)
-        other.ranks = in_teams(self.ranks, size)
+        other.ranks = form_teams(self.ranks, size)
         return other
 
     def variant(self, stage: int, name: str, **changes: Any) -> Recipe:
@@ -117,7 +117,7 @@ class Scenario:
         updater = Updater(engine)
         metrics = [updater.update(batch) for batch in self.batches]
         aside = (engine.deepspeed.zero_use_cpu_optimizer(), stage == 3 and engine.deepspeed.optimizer.offload_param)
-        return {"weights": gather(engine), "metrics": metrics, "aside": aside}
+        return {"weights": gather_weights(engine), "metrics": metrics, "aside": aside}
 
     def objective(self, stage: int, tokens: int, **others: Any) -> dict[str, Any]:
         """Two updates with each of OBJECTIVES, in micro-batches of `tokens`; weights and metrics after them."""
@@ -129,9 +129,9 @@ class Scenario:
             updater = Updater(engine)
             metrics = []
             for step, groups in enumerate(self.groups):
-                penalties = updater.penalties(counted_samples(groups))
+                penalties = updater.score_penalties(counted_samples(groups))
                 metrics.append(updater.update(assemble(step, groups, made, penalties=penalties).batch))
-            found[name] = {"weights": gather(engine), "metrics": metrics, "penalties": penalties}
+            found[name] = {"weights": gather_weights(engine), "metrics": metrics, "penalties": penalties}
         return found
 
     def resume(self, stage: int, variant: str = "plain") -> dict[str, Any]:
@@ -153,7 +153,7 @@ class Scenario:
         assert torch.equal(torch.rand(3), noise), "the random state came back"
         Updater(again).update(self.batches[1])
         saved = {name: state for file in (found.folder / "state").glob("*.pt") for name, state in _contents(file)}
-        return {"weights": gather(engine), "again": gather(again), "saved": saved}
+        return {"weights": gather_weights(engine), "again": gather_weights(again), "saved": saved}
 
     def _root(self, stage: int, ranks: int, variant: str) -> Path:
         return self.run_dir / f"checkpoints-{stage}-{ranks}-{variant}"
@@ -170,7 +170,7 @@ class Scenario:
         restore(found, engine)
         left = [path.name for path in found.folder.parent.iterdir()]
         metrics = Updater(engine).update(self.batches[1])
-        return {"weights": gather(engine), "metrics": metrics, "left": left}
+        return {"weights": gather_weights(engine), "metrics": metrics, "left": left}
 
     def crossppo(self, stage: int, source: int) -> dict[str, Any]:
         """The second update of `shared`, in which head and trunk have made different numbers of steps, from another stage's checkpoint."""
@@ -179,7 +179,7 @@ class Scenario:
         assert found is not None
         restore(found, engine)
         updater.update(self._ppo_batches(engine.recipe)[1])
-        return {"weights": gather(engine), "heads": _heads(engine)}
+        return {"weights": gather_weights(engine), "heads": _heads(engine)}
 
     def refused(self, stage: int) -> dict[str, str]:
         """What is said of checkpoints that cannot be gone on from: never trained, without a critic, of another model."""
@@ -236,9 +236,9 @@ class Scenario:
         made = self._with_critic(stage, config, **changes)
         batches = self._ppo_batches(made)
         first, critic, updater = self._actor_and_critic(made)
-        before = gather(first)
+        before = gather_weights(first)
         metrics = [updater.update(batches[0])]
-        warmed = gather(first)
+        warmed = gather_weights(first)
         meta = CheckpointMeta(step=1, parent=0, consumed={0: (0, 1, 2)}, ranks=self.ranks.size, zero_stage=stage)
         root = self.run_dir / f"checkpoints-{config.trunk}-{stage}-{self.ranks.size}" / str(made.learner.minibatches)
         save(root, first, meta, keep=1, critic=critic)
@@ -251,8 +251,8 @@ class Scenario:
         return {
             "before": before,
             "warmed": warmed,
-            "weights": gather(first),
-            "again": gather(again),
+            "weights": gather_weights(first),
+            "again": gather_weights(again),
             "heads": [_heads(engine) for engine in (first, again)],
             "metrics": metrics,
         }
@@ -274,16 +274,16 @@ class Scenario:
         """A gradient with a NaN in it, then a good update; compared with the good update alone."""
         made = self.variant(stage, variant)
         engine = self.engine(made)
-        before = gather(engine)
+        before = gather_weights(engine)
         updater = Updater(engine)
         handle = engine.lm.base_model.layers[1].register_full_backward_hook(_poison if self.ranks.rank == 0 else _leave)
         metrics = updater.update(self.batches[0])
         handle.remove()
-        after = gather(engine)
+        after = gather_weights(engine)
         updater.update(self.batches[0])
         clean = self.engine(made)
         Updater(clean).update(self.batches[0])
-        return {"before": before, "after": after, "metrics": metrics, "then": gather(engine), "clean": gather(clean)}
+        return {"before": before, "after": after, "metrics": metrics, "then": gather_weights(engine), "clean": gather_weights(clean)}
 
     def odd(self, stage: int) -> dict[str, Any]:
         """Batches at the edge of what there is: empty ones, completions of one token, groups of one, a token that no model has."""
@@ -292,9 +292,9 @@ class Scenario:
         found: dict[str, Any] = {"empty": {}}
         for name, made in (("plain", plain), ("separate", separate), ("shared", self._with_critic(stage, SHARED))):
             engine, _, updater = self._actor_and_critic(made) if made.critic else (self.engine(made), None, Updater(self.engine(made)))
-            before = gather(engine)
+            before = gather_weights(engine)
             metrics = updater.update(Batch(step=1, samples=(), denominator=0, group_indices=(0, 1)))
-            found["empty"][name] = {"before": before, "after": gather(engine), "metrics": metrics}
+            found["empty"][name] = {"before": before, "after": gather_weights(engine), "metrics": metrics}
         short = [random_group(index, size=size, lengths=(1, 1), turns=1) for index, size in ((40, 4), (41, 1), (42, 1))]
         alone = plain.model_copy(
             update={
@@ -303,10 +303,10 @@ class Scenario:
             }
         )
         engine = self.engine(alone)
-        before = gather(engine)
+        before = gather_weights(engine)
         batch = assemble(0, [replace(group, index=place) for place, group in enumerate(short)], alone).batch
         metrics = Updater(engine).update(batch)
-        found["short"] = {"before": before, "after": gather(engine), "metrics": metrics, "samples": len(batch.samples)}
+        found["short"] = {"before": before, "after": gather_weights(engine), "metrics": metrics, "samples": len(batch.samples)}
         strange = replace(batch.samples[0], token_ids=(*batch.samples[0].token_ids[:-1], 5000))
         try:
             Updater(engine).update(replace(batch, samples=(strange, *batch.samples[1:])))
@@ -316,7 +316,7 @@ class Scenario:
 
     def source(self, stage: int) -> dict[str, Any]:
         """What vLLM's weight transfer would be given, walked twice on every rank."""
-        from agentrl.learner.weight_source import DeepSpeedWeightSource
+        from agentrl.learner.nccl_source import DeepSpeedWeightSource
 
         engine = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size))
         source = DeepSpeedWeightSource(engine)
@@ -324,7 +324,7 @@ class Scenario:
         passes = [dict(source), dict(source)]
         assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in passes[0].items()] == declared
         grouped = [name for names, _ in source.iter_groups() for name in names]
-        return {"sent": passes[0], "again": passes[1], "weights": gather(engine), "grouped": grouped}
+        return {"sent": passes[0], "again": passes[1], "weights": gather_weights(engine), "grouped": grouped}
 
 
 class _Program:
@@ -373,7 +373,7 @@ def main(kind_of: type[Scenario] = Scenario) -> None:
         key = numbers.get(kind, "minibatches") if extra.isdecimal() else "variant"
         changes = {key: int(extra) if extra.isdecimal() else extra} if extra else {}
         result = getattr(scenario, kind)(int(stage), **changes)
-        if ranks.first:
+        if ranks.is_first:
             torch.save(result, Path(out) / f"{name}.pt")
     ranks.barrier()
     processes.leave()

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from agentrl.config import CriticConfig, Limit, LimitsConfig, ObjectiveConfig
 from agentrl.errors import LearnerHalted
 from agentrl.learner.checkpoint import CheckpointMeta, numbered, restore, save
-from agentrl.learner.guard import Counts
-from agentrl.learner.publish import gather
+from agentrl.learner.publish import gather_weights
 from agentrl.learner.update import Updater
+from agentrl.learner.update_guard import FailureCounts
 from agentrl.objective import assemble
-from agentrl.recipe import CriticConfig, Limit, LimitsConfig, ObjectiveConfig
 from agentrl.records import Batch
 from tests.learner.script import Scenario, main
 
@@ -26,14 +26,14 @@ class Setbacks(Scenario):
         if bf16:
             self.recipe = plain.model_copy(update={"policy": plain.policy.model_copy(update={"dtype": "bfloat16"})})
         engine = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size, **learner))
-        updater, before = Updater(engine), gather(engine)
+        updater, before = Updater(engine), gather_weights(engine)
         halted = ""
         try:
             metrics = updater.update(batch)
         except LearnerHalted as error:
             metrics, halted = {}, str(error)
-        after = gather(engine)
-        setbacks = updater.guard.drain()
+        after = gather_weights(engine)
+        setbacks = updater.guard.take_failures()
         counts = updater.guard.counts
         everyone: list[Any] = [None] * self.ranks.size
         dist.all_gather_object(everyone, (setbacks, counts, halted, updater.guard.rolling_back), group=self.ranks.control)
@@ -44,7 +44,7 @@ class Setbacks(Scenario):
         reference = Updater(clean).update(self.batches[0])
         self.recipe = plain
         return {
-            **{"before": before, "after": after, "then": gather(engine), "clean": gather(clean)},
+            **{"before": before, "after": after, "then": gather_weights(engine), "clean": gather_weights(clean)},
             **{"metrics": metrics, "everyone": everyone, "setbacks": setbacks, "counts": counts, "halted": halted, "reference": reference},
         }
 
@@ -86,11 +86,11 @@ class Setbacks(Scenario):
         root = self.run_dir / f"undo-{stage}-{self.ranks.size}"
         updater = Updater(engine)
         for step in range(2):
-            counts, ranks = Counts(rollbacks=step), self.ranks.size
+            counts, ranks = FailureCounts(rollbacks=step), self.ranks.size
             meta = CheckpointMeta(step=step, parent=max(step - 1, 0), consumed={}, ranks=ranks, zero_stage=stage, counts=counts)
             save(root, engine, meta, keep=1, spare={0})
             updater.update(self.batches[step])
-        straight = gather(engine)
+        straight = gather_weights(engine)
         updater.update(self.batches[0])
         found = []
         for step in (1, 0):
@@ -98,10 +98,10 @@ class Setbacks(Scenario):
             assert checkpoint is not None and checkpoint.meta.counts.rollbacks == step
             restore(checkpoint, engine)
             updater.update(self.batches[1 if step else 0])
-            found.append(gather(engine))
+            found.append(gather_weights(engine))
         first = self.engine(made)
         Updater(first).update(self.batches[0])
-        return {"straight": straight, "again": found[0], "from_scratch": found[1], "first": gather(first)}
+        return {"straight": straight, "again": found[0], "from_scratch": found[1], "first": gather_weights(first)}
 
     def undocritic(self, stage: int) -> dict[str, Any]:
         """Policy and critic back to before their first update, which is then made again."""
@@ -114,11 +114,11 @@ class Setbacks(Scenario):
         found = []
         for _ in range(2):
             updater.update(batch)
-            found.append(gather(engine) | {name: value.detach().clone() for name, value in critic.scorer.named_parameters()})
+            found.append(gather_weights(engine) | {name: value.detach().clone() for name, value in critic.scorer.named_parameters()})
             checkpoint = numbered(root, 0)
             assert checkpoint is not None
             restore(checkpoint, engine, critic=critic)
-        base = gather(engine) | {name: value.detach().clone() for name, value in critic.scorer.named_parameters()}
+        base = gather_weights(engine) | {name: value.detach().clone() for name, value in critic.scorer.named_parameters()}
         return {"first": found[0], "again": found[1], "base": base}
 
 

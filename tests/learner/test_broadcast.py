@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from agentrl.errors import LearnerError
-from agentrl.learner.broadcast import Broadcaster, Server
-from agentrl.learner.pulse import SILENT
-from agentrl.weights.announcement import NAME
+from agentrl.learner.broadcast import Broadcaster, ServerAddress
+from agentrl.learner.progress import SILENT
+from agentrl.version.server_address import NAME
 from tests.learner.building import recipe
 
 
@@ -45,7 +45,7 @@ class Weights:
         self.sent.append(self.version)
         self.carried = str(self.version)
 
-    def connect(self, engine: Any, server: Server, timeout_s: float) -> tuple[Any, Any]:
+    def connect(self, engine: Any, server: ServerAddress, timeout_s: float) -> tuple[Any, Any]:
         self.connected.append(server.start)
         return self, self
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from agentrl import codec
+from agentrl.base.files import folder_manifest
 from agentrl.errors import LearnerError
-from agentrl.files import folder_manifest
 from agentrl.learner import checkpoint
 from agentrl.learner.checkpoint import CheckpointMeta, newest, numbered
+from agentrl.records import codec
 from tests import strategies
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentrl.learner.publish import gather
+from agentrl.config import ObjectiveConfig
+from agentrl.learner.publish import gather_weights
 from agentrl.learner.update import Updater
-from agentrl.recipe import ObjectiveConfig
 from tests.learner import preloaded
 from tests.learner.building import random_group, recipe, write_run
 from tests.learner.script import Scenario, main
@@ -34,7 +34,7 @@ class Chunked(Scenario):
             engine.scorer.head.rows = rows
             updater = Updater(engine)
             metrics = [updater.update(batch) for batch in self.batches]
-            found.append(gather(engine))
+            found.append(gather_weights(engine))
         whole, chunks = found
         gap = max(((whole[name] - chunks[name]).abs().max().item() for name in whole), default=0.0)
         return {"gap": gap, "trained": metrics[-1]["tokens_trained"]}

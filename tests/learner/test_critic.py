@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers
 
-from agentrl.learner.critic import ValueScorer, credit
+from agentrl.config import CriticConfig
+from agentrl.learner.critic import ValueScorer, critic_advantages
 from agentrl.learner.forest_attention import register
-from agentrl.learner.packing import micro_batch
+from agentrl.learner.packing import build_micro_batch
 from agentrl.objective.values import value_loss
-from agentrl.recipe import CriticConfig
 from agentrl.records import Sample
 from tests.learner.building import tiny_config
 
@@ -50,16 +50,16 @@ def test_values_follow_what_the_tokens_tell_from_the_token_on_that_tells_it(told
     scorer = ValueScorer(transformers.Qwen3ForCausalLM(tiny_config(attn_implementation=register(), initializer_range=0.2)))
     optimizer = torch.optim.AdamW(scorer.parameters(), lr=1e-2, weight_decay=0.0)
     for seed in range(40):
-        batch = micro_batch(_samples(seed, told), CPU)
+        batch = build_micro_batch(_samples(seed, told), CPU)
         values = scorer(batch.input_ids, batch.layout, batch.positions)[batch.expand]
-        _, returns = credit(batch, values, config)
+        _, returns = critic_advantages(batch, values, config)
         value_loss(values, values.detach(), returns, clip=config.value_clip).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    batch = micro_batch(_samples(1000, told), CPU)
+    batch = build_micro_batch(_samples(1000, told), CPU)
     with torch.no_grad():
         values = scorer(batch.input_ids, batch.layout, batch.positions)[batch.expand].view(64, 6)
-    advantages, returns = (made.view(64, 6) for made in credit(batch, values.flatten(), config))
+    advantages, returns = (made.view(64, 6) for made in critic_advantages(batch, values.flatten(), config))
     torch.testing.assert_close(advantages, returns - values)
     explained = 1 - (returns - values).var(0) / returns.var(0)
     assert (explained[:3].abs() < 0.2).all(), "no state before the third token's is worth more than another"

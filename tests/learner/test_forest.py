@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from agentrl.learner import forest_attention
-from agentrl.learner.forest import lay_out
+from agentrl.learner.forest import build_forest
 from agentrl.learner.forest_attention import ForestLayout, register
-from agentrl.learner.logprobs import TokenScorer
-from agentrl.learner.packing import micro_batch, plan
+from agentrl.learner.packing import build_micro_batch, plan_micro_batches
+from agentrl.learner.token_scorer import TokenScorer
 from agentrl.records import Sample
 from tests.learner.building import VOCABULARY, tiny_config
 
@@ -25,7 +25,7 @@ sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_s
 
 @given(sequences, st.booleans())
 def test_paths_read_back_the_sequences_and_nothing_is_there_twice(rows: list[list[int]], share: bool) -> None:
-    forest = lay_out(rows, share=share)
+    forest = build_forest(rows, share=share)
     prefixes = {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
     assert len(forest.token_ids) == (len(prefixes) if share else sum(map(len, rows)))
     for row, path in zip(rows, forest.paths, strict=True):
@@ -35,7 +35,7 @@ def test_paths_read_back_the_sequences_and_nothing_is_there_twice(rows: list[lis
 
 @given(sequences, st.booleans())
 def test_the_intervals_say_who_continues_whom(rows: list[list[int]], share: bool) -> None:
-    forest = lay_out(rows, share=share)
+    forest = build_forest(rows, share=share)
     pairs = {(int(a), int(b)) for path in forest.paths for n, b in enumerate(path) for a in path[: n + 1]}
     size = len(forest.token_ids)
     assert {(k, q) for k in range(size) for q in range(k, size) if q < forest.ends[k]} == pairs
@@ -108,8 +108,8 @@ def _gap(first: torch.Tensor, second: torch.Tensor) -> float:
 def test_logprobs_and_gradients_equal_the_plain_computation(kind: str, share: bool, budget: int) -> None:
     plain, model = _model(kind, "sdpa"), _model(kind, register())
     scorer, samples, tokens = TokenScorer(model), _samples(1), 0
-    for rows in plan(samples, rank=0, ranks=1, max_tokens=budget, share=share):
-        batch = micro_batch(rows, CPU, share=share)
+    for rows in plan_micro_batches(samples, rank=0, ranks=1, max_tokens=budget, share=share):
+        batch = build_micro_batch(rows, CPU, share=share)
         tokens += batch.input_ids.shape[1]
         logprobs, _ = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 0.7)
         found = logprobs[batch.expand]
@@ -132,7 +132,7 @@ def test_recomputing_layers_changes_no_gradient() -> None:
         model = _model("qwen3", register()).train()
         if recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        batch = micro_batch(tuple(_samples(3)), CPU)
+        batch = build_micro_batch(tuple(_samples(3)), CPU)
         logprobs, _ = TokenScorer(model)(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
         (logprobs[batch.expand] * batch.advantages).sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
@@ -146,7 +146,7 @@ def test_the_block_kernel_gives_the_numbers_of_the_branch_kernel(window: int | N
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr(forest_attention, "_flex", lambda: flex_attention)
-    layout = ForestLayout(lay_out([sample.token_ids for sample in _samples(2)]), CPU)
+    layout = ForestLayout(build_forest([sample.token_ids for sample in _samples(2)]), CPU)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, layout.length, 16, dtype=torch.float64) for heads in (4, 2, 2))
     found = forest_attention._by_branch(query, key, value, layout, 0.3, window)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.config import Recipe
+from agentrl.config.gate import GATE
 from agentrl.experience import SqliteStore
-from agentrl.gating import GATE
 from agentrl.learner import LearnerProcess
-from agentrl.learner.failures import FailureLog
-from agentrl.recipe import Recipe
+from agentrl.learner.failure_log import UpdateFailureLog
 from agentrl.records import Group, VersionState
 from agentrl.version import FolderRegistry, rollback
 from tests.learner import preloaded
@@ -56,14 +56,16 @@ async def test_the_learner_goes_back_to_the_promoted_version_when_asked_also_whe
         assert first is not None and second is not None
         registry.set_state(1, VersionState.PROMOTED)
         registry.set_evals(1, {GATE: 1.0})
-        asked = rollback.Request(version=2, sha256=second.sha256, to=1, to_sha256=first.sha256, reason="case c03")
-        rollback.ask(run_dir / "versions", asked)
+        asked = rollback.RollbackRequest(version=2, sha256=second.sha256, to=1, to_sha256=first.sha256, reason="case c03")
+        rollback.request_rollback(run_dir / "versions", asked)
         for group in groups[6:]:
             store.put(group)
         assert await asyncio.to_thread(dying.wait, 300) != 0
     finally:
         dying.kill()
-    assert registry.get(3) is None and rollback.pending(run_dir / "versions", registry) == asked, "nothing serves worse than the refused"
+    assert registry.get(3) is None and rollback.pending_request(run_dir / "versions", registry) == asked, (
+        "nothing serves worse than the refused"
+    )
     await learn(make_learner, run_dir, made(4, gate=True))
 
     calm = tmp_path / "calm"
@@ -76,8 +78,8 @@ async def test_the_learner_goes_back_to_the_promoted_version_when_asked_also_whe
     assert [version.number for version in versions if version.state is VersionState.ROLLED_BACK] == [2]
     assert versions[3].sha256 == versions[1].sha256 != versions[2].sha256
     assert versions[4].sha256 == FolderRegistry(calm / "versions").versions()[2].sha256
-    assert rollback.pending(run_dir / "versions", registry) is None
-    (setback,) = FailureLog(run_dir).read()
+    assert rollback.pending_request(run_dir / "versions", registry) is None
+    (setback,) = UpdateFailureLog(run_dir).read()
     assert (setback.step, setback.action, setback.what, setback.groups) == (2, "rollback", "gate", (6, 7, 8))
     assert setback.reasons == ("the gate refused version 2: case c03",) and len(setback.episodes) == 12
     assert store.consumed() == {index: index // 3 for index in range(12)}

@@ -10,13 +10,13 @@ import torch
 import transformers
 from torch import Tensor
 
+from agentrl.config import LoraConfig
 from agentrl.errors import UserError
 from agentrl.learner import lora
 from agentrl.learner.forest_attention import register
-from agentrl.learner.logprobs import TokenScorer
-from agentrl.learner.packing import micro_batch, plan
-from agentrl.recipe import LoraConfig
-from agentrl.weights.adapters import merge_folder
+from agentrl.learner.packing import build_micro_batch, plan_micro_batches
+from agentrl.learner.token_scorer import TokenScorer
+from agentrl.version.adapters import merge_folder
 from tests.learner.building import VOCABULARY, tiny_config, write_policy
 from tests.learner.test_forest import CPU, _gap, _model, _samples
 
@@ -52,8 +52,8 @@ def test_gradients_are_the_chain_rule_through_the_merged_weights(ranks: int, log
             plain.get_parameter(name).add_(SCALE * b @ a)
     scorer, samples = TokenScorer(model, logits_at_once=logits_at_once), _samples(1)
     for rank in range(ranks):
-        for rows in plan(samples, rank=rank, ranks=ranks, max_tokens=200):
-            batch = micro_batch(rows, CPU)
+        for rows in plan_micro_batches(samples, rank=rank, ranks=ranks, max_tokens=200):
+            batch = build_micro_batch(rows, CPU)
             logprobs, _ = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 0.7)
             (logprobs[batch.expand] * batch.advantages).sum().backward()
     for row in samples:
@@ -73,7 +73,7 @@ def test_gradients_are_the_chain_rule_through_the_merged_weights(ranks: int, log
 def test_disabled_it_leaves_the_base_policy_and_comes_back() -> None:
     base, model = _model("qwen3", register()), _model("qwen3", register())
     adapted(model)
-    batch = micro_batch(tuple(_samples(2)), CPU)
+    batch = build_micro_batch(tuple(_samples(2)), CPU)
     given = (batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
     before, _ = TokenScorer(model)(*given)
     with torch.no_grad(), lora.disabled(model):

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from agentrl.config import LearnerConfig
 from agentrl.learner.optimizer import learning_rate
-from agentrl.recipe import LearnerConfig
 
 
 @pytest.mark.parametrize(

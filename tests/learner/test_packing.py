@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import LearnerError
-from agentrl.learner.packing import check_vocabulary, micro_batch, minibatches, plan
+from agentrl.learner.packing import build_micro_batch, check_vocabulary, plan_micro_batches, split_minibatches
 from agentrl.records import Batch, Sample
 
 CPU = torch.device("cpu")
@@ -32,40 +32,40 @@ def test_every_sample_is_on_one_rank_once_and_ranks_run_equally_many_micro_batch
     shapes: list[tuple[int, int]], ranks: int, budget: int, share: bool
 ) -> None:
     samples = [_sample(number, length, first=first) for number, (length, first) in enumerate(shapes)]
-    plans = [plan(samples, rank=rank, ranks=ranks, max_tokens=budget, share=share) for rank in range(ranks)]
+    plans = [plan_micro_batches(samples, rank=rank, ranks=ranks, max_tokens=budget, share=share) for rank in range(ranks)]
     assert len({len(made) for made in plans}) == 1
     dealt = [sample.episode_id for made in plans for rows in made for sample in rows]
     assert sorted(dealt) == sorted(sample.episode_id for sample in samples)
     for rows in (rows for made in plans for rows in made if rows):
-        assert micro_batch(rows, CPU, share=share).input_ids.shape[1] <= budget
+        assert build_micro_batch(rows, CPU, share=share).input_ids.shape[1] <= budget
 
 
 def test_micro_batches_are_as_even_as_their_number_allows() -> None:
-    made = plan([_sample(n, 10, first=n) for n in range(8)], rank=0, ranks=1, max_tokens=70)
+    made = plan_micro_batches([_sample(n, 10, first=n) for n in range(8)], rank=0, ranks=1, max_tokens=70)
     assert sorted(len(rows) for rows in made) == [4, 4]
 
 
 def test_a_sample_longer_than_the_budget_is_alone() -> None:
-    made = plan([_sample(0, 50), _sample(1, 5, first=7)], rank=0, ranks=1, max_tokens=20)
+    made = plan_micro_batches([_sample(0, 50), _sample(1, 5, first=7)], rank=0, ranks=1, max_tokens=20)
     assert [[sample.episode_id for sample in rows] for rows in made] == [["0"], ["1"]]
 
 
 def test_tensors_pick_the_token_before_each_trained_one() -> None:
-    made = micro_batch((_sample(0, 4, first=5), _sample(1, 2)), CPU)
+    made = build_micro_batch((_sample(0, 4, first=5), _sample(1, 2)), CPU)
     assert made.input_ids.tolist() == [[0, 1, 5, 6, 7, 8]]
     assert made.layout.positions.tolist() == [0, 1, 0, 1, 2, 3]
     places = made.positions[made.expand].tolist(), made.targets[made.expand].tolist()
     assert places == ([2, 3, 4, 0], [6, 7, 8, 1])
     assert made.behaviour.tolist() == [-1.0, -2.0, -3.0, -1.0]
     assert made.sequence.tolist() == [0, 0, 0, 1]
-    assert micro_batch((_sample(0, 4), _sample(1, 2)), torch.device("cpu"), [7, 5]).sequence.tolist() == [7, 7, 7, 5]
+    assert build_micro_batch((_sample(0, 4), _sample(1, 2)), torch.device("cpu"), [7, 5]).sequence.tolist() == [7, 7, 7, 5]
 
 
 def test_shared_tokens_are_there_once_and_every_sample_keeps_its_own_numbers() -> None:
     """Two samples alike up to their last token, and one that is the same as the first."""
     first, twin = _sample(0, 4), _sample(2, 4)
     other = replace(_sample(1, 4), token_ids=(0, 1, 2, 9), logprobs=(0.0, -5.0, -6.0, -7.0))
-    made = micro_batch((first, other, twin), CPU)
+    made = build_micro_batch((first, other, twin), CPU)
     assert made.input_ids.tolist() == [[0, 1, 2, 3, 9]]
     assert list(zip(made.positions.tolist(), made.targets.tolist(), strict=True)) == [(0, 1), (1, 2), (2, 3), (2, 9)]
     assert made.expand.tolist() == [0, 1, 2, 0, 1, 3, 0, 1, 2]
@@ -73,8 +73,8 @@ def test_shared_tokens_are_there_once_and_every_sample_keeps_its_own_numbers() -
 
 
 def test_no_samples_are_padding_that_trains_nothing() -> None:
-    assert plan([], rank=0, ranks=2, max_tokens=64) == []
-    made = micro_batch((), CPU)
+    assert plan_micro_batches([], rank=0, ranks=2, max_tokens=64) == []
+    made = build_micro_batch((), CPU)
     assert made.input_ids.shape == (1, 2)
     assert made.positions.shape == made.targets.shape == made.expand.shape == (0,)
 
@@ -91,7 +91,7 @@ def test_a_token_that_the_model_does_not_have_is_refused_with_its_episode(token:
 def test_minibatches_share_the_groups_and_have_their_own_denominators() -> None:
     samples = tuple(_sample(group, length, group) for group, length in ((10, 3), (11, 5), (12, 7)))
     batch = Batch(step=0, samples=samples, denominator=12, group_indices=(10, 11, 12, 13))
-    parts = minibatches(batch, 2)
+    parts = split_minibatches(batch, 2)
     assert [part.group_indices for part in parts] == [(10, 12), (11, 13)]
     assert [part.denominator for part in parts] == [8, 4]
-    assert [part.group_indices for part in minibatches(batch, 4)] == [(10,), (11,), (12,)]
+    assert [part.group_indices for part in split_minibatches(batch, 4)] == [(10,), (11,), (12,)]

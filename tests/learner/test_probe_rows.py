@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from agentrl.learner.publish import PROBE_ROWS, probe_rows, write_reference
+from agentrl.learner.publish import PROBE_ROWS, select_probe_rows, write_base_probe
 from agentrl.records import Episode, Group, Message, Probe, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
 from agentrl.serving.probe import read_probe
 
@@ -30,19 +30,19 @@ def group(index: int, *token_ids: int) -> Group:
 
 def test_rows_are_the_ends_of_contexts_that_begin_alike() -> None:
     groups = tuple(group(index, *range(1000), 2000 + index) for index in range(PROBE_ROWS + 2))
-    rows = probe_rows(groups, vocabulary=5000, max_model_len=1024)
+    rows = select_probe_rows(groups, vocabulary=5000, max_model_len=1024)
     assert len(rows) == PROBE_ROWS
     assert [row[-1] for row in rows] == [2000 + index for index in range(PROBE_ROWS)]
     assert all(1 < len(row) <= 128 and row[:-1] == tuple(range(1000))[-len(row) + 1 :] for row in rows)
 
 
 def test_a_row_leaves_room_for_the_token_that_the_server_samples() -> None:
-    (row,) = probe_rows((group(0, *range(100)),), vocabulary=5000, max_model_len=64)
+    (row,) = select_probe_rows((group(0, *range(100)),), vocabulary=5000, max_model_len=64)
     assert len(row) == 63
 
 
 def test_groups_without_tokens_are_probed_with_a_fixed_row() -> None:
-    (row,) = probe_rows((group(0), group(1)), vocabulary=5, max_model_len=64)
+    (row,) = select_probe_rows((group(0), group(1)), vocabulary=5, max_model_len=64)
     assert row == tuple(token % 5 for token in range(16))
 
 
@@ -66,9 +66,9 @@ def test_the_rows_of_version_0_start_with_ordinary_tokens_and_continue_greedily(
     folder = tmp_path / "versions" / "000000"
     folder.mkdir(parents=True)
     engine: Any = Counting()
-    write_reference(tmp_path, engine)
+    write_base_probe(tmp_path, engine)
     made = read_probe(folder)
     assert made is not None and made.token_ids == (tuple(range(300, 312)), tuple(range(600, 612)))
     (folder / "probe.json").write_text("{}")
-    write_reference(tmp_path, engine)
+    write_base_probe(tmp_path, engine)
     assert (folder / "probe.json").read_text() == "{}", "a run that resumes keeps its reference"

@@ -20,13 +20,12 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from agentrl import codec
+from agentrl.config import Recipe
 from agentrl.errors import DiskFull, LearnerError, UserError
 from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
-from agentrl.recipe import Recipe
-from agentrl.records import Blame, Failure, Probe
-from agentrl.rollout import left_out_group
+from agentrl.records import Blame, Failure, Probe, codec
+from agentrl.rollout import excluded_group
 from agentrl.version import FolderRegistry
 from tests.learner import preloaded
 from tests.learner.building import random_group, recipe, write_policy, write_run
@@ -78,7 +77,7 @@ async def test_steps_are_made_as_groups_arrive_and_stop_is_clean(tmp_path: Path)
     for index in range(3, 5):
         store.put(random_group(index, scores=[1.0] * 4))  # nothing to learn: the same weights become version 2
     broken = Failure(stage="task", blame=Blame.TASK, kind="TaskError", message="no such tool")
-    store.put(left_out_group(5, "t5", "k5", broken, size=4))
+    store.put(excluded_group(5, "t5", "k5", broken, size=4))
     await learner.start()
     await learner.wait(timeout_s=600)
     first, second = registry.get(1), registry.get(2)
@@ -318,7 +317,7 @@ def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path) -> None:
     write_run(tmp_path, made, [])
     driver = (
         "import asyncio, sys; from pathlib import Path\n"
-        "from agentrl.learner import LearnerProcess; from agentrl.recipe import load\n"
+        "from agentrl.learner import LearnerProcess; from agentrl.config import load\n"
         "async def main():\n"
         "    run = Path(sys.argv[1]); learner = LearnerProcess(run, load(run / 'recipe.json'))\n"
         "    await learner.start(); await asyncio.sleep(600)\n"

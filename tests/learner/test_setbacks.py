@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from agentrl.base.files import sha256_file
+from agentrl.config import LearnerConfig, Limit, LimitsConfig, Recipe
 from agentrl.errors import LearnerHalted
 from agentrl.experience import SqliteStore
-from agentrl.files import sha256_file
 from agentrl.learner import LearnerProcess
-from agentrl.learner.failures import FailureLog
-from agentrl.learner.guard import Counts, Guard, Setback
-from agentrl.recipe import LearnerConfig, Limit, LimitsConfig, Recipe
+from agentrl.learner.failure_log import UpdateFailureLog
+from agentrl.learner.update_guard import FailureCounts, UpdateFailure, UpdateGuard
 from agentrl.records import Batch, Group, Sample, VersionState
-from agentrl.version import FolderRegistry
-from agentrl.weights import deltas
+from agentrl.version import FolderRegistry, deltas
 from tests.learner import preloaded
 from tests.learner.building import episode, random_group, recipe, scored, turn, write_run
 
@@ -81,7 +80,7 @@ def test_a_refused_update_leaves_no_trace_and_is_written_down(results: Results, 
         assert "learner.limits.max_kl.at=1e-06" in found["halted"]
     else:
         assert found["metrics"]["updates_left_out"] == 1 and found["metrics"]["optimizer_steps"] == 0
-        assert found["counts"] == Counts(bad_in_a_row=1)
+        assert found["counts"] == FailureCounts(bad_in_a_row=1)
     if kind in ("norm", "half", "figure"):
         assert found["metrics"]["grad_norm"] == pytest.approx(found["reference"]["grad_norm"], rel=1e-6), "the true norm is told"
         assert math.isfinite(setback.metrics["loss"])
@@ -131,59 +130,59 @@ FINE = {"loss": 0.1, "kl_behaviour": 0.1, "entropy": 2.0, "ess": 0.9, "ratio_max
     ],
 )
 def test_every_limit_judges_its_own_figure_at_its_bound(name: str, at: float, metric: str, bad: float) -> None:
-    guard = Guard(LearnerConfig(limits=LimitsConfig(**{name: Limit(at=at)})))
+    guard = UpdateGuard(LearnerConfig(limits=LimitsConfig(**{name: Limit(at=at)})))
     for fine in (FINE, FINE | {metric: at}):
         known = {key: value for key, value in fine.items() if key != "grad_norm"}
-        assert guard.bound(known) == (at if name == "max_grad_norm" else math.inf)
+        assert guard.largest_norm(known) == (at if name == "max_grad_norm" else math.inf)
     beyond = FINE | {metric: bad}
     if name != "max_grad_norm":
-        assert guard.bound(beyond) < 0
-    guard.settle(_part(), beyond, applied=False)
-    (setback,) = guard.drain()
+        assert guard.largest_norm(beyond) < 0
+    guard.record_policy_step(_part(), beyond, applied=False)
+    (setback,) = guard.take_failures()
     assert setback.reasons == (f"{metric} {bad:g} is {'below' if name.startswith('min') else 'above'} learner.limits.{name}.at={at:g}",)
     assert setback.episodes == ("e",) and setback.groups == (7, 8)
-    assert guard.drain() == ()
+    assert guard.take_failures() == ()
 
 
 def test_the_strictest_action_wins_and_rollbacks_run_out() -> None:
     limits = LimitsConfig(max_kl=Limit(at=0.5), min_entropy=Limit(at=0.5, action="rollback"), max_rollbacks=1)
-    guard = Guard(LearnerConfig(limits=limits))
+    guard = UpdateGuard(LearnerConfig(limits=limits))
     bad = FINE | {"kl_behaviour": 0.6, "entropy": 0.1}
-    guard.begin()
-    guard.settle(_part(), bad, applied=False)
-    assert guard.rolling_back and not guard.sound and guard.counts.rollbacks == 1
-    guard.begin()
-    guard.settle(_part(4), FINE, applied=True)
-    assert guard.sound and not guard.rolling_back
+    guard.begin_step()
+    guard.record_policy_step(_part(), bad, applied=False)
+    assert guard.rolling_back and not guard.start_weights_passed and guard.counts.rollbacks == 1
+    guard.begin_step()
+    guard.record_policy_step(_part(4), FINE, applied=True)
+    assert guard.start_weights_passed and not guard.rolling_back
     with pytest.raises(LearnerHalted, match="1 rollbacks are made"):
-        guard.settle(_part(5), bad, applied=False)
-    assert [setback.action for setback in guard.drain()] == ["rollback", "halt"]
+        guard.record_policy_step(_part(5), bad, applied=False)
+    assert [setback.action for setback in guard.take_failures()] == ["rollback", "halt"]
 
 
 def test_a_good_critic_does_not_hide_a_policy_that_is_never_updated() -> None:
-    guard = Guard(LearnerConfig(max_bad_updates=2))
+    guard = UpdateGuard(LearnerConfig(max_bad_updates=2))
     nan = FINE | {"grad_norm": math.nan}
     for _ in range(2):
-        guard.settle_critic(_part(), {}, applied=True)
+        guard.record_critic_step(_part(), {}, applied=True)
         if guard.counts.bad_in_a_row == 1:
             with pytest.raises(LearnerHalted, match=r"2 optimizer steps in a row were left out .* the gradient is not finite"):
-                guard.settle(_part(), nan, applied=False)
+                guard.record_policy_step(_part(), nan, applied=False)
         else:
-            guard.settle(_part(), nan, applied=False)
-    guard = Guard(LearnerConfig(max_bad_updates=2))
-    guard.settle_critic(_part(), {"value_grad_norm": math.inf}, applied=False)
-    guard.settle(_part(), FINE, applied=True)
+            guard.record_policy_step(_part(), nan, applied=False)
+    guard = UpdateGuard(LearnerConfig(max_bad_updates=2))
+    guard.record_critic_step(_part(), {"value_grad_norm": math.inf}, applied=False)
+    guard.record_policy_step(_part(), FINE, applied=True)
     with pytest.raises(LearnerHalted, match="of the critic"):
-        guard.settle_critic(_part(), {}, applied=False)
-    assert guard.drain()[0].metrics == {"value_grad_norm": None}
+        guard.record_critic_step(_part(), {}, applied=False)
+    assert guard.take_failures()[0].metrics == {"value_grad_norm": None}
 
 
 def test_the_log_forgets_the_steps_that_are_made_again(tmp_path: Path) -> None:
-    log = FailureLog(tmp_path)
+    log = UpdateFailureLog(tmp_path)
     assert log.read() == ()
-    log.forget_from(0)
+    log.remove_from(0)
     made = tuple(
-        Setback(step=step, action="skip", what="group", reasons=("x",), groups=(step,), episodes=("e",), metrics={"loss": None})
+        UpdateFailure(step=step, action="skip", what="group", reasons=("x",), groups=(step,), episodes=("e",), metrics={"loss": None})
         for step in range(3)
     )
     log.append(made[:2])
@@ -193,7 +192,7 @@ def test_the_log_forgets_the_steps_that_are_made_again(tmp_path: Path) -> None:
         file.write(b'{"step": 3')  # a killed process
     assert log.read() == made
     assert log.read(1) == made[1:2]
-    log.forget_from(2)
+    log.remove_from(2)
     assert log.read() == made[:2]
     log.append(made[2:])
     assert log.read() == made
@@ -257,7 +256,7 @@ async def test_a_rollback_takes_the_run_to_where_it_was_sound(tmp_path: Path, ho
     assert [version.number for version in versions if version.state is VersionState.ROLLED_BACK] == [2]
     assert versions[3].sha256 == versions[1].sha256 != versions[2].sha256
     assert versions[4].sha256 == calm.versions()[2].sha256
-    (setback,) = FailureLog(run_dir).read()
+    (setback,) = UpdateFailureLog(run_dir).read()
     assert (setback.step, setback.action, setback.groups) == (2, "rollback", (6, 7, 8))
     assert len(setback.episodes) == 12
     store = SqliteStore(run_dir / "experience.sqlite")
@@ -291,7 +290,7 @@ async def test_versions_that_are_deltas_are_what_whole_ones_would_have_been(tmp_
         registry.verify(version)
     size = [sum(path.stat().st_size for path in home.glob("model.*")) for home in homes]
     assert size[5] < 0.5 * size[3]
-    (homes[5].parent / deltas.NEWEST).unlink()
+    (homes[5].parent / deltas.NEWEST_WEIGHTS).unlink()
     assert sha256_file(deltas.materialize(homes[5])) == reference.versions()[5].sha256
 
 
@@ -304,11 +303,11 @@ async def test_halting_stops_the_run_once_with_its_reason_and_other_limits_let_i
     registry, store = FolderRegistry(tmp_path / "versions"), SqliteStore(tmp_path / "experience.sqlite")
     assert registry.get(1) is not None and registry.get(2) is None
     assert store.consumed() == {0: 0, 1: 0, 2: 0}
-    assert [(one.step, one.action) for one in FailureLog(tmp_path).read()] == [(1, "halt")]
+    assert [(one.step, one.action) for one in UpdateFailureLog(tmp_path).read()] == [(1, "halt")]
 
     made = _rolling(1, 2, max_kl={"at": 1.0, "action": "skip"})
     await _learn(make_learner, tmp_path, made)
-    assert [(one.step, one.action) for one in FailureLog(tmp_path).read()] == [(1, "skip")]
+    assert [(one.step, one.action) for one in UpdateFailureLog(tmp_path).read()] == [(1, "skip")]
     first, second = registry.get(1), registry.get(2)
     assert first is not None and second is not None and first.sha256 == second.sha256, "a step that is left out publishes its parent"
     assert store.consumed() == {index: index // 3 for index in range(6)}
@@ -329,7 +328,7 @@ async def test_numbers_that_are_not_finite_cost_their_group_not_the_run_until_th
     made = recipe(learner={"ranks": 2, "max_bad_groups": 3})
     with pytest.raises(LearnerHalted, match="3 groups were left out"):
         await _learn(make_learner, tmp_path, made, groups)
-    found = FailureLog(tmp_path).read()
+    found = UpdateFailureLog(tmp_path).read()
     assert [(one.step, one.what, one.groups) for one in found] == [(0, "group", (1,)), (0, "group", (2,)), (1, "group", (4,))]
     assert [one.reasons[0].split()[0] for one in found] == ["non_finite_score", "non_finite_logprob", "non_finite_advantage"]
     registry = FolderRegistry(tmp_path / "versions")
@@ -337,5 +336,5 @@ async def test_numbers_that_are_not_finite_cost_their_group_not_the_run_until_th
     assert base is not None and first is not None and base.sha256 != first.sha256, "the other groups were trained on"
     made = made.model_copy(update={"learner": made.learner.model_copy(update={"max_bad_groups": 4})})
     await _learn(make_learner, tmp_path, made)
-    assert len(FailureLog(tmp_path).read()) == 3, "the step that was made again is written down once"
+    assert len(UpdateFailureLog(tmp_path).read()) == 3, "the step that was made again is written down once"
     assert registry.get(2) is not None

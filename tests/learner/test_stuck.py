@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from agentrl.base.liveness import Liveness
 from agentrl.errors import LearnerError
 from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
 from agentrl.learner.process import _runs
-from agentrl.liveness import Liveness
 from agentrl.run import supervise
 from agentrl.version import FolderRegistry
 from tests.learner.building import random_group, recipe, write_run

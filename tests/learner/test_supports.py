@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from agentrl.errors import LearnerError
-from agentrl.learner.logprobs import LogprobHead
-from agentrl.learner.packing import check_vocabulary, micro_batch
+from agentrl.learner.packing import build_micro_batch, check_vocabulary
+from agentrl.learner.token_scorer import LogprobHead
 from agentrl.records import Sample
-from agentrl.sampling import Supports
+from agentrl.records.sampling import Supports
 
 CPU = torch.device("cpu")
 VOCABULARY, WIDTH, WIDEST = 23, 6, 5
@@ -110,7 +110,7 @@ def sample(name: str, ids: tuple[int, ...], supports: list[tuple[int, ...]] | No
         logprobs=(0.0,) * len(ids),
         versions=tuple(0 if trained else -1 for trained in mask),
         advantages=(0.0,) * len(ids),
-        supports=None if supports is None else Supports.of([(), *supports]),
+        supports=None if supports is None else Supports.from_rows([(), *supports]),
     )
 
 
@@ -121,13 +121,13 @@ def test_samples_share_a_prediction_only_with_its_support() -> None:
         sample("b", (1, 2, 3), [(5, 2), (3, 4)]),
         sample("c", (1, 2, 6), None),
     )
-    batch = micro_batch(rows, CPU)
+    batch = build_micro_batch(rows, CPU)
     assert batch.input_ids.shape[1] == 4
     assert batch.supports is not None
     seen = [(int(batch.targets[at]), [token for token in batch.supports[at].tolist() if token >= 0]) for at in batch.expand.tolist()]
     assert seen == [(2, [2, 5]), (3, [3]), (2, [2, 5]), (3, [3, 4]), (2, []), (6, [])]
     assert len(batch.targets) == 5  # the first token of "a" and "b" is one prediction
-    assert micro_batch((rows[2],), CPU).supports is None
+    assert build_micro_batch((rows[2],), CPU).supports is None
 
 
 def test_a_support_outside_the_vocabulary_stops_the_learner() -> None:

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.learner.publish import gather
+from agentrl.learner.publish import gather_weights
 from agentrl.learner.update import Updater
 from agentrl.objective import assemble
 from agentrl.records import Group, ScoredEpisode, Turn
-from agentrl.sampling import Supports
+from agentrl.records.sampling import Supports
 from tests.learner import preloaded
 from tests.learner.building import VOCABULARY, random_group, recipe, write_run
 from tests.learner.script import SHARED, Scenario, main
@@ -52,7 +52,7 @@ class Truncated(Scenario):
         probe = engine.probe(((5, 6, 7, 8), (9, 10)))
         metrics = [updater.update(batch) for batch in batches]
         trained = [entropy for key, entropy in entropies if key in {sample.episode_id for sample in batches[0].samples}]
-        return {"metrics": metrics, "weights": gather(engine), "entropy": sum(trained) / len(trained), "probe": probe}
+        return {"metrics": metrics, "weights": gather_weights(engine), "entropy": sum(trained) / len(trained), "probe": probe}
 
 
 @cache
@@ -86,7 +86,7 @@ def _drawn_episode(scored: ScoredEpisode, run_dir: Path, entropies: list[tuple[s
             logprobs.append(logp[over.index(token)].item())
             rows.append(row)
             place += 1
-        turns.append(replace(turn, logprobs=tuple(logprobs), supports=Supports.of(rows)))
+        turns.append(replace(turn, logprobs=tuple(logprobs), supports=Supports.from_rows(rows)))
     return replace(scored, episode=replace(scored.episode, trajectories=(replace(line, turns=tuple(turns)),)))
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import distributed as dist
 
 from agentrl.errors import UserError
-from agentrl.learner.packing import micro_batch
+from agentrl.learner.packing import build_micro_batch
 from agentrl.learner.ranks import Team
-from agentrl.learner.ulysses import Stretch, check_heads
+from agentrl.learner.ulysses import TokenShard, check_heads
 from tests.learner.building import tiny_config
 from tests.learner.test_forest import CPU, _samples
 
@@ -23,7 +23,7 @@ def team(rank: int, size: int) -> Team:
 @given(st.integers(1, 40), st.integers(1, 6), st.data())
 def test_every_token_and_every_prediction_is_one_ranks_own(length: int, size: int, data: st.DataObject) -> None:
     positions = torch.tensor(sorted(data.draw(st.lists(st.integers(0, length - 1), max_size=20))), dtype=torch.long)
-    stretches = [Stretch.of(team(rank, size), length, positions) for rank in range(size)]
+    stretches = [TokenShard.of(team(rank, size), length, positions) for rank in range(size)]
     tokens = torch.arange(1, length + 1)
     parts = [stretch.part(tokens) for stretch in stretches]
     assert {len(part) for part in parts} == {stretches[0].width}
@@ -37,8 +37,8 @@ def test_every_token_and_every_prediction_is_one_ranks_own(length: int, size: in
 
 def test_the_parts_of_a_micro_batch_are_the_micro_batch() -> None:
     rows = tuple(_samples(1))
-    whole = micro_batch(rows, CPU)
-    parts = [micro_batch(rows, CPU, team=team(rank, 3)) for rank in range(3)]
+    whole = build_micro_batch(rows, CPU)
+    parts = [build_micro_batch(rows, CPU, team=team(rank, 3)) for rank in range(3)]
     assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
     assert torch.equal(torch.cat([part.input_ids[0] for part in parts])[: whole.layout.length], whole.input_ids[0])
     assert torch.equal(torch.cat([part.layout.positions for part in parts])[: whole.layout.length], whole.layout.positions)

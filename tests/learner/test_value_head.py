@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agentrl.learner.critic import credit
+from agentrl.config import CriticConfig, ObjectiveConfig
+from agentrl.learner.critic import critic_advantages
 from agentrl.learner.forest_attention import register
-from agentrl.learner.packing import micro_batch, plan
+from agentrl.learner.packing import build_micro_batch, plan_micro_batches
 from agentrl.learner.value_head import ValuedScorer
-from agentrl.objective.combined import TrainedTokens, policy_loss
+from agentrl.objective.policy_loss import TrainedTokens, policy_loss
 from agentrl.objective.values import value_loss
-from agentrl.recipe import CriticConfig, ObjectiveConfig
 from agentrl.records import Sample
 from tests.learner.test_forest import CPU, _gap, _model, _samples
 
@@ -54,12 +54,12 @@ def test_one_forward_pass_gives_the_loss_and_gradient_of_the_plain_computation(s
     head.load_state_dict(scorer.value.state_dict())
     trained = sum(sum(sample.loss_mask) for sample in samples)
     found_total, expected_total = 0.0, 0.0
-    for rows in plan(samples, rank=0, ranks=1, max_tokens=budget, share=share):
-        batch = micro_batch(rows, CPU, share=share)
+    for rows in plan_micro_batches(samples, rank=0, ranks=1, max_tokens=budget, share=share):
+        batch = build_micro_batch(rows, CPU, share=share)
         logprobs, _, values = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
         logprobs, values = logprobs[batch.expand], values[batch.expand]
         old = values.detach() + torch.linspace(-0.5, 0.5, len(values), dtype=torch.float64)  # so that the value clip binds somewhere
-        advantages, returns = credit(batch, old, CRITIC)
+        advantages, returns = critic_advantages(batch, old, CRITIC)
         behaviour = logprobs.detach() + torch.linspace(-0.4, 0.4, len(values), dtype=torch.float64)
         tokens = TrainedTokens(logprobs=logprobs, behaviour=behaviour, advantages=advantages, sequence=batch.sequence)
         worth = value_loss(values, old, returns, clip=CRITIC.value_clip).sum() / trained
@@ -90,7 +90,7 @@ def test_one_forward_pass_gives_the_loss_and_gradient_of_the_plain_computation(s
 @pytest.mark.parametrize("way", ["detach", "warm-up"])
 def test_a_stopped_gradient_reaches_the_head_alone(way: str) -> None:
     scorer = _scorer(detach=way == "detach")
-    batch = micro_batch(tuple(_samples(2)), CPU)
+    batch = build_micro_batch(tuple(_samples(2)), CPU)
     targets = batch.targets if way == "detach" else None
     values = scorer(batch.input_ids, batch.layout, batch.positions, targets, 1.0)[-1]
     free = _scorer()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agentrl.learner.critic import advantage_scale
+from agentrl.learner.critic import advantage_moments
 from agentrl.learner.ranks import Ranks
 
 
@@ -23,7 +23,7 @@ def alone() -> Iterator[Ranks]:
 
 def test_advantages_are_whitened_over_all_micro_batches_at_once(alone: Ranks) -> None:
     parts = [torch.tensor([1.0, 2.0]), torch.tensor([]), torch.tensor([6.0])]
-    shift, scale = advantage_scale(parts, alone)
+    shift, scale = advantage_moments(parts, alone)
     assert (shift, scale) == pytest.approx((3.0, math.sqrt(14 / 3)))
 
 
@@ -31,11 +31,11 @@ def test_advantages_are_whitened_over_all_micro_batches_at_once(alone: Ranks) ->
 def test_advantages_that_are_all_equal_become_zeros(alone: Ranks, count: int) -> None:
     """All episodes scored alike under a critic that tells nothing apart: no token is better than another, so none is reinforced."""
     equal = torch.full((count,), 0.7)
-    shift, scale = advantage_scale([equal], alone)
+    shift, scale = advantage_moments([equal], alone)
     assert ((equal - shift) / scale).tolist() == [0.0] * count
 
 
 def test_one_advantage_that_is_not_finite_makes_all_of_them_so(alone: Ranks) -> None:
     """Not only its own minibatch: what the others would be divided by is not known."""
-    shift, scale = advantage_scale([torch.tensor([1.0, 2.0]), torch.tensor([math.nan])], alone)
+    shift, scale = advantage_moments([torch.tensor([1.0, 2.0]), torch.tensor([math.nan])], alone)
     assert not ((torch.ones(3) - shift) / scale).isfinite().any()

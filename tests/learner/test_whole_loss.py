@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from agentrl.config import ObjectiveConfig
 from agentrl.learner.forest_attention import register
-from agentrl.learner.logprobs import TokenScorer
-from agentrl.learner.packing import micro_batch, minibatches, plan
-from agentrl.objective.aggregate import denominator
-from agentrl.objective.combined import TrainedTokens, policy_loss
-from agentrl.recipe import ObjectiveConfig
+from agentrl.learner.packing import build_micro_batch, plan_micro_batches, split_minibatches
+from agentrl.learner.token_scorer import TokenScorer
+from agentrl.objective.aggregate import loss_denominator
+from agentrl.objective.policy_loss import TrainedTokens, policy_loss
 from agentrl.records import Batch, Sample
 from tests.learner.test_forest import CPU, _model
-from tests.objective.test_combined import by_hand
+from tests.objective.test_policy_loss import by_hand
 
 TEMPERATURE, LENGTH = 0.7, 13
 OBJECTIVES: list[dict[str, Any]] = [
@@ -51,7 +51,7 @@ def _samples(rng: random.Random) -> tuple[Sample, ...]:
 def _tokens(logprobs: Tensor, entropy: Tensor, objective: ObjectiveConfig, **constants: Tensor) -> TrainedTokens:
     """Proximal policy and reference lie a fixed way from the policy, so that both computations know them."""
     proximal = logprobs.detach() - 0.1 if objective.proximal == "recompute" else None
-    return TrainedTokens(logprobs=logprobs, entropy=entropy, proximal=proximal, reference=logprobs.detach() + 0.2, **constants)
+    return TrainedTokens(logprobs=logprobs, entropy=entropy, proximal=proximal, kl_reference=logprobs.detach() + 0.2, **constants)
 
 
 def _plain(model: nn.Module, rows: tuple[Sample, ...], objective: ObjectiveConfig) -> TrainedTokens:
@@ -81,10 +81,12 @@ def test_the_gradient_of_a_step_is_that_of_the_formulas_over_plain_sequences(cha
     samples = _samples(rng)
     batch = Batch(step=3, samples=samples, denominator=sum(sum(one.loss_mask) for one in samples), group_indices=(0, 1, 2))
     ranks, share = rng.choice((1, 2, 3)), seed == 0
-    for part in minibatches(batch, 2):
-        total, weight = 0.0, denominator(part.samples, objective.aggregation, length=LENGTH)
-        for rows in (rows for rank in range(ranks) for rows in plan(part.samples, rank=rank, ranks=ranks, max_tokens=16, share=share)):
-            made = micro_batch(rows, CPU, share=share)
+    for part in split_minibatches(batch, 2):
+        total, weight = 0.0, loss_denominator(part.samples, objective.aggregation, length=LENGTH)
+        for rows in (
+            rows for rank in range(ranks) for rows in plan_micro_batches(part.samples, rank=rank, ranks=ranks, max_tokens=16, share=share)
+        ):
+            made = build_micro_batch(rows, CPU, share=share)
             scorer = TokenScorer(ours, logits_at_once=rng.choice((3 * 97, 2**25)))
             logprobs, entropy = scorer(made.input_ids, made.layout, made.positions, made.targets, TEMPERATURE)
             constants = {"behaviour": made.behaviour, "advantages": made.advantages, "sequence": made.sequence}

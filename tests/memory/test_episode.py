@@ -6,19 +6,19 @@ import threading
 
 import pytest
 
+from agentrl.config.tools import MemoryConfig
 from agentrl.errors import TaskError
-from agentrl.memo import Memo
-from agentrl.memory import NoteStore, View, Written, scope_of
-from agentrl.sections.tools import MemoryConfig
+from agentrl.memory import NoteStore, StoreView, WrittenNotes, scope_of
+from agentrl.records.memo import Memo
 from agentrl.testing.samples import sample_task
 
 CONFIG = MemoryConfig(notes=3, note_chars=40, results=2)
 
 
-def view(*notes: str) -> View:
+def view(*notes: str) -> StoreView:
     store = NoteStore(None, CONFIG)
-    store.commit(0, [Written(episode="e0", task_key="k", memo=Memo(scope="family:f", notes=notes))])
-    return View(store=store, scope="family:f", version=1, task_key="t")
+    store.commit(0, [WrittenNotes(episode="e0", task_key="k", memo=Memo(scope="family:f", notes=notes))])
+    return StoreView(store=store, scope="family:f", version=1, task_key="t")
 
 
 def test_what_goes_beyond_the_bounds_is_refused_and_said() -> None:

@@ -13,25 +13,25 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.config.tools import MemoryConfig
 from agentrl.errors import StoreError
-from agentrl.memo import Memo
-from agentrl.memory import NoteStore, Written
-from agentrl.memory.store import Found
-from agentrl.sections.tools import MemoryConfig
+from agentrl.memory import NoteStore, WrittenNotes
+from agentrl.memory.store import NoteMatch
+from agentrl.records.memo import Memo
 
 ROOT = Path(__file__).resolve().parents[2]
 SCOPE = "family:f"
 
 
-def note(episode: str, *texts: str, task: str = "", scope: str = SCOPE, read: tuple[str, ...] = ()) -> Written:
-    return Written(episode=episode, task_key=task or f"task of {episode}", memo=Memo(scope=scope, notes=texts, read=read))
+def note(episode: str, *texts: str, task: str = "", scope: str = SCOPE, read: tuple[str, ...] = ()) -> WrittenNotes:
+    return WrittenNotes(episode=episode, task_key=task or f"task of {episode}", memo=Memo(scope=scope, notes=texts, read=read))
 
 
 def texts(store: NoteStore, query: str, version: int = 1, *, task: str = "another", scope: str = SCOPE) -> list[str]:
     return [one.text for one in store.search(query, scope=scope, version=version, task_key=task)]
 
 
-def simulated(store: NoteStore, seed: int, *, steps: int, behind: int) -> list[tuple[dict[str, object], tuple[Found, ...]]]:
+def simulated(store: NoteStore, seed: int, *, steps: int, behind: int) -> list[tuple[dict[str, object], tuple[NoteMatch, ...]]]:
     """A run in which every episode writes down a secret of its task and all that it was shown, whatever task comes again: its searches."""
     rng, asked = random.Random(seed), []
     for step in range(steps):
@@ -113,7 +113,7 @@ def test_old_notes_go_and_no_version_that_may_be_read_changes() -> None:
 def test_a_process_that_is_killed_leaves_whole_steps(tmp_path: Path) -> None:
     path = tmp_path / "notes.sqlite"
     code = (
-        "import sys\nfrom pathlib import Path\nfrom agentrl.sections.tools import MemoryConfig\nfrom agentrl.memory import NoteStore\n"
+        "import sys\nfrom pathlib import Path\nfrom agentrl.config.tools import MemoryConfig\nfrom agentrl.memory import NoteStore\n"
         "from tests.memory.test_store import note\nstore = NoteStore(Path(sys.argv[1]), MemoryConfig())\n"
         "for step in range(store.version, 10**9):\n"
         " store.commit(step, [note(f'{step}-{n}', f'word {step} {n}') for n in range(5)])\n print(step, flush=True)\n"

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from agentrl.agent.chat import load_chat
-from agentrl.agent.template import read_template, try_tokenizer
+from agentrl.agent.template import probe_tokenizer, read_template
 from agentrl.errors import UserError
 from agentrl.model import import_model, importing
 from agentrl.model.importing import RECORD
 from agentrl.records import Message
 from agentrl.testing.tiny_model import make_model, make_tokenizer
-from agentrl.weights.model_folder import check_model
+from agentrl.version.model_folder import check_model
 from tests.forking import tried
 
 pytestmark = pytest.mark.usefixtures("forked_trials")
@@ -206,7 +206,7 @@ def test_a_layer_that_is_missing_is_not_made_up(own: Path, tmp_path: Path) -> No
 def test_a_template_that_cannot_be_continued_is_refused(
     template: str, reason: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importing, "try_tokenizer", lambda folder, text: try_tokenizer(folder, text, cpu_s=0.5))
+    monkeypatch.setattr(importing, "probe_tokenizer", lambda folder, text: probe_tokenizer(folder, text, cpu_s=0.5))
     (own / "chat_template.jinja").write_text(template)
     with pytest.raises(UserError, match=reason) as error:
         import_model(str(own), tmp_path / "model")
@@ -257,4 +257,4 @@ def test_a_tokenizer_on_which_its_library_gives_up_is_refused(own: Path) -> None
         load_chat(str(own))
     edit(own / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [A_THOUSAND] * 3})
     with pytest.raises(UserError, match="does not end within bounds"):
-        try_tokenizer(str(own))
+        probe_tokenizer(str(own))

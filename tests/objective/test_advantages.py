@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl.config import ObjectiveConfig
 from agentrl.errors import PluginError
 from agentrl.objective import GroupAdvantages, batch_advantages
-from agentrl.objective.advantages import checked, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
+from agentrl.objective.advantages import check_advantages, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
 from agentrl.objective.turns import turn_advantages
-from agentrl.recipe import ObjectiveConfig
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 
 
@@ -88,7 +88,7 @@ def test_a_policy_failure_counts() -> None:
 def test_groups_that_teach_nothing_are_dropped_with_a_reason(episodes: list[ScoredEpisode], minimum: int, reason: str) -> None:
     found = group_advantages(_group(*episodes), normalize_std=True, min_group_size=minimum)
     assert not found.useful
-    assert found.dropped.startswith(reason)
+    assert found.drop_reason.startswith(reason)
     assert set(found.values) <= {None}
 
 
@@ -125,7 +125,7 @@ def test_reinforce_plus_plus_baseline_centres_by_group_and_scales_by_batch() -> 
     centred = np.array([0.5, -0.5, -0.1, 0.1, 0.0, 0.0])
     expected = centred / (centred.std(ddof=1) + 1e-4)
     assert [*found[0].values, *found[1].values] == pytest.approx(expected[:4], abs=1e-14)
-    assert found[2].dropped == "all_equal"
+    assert found[2].drop_reason == "all_equal"
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce++", "reinforce++-baseline"])
@@ -134,7 +134,7 @@ def test_a_batch_that_prefers_nothing_is_dropped_whole(advantage: str, normalize
     """All scores equal to 0.1, of which no sum is exact; a group of one; no group at all."""
     groups = [_group(*(_episode(n, 0.1) for n in range(3))), _group(_episode(3, 0.1))]
     settings = _settings(advantage=advantage, normalize_std=normalize_std)
-    assert [one.dropped for one in batch_advantages(groups, settings, min_group_size=1)] == ["all_equal"] * 2
+    assert [one.drop_reason for one in batch_advantages(groups, settings, min_group_size=1)] == ["all_equal"] * 2
     assert batch_advantages([], settings, min_group_size=1) == []
 
 
@@ -236,6 +236,6 @@ def test_a_score_at_the_mean_leaves_its_group_a_preference() -> None:
 )
 def test_what_an_estimator_may_not_give(made: object, wrong: str) -> None:
     with pytest.raises(ValueError) as caught:
-        checked(made, [[0.5, 0.5], [0.1]])
+        check_advantages(made, [[0.5, 0.5], [0.1]])
     assert str(caught.value) == wrong
-    assert checked([(1, 0.5), [2.0]], [[0.5, 0.5], [0.1]]) == [[1.0, 0.5], [2.0]]
+    assert check_advantages([(1, 0.5), [2.0]], [[0.5, 0.5], [0.1]]) == [[1.0, 0.5], [2.0]]

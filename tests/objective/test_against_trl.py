@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentrl.config import ObjectiveConfig
 from agentrl.objective.aggregate import Segments
-from agentrl.objective.combined import TrainedTokens, policy_loss
 from agentrl.objective.corrections import importance_weights
-from agentrl.recipe import ObjectiveConfig
+from agentrl.objective.policy_loss import TrainedTokens, policy_loss
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +104,7 @@ def _tokens(x: dict[str, Tensor]) -> TrainedTokens:
         advantages=x["advantages"][:, None].expand(6, 11)[keep],
         sequence=rows[keep],
         proximal=x["proximal"][keep],
-        reference=x["reference"][keep],
+        kl_reference=x["reference"][keep],
         entropy=x["entropy"][keep],
     )
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from agentrl.config import ObjectiveConfig
 from agentrl.objective.aggregate import Segments, sum_segments
-from agentrl.objective.combined import policy_loss
 from agentrl.objective.kl import sequence_penalty
-from agentrl.recipe import ObjectiveConfig
-from tests.objective.test_combined import draw, total_weight
+from agentrl.objective.policy_loss import policy_loss
+from tests.objective.test_policy_loss import draw, total_weight
 
 # What torch's documentation of use_deterministic_algorithms lists as adding in any order on CUDA.
 ANY_ORDER = ("index_add", "scatter_add", "scatter_reduce", "cumsum", "put", "histc")

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.learner.packing import micro_batch, plan
+from agentrl.config import Recipe, build
+from agentrl.learner.packing import build_micro_batch, plan_micro_batches
 from agentrl.objective import assemble, counted_samples
 from agentrl.objective.delivery import captured_tokens
-from agentrl.recipe import Recipe, build
 from agentrl.records import Blame, Episode, Failure, Group, Message, Sample, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
 
 GONE = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="gone", message="")
@@ -158,7 +158,7 @@ def test_a_group_of_a_broken_task_is_consumed_without_a_sample() -> None:
     fault = replace(GONE, blame=Blame.TASK)
     broken = group(*(scored(str(n), 1.0, failures=(fault,)) for n in range(4)))
     made = assemble(0, [broken], recipe())
-    assert (made.batch.samples, made.batch.group_indices, made.dropped) == ((), (0,), {0: "broken_task"})
+    assert (made.batch.samples, made.batch.group_indices, made.drop_reasons) == ((), (0,), {0: "broken_task"})
 
 
 @settings(deadline=None)
@@ -189,8 +189,8 @@ def test_every_token_that_counts_is_trained_once_and_packed_once(stems: int, bra
     on = [token for sample in batch.samples for token, here in zip(sample.token_ids, sample.loss_mask, strict=True) if here]
     assert sorted(on) == sorted(counted) and batch.denominator == len(counted)
 
-    (rows,) = plan(batch.samples, rank=0, ranks=1, max_tokens=100_000)
-    packed = micro_batch(rows, torch.device("cpu"))
+    (rows,) = plan_micro_batches(batch.samples, rank=0, ranks=1, max_tokens=100_000)
+    packed = build_micro_batch(rows, torch.device("cpu"))
     distinct = {u.completion_ids for sample in batch.samples for one in tree.scored if one.episode.id == sample.episode_id
                 for u in one.episode.trajectories[0].turns}  # fmt: skip
     sampled = [token for token in packed.input_ids[0].tolist() if token >= 100]

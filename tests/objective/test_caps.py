@@ -8,13 +8,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from agentrl.config import ObjectiveConfig
 from agentrl.objective.aggregate import Segments
-from agentrl.objective.combined import TrainedTokens, policy_loss
 from agentrl.objective.corrections import importance_weights
 from agentrl.objective.kl import k3
 from agentrl.objective.losses import dual_clip
 from agentrl.objective.metrics import summarize
-from agentrl.recipe import ObjectiveConfig
+from agentrl.objective.policy_loss import TrainedTokens, policy_loss
 
 
 def _tokens(gaps: list[float], sequence: list[int]) -> TrainedTokens:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.config import Recipe, build
 from agentrl.errors import RecipeError
 from agentrl.objective import assemble
-from agentrl.recipe import Recipe, build
 from agentrl.records import Episode as Record
 from agentrl.records import Group, Message, Parent, Score, ScoredEpisode, ToolCall, Trajectory, Turn, VersionSpan
 
@@ -191,7 +191,7 @@ def test_trajectories_without_a_sampled_token_count_for_nothing() -> None:
     equal = [with_turns(rollout(name, 0.5, "worker"), 1, unsampled()) for name in "ab"]
     for mode in ("roles", "verifier"):
         said = [replace(one, score=replace(one.score, branches=(None, None))) for one in equal]
-        assert assemble(0, [Group(index=0, task_id="t", task_key="k", episodes=tuple(said))], recipe(credit=mode)).dropped == {
+        assert assemble(0, [Group(index=0, task_id="t", task_key="k", episodes=tuple(said))], recipe(credit=mode)).drop_reasons == {
             0: "all_equal"
         }
 
@@ -214,7 +214,7 @@ def test_scores_too_large_for_credit_leave_their_group_out() -> None:
     """1e200 cannot be squared; three of 1.7e308 cannot be added up."""
     for scores in ((1e200, 0.0, 0.0), (1.7e308, 1.7e308, 1.6e308)):
         group = Group(index=0, task_id="t", task_key="k", episodes=tuple(rollout(n, s, "w") for n, s in zip("abc", scores, strict=True)))
-        assert assemble(0, [group], recipe(credit="roles")).dropped == {0: "non_finite_advantage"}
+        assert assemble(0, [group], recipe(credit="roles")).drop_reasons == {0: "non_finite_advantage"}
 
 
 def test_penalties_come_off_the_scores_of_branches() -> None:

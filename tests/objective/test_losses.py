@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from agentrl.errors import PluginError
-from agentrl.objective.losses import LossInput, checked
+from agentrl.objective.losses import LossInput, check_surrogate
 
 THREE, FLAGS = torch.zeros(3), torch.zeros(3, dtype=torch.bool)
 TOKENS = LossInput(
@@ -30,9 +30,9 @@ TOKENS = LossInput(
 )
 def test_what_a_loss_may_not_give(made: object, wrong: str) -> None:
     with pytest.raises(PluginError) as caught:
-        checked(made, TOKENS, "mine:loss")
+        check_surrogate(made, TOKENS, "mine:loss")
     assert str(caught.value).splitlines()[0] == f"objective.loss 'mine:loss' gave {wrong}"
 
 
 def test_two_tensors_of_the_tokens_shape_pass() -> None:
-    assert checked((THREE, FLAGS), TOKENS, "mine:loss") == (THREE, FLAGS)
+    assert check_surrogate((THREE, FLAGS), TOKENS, "mine:loss") == (THREE, FLAGS)

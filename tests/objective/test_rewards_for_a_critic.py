@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from agentrl.learner.critic import credit
-from agentrl.learner.packing import micro_batch
+from agentrl.config import CriticConfig, Recipe, build
+from agentrl.learner.critic import critic_advantages
+from agentrl.learner.packing import build_micro_batch
 from agentrl.objective import assemble
-from agentrl.recipe import CriticConfig, Recipe, build
 from agentrl.records import Group
 from tests.learner.building import episode, scored, turn
 
@@ -42,7 +42,7 @@ def test_returns_pass_over_what_tools_said_without_a_discount_and_end_where_the_
     for cut_off in (False, True):
         batch = assemble(0, [_group(cut_off=cut_off)], _recipe(turn_coef=0.5)).batch
         values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
-        advantages, returns = credit(micro_batch(batch.samples, torch.device("cpu")), values, CRITIC)
+        advantages, returns = critic_advantages(build_micro_batch(batch.samples, torch.device("cpu")), values, CRITIC)
         expected = [0.5 * 2.25, 0.5 + 0.5 * 3.5, 1.0 + 0.5 * 5.0, 0.5 * 10.0, 10.0]
         assert returns.tolist() == expected
         assert (advantages + values).tolist() == expected

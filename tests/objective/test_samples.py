@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.config import Recipe, build
 from agentrl.errors import RecipeError
 from agentrl.objective import assemble, counted_samples
 from agentrl.objective.delivery import captured_tokens
-from agentrl.recipe import Recipe, build
 from agentrl.records import Blame, Episode, Failure, Group, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
 
 RECIPE: Recipe = build({"name": "t", "policy": {"model": "m"}, "tasks": {"family": "a:b"}})
@@ -107,7 +107,7 @@ def test_groups_without_a_sample_are_consumed_all_the_same() -> None:
     assert made.batch.samples == ()
     assert made.batch.denominator == 0
     assert made.batch.group_indices == tuple(range(7))
-    names = [made.dropped[index].split(":")[0].split(" ")[0] for index in range(7)]
+    names = [made.drop_reasons[index].split(":")[0].split(" ")[0] for index in range(7)]
     assert names == ["all_equal", "too_few", "non_finite_logprob", "non_finite_score", "no_prompt", "no_sampled_token", "too_few"]
 
 
@@ -130,7 +130,7 @@ def test_an_episode_longer_than_the_context_leaves_its_group_out() -> None:
     groups = [_group(0, fits, _scored("b", 0.0, [_turn([1], [2])])), _group(1, fits, over)]
     made = assemble(0, groups, RECIPE)
     assert {sample.group_index for sample in made.batch.samples} == {0}
-    assert made.dropped == {1: "too_long in episode b"}
+    assert made.drop_reasons == {1: "too_long in episode b"}
     assert made.batch.group_indices == (0, 1)
     assert len(counted_samples(groups)) == 5
     assert len(counted_samples(groups, longest=longest)) == 2
@@ -163,9 +163,9 @@ def test_turn_rewards_that_are_missing_equal_or_infinite() -> None:
     with pytest.raises(RecipeError, match=r"episode a has no turn rewards.*\n.*fix: "):
         assemble(0, [plain], _with(turn_coef=1.0))
     same = [_rewarded(_scored(name, 0.5, [_turn([1], [2])]), (0.1,)) for name in "abc"]
-    assert assemble(0, [_group(0, *same)], _with(turn_coef=1.0)).dropped == {0: "all_equal"}
+    assert assemble(0, [_group(0, *same)], _with(turn_coef=1.0)).drop_reasons == {0: "all_equal"}
     broken = _group(0, _rewarded(_scored("a", 1.0, [_turn([1], [2])]), (math.inf,)), *same)
-    assert assemble(0, [broken], _with(turn_coef=1.0)).dropped == {0: "non_finite_score"}
+    assert assemble(0, [broken], _with(turn_coef=1.0)).drop_reasons == {0: "non_finite_score"}
 
 
 def test_stale_tokens_weigh_less() -> None:
@@ -213,13 +213,13 @@ def test_scores_whose_advantages_leave_the_range_of_a_float_are_left_out(advanta
     recipe = build({**RECIPE.model_dump(mode="json"), "objective": {"advantage": advantage, "normalize_std": False}, **changes})
     group = _group(0, *(_scored(name, score, [_turn([1], [2])]) for name, score in zip("ab", scores, strict=True)))
     made = assemble(0, [group], recipe)
-    assert made.dropped == {0: "non_finite_advantage"} and made.batch.samples == ()
+    assert made.drop_reasons == {0: "non_finite_advantage"} and made.batch.samples == ()
     assert made.batch.group_indices == (0,)
 
 
 def test_turn_rewards_too_large_to_square_are_left_out() -> None:
     huge = [_rewarded(_scored(name, 1.0, [_turn([1], [2])]), (reward,)) for name, reward in (("a", 1e300), ("b", -1e300))]
-    assert assemble(0, [_group(0, *huge)], _with(turn_coef=1.0)).dropped == {0: "non_finite_advantage"}
+    assert assemble(0, [_group(0, *huge)], _with(turn_coef=1.0)).drop_reasons == {0: "non_finite_advantage"}
 
 
 def test_advantages_are_left_out_from_the_first_that_float32_cannot_hold() -> None:
@@ -228,7 +228,7 @@ def test_advantages_are_left_out_from_the_first_that_float32_cannot_hold() -> No
 
     def dropped(*scores: float) -> dict[int, str]:
         group = _group(0, *(_scored(str(n), score, [_turn([1], [2])]) for n, score in enumerate(scores)))
-        return dict(assemble(0, [group], _with(normalize_std=False)).dropped)
+        return dict(assemble(0, [group], _with(normalize_std=False)).drop_reasons)
 
     assert dropped(2 * largest, 0.0) == {}, "half the difference, exactly"
     assert dropped(0.0, 0.0, -1e39) == {0: "non_finite_advantage"}, "2/3 of it below the mean, 1/3 above"
@@ -238,7 +238,7 @@ def test_advantages_are_left_out_from_the_first_that_float32_cannot_hold() -> No
 def test_a_group_without_a_counted_episode_has_too_few() -> None:
     left_out = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="gone", message="")
     group = _group(0, *(_scored(name, 1.0, [_turn([1], [2])], failures=(left_out,)) for name in "ab"))
-    assert assemble(0, [group], RECIPE).dropped[0].startswith("too_few: 0 scored episodes")
+    assert assemble(0, [group], RECIPE).drop_reasons[0].startswith("too_few: 0 scored episodes")
 
 
 def test_each_sample_says_how_many_tokens_its_rollout_trains() -> None:

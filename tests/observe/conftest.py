@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.observe import Rate, Summary
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 
 KINDS = ("sum", "count_where", "max_row", "join_total", "latest_date", "mean", "distinct", "json_path")
 HOSTILE = "<script>alert('out')</script></pre></style><img src=x onerror=alert(1)>\x1b[31m\u202egnp.exe \x00"

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from agentrl.observe.drift import WINDOW, alarms
+from agentrl.observe.drift import WINDOW, drift_alerts
 
 OLD, NEW = range(WINDOW), range(WINDOW, 3 * WINDOW)
 
@@ -23,7 +23,7 @@ def run(*figures: list[dict[str, float]]) -> list[dict[str, float]]:
 
 def raised(steps: list[dict[str, float]]) -> list[str]:
     """The names of the rules that spoke, in order, over the whole run."""
-    return [text.partition(":")[0] for at in range(len(steps)) for text in alarms(steps[: at + 1])]
+    return [text.partition(":")[0] for at in range(len(steps)) for text in drift_alerts(steps[: at + 1])]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_each_rule_speaks_once(figures: list[list[dict[str, float]]], rule: str)
 
 
 def alarms_text(steps: list[dict[str, float]]) -> str:
-    return " ".join(text for at in range(len(steps)) for text in alarms(steps[: at + 1]))
+    return " ".join(text for at in range(len(steps)) for text in drift_alerts(steps[: at + 1]))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_cheat_that_is_found_within_two_steps_is_told_at_once_and_again_when_i
     reward = [0.46, 0.48, 0.94, 0.98, 0.97, 1.0, 0.99, 0.52, 0.73, 0.85, 0.99]
     audit = [0.85, 0.87, 0.16, 0.2, 0.0, 0.0, 0.06, 0.78, 0.54, 0.36, 0.0]
     steps = run([{"reward_mean": value} for value in reward], [{"audit_mean": value} for value in audit])
-    assert [at + 1 for at in range(len(steps)) if alarms(steps[: at + 1])] == [4, 11]
+    assert [at + 1 for at in range(len(steps)) if drift_alerts(steps[: at + 1])] == [4, 11]
     assert raised(steps) == ["drift (reward-audit-jump)"] * 2
 
 

@@ -14,8 +14,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from agentrl.cli.train import describe
 from agentrl.observe import RunTracker, Summary, write_report
-from agentrl.observe.left_out import LONGEST, MOST, OTHERS, add, alike, most, reason_of, reasons, told
-from agentrl.observe.outcome import nothing_learned, problems
+from agentrl.observe.exclusions import (
+    LONGEST,
+    MOST,
+    OTHERS,
+    count_exclusions,
+    exclusion_reason,
+    format_counts,
+    merge_counts,
+    most_frequent,
+    normalize_reason,
+)
+from agentrl.observe.outcome import run_problems, why_nothing_learned
 from agentrl.observe.tracker import TensorBoard, TerminalTracker
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 
@@ -46,27 +56,27 @@ def test_reasons_are_alike_where_only_names_differ() -> None:
         failed(Blame.POLICY, "outputs_refused", "x"),
         unscored("at 0x7f12ab in g000012-3-a0"),
     ]
-    assert reasons(several) == {
+    assert count_exclusions(several) == {
         "infrastructure: SandboxTimeout: sandbox *: outputs were not collected in 90 s": 4,
         TEXT: 2,
         "at * in *": 1,
     }
-    assert told(reasons(several), first=1).startswith("4 x infrastructure: SandboxTimeout") and "; and 3 for other" in told(
-        reasons(several), first=1
-    )
+    assert format_counts(count_exclusions(several), first=1).startswith(
+        "4 x infrastructure: SandboxTimeout"
+    ) and "; and 3 for other" in format_counts(count_exclusions(several), first=1)
 
 
 @given(st.text(max_size=2000), st.text(max_size=300))
 def test_a_reason_is_one_bounded_printable_line(text: str, kind: str) -> None:
-    for found in (alike(text), reason_of(failed(Blame.TASK, kind, text))):
+    for found in (normalize_reason(text), exclusion_reason(failed(Blame.TASK, kind, text))):
         assert len(found) <= LONGEST and found.isprintable() and "\n" not in found
 
 
 @given(st.lists(st.dictionaries(st.text(max_size=3), st.integers(1, 50), max_size=60), max_size=4))
 def test_no_episode_is_lost_in_counting(several: list[dict[str, int]]) -> None:
-    total = add(*several)
+    total = merge_counts(*several)
     assert sum(total.values()) == sum(sum(counts.values()) for counts in several)
-    assert len(total) <= MOST + 1 and most(total) == total
+    assert len(total) <= MOST + 1 and most_frequent(total) == total
     values = [count for reason, count in total.items() if reason != OTHERS]
     assert values == sorted(values, reverse=True)
 
@@ -99,20 +109,22 @@ STEP = {"step": 1, "episodes": 8, "episodes_left_out": 0, "tokens_trained": 0.0,
     ],
 )
 def test_why_a_step_changed_nothing(changes: dict[str, Any], left_out: dict[str, int], said: str) -> None:
-    assert said in nothing_learned([{**STEP, **changes}], left_out) and bool(said) == bool(nothing_learned([{**STEP, **changes}], left_out))
+    assert said in why_nothing_learned([{**STEP, **changes}], left_out) and bool(said) == bool(
+        why_nothing_learned([{**STEP, **changes}], left_out)
+    )
 
 
 def test_a_run_that_lost_tokens_on_the_way_says_so() -> None:
     lines = [{**STEP, "weights_changed": 1.0, "tokens_delivered": 900.0, "tokens_captured": captured} for captured in (900.0, 1000.0)]
-    assert problems(lines[:1], {}, {}) == ()
-    assert problems(lines, {}, {}) == ("the learner got 1,800 of 1,900 sampled tokens, and every one is to be trained once",)
+    assert run_problems(lines[:1], {}, {}) == ()
+    assert run_problems(lines, {}, {}) == ("the learner got 1,800 of 1,900 sampled tokens, and every one is to be trained once",)
 
 
 def test_a_run_has_a_result_when_one_step_has() -> None:
-    assert problems([STEP, {**STEP, "weights_changed": 1.0}], {}, {}) == () == problems([], {}, {})
+    assert run_problems([STEP, {**STEP, "weights_changed": 1.0}], {}, {}) == () == run_problems([], {}, {})
     phases = {"after": {"heldout": {"left_out": 16, "left_out_reasons": {TEXT: 16}}, "heldout_real": {"value": 0.0, "left_out": 0}}}
     told = (f"evaluation after: none of 16 episodes on heldout tasks was scored (16 x {TEXT})",)
-    assert problems([{**STEP, "weights_changed": 1.0}], {}, phases) == told
+    assert run_problems([{**STEP, "weights_changed": 1.0}], {}, phases) == told
 
 
 def test_a_step_without_a_score_shows_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

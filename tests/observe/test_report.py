@@ -18,11 +18,11 @@ from agentrl.cli.train import describe
 from agentrl.errors import StoreError
 from agentrl.observe import Summary, write_report
 from agentrl.observe.charts import Series, line_chart
-from agentrl.observe.failures import told as of_failures
+from agentrl.observe.failures import failures_section as of_failures
 from agentrl.observe.markup import environment, render
-from agentrl.observe.rundata import parse, read_run
+from agentrl.observe.rundata import parse_object, read_run
 from agentrl.observe.sessions import Session
-from agentrl.observe.transcripts import choose_pairs, shown_alone
+from agentrl.observe.transcripts import choose_pairs, show_episode
 
 from .conftest import HOSTILE, evaluation, step_line, transcript, write_lines
 
@@ -338,10 +338,10 @@ def test_a_value_of_another_type_anywhere_costs_no_more_than_its_line(run_dir: P
     failing = failures_file(examples=[spoken | {"tag": "looped", "turn": 1, "note": "again"}])
     for value in ODD:
         for at in places(spoken):
-            line = parse(json.dumps(altered(spoken, at, value)))
-            assert line is not None and shown_alone(line) and choose_pairs([spoken, line], [line, spoken], 2)
+            line = parse_object(json.dumps(altered(spoken, at, value)))
+            assert line is not None and show_episode(line) and choose_pairs([spoken, line], [line, spoken], 2)
         for at in places(failing):
-            of_failures(parse(json.dumps(altered(failing, at, value))) or {})
+            of_failures(parse_object(json.dumps(altered(failing, at, value))) or {})
     evaluations = {"after": {"heldout": evaluation(0.5)}}
     for value in ODD:  # while there is little else to read
         for at in places(evaluations):

@@ -8,22 +8,22 @@ from agentrl.observe import sessions
 
 
 def test_each_start_and_its_end_in_order(tmp_path: Path) -> None:
-    assert sessions.read(tmp_path) == ()
-    sessions.begin(tmp_path)
+    assert sessions.read_sessions(tmp_path) == ()
+    sessions.record_start(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 2}\n')
-    sessions.begin(tmp_path)
-    sessions.end(tmp_path, "failed", why="the daemon\x1b[31m died", figures={"attempts_failed": 7.0, "attempts_ended": 9.0})
-    sessions.end(tmp_path, "finished")
-    sessions.begin(tmp_path)
-    sessions.end(tmp_path, "interrupted")
-    first, second, third = sessions.read(tmp_path)
+    sessions.record_start(tmp_path)
+    sessions.record_end(tmp_path, "failed", why="the daemon\x1b[31m died", figures={"attempts_failed": 7.0, "attempts_ended": 9.0})
+    sessions.record_end(tmp_path, "finished")
+    sessions.record_start(tmp_path)
+    sessions.record_end(tmp_path, "interrupted")
+    first, second, third = sessions.read_sessions(tmp_path)
     assert (first.step, first.ended) == (0, "killed"), "it left no word"
     assert (second.step, second.ended, second.attempts_failed) == (2, "failed", 7), "an end is noted once"
     assert second.why == "the daemon\ufffd[31m died" and third.ended == "interrupted"
 
 
 def test_an_end_without_a_beginning_is_nothing(tmp_path: Path) -> None:
-    sessions.end(tmp_path, "finished")
+    sessions.record_end(tmp_path, "finished")
     assert not list(tmp_path.iterdir())
 
 
@@ -40,5 +40,5 @@ def test_what_is_no_such_line_is_ignored(tmp_path: Path) -> None:
         '{"b',
     ]
     (tmp_path / sessions.FILE).write_text("\n".join(lines) + "\n")
-    (one,) = sessions.read(tmp_path)
+    (one,) = sessions.read_sessions(tmp_path)
     assert (one.began, one.ended) == ("x", "killed")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.observe import Rate
-from agentrl.observe.stats import difference
+from agentrl.observe.stats import rate_difference
 
 
 @given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
@@ -52,8 +52,8 @@ def test_no_rate_is_made_up(scores: list[float]) -> None:
 
 def test_a_difference_has_an_interval_whatever_the_numbers_of_episodes() -> None:
     """Newcombe's hybrid score interval (1998, method 10, table II): 56/70 against 48/80 is [0.0524, 0.3339]."""
-    low, high = difference(Rate.from_successes(48, 80), Rate.from_successes(56, 70))
+    low, high = rate_difference(Rate.from_successes(48, 80), Rate.from_successes(56, 70))
     assert (low, high) == (pytest.approx(0.0524, abs=1e-4), pytest.approx(0.3339, abs=1e-4))
     same = Rate.from_successes(10, 10)
-    low, high = difference(same, same)
+    low, high = rate_difference(same, same)
     assert low == -high < 0

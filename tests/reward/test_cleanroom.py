@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-from agentrl.contract.grading import Grading, Mode, grading_of, pack
-from agentrl.contract.outputs import collect, produce
+from agentrl.check import cheats
 from agentrl.errors import TaskError
 from agentrl.protocols import SandboxBackend
-from agentrl.prove import cheats
 from agentrl.records import Blame, Episode, ExecResult, Limits, Message, SandboxSpec, Score, Split, Task
 from agentrl.reward import TaskScorer, cleanroom
 from agentrl.sandbox import select_backend
+from agentrl.task.grading import Grading, Mode, encode_files, grading_of
+from agentrl.task.outputs import collect_outputs, run_and_collect
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 
@@ -58,7 +58,7 @@ def task(mode: Mode = "judge", outputs: tuple[str, ...] = ("code.py",), *, tests
     sources = {"judge": {"test_it.py": JUDGE}, "pytest": {"test_it.py": PYTEST.replace("code_", "code")}, "shell": {"test.sh": SHELL}}
     runs = RUNS if mode == "judge" and "runs" not in more else more.pop("runs", ())
     files = {name: text.encode() for name, text in (tests or sources[mode]).items()}
-    plan = Grading(mode=mode, tests=pack(files), runs=runs, gold=more.pop("gold", GOLD), timeout_s=more.pop("timeout_s", 120.0))
+    plan = Grading(mode=mode, tests=encode_files(files), runs=runs, gold=more.pop("gold", GOLD), timeout_s=more.pop("timeout_s", 120.0))
     return Task(
         id="demo",
         family="f",
@@ -298,7 +298,7 @@ async def test_what_a_program_is_compared_with_is_nowhere_for_it_to_find(sandbox
 
 async def test_the_agent_itself_finds_neither_tests_nor_gold(sandboxes: SandboxBackend) -> None:
     one = task(gold=f"# {NEEDLE}\n{GOLD}")
-    result, _ = await produce(one, SEARCH + "\nprint(found)", sandboxes, timeout_s=120)
+    result, _ = await run_and_collect(one, SEARCH + "\nprint(found)", sandboxes, timeout_s=120)
     assert result.stdout == "[]\n", result
 
 
@@ -374,7 +374,7 @@ LEAVINGS: dict[str, tuple[str, set[str]]] = {
 
 async def test_only_plain_files_leave_the_agents_sandbox(sandboxes: SandboxBackend) -> None:
     one = task(outputs=("code.py", "a/**/*.txt"))
-    work = {name: produce(one, f"import os\n{program}", sandboxes, timeout_s=120) for name, (program, _) in LEAVINGS.items()}
+    work = {name: run_and_collect(one, f"import os\n{program}", sandboxes, timeout_s=120) for name, (program, _) in LEAVINGS.items()}
     taken = {name: dict(collected.files) for name, (_, collected) in (await together(work)).items()}
     taken["a file that grows"].pop("code.py", None)  # a moment of it, if it was small enough then
     assert {name: set(files) for name, files in taken.items()} == {name: files for name, (_, files) in LEAVINGS.items()}
@@ -386,7 +386,7 @@ async def test_a_working_directory_that_nothing_can_be_done_in_is_the_agents_doi
     sandbox = await sandboxes.open(one.sandbox, files={"code.py": b"1", "a.txt": b"2"})
     names = "for n in range(2000): open('\u00e9' * 120 + str(n), 'w').close()"  # their list is longer than any that is read
     assert (await sandbox.python(names, timeout_s=60)).ok
-    collected = await collect(sandbox, one.outputs)
+    collected = await collect_outputs(sandbox, one.outputs)
     await sandbox.close()
     assert collected.files == {"code.py": b"1"} and "cannot be listed" in collected.refused["*.txt"]
 
@@ -405,7 +405,7 @@ if os.fork() == 0:
 """
     await sandbox.python(bomb, timeout_s=60)
     await asyncio.sleep(0.5)
-    collected = await collect(sandbox, one.outputs)
+    collected = await collect_outputs(sandbox, one.outputs)
     await sandbox.close()
     assert collected.files["code.py"] == b"1"
     assert collected.files.get("a.txt") == b"2" or "cannot be listed" in collected.refused["*.txt"]

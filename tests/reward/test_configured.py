@@ -1,4 +1,4 @@
-"""`unfenced`: what stands in an answer that is one fenced block, and every other text as it is."""
+"""`strip_code_fence`: what stands in an answer that is one fenced block, and every other text as it is."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.reward.configured import answer_of, unfenced
-from agentrl.reward.judges.verdict import Unreadable, json_object
+from agentrl.judge.verdict import Unreadable, json_object
+from agentrl.reward.configured import answer_of, strip_code_fence
 from rewards.json_schema import JsonSchema
 from tests.judging import episode, value
 
@@ -36,7 +36,7 @@ ONE_BLOCK = [
 @pytest.mark.parametrize("text", ONE_BLOCK)
 async def test_one_block_is_what_stands_in_it(text: str) -> None:
     schema = {"type": "object", "required": ["city"]}
-    assert json.loads(unfenced(text, "json")) == {"city": "Rome"}
+    assert json.loads(strip_code_fence(text, "json")) == {"city": "Rome"}
     assert await value(JsonSchema(schema=schema, fenced=True), text) == 1.0
     assert await value(JsonSchema(schema=schema), text) == 0.0, "only if it is allowed"
     assert json_object(text) == {"city": "Rome"}, "a judge's verdict is read alike"
@@ -46,7 +46,7 @@ async def test_one_block_is_what_stands_in_it(text: str) -> None:
 @pytest.mark.parametrize("fence", ["```", "~~~", "`````"])
 def test_fences_in_strings_and_every_kind_of_json_are_kept(inside: str, fence: str) -> None:
     for text in (f"{fence}json\n{inside}\n{fence}", f"{fence}{inside}{fence}", f"{fence}\n{inside}"):
-        assert json.loads(unfenced(text, "json")) == json.loads(inside), text
+        assert json.loads(strip_code_fence(text, "json")) == json.loads(inside), text
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_fences_in_strings_and_every_kind_of_json_are_kept(inside: str, fence: s
     ],
 )
 async def test_anything_else_stays_as_it_is(text: str) -> None:
-    assert unfenced(text, "json") == text
+    assert strip_code_fence(text, "json") == text
     if text != J:
         assert await value(JsonSchema(schema={"type": "object"}, fenced=True), text) == 0.0
         with pytest.raises(Unreadable):
@@ -71,9 +71,9 @@ async def test_anything_else_stays_as_it_is(text: str) -> None:
 
 @given(st.text(alphabet="`~ \n\r\tjson{}\"'", max_size=40), st.sampled_from(["```", "~~~", "```json", ""]))
 def test_any_text_is_read_and_a_block_in_a_block_stays(text: str, fence: str) -> None:
-    found = unfenced(f"{fence}\n{text}" if fence else text, "json")
+    found = strip_code_fence(f"{fence}\n{text}" if fence else text, "json")
     assert len(found) <= len(text) + len(fence) + 1
-    assert unfenced(f"``````````\n{text}\n``````````") == text.strip() or "``````````" in text
+    assert strip_code_fence(f"``````````\n{text}\n``````````") == text.strip() or "``````````" in text
 
 
 def test_a_byte_order_mark_is_no_part_of_an_answer() -> None:

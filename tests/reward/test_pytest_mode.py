@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from agentrl.check.check import CheckReport, render
+from agentrl.check.separation import prove_separation
 from agentrl.protocols import SandboxBackend
-from agentrl.prove.check import CheckReport, render
-from agentrl.prove.separation import prove_separation
 from agentrl.sandbox import select_backend
 from tests.reward.test_cleanroom import BOTH, CODE, DOUBLE, ROOT, START_FILES, hurried, in_mode, score, task, together
 

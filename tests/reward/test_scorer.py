@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl import usercode
+from agentrl.base import user_code
 from agentrl.errors import PluginError, SandboxError, TaskError
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Blame, Episode, Message, SandboxSpec, Score, ScoredEpisode, Split, Task, Trajectory, Turn
@@ -233,7 +233,7 @@ async def test_whatever_a_verifier_does_its_episode_is_unscored(name: str, reaso
 
 
 async def test_a_verifier_that_ignores_its_deadline_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usercode, "GRACE_S", 0.02)
+    monkeypatch.setattr(user_code, "GRACE_S", 0.02)
     score = await TaskScorer(timeout_s=0.02)(task("stubborn"), EPISODE)
     assert score.value is None and "within 0.02 s" in score.reason and len(asyncio.all_tasks()) == 1
 
@@ -452,7 +452,7 @@ def test_verifiers_are_prepared_once_and_those_after_a_known_one_are_loaded(tmp_
 
 async def test_an_audit_of_a_score_that_there_is_loads_its_verifiers() -> None:
     reference = task("half").verifiers
-    score = await TaskScorer(audit=reference).audited(task(), EPISODE, Score(value=1.0))
+    score = await TaskScorer(audit=reference).audit_score(task(), EPISODE, Score(value=1.0))
     assert score.value == 1.0 and 0.5 in score.parts.values()
 
 
@@ -466,9 +466,9 @@ async def test_an_episode_without_a_value_is_not_audited() -> None:
     scorer = TaskScorer(audit=("counts",), _verifiers={"counts": counts, "broken": broken})
     assert (await scorer(replace(task(), verifiers=("broken",)), EPISODE)).value is None and calls == []
     given = Score(value=None, reason="x")
-    assert await scorer.audited(task(), EPISODE, given) is given and calls == []
+    assert await scorer.audit_score(task(), EPISODE, given) is given and calls == []
     unaudited = Score(value=1.0)
-    assert await TaskScorer().audited(task(), EPISODE, unaudited) is unaudited
+    assert await TaskScorer().audit_score(task(), EPISODE, unaudited) is unaudited
 
 
 async def by_branch(task: Task, episode: Episode) -> Score:

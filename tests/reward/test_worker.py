@@ -10,87 +10,87 @@ import pytest
 from acting import act, dies, prepare
 
 from agentrl.errors import InfrastructureError, TaskError
-from agentrl.reward.worker import AtAnswer, Raised, Stopped, Unsound, Worker, _Child
+from agentrl.reward.worker import AnswerFault, CallFailed, CallTimeout, ControlFailed, SubprocessWorker, _Child
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    one = Worker(act, prepare=prepare, deadline_s=1.0, processes=2)
+def worker() -> Iterator[SubprocessWorker]:
+    one = SubprocessWorker(act, prepare=prepare, deadline_s=1.0, processes=2)
     yield one
     one.close()
 
 
-async def test_each_request_gets_its_own_reply(worker: Worker) -> None:
-    assert await asyncio.gather(*(worker.ask(number) for number in range(1, 60))) == [1 / number for number in range(1, 60)]
-    assert await worker.ask("prepared") is True
-    assert await worker.ask("print") == "printed", "what the function prints is no reply"
-    assert await worker.ask("size " + "x" * 3_000_000) == 3_000_005
+async def test_each_request_gets_its_own_reply(worker: SubprocessWorker) -> None:
+    assert await asyncio.gather(*(worker.call(number) for number in range(1, 60))) == [1 / number for number in range(1, 60)]
+    assert await worker.call("prepared") is True
+    assert await worker.call("print") == "printed", "what the function prints is no reply"
+    assert await worker.call("size " + "x" * 3_000_000) == 3_000_005
 
 
 @pytest.mark.parametrize(
     ("request_", "error", "said"),
     [
-        ("hang", Stopped, "within 1 s"),
-        ("crash", Raised, "exit code -11"),
-        ("memory", Raised, "MemoryError"),
-        ("huge reply", Raised, "a reply of"),
-        (0, Raised, "ZeroDivisionError"),
+        ("hang", CallTimeout, "within 1 s"),
+        ("crash", CallFailed, "exit code -11"),
+        ("memory", CallFailed, "MemoryError"),
+        ("huge reply", CallFailed, "a reply of"),
+        (0, CallFailed, "ZeroDivisionError"),
         ("task", TaskError, "the task is broken"),
     ],
 )
 async def test_what_goes_wrong_is_typed_and_the_next_request_is_answered(
-    request_: Any, error: type[Exception], said: str, worker: Worker
+    request_: Any, error: type[Exception], said: str, worker: SubprocessWorker
 ) -> None:
     with pytest.raises(error, match=said):
-        await worker.ask(request_)
-    assert await worker.ask("next") == "next"
+        await worker.call(request_)
+    assert await worker.call("next") == "next"
 
 
-async def test_an_answers_fault_is_told_from_the_judges(worker: Worker) -> None:
-    assert await worker.judge(2, sound=1) == 0.5
-    with pytest.raises(AtAnswer, match="ZeroDivisionError"):
-        await worker.judge(0, sound=1)
-    with pytest.raises(Unsound, match="cannot be judged"):
-        await worker.judge(0, sound=0)
+async def test_an_answers_fault_is_told_from_the_judges(worker: SubprocessWorker) -> None:
+    assert await worker.evaluate(2, sound=1) == 0.5
+    with pytest.raises(AnswerFault, match="ZeroDivisionError"):
+        await worker.evaluate(0, sound=1)
+    with pytest.raises(ControlFailed, match="cannot be judged"):
+        await worker.evaluate(0, sound=0)
 
 
 async def test_a_process_that_cannot_start_is_the_machines_fault() -> None:
     with pytest.raises(InfrastructureError, match="did not start"):
-        await Worker(act, prepare=dies).ask(1)
+        await SubprocessWorker(act, prepare=dies).call(1)
 
 
-async def test_a_reply_to_another_request_is_never_taken(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reply_to_another_request_is_never_taken(worker: SubprocessWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Child, "_read", lambda self, process, within_s: b'{"number": 99999, "reply": 1.0}\n')
     with pytest.raises(InfrastructureError, match="answered request 99999"):
-        await worker.ask(1)
+        await worker.call(1)
 
 
 async def test_whoever_stops_waiting_is_never_asked_about() -> None:
-    one = Worker(act, deadline_s=60.0)
-    assert await one.ask(1) == 1.0
+    one = SubprocessWorker(act, deadline_s=60.0)
+    assert await one.call(1) == 1.0
     child = one._free.get()  # until it is given back, the first of these waits for it, and the others for the first
-    waiting = [asyncio.create_task(one.ask("x" * 10)) for _ in range(2000)]
+    waiting = [asyncio.create_task(one.call("x" * 10)) for _ in range(2000)]
     await asyncio.sleep(0)
     for job in waiting:
         job.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     one._free.put(child)
-    assert await one.ask("asked") <= 3, "the process has heard of the first at most"
+    assert await one.call("asked") <= 3, "the process has heard of the first at most"
     one.close()
 
 
 def test_only_a_function_of_a_module_can_be_found_in_another_process() -> None:
     with pytest.raises(ValueError, match="top of a module"):
-        Worker(lambda request: request)
+        SubprocessWorker(lambda request: request)
 
 
 @pytest.mark.slow
 async def test_a_process_that_is_full_is_replaced() -> None:
     """What one answer left in memory must not fail the next ones, and with them the sound request."""
-    one = Worker(act, deadline_s=60.0, memory=1 << 30)
-    with pytest.raises(Raised, match="MemoryError"):
-        await one.ask("hoard")
-    assert await one.ask("modest") == 512 << 20
-    assert await one.ask("keep") == "kept"
-    assert await one.ask("modest") == 512 << 20
+    one = SubprocessWorker(act, deadline_s=60.0, memory=1 << 30)
+    with pytest.raises(CallFailed, match="MemoryError"):
+        await one.call("hoard")
+    assert await one.call("modest") == 512 << 20
+    assert await one.call("keep") == "kept"
+    assert await one.call("modest") == 512 << 20
     one.close()

@@ -13,15 +13,15 @@ import scipy.constants
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from agentrl.check.null_answers import prove_null_answers
+from agentrl.check.verifiers import GoldAttempt
 from agentrl.errors import PluginError
-from agentrl.plugins import resolve
-from agentrl.prove.null_answers import prove_null_answers
-from agentrl.prove.verifiers import Golden
+from agentrl.plugins.references import resolve
 from agentrl.records import Blame, Score
 from agentrl.reward import TaskScorer, configured
-from agentrl.reward.asking import limit_of
 from agentrl.reward.rubric import Rubric
-from agentrl.reward.worker import PATIENCE_S, Worker
+from agentrl.reward.verifier_call import timeout_of
+from agentrl.reward.worker import QUEUE_TIMEOUT_S, SubprocessWorker
 from rewards.exact import Exact, exact
 from rewards.form import Form, Length
 from rewards.json_schema import JsonSchema, json_schema, same_json
@@ -60,7 +60,7 @@ async def test_a_right_answer_is_worth_1_and_answers_without_work_nothing(name: 
     gold = await judged(verifier, one, episode(right))
     assert gold.value == 1.0, gold
     proof = await prove_null_answers(
-        [one], {"t": Golden(episode=episode(right), score=gold)}, TaskScorer(_verifiers={"v": verifier}), parallel=4
+        [one], {"t": GoldAttempt(episode=episode(right), score=gold)}, TaskScorer(_verifiers={"v": verifier}), parallel=4
     )
     assert proof.findings == () and proof.table[1:] == (("v", *["0"] * 7),), proof
 
@@ -356,7 +356,7 @@ def test_a_connection_only_reads_even_past_its_authorizer(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 async def test_nobodys_score_is_lost_to_waiting_for_an_answer_that_takes_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker(matches, deadline_s=0.5, processes=1)
+    worker = SubprocessWorker(matches, deadline_s=0.5, processes=1)
     monkeypatch.setattr("rewards.pattern._worker", worker)
     scorer = TaskScorer(timeout_s=0.4, _verifiers={"v": pattern})
     given_ = await asyncio.gather(*(scorer(task(answer="(a+)+b"), episode(answer)) for answer in ("a" * 60, "aab")))
@@ -368,7 +368,7 @@ async def test_nobodys_score_is_lost_to_waiting_for_an_answer_that_takes_for_eve
     "name", ["json_schema:json_schema", "mathematics:mathematics", "pattern:pattern", "reasoning:own_scorer", "sql:sql"]
 )
 def test_whoever_asks_a_worker_waits_for_his_turn(name: str) -> None:
-    assert limit_of(resolve(f"rewards.{name}"), 30.0) == PATIENCE_S
+    assert timeout_of(resolve(f"rewards.{name}"), 30.0) == QUEUE_TIMEOUT_S
 
 
 FILES = {

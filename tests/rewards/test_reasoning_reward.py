@@ -20,7 +20,7 @@ from agentrl.records import Blame, Episode, Message, SandboxSpec, Score, Split, 
 from agentrl.reward import TaskScorer
 from rewards import reasoning
 from rewards.reasoning import LONGEST, own_scorer
-from rewards.reasoning_scorers import Scorers, Stopped
+from rewards.reasoning_scorers import CallTimeout, Scorers
 from sandboxes.reasoning import catalogue, problems
 from sandboxes.reasoning.mixture import Source
 from sandboxes.reasoning.problems import Problem
@@ -116,7 +116,7 @@ def test_a_scorer_that_hangs_is_ended_and_the_next_answer_is_judged(quick: Score
     """By a scorer that is left out, which evaluates the answer: this one computes for hours in C, where no Python code interrupts it."""
     bomb, plain = made("simple_integration"), made("chain_sum")
     assert quick.mark(plain.origin(), plain.answer, plain.answer) == 1.0
-    with pytest.raises(Stopped, match="within 1 s"):
+    with pytest.raises(CallTimeout, match="within 1 s"):
         quick.mark(bomb.origin(), bomb.answer, "factorial(10**8)")
     assert quick.mark(plain.origin(), plain.answer, plain.answer) == 1.0
 
@@ -150,7 +150,7 @@ async def test_a_scorer_that_takes_too_long_is_asked_once_more(times: int, value
     class Slow(Scorers):
         def mark(self, origin: Any, truth: str, answer: str) -> float:
             if answer != truth and next(stops, False):
-                raise Stopped("gave no mark within 5 s")
+                raise CallTimeout("gave no mark within 5 s")
             return 1.0
 
     monkeypatch.setattr(reasoning, "_scorers", Slow())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.records import Blame
-from agentrl.reward.configured import LONGEST
+from agentrl.reward.configured import MAX_ANSWER_CHARS
 from rewards.sql import sql
 from rewards.sql import verdict as judge
 from rewards.sql_text import literals, orders, statements
@@ -166,7 +166,7 @@ async def test_two_statements_or_blocks_are_no_query(more: str) -> None:
 
 
 async def test_a_truth_that_is_longer_than_any_answer_is_the_tasks_fault() -> None:
-    score = await judged(sql, task(answer=Q + " " * LONGEST, databases=SHOP), episode(Q))
+    score = await judged(sql, task(answer=Q + " " * MAX_ANSWER_CHARS, databases=SHOP), episode(Q))
     assert score.value is None and score.blame is Blame.TASK
 
 

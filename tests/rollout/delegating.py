@@ -61,7 +61,7 @@ class Delegating:
             return ToolResult(name=call.name, output=helper.turns[-1].message.content, ok=True)
         stop_reason, answer = await self._converse(episode, helper)
         helper.end(stop_reason)
-        return ToolResult(name=call.name, output=episode.shown(answer or stop_reason), ok=answer is not None)
+        return ToolResult(name=call.name, output=episode.clip_output(answer or stop_reason), ok=answer is not None)
 
     async def _nothing(self) -> Mapping[str, Any]:
         return {}

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from agentrl.agent import TurnLoop
 from agentrl.experience import SqliteStore
 from agentrl.records import Blame, Completion, Episode, Limits, Message, SamplingParams, SandboxSpec, Score, Split, Task, VersionSpan
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of, shared_tokenizer
@@ -104,8 +104,8 @@ def ends_scored(store: SqliteStore, index: int, words: Sequence[tuple[str, list[
         max_model_len=100_000,
         request_timeout_s=60.0,
     )
-    groups = GroupRunner(runner=runner, score=one, slots=asyncio.Semaphore(2), group_size=2, max_retries=0)
-    group = asyncio.run(groups.group(index, TASK))
+    groups = GroupRunner(runner=runner, scorer=one, slots=asyncio.Semaphore(2), group_size=2, max_retries=0)
+    group = asyncio.run(groups.run_group(index, TASK))
     for scored in group.episodes:
         assert scored.score.value == 1.0, scored.score.reason
         assert all(failure.blame is Blame.POLICY for failure in scored.episode.failures)

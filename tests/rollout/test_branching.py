@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
+from agentrl.config import BranchingConfig
 from agentrl.errors import SandboxError, ServingError
-from agentrl.recipe import BranchingConfig
-from agentrl.records import MAX_SNAPSHOT_BYTES, Blame, Episode, EpisodeState, ExecResult, Limits, Score, ScoredEpisode, Task, Turn
-from agentrl.rollout import Capture, GroupRunner
+from agentrl.records import MAX_SNAPSHOT_BYTES, Blame, Episode, EpisodeState, ExecResult, Limits, Score, ScoredEpisode, Task, Turn, codec
+from agentrl.rollout import CaptureState, GroupRunner
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 
@@ -27,7 +26,7 @@ class States:
     def __init__(self) -> None:
         self.seen: list[EpisodeState] = []
 
-    async def __call__(self, turns: int, capture: Capture) -> None:
+    async def __call__(self, turns: int, capture: CaptureState) -> None:
         state = await capture()
         assert state is not None and state.turn_count == turns
         self.seen.append(state)
@@ -58,12 +57,12 @@ async def score(task: Task, episode: Episode) -> Score:
 def group_runner(runner: Any, *, size: int, retries: int = 0, keeper: Shelf | None = None, **branching: int) -> GroupRunner:
     return GroupRunner(
         runner=runner,
-        score=score,
+        scorer=score,
         slots=asyncio.Semaphore(size),
         group_size=size,
         max_retries=retries,
         branching=BranchingConfig(**branching) if branching else None,
-        keeper=keeper,
+        checkpoints=keeper,
     )
 
 
@@ -165,14 +164,14 @@ async def test_a_working_directory_too_large_to_keep_stops_no_episode(tokenizer:
 
     shelf = Shelf()
     runner = make_runner(talkative(tokenizer), Full(printing("3")))
-    group = await group_runner(runner, size=2, turn=1, branches=2, keeper=shelf).group(0, task)
+    group = await group_runner(runner, size=2, turn=1, branches=2, keeper=shelf).run_group(0, task)
     assert len(group.scored) == 2 and shelf.kept == {}
     assert all(e.episode.trajectories[0].inherited == () for e in group.episodes), "nothing to branch from: attempts of their own"
 
 
 async def test_a_group_of_stems_and_branches(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = talkative(tokenizer)
-    group = await group_runner(make_runner(policy), size=6, turn=2, branches=3).group(7, task)
+    group = await group_runner(make_runner(policy), size=6, turn=2, branches=3).run_group(7, task)
     lines = [scored.episode.trajectories[0] for scored in group.scored]
     assert [line.inherited for line in lines] == [(), *[("g000007-0-a0",) * 2] * 2, (), *[("g000007-3-a0",) * 2] * 2]
     assert lines[0].turns[:2] == lines[1].turns[:2] == lines[2].turns[:2] != lines[3].turns[:2] == lines[5].turns[:2]
@@ -183,10 +182,10 @@ async def test_a_group_of_stems_and_branches(tokenizer: Any, task: Task, make_ru
 
 async def test_a_stem_that_ends_early_leaves_its_places_to_attempts_of_their_own(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = ScriptedPolicy(tokenizer, lambda turn, _: SUBMIT)
-    group = await group_runner(make_runner(policy), size=4, turn=1, branches=2).group(0, task)
+    group = await group_runner(make_runner(policy), size=4, turn=1, branches=2).run_group(0, task)
     assert len(group.scored) == 4 and len(policy.prompts) == 4
     last = replace(task, limits=Limits(turns=1, turn_tokens=200, episode_tokens=2000))
-    short = await group_runner(make_runner(ScriptedPolicy.saying(tokenizer, PYTHON)), size=2, turn=1, branches=2).group(0, last)
+    short = await group_runner(make_runner(ScriptedPolicy.saying(tokenizer, PYTHON)), size=2, turn=1, branches=2).run_group(0, last)
     assert [e.episode.trajectories[0].inherited for e in short.scored] == [(), ()], "after the last turn there is nothing to sample"
 
 
@@ -196,7 +195,7 @@ async def test_a_stem_that_fails_after_the_fork_leaves_its_branches(tokenizer: A
             raise ServingError("gone")
         return SUBMIT if turn == 2 else PYTHON
 
-    group = await group_runner(make_runner(ScriptedPolicy(tokenizer, stem_dies)), size=2, retries=1, turn=1, branches=2).group(0, task)
+    group = await group_runner(make_runner(ScriptedPolicy(tokenizer, stem_dies)), size=2, retries=1, turn=1, branches=2).run_group(0, task)
     stem, branch = (e.episode for e in group.scored)
     assert (stem.id, stem.trajectories[0].inherited) == ("g000000-0-a1", ())
     assert branch.trajectories[0].inherited == ("g000000-0-a0",)
@@ -204,7 +203,7 @@ async def test_a_stem_that_fails_after_the_fork_leaves_its_branches(tokenizer: A
 
 async def die_at(runner: GroupRunner, task: Task, ready: Any, *, index: int = 0) -> None:
     """Runs a group until `ready()`, then cancels it as the death of the process would."""
-    running = asyncio.create_task(runner.group(index, task))
+    running = asyncio.create_task(runner.run_group(index, task))
     while not ready():
         await asyncio.sleep(0.001)
     running.cancel()
@@ -232,7 +231,7 @@ async def test_a_group_that_died_goes_on_with_the_turns_and_branches_it_had(toke
     before = {member: turns_kept(shelf, member) for member in (0, 1, 2)}
 
     policy = talkative(tokenizer)
-    group = await group_runner(make_runner(policy), size=4, keeper=shelf, turn=1, branches=2).group(0, task)
+    group = await group_runner(make_runner(policy), size=4, keeper=shelf, turn=1, branches=2).run_group(0, task)
     assert len(policy.prompts) == 3, "only the last turn of the three that had not ended"
     episodes = [scored.episode for scored in group.scored]
     assert [episode.trajectories[0].turns[:2] for episode in episodes[:3]] == [before[member] for member in (0, 1, 2)]
@@ -253,7 +252,7 @@ async def test_a_stem_found_before_or_at_its_fork_branches_again(tokenizer: Any,
     for found, fork, inherited in ((first, 1, stem), (second, 1, ()), (first, 2, stem * 2), (second, 2, stem * 2)):
         shelf = Shelf()
         await shelf.keep(0, 0, found)
-        group = await group_runner(make_runner(talkative(tokenizer)), size=2, keeper=shelf, turn=fork, branches=2).group(0, task)
+        group = await group_runner(make_runner(talkative(tokenizer)), size=2, keeper=shelf, turn=fork, branches=2).run_group(0, task)
         assert [e.episode.trajectories[0].inherited for e in group.scored] == [(), inherited]
 
 
@@ -268,7 +267,7 @@ async def test_states_that_are_too_old_or_of_another_task_are_not_used(tokenizer
         await shelf.keep(0, 0, states.seen[1])
         policy = talkative(tokenizer)
         policy.version = 4
-        group = await group_runner(make_runner(policy), size=1, keeper=shelf).group(0, other, oldest_version=oldest)
+        group = await group_runner(make_runner(policy), size=1, keeper=shelf).run_group(0, other, oldest_version=oldest)
         assert len(policy.prompts) == turns_sampled
         assert group.scored[0].episode.oldest_version == (3 if turns_sampled == 1 else 4)
 
@@ -284,5 +283,5 @@ async def test_a_continued_attempt_keeps_its_number_and_its_budget_of_retries(to
 
     shelf = Shelf()
     await shelf.keep(0, 0, states.seen[1])
-    await group_runner(make_runner(ScriptedPolicy(tokenizer, failing)), size=1, retries=2, keeper=shelf).group(0, task)
+    await group_runner(make_runner(ScriptedPolicy(tokenizer, failing)), size=1, retries=2, keeper=shelf).run_group(0, task)
     assert asked == ["g000000-0-a1/2", "g000000-0-a2/0"]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.contract.outputs import Collected
 from agentrl.errors import SandboxError, SandboxUnavailable, ServingError, UserError
 from agentrl.records import Blame, EpisodeState, ExecResult, Limits, Task
 from agentrl.rollout.pace import OutOfTime
+from agentrl.task.outputs import CollectedOutputs
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.clock import run_virtually
 from agentrl.testing.sandboxes import printing
@@ -280,9 +280,9 @@ async def test_a_first_attempt_opens_its_sandbox_within_a_minute(tokenizer: Any,
 async def test_collecting_takes_sandbox_time_and_its_failure_is_cut(
     tokenizer: Any, task: Task, make_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def slowly(sandbox: Any, outputs: Any) -> Collected:
+    async def slowly(sandbox: Any, outputs: Any) -> CollectedOutputs:
         await asyncio.sleep(0.1)
-        return Collected(files={}, refused={"a": "x" * 5000})
+        return CollectedOutputs(files={}, refused={"a": "x" * 5000})
 
     monkeypatch.setattr("agentrl.rollout.episode.collect", slowly)
     runner = make_runner(ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT))

@@ -14,17 +14,16 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
 from agentrl.agent import ToolOutcome, TurnLoop, tool
 from agentrl.agent.invoke import ARGUMENT_FAULTS
 from agentrl.agent.tools import function_schema
+from agentrl.config import BranchingConfig
 from agentrl.errors import PluginError, SandboxError, SandboxTimeout, ServingError
 from agentrl.protocols import Sandbox
-from agentrl.recipe import BranchingConfig
-from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Limits, Score, ScoredEpisode, Task
+from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Limits, Score, ScoredEpisode, Task, codec
+from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox, printing
 from tests.chats import chat_of
@@ -109,7 +108,7 @@ def functions(coroutine: Any) -> list[str]:
             break
         found.append(name)
         frame = getattr(coroutine, "gi_frame", None)
-        if frame is not None and "running" in frame.f_locals:  # agentrl.usercode drives by hand, too
+        if frame is not None and "running" in frame.f_locals:  # agentrl.base.user_code drives by hand, too
             coroutine = frame.f_locals["running"]
         else:
             coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
@@ -273,12 +272,12 @@ class Scene:
         self.slots = asyncio.Semaphore(2)
         self.groups = GroupRunner(
             runner=runner,
-            score=TaskScorer(max_retries=0),
+            scorer=TaskScorer(max_retries=0),
             slots=self.slots,
             group_size=size,
             max_retries=0,
             branching=BranchingConfig(turn=1, branches=branches) if branches else None,
-            keeper=Shelf(),
+            checkpoints=Shelf(),
             on_attempt=self.told.append,
         )
 
@@ -350,12 +349,12 @@ each_fault = pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(err
 
 @each_fault
 async def test_an_exception_at_any_await_of_an_episode_ends_typed(tokenizer: Any, task: Task, error: BaseException) -> None:
-    count, sound = await waits(scene := Scene(tokenizer, task), scene.groups.group(0, scene.task))
+    count, sound = await waits(scene := Scene(tokenizer, task), scene.groups.run_group(0, scene.task))
     assert sound.scored[0].episode.outputs and count > 25
     seen = Counter[str]()
     for at in range(count):
         scene, awaits = Scene(tokenizer, task), Awaits(at, fresh(error))
-        async with driven(awaits, scene.groups.group(0, scene.task)) as main:
+        async with driven(awaits, scene.groups.run_group(0, scene.task)) as main:
             group: Group = await main
         scene.check(awaits)
         (scored,) = group.episodes
@@ -375,11 +374,11 @@ async def test_an_exception_at_any_await_of_an_episode_ends_typed(tokenizer: Any
 @each_fault
 async def test_an_exception_at_any_await_of_a_group_costs_one_member(tokenizer: Any, task: Task, error: BaseException) -> None:
     """Two stems and two branches. A member that cannot go on from its stem's state begins afresh; only a broken task takes all out."""
-    count, sound = await waits(scene := Scene(tokenizer, task, size=4, branches=2), scene.groups.group(0, scene.task))
+    count, sound = await waits(scene := Scene(tokenizer, task, size=4, branches=2), scene.groups.run_group(0, scene.task))
     assert len(sound.scored) == 4 and count > 90
     for at in range(count):
         scene, awaits = Scene(tokenizer, task, size=4, branches=2), Awaits(at, fresh(error))
-        async with driven(awaits, scene.groups.group(0, scene.task)) as main:
+        async with driven(awaits, scene.groups.run_group(0, scene.task)) as main:
             group: Group = await main
         scene.check(awaits)
         became = [look_at(scored, awaits) for scored in group.episodes]
@@ -394,11 +393,11 @@ async def test_an_exception_at_any_await_of_a_group_costs_one_member(tokenizer: 
 @pytest.mark.parametrize("size", [1, pytest.param(4, marks=pytest.mark.slow)])
 async def test_a_cancellation_at_any_await_leaves_and_leaves_nothing_behind(tokenizer: Any, task: Task, size: int) -> None:
     branches = 2 if size > 1 else 0
-    count, _ = await waits(scene := Scene(tokenizer, task, size=size, branches=branches), scene.groups.group(0, scene.task))
+    count, _ = await waits(scene := Scene(tokenizer, task, size=size, branches=branches), scene.groups.run_group(0, scene.task))
     for at in range(count):
         scene, awaits = Scene(tokenizer, task, size=size, branches=branches), Awaits(at)
         with pytest.raises(asyncio.CancelledError):
-            async with driven(awaits, scene.groups.group(0, scene.task)) as main:
+            async with driven(awaits, scene.groups.run_group(0, scene.task)) as main:
                 await main
         assert awaits.where
         scene.check(awaits)

@@ -21,17 +21,17 @@ import pytest
 
 from agentrl.agent import ToolOutcome, TurnLoop
 from agentrl.agent.mcp import RunTools, Server
-from agentrl.agent.mcp.offers import offers
-from agentrl.agent.mcp.places import Place, Unanswered
+from agentrl.agent.mcp.tool_list import usable_tools
+from agentrl.agent.mcp.transports import Transport, Unanswered
 from agentrl.agent.tools import function_schema
+from agentrl.config import MCPConfig, ObjectiveConfig
 from agentrl.errors import RequestRefused
 from agentrl.objective.advantages import batch_advantages
 from agentrl.protocols import Sandbox
-from agentrl.recipe import MCPConfig, ObjectiveConfig
 from agentrl.records import CUT, Blame, Completion, Episode, Group, Limits, SamplingParams, Score, Task, VersionSpan
+from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.clock import run_virtually
 from agentrl.testing.samples import sample_task
@@ -82,7 +82,7 @@ class LookUp:
 look_up, look_up_once = LookUp(), LookUp(repeats=False)
 
 
-class Scripted(Place):
+class Scripted(Transport):
     """An MCP server with such a tool."""
 
     def __init__(self, way: str) -> None:
@@ -111,13 +111,13 @@ OFFER = {"name": "look_up", "description": "Looks a key up.", "inputSchema": par
 
 
 class ScriptedServer(Server):
-    def place(self) -> Place:
+    def place(self) -> Transport:
         return Scripted(self.name)
 
 
 def run_tools(way: str) -> RunTools:
     config = MCPConfig(url="http://127.0.0.1:9/mcp")
-    server = ScriptedServer(name=way, config=config, root=Path(), offers=offers([OFFER], ()))
+    server = ScriptedServer(name=way, config=config, root=Path(), offers=usable_tools([OFFER], ()))
     return RunTools(servers={"library": server}, bounds={})
 
 
@@ -205,9 +205,9 @@ async def played(way: str, seed: int) -> tuple[list[Group], Bandit]:
         request_timeout_s=120.0,
         tools=run_tools(way),
     )
-    groups = GroupRunner(runner=runner, score=TaskScorer(timeout_s=10.0), slots=asyncio.Semaphore(64), group_size=SIZE, max_retries=2)
+    groups = GroupRunner(runner=runner, scorer=TaskScorer(timeout_s=10.0), slots=asyncio.Semaphore(64), group_size=SIZE, max_retries=2)
     tasks = [replace(TASK, id=f"task {index}", tools=(TOOLS.get(way, "python"), "submit")) for index in range(GROUPS)]
-    return [await groups.group(index, task) for index, task in enumerate(tasks)], policy
+    return [await groups.run_group(index, task) for index, task in enumerate(tasks)], policy
 
 
 def gains(groups: list[Group], arms: dict[str, str]) -> dict[str, float]:
@@ -231,7 +231,7 @@ def test_provoking_pays_no_more_than_failing(way: str) -> None:
     assert not excluded, f"{excluded[0].episode.failures} {excluded[0].score}"
     assert {failure.blame for group in groups for one in group.episodes for failure in one.episode.failures} <= {Blame.POLICY}
     retried = sum(one.episode.attempt for group in groups for one in group.episodes)
-    # A real outage that only one call shows is as rare, and one that most calls show is real (`agentrl.agent.provoked`).
+    # A real outage that only one call shows is as rare, and one that most calls show is real (`agentrl.agent.outage_blame`).
     provoking = sum(arm == "provoke" for arm in policy.arms.values())
     assert retried <= (provoking // 4 if way in TOOLS else 1), f"{retried} attempts were retried"
     gained = gains(groups, policy.arms)
@@ -259,9 +259,9 @@ def test_the_measure_sees_a_way_out() -> None:
             max_model_len=4096,
             request_timeout_s=120.0,
         )
-        groups = GroupRunner(runner=runner, score=TaskScorer(), slots=asyncio.Semaphore(64), group_size=SIZE, max_retries=2)
+        groups = GroupRunner(runner=runner, scorer=TaskScorer(), slots=asyncio.Semaphore(64), group_size=SIZE, max_retries=2)
         task = replace(TASK, limits=Limits(turns=3, turn_tokens=400, episode_tokens=4000))
-        return [await groups.group(index, task) for index in range(GROUPS)], policy
+        return [await groups.run_group(index, task) for index in range(GROUPS)], policy
 
     groups, policy = run_virtually(play())
     gained = gains(groups, policy.arms)

@@ -22,9 +22,10 @@ import pytest
 
 from agentrl.agent import ToolOutcome, TurnLoop
 from agentrl.agent.mcp import RunTools, Server
-from agentrl.agent.mcp.offers import offers
-from agentrl.agent.mcp.places import ENDINGS, Place, Unanswered
+from agentrl.agent.mcp.tool_list import usable_tools
+from agentrl.agent.mcp.transports import ENDINGS, Transport, Unanswered
 from agentrl.agent.tools import function_schema
+from agentrl.config import MCPConfig
 from agentrl.errors import (
     InfrastructureError,
     JudgeError,
@@ -39,12 +40,11 @@ from agentrl.errors import (
     ToolUnavailable,
 )
 from agentrl.protocols import Sandbox
-from agentrl.recipe import MCPConfig
 from agentrl.records import Blame, Episode, Limits, Score, ScoredEpisode, Task
+from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
-from agentrl.reward.together import GroupScorer
+from agentrl.reward.group_judging import GroupJudgeScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.clock import run_virtually
 from agentrl.testing.samples import sample_task
@@ -287,18 +287,18 @@ async def played(plant: Plant) -> ScoredEpisode:
         tools=RunTools(servers={}, bounds={}),
     )
     scorer = TaskScorer(max_retries=0, timeout_s=10.0)
-    compared = GroupScorer(judge=compare, name="compare", weight=1.0, alone=scorer) if plant.part.startswith("group") else None
+    compared = GroupJudgeScorer(judge=compare, name="compare", weight=1.0, task_scorer=scorer) if plant.part.startswith("group") else None
     groups = GroupRunner(
         runner=runner,
-        score=scorer,
-        together=compared,
+        scorer=scorer,
+        group_scoring=compared,
         slots=asyncio.Semaphore(1),
         group_size=1 if compared is None else 2,
         max_retries=0,
-        keeper=Shelf(plant),
+        checkpoints=Shelf(plant),
     )
     async with asyncio.timeout(2000):  # whatever hangs
-        group = await groups.group(0, TASK)
+        group = await groups.run_group(0, TASK)
     one, *_ = group.episodes
     return one
 
@@ -330,7 +330,7 @@ def test_every_planted_fault_has_the_right_blame(part: str) -> None:
 LOOK = {"name": "look", "description": "Looks.", "inputSchema": {"type": "object"}}
 
 
-class MCPPlace(Place):
+class MCPPlace(Transport):
     """An MCP server outside that fails at its start, or from its first or second call on; one that lost its session does so once."""
 
     def __init__(self, part: str, kind: str) -> None:
@@ -365,13 +365,13 @@ class MCPPlace(Place):
 
 
 class MCPServer(Server):
-    def place(self) -> Place:
+    def place(self) -> Transport:
         return MCPPlace(*self.name.split("/"))
 
 
 async def played_with_mcp(part: str, kind: str) -> ScoredEpisode:
     look = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
-    server = MCPServer(name=f"{part}/{kind}", config=MCPConfig(url="http://127.0.0.1:9/"), root=Path(), offers=offers([LOOK], ()))
+    server = MCPServer(name=f"{part}/{kind}", config=MCPConfig(url="http://127.0.0.1:9/"), root=Path(), offers=usable_tools([LOOK], ()))
     runner = EpisodeRunner(
         policy=ScriptedPolicy.saying(TOKENIZER, look, look, SUBMIT),
         sandboxes=ScriptedSandboxes(printing("3")),
@@ -383,8 +383,8 @@ async def played_with_mcp(part: str, kind: str) -> ScoredEpisode:
     )
     PLANTED.append(Plant("nowhere", "bug"))
     scorer = TaskScorer(max_retries=0, timeout_s=10.0)
-    groups = GroupRunner(runner=runner, score=scorer, slots=asyncio.Semaphore(1), group_size=1, max_retries=0)
-    (one,) = (await groups.group(0, replace(TASK, tools=("mcp:it", "submit"), outputs=()))).episodes
+    groups = GroupRunner(runner=runner, scorer=scorer, slots=asyncio.Semaphore(1), group_size=1, max_retries=0)
+    (one,) = (await groups.run_group(0, replace(TASK, tools=("mcp:it", "submit"), outputs=()))).episodes
     return one
 
 

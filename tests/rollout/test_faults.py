@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl import usercode
+from agentrl.base import user_code
 from agentrl.errors import InfrastructureError, PluginError, PolicyFault, SandboxError, ServingError, TaskError, UserError
 from agentrl.records import Blame
-from agentrl.rollout.faults import fault, infrastructure_fault, task_fault
+from agentrl.rollout.faults import failure_from_error, infrastructure_fault, task_fault
 
 
 class Unreachable(InfrastructureError):
@@ -30,17 +30,17 @@ class Unreachable(InfrastructureError):
     ],
 )
 def test_who_is_to_blame(error: Exception, stage: str, blame: Blame, kind: str) -> None:
-    failure = fault(error, stage="tool", turn=3)
+    failure = failure_from_error(error, stage="tool", turn=3)
     assert (failure.stage, failure.blame, failure.kind, failure.turn) == (stage, blame, kind, 3)
     assert failure.retryable == (blame is Blame.INFRASTRUCTURE)
 
 
 def test_only_a_bug_is_logged_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[tuple[str, BaseException]] = []
-    monkeypatch.setattr(usercode, "report", lambda what, error: reported.append((what, error)))
+    monkeypatch.setattr(user_code, "log_unexpected", lambda what, error: reported.append((what, error)))
     bug = KeyError("x")
     for error in (ServingError("x"), SandboxError("x"), PolicyFault("x"), TaskError("x"), bug):
-        fault(error, stage="tool")
+        failure_from_error(error, stage="tool")
     assert reported == [("episode (tool)", bug)]
 
 

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from agentrl import codec
-from agentrl.contract.together import WAITS
 from agentrl.errors import ServingError, UserError
-from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Task
+from agentrl.protocols.group_judge import AWAITING_GROUP_JUDGE
+from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Task, codec
 from agentrl.reward import TaskScorer
 from agentrl.rollout import GroupRunner
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
@@ -24,7 +23,7 @@ async def one(task: Task, episode: Episode) -> Score:
 
 
 def group_runner(runner: Any, *, retries: int, size: int = 4) -> GroupRunner:
-    return GroupRunner(runner=runner, score=one, slots=asyncio.Semaphore(2), group_size=size, max_retries=retries)
+    return GroupRunner(runner=runner, scorer=one, slots=asyncio.Semaphore(2), group_size=size, max_retries=retries)
 
 
 async def test_a_fault_is_retried_and_then_forgotten(tokenizer: Any, task: Task, make_runner: Any) -> None:
@@ -33,7 +32,7 @@ async def test_a_fault_is_retried_and_then_forgotten(tokenizer: Any, task: Task,
             raise ServingError("busy")
         return SUBMIT
 
-    group = await group_runner(make_runner(ScriptedPolicy(tokenizer, fails_first)), retries=1).group(7, task)
+    group = await group_runner(make_runner(ScriptedPolicy(tokenizer, fails_first)), retries=1).run_group(7, task)
     assert len(group.scored) == 4
     assert {e.episode.attempt for e in group.episodes} == {1}
 
@@ -44,7 +43,7 @@ async def test_a_fault_that_stays_is_left_out_and_never_scored_zero(tokenizer: A
             raise ServingError("no route")
         return SUBMIT
 
-    group = await group_runner(make_runner(ScriptedPolicy(tokenizer, one_member_is_cursed)), retries=1).group(7, task)
+    group = await group_runner(make_runner(ScriptedPolicy(tokenizer, one_member_is_cursed)), retries=1).run_group(7, task)
     assert len(group.episodes) == 4 and len(group.scored) == 3
     (cursed,) = [e for e in group.episodes if e.episode.left_out]
     assert cursed.score.value is None and "no route" in cursed.score.reason
@@ -63,7 +62,7 @@ async def test_a_broken_task_takes_its_whole_group_out_at_once(tokenizer: Any, t
 
     sandboxes = NoImage(printing(""))
     runner = make_runner(ScriptedPolicy(tokenizer, only_the_third_runs_code), sandboxes)
-    group = await group_runner(runner, retries=3).group(7, task)
+    group = await group_runner(runner, retries=3).run_group(7, task)
     assert len(group.episodes) == 4 and group.scored == () and len(sandboxes.opened) == 1
     assert group.fault is not None and (group.fault.blame, "no such suite" in group.fault.message) == (Blame.TASK, True)
     assert all(e.score.reason.startswith("left out: task TaskError") for e in group.episodes)
@@ -72,9 +71,9 @@ async def test_a_broken_task_takes_its_whole_group_out_at_once(tokenizer: Any, t
 
 async def test_a_verifier_that_does_not_exist_is_the_tasks_fault(tokenizer: Any, task: Task, make_runner: Any) -> None:
     runner = replace(group_runner(make_runner(ScriptedPolicy.saying(tokenizer, SUBMIT)), retries=3), score=TaskScorer())
-    group = await runner.group(0, replace(task, verifiers=("rewards.gone:score",)))
+    group = await runner.run_group(0, replace(task, verifiers=("rewards.gone:score",)))
     assert group.fault is not None and "rewards.gone" in group.fault.message
-    alone = await runner.episode(replace(task, verifiers=("rewards.gone:score",)), name="evaluation")
+    alone = await runner.run_episode(replace(task, verifiers=("rewards.gone:score",)), name="evaluation")
     assert alone.episode.left_out and alone.score.value is None
 
 
@@ -86,7 +85,7 @@ async def test_a_bug_costs_one_episode_and_its_traceback_is_logged_once(tokenize
 
     told: list[Failure | None] = []
     runner = replace(group_runner(make_runner(ScriptedPolicy(tokenizer, defect)), retries=1), on_attempt=told.append)
-    group = await runner.group(0, task)
+    group = await runner.run_group(0, task)
     assert [scored.score.value for scored in group.episodes] == [1.0, None, 1.0, 1.0]
     (failure,) = group.episodes[1].episode.failures
     assert (failure.stage, failure.blame, failure.kind, failure.retryable) == ("generate", Blame.INFRASTRUCTURE, "ZeroDivisionError", True)
@@ -110,7 +109,7 @@ async def test_slots_bound_the_episodes_in_flight(tokenizer: Any, task: Task, ma
             running -= 1
             return await super().generate(*args, **kwargs)
 
-    await group_runner(make_runner(Counting.saying(tokenizer, SUBMIT)), retries=0, size=10).group(0, task)
+    await group_runner(make_runner(Counting.saying(tokenizer, SUBMIT)), retries=0, size=10).run_group(0, task)
     assert peak == 2
 
 
@@ -121,7 +120,7 @@ class Together:
         self.fails, self.asked = fails, 0
 
     async def first(self, task: Task, episode: Episode) -> Score:
-        return Score(value=None, reason=WAITS)
+        return Score(value=None, reason=AWAITING_GROUP_JUDGE)
 
     async def together(self, task: Task, scored: Sequence[ScoredEpisode]) -> list[Score]:
         self.asked += 1
@@ -139,12 +138,12 @@ async def test_a_group_is_judged_when_all_of_it_is_done(tokenizer: Any, task: Ta
     told: list[Failure | None] = []
     plain = group_runner(make_runner(ScriptedPolicy(tokenizer, one_member_is_cursed)), retries=0)
     runner = replace(plain, together=Together(), on_attempt=told.append)
-    group = await runner.group(7, task)
+    group = await runner.run_group(7, task)
     assert [one.score.value for one in group.episodes] == [0.0, 1.0, None, 3.0] and "no route" in group.episodes[2].score.reason
     assert [failure is None for failure in told] == [False, True, True, True], "each attempt is told of once, with its judge's score"
-    assert (await runner.episode(task, name="alone")).score.value == 1.0, "an evaluation is the verifiers' business"
+    assert (await runner.run_episode(task, name="alone")).score.value == 1.0, "an evaluation is the verifiers' business"
     told.clear()
-    failed = await replace(runner, together=Together(fails=True)).group(7, task)
+    failed = await replace(runner, together=Together(fails=True)).run_group(7, task)
     assert failed.scored == () and all("a bug" in one.score.reason for one in failed.episodes if not one.episode.left_out)
     assert len(told) == 4 and None not in told
 
@@ -171,8 +170,8 @@ async def test_a_group_goes_on_where_its_driver_died_before_it_was_judged(tokeni
 
     judge, keeper = Together(), Keeper()
     runner = replace(group_runner(make_runner(ScriptedPolicy(tokenizer, counts)), retries=0), together=judge, keeper=keeper)
-    group = await runner.group(7, task)
-    assert all(one.score.reason == WAITS for one in keeper.kept.values()) and len(turns) == 4
-    assert await runner.group(7, task) == group and len(turns) == 4 and judge.asked == 2
-    alone = await replace(runner, together=None).group(7, task)
+    group = await runner.run_group(7, task)
+    assert all(one.score.reason == AWAITING_GROUP_JUDGE for one in keeper.kept.values()) and len(turns) == 4
+    assert await runner.run_group(7, task) == group and len(turns) == 4 and judge.asked == 2
+    alone = await replace(runner, together=None).run_group(7, task)
     assert {one.score.value for one in alone.episodes} == {1.0} and len(turns) == 4, "the judge was taken out of the recipe meanwhile"

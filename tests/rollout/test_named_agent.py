@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from agentrl import parts
 from agentrl.agent import ChatFormat
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import PluginError
+from agentrl.plugins import parts
 from agentrl.protocols import Agent, LiveEpisode
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.run.preflight import check_parts
-from agentrl.sampling import Sampling
+from agentrl.session.preflight import check_parts
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 
@@ -35,7 +35,7 @@ async def test_an_agent_of_somebodys_acts_in_the_episodes_of_a_run(task: Task, t
     (tmp_path / "agent.py").write_text(code)
     made = BASE.but({"rollout.agent": f"{tmp_path}/agent.py:OneAnswer"})
     check_parts(made)
-    agent = parts.make(parts.AGENT, made.rollout.agent, made.rollout.agent_options, chat=ChatFormat(tokenizer))
+    agent = parts.make_part(parts.AGENT, made.rollout.agent, made.rollout.agent_options, chat=ChatFormat(tokenizer))
     runner = EpisodeRunner(
         agent=agent,
         policy=policy,

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.agent import TurnLoop
+from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.errors import InfrastructureError
 from agentrl.failure import FaultRate
-from agentrl.lag import DRIVER
 from agentrl.records import Blame, Episode, Limits, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.rollout.pace import LOST, PARTS, SLOW, Pace, Reading, out_of_time
-from agentrl.sampling import Sampling
+from agentrl.rollout.pace import LOST_SHARE, REQUESTS_PER_EPISODE, SLOW_FACTOR, Pace, Reading, blame_for_timeout
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.clock import VirtualLoop, run_virtually
 from agentrl.testing.paced import PacedPolicy
@@ -105,7 +105,7 @@ def test_a_server_that_stalls_for_a_while_never_costs_a_score(speed: float, stal
     (episode,) = played(policy, "babble", before=["sound"], at=begins)
     if episode.trajectories[0].stop_reason != "wall_limit":
         assert policy.sampled["babble-0"] == wanted and not episode.left_out
-    elif lasts >= 2.5 * WALL_S / PARTS:
+    elif lasts >= 2.5 * WALL_S / REQUESTS_PER_EPISODE:
         assert episode.left_out, "at least one request was stalled all the time"
     assert episode.left_out or has_every_token(policy, episode)
 
@@ -177,9 +177,9 @@ def test_time_in_which_the_driver_stood_still_costs_no_score(hold_s: float, monk
     async def play() -> Episode:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        monkeypatch.setattr(DRIVER, "_clock", loop.time)
+        monkeypatch.setattr(DRIVER_LAG, "_clock", loop.time)
         loop.call_later(1.0, loop.hold, hold_s)
-        async with DRIVER.watched(lambda alert: None):
+        async with DRIVER_LAG.watched(lambda alert: None):
             return await runner_of(policy).run(task, episode_id="babble")
 
     episode = run_virtually(play())
@@ -195,11 +195,11 @@ def test_time_in_which_the_driver_stood_still_costs_no_score(hold_s: float, monk
     limit=st.floats(0.1, 10_000.0),
 )
 def test_the_rule(program: float, sampled: float, lost: float, limit: float) -> None:
-    blame = out_of_time(limit, program_s=program * limit, sampled_s=sampled * limit, lost_s=lost * limit)
-    assert out_of_time(limit, program_s=program * limit, sampled_s=sampled * limit, lost_s=0.0, stalled_s=lost * limit) is blame
-    if lost > LOST + 1e-6:
+    blame = blame_for_timeout(limit, program_s=program * limit, sampled_s=sampled * limit, lost_s=lost * limit)
+    assert blame_for_timeout(limit, program_s=program * limit, sampled_s=sampled * limit, lost_s=0.0, stalled_s=lost * limit) is blame
+    if lost > LOST_SHARE + 1e-6:
         assert blame is Blame.INFRASTRUCTURE, "a stalled server never costs a score"
-    elif lost < LOST - 1e-6 and program + sampled > 0.5 + 1e-6:
+    elif lost < LOST_SHARE - 1e-6 and program + sampled > 0.5 + 1e-6:
         assert blame is Blame.POLICY, "sampling is not a way out"
     elif program + sampled < 0.5 - 1e-6:
         assert blame is Blame.INFRASTRUCTURE
@@ -245,8 +245,8 @@ def test_a_request_cut_off_in_a_stall_is_not_the_usual_pace() -> None:
 def test_slow_is_twice_the_usual() -> None:
     pace = Pace()
     pace.end(pace.begin(0.0), 10.0, tokens=100, at_most=100)
-    fast = pace.end(pace.begin(10.0), 10.0 + 10 * SLOW, tokens=100, at_most=100)
-    slow = pace.end(pace.begin(100.0), 100.0 + 10 * SLOW + 30, tokens=100, at_most=100)
+    fast = pace.end(pace.begin(10.0), 10.0 + 10 * SLOW_FACTOR, tokens=100, at_most=100)
+    slow = pace.end(pace.begin(100.0), 100.0 + 10 * SLOW_FACTOR + 30, tokens=100, at_most=100)
     assert (fast.lost_s, slow.lost_s > 0) == (0.0, True)
 
 
@@ -256,7 +256,7 @@ def test_a_run_that_pauses_for_a_slow_server_says_so_and_what_helps() -> None:
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 40.0 if now < begins else 0.2)
     rate = FaultRate(0.5, concurrency=1)
     for episode in played(policy, *(f"babble{n}" for n in range(33)), before=["babble-before"], at=begins):
-        rate.attempt(episode.failures[-1] if episode.left_out else None)
+        rate.record_attempt(episode.failures[-1] if episode.left_out else None)
     with pytest.raises(InfrastructureError) as error:
         asyncio.run(asyncio.wait_for(rate.watch(), 1))
     for said in ("33 x generate slow_server", "tokens/s", "requests in flight", "serving.threads", "rollout.concurrency", "Limits.wall_s"):
@@ -338,7 +338,7 @@ def used(pace: Pace, seconds: float, *, requests: int = 1, tokens: int = 100, at
 
 def test_the_first_requests_are_compared_with_the_measurement_at_the_servers_start() -> None:
     pace = Pace()
-    pace.measured(0.05)
+    pace.set_idle_token_s(0.05)
     assert pace.known
     (slow,) = used(pace, 50.0)
     assert slow.usual_s == pytest.approx(5.0) and slow.lost_s == pytest.approx(45.0)
@@ -348,40 +348,40 @@ def test_the_first_requests_are_compared_with_the_measurement_at_the_servers_sta
 def test_requests_in_flight_share_the_measured_throughput() -> None:
     """A batch is no slower than its requests one after the other, or the server is slow."""
     pace = Pace()
-    pace.measured(0.05)
+    pace.set_idle_token_s(0.05)
     requests = [pace.begin(0.0) for _ in range(8)]
     assert [pace.end(request, 8 * 5.0, tokens=100, at_most=100).lost_s for request in requests] == [0.0] * 8
 
 
 def test_a_measurement_counts_little_once_there_are_requests() -> None:
     pace = Pace()
-    pace.measured(0.01)
+    pace.set_idle_token_s(0.01)
     used(pace, 10.0, requests=3)
     assert used(pace, 10.0)[0].lost_s == 0.0 and pace.usual_s(100, 1.0) == pytest.approx(10.0)
-    pace.measured(1000.0)
+    pace.set_idle_token_s(1000.0)
     assert pace.usual_s(100, 1.0) == pytest.approx(10.0), "of a server that was restarted"
 
 
 @pytest.mark.parametrize("token_s", [0.0, -1.0, float("nan"), float("inf")])
 def test_without_a_measurement_there_is_none(token_s: float) -> None:
     pace = Pace()
-    pace.measured(token_s)
-    assert not pace.known and pace.slow_start() == ""
+    pace.set_idle_token_s(token_s)
+    assert not pace.known and pace.slow_start_alert() == ""
 
 
 def test_a_server_that_is_slow_from_its_first_request_on_is_shown_once() -> None:
     pace = Pace()
-    pace.measured(0.05)
+    pace.set_idle_token_s(0.05)
     used(pace, 15.0, requests=10)
-    assert pace.slow_start() == "", "too few"
+    assert pace.slow_start_alert() == "", "too few"
     used(pace, 15.0, requests=10, at=1000.0)
-    told = pace.slow_start()
+    told = pace.slow_start_alert()
     assert "3.0 times slower since its first requests than when it was started" in told and "fix: " in told
-    assert pace.slow_start() == ""
+    assert pace.slow_start_alert() == ""
     sound = Pace()
-    sound.measured(0.05)
+    sound.set_idle_token_s(0.05)
     used(sound, 6.0, requests=40)
-    assert sound.slow_start() == ""
+    assert sound.slow_start_alert() == ""
 
 
 @given(

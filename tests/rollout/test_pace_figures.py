@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.records import Blame
-from agentrl.rollout.pace import Pace, Reading, SamplingTime, _median, cut_s, out_of_time
+from agentrl.rollout.pace import Pace, Reading, SamplingTime, _median, blame_for_timeout, fetch_reserve_s
 
 READ = 0.125  # work of computing one prompt token, in sampled tokens
 
@@ -28,11 +28,11 @@ READ = 0.125  # work of computing one prompt token, in sampled tokens
     ],
 )
 def test_the_bounds_of_the_rule(program_s: float, sampled_s: float, lost_s: float, blame: Blame) -> None:
-    assert out_of_time(100.0, program_s=program_s, sampled_s=sampled_s, lost_s=lost_s) is blame
+    assert blame_for_timeout(100.0, program_s=program_s, sampled_s=sampled_s, lost_s=lost_s) is blame
 
 
 def test_the_time_reserved_for_a_cut_is_a_twentieth_and_at_most_5_seconds() -> None:
-    assert [cut_s(limit_s) for limit_s in (10.0, 60.0, 100.0, 1000.0)] == [0.5, 3.0, 5.0, 5.0]
+    assert [fetch_reserve_s(limit_s) for limit_s in (10.0, 60.0, 100.0, 1000.0)] == [0.5, 3.0, 5.0, 5.0]
 
 
 @pytest.mark.parametrize(
@@ -233,37 +233,37 @@ def test_the_medians_are_computed_again_when_a_sixteenth_of_the_history_is_new()
 
 def test_a_measurement_weighs_16_tokens() -> None:
     pace = Pace()
-    pace.measured(0.5)
+    pace.set_idle_token_s(0.5)
     used(pace, 16, 16.0)
     assert pace.usual_s(1, 1.0, cut=True) == 1.0, "half of the weight is slow"
     pace = Pace()
-    pace.measured(0.5)
+    pace.set_idle_token_s(0.5)
     used(pace, 15, 15.0)
     assert pace.usual_s(1, 1.0, cut=True) == 0.5
 
 
 def test_the_start_is_judged_after_16_measurements_and_at_more_than_twice_the_time() -> None:
     pace, now = Pace(), 0.0
-    pace.measured(0.5)
+    pace.set_idle_token_s(0.5)
     for number in range(15):
-        assert pace.slow_start() == "", number
+        assert pace.slow_start_alert() == "", number
         now = used(pace, 64, 64.5, at=now)
-    assert "2.0 times slower" in pace.slow_start()
+    assert "2.0 times slower" in pace.slow_start_alert()
     even, now = Pace(), 0.0
-    even.measured(0.5)
+    even.set_idle_token_s(0.5)
     for _ in range(40):
         now = used(even, 64, 64.0, at=now)
-    assert even.slow_start() == "", "twice is not slow yet"
+    assert even.slow_start_alert() == "", "twice is not slow yet"
 
 
 def test_a_batch_that_shares_the_measured_throughput_is_no_slow_start() -> None:
     pace = Pace()
-    pace.measured(0.5)
+    pace.set_idle_token_s(0.5)
     for round_ in range(4):
         requests = [pace.begin(1000.0 * round_) for _ in range(8)]
         for request in requests:  # 8 * 64 tokens, each of which takes 0.75 s
             pace.end(request, 1000.0 * round_ + 8 * 64 * 0.75, tokens=64, at_most=64)
-    assert pace.slow_start() == ""
+    assert pace.slow_start_alert() == ""
 
 
 def stored(rows: Sequence[Sequence[float]], *, stride: int = 1, sizes: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -45,8 +45,8 @@ async def scored(make_runner: Any, policy: Any, task: Task, chat: Any = None) ->
     runner = make_runner(policy)
     if chat is not None:
         runner = replace(runner, agent=TurnLoop(chat=chat))
-    groups = GroupRunner(runner=runner, score=judged, slots=asyncio.Semaphore(1), group_size=1, max_retries=0)
-    (one,) = (await groups.group(0, task)).episodes
+    groups = GroupRunner(runner=runner, scorer=judged, slots=asyncio.Semaphore(1), group_size=1, max_retries=0)
+    (one,) = (await groups.run_group(0, task)).episodes
     return one
 
 

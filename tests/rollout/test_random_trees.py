@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from agentrl.agent import TurnLoop
+from agentrl.config import Recipe, build
+from agentrl.config.rollout import CompactionConfig, DelegationConfig
 from agentrl.objective import assemble
-from agentrl.recipe import Recipe, build
 from agentrl.records import Completion, EpisodeState, Group, Limits, SamplingParams, Score, ScoredEpisode, Task
-from agentrl.rollout import Capture, EpisodeRunner
-from agentrl.sampling import Sampling
-from agentrl.sections.rollout import CompactionConfig, DelegationConfig
+from agentrl.records.sampling import Sampling
+from agentrl.rollout import CaptureState, EpisodeRunner
 from agentrl.testing import ReadingPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of
@@ -71,7 +71,7 @@ async def grown(policy: Noted, task: Task) -> Group:
     )
     states: list[EpisodeState] = []
 
-    async def on_turn(turns: int, capture: Capture) -> None:
+    async def on_turn(turns: int, capture: CaptureState) -> None:
         states.extend(state for state in [await capture()] if state is not None)
 
     episodes = [await runner.run(task, episode_id=name, on_turn=on_turn if name == "a" else None) for name in "ab"]

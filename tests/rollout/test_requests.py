@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from agentrl.records import CUT, Blame, Completion, Failure, SamplingParams, VersionSpan
-from agentrl.rollout.pace import OutOfTime, Pace, Reading, Request, SamplingTime
-from agentrl.rollout.requests import ADVICE, Requests, SlowServer
+from agentrl.rollout.pace import OutOfTime, Pace, Reading, RequestInProgress, SamplingTime
+from agentrl.rollout.requests import ADVICE, EpisodeRequests, SlowServer
 from agentrl.testing.clock import run_virtually
 
 TOKEN = 7
@@ -64,9 +64,9 @@ class Watched(Pace):
         self.begun: list[int] = []
         self.corrected: list[int | None] = []
         if token_s is not None:
-            self.measured(token_s)
+            self.set_idle_token_s(token_s)
 
-    def begin(self, now: float, *, reads: int = 0) -> Request:
+    def begin(self, now: float, *, reads: int = 0) -> RequestInProgress:
         self.begun.append(reads)
         return super().begin(now, reads=reads)
 
@@ -77,8 +77,8 @@ class Watched(Pace):
 
 def requests_of(
     server: Server, pace: Pace | None = None, *, limit_s: float = 80.0, timeout_s: float = 30.0, spent_s: float = 0.0
-) -> Requests:
-    return Requests(
+) -> EpisodeRequests:
+    return EpisodeRequests(
         policy=server,
         pace=pace or Pace(),
         limit_s=limit_s,
@@ -88,7 +88,7 @@ def requests_of(
     )
 
 
-def sampled(requests: Requests, *, constraint: str = "", max_tokens: int = 100, reads: int = 0, times: int = 1) -> list[Completion]:
+def sampled(requests: EpisodeRequests, *, constraint: str = "", max_tokens: int = 100, reads: int = 0, times: int = 1) -> list[Completion]:
     """Turns with the prompt `1, 2`, one after the other."""
 
     async def sample() -> list[Completion]:
@@ -230,7 +230,7 @@ def test_a_turn_next_to_another_keeps_its_own_losses() -> None:
             self._parts = [Part(16.0, 0, CUT) if request_id.startswith("slow") else Part(0.25, 5)]
             return await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
 
-    async def sample(requests: Requests, name: str, after_s: float) -> None:
+    async def sample(requests: EpisodeRequests, name: str, after_s: float) -> None:
         await asyncio.sleep(after_s)
         await requests.sample([1], lambda most: SamplingParams(max_tokens=most), 100, name, reads=0)
 
@@ -253,7 +253,7 @@ def test_a_new_version_reads_the_whole_prompt() -> None:
 
 def elsewhere(pace: Pace, *, within_s: float = 1000.0, spent_s: float = 0.0, at_most: int = 100) -> int:
     async def most() -> int:
-        with requests_of(Server(), pace, spent_s=spent_s).elsewhere(at_most, within_s=within_s) as request:
+        with requests_of(Server(), pace, spent_s=spent_s).external_request(at_most, within_s=within_s) as request:
             return request.most
 
     return run_virtually(most())
@@ -288,7 +288,7 @@ def test_a_request_of_the_agent_is_judged_by_the_pace_of_all_requests() -> None:
 def test_the_time_of_a_request_of_the_agent_counts() -> None:
     async def send(pace: Pace, tokens: int | None) -> SamplingTime:
         requests = requests_of(Server(), pace)
-        with requests.elsewhere(100, within_s=6.0) as request:
+        with requests.external_request(100, within_s=6.0) as request:
             await asyncio.sleep(4.0)
             request.tokens = tokens
         return requests.sampling
@@ -304,7 +304,7 @@ def test_the_time_of_a_request_of_the_agent_counts() -> None:
 def ended(*, program_s: float = 0.0, sampled_s: float = 0.0, lost_s: float = 0.0, pace: Pace | None = None) -> Failure | None:
     requests = requests_of(Server(), pace, limit_s=100.0)
     requests.sampling = SamplingTime(before=(sampled_s, lost_s))
-    return requests.ended(program_s=program_s, sandbox_s=7.0, turn=3)
+    return requests.timeout_failure(program_s=program_s, sandbox_s=7.0, turn=3)
 
 
 def test_an_episode_of_long_programs_has_no_failure() -> None:
@@ -360,6 +360,6 @@ def test_the_figures_of_the_newest_request(tokens: int | None, usual_s: float | 
     requests.sampling = SamplingTime(before=(80.0, 0.0))
     requests.sampling.begin(0.0)
     requests.sampling.end(10.0, Reading(tokens=tokens, seconds=10.0, in_flight=2.5, usual_s=usual_s))
-    failure = requests.ended(program_s=0.0, sandbox_s=0.0, turn=3)
+    failure = requests.timeout_failure(program_s=0.0, sandbox_s=0.0, turn=3)
     assert failure is not None
     assert f"; the newest request had {figures} with 2.5 requests in flight, 3 of them waiting\n  fix" in failure.message

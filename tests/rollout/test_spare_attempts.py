@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
-from agentrl.experience import RunningEpisodes
-from agentrl.records import Episode, Group, Score, Task
+from agentrl.config.rollout import DelegationConfig
+from agentrl.experience import FolderCheckpoints
+from agentrl.records import Episode, Group, Score, Task, codec
 from agentrl.rollout import GroupRunner
-from agentrl.sections.rollout import DelegationConfig
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.agent.trees import PRINT, asked, delegate, shown, tree_task
@@ -59,7 +58,7 @@ async def by_member(task: Task, episode: Episode) -> Score:
 def racing(runner: Any, *, size: int, spare: int, retries: int = 0, **more: Any) -> GroupRunner:
     return GroupRunner(
         runner=runner,
-        score=more.pop("score", by_member),
+        scorer=more.pop("score", by_member),
         slots=more.pop("slots", asyncio.Semaphore(64)),
         group_size=size,
         spare_attempts=spare,
@@ -76,7 +75,7 @@ async def test_the_slowest_are_cancelled_and_leave_nothing_running(tokenizer: An
     policy = Slow(tokenizer, lambda member, turn: member in (1, 4) and turn == 1)
     sandboxes, told, slots = ScriptedSandboxes(printing("3")), [], asyncio.Semaphore(64)
     runner = racing(make_runner(policy, sandboxes), size=4, spare=2, on_attempt=told.append, slots=slots)
-    group = await asyncio.wait_for(runner.group(7, task), PATIENCE_S)
+    group = await asyncio.wait_for(runner.run_group(7, task), PATIENCE_S)
     assert numbers(group) == [0, 2, 3, 5] and len(group.scored) == 4
     first = len(policy.tokenizer.encode(PYTHON, add_special_tokens=False)) + 1
     assert [(one.episode_id, one.begun, one.turns, one.tokens) for one in group.cancelled] == [
@@ -92,7 +91,7 @@ async def test_the_slowest_are_cancelled_and_leave_nothing_running(tokenizer: An
 
 async def test_an_attempt_that_has_not_begun_is_not_begun(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = Slow(tokenizer, lambda member, turn: False)
-    group = await racing(make_runner(policy), size=2, spare=3, slots=asyncio.Semaphore(1)).group(0, task)
+    group = await racing(make_runner(policy), size=2, spare=3, slots=asyncio.Semaphore(1)).run_group(0, task)
     assert numbers(group) == [0, 1] and [one.begun for one in group.cancelled] == [False] * 3
     assert {name.split("-")[1] for name in policy.asked} == {"0", "1"}
 
@@ -104,7 +103,7 @@ async def test_a_spare_attempt_takes_the_place_of_a_failed_one_before_it_is_trie
     policy = Slow(
         tokenizer, lambda member, turn: False, lambda name: name.startswith(("g000000-0-", "g000000-1-")) or name == "g000000-2-a0"
     )
-    group = await racing(make_runner(policy), size=3, spare=2, retries=3).group(0, task)
+    group = await racing(make_runner(policy), size=3, spare=2, retries=3).run_group(0, task)
     assert [one.episode.id for one in group.episodes] == [f"g000000-{n}-a{a}" for n, a in ((0, 0), (1, 0), (2, 1), (3, 0), (4, 0))]
     assert numbers(replace(group, episodes=group.scored)) == [2, 3, 4] and group.cancelled == ()
     assert all("no route" in one.score.reason for one in group.episodes[:2]), "what failed is told as everywhere"
@@ -115,15 +114,15 @@ async def test_what_has_no_score_makes_room_for_another(tokenizer: Any, task: Ta
         value = await by_member(task, episode)
         return Score(value=None, reason="no verdict") if value.value in (0.0, 1.0) else value
 
-    group = await racing(make_runner(Slow(tokenizer, lambda member, turn: False)), size=2, spare=2, score=unscored).group(0, task)
+    group = await racing(make_runner(Slow(tokenizer, lambda member, turn: False)), size=2, spare=2, score=unscored).run_group(0, task)
     assert [one.score.value for one in group.episodes] == [None, None, 2.0, 3.0] and len(group.scored) == 2
-    lost = await racing(make_runner(Slow(tokenizer, lambda member, turn: False)), size=3, spare=1, score=unscored).group(0, task)
+    lost = await racing(make_runner(Slow(tokenizer, lambda member, turn: False)), size=3, spare=1, score=unscored).run_group(0, task)
     assert len(lost.episodes) == 4 and len(lost.scored) == 2, "a group that cannot be filled ends with what there is"
 
 
 async def test_a_judge_of_groups_sees_those_that_count(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = Slow(tokenizer, lambda member, turn: member == 0)
-    group = await asyncio.wait_for(racing(make_runner(policy), size=3, spare=1, together=Together()).group(0, task), PATIENCE_S)
+    group = await asyncio.wait_for(racing(make_runner(policy), size=3, spare=1, together=Together()).run_group(0, task), PATIENCE_S)
     assert numbers(group) == [1, 2, 3] and [one.score.value for one in group.episodes] == [0.0, 1.0, 2.0] and len(group.cancelled) == 1
 
 
@@ -143,7 +142,7 @@ async def test_an_attempt_is_cancelled_with_its_sub_agents(tokenizer: Any, task:
 
     sandboxes, tree = ScriptedSandboxes(printing("3")), tree_task(task)
     runner = make_trees(tokenizer, reads, sandboxes, delegation=DelegationConfig())
-    group = await asyncio.wait_for(racing(runner, size=2, spare=1).group(0, tree), PATIENCE_S)
+    group = await asyncio.wait_for(racing(runner, size=2, spare=1).run_group(0, tree), PATIENCE_S)
     (left,) = group.cancelled
     said = (delegate("help"), PRINT)
     assert (left.begun, left.turns) == (True, 2) and left.tokens == sum(len(tokenizer.encode(one)) + 1 for one in said)
@@ -153,7 +152,7 @@ async def test_an_attempt_is_cancelled_with_its_sub_agents(tokenizer: Any, task:
 
 async def test_the_end_of_a_run_is_the_end_of_all(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = Slow(tokenizer, lambda member, turn: turn == 1)
-    running = asyncio.create_task(racing(make_runner(policy), size=2, spare=2).group(0, task))
+    running = asyncio.create_task(racing(make_runner(policy), size=2, spare=2).run_group(0, task))
     while len(policy.waiting) < 4:
         await asyncio.sleep(0.001)
     running.cancel()
@@ -165,9 +164,9 @@ async def test_the_end_of_a_run_is_the_end_of_all(tokenizer: Any, task: Task, ma
 @pytest.mark.parametrize("ended", [1, 2, 3])
 async def test_a_group_that_died_goes_on_to_a_whole_one(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path, ended: int) -> None:
     """Killed when `ended` of 5 attempts had ended, of which 3 are to count: these count, and no turn is sampled twice."""
-    keeper = RunningEpisodes(tmp_path)
+    keeper = FolderCheckpoints(tmp_path)
     first = Slow(tokenizer, lambda member, turn: member >= ended and turn == 1)
-    dying = asyncio.create_task(racing(make_runner(first), size=4, spare=1, keeper=keeper).group(7, task))
+    dying = asyncio.create_task(racing(make_runner(first), size=4, spare=1, keeper=keeper).run_group(7, task))
     while len(list(tmp_path.glob("000007/*.scored"))) < ended or len(first.waiting) < 5 - ended:
         await asyncio.sleep(0.001)
     dying.cancel()
@@ -175,7 +174,7 @@ async def test_a_group_that_died_goes_on_to_a_whole_one(tokenizer: Any, task: Ta
         await dying
 
     policy = Slow(tokenizer, lambda member, turn: False)
-    group = await racing(make_runner(policy), size=3, spare=2, keeper=RunningEpisodes(tmp_path)).group(7, task)
+    group = await racing(make_runner(policy), size=3, spare=2, keeper=FolderCheckpoints(tmp_path)).run_group(7, task)
     assert set(range(ended)) <= set(numbers(group)) and len(group.scored) == 3 and len(group.cancelled) == 2
     again = Counter(policy.asked)
     assert not any(name.endswith("-0") for name in again), "turns that were there are not sampled again"
@@ -191,7 +190,7 @@ async def test_a_hopeless_group_is_stopped_and_another_goes_on(tokenizer: Any, t
         return Score(value=0.0)
 
     policy = Slow(tokenizer, lambda member, turn: False)
-    stopped = await racing(make_runner(policy), size=4, spare=0, score=zero, stop_equal_after=2).group(0, task)
+    stopped = await racing(make_runner(policy), size=4, spare=0, score=zero, stop_equal_after=2).run_group(0, task)
     assert numbers(stopped) == [0, 1] and len({name.split("-")[1] for name in policy.asked}) == 2
     assert [(one.reason, one.begun) for one in stopped.cancelled] == [("equal", False)] * 2
-    assert numbers(await racing(make_runner(policy), size=4, spare=0, score=half, stop_equal_after=2).group(1, task)) == [0, 1, 2, 3]
+    assert numbers(await racing(make_runner(policy), size=4, spare=0, score=half, stop_equal_after=2).run_group(1, task)) == [0, 1, 2, 3]

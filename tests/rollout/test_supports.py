@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from agentrl.config import BranchingConfig, PolicyConfig, Recipe, RolloutConfig, TasksConfig
 from agentrl.experience import SqliteStore
 from agentrl.objective import assemble
-from agentrl.recipe import BranchingConfig, PolicyConfig, Recipe, RolloutConfig, TasksConfig
 from agentrl.records import Blame, Completion, Episode, Group, SamplingParams, Score, Task
+from agentrl.records.sampling import Sampling, Supports
 from agentrl.rollout import GroupRunner
-from agentrl.sampling import Sampling, Supports
 from agentrl.testing import ScriptedPolicy
 from tests.rollout.test_branching import talkative
 
@@ -35,15 +35,15 @@ async def play(tokenizer: Any, task: Task, make_runner: Any, sampling: Sampling,
 
     runner = GroupRunner(
         runner=replace(make_runner(talkative(tokenizer)), sampling=sampling),
-        score=score,
+        scorer=score,
         slots=asyncio.Semaphore(4),
         group_size=4,
         max_retries=0,
         branching=BranchingConfig(turn=1, branches=2),
-        keeper=None,
+        checkpoints=None,
     )
     store = SqliteStore(path / "experience.sqlite")
-    group = await runner.group(0, task)
+    group = await runner.run_group(0, task)
     assert store.put(group)
     (kept,) = store.groups([0])
     store.close()
@@ -90,7 +90,7 @@ async def test_a_sample_may_join_turns_of_both_kinds(tokenizer: Any, task: Task,
     first = assemble(0, [mixed], RECIPE).batch.samples[0]
     assert first.supports is not None
     opening = len(plain.turns[0].prompt_ids) + len(plain.turns[0].completion_ids)
-    assert Supports.of(first.supports.rows[:opening]) == Supports.of([()] * opening)
+    assert Supports.from_rows(first.supports.rows[:opening]) == Supports.from_rows([()] * opening)
     assert any(first.supports.rows[opening:])
 
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
 from agentrl.agent import TurnLoop
 from agentrl.objective.delivery import captured_tokens
 from agentrl.objective.samples import counted_samples
-from agentrl.records import Blame, Episode, EpisodeState, Group, Limits, Message, Score, ScoredEpisode, Task, Turn
-from agentrl.rollout import Capture, EpisodeRunner
-from agentrl.sampling import Sampling, Supports
+from agentrl.records import Blame, Episode, EpisodeState, Group, Limits, Message, Score, ScoredEpisode, Task, Turn, codec
+from agentrl.records.sampling import Sampling, Supports
+from agentrl.rollout import CaptureState, EpisodeRunner
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of
@@ -122,7 +121,7 @@ async def test_nothing_is_forced_on_a_turn_that_is_not_in_its_thoughts(
 async def test_a_branch_goes_on_after_a_turn_whose_thinking_was_ended(thinker: Any, task: Task) -> None:
     states: list[EpisodeState] = []
 
-    async def on_turn(turns: int, capture: Capture) -> None:
+    async def on_turn(turns: int, capture: CaptureState) -> None:
         state = await capture()
         assert state is not None
         states.append(codec.from_json(EpisodeState, codec.to_json(state)))

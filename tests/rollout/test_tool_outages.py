@@ -78,11 +78,11 @@ class Run:
         self.told: list[Failure | None] = []
         runner = replace(make_runner(ScriptedPolicy(tokenizer, script)), tools=RunTools(servers={}, bounds={}))
         self.groups = GroupRunner(
-            runner=runner, score=by_answer, slots=asyncio.Semaphore(1), group_size=4, max_retries=2, on_attempt=self.told.append
+            runner=runner, scorer=by_answer, slots=asyncio.Semaphore(1), group_size=4, max_retries=2, on_attempt=self.told.append
         )
 
     async def group(self, index: int = 0) -> Group:
-        return await self.groups.group(index, self.task)
+        return await self.groups.run_group(index, self.task)
 
     @property
     def faults(self) -> list[Failure]:
@@ -105,7 +105,7 @@ async def test_a_backend_that_refuses_connections_leaves_every_episode_unscored_
     assert {(one.stage, one.kind, one.blame) for one in run.faults} == {("tool", "ToolUnavailable", Blame.INFRASTRUCTURE)}
     assert "tool look_up: " in run.faults[0].message and "Connection refused" in run.faults[0].message and "fix: " in run.faults[0].message
     for failure in run.told:
-        rate.attempt(failure)
+        rate.record_attempt(failure)
     with pytest.raises(InfrastructureError, match=r"36 x tool ToolUnavailable: tool look_up:.*Connection refused"):
         await asyncio.wait_for(rate.watch(), 1.0)
 

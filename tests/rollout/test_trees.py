@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl import codec
+from agentrl.config import ObjectiveConfig, PolicyConfig, Recipe, RolloutConfig, TasksConfig
 from agentrl.experience import SqliteStore
-from agentrl.learner.packing import micro_batch, plan
+from agentrl.learner.packing import build_micro_batch, plan_micro_batches
 from agentrl.objective import assemble, counted_samples
-from agentrl.objective.aggregate import Segments, denominator, token_weights
+from agentrl.objective.aggregate import Segments, loss_denominator, token_weights
 from agentrl.observe import write_report
 from agentrl.protocols import LiveEpisode
-from agentrl.recipe import ObjectiveConfig, PolicyConfig, Recipe, RolloutConfig, TasksConfig
-from agentrl.records import Episode, EpisodeState, Group, Limits, Message, Parent, Score, ScoredEpisode, Task, Trajectory
-from agentrl.rollout import Capture, EpisodeRunner
-from agentrl.run.transcript import append, transcript
-from agentrl.sampling import Sampling
+from agentrl.records import Episode, EpisodeState, Group, Limits, Message, Parent, Score, ScoredEpisode, Task, Trajectory, codec
+from agentrl.records.sampling import Sampling
+from agentrl.rollout import CaptureState, EpisodeRunner
+from agentrl.session.transcript import append_transcripts, transcript
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of
@@ -101,7 +100,7 @@ class States:
     def __init__(self) -> None:
         self.seen: list[EpisodeState] = []
 
-    async def __call__(self, turns: int, capture: Capture) -> None:
+    async def __call__(self, turns: int, capture: CaptureState) -> None:
         state = await capture()
         assert state is not None and state.turn_count == turns
         self.seen.append(codec.from_json(EpisodeState, codec.to_json(state)))
@@ -142,7 +141,7 @@ async def test_a_tree_is_stored_and_shown(tokenizer: Any, tree: Task, delegating
     assert [message["content"] for message in first["messages"]] == ["width?", "", "cm", "3 cm"]
     assert (inner["agent"], inner["parent"], inner["stop_reason"]) == ("helper", {"trajectory": 1, "turn": 0, "call": 0}, "answered")
     assert [message["content"] for message in second["messages"]] == ["height?", "4 cm"]
-    append(tmp_path / "episodes" / "train.jsonl", [line])
+    append_transcripts(tmp_path / "episodes" / "train.jsonl", [line])
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert all(words in page for words in ("width?", "unit?", "height?", "12 cm2"))
 
@@ -223,12 +222,12 @@ async def test_aggregations_count_rollouts_not_trajectories(
     tokenizer: Any, tree: Task, delegating: Any, aggregation: Any, counted: float
 ) -> None:
     cut, plain = [assemble(0, [group], RECIPE).batch.samples for group in await trees(tokenizer, tree, delegating)]
-    assert denominator(cut, aggregation, length=100) == denominator(plain, aggregation, length=100) == counted
+    assert loss_denominator(cut, aggregation, length=100) == loss_denominator(plain, aggregation, length=100) == counted
     assert [one.rollout_tokens for one in plain] == [None] * 3
     weights: dict[str, float] = {}
     for sample in cut:
-        (row,) = plan([sample], rank=0, ranks=1, max_tokens=10_000)
-        packed = micro_batch(row, torch.device("cpu"))
+        (row,) = plan_micro_batches([sample], rank=0, ranks=1, max_tokens=10_000)
+        packed = build_micro_batch(row, torch.device("cpu"))
         c = token_weights("sequence_mean", Segments.of(packed.sequence), torch.float64, rollout_tokens=packed.rollout_tokens)
         weights[sample.episode_id] = weights.get(sample.episode_id, 0.0) + float(c.sum())
     assert weights == pytest.approx({"e0": 1.0, "e1": 1.0, "e2": 1.0}), "each alone in a micro-batch, and all rollouts weigh the same"

@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 
+from agentrl.base.files import read_json_lines
+from agentrl.evaluation.held_out import evaluate_served
 from agentrl.failure import Capture
 from agentrl.failure.case import load_suite
 from agentrl.failure.collection import Collection
 from agentrl.failure.digest import write_digest
+from agentrl.failure.listing import TraceFilter
 from agentrl.failure.promote import promote
-from agentrl.failure.rows import Wanted
-from agentrl.files import read_json_lines
 from agentrl.observe import write_report
 from agentrl.records import Episode, Group, Score, ScoredEpisode, Task
-from agentrl.run import loop, measure
-from agentrl.run.held_out import evaluate_served
+from agentrl.run import loop
+from agentrl.session import measure
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.driving import Family, Journaled, make_recipe, make_task, opened
@@ -89,7 +90,7 @@ async def test_failures_of_training_and_evaluation_are_captured_named_reported_a
         found = collection.get("g000001-2-a0")
         assert found is not None and found.task == asked(1) and found.tags[0].turn == 0 and found.versions == (0,)
         assert found.origin["run"] == tmp_path.name
-        done = promote(list(collection.traces(Wanted(phase="train"))), tmp_path / "suite")
+        done = promote(list(collection.traces(TraceFilter(phase="train"))), tmp_path / "suite")
     assert [one.path is not None for one in done] == [True, False, True, False], "two failures at each of two tasks"
     assert {case.task.key for case in load_suite(tmp_path / "suite").cases} == {asked(0).key, asked(1).key}
     write_digest(tmp_path)
@@ -128,7 +129,7 @@ async def test_capture_costs_an_episode_little(tmp_path: Path) -> None:
         for one in some:
             assert one.task is not None and one.episode is not None and one.score is not None
             episode = ScoredEpisode(episode=replace(one.episode, id=f"{one.id}-{number}"), score=one.score)
-            capture.group(one.task, Group(index=number, task_id="t", task_key=one.episode.task_key, episodes=(episode,)), step=0)
+            capture.capture_group(one.task, Group(index=number, task_id="t", task_key=one.episode.task_key, episodes=(episode,)), step=0)
     spent = (time.process_time() - started) / (20 * len(some))
     capture.close()
     assert capture.lost == 0 and spent < 0.02, f"{1000 * spent:.2f} ms an episode"

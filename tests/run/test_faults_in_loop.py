@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from agentrl.errors import InfrastructureError, ServingError, StoreError
-from agentrl.failure.quarantine import count
+from agentrl.evaluation.evaluate import evaluate_split
+from agentrl.failure.quarantine import count_quarantined
 from agentrl.records import Blame, Episode, Group, PolicyVersion, Score, Split, Task
 from agentrl.run import loop
-from agentrl.run.evaluate import evaluate
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.driving import AlwaysServed, Family, Journaled, make_recipe, opened, say
@@ -34,16 +34,16 @@ async def test_a_family_that_raises_for_one_task_costs_that_group(tmp_path: Path
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, raising_at(1)) as run:
         await loop._roll_out(run)
         groups = run.store.groups(range(3))
-    assert [len(group.scored) for group in groups] == [2, 0, 2] and count(tmp_path) == 1
+    assert [len(group.scored) for group in groups] == [2, 0, 2] and count_quarantined(tmp_path) == 1
     fault = groups[1].fault
     assert fault is not None and (fault.blame, fault.kind, "column 7" in fault.message) == (Blame.TASK, "KeyError", True)
 
 
 async def test_a_family_that_raises_for_one_task_costs_an_evaluation_that_task(tmp_path: Path) -> None:
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), make_recipe(), raising_at(2)) as run:
-        done = await evaluate(run.groups, run.family, Split.HELDOUT, 4, phase="before", step=0)
-    assert (done.episodes, done.left_out, len(done.transcripts)) == (4, 1, 3) and done.rate is not None and done.rate.n == 3
-    assert ["KeyError" in reason for reason in done.left_out_reasons] == [True]
+        done = await evaluate_split(run.groups, run.family, Split.HELDOUT, 4, phase="before", step=0)
+    assert (done.episodes, done.excluded, len(done.transcripts)) == (4, 1, 3) and done.rate is not None and done.rate.n == 3
+    assert ["KeyError" in reason for reason in done.excluded_reasons] == [True]
 
 
 @pytest.mark.parametrize(("gives", "says"), [({"id": "1"}, "is not a Task but of type dict"), (SystemExit(0), "SystemExit: 0")])
@@ -57,11 +57,11 @@ async def test_a_family_that_gives_no_task_costs_that_group_and_an_evaluation_th
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, Family(broken)) as run:
         await loop._roll_out(run)
         groups = run.store.groups(range(3))
-        done = await evaluate(run.groups, run.family, Split.HELDOUT, 3, phase="before", step=0)
-    assert [len(group.scored) for group in groups] == [2, 0, 2] and count(tmp_path) == 1
+        done = await evaluate_split(run.groups, run.family, Split.HELDOUT, 3, phase="before", step=0)
+    assert [len(group.scored) for group in groups] == [2, 0, 2] and count_quarantined(tmp_path) == 1
     fault = groups[1].fault
     assert fault is not None and fault.blame is Blame.TASK and says in fault.message
-    assert (done.episodes, done.left_out) == (3, 1) and [says in reason for reason in done.left_out_reasons] == [True]
+    assert (done.episodes, done.excluded) == (3, 1) and [says in reason for reason in done.excluded_reasons] == [True]
 
 
 async def test_a_group_that_cannot_be_written_down_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ async def test_a_group_that_cannot_be_written_down_is_left_out(tmp_path: Path, m
     assert [len(group.scored) for group in groups] == [3, 0] and all(len(group.episodes) == 3 for group in groups)
     (failure,) = groups[1].episodes[0].episode.failures
     assert (failure.stage, failure.blame, failure.kind) == ("store", Blame.INFRASTRUCTURE, "ValueError")
-    assert groups[1].fault is None and count(tmp_path) == 0, "nothing is wrong with the task"
+    assert groups[1].fault is None and count_quarantined(tmp_path) == 0, "nothing is wrong with the task"
 
 
 async def test_a_score_that_no_record_holds_costs_its_episode(tmp_path: Path) -> None:

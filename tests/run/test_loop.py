@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 import zstandard
 
-from agentrl import codec
 from agentrl.cli.recipes import load_recipe
 from agentrl.errors import TaskError
 from agentrl.experience import SqliteStore
-from agentrl.failure.quarantine import count
+from agentrl.failure.quarantine import count_quarantined
 from agentrl.learner import LearnerProcess
 from agentrl.objective import assemble
-from agentrl.records import Blame, EpisodeState, Failure, Group, Limits, SwapReport, Task
-from agentrl.rollout import left_out_group
-from agentrl.run import loop, measure, opening
-from agentrl.run.folder import Start
-from agentrl.run.preflight import check
+from agentrl.records import Blame, EpisodeState, Failure, Group, Limits, SwapReport, Task, codec
+from agentrl.rollout import excluded_group
+from agentrl.run import loop
+from agentrl.session import measure, opening
+from agentrl.session.folder import RunStart
+from agentrl.session.preflight import run_preflight
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.driving import ROOT, Family, Journaled, make_recipe, make_task, opened
@@ -158,10 +158,10 @@ async def test_broken_tasks_are_left_out_and_the_run_goes_on(tmp_path: Path) -> 
     assert faults == [None, Blame.TASK, Blame.TASK, Blame.TASK, None]
     assert [len(group.scored) for group in groups] == [2, 0, 0, 0, 2] and all(len(group.episodes) == 2 for group in groups)
     assert len(policy.prompts) == 4 * 4, "nothing is sampled for a broken task"
-    assert count(tmp_path) == 2
+    assert count_quarantined(tmp_path) == 2
     told = (tmp_path / "quarantine.jsonl").read_text()
     assert "unknown tool 'pyhton'" in told and "fix: write it" in told and '"task_id": "task-1"' in told
-    dropped = assemble(0, groups, recipe).dropped
+    dropped = assemble(0, groups, recipe).drop_reasons
     assert {index: reason for index, reason in dropped.items() if index in (1, 2, 3)} == dict.fromkeys((1, 2, 3), "broken_task")
 
 
@@ -172,7 +172,7 @@ async def test_groups_whose_attempts_score_the_same_get_others_that_a_resumed_ru
             await loop._roll_out(run)
             assert run.store.indices() == (0, 1, 2, 3, 4), "every attempt is worth 1"
             tasks = [group.task_id for group in run.store.groups(range(5))]
-            assert run.step_groups.taken(0, run.store) == range(5)
+            assert run.step_groups.consumed_indices(0, run.store) == range(5)
         assert tasks[:2] == ["task-0", "task-1"] and len(set(tasks)) == 5
         assert len(policy.prompts) == 4 * 10
 
@@ -220,17 +220,17 @@ async def test_a_resumed_run_keeps_what_is_running_and_forgets_what_is_stored(tm
     """The driver died between storing group 0 and forgetting its episodes; group 1 was still running."""
     _, recipe = load_recipe(ROOT / "recipes" / "quickstart.py", ["rollout.checkpoint_turns=true", "rollout.branching={}"])
     recipe = recipe.model_copy(update={"sandbox": recipe.sandbox.model_copy(update={"backend": "bubblewrap", "warm": 0})})
-    start = Start(recipe=ROOT / "recipes" / "quickstart.py", folder=tmp_path / "run", overrides=())
-    checked = check(recipe, tmp_path, root=ROOT)
+    start = RunStart(recipe=ROOT / "recipes" / "quickstart.py", folder=tmp_path / "run", overrides=())
+    checked = run_preflight(recipe, tmp_path, root=ROOT)
     for resume, left in ((False, ()), (True, (1,))):
-        async with opening.opened(recipe, start, checked, root=ROOT, console=False) as run:
+        async with opening.open_run(recipe, start, checked, root=ROOT, console=False) as run:
             assert run.running.groups() == left
-            assert run.groups.keeper is run.running and run.groups.branching == recipe.rollout.branching
+            assert run.groups.checkpoints is run.running and run.groups.branching == recipe.rollout.branching
             if not resume:
-                group = left_out_group(0, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message=""), size=1)
+                group = excluded_group(0, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message=""), size=1)
                 run.store.put(group)
                 for index in (0, 1):
-                    await run.running.finish(index, 0, group.episodes[0])
+                    await run.running.save_scored(index, 0, group.episodes[0])
     plain = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"checkpoint_turns": False})})
-    async with opening.opened(plain, start, checked, root=ROOT, console=False) as run:
-        assert run.groups.keeper is None
+    async with opening.open_run(plain, start, checked, root=ROOT, console=False) as run:
+        assert run.groups.checkpoints is None

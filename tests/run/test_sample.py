@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
+from agentrl.base.files import read_json_lines
 from agentrl.cli.sample import told
+from agentrl.config import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.errors import UserError
 from agentrl.experience import StepGroups
-from agentrl.files import read_json_lines
-from agentrl.observe.taught import taught_tables
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
+from agentrl.observe.learning_signal import learning_tables
 from agentrl.records import Episode, Score, Task
 from agentrl.run import sample
-from agentrl.run.folder import Start, check_verb, write_start
-from agentrl.supervised.select import demonstrations
+from agentrl.session.folder import RunStart, check_same_command, write_start
+from agentrl.supervised.select import select_demonstrations
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.driving import Family, Journaled, make_recipe, make_task, opened
@@ -49,11 +49,11 @@ async def judge(task: Task, episode: Episode) -> Score:
 
 async def played(
     folder: Path, groups: int, *, stop_after: int | None = None, family: Any = asked, **rollout: Any
-) -> tuple[sample.Sampled, list[int]]:
+) -> tuple[sample.SampleResult, list[int]]:
     """What there is after sampling, and which groups this call has made."""
     policy = Journaled(folder / "journal", script=submits)
     recipe = make_recipe(max_retries=0, **rollout)
-    steps = StepGroups.single(recipe.rollout)
+    steps = StepGroups.single_step(recipe.rollout)
     async with opened(folder, policy, ScriptedSandboxes(printing("3")), recipe, Family(family), steps=steps) as run:
         run.groups = replace(run.groups, score=judge)
         made: list[int] = []
@@ -66,38 +66,40 @@ async def played(
             told_of(index, group)
 
         run.tracker.progress = progress  # type: ignore[method-assign]
-        await sample.make_groups(run, [index for index in range(groups) if not run.store.has(index)])
-        found = sample.sampled(run, groups)
+        await sample.sample_groups(run, [index for index in range(groups) if not run.store.has(index)])
+        found = sample.sample_result(run, groups)
         groups_kept = [run.store.groups([index])[0] for index in run.store.indices()]
-        assert len(demonstrations(groups_kept)) == found.whole.solved, "what can be imitated is what was told"
+        assert len(select_demonstrations(groups_kept)) == found.totals.solved, "what can be imitated is what was told"
         return found, made
 
 
 async def test_each_task_is_attempted_and_told_by_kind(tmp_path: Path) -> None:
     found, made = await played(tmp_path, 6)
-    assert sorted(made) == list(range(6)) and found.asked == 6 and not found.unfinished
+    assert sorted(made) == list(range(6)) and found.requested == 6 and not found.unfinished
     easy, hard, hopeless, broken = (found.by_kind[kind] for kind in ("easy", "hard", "hope\x1bless", ""))
     assert (easy.tasks, easy.attempts, easy.left_out, easy.solved, easy.differ) == (2, 5, 1, 2, 0)
     assert (hard.tasks, hard.attempts, hard.solved, hard.differ) == (2, 6, 2, 2)
     assert hard.rate is not None and hard.rate.value == pytest.approx(1 / 3) and hard.rate.n == 2, "over tasks, not attempts"
     assert (hopeless.tasks, hopeless.attempts, hopeless.solved, hopeless.differ) == (1, 3, 0, 0)
     assert (broken.tasks, broken.attempts, broken.left_out, broken.rate) == (0, 0, 3, None)
-    assert found.whole.tasks == 5 and found.whole.attempts == 14 and found.whole.left_out == 4
-    assert sorted(found.whole.left_out_reasons.values()) == [1, 3] and any("abstains" in reason for reason in found.whole.left_out_reasons)
+    assert found.totals.tasks == 5 and found.totals.attempts == 14 and found.totals.left_out == 4
+    assert sorted(found.totals.left_out_reasons.values()) == [1, 3] and any(
+        "abstains" in reason for reason in found.totals.left_out_reasons
+    )
     lines = read_json_lines(tmp_path / "episodes" / "train.jsonl")
     assert len(lines) == 15 and {line["split"] for line in lines} == {"train"}
     assert {line["kind"]: 1 for line in read_json_lines(tmp_path / "tasks.jsonl")}.keys() == {"easy", "hard", "hope\x1bless"}
-    assert taught_tables(read_json_lines(tmp_path / "tasks.jsonl")), "the report shows what each kind would teach"
+    assert learning_tables(read_json_lines(tmp_path / "tasks.jsonl")), "the report shows what each kind would teach"
 
 
 async def test_a_resumed_one_makes_only_what_is_missing_and_tells_all(tmp_path: Path) -> None:
     """Interrupted after the second group of many: those in hand are finished, no others are begun."""
     first, made = await played(tmp_path, 12, stop_after=2, group_size=2, concurrency=2)
-    assert first.unfinished and 2 <= len(made) < 12 and first.asked == 12
+    assert first.unfinished and 2 <= len(made) < 12 and first.requested == 12
     again, then = await played(tmp_path, 12, group_size=2, concurrency=2)
     assert sorted(made + then) == list(range(12)) and not set(made) & set(then) and not again.unfinished
     further, more = await played(tmp_path, 14, group_size=2, concurrency=2)
-    assert sorted(more) == [12, 13] and further.whole.tasks == 13
+    assert sorted(more) == [12, 13] and further.totals.tasks == 13
     assert len(read_json_lines(tmp_path / "episodes" / "train.jsonl")) == 2 * 13, "each attempt once; the broken task has none"
 
 
@@ -118,10 +120,10 @@ async def test_a_task_that_is_given_again_is_one_task_and_groups_without_a_prefe
         return replace(make_task(7), data={"kind": "later"})
 
     found, _ = await played(tmp_path, 2, family=same)
-    assert found.whole.tasks == 1 and found.whole.solved == 1 and found.whole.attempts == 6 and found.whole.differ == 0
-    assert found.whole.rate is not None and found.whole.rate.n == 1 and found.whole.rate.value == 0.5
+    assert found.totals.tasks == 1 and found.totals.solved == 1 and found.totals.attempts == 6 and found.totals.differ == 0
+    assert found.totals.rate is not None and found.totals.rate.n == 1 and found.totals.rate.value == 0.5
     evaluation = found.evaluation()
-    assert evaluation.attempts == evaluation.episodes == 6 and evaluation.pass_at[1] == 0.5 and evaluation.rate == found.whole.rate
+    assert evaluation.attempts == evaluation.episodes == 6 and evaluation.pass_at[1] == 0.5 and evaluation.rate == found.totals.rate
 
 
 @pytest.mark.parametrize(
@@ -136,15 +138,15 @@ async def test_a_recipe_is_sampled_as_it_is(given: list[str], tmp_path: Path) ->
     """Whatever it says of steps: all groups are of one, so that each has the next task and nothing to read of those before."""
     recipe = apply_overrides(make_recipe().but("steps=16", "rollout.groups_per_step=8"), given)
     policy = Journaled(tmp_path / "journal", script=submits)
-    steps = StepGroups.single(recipe.rollout)
+    steps = StepGroups.single_step(recipe.rollout)
     async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family(), steps=steps) as run:
-        await sample.make_groups(run, range(20))
+        await sample.sample_groups(run, range(20))
         assert [group.task_key for group in run.store.groups(range(20))] == [make_task(index).key for index in range(20)]
 
 
 def test_more_groups_may_be_asked_for_and_fewer_not(tmp_path: Path) -> None:
-    assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 5)) == (sample.DEFAULT, 5)
-    (tmp_path / sample.FILE).write_text('{"groups": 8}')
+    assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 5)) == (sample.DEFAULT_GROUPS, 5)
+    (tmp_path / sample.SAMPLE_FILE).write_text('{"groups": 8}')
     assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 12)) == (8, 12)
     with pytest.raises(UserError, match="8 groups were asked for before") as error:
         sample._asked(tmp_path, 7)
@@ -153,14 +155,14 @@ def test_more_groups_may_be_asked_for_and_fewer_not(tmp_path: Path) -> None:
 
 def test_neither_command_goes_on_with_what_the_other_has_made(tmp_path: Path) -> None:
     for folder, verb in ((tmp_path / "s", "sample"), (tmp_path / "t", "train"), (tmp_path / "e", "eval")):
-        write_start(folder, RECIPE, Start(recipe=Path("r.py"), folder=folder, verb=verb, overrides=()))
-        check_verb(folder, verb)
+        write_start(folder, RECIPE, RunStart(recipe=Path("r.py"), folder=folder, verb=verb, overrides=()))
+        check_same_command(folder, verb)
         go_on = json.loads((folder / "run.json").read_text())["resume"]
         assert go_on is None if verb == "eval" else f"agentrl {verb} r.py" in go_on and go_on.endswith("--resume")
         for other in {"sample", "train"} - {verb}:
             with pytest.raises(UserError, match=rf"holds what `agentrl {verb}` made") as error:
-                check_verb(folder, other)
+                check_same_command(folder, other)
             assert f"agentrl {verb}" in error.value.fix
     (tmp_path / "t" / "run.json").write_text('{"overrides": []}')
     with pytest.raises(UserError, match="holds what `agentrl train` made"):
-        check_verb(tmp_path / "t", "sample")
+        check_same_command(tmp_path / "t", "sample")

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from agentrl.base.liveness import AnswerLiveness, Liveness
 from agentrl.errors import LearnerError, LearnerHalted
-from agentrl.liveness import Answers, Liveness
 from agentrl.run import supervise
-from agentrl.sandbox import engine
+from agentrl.sandbox import docker_client
 from agentrl.testing.clock import run_virtually
 from tests.waiting import until
 
@@ -22,7 +22,7 @@ from tests.waiting import until
 async def test_a_daemon_that_falls_silent_is_shown_once_and_so_is_its_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/daemon.sock")
     monkeypatch.setattr(supervise, "_PING_S", 0.02)
-    monkeypatch.setattr(engine.answers, "__defaults__", (0.1,))
+    monkeypatch.setattr(docker_client.daemon_answers, "__defaults__", (0.1,))
     silent, ended = threading.Event(), threading.Event()
 
     def daemon(door: socket.socket) -> None:
@@ -53,7 +53,7 @@ async def test_a_daemon_that_falls_silent_is_shown_once_and_so_is_its_return(tmp
         assert alerts[1] == "the Docker daemon answers again"
         watching.cancel()
         ended.set()
-        await asyncio.to_thread(engine.answers)
+        await asyncio.to_thread(docker_client.daemon_answers)
 
 
 class Learner:
@@ -116,9 +116,9 @@ def test_a_server_elsewhere_that_falls_silent_is_shown_once_and_so_is_its_return
 
     async def play() -> None:
         loop = asyncio.get_running_loop()
-        live = Answers("MCP server search", fix="check the server", first_s=60.0, clock=loop.time)
-        quiet = Answers("MCP server other", fix="", first_s=60.0, clock=loop.time)
-        watching = asyncio.create_task(supervise.watch_answers(alerts.append))
+        live = AnswerLiveness("MCP server search", fix="check the server", first_s=60.0, clock=loop.time)
+        quiet = AnswerLiveness("MCP server other", fix="", first_s=60.0, clock=loop.time)
+        watching = asyncio.create_task(supervise.watch_external_servers(alerts.append))
         with live.question(), quiet.question():
             await asyncio.sleep(50.0)
             quiet.answered(50.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.lag import DRIVER, TICK_S
+from agentrl.base.loop_lag import DRIVER_LAG, TICK_S
 from agentrl.records import PolicyVersion, VersionState
 from agentrl.run import versions
 
@@ -35,7 +35,7 @@ async def test_an_evaluation_that_was_under_way_is_made_again(
     monkeypatch.setattr(versions.measure, "recorded", lambda folder: set(lines))
     monkeypatch.setattr(versions, "_figures", lambda run, version, report: {"reward_mean": 1.0})
     monkeypatch.setattr(versions, "_record", lambda run, version, metrics: lines.__setitem__(version.number, metrics))
-    monkeypatch.setattr(versions, "evaluated_once", evaluate)
+    monkeypatch.setattr(versions, "evaluate_once", evaluate)
     run: Any = SimpleNamespace(
         folder="f",
         registry=SimpleNamespace(get=version, prune=lambda keep: None),
@@ -45,8 +45,8 @@ async def test_an_evaluation_that_was_under_way_is_made_again(
         stop_at=4,
         last_step_at=None,
     )
-    await versions.finish_serving(run)
-    versions.record_missing(run)
+    await versions.finish_serving_step(run)
+    versions.record_missing_steps(run)
     assert made == evaluated and set(lines) == {1, 2}
     assert lines[2] == ({} if 2 in known else {"reward_mean": 1.0, **({"heldout": 0.5} if evaluated else {})})
 
@@ -61,7 +61,7 @@ async def test_a_step_has_the_lag_of_the_loop_if_this_driver_made_it(made_here: 
         store=SimpleNamespace(groups=tuple), step_groups=steps, folder=Path(), faults=nothing, served=nothing, last_step_at=None
     )
     run.last_step_at = 0.0 if made_here else None
-    async with DRIVER.watched(lambda alert: None):
+    async with DRIVER_LAG.watched(lambda alert: None):
         await asyncio.sleep(5 * TICK_S)
         figures = versions._figures(run, version(1), None)
     assert set(figures) == ({"loop_lag_ms_p99", "loop_lag_ms_max"} if made_here else set())

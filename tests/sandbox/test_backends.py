@@ -10,11 +10,11 @@ import time
 
 import pytest
 
+from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
-from agentrl.prove.conformance import CHECKS, check
-from agentrl.recipe import SandboxConfig
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import WarmPool, bubblewrap, cgroups, list_open, open_sandboxes, prune, select_backend
+from agentrl.sandbox.conformance import CHECKS, check_conformance
 from agentrl.sandbox.lease import lease, runtime_folder
 from tests.sandbox.building import BOTH, SPEC, inner_pid, lease_of_process, our_processes, processes_of
 from tests.waiting import until
@@ -27,13 +27,13 @@ async def backend(request, root):
     yield backend
     await backend.close()
     assert [sandbox for sandbox in list_open() if lease() in sandbox.name] == []
-    hierarchy = cgroups.find()
+    hierarchy = cgroups.find_hierarchy()
     assert hierarchy is None or [name for name in hierarchy.names() if lease() in name] == []
 
 
 @pytest.mark.parametrize("name", CHECKS)
 async def test_conformance(backend, name):
-    results = [result for result in await check(backend, SPEC, only=name) if result.name == name]
+    results = [result for result in await check_conformance(backend, SPEC, only=name) if result.name == name]
     assert [(result.name, result.detail) for result in results] == [(name, "")]
 
 
@@ -190,7 +190,7 @@ async def test_an_opening_given_up_at_any_moment_leaves_no_process(root, monkeyp
     took = time.monotonic() - start
     assert our_processes() - before == set()
     assert [sandbox for sandbox in list_open() if lease() in sandbox.name] == []
-    hierarchy = cgroups.find()
+    hierarchy = cgroups.find_hierarchy()
     assert hierarchy is None or [name for name in hierarchy.names() if lease() in name] == []
     await backend.close()
     assert took < 200.0

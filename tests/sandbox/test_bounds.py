@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.sandbox import allowance, select_backend, server_code
+from agentrl.sandbox import limits, select_backend, server_code
 from agentrl.sandbox.inside.bounds import MOST_LOCKS, MOST_REST_S, MOST_SOCKETS, RARELY, Watch, sockets_in
 from tests.sandbox.building import BOTH, SPEC
 
@@ -122,7 +122,7 @@ async def test_terminals_are_few_and_work(sandbox):
         "print(open(terminal, 'rb', buffering=0).readline())\n"  # the line may come in pieces
     )
     result = await sandbox.python(code, timeout_s=20)
-    assert result.stdout == f"{allowance.TERMINALS} No space left on device\nb'0 0\\r\\n'\n", result.stderr
+    assert result.stdout == f"{limits.MAX_TERMINALS} No space left on device\nb'0 0\\r\\n'\n", result.stderr
 
 
 @pytest.mark.docker
@@ -132,9 +132,9 @@ async def test_runtimes_that_share_the_kernel_share_the_bounds(runtime, root):
     try:
         sandbox = await backend.open(replace(SPEC, runtime=runtime))
         code = "import os\nkept = []\ntry:\n    while True: kept.append(os.openpty())\nexcept OSError: print(len(kept))\n"
-        assert (await sandbox.python(code, timeout_s=20)).stdout == f"{allowance.TERMINALS}\n"
+        assert (await sandbox.python(code, timeout_s=20)).stdout == f"{limits.MAX_TERMINALS}\n"
         settings = await sandbox.exec(["cat", "/proc/sys/net/ipv4/tcp_rmem"], timeout_s=20)
-        assert settings.stdout.split() == allowance.NETWORK_SETTINGS["net.ipv4.tcp_rmem"].split()
+        assert settings.stdout.split() == limits.NETWORK_SETTINGS["net.ipv4.tcp_rmem"].split()
         await sandbox.write("file", b"x")
         await sandbox.close()
     finally:
@@ -143,7 +143,7 @@ async def test_runtimes_that_share_the_kernel_share_the_bounds(runtime, root):
 
 @as_root
 async def test_sockets_have_the_settings_of_the_sandbox_and_cannot_change_them(sandbox):
-    for name, value in allowance.NETWORK_SETTINGS.items():
+    for name, value in limits.NETWORK_SETTINGS.items():
         path = f"/proc/sys/{name.replace('.', '/')}"
         result = await sandbox.exec(["sh", "-c", f"cat {path}; echo 1 > {path}"], timeout_s=20)
         assert result.stdout.split() == value.split() and result.exit_code != 0

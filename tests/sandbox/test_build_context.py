@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.errors import TaskError, UserError
 from agentrl.sandbox import build_context, images
-from agentrl.sandbox.build_context import instructions, read
+from agentrl.sandbox.build_context import dockerfile_steps, read_build_context
 
 
 @pytest.fixture
@@ -22,15 +22,15 @@ def folder(tmp_path):
 
 
 def names(folder):
-    with read(folder).archive() as file, tarfile.open(fileobj=file) as archive:
+    with read_build_context(folder).archive() as file, tarfile.open(fileobj=file) as archive:
         return archive.getnames()
 
 
 def test_the_key_is_that_of_the_content(folder):
-    first = read(folder).key
+    first = read_build_context(folder).key
     os.utime(folder / "data" / "a", (1, 1))
     (folder / "data" / "a").chmod(0o600)
-    assert read(folder).key == first
+    assert read_build_context(folder).key == first
     seen = {first}
     for change in (
         lambda: (folder / "data" / "a").write_text("2"),
@@ -41,7 +41,7 @@ def test_the_key_is_that_of_the_content(folder):
         lambda: (folder / "Dockerfile").write_text("FROM scratch\n#\n"),
     ):
         change()
-        seen.add(read(folder).key)
+        seen.add(read_build_context(folder).key)
     assert len(seen) == 7
 
 
@@ -53,20 +53,20 @@ def test_an_image_is_found_and_named_for_its_task(folder, tmp_path):
 
 
 def test_ignored_files_do_not_count(folder):
-    before = read(folder).key
+    before = read_build_context(folder).key
     (folder / "log").write_text("x")
     (folder / "kept.log").write_text("y")
     (folder / ".dockerignore").write_text("# comment\n*log\n!kept.log\ndata\n")
     assert names(folder) == [".dockerignore", "Dockerfile", "kept.log"]
-    after = read(folder).key
+    after = read_build_context(folder).key
     (folder / "log").write_text("changed")
-    assert read(folder).key == after != before
+    assert read_build_context(folder).key == after != before
 
 
 def test_links_go_in_as_links(folder):
     (folder / "link").symlink_to("/etc")
     (folder / "loop").symlink_to(".")
-    with read(folder).archive() as file, tarfile.open(fileobj=file) as archive:
+    with read_build_context(folder).archive() as file, tarfile.open(fileobj=file) as archive:
         kinds = {member.name: (member.type, member.linkname) for member in archive}
     assert kinds["link"] == (tarfile.SYMTYPE, "/etc") and kinds["loop"] == (tarfile.SYMTYPE, ".") and len(kinds) == 5
 
@@ -74,26 +74,26 @@ def test_links_go_in_as_links(folder):
 def test_what_is_no_file_or_too_much_is_refused(folder, monkeypatch):
     os.mkfifo(folder / "pipe")
     with pytest.raises(TaskError, match=r"pipe is not a file(.|\n)*\.dockerignore"):
-        read(folder)
+        read_build_context(folder)
     (folder / "pipe").unlink()
     with socket.socket(socket.AF_UNIX) as local:
         local.bind(str(folder / "socket"))
         with pytest.raises(TaskError, match="socket is not a file"):
-            read(folder)
+            read_build_context(folder)
     (folder / "socket").unlink()
     with open(folder / "big", "wb") as file:
         file.truncate(build_context.MAX_BYTES + 1)
     with pytest.raises(TaskError, match=r"more than 256 MiB(.|\n)*\.dockerignore"):
-        read(folder)
+        read_build_context(folder)
     (folder / "big").unlink()
     monkeypatch.setattr(build_context, "MAX_ENTRIES", 2)
     with pytest.raises(TaskError, match="more than 2 entries"):
-        read(folder)
+        read_build_context(folder)
     monkeypatch.setattr(build_context, "MAX_ENTRIES", 1000)
     deep = folder / "/".join("d" * 80)
     deep.mkdir(parents=True)
     with pytest.raises(TaskError, match="nested more than 64 deep"):
-        read(folder)
+        read_build_context(folder)
 
 
 def test_a_dockerfile_that_is_a_link_is_refused(folder, tmp_path):
@@ -104,7 +104,7 @@ def test_a_dockerfile_that_is_a_link_is_refused(folder, tmp_path):
 
 
 def test_a_folder_that_changes_before_the_build_is_refused(folder):
-    context = read(folder)
+    context = read_build_context(folder)
     (folder / "data" / "a").write_text("later")
     with pytest.raises(TaskError, match="changed while"), context.archive():
         pass
@@ -112,16 +112,18 @@ def test_a_folder_that_changes_before_the_build_is_refused(folder):
 
 def test_steps_are_counted_as_the_daemon_counts_them():
     text = "# syntax=x\n\nARG A=1\nFROM a\n# note\nRUN one && \\\n  # inside\n\n  two\n  COPY a b\n"
-    assert instructions(text) == [(3, "ARG A=1"), (4, "FROM a"), (6, "RUN one && two"), (10, "COPY a b")]
-    assert instructions("# escape=`\nFROM a\nRUN one `\n  two \\\nCMD x") == [(2, "FROM a"), (3, "RUN one two \\"), (5, "CMD x")]
-    assert instructions("# syntax=docker/dockerfile:1\n# escape = `\nFROM a `\n  b") == [(3, "FROM a b")]
-    assert instructions("FROM a\n# escape=`\nRUN b `\nRUN c") == [(1, "FROM a"), (3, "RUN b `"), (4, "RUN c")], "too late for a directive"
+    assert dockerfile_steps(text) == [(3, "ARG A=1"), (4, "FROM a"), (6, "RUN one && two"), (10, "COPY a b")]
+    assert dockerfile_steps("# escape=`\nFROM a\nRUN one `\n  two \\\nCMD x") == [(2, "FROM a"), (3, "RUN one two \\"), (5, "CMD x")]
+    assert dockerfile_steps("# syntax=docker/dockerfile:1\n# escape = `\nFROM a `\n  b") == [(3, "FROM a b")]
+    assert dockerfile_steps("FROM a\n# escape=`\nRUN b `\nRUN c") == [(1, "FROM a"), (3, "RUN b `"), (4, "RUN c")], (
+        "too late for a directive"
+    )
 
 
 @pytest.mark.parametrize("line", ["# a=b\n", "# a comment A=0\n", "\n", "RUN a \\\n", "#\t=\n"])
 def test_the_steps_of_a_long_dockerfile_are_read_in_linear_time(line: str) -> None:
     began = time.process_time()
-    instructions(line * 20_000)
+    dockerfile_steps(line * 20_000)
     assert time.process_time() - began < 2.0, "took minutes"
 
 
@@ -129,4 +131,4 @@ def test_a_pattern_of_dockerignore_that_is_none_is_told(tmp_path):
     (tmp_path / "Dockerfile").write_text("FROM scratch\n")
     (tmp_path / ".dockerignore").write_text("[a-z].log\nkeep[z-a]\n")
     with pytest.raises(TaskError, match=r"dockerignore holds an invalid pattern(.|\n)*fix: write ranges in order"):
-        build_context.read(tmp_path)
+        build_context.read_build_context(tmp_path)

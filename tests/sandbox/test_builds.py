@@ -7,9 +7,9 @@ import time
 import pytest
 
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable, TaskError
-from agentrl.prove.conformance import check
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import builds, docker, engine, images, select_backend
+from agentrl.sandbox import builds, docker, docker_client, images, select_backend
+from agentrl.sandbox.conformance import check_conformance
 from tests.sandbox.test_silent_daemon import Relay, in_time
 
 pytestmark = pytest.mark.docker
@@ -41,8 +41,8 @@ def write(tmp_path, base, monkeypatch):
     yield write
     api = docker.client()
     for image in made:
-        for tag in (image.tag, image.built, f"{image.built}-unchecked"):
-            if builds.has(api, tag):
+        for tag in (image.tag, image.built_tag, f"{image.built_tag}-unchecked"):
+            if builds.has_image(api, tag):
                 api.remove_image(tag, force=True)
 
 
@@ -79,7 +79,9 @@ async def test_a_dockerfile_is_built_once_and_sandboxes_run_on_it(backend, write
 async def test_volumes_and_health_checks_bring_nothing_into_a_sandbox(backend, write):
     write("VOLUME /data /home/agent", "HEALTHCHECK --interval=1s CMD touch /tmp/seen")
     await backend.prepare(SPEC)
-    assert [(result.name, result.detail) for result in await check(backend, SPEC, only="read_only_root")] == [("read_only_root", "")]
+    assert [(result.name, result.detail) for result in await check_conformance(backend, SPEC, only="read_only_root")] == [
+        ("read_only_root", "")
+    ]
     sandbox = await backend.open(SPEC)
     result = await sandbox.exec(["sh", "-c", "sleep 2.5; ls -A /tmp; touch /data/x"], timeout_s=60)
     assert result.stdout == "logs\n" and "touch" in result.stderr, result
@@ -109,7 +111,7 @@ def test_one_that_does_not_build_names_the_line_and_the_last_output(write, lines
     assert str(image.recipe.dockerfile) in str(caught.value)
     for words in said:
         assert re.search(words, str(caught.value)), (words, str(caught.value))
-    assert not builds.has(docker.client(), image.tag)
+    assert not builds.has_image(docker.client(), image.tag)
 
 
 def test_a_base_image_that_cannot_be_had(write):
@@ -144,7 +146,7 @@ async def test_without_a_daemon_bubblewrap_says_what_is_missing_and_uses_what_is
 
 def test_a_daemon_that_falls_silent_or_goes_during_a_build(write, tmp_path, monkeypatch):
     monkeypatch.setattr(builds, "LOOK_S", 0.5)
-    real = engine.address()
+    real = docker_client.daemon_address()
     for ending in ("silent", "gone"):
         image = write(f"RUN echo {ending} {time.time()} && sleep 100")
         place = tmp_path / f"{ending}.sock"

@@ -158,10 +158,10 @@ async def test_stopped_clocks_let_a_call_take_longer(pair):
     channel, peer = pair
     call = asyncio.create_task(channel.call("op", timeout_s=2.0))
     await asyncio.sleep(0)  # it has been made, and no time has passed
-    channel.stop_clocks()
+    channel.pause_deadlines()
     number = (await peer.request())[0]["id"]
     await asyncio.sleep(2.2)
-    channel.start_clocks()
+    channel.resume_deadlines()
     peer.send({"id": number, "ok": True})
     await call
 
@@ -175,8 +175,8 @@ async def test_clocks_leave_alone_a_call_whose_time_has_just_run_out(pair):
     await asyncio.sleep(0)
     assert waiting.deadline.expired()
     assert not call.done()
-    channel.stop_clocks()
-    channel.start_clocks()
+    channel.pause_deadlines()
+    channel.resume_deadlines()
     with pytest.raises(SandboxTimeout):
         await call
 

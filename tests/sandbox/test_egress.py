@@ -12,9 +12,9 @@ import pytest
 
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import allowance, egress
+from agentrl.sandbox import egress, limits
 from agentrl.sandbox.egress import Bounds, EgressListener, addresses, heads
-from agentrl.sandbox.egress.addresses import public
+from agentrl.sandbox.egress.addresses import is_public
 from tests.waiting import until
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
@@ -57,7 +57,7 @@ async def proxied(folder, *network, port=0, **bounds):
     listener = EgressListener("test", SandboxSpec(image="x", network=network), folder, Bounds(pause_s=0.0, **bounds))
     handed = hand_over(folder, lambda inside: [inside.fileno()])
     try:
-        await listener.take()
+        await listener.receive()
         listener.port = handed
         yield listener
     finally:
@@ -166,7 +166,7 @@ async def test_a_server_that_answers_before_it_has_read_all(tmp_path):
     ],
 )
 async def test_what_is_not_on_the_list_is_refused_without_a_look_up(tmp_path, monkeypatch, line):
-    monkeypatch.setattr(addresses, "look_up", lambda *_: pytest.fail("a name that is not on the list was looked up"))
+    monkeypatch.setattr(addresses, "resolve", lambda *_: pytest.fail("a name that is not on the list was looked up"))
     async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
         answer = await say(listener, (line.format(port=server.port, other=server.port ^ 1) + "\r\nHost: h\r\n\r\n").encode())
         assert status(answer) == 403 and b"allow-list" in answer
@@ -227,7 +227,9 @@ async def test_chunked_bodies_need_a_length(tmp_path):
 
 
 def test_a_name_in_connection_cannot_take_the_length_away():
-    wanted = heads.parse(b"POST http://a.example/ HTTP/1.1\r\nHost: h\r\nConnection: content-length, host\r\nContent-Length: 3\r\n\r\n")
+    wanted = heads.parse_request(
+        b"POST http://a.example/ HTTP/1.1\r\nHost: h\r\nConnection: content-length, host\r\nContent-Length: 3\r\n\r\n"
+    )
     assert wanted.body == 3 and wanted.head == b"POST / HTTP/1.1\r\nHost: a.example\r\nConnection: close\r\nContent-Length: 3\r\n\r\n"
 
 
@@ -244,17 +246,17 @@ def test_a_name_in_connection_cannot_take_the_length_away():
     ],
 )
 def test_addresses_that_no_name_may_lead_to(address):
-    assert not public(ipaddress.ip_address(address))
+    assert not is_public(ipaddress.ip_address(address))
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "93.184.215.14", "2606:4700::1111", "64:ff9b::808:808", "2002:808:808::1"])
 def test_public_addresses(address):
-    assert public(ipaddress.ip_address(address))
+    assert is_public(ipaddress.ip_address(address))
 
 
 async def test_a_name_leads_to_the_loopback_only_where_the_address_is_listed_too(tmp_path, monkeypatch):
     looked_up = []
-    monkeypatch.setattr(addresses, "look_up", lambda host, port: looked_up.append(host) or ["::ffff:127.0.0.1", "127.0.0.1"])
+    monkeypatch.setattr(addresses, "resolve", lambda host, port: looked_up.append(host) or ["::ffff:127.0.0.1", "127.0.0.1"])
     async with Server() as server:
         asked = f"GET http://inner.example:{server.port}/ HTTP/1.1\r\nHost: h\r\n\r\n".encode()
         (tmp_path / "a").mkdir()
@@ -268,8 +270,8 @@ async def test_a_name_leads_to_the_loopback_only_where_the_address_is_listed_too
 
 
 async def test_the_machines_own_public_address_is_no_way_to_its_servers(tmp_path, monkeypatch):
-    monkeypatch.setattr(addresses, "look_up", lambda *_: ["127.0.0.1"])
-    monkeypatch.setattr(addresses, "public", lambda address: True)  # as if this machine's address were one of the internet
+    monkeypatch.setattr(addresses, "resolve", lambda *_: ["127.0.0.1"])
+    monkeypatch.setattr(addresses, "is_public", lambda address: True)  # as if this machine's address were one of the internet
     async with Server() as server, proxied(tmp_path, f"own.example:{server.port}") as listener:
         answer = await say(listener, f"CONNECT own.example:{server.port} HTTP/1.1\r\nHost: h\r\n\r\n".encode())
         assert status(answer) == 403 and b"this machine" in answer and server.seen in ([], [b""])
@@ -281,14 +283,14 @@ async def test_a_name_that_is_unknown_or_slow_is_told(tmp_path, monkeypatch):
 
     (tmp_path / "a").mkdir()
     async with proxied(tmp_path / "a", "a.example:80", "127.0.0.1:1") as listener:
-        monkeypatch.setattr(addresses, "look_up", unknown)
+        monkeypatch.setattr(addresses, "resolve", unknown)
         assert status(await say(listener, b"GET http://a.example/ HTTP/1.1\r\nHost: h\r\n\r\n")) == 502
         assert status(await say(listener, b"GET http://127.0.0.1:1/ HTTP/1.1\r\nHost: h\r\n\r\n")) == 502
     (tmp_path / "b").mkdir()
     over = threading.Event()
     try:
         async with proxied(tmp_path / "b", "a.example:80", connect_s=0.3) as listener:
-            monkeypatch.setattr(addresses, "look_up", lambda *_: over.wait(120) and [])
+            monkeypatch.setattr(addresses, "resolve", lambda *_: over.wait(120) and [])
             assert status(await say(listener, b"GET http://a.example/ HTTP/1.1\r\nHost: h\r\n\r\n")) == 504
     finally:
         over.set()
@@ -353,7 +355,7 @@ async def test_a_connection_without_traffic_ends_and_so_does_one_that_drips(tmp_
 
 async def test_a_server_listed_by_its_address_may_think_longer_than_a_connection_may_idle(tmp_path, monkeypatch):
     """A model's server says nothing before its answer is whole. One that only a name leads to is no server of the operator's."""
-    monkeypatch.setattr(addresses, "look_up", lambda host, port: ["127.0.0.1"])
+    monkeypatch.setattr(addresses, "resolve", lambda host, port: ["127.0.0.1"])
     async with Server(thinks_s=0.6) as server:
         own = f"127.0.0.1:{server.port}"
         async with proxied(tmp_path, own, f"other.example:{server.port}", idle_s=0.2) as listener:
@@ -424,7 +426,7 @@ async def test_anything_but_one_listener_is_refused_and_closed(tmp_path, kind):
         local.listen()
         tcp, udp = stack.enter_context(socket.socket()), stack.enter_context(socket.socket(type=socket.SOCK_DGRAM))
         listener = EgressListener("test", SandboxSpec(image="x", network=("127.0.0.1:1",)), tmp_path)
-        stack.callback(listener.abandon)
+        stack.callback(listener.discard)
         offered = {"two": [tcp, tcp], "pipe": [pipe[0]], "local": [local], "not listening": [tcp], "datagrams": [udp]}
         if kind == "hang up":
             with socket.socket(socket.AF_UNIX) as link:
@@ -432,7 +434,7 @@ async def test_anything_but_one_listener_is_refused_and_closed(tmp_path, kind):
         else:
             hand_over(tmp_path, lambda _: [end if isinstance(end, int) else end.fileno() for end in offered.get(kind, [])])
         with pytest.raises(SandboxError, match="instead of its listener"):
-            await asyncio.wait_for(listener.take(), 50)
+            await asyncio.wait_for(listener.receive(), 50)
         await listener.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -442,7 +444,7 @@ async def test_a_listener_tampered_with_by_its_maker_blocks_nobody(tmp_path, cap
     kept = []
     listener = EgressListener("test", SandboxSpec(image="x", network=("127.0.0.1:1",)), tmp_path)
     port = hand_over(tmp_path, lambda listener: kept.append(listener.dup()) or [listener.fileno()])
-    await listener.take()
+    await listener.receive()
     kept[0].setblocking(True)
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", port)):
@@ -458,14 +460,14 @@ async def test_a_listener_tampered_with_by_its_maker_blocks_nobody(tmp_path, cap
 
 def test_without_an_allow_list_nothing_changes(tmp_path):
     spec = SandboxSpec(image="x")
-    assert EgressListener.where_wanted("test", spec, tmp_path) is None and list(tmp_path.iterdir()) == []
-    assert "network" not in allowance.server_options("test", spec) and egress.shown(tmp_path, spec) == {}
+    assert EgressListener.for_spec("test", spec, tmp_path) is None and list(tmp_path.iterdir()) == []
+    assert "network" not in limits.server_options("test", spec) and egress.socket_mounts(tmp_path, spec) == {}
 
 
 def test_programs_own_loopback_is_theirs_unless_it_is_given_to_the_host():
-    options = allowance.server_options("test", SandboxSpec(image="x", network=("pypi.org:443",)))
+    options = limits.server_options("test", SandboxSpec(image="x", network=("pypi.org:443",)))
     environment = options["network"]["environment"]
     assert environment["no_proxy"] == environment["NO_PROXY"] == "localhost,127.0.0.1,::1"
     assert environment["HTTPS_PROXY"] == environment["http_proxy"] == "http://127.0.0.1:3128"
-    options = allowance.server_options("test", SandboxSpec(image="x", network=("127.0.0.1:80",)))
+    options = limits.server_options("test", SandboxSpec(image="x", network=("127.0.0.1:80",)))
     assert options["network"]["environment"]["NO_PROXY"] == "localhost,::1"

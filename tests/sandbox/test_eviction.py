@@ -8,7 +8,7 @@ import docker as library
 import pytest
 
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import engine, evict, images, select_backend
+from agentrl.sandbox import docker_client, evict, images, select_backend
 from tests.commands import agentrl
 
 OLD, NEW, USED = "0" * 15 + "1", "0" * 15 + "2", "0" * 15 + "3"
@@ -31,7 +31,7 @@ def cache(tmp_path, monkeypatch):
     for key in (OLD, USED):
         for path in (tmp_path / "images" / key).iterdir():
             age(path, 40)
-    images.note_use(tmp_path / "images" / USED / SERVER)
+    images.record_use(tmp_path / "images" / USED / SERVER)
     return tmp_path / "images"
 
 
@@ -49,9 +49,9 @@ def test_what_is_unused_goes_and_the_rest_stays(cache):
     listed = evict(days=30, dry=True)
     assert {folder.name: names(folder) for folder in cache.iterdir()} == before
     wanted = [f"{OLD}/base.tar", f"{OLD}/{SERVER}", f"{OLD}/rootfs", f"{USED}/{OLD_SERVER}"]
-    assert [item.what for item in listed] == wanted and all(39.9 < item.days < 40.1 for item in listed)
-    assert 100_000 < next(item.size for item in listed if item.what == f"{OLD}/rootfs") < 200_000
-    assert [item.what for item in evict(days=30, dry=False)] == wanted
+    assert [item.name for item in listed] == wanted and all(39.9 < item.days < 40.1 for item in listed)
+    assert 100_000 < next(item.size for item in listed if item.name == f"{OLD}/rootfs") < 200_000
+    assert [item.name for item in evict(days=30, dry=False)] == wanted
     assert names(cache / OLD) == [] and (cache / OLD / "files.lock").exists()  # a process may wait there for its turn to build
     assert names(cache / NEW) == before[NEW] and names(cache / USED) == ["base.tar", SERVER, "rootfs"]
     assert evict(days=30, dry=False) == []
@@ -62,22 +62,22 @@ def test_what_a_killed_build_left_goes_at_once_unless_somebody_builds(cache):
     (cache / NEW / "base.123.tar").write_bytes(b"half")
     with open(cache / NEW / "files.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert [item for item in evict(days=30, dry=False) if item.what.startswith(NEW)] == []
-    assert [item.what for item in evict(days=30, dry=False)] == [f"{NEW}/base.123.tar", f"{NEW}/rootfs.123"]
+        assert [item for item in evict(days=30, dry=False) if item.name.startswith(NEW)] == []
+    assert [item.name for item in evict(days=30, dry=False)] == [f"{NEW}/base.123.tar", f"{NEW}/rootfs.123"]
     assert names(cache / NEW) == ["base.tar", SERVER, "rootfs"]
 
 
 @pytest.mark.docker
 async def test_images_of_the_daemon_go_with_their_folder(cache, tmp_path, monkeypatch):
     monkeypatch.delenv("DOCKER_HOST")
-    api = library.APIClient(base_url=engine.address(), version=engine.API_VERSION)
+    api = library.APIClient(base_url=docker_client.daemon_address(), version=docker_client.API_VERSION)
     (tmp_path / "empty.tar").write_bytes(b"\0" * 10240)
     tags = {key: f"agentrl/eviction-test:{key}" for key in (OLD, NEW, "f" * 16)}
     try:
         for tag in tags.values():
             api.import_image_from_file(str(tmp_path / "empty.tar"), repository=tag.partition(":")[0], tag=tag.partition(":")[2])
         api.tag(tags[OLD], "agentrl/eviction-test", f"{OLD}-built")
-        found = [item.what for item in evict(days=30, dry=False) if "eviction-test" in item.what]
+        found = [item.name for item in evict(days=30, dry=False) if "eviction-test" in item.name]
         assert found == [tags[OLD], f"{tags[OLD]}-built"]
         assert sorted(tag for image in api.images("agentrl/eviction-test") for tag in image["RepoTags"]) == sorted(
             [tags[NEW], tags["f" * 16]]

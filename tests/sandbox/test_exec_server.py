@@ -13,7 +13,7 @@ from agentrl.sandbox.inside import program
 from agentrl.sandbox.inside.program import Output
 
 OLDEST = (3, 9)
-PARTS = server_code.parts()
+PARTS = server_code.module_trees()
 
 
 @given(st.lists(st.binary(max_size=200), max_size=20), st.integers(0, 100))
@@ -53,9 +53,9 @@ def test_every_module_is_joined_and_in_order():
     assert set(PARTS) == {path.stem for path in server_code.FOLDER.glob("*.py")} - {"__init__"}
     order = list(PARTS)
     for name, tree in PARTS.items():
-        for node in server_code.own_imports(tree.body):
+        for node in server_code.internal_imports(tree.body):
             assert order.index(node.module.rpartition(".")[2]) < order.index(name)
-    assert order[-1] == server_code.FIRST
+    assert order[-1] == server_code.ENTRY_MODULE
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -64,7 +64,7 @@ def test_modules_import_names_as_they_are(name):
     for node in ast.walk(PARTS[name]):
         if isinstance(node, ast.Import):
             assert not any(alias.name.startswith("agentrl") for alias in node.names)
-    for node in server_code.own_imports(ast.walk(PARTS[name])):
+    for node in server_code.internal_imports(ast.walk(PARTS[name])):
         assert all(alias.asname is None and alias.name != "*" for alias in node.names)
 
 

@@ -20,19 +20,19 @@ json_values = st.recursive(
 
 
 def test_program_result():
-    result = frames.ran(GOOD, b"outerr\xff")
+    result = frames.parse_result(GOOD, b"outerr\xff")
     assert (result.exit_code, result.stdout, result.stderr, result.reason) == (0, "out", "err\ufffd", "")
-    killed = frames.ran({**GOOD, "exit": None, "reason": "timeout"}, b"out")
+    killed = frames.parse_result({**GOOD, "exit": None, "reason": "timeout"}, b"out")
     assert (killed.exit_code, killed.reason, killed.ok) == (None, "timeout", False)
 
 
 def test_result_of_a_call_in_a_session():
-    result = frames.ran({**GOOD, "restarted": True, "ended": False}, b"outerr")
+    result = frames.parse_result({**GOOD, "restarted": True, "ended": False}, b"outerr")
     assert result.restarted and not result.session_ended
-    assert not frames.ran(GOOD, b"outerr").restarted
+    assert not frames.parse_result(GOOD, b"outerr").restarted
     for wrong in ({"ended": True}, {"restarted": 1, "ended": False}, {"restarted": None, "ended": True}):
         with pytest.raises(FrameError):
-            frames.ran({**GOOD, **wrong}, b"outerr")
+            frames.parse_result({**GOOD, **wrong}, b"outerr")
 
 
 @pytest.mark.parametrize(
@@ -56,18 +56,18 @@ def test_result_of_a_call_in_a_session():
 )
 def test_program_result_out_of_range_is_refused(change):
     with pytest.raises(FrameError):
-        frames.ran({**GOOD, **change}, b"outerr")
+        frames.parse_result({**GOOD, **change}, b"outerr")
 
 
 def test_missing_field_is_refused():
     with pytest.raises(FrameError):
-        frames.ran({key: value for key, value in GOOD.items() if key != "wall_s"}, b"outerr")
+        frames.parse_result({key: value for key, value in GOOD.items() if key != "wall_s"}, b"outerr")
 
 
 @given(st.dictionaries(st.sampled_from([*GOOD, "more"]), json_values), st.binary(max_size=16))
 def test_any_header_gives_a_result_or_a_typed_error(change, body):
     try:
-        result = frames.ran({**GOOD, **change}, body)
+        result = frames.parse_result({**GOOD, **change}, body)
     except SandboxError:
         return
     assert (result.exit_code is None) == (result.reason in ("timeout", "memory", "killed"))
@@ -82,7 +82,7 @@ def test_any_sound_header_gives_its_result(data, body, wall_s, truncated):
         | st.sampled_from(["timeout", "memory", "killed"]).map(lambda reason: (None, reason))
     )
     sound = {"id": 1, "ok": True, "exit": code, "reason": reason, "wall_s": wall_s, "truncated": truncated, "stdout": cut}
-    result = frames.ran(sound, body)
+    result = frames.parse_result(sound, body)
     assert (result.exit_code, result.reason, result.wall_s, result.truncated) == (code, reason, wall_s, truncated)
     assert (result.stdout, result.stderr) == (body[:cut].decode(errors="replace"), body[cut:].decode(errors="replace"))
 
@@ -90,7 +90,7 @@ def test_any_sound_header_gives_its_result(data, body, wall_s, truncated):
 @given(st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
 def test_any_header_bytes_give_an_object_with_id_and_ok_or_a_typed_error(data):
     try:
-        value = frames.header(data)
+        value = frames.parse_header(data)
     except SandboxError:
         return
     assert type(value["id"]) is int and type(value["ok"]) is bool
@@ -98,7 +98,7 @@ def test_any_header_bytes_give_an_object_with_id_and_ok_or_a_typed_error(data):
 
 def test_deeply_nested_header_is_a_typed_error():
     with pytest.raises(FrameError):
-        frames.header(b"[" * frames.MAX_REPLY_HEADER)
+        frames.parse_header(b"[" * frames.MAX_REPLY_HEADER)
 
 
 SIZES = st.integers(0, 2**32 - 1) | st.integers(0, frames.MAX_REPLY_HEADER + 2)
@@ -108,23 +108,23 @@ SIZES = st.integers(0, 2**32 - 1) | st.integers(0, frames.MAX_REPLY_HEADER + 2)
 def test_a_prefix_is_read_within_its_bounds_and_refused_outside(header_size, body_size):
     data = frames.PREFIX.pack(header_size, body_size)
     if 2 <= header_size <= frames.MAX_REPLY_HEADER:
-        assert frames.prefix(data) == (header_size, body_size)
+        assert frames.parse_prefix(data) == (header_size, body_size)
     else:
         with pytest.raises(FrameError):
-            frames.prefix(data)
+            frames.parse_prefix(data)
 
 
 @given(st.integers(), st.booleans(), st.dictionaries(st.text(max_size=8), json_values, max_size=3))
 def test_a_header_with_id_and_ok_is_that_object(number, ok, more):
     value = {**more, "id": number, "ok": ok}
     text = json.dumps(value)
-    assert json.dumps(frames.header(text.encode())) == text
+    assert json.dumps(frames.parse_header(text.encode())) == text
 
 
 def test_unknown_failure_kind_is_refused():
-    assert frames.failure({"id": 1, "ok": False, "error": "not_found", "message": "m"}) == ("not_found", "m")
+    assert frames.parse_failure({"id": 1, "ok": False, "error": "not_found", "message": "m"}) == ("not_found", "m")
     with pytest.raises(FrameError):
-        frames.failure({"id": 1, "ok": False, "error": "SystemExit", "message": "m"})
+        frames.parse_failure({"id": 1, "ok": False, "error": "SystemExit", "message": "m"})
 
 
 def test_oversized_request_is_refused_before_it_is_sent():

@@ -7,10 +7,10 @@ import time
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from agentrl.contract.outputs import collect
 from agentrl.errors import SandboxError
 from agentrl.records import ExecResult
 from agentrl.sandbox import select_backend, server_code
+from agentrl.task.outputs import collect_outputs
 from tests.sandbox.building import BOTH, SPEC, holds_open, processes_of
 from tests.sandbox.test_arguments import CALL, TYPED, made
 
@@ -124,7 +124,7 @@ async def test_what_is_too_large_is_refused_in_time(backend, program):
     sandbox = await left(backend, program)
     with pytest.raises(ValueError, match=r"the working directory is (nested|larger)"):
         await in_time(sandbox.snapshot())
-    await in_time(collect(sandbox, ["**", "f"]))
+    await in_time(collect_outputs(sandbox, ["**", "f"]))
     await answers(sandbox)
     await in_time(sandbox.close())
 
@@ -140,7 +140,7 @@ async def test_what_still_runs_is_ended_before_outputs_are_listed(backend):
         "        while True: pass\n"
     )
     sandbox = await left(backend, busy)
-    collected = await in_time(collect(sandbox, ["*"]))
+    collected = await in_time(collect_outputs(sandbox, ["*"]))
     assert len(collected.files) == 256
     count = "import os; print([p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())])"
     assert (await sandbox.python(count, timeout_s=20)).stdout == "[]\n"
@@ -148,7 +148,7 @@ async def test_what_still_runs_is_ended_before_outputs_are_listed(backend):
 
 async def test_odd_names_among_outputs_are_told(backend):
     sandbox = await left(backend, "open(b'\\xff', 'w').write('x'); open('a', 'w').write('y')")
-    collected = await collect(sandbox, ["*"])
+    collected = await collect_outputs(sandbox, ["*"])
     assert collected.files == {"a": b"y"} and list(collected.refused) == ["\\udcff"]
     assert await sandbox.read("\udcff", max_bytes=10) == b"x"
     await sandbox.write("\udcfe/\udcfd", b"z")

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from agentrl.sandbox import lease
-from agentrl.sandbox.reaper import lease_of
+from agentrl.sandbox.reaper import lease_in_name
 
 
 def test_this_process_is_alive_and_a_dead_one_is_not():
@@ -28,4 +28,4 @@ def test_what_is_no_lease_is_left_alone():
 
 def test_a_name_tells_its_lease():
     first, second = lease.sandbox_name(), lease.sandbox_name()
-    assert first != second and lease_of(first) == lease_of(second) == lease.lease()
+    assert first != second and lease_in_name(first) == lease_in_name(second) == lease.lease()

@@ -34,7 +34,7 @@ async def backend(request, root):
 
 def left():
     """What there is of this process's sandboxes."""
-    hierarchy = cgroups.find()
+    hierarchy = cgroups.find_hierarchy()
     groups = hierarchy.names() if hierarchy is not None else []
     return [name for name in [*groups, *(sandbox.name for sandbox in list_open())] if lease() in name]
 
@@ -130,12 +130,12 @@ def fill_up():
 @pytest.mark.bubblewrap
 async def test_the_driver_goes_on_while_the_kernel_makes_a_control_group(root, monkeypatch):
     """And an opening that is given up meanwhile leaves nothing, for it waits for the kernel first."""
-    if cgroups.find() is None:
+    if cgroups.find_hierarchy() is None:
         pytest.skip("this machine gives this user no control groups")
     backend = select_backend("bubblewrap", run_label="test", root=root)
     await backend.prepare(SPEC)
     begun, go_on = threading.Event(), threading.Event()
-    make = cgroups.Hierarchy.make
+    make = cgroups.Hierarchy.create
 
     def slow(*arguments):
         begun.set()
@@ -236,7 +236,7 @@ async def test_the_first_sandbox_of_an_image_has_a_deadline(backend, root, tmp_p
 def test_what_a_driver_leaves_that_was_killed_at_an_awkward_moment_is_removed():
     """In the middle of making or removing: an empty folder, some of the control groups of a sandbox."""
     (runtime_folder() / DEAD).mkdir(exist_ok=True)
-    hierarchy = cgroups.find()
+    hierarchy = cgroups.find_hierarchy()
     folders = hierarchy.group(f"agentrl-{DEAD}-0").folders[-1:] if hierarchy is not None else ()
     for folder in folders:
         folder.mkdir(exist_ok=True)

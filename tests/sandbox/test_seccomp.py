@@ -15,20 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.sandbox import seccomp
-from agentrl.sandbox.system_calls import ALLOWED, DONE, FORBIDDEN, JUDGED, UNSUPPORTED
+from agentrl.sandbox.system_calls import ALLOWED, CONDITIONAL, FORBIDDEN, NO_OP, UNSUPPORTED
 from agentrl.testing import filters
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}.get(platform.machine(), 0)
 COLUMN = 0 if platform.machine() == "x86_64" else 1
-TABLES = (ALLOWED, DONE, UNSUPPORTED, FORBIDDEN, JUDGED)
+TABLES = (ALLOWED, NO_OP, UNSUPPORTED, FORBIDDEN, CONDITIONAL)
 HEADERS = {"x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), "generic": Path("/usr/include/asm-generic/unistd.h")}
-CODE = filters.instructions(seccomp.program())
+CODE = filters.instructions(seccomp.filter_program())
 DONE_NOTHING = 0x00050000
 
 
 def ran(number, *arguments, arch=ARCH):
-    return filters.ran(CODE, number, *arguments, arch=arch)
+    return filters.run_filter(CODE, number, *arguments, arch=arch)
 
 
 def verdict(number, *arguments, **options):
@@ -40,7 +40,7 @@ def refused(code):
 
 
 def judged(name, *arguments):
-    return verdict(JUDGED[name][COLUMN], *arguments)
+    return verdict(CONDITIONAL[name][COLUMN], *arguments)
 
 
 def numbers(table):
@@ -74,10 +74,10 @@ def test_the_numbers_are_the_kernels_own(arch):
 
 def test_every_number_has_its_verdict():
     expected = dict.fromkeys(range(4096), refused(errno.ENOSYS))
-    expected |= dict.fromkeys(numbers(ALLOWED), ALLOW) | dict.fromkeys(numbers(DONE), DONE_NOTHING)
+    expected |= dict.fromkeys(numbers(ALLOWED), ALLOW) | dict.fromkeys(numbers(NO_OP), DONE_NOTHING)
     expected |= dict.fromkeys(numbers(FORBIDDEN), refused(errno.EPERM)) | dict.fromkeys(numbers(UNSUPPORTED), refused(errno.EOPNOTSUPP))
-    assert {number: verdict(number) for number in expected if number not in numbers(JUDGED)} == {
-        number: what for number, what in expected.items() if number not in numbers(JUDGED)
+    assert {number: verdict(number) for number in expected if number not in numbers(CONDITIONAL)} == {
+        number: what for number, what in expected.items() if number not in numbers(CONDITIONAL)
     }
     assert {verdict(number) for number in range(500, 1024)} == {refused(errno.ENOSYS)}  # what kernels have yet to get
 

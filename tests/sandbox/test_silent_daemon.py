@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import pytest
 
+from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
-from agentrl.recipe import SandboxConfig
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import DockerBackend, docker, engine, list_open, open_sandboxes, prune, select_backend
+from agentrl.sandbox import DockerBackend, docker, docker_client, list_open, open_sandboxes, prune, select_backend
 from tests.commands import agentrl
 
 SPEC = SandboxSpec(image="image")
@@ -135,7 +135,7 @@ class Relay:
 
 @pytest.mark.docker
 async def test_a_daemon_that_falls_silent_while_sandboxes_are_open(root, tmp_path, monkeypatch):
-    real = engine.address()
+    real = docker_client.daemon_address()
     relay = Relay(str(tmp_path / "relay.sock"), real.removeprefix("unix://"))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/relay.sock")
     backend = DockerBackend(run_label="test", root=root)
@@ -161,7 +161,7 @@ async def test_a_daemon_that_falls_silent_while_sandboxes_are_open(root, tmp_pat
         relay.close()
         monkeypatch.undo()
         monkeypatch.setenv("DOCKER_HOST", real)
-        for name in docker.containers(f"{engine.LABEL_RUN}=test"):
+        for name in docker.containers(f"{docker_client.LABEL_RUN}=test"):
             docker.remove(name)
 
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 
 from agentrl.errors import SandboxError, SandboxTimeout
-from agentrl.sandbox import channel, channel_sandbox, residents, select_backend, shared
-from agentrl.sandbox.residents import Process, Residents
-from agentrl.sandbox.shared import Keeper
+from agentrl.sandbox import channel, channel_sandbox, processes, select_backend, shared_containers
+from agentrl.sandbox.processes import Process, SandboxProcesses
+from agentrl.sandbox.shared_containers import KeeperClient
 from benchmarks.sandbox_spin import KINDS, SCORED, spun
 from tests.sandbox.building import ALONE, BOTH, SPEC, processes_of
 
@@ -34,7 +34,7 @@ async def server_of(sandbox):
     """Host pid of a sandbox's exec server, and the user of its programs."""
     agent = int((await sandbox.python("import os; print(os.getuid())", timeout_s=10)).stdout)
     mark = (await sandbox.python("import os; print(os.readlink('/proc/self/ns/pid'))", timeout_s=10)).stdout.strip()
-    pids = [process.pid for process in residents._all() if process.inner == 1 and link_of(process.pid) == mark]
+    pids = [process.pid for process in processes._all() if process.inner_pid == 1 and link_of(process.pid) == mark]
     assert len(pids) == 1
     return pids[0], agent
 
@@ -47,7 +47,7 @@ def link_of(pid):
 
 
 def running(user):
-    return [process for process in residents._all() if process.user == user and process.state not in residents.DEAD]
+    return [process for process in processes._all() if process.user == user and process.state not in processes.DEAD]
 
 
 async def until(true):
@@ -163,18 +163,18 @@ async def test_programs_left_behind_keep_no_file_operation_from_its_end(backend,
 
 def test_a_process_number_that_belongs_to_another_by_now_is_not_signalled():
     """Between the list of processes and the signal the kernel may have given the number away."""
-    mine = residents._seen(os.getpid())
-    Residents(server=1, agent=2)._kill(replace(mine, user=mine.user + 1))
-    Residents(server=1, agent=2)._kill(replace(mine, inner=mine.inner + 1))
-    Residents(server=1, agent=2)._kill(Process(pid=2**22 - 1, parent=0, user=0, inner=1, state="R"))
+    mine = processes._seen(os.getpid())
+    SandboxProcesses(server=1, agent=2)._kill(replace(mine, user=mine.user + 1))
+    SandboxProcesses(server=1, agent=2)._kill(replace(mine, inner=mine.inner_pid + 1))
+    SandboxProcesses(server=1, agent=2)._kill(Process(pid=2**22 - 1, parent=0, user=0, inner_pid=1, state="R"))
 
 
 def test_without_a_second_user_programs_are_descendants_of_the_sandbox():
     def seen(pid, parent, inner, state="R", user=1000):
-        return Process(pid=pid, parent=parent, user=user, inner=inner, state=state)
+        return Process(pid=pid, parent=parent, user=user, inner_pid=inner, state=state)
 
     processes = [seen(7, 1, 7), seen(8, 7, 1), seen(9, 8, 2), seen(10, 9, 3), seen(11, 8, 4, "Z"), seen(12, 1, 12), seen(13, 12, 1)]
-    who = Residents(server=1000, agent=1000, top=7)
+    who = SandboxProcesses(server=1000, agent=1000, top=7)
     assert [process.pid for process in who._programs(processes)] == [9, 10]
     assert [process.pid for process in who._servers(processes)] == [8]
 
@@ -186,7 +186,7 @@ def test_without_a_second_user_programs_are_descendants_of_the_sandbox():
 @pytest.mark.docker
 async def test_a_sandbox_that_ends_slowly_leaves_its_neighbours_alone(root, monkeypatch, caplog):
     """The keeper stands still, so it cannot say that a sandbox has ended; the others in its container are used on, and no new one comes."""
-    monkeypatch.setattr(shared, "ENDING_S", 0.3)
+    monkeypatch.setattr(shared_containers, "ENDING_S", 0.3)
     backend = select_backend("docker", run_label="test", root=root)
     await backend.prepare(SPEC)
     one, other = await backend.open(SPEC), await backend.open(SPEC)
@@ -211,7 +211,7 @@ async def test_a_keeper_that_reads_nothing_for_a_while_loses_no_sandbox():
     """Its socket is full: requests wait, or fail alone; the connection, and with it every sandbox of the container, stays."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
-    keeper = Keeper(ours, "container")
+    keeper = KeeperClient(ours, "container")
     room = keeper.open({"name": "first"}, {})
     with pytest.raises(SandboxError, match="does not read its requests"):
         for _ in range(100_000):
@@ -232,7 +232,7 @@ async def test_a_keeper_that_reads_nothing_for_a_while_loses_no_sandbox():
 
 
 def parent_of(server):
-    return next(process.parent for process in residents._all() if process.pid == server[0])
+    return next(process.parent for process in processes._all() if process.pid == server[0])
 
 
 # The kinds, some at once -------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.prove.conformance import CHECKS, check
 from agentrl.sandbox import images, select_backend
+from agentrl.sandbox.conformance import CHECKS, check_conformance
 from agentrl.sandbox.inside.users import PR_SET_KEEPCAPS, prctl, set_capabilities
 from benchmarks.sandbox_spin import KINDS, SCORED, spun
 from tests.sandbox.building import SPEC
@@ -86,7 +86,7 @@ async def with_backend(place, work):
 def test_conformance_without_root(place):
     async def checked(backend):
         assert os.geteuid() == NOBODY and backend._hierarchy is None
-        return [(result.name, result.detail) for result in await check(backend, SPEC) if not result.ok]
+        return [(result.name, result.detail) for result in await check_conformance(backend, SPEC) if not result.ok]
 
     assert as_nobody(place, lambda: with_backend(place, checked)) == []
     assert len(CHECKS) > 20

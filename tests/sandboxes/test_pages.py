@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from agentrl import parts
 from agentrl.agent import ChatFormat
 from agentrl.cli.recipes import load_recipe
 from agentrl.errors import UserError
 from agentrl.objective import assemble
+from agentrl.plugins import parts
 from agentrl.records import Episode, Group, ScoredEpisode, Split
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ReadingPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 from rewards.pages import found
@@ -36,7 +36,7 @@ def runs() -> Callable[..., EpisodeRunner]:
     def make(reads: Any) -> EpisodeRunner:
         chat = ChatFormat(tokenizer)
         return EpisodeRunner(
-            agent=parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat),
+            agent=parts.make_part(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat),
             policy=ReadingPolicy(tokenizer, reads),
             sandboxes=ScriptedSandboxes(printing("")),
             sampling=Sampling(),

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from agentrl import parts
 from agentrl.agent import ChatFormat
 from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.cli.recipes import load_recipe
 from agentrl.errors import UserError
 from agentrl.objective import assemble
+from agentrl.plugins import parts
 from agentrl.records import Episode, ExecResult, Group, Score, ScoredEpisode, Split, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ReadingPolicy, ScriptedSandboxes
 from benchmarks.splitting import CREDITS
 from recipes.base_policy import MODEL as TABLES_BASE
@@ -51,7 +51,7 @@ async def played(task: Task, reads: Reads, name: str = "e", *, model_len: int = 
         return ExecResult(exit_code=0, stdout=run_template(code, task.files), stderr="", wall_s=0.0)
 
     runner = EpisodeRunner(
-        agent=parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=ChatFormat(tokenizer())),
+        agent=parts.make_part(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=ChatFormat(tokenizer())),
         policy=ReadingPolicy(tokenizer(), reads(task)),
         sandboxes=ScriptedSandboxes(runs),
         sampling=Sampling(),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
+from agentrl.config import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.records import Completion, PolicyVersion, Probe, SamplingParams, SwapReport
 from agentrl.serving import FileWeightChannel, TokenClient, VLLMServer
 

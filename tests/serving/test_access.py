@@ -60,8 +60,8 @@ async def passed(scope: Any, receive: Any, send: Any) -> None:
 @pytest.fixture
 def guard(monkeypatch: pytest.MonkeyPatch) -> access.RequireKey:
     monkeypatch.setattr(access, "_expected", b"")
-    monkeypatch.setenv(access.VARIABLE, "the key")
-    access.take_key()
+    monkeypatch.setenv(access.KEY_VARIABLE, "the key")
+    access.load_key()
     return access.RequireKey(passed)
 
 
@@ -100,19 +100,19 @@ async def test_what_starts_and_stops_the_application_passes(guard: access.Requir
 
 def test_a_server_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access, "_expected", b"")
-    monkeypatch.delenv(access.VARIABLE, raising=False)
+    monkeypatch.delenv(access.KEY_VARIABLE, raising=False)
     with pytest.raises(KeyError):
-        access.take_key()
+        access.load_key()
     with pytest.raises(RuntimeError, match="a server without a key would let every local user replace its weights"):
         access.RequireKey(passed)
 
 
 def test_the_key_is_taken_out_of_the_environment_of_what_the_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access, "_expected", b"")
-    monkeypatch.setenv(access.VARIABLE, "the key")
-    access.take_key()
+    monkeypatch.setenv(access.KEY_VARIABLE, "the key")
+    access.load_key()
     shown = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
-    assert "the key" not in shown and access.VARIABLE not in shown
+    assert "the key" not in shown and access.KEY_VARIABLE not in shown
 
 
 @pytest.mark.vllm
@@ -120,20 +120,20 @@ def test_the_key_is_taken_out_of_the_environment_of_what_the_server_starts(monke
 async def test_a_real_server_refuses_whoever_has_no_key_on_every_route(served: Served) -> None:
     arguments = served.server._command(1)
     command = [sys.executable, "-c", ROUTES, *arguments[arguments.index("--") + 1 :]]
-    variables = {**os.environ, **served.server._environment(Path("/tmp")), access.VARIABLE: "another"}
+    variables = {**os.environ, **served.server._environment(Path("/tmp")), access.KEY_VARIABLE: "another"}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     routes = [tuple(one) for one in json.loads(done.stdout.partition("ROUTES")[2])]
     url, key = served.server.url, served.server.key
     with httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
-        document = http.get("/openapi.json", headers=access.headers(key)).raise_for_status().json()
+        document = http.get("/openapi.json", headers=access.auth_headers(key)).raise_for_status().json()
         documented = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
         assert documented <= {*routes} and len(routes) > 40
         dangerous = {"/collective_rpc", "/update_weights", "/pause", "/resume", "/init_weight_transfer_engine", "/inference/v1/generate"}
         assert dangerous <= {path for _, path in routes} and dangerous - {"/inference/v1/generate"} <= {path for _, path in documented}
         opened = []
         for method, path in [*routes, ("GET", "/nothing/there"), ("OPTIONS", "/pause"), ("POST", "/metrics/"), ("GET", "//pause")]:
-            for headers in ({}, access.headers("wrong"), {"x-api-key": key}):
+            for headers in ({}, access.auth_headers("wrong"), {"x-api-key": key}):
                 got = http.request(method, path, headers=headers, json={"method": "shutdown"} if method == "POST" else None)
                 if got.status_code != 401:
                     opened.append((method, path, got.status_code))

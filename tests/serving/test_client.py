@@ -9,18 +9,18 @@ import pytest
 
 from agentrl.errors import ServingError
 from agentrl.records import CUT, Completion, SamplingParams, VersionSpan
-from agentrl.sampling import TIES, Supports
+from agentrl.records.sampling import TIES, Supports
 from agentrl.serving.client import TokenClient, generate_body, parse_completion
-from agentrl.serving.server import FIRST
-from agentrl.serving.weights import WeightsInService
+from agentrl.serving.server import PROBE_PRIORITY
+from agentrl.serving.weight_state import WeightState
 from tests.serving.scripted_server import DROP, HANG, Call, Later, generated, scripted_server
 from tests.waiting import until
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.7, stop_token_ids=(9,))
 
 
-async def generate(url: str, *, weights: WeightsInService | None = None, timeout_s: float = 60.0) -> Completion:
-    client = TokenClient(url, weights=weights or WeightsInService(3))
+async def generate(url: str, *, weights: WeightState | None = None, timeout_s: float = 60.0) -> Completion:
+    client = TokenClient(url, weights=weights or WeightState(3))
     try:
         return await client.generate([1, 2], PARAMS, request_id="r1", timeout_s=timeout_s)
     finally:
@@ -28,7 +28,7 @@ async def generate(url: str, *, weights: WeightsInService | None = None, timeout
 
 
 async def test_completion_of_a_well_formed_answer() -> None:
-    weights = WeightsInService(3)
+    weights = WeightState(3)
     spans = [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 3}]
     async with scripted_server(lambda call: generated([4, 5, 9], finish_reason="stop", weight_versions=spans)) as server:
         completion = await generate(server.url, weights=weights)
@@ -44,7 +44,7 @@ async def test_completion_of_a_well_formed_answer() -> None:
 
 def test_the_longest_context_is_served_first_and_a_probe_before_all() -> None:
     short, long = (generate_body([1] * tokens, PARAMS, "r", "salt")["priority"] for tokens in (10, 100_000))
-    assert FIRST < long < short < 0, "a request that says nothing has 0, and comes last"
+    assert PROBE_PRIORITY < long < short < 0, "a request that says nothing has 0, and comes last"
 
 
 MALFORMED = {
@@ -102,7 +102,7 @@ def test_the_support_of_every_token_is_asked_for_with_some_to_spare_and_kept() -
     assert (sampling["top_k"], sampling["top_p"], sampling["min_p"], sampling["logprobs"]) == (2, 0.9, 0.01, 2 + TIES)
     half, third = math.log(0.5), math.log(1 / 3)
     answer = drawn({7: half, 4: half, 9: OUT}, {5: 0.0, 1: OUT}, {6: third, 2: third, 8: third, 0: OUT})  # the last: a tie beyond top_k
-    assert parse_completion(answer, TRUNCATED).supports == Supports.of([(4, 7), (5,), (2, 6, 8)])
+    assert parse_completion(answer, TRUNCATED).supports == Supports.from_rows([(4, 7), (5,), (2, 6, 8)])
     assert parse_completion(answer, PARAMS).supports is None, "nothing is kept where nothing was asked for"
 
 
@@ -170,7 +170,7 @@ async def test_unreachable_server() -> None:
 
 
 async def test_tokens_of_a_version_on_probation_wait_for_its_acceptance() -> None:
-    weights = WeightsInService(2)
+    weights = WeightState(2)
     weights.begin_probation(3)
     async with scripted_server(lambda call: generated([4], version="3")) as server:
         request = asyncio.create_task(generate(server.url, weights=weights))
@@ -182,7 +182,7 @@ async def test_tokens_of_a_version_on_probation_wait_for_its_acceptance() -> Non
 
 
 async def test_tokens_of_a_refused_version_are_void_and_older_ones_are_not() -> None:
-    weights = WeightsInService(2)
+    weights = WeightState(2)
     weights.begin_probation(3)
     async with scripted_server(lambda call: generated([4], version="3")) as server:
         request = asyncio.create_task(generate(server.url, weights=weights))
@@ -196,29 +196,29 @@ async def test_tokens_of_a_refused_version_are_void_and_older_ones_are_not() -> 
 
 
 async def test_a_refused_version_may_try_again() -> None:
-    weights = WeightsInService(2)
+    weights = WeightState(2)
     weights.begin_probation(3)
     weights.refuse()
     weights.begin_probation(3)
     weights.accept(3)
-    await weights.settle({3})
+    await weights.wait_verified({3})
     assert weights.number == 3
 
 
 async def test_each_version_on_probation_is_waited_for() -> None:
-    weights = WeightsInService(2)
+    weights = WeightState(2)
     for number in (3, 4):
         weights.begin_probation(number)
-        waiting = asyncio.create_task(weights.settle({number, 2}))
+        waiting = asyncio.create_task(weights.wait_verified({number, 2}))
         await asyncio.sleep(0.01)
         assert not waiting.done()
         weights.accept(number)
         await asyncio.wait_for(waiting, timeout=5)
-        await asyncio.wait_for(weights.settle({number, 2}), timeout=5)
+        await asyncio.wait_for(weights.wait_verified({number, 2}), timeout=5)
 
 
 def test_every_swap_makes_old_cached_prefixes_unreachable() -> None:
-    weights = WeightsInService(0)
+    weights = WeightState(0)
     salts = [weights.cache_salt]
     for act in (lambda: weights.begin_probation(1), weights.refuse, lambda: weights.begin_probation(1)):
         act()

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from agentrl.errors import ServingError
-from agentrl.serving import served
-from agentrl.serving.control import ControlPlane, metrics_in
+from agentrl.serving import supervisor
+from agentrl.serving.control import ControlPlane, parse_metrics
 from tests.serving.scripted_server import scripted_server
 
 METRICS = """\
@@ -24,7 +24,7 @@ python_info{version="3"} 1.0
 
 
 def test_metrics_are_numbers_by_name_and_what_is_none_is_left_out() -> None:
-    assert metrics_in(METRICS) == {
+    assert parse_metrics(METRICS) == {
         "vllm:kv_cache_usage_perc": 0.75,  # the fuller of two engines
         "vllm:prefix_cache_hits_total": 1.28e6,
         "vllm:num_requests_waiting": 2.0,
@@ -41,7 +41,7 @@ async def test_a_server_that_does_not_tell_its_use_holds_nobody_back(answer: obj
 
     async with scripted_server(lambda call: answer) as script:
         server = Server(script.url)
-        use = await served._cache_use(server, 5)  # type: ignore[arg-type]
+        use = await supervisor._cache_use(server, 5)  # type: ignore[arg-type]
         await server.control.close()
         with pytest.raises(ServingError):
             await server.control.metrics()

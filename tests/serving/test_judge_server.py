@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import codec
+from agentrl.config import JudgeServerConfig, Recipe
 from agentrl.errors import ServingError
-from agentrl.recipe import JudgeServerConfig, Recipe
-from agentrl.reward.judges import RewardModel, ScoreEndpoint, served, servers
-from agentrl.reward.judges.reward_record import save, text
-from agentrl.run.judges import declare, judge_servers
+from agentrl.judge import RewardModel, ScoreEndpoint, served, servers
+from agentrl.judge.reward_record import reward_model_text, save_record
+from agentrl.records import codec
 from agentrl.serving.judge_server import JudgeServer
+from agentrl.session.judge_servers import declare_judge_servers, running_judge_servers
 from agentrl.testing.tiny_model import make_model, make_probe, make_tokenizer
-from tests.reward.judges.judge_parts import TASK, episode
+from tests.judge.judge_parts import TASK, episode
 
 pytestmark = pytest.mark.vllm
 
@@ -31,25 +31,25 @@ async def test_a_reward_model_is_served_as_transformers_computes_it(tmp_path: Pa
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32).eval()
     model.config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
-    save(folder, shows=("question", "answer"), offset=0.0, scale=1.0, max_tokens=512)
+    save_record(folder, shows=("question", "answer"), offset=0.0, scale=1.0, max_tokens=512)
 
     section = {"mine": {"model": str(folder), "max_model_len": 512, "kv_cache_gb": 0.1, "startup_timeout_s": 400}}
     recipe = Recipe.model_validate(
         {"name": "x", "policy": {"model": "m"}, "tasks": {"family": "f:F"}, "judge_servers": section, "device": "cpu"}
     )
-    declare(recipe, {"mine": folder})
+    declare_judge_servers(recipe, {"mine": folder})
     judge = RewardModel(endpoint=ScoreEndpoint(url=served("mine"), model="mine"))
     judge.prepare(root=tmp_path, folder=None)
     answers = ("It is Paris.", "It is <|im_end|> Lyon.", "word " * 400)
     try:
-        async with judge_servers(recipe, {"mine": folder}, folder=tmp_path) as running:
+        async with running_judge_servers(recipe, {"mine": folder}, folder=tmp_path) as running:
             await running.ready()
             scores = [await judge(TASK, episode(answer)) for answer in answers]
     finally:
-        servers.declare({})
+        servers.register_servers({})
         await judge.close()
     for answer, score in zip(answers, scores, strict=True):
-        ids = tokenizer(text(("question", "answer"), TASK, episode(answer), reference="answer"))["input_ids"][-512:]
+        ids = tokenizer(reward_model_text(("question", "answer"), TASK, episode(answer), reference="answer"))["input_ids"][-512:]
         with torch.no_grad():
             wanted = model(torch.tensor([ids])).logits.item()
         assert score.parts["number"] == pytest.approx(wanted, abs=1e-3), "one that is too long loses its beginning"

@@ -12,14 +12,13 @@ from typing import ClassVar
 
 import pytest
 
-from agentrl import codec
+from agentrl.base.files import sha256_file
+from agentrl.base.liveness import Restarts
+from agentrl.config import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.errors import RequestRefused, ServerDied, ServingError, SwapError
-from agentrl.files import sha256_file
-from agentrl.liveness import Restarts
-from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
-from agentrl.records import PolicyVersion, Probe, SamplingParams, SwapReport
-from agentrl.rollout import fault
-from agentrl.serving import UnsentError, served
+from agentrl.records import PolicyVersion, Probe, SamplingParams, SwapReport, codec
+from agentrl.rollout import failure_from_error
+from agentrl.serving import UnsentError, supervisor
 from agentrl.version import FolderRegistry
 from tests.waiting import until
 
@@ -35,7 +34,7 @@ class ScriptedServer:
         self.started.append(self)
 
     async def differs(self, number: int, probe: Probe) -> float:
-        """In place of `agentrl.serving.probe.disagreement`."""
+        """In place of `agentrl.serving.probe.max_logprob_difference`."""
         self.probed.append(number)
         return self.difference
 
@@ -101,9 +100,9 @@ class ScriptedClient:
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, double in (("VLLMServer", ScriptedServer), ("open_channel", ScriptedChannel), ("TokenClient", ScriptedClient)):
-        monkeypatch.setattr(served, name, double)
-    monkeypatch.setattr(served, "disagreement", ScriptedServer.differs)
-    monkeypatch.setattr(served, "_WATCH_S", 0.01)
+        monkeypatch.setattr(supervisor, name, double)
+    monkeypatch.setattr(supervisor, "max_logprob_difference", ScriptedServer.differs)
+    monkeypatch.setattr(supervisor, "_WATCH_S", 0.01)
     for name, value in (("started", []), ("probed", []), ("difference", 0.0)):
         monkeypatch.setattr(ScriptedServer, name, value)
     monkeypatch.setattr(ScriptedChannel, "deaths", 0)
@@ -122,11 +121,11 @@ def open_registry(run: Path) -> FolderRegistry:
         folder = f"versions/{number:06d}"
         sha256 = sha256_file(run / folder / "model.safetensors")
         registry.add(PolicyVersion(number=number, parent=number - 1 if number else None, folder=folder, sha256=sha256))
-    registry.set_state(0, served.VersionState.SERVING)
+    registry.set_state(0, supervisor.VersionState.SERVING)
     return registry
 
 
-async def swap_once(run: Path, *, startup_timeout_s: float = 60.0) -> tuple[served.ServedPolicy, SwapReport]:
+async def swap_once(run: Path, *, startup_timeout_s: float = 60.0) -> tuple[supervisor.SupervisedServer, SwapReport]:
     """Starts with version 0, swaps version 1 in under a watcher, and closes."""
     registry = open_registry(run)
     recipe = Recipe(
@@ -135,7 +134,7 @@ async def swap_once(run: Path, *, startup_timeout_s: float = 60.0) -> tuple[serv
         tasks=TasksConfig(family="unused:unused"),
         serving=ServingConfig(startup_timeout_s=startup_timeout_s),
     )
-    policy = served.ServedPolicy(recipe, run, registry)
+    policy = supervisor.SupervisedServer(recipe, run, registry)
     base, first = registry.get(0), registry.get(1)
     assert base is not None and first is not None
     await policy.start(base)
@@ -174,7 +173,7 @@ async def test_a_dead_server_that_nobody_replaces_ends_the_wait(tmp_path: Path, 
     async def no_watch(*_: object, **__: object) -> None:
         pass
 
-    monkeypatch.setattr(served.ServedPolicy, "watch", no_watch)
+    monkeypatch.setattr(supervisor.SupervisedServer, "watch", no_watch)
     ScriptedChannel.deaths = 1
     with pytest.raises(ServingError, match="not replaced"):
         await swap_once(tmp_path, startup_timeout_s=0.2)
@@ -185,7 +184,7 @@ async def test_requests_that_a_dying_server_never_received_wait_for_its_successo
     """None of them is a fault, however long it takes until the death is noticed: a fault costs an attempt."""
     registry = open_registry(tmp_path)
     recipe = Recipe(name="served", policy=PolicyConfig(model="unused"), tasks=TasksConfig(family="unused:unused"))
-    policy = served.ServedPolicy(recipe, tmp_path, registry)
+    policy = supervisor.SupervisedServer(recipe, tmp_path, registry)
     base = registry.get(0)
     assert base is not None
     await policy.start(base)
@@ -221,7 +220,7 @@ async def test_a_request_in_flight_says_whether_the_server_died(
     """A death costs each episode in flight an attempt, and is nothing that the policy can have provoked."""
     registry = open_registry(tmp_path)
     recipe = Recipe(name="served", policy=PolicyConfig(model="unused"), tasks=TasksConfig(family="unused:unused"))
-    policy = served.ServedPolicy(recipe, tmp_path, registry)
+    policy = supervisor.SupervisedServer(recipe, tmp_path, registry)
     base = registry.get(0)
     assert base is not None
     await policy.start(base)
@@ -233,7 +232,7 @@ async def test_a_request_in_flight_says_whether_the_server_died(
     monkeypatch.setattr(ScriptedClient, "generate", generate)
     with pytest.raises(ServingError) as caught:
         await policy.generate((1,), SamplingParams(max_tokens=4), request_id="r", timeout_s=5.0)
-    assert type(caught.value) is raised and fault(caught.value, stage="generate", turn=3).kind == raised.__name__
+    assert type(caught.value) is raised and failure_from_error(caught.value, stage="generate", turn=3).kind == raised.__name__
     await policy.close()
     registry.close()
 
@@ -243,10 +242,10 @@ async def test_a_request_in_flight_says_whether_the_server_died(
 async def test_restarts_count_until_a_server_has_worked_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sound_s: float
 ) -> None:
-    monkeypatch.setattr(served, "_RESTARTS", 2)
+    monkeypatch.setattr(supervisor, "_RESTARTS", 2)
     registry = open_registry(tmp_path)
     recipe = Recipe(name="served", policy=PolicyConfig(model="unused"), tasks=TasksConfig(family="unused:unused"))
-    policy = served.ServedPolicy(recipe, tmp_path, registry)
+    policy = supervisor.SupervisedServer(recipe, tmp_path, registry)
     policy._restarts = Restarts(sound_s=sound_s)
     base = registry.get(0)
     assert base is not None
@@ -273,7 +272,7 @@ async def test_a_server_that_is_stopped_for_another_version_is_not_taken_for_dea
     recipe = Recipe(name="served", policy=PolicyConfig(model="unused"), tasks=TasksConfig(family="unused:unused")).but(
         {"rollout": {"max_cache_use": 1}}
     )
-    policy = served.ServedPolicy(recipe, tmp_path, registry)
+    policy = supervisor.SupervisedServer(recipe, tmp_path, registry)
     base = registry.get(0)
     assert base is not None
     await policy.start(base)

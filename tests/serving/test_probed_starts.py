@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import codec
+from agentrl.config import JudgeServerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.errors import ServingError
-from agentrl.recipe import JudgeServerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
-from agentrl.records import PolicyVersion, Probe, SamplingParams
+from agentrl.gate.server import GateServer
+from agentrl.records import PolicyVersion, Probe, SamplingParams, codec
 from agentrl.serving import judge_server
 from agentrl.serving.control import ControlPlane
-from agentrl.serving.gate_server import GateServer
 from agentrl.serving.judge_server import JudgeServer
-from agentrl.serving.probe import disagreement_of_judge
-from agentrl.serving.replicas import ReplicatedPolicy
-from agentrl.serving.served import ServedPolicy
+from agentrl.serving.probe import judge_logprob_difference
+from agentrl.serving.server_pool import ServerPool
+from agentrl.serving.supervisor import SupervisedServer
 from agentrl.version import FolderRegistry
 from tests.serving.scripted_server import Call, scripted_server
 from tests.serving.test_loss_of_a_server import ScriptedServer, open_registry, scripted
@@ -36,19 +35,19 @@ def version(registry: FolderRegistry, number: int) -> PolicyVersion:
 
 async def test_a_server_is_probed_at_its_start_on_resume_after_its_death_and_going_back(tmp_path: Path) -> None:
     registry = open_registry(tmp_path)
-    policy = ServedPolicy(RECIPE, tmp_path, registry)
+    policy = SupervisedServer(RECIPE, tmp_path, registry)
     await policy.start(version(registry, 0))
     assert ScriptedServer.probed == [0]
     watcher = asyncio.create_task(policy.watch(on_loss=policy.close))
     ScriptedServer.started[-1].dead = True
-    await until(lambda: policy.restarts == 1 and policy.open)
+    await until(lambda: policy.restarts == 1 and policy.accepts_requests)
     assert ScriptedServer.probed == [0, 0]
     await policy.fall_back(version(registry, 0))
     assert ScriptedServer.probed == [0, 0, 0]
     watcher.cancel()
     await policy.close()
 
-    resumed = ServedPolicy(RECIPE, tmp_path, registry)
+    resumed = SupervisedServer(RECIPE, tmp_path, registry)
     await resumed.start(version(registry, 1))
     assert ScriptedServer.probed == [0, 0, 0, 1]
     await resumed.close()
@@ -59,9 +58,7 @@ async def test_a_server_is_probed_at_its_start_on_resume_after_its_death_and_goi
 async def test_every_server_of_a_run_is_probed(tmp_path: Path, kind: str) -> None:
     registry = open_registry(tmp_path)
     served = (
-        ReplicatedPolicy(RECIPE.but("serving.replicas=3"), tmp_path, registry)
-        if kind == "replicas"
-        else GateServer(RECIPE, tmp_path, registry)
+        ServerPool(RECIPE.but("serving.replicas=3"), tmp_path, registry) if kind == "replicas" else GateServer(RECIPE, tmp_path, registry)
     )
     await served.start(version(registry, 1))
     assert ScriptedServer.probed == [1] * len(ScriptedServer.started) and len(ScriptedServer.started) == (3 if kind == "replicas" else 1)
@@ -71,11 +68,11 @@ async def test_every_server_of_a_run_is_probed(tmp_path: Path, kind: str) -> Non
 
 async def test_nothing_is_sampled_by_weights_that_disagree_with_their_reference(tmp_path: Path) -> None:
     registry = open_registry(tmp_path)
-    policy = ServedPolicy(RECIPE.but("serving.startup_timeout_s=0.2"), tmp_path, registry)
+    policy = SupervisedServer(RECIPE.but("serving.startup_timeout_s=0.2"), tmp_path, registry)
     ScriptedServer.difference = 2.4
     with pytest.raises(ServingError, match=r"started with version 0 and differs by 2.4 nats from .*probe.json; .*probe_max_abs_diff=0.001"):
         await policy.start(version(registry, 0))
-    assert not policy.open
+    assert not policy.accepts_requests
     with pytest.raises(ServingError, match="did not come back"):
         await policy.generate([1], SamplingParams(max_tokens=1), request_id="a-0", timeout_s=1.0)
     await policy.close()
@@ -84,14 +81,14 @@ async def test_nothing_is_sampled_by_weights_that_disagree_with_their_reference(
 
 async def test_a_successor_that_disagrees_ends_the_run(tmp_path: Path) -> None:
     registry = open_registry(tmp_path)
-    policy = ServedPolicy(RECIPE, tmp_path, registry)
+    policy = SupervisedServer(RECIPE, tmp_path, registry)
     await policy.start(version(registry, 1))
     watcher = asyncio.create_task(policy.watch(on_loss=policy.close))
     ScriptedServer.difference = float("nan")
     ScriptedServer.started[-1].dead = True
     with pytest.raises(ServingError, match="differs by nan nats"):
         await asyncio.wait_for(watcher, 60)
-    assert not policy.open
+    assert not policy.accepts_requests
     await policy.close()
     registry.close()
 
@@ -100,25 +97,25 @@ async def test_version_0_waits_for_the_reference_that_a_learner_is_about_to_writ
     registry = open_registry(tmp_path)
     path = tmp_path / "versions" / "000000" / "probe.json"
     path.unlink()
-    policy = ServedPolicy(RECIPE, tmp_path, registry)
+    policy = SupervisedServer(RECIPE, tmp_path, registry)
     starting = asyncio.create_task(policy.start(version(registry, 0), await_probe=True))
     await until(lambda: ScriptedServer.started)
     await asyncio.sleep(0.1)
-    assert not starting.done() and not policy.open
+    assert not starting.done() and not policy.accepts_requests
     path.write_bytes(codec.to_json(Probe(token_ids=((1, 2),), logprobs=((-1.0,),))))
     await asyncio.wait_for(starting, 60)
-    assert ScriptedServer.probed == [0] and policy.open
+    assert ScriptedServer.probed == [0] and policy.accepts_requests
     await policy.close()
 
     path.unlink()
-    late = ServedPolicy(RECIPE.but("serving.startup_timeout_s=0.1"), tmp_path, registry)
+    late = SupervisedServer(RECIPE.but("serving.startup_timeout_s=0.1"), tmp_path, registry)
     with pytest.raises(ServingError, match=r"(?s)no probe.json after 0.1 s: the learner writes it .*logs/learner.log"):
         await late.start(version(registry, 0), await_probe=True)
     await late.close()
 
-    alone = ServedPolicy(RECIPE, tmp_path, registry)  # no run of agentrl made this model, and no learner is there
+    alone = SupervisedServer(RECIPE, tmp_path, registry)  # no run of agentrl made this model, and no learner is there
     await alone.start(version(registry, 0))
-    assert alone.open and ScriptedServer.probed == [0]
+    assert alone.accepts_requests and ScriptedServer.probed == [0]
     await alone.close()
     registry.close()
 
@@ -126,10 +123,10 @@ async def test_version_0_waits_for_the_reference_that_a_learner_is_about_to_writ
 async def test_a_reference_that_cannot_be_read_is_no_reason_to_serve_without(tmp_path: Path) -> None:
     registry = open_registry(tmp_path)
     (tmp_path / "versions" / "000000" / "probe.json").write_text("{")
-    policy = ServedPolicy(RECIPE, tmp_path, registry)
+    policy = SupervisedServer(RECIPE, tmp_path, registry)
     with pytest.raises(ServingError, match=r"probe.json cannot be read"):
         await policy.start(version(registry, 0))
-    assert not policy.open
+    assert not policy.accepts_requests
     await policy.close()
     registry.close()
 
@@ -137,14 +134,14 @@ async def test_a_reference_that_cannot_be_read_is_no_reason_to_serve_without(tmp
 @pytest.mark.parametrize(("difference", "serves"), [(0.001, True), (0.0010001, False), (-1.0, True)])
 async def test_the_tolerance_is_the_recipes_to_the_digit(tmp_path: Path, difference: float, serves: bool) -> None:
     registry = open_registry(tmp_path)
-    policy = ServedPolicy(RECIPE, tmp_path, registry)
+    policy = SupervisedServer(RECIPE, tmp_path, registry)
     ScriptedServer.difference = difference
     if serves:
         await policy.start(version(registry, 1))
     else:
         with pytest.raises(ServingError, match=r"differs by 0\.001 nats"):
             await policy.start(version(registry, 1))
-    assert policy.open is serves
+    assert policy.accepts_requests is serves
     await policy.close()
     registry.close()
 
@@ -165,7 +162,7 @@ async def test_a_judge_that_a_run_has_published_is_held_to_its_reference(
     async def differs(*_: object, **__: object) -> float:
         return difference
 
-    monkeypatch.setattr(judge_server, "disagreement_of_judge", differs)
+    monkeypatch.setattr(judge_server, "judge_logprob_difference", differs)
     config = JudgeServerConfig.model_validate({"model": "m", "dtype": dtype})
     control = ControlPlane("http://127.0.0.1:1")
     server = JudgeServer("mine", config, model=tmp_path, reward_model=False, folder=tmp_path, device="cpu")
@@ -189,13 +186,13 @@ async def test_a_judges_logprobs_are_read_from_its_completions() -> None:
 
     async with scripted_server(answer) as script:
         control = ControlPlane(script.url)
-        assert await disagreement_of_judge(control, "mine", probe, max_model_len=512, timeout_s=5.0) == 0.25
-        assert await disagreement_of_judge(control, "mine", probe, max_model_len=3, timeout_s=5.0) == 0.0, (
+        assert await judge_logprob_difference(control, "mine", probe, max_model_len=512, timeout_s=5.0) == 0.25
+        assert await judge_logprob_difference(control, "mine", probe, max_model_len=3, timeout_s=5.0) == 0.0, (
             "what its context has no room for"
         )
         await control.close()
     async with scripted_server(lambda call: {"choices": [{}]}) as script:
         control = ControlPlane(script.url)
         with pytest.raises(ServingError, match="malformed answer to the logprob probe of mine"):
-            await disagreement_of_judge(control, "mine", probe, max_model_len=512, timeout_s=5.0)
+            await judge_logprob_difference(control, "mine", probe, max_model_len=512, timeout_s=5.0)
         await control.close()

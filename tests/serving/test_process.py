@@ -16,7 +16,7 @@ from agentrl.errors import ServingError
 from agentrl.serving import VLLMServer
 from agentrl.testing.tiny_model import make_model, write_version
 from tests.serving.conftest import RECIPE
-from tests.serving.test_served import group_members, shared_memory
+from tests.serving.test_supervisor import group_members, shared_memory
 from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.vllm

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from agentrl.gateway.asked import Asked
 from agentrl.gateway.constraint import constraint
+from agentrl.gateway.request import CompletionRequest
 from agentrl.records import Completion
-from agentrl.sampling import CONSTRAINED_TOP_K, Sampling
+from agentrl.records.sampling import CONSTRAINED_TOP_K, Sampling
 from agentrl.testing.tiny_model import VOCABULARY, make_tokenizer, token_logprobs
 from tests.gateway.test_constraints import Form
 from tests.serving.conftest import Served
@@ -31,7 +31,7 @@ SHAPE = {
     "required": ["name", "size"],
     "additionalProperties": False,
 }
-ASKED = Asked(model="policy", system=(), messages=(), shape=SHAPE)
+ASKED = CompletionRequest(model="policy", system=(), messages=(), shape=SHAPE)
 LOOK = {"type": "function", "function": {"name": "look", "description": "", "parameters": SHAPE}}
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import codec
-from agentrl.records import Completion, SamplingParams, VersionState
-from agentrl.serving.replicas import ReplicatedPolicy
+from agentrl.records import Completion, SamplingParams, VersionState, codec
+from agentrl.serving.server_pool import ServerPool
 from agentrl.testing.tiny_model import make_model, make_probe, token_logprobs, write_version
 from agentrl.version import FolderRegistry
 from tests.serving.conftest import RECIPE
@@ -33,7 +32,7 @@ async def test_two_servers_are_one_policy_through_a_swap_and_a_death(tmp_path: P
         registry.add(replace(written, folder=f"versions/{folder.name}"))
     base, newer = registry.get(0), registry.get(1)
     assert base is not None and newer is not None
-    policy = ReplicatedPolicy(RECIPE.but("serving.replicas=2"), tmp_path, registry)
+    policy = ServerPool(RECIPE.but("serving.replicas=2"), tmp_path, registry)
     context: dict[str, list[int]] = {"e0": [*PROMPT], "e1": [*reversed(PROMPT)]}
 
     async def turn(episode: str, number: int, *, version: int) -> int:
@@ -45,7 +44,7 @@ async def test_two_servers_are_one_policy_through_a_swap_and_a_death(tmp_path: P
         expected = token_logprobs(models[version], (*ids, *answer.token_ids))[len(ids) - 1 :]
         assert answer.logprobs == pytest.approx(expected, abs=1e-3)
         context[episode] = [*ids, *answer.token_ids]
-        at = policy._routing.where(episode)
+        at = policy._routing.replica_of(episode)
         assert at is not None
         return at
 

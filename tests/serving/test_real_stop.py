@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import codec
+from agentrl.base.liveness import Liveness
 from agentrl.errors import ServingError
-from agentrl.liveness import Liveness
-from agentrl.records import Completion, SamplingParams, VersionState
-from agentrl.serving.served import ServedPolicy
+from agentrl.records import Completion, SamplingParams, VersionState, codec
+from agentrl.serving.supervisor import SupervisedServer
 from agentrl.testing.tiny_model import make_model, make_probe, token_logprobs, write_version
 from agentrl.version import FolderRegistry
 from tests.serving.conftest import RECIPE
-from tests.serving.test_served import group_members
+from tests.serving.test_supervisor import group_members
 from tests.waiting import until
 
 pytestmark = pytest.mark.vllm
@@ -37,7 +36,7 @@ async def test_a_stopped_engine_is_replaced_and_weights_that_disagree_never_serv
     base = registry.get(0)
     assert base is not None
     alerts: list[str] = []
-    policy = ServedPolicy(RECIPE, tmp_path, registry, alert=alerts.append)
+    policy = SupervisedServer(RECIPE, tmp_path, registry, alert=alerts.append)
 
     async def ask(number: int, tokens: int) -> Completion:
         return await policy.generate(PROMPT, SamplingParams(max_tokens=tokens), request_id=f"e{number}-0", timeout_s=300.0)
@@ -61,7 +60,7 @@ async def test_a_stopped_engine_is_replaced_and_weights_that_disagree_never_serv
         lost = asyncio.create_task(ask(1000, 8))
         assert await server.control.healthy(timeout_s=15.0), "its routes know nothing of it"
         await until(lambda: policy.restarts == 1, 300.0)
-        await until(lambda: policy.open, 400.0)
+        await until(lambda: policy.accepts_requests, 400.0)
         assert "has made no progress for" in alerts[0] and "restart 1 of at most 5" in alerts[0]
         await asyncio.gather(lost, return_exceptions=True)
         answer = await ask(1001, 8)
@@ -75,7 +74,7 @@ async def test_a_stopped_engine_is_replaced_and_weights_that_disagree_never_serv
         os.killpg(server.pid, signal.SIGKILL)
         with pytest.raises(ServingError, match=r"started with version 0 and differs by .* nats from .*probe.json"):
             await asyncio.wait_for(asyncio.shield(watcher), 400)
-        assert not policy.open
+        assert not policy.accepts_requests
     finally:
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)

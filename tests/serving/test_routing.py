@@ -7,12 +7,12 @@ from collections import Counter
 
 import pytest
 
-from agentrl.serving.routing import Routing
+from agentrl.serving.routing import EpisodeRouter
 
 ALL = [0, 1, 2]
 
 
-def begin(routing: Routing, episode: str, tokens: int, *, able: list[int] | None = None, full: tuple[int, ...] = ()) -> int:
+def begin(routing: EpisodeRouter, episode: str, tokens: int, *, able: list[int] | None = None, full: tuple[int, ...] = ()) -> int:
     routing.begin(episode, episode.partition("-")[0])
     return routing.choose(episode, tokens, able=ALL if able is None else able, full=full)
 
@@ -20,7 +20,7 @@ def begin(routing: Routing, episode: str, tokens: int, *, able: list[int] | None
 @pytest.mark.parametrize("seed", range(20))
 def test_an_episode_stays_while_it_can_and_the_books_balance(seed: int) -> None:
     rng = random.Random(seed)
-    routing = Routing(3, apart=rng.choice([1, 4, 16]))
+    routing = EpisodeRouter(3, apart=rng.choice([1, 4, 16]))
     living: dict[str, tuple[int, int]] = {}  # where, and its longest context
     moves = 0
     for number in range(600):
@@ -49,20 +49,20 @@ def test_an_episode_stays_while_it_can_and_the_books_balance(seed: int) -> None:
 
 
 def test_groups_stay_together_and_replicas_fill_alike() -> None:
-    routing = Routing(3, apart=8)
+    routing = EpisodeRouter(3, apart=8)
     homes = {group: {begin(routing, f"g{group}-{member}", 100) for member in range(8)} for group in range(12)}
     assert all(len(home) == 1 for home in homes.values())
     assert Counter(replica for (replica,) in homes.values()) == {0: 4, 1: 4, 2: 4}
 
 
 def test_a_group_is_divided_where_one_replica_would_be_too_far_ahead() -> None:
-    routing = Routing(3, apart=8)
+    routing = EpisodeRouter(3, apart=8)
     at = Counter(begin(routing, f"g0-{member}", 100) for member in range(90))
     assert max(at.values()) - min(at.values()) <= 8 + 1 and set(at) == {0, 1, 2}
 
 
 def test_a_full_cache_gets_no_further_episode_while_another_has_room_and_keeps_those_it_has() -> None:
-    routing = Routing(3, apart=8)
+    routing = EpisodeRouter(3, apart=8)
     first = begin(routing, "g0-0", 100)
     assert begin(routing, "g0-1", 100, full=(first,)) != first
     assert routing.choose("g0-0", 200, able=ALL, full=(first,)) == first
@@ -70,9 +70,9 @@ def test_a_full_cache_gets_no_further_episode_while_another_has_room_and_keeps_t
 
 
 def test_whoever_loses_a_replica_goes_where_its_group_went_and_does_not_come_back() -> None:
-    routing = Routing(3, apart=8)
+    routing = EpisodeRouter(3, apart=8)
     assert [begin(routing, f"g{group}-{member}", 100) for group in range(3) for member in range(4)] == [0] * 4 + [1] * 4 + [2] * 4
     assert {routing.choose(f"g0-{member}", 150, able=[1, 2]) for member in range(4)} == {1}
     assert {routing.choose(f"g0-{member}", 160, able=ALL) for member in range(4)} == {1} and routing.moved == 4
     assert begin(routing, "g9-0", 100) == 0, "it takes new work again"
-    assert routing.choose("of no episode", 5, able=ALL) == 0 and routing.where("of no episode") is None
+    assert routing.choose("of no episode", 5, able=ALL) == 0 and routing.replica_of("of no episode") is None

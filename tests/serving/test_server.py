@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.config import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.errors import ServingError, UserError
-from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.serving import VLLMServer, serving_device
 from agentrl.serving import process as processes
 from agentrl.serving.control import ControlPlane
@@ -78,7 +78,9 @@ async def test_what_every_server_process_has_in_common(tmp_path: Path) -> None:
     assert pid is not None and scratch is not None
     try:
         assert await server.alive() and server.warmed == [2, 98] and os.listdir(scratch) == ["socket"]
-        assert server.read_s > 0 and server.liveness.needs_s == server.read_s * 100, "the deadline follows from the measured speed"
+        assert server.prompt_token_s > 0 and server.liveness.needs_s == server.prompt_token_s * 100, (
+            "the deadline follows from the measured speed"
+        )
         assert server.log_path.read_text().startswith("ready\n")
         os.kill(pid, signal.SIGKILL)
         await until(lambda: server._process is not None and server._process.returncode is not None)

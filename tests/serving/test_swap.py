@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import ServingError, SwapError
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import PolicyVersion, Probe
-from agentrl.sampling import Sampling
+from agentrl.records.sampling import Sampling
 from agentrl.serving import FileWeightChannel, VLLMServer
 from agentrl.serving.control import ControlPlane
-from agentrl.serving.probe import disagreement, disagreement_of_judge, next_differences, parse_prompt_logprobs
+from agentrl.serving.probe import judge_logprob_difference, max_logprob_difference, next_token_differences, parse_prompt_logprobs
 from agentrl.serving.swap import HotSwap
-from agentrl.weights import deltas
+from agentrl.version import deltas
 from tests.serving.scripted_server import HANG, Call, ScriptedServer, generated, scripted_server
 
 PROBE = Probe(token_ids=((1, 2, 3),), logprobs=((-1.0, -2.0),))
@@ -143,17 +143,17 @@ TOP_2 = Sampling(temperature=0.5, top_k=2, supports=True)
 def test_what_follows_a_row_is_compared_over_the_support_that_the_server_answers(
     theirs: dict[int, float], sampling: Sampling, worst: float
 ) -> None:
-    assert max(next_differences(after(theirs), OURS, sampling, 5)) == pytest.approx(worst, abs=1e-9)
+    assert max(next_token_differences(after(theirs), OURS, sampling, 5)) == pytest.approx(worst, abs=1e-9)
 
 
 def test_tokens_that_are_next_to_impossible_are_compared_too() -> None:
-    assert next_differences(after({4: 0.0, 5: -2000.0, 6: -9999.0}), {4: 0.0, 5: -2000.0}, TOP_2, 5) == [0.0, 0.0]
+    assert next_token_differences(after({4: 0.0, 5: -2000.0, 6: -9999.0}), {4: 0.0, 5: -2000.0}, TOP_2, 5) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("answer", [{}, after(), after({4: 0.0, 5: -9999.0}, {4: 0.0}), after({4: 0.0}), after({4: -1.0, 5: -9999.0})])
 def test_a_support_that_is_none_refuses_the_version(answer: Any) -> None:
     with pytest.raises(SwapError, match="version 5: malformed answer to the logprob probe"):
-        next_differences(answer, OURS, TOP_2, 5)
+        next_token_differences(answer, OURS, TOP_2, 5)
 
 
 async def test_the_probe_is_taken_at_the_setting_of_the_rollouts(tmp_path: Path) -> None:
@@ -291,8 +291,8 @@ async def test_what_refused_weights_sampled_is_void_also_if_the_server_cannot_go
             await swap(to, tmp_path, version)
         assert server.weights.on_probation is None
         with pytest.raises(ServingError, match=r"refused after the swap .version 5."):
-            await asyncio.wait_for(server.weights.settle([5]), timeout=5)
-        await server.weights.settle([0])
+            await asyncio.wait_for(server.weights.wait_verified([5]), timeout=5)
+        await server.weights.wait_verified([0])
         assert not await server.alive() and "gone" in server.end
 
 
@@ -304,7 +304,7 @@ async def test_what_refused_weights_sampled_is_void_and_new_requests_share_no_pr
         with pytest.raises(SwapError, match="differ by 7 nats"):
             await swap(to, tmp_path, version)
         with pytest.raises(ServingError, match=r"refused after the swap .version 5."):
-            await asyncio.wait_for(server.weights.settle([5, 0]), timeout=5)
+            await asyncio.wait_for(server.weights.wait_verified([5, 0]), timeout=5)
         assert server.weights.cache_salt.startswith("v0-") and server.weights.cache_salt != before
 
 
@@ -316,7 +316,7 @@ def delta(run_dir: Path, number: int, parent: int) -> PolicyVersion:
     save_file({"a": np.arange(64, dtype=np.float32)}, base / deltas.WEIGHTS)
     changed = run_dir / "whole.safetensors"
     save_file({"a": np.arange(64, dtype=np.float32) + (np.arange(64) == 7)}, changed)
-    made = deltas.encode(base / deltas.WEIGHTS, changed, folder, number=parent)
+    made = deltas.write_delta(base / deltas.WEIGHTS, changed, folder, number=parent)
     assert made is not None
     return PolicyVersion(number=number, parent=parent, folder=f"versions/{number}", sha256=made.sha256)
 
@@ -324,11 +324,11 @@ def delta(run_dir: Path, number: int, parent: int) -> PolicyVersion:
 async def test_a_delta_is_loaded_as_one_and_a_whole_file_beside_it_is_preferred(tmp_path: Path) -> None:
     version = delta(tmp_path, 5, 4)
     folder = tmp_path / version.folder
-    frames = (folder / deltas.FRAMES).stat().st_size
+    frames = (folder / deltas.DELTA_FILE).stat().st_size
     async with channel(tmp_path, Engine()) as (to, server, script):
         await swap(to, tmp_path, version)
         assert script.paths() == [*EXCHANGE, "/inference/v1/generate"]
-        assert script.calls[2].body["update_info"] == {"folder": str(folder.resolve()), "files": {deltas.FRAMES: frames}}
+        assert script.calls[2].body["update_info"] == {"folder": str(folder.resolve()), "files": {deltas.DELTA_FILE: frames}}
         assert not (folder / deltas.WEIGHTS).exists()
         deltas.materialize(folder)
         await swap(to, tmp_path, version)
@@ -358,7 +358,7 @@ async def test_a_whole_file_beside_a_delta_is_what_is_checked(tmp_path: Path) ->
     version = delta(tmp_path, 5, 4)
     folder = tmp_path / version.folder
     deltas.materialize(folder)
-    (folder / deltas.FRAMES).unlink()
+    (folder / deltas.DELTA_FILE).unlink()
     async with channel(tmp_path, Engine()) as (to, server, script):
         await swap(to, tmp_path, version)
         calls = len(script.calls)
@@ -373,11 +373,11 @@ async def test_a_delta_that_is_not_the_published_one_never_reaches_the_server(tm
     version = delta(tmp_path, 5, 4)
     folder = tmp_path / version.folder
     if what == "frames":
-        (folder / deltas.FRAMES).write_bytes(b"X" + (folder / deltas.FRAMES).read_bytes()[1:])
+        (folder / deltas.DELTA_FILE).write_bytes(b"X" + (folder / deltas.DELTA_FILE).read_bytes()[1:])
     elif what == "record":
-        (folder / deltas.RECORD).write_text("{")
+        (folder / deltas.DELTA_RECORD).write_text("{")
     elif what == "missing":
-        (folder / deltas.FRAMES).unlink()
+        (folder / deltas.DELTA_FILE).unlink()
     else:
         version = PolicyVersion(number=5, parent=4, folder=version.folder, sha256="0" * 64)
     async with channel(tmp_path, Engine()) as (to, _, script):
@@ -408,8 +408,8 @@ async def test_an_adapter_is_checked_against_its_own_file(tmp_path: Path, there:
 
 async def test_an_empty_probe_differs_by_nothing_and_equal_logprobs_too(tmp_path: Path) -> None:
     async with channel(tmp_path, Engine()) as (_, server, _):
-        assert await disagreement(server, 0, Probe(token_ids=(), logprobs=())) == 0.0
-        assert await disagreement(server, 0, PROBE) == 0.0
+        assert await max_logprob_difference(server, 0, Probe(token_ids=(), logprobs=())) == 0.0
+        assert await max_logprob_difference(server, 0, PROBE) == 0.0
 
 
 @pytest.mark.parametrize("answer", [{}, [], {"choices": []}, {"choices": [{"weight_versions": [{}]}], "prompt_logprobs": [None]}])
@@ -426,9 +426,9 @@ async def test_a_judge_is_probed_as_far_as_its_context_goes() -> None:
     probe = Probe(token_ids=((1, 2, 3, 4, 5, 6), (7, 8)), logprobs=((-1.0, -1.25, -9.0, -9.0, -9.0), (-1.0,)))
     async with scripted_server(answer) as script:
         control = ControlPlane(script.url)
-        assert await disagreement_of_judge(control, "judge", probe, max_model_len=4, timeout_s=5) == 0.25
+        assert await judge_logprob_difference(control, "judge", probe, max_model_len=4, timeout_s=5) == 0.25
         empty = Probe(token_ids=(), logprobs=())
-        assert await disagreement_of_judge(control, "judge", empty, max_model_len=4, timeout_s=5) == 0.0
+        assert await judge_logprob_difference(control, "judge", empty, max_model_len=4, timeout_s=5) == 0.0
         await control.close()
         asked = {"model": "judge", "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         assert [call.body for call in script.calls] == [{**asked, "prompt": [1, 2, 3]}, {**asked, "prompt": [7, 8]}]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.liveness import Liveness
+from agentrl.base.liveness import Liveness
 from agentrl.serving import process
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.process import ServerProcess
@@ -97,7 +97,7 @@ async def test_an_engine_that_stands_still_behind_healthy_routes_is_dead(tmp_pat
         assert await alive_for(server, 3 * SHORT_S), "idle servers are asked for a token, busy ones are looked at"
         engine.stopped = True
         assert not await alive_for(server, 20 * SHORT_S)
-        assert "the server has made no progress for" in server.end and "computing tokens" in server.end
+        assert "the server has made no progress for" in server.end_reason and "computing tokens" in server.end_reason
 
 
 async def test_a_server_that_gives_no_answer_is_judged_by_its_silence(tmp_path: Path) -> None:
@@ -108,14 +108,14 @@ async def test_a_server_that_gives_no_answer_is_judged_by_its_silence(tmp_path: 
         engine.silent = True
         assert await server.alive(), "one late answer is no death"
         assert not await alive_for(server, 20 * SHORT_S)
-        assert "no progress" in server.end
+        assert "no progress" in server.end_reason
 
 
 async def test_an_engine_that_reports_its_death_is_dead_at_once(tmp_path: Path) -> None:
     engine = Engine()
     async with serving(tmp_path, engine) as server:
         engine.dead = True
-        assert not await server.alive() and server.end == "its engine died"
+        assert not await server.alive() and server.end_reason == "its engine died"
 
 
 async def test_a_paused_server_computes_nothing_and_is_alive(tmp_path: Path) -> None:

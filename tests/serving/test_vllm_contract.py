@@ -78,8 +78,8 @@ def url(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[st
     app = FastAPI()
     app.include_router(router)
     app.state.engine_client = engine
-    monkeypatch.setenv(access.VARIABLE, KEY)
-    access.take_key()
+    monkeypatch.setenv(access.KEY_VARIABLE, KEY)
+    access.load_key()
     app.add_middleware(access.RequireKey)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)

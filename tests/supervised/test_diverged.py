@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import UserError
-from agentrl.supervised import demonstrations
+from agentrl.supervised import select_demonstrations
 from agentrl.testing.tiny_model import VOCABULARY, make_model, write_version
 from tests.supervised.test_tune import groups
 
@@ -15,10 +15,10 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_training_that_diverges_is_told_and_writes_nothing(tmp_path: Path) -> None:
-    from agentrl.supervised.tune import sft
+    from agentrl.supervised.tune import train_sft
 
     write_version(tmp_path, 0, make_model(0, vocabulary=VOCABULARY))
     base = next(path.parent for path in tmp_path.rglob("config.json"))
     with pytest.raises(UserError, match=r"diverged.*\n.*lower --lr"):
-        sft(demonstrations(groups()), base, tmp_path / "out", epochs=3, lr=1e30, batch=8, seed=0)
+        train_sft(select_demonstrations(groups()), base, tmp_path / "out", epochs=3, lr=1e30, batch=8, seed=0)
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from agentrl.supervised import demonstrations, preferences
+from agentrl.supervised import select_demonstrations, select_preferences
 from agentrl.testing.tiny_model import VOCABULARY, make_model, write_version
 from tests.supervised.test_tune import groups
 
@@ -42,12 +42,12 @@ def test_a_bfloat16_model_ends_where_the_same_one_in_float32_does_rounded_once(t
     from agentrl.supervised import tune
 
     train, kind, data, options = {
-        "sft": (tune.sft, transformers.AutoModelForCausalLM, demonstrations(groups()), {}),
-        "dpo": (tune.dpo, transformers.AutoModelForCausalLM, preferences(groups()), {"beta": 0.1}),
+        "sft": (tune.train_sft, transformers.AutoModelForCausalLM, select_demonstrations(groups()), {}),
+        "dpo": (tune.train_dpo, transformers.AutoModelForCausalLM, select_preferences(groups()), {"beta": 0.1}),
         "reward": (
-            tune.reward_model,
+            tune.train_reward_model,
             transformers.AutoModelForSequenceClassification,
-            preferences(groups()),
+            select_preferences(groups()),
             {"lr": 1e-3},
         ),  # it must learn
     }[way]

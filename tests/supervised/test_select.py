@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentrl.records import Group
-from agentrl.supervised import demonstrations, preferences
+from agentrl.supervised import select_demonstrations, select_preferences
 from agentrl.supervised.select import IGNORED
 from tests.learner.building import episode, scored, turn
 
@@ -23,23 +23,23 @@ def group(index: int, *attempts: object) -> Group:
 
 def test_the_best_and_shortest_attempt_is_imitated_and_tool_output_is_no_target() -> None:
     made = group(0, attempt("a", [4, 5, 6], 1.0), attempt("b", [4, 5], 1.0), attempt("c", [4], 0.5))
-    (row,) = demonstrations([made])
+    (row,) = select_demonstrations([made])
     assert row["input_ids"] == [1, 2, 3, 4, 5, 50, 51, 9]
     assert row["labels"] == [IGNORED, IGNORED, IGNORED, 4, 5, IGNORED, IGNORED, 9]
-    assert len(demonstrations([made], per_task=5)) == 2
-    assert len(demonstrations([made], min_score=0.5, per_task=5)) == 3
-    assert demonstrations([group(1, attempt("d", [4], 0.0))]) == []
+    assert len(select_demonstrations([made], per_task=5)) == 2
+    assert len(select_demonstrations([made], min_score=0.5, per_task=5)) == 3
+    assert select_demonstrations([group(1, attempt("d", [4], 0.0))]) == []
 
 
 def test_the_same_attempt_twice_is_one_demonstration() -> None:
     made = group(0, attempt("a", [4, 5], 1.0), attempt("b", [4, 5], 1.0), attempt("c", [4, 7], 1.0))
-    assert [row["input_ids"][4] for row in demonstrations([made], per_task=5)] == [5, 7]
+    assert [row["input_ids"][4] for row in select_demonstrations([made], per_task=5)] == [5, 7]
 
 
 def test_pairs_are_of_one_task_with_scores_apart_and_no_attempt_is_in_two() -> None:
     made = group(0, attempt("a", [4], 1.0), attempt("b", [5], 0.0), attempt("c", [6], 0.9), attempt("d", [7], 0.6))
-    (pair,) = preferences([made, group(1, attempt("e", [8], 0.0))], margin=0.5)
+    (pair,) = select_preferences([made, group(1, attempt("e", [8], 0.0))], margin=0.5)
     assert (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids) == ((1, 2, 3), (4, 50, 51, 9), (5, 50, 51, 9))
     assert pair.chosen_mask == (True, False, False, True)
     assert (pair.task_key, pair.margin) == ("k0", 1.0)
-    assert [found.margin for found in preferences([made], margin=0.2)] == [1.0, 0.30000000000000004]
+    assert [found.margin for found in select_preferences([made], margin=0.2)] == [1.0, 0.30000000000000004]

@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from agentrl.errors import UserError
+from agentrl.judge.labels import TextPreference
+from agentrl.judge.reward_record import load_record
 from agentrl.records import Group
-from agentrl.reward.judges.reward_record import load
-from agentrl.supervised import demonstrations, preferences
-from agentrl.supervised.select import TextPreference
+from agentrl.supervised import select_demonstrations, select_preferences
 from agentrl.testing.tiny_model import VOCABULARY, make_model, write_version
 from tests.learner.building import episode, scored, turn
 
@@ -55,45 +55,45 @@ def preference(folder: Path) -> float:
 
 
 def test_imitation(model: Path, tmp_path: Path) -> None:
-    from agentrl.supervised.tune import sft
+    from agentrl.supervised.tune import train_sft
 
-    rows = demonstrations(groups())
-    sft(rows, model, tmp_path / "out", epochs=8, lr=3e-3, batch=8, seed=0)
+    rows = select_demonstrations(groups())
+    train_sft(rows, model, tmp_path / "out", epochs=8, lr=3e-3, batch=8, seed=0)
     assert preference(tmp_path / "out") > preference(model) + 2
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     assert not list(tmp_path.glob(".*part"))
     with pytest.raises(UserError, match="does not hold an episode"):
-        sft([], model, tmp_path / "none", epochs=1, lr=1e-3, batch=8, seed=0)
+        train_sft([], model, tmp_path / "none", epochs=1, lr=1e-3, batch=8, seed=0)
 
 
 def test_direct_preference_optimization_leaves_tool_output_alone(model: Path, tmp_path: Path) -> None:
-    from agentrl.supervised.tune import _masked_collator, dpo
+    from agentrl.supervised.tune import _masked_collator, train_dpo
 
-    pairs = preferences(groups())
-    loss = dpo(pairs, model, tmp_path / "out", beta=0.1, epochs=6, lr=1e-3, batch=8, seed=0)
+    pairs = select_preferences(groups())
+    loss = train_dpo(pairs, model, tmp_path / "out", beta=0.1, epochs=6, lr=1e-3, batch=8, seed=0)
     assert loss < 0.6 and preference(tmp_path / "out") > preference(model) + 1
     row = {"prompt_ids": [1, 2], "chosen_ids": [3, 4, 5], "rejected_ids": [6], "chosen_mask": [1, 0, 1], "rejected_mask": [1]}
     assert _masked_collator(0)([row])["completion_mask"].tolist() == [[0, 0, 1, 0, 1], [0, 0, 1, 0, 0]]
 
 
 def test_reward_model(model: Path, tmp_path: Path) -> None:
-    from agentrl.supervised.tune import reward_model
+    from agentrl.supervised.tune import train_reward_model
 
-    reward_model(preferences(groups()), model, tmp_path / "out", epochs=8, lr=1e-3, batch=8, seed=0)
+    train_reward_model(select_preferences(groups()), model, tmp_path / "out", epochs=8, lr=1e-3, batch=8, seed=0)
     judge = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     prompt = [201, 202, 203]
     with torch.no_grad():
         scores = [judge(torch.tensor([prompt + words + [30, 31, 40]])).logits.item() for words in (GOOD, BAD)]
     assert scores[0] > scores[1] + 0.5
-    record = load(tmp_path / "out")
+    record = load_record(tmp_path / "out")
     assert record.shows == () and record.value(scores[0]) > 0.5 > record.value(scores[1])
     texts = [TextPreference(chosen=f"answer {number}: yes", rejected=f"answer {number}: no") for number in range(24)]
-    reward_model(texts, model, tmp_path / "text", epochs=8, lr=1e-3, batch=8, seed=0, shows=("answer",))
-    assert load(tmp_path / "text").shows == ("answer",)
+    train_reward_model(texts, model, tmp_path / "text", epochs=8, lr=1e-3, batch=8, seed=0, shows=("answer",))
+    assert load_record(tmp_path / "text").shows == ("answer",)
     read, tokenizer = (
         transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "text"),
         transformers.AutoTokenizer.from_pretrained(tmp_path / "text"),
     )
     with torch.no_grad():
         yes, no = (read(**tokenizer(f"answer 99: {word}", return_tensors="pt")).logits.item() for word in ("yes", "no"))
-    assert load(tmp_path / "text").value(yes) > 0.5 > load(tmp_path / "text").value(no)
+    assert load_record(tmp_path / "text").value(yes) > 0.5 > load_record(tmp_path / "text").value(no)

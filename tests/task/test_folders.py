@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import codec
-from agentrl.contract.grading import grading_of
-from agentrl.contract.outputs import WHOLE
+from agentrl.config import TasksConfig
 from agentrl.errors import RecipeError, TaskError, UserError
-from agentrl.recipe import TasksConfig
-from agentrl.records import Split, Task
+from agentrl.records import Split, Task, codec
 from agentrl.task import TaskFolders, open_family
+from agentrl.task.grading import grading_of
+from agentrl.task.outputs import WHOLE_DIRECTORY
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "the hidden truth"
@@ -82,7 +81,7 @@ def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
     assert (task.sandbox.image, task.sandbox.memory_mb, task.sandbox.cpus, task.sandbox.processes) == ("family", 64, 2.0, 12)
     assert (task.limits.wall_s, task.limits.turns) == (90.0, 5)
     plan = grading_of(task)
-    assert (plan.mode, plan.timeout_s, plan.expected()) == ("judge", 20.0, ("test_it.py::test_it",))
+    assert (plan.mode, plan.timeout_s, plan.test_names()) == ("judge", 20.0, ("test_it.py::test_it",))
     assert [run.stdin_file for run in plan.runs] == ["input.txt"]
     assert task.data["kind"] == "demo"
     assert codec.from_json(Task, codec.to_json(task)).key == task.key
@@ -284,9 +283,9 @@ def test_a_harbor_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     folder = harbors(tmp_path / "family", "one", toml.replace('version = "1.0"', 'schema_version = "1.4"\nartifacts = []'))
     write(folder, {"LICENSE": "x", "NOTES.md": "x", "environment/files/a.txt": "part of the build context, as any other"})
     task = only(tmp_path / "family")
-    assert (task.outputs, task.contents(), task.tools) == ((WHOLE,), {}, ("shell", "python", "submit"))
+    assert (task.outputs, task.contents(), task.tools) == ((WHOLE_DIRECTORY,), {}, ("shell", "python", "submit"))
     assert (task.sandbox.memory_mb, task.sandbox.disk_mb, task.sandbox.network) == (1536, 64, ("pypi.org:443",))
-    assert (grading_of(task).mode, grading_of(task).timeout_s, grading_of(task).expected()) == ("harbor", 1800.0, ("test.sh",))
+    assert (grading_of(task).mode, grading_of(task).timeout_s, grading_of(task).test_names()) == ("harbor", 1800.0, ("test.sh",))
     before = task.key
     write(folder, {"environment/app/a.txt": "2"})
     assert only(tmp_path / "family").key != before, "what the image is built from is a part of what the task is"

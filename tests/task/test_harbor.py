@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from agentrl.contract.leaks import leaks, truths
-from agentrl.contract.outputs import WHOLE, produce
-from agentrl.prove import cheats
-from agentrl.prove.check import GOLD, IMAGE, NOTHING, CaseResult, check_family
-from agentrl.prove.image_files import image_files
-from agentrl.prove.source import FamilySource
-from agentrl.recipe import SandboxConfig, TasksConfig
+from agentrl.check import cheats
+from agentrl.check.check import GOLD, IMAGE, NOTHING, CaseResult, check_family
+from agentrl.check.family_source import FamilySource
+from agentrl.check.image_files import image_files
+from agentrl.config import SandboxConfig, TasksConfig
 from agentrl.records import Episode, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.sandbox import builds, docker, images, select_backend
 from agentrl.task import TaskFolders
+from agentrl.task.leaks import find_leaks, hidden_truths
+from agentrl.task.outputs import WHOLE_DIRECTORY, run_and_collect
 
 ROOT = Path(__file__).resolve().parents[2]
 BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=[pytest.mark.bubblewrap, pytest.mark.docker])]
@@ -96,7 +96,7 @@ else
   echo 0 > /logs/verifier/reward.txt
 fi
 """,
-    "tests/contract/test_outputs.py": """import subprocess
+    "tests/task/test_outputs.py": """import subprocess
 from pathlib import Path
 
 
@@ -149,8 +149,8 @@ def family(tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> Iterat
     api = docker.client()
     for path in folder.iterdir():
         image = images.load_image(path / "environment")
-        for tag in (image.tag, image.built, f"{image.built}-unchecked"):
-            if builds.has(api, tag):
+        for tag in (image.tag, image.built_tag, f"{image.built_tag}-unchecked"):
+            if builds.has_image(api, tag):
                 api.remove_image(tag, force=True)
 
 
@@ -196,8 +196,8 @@ async def test_a_solution_that_an_image_brings_is_found(backend: Any, family: Pa
         for name, wanted in (("count", {("old.sh", "solution/solve.sh", True)}), ("greet", set())):
             await sandboxes.prepare(found[name].sandbox)
             shown = await image_files(found[name].sandbox, sandboxes)
-            sure = [leak for leak in leaks(shown.files, truths(found[name])) if leak.sure]
-            assert {(Path(leak.path).name, leak.truth.origin, leak.sure) for leak in sure} == wanted
+            sure = [leak for leak in find_leaks(shown.files, hidden_truths(found[name])) if leak.certain]
+            assert {(Path(leak.path).name, leak.truth.origin, leak.certain) for leak in sure} == wanted
     finally:
         await sandboxes.close()
 
@@ -214,11 +214,11 @@ print(subprocess.run(["sh", "-c", "echo $LEVELS; touch /opt/agentrl/start/x /usr
 @pytest.mark.parametrize("backend", BOTH)
 async def test_what_the_dockerfile_says_reaches_the_agent_and_what_it_changed_is_taken(backend: Any, family: Path) -> None:
     task = tasks(family)["count"]
-    assert (task.outputs, task.files, task.tools) == ((WHOLE,), {}, ("shell", "python", "submit"))
+    assert (task.outputs, task.files, task.tools) == ((WHOLE_DIRECTORY,), {}, ("shell", "python", "submit"))
     assert (task.sandbox.memory_mb, task.sandbox.disk_mb, task.sandbox.network) == (256, 10240, ())
     sandboxes = select_backend(backend, run_label="test", root=family.parent)
     try:
-        result, taken = await produce(task, LOOK, sandboxes, timeout_s=120)
+        result, taken = await run_and_collect(task, LOOK, sandboxes, timeout_s=120)
         assert result.ok, result
         first, second, third = result.stdout.splitlines()
         path = "/opt/tools:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -229,7 +229,7 @@ async def test_what_the_dockerfile_says_reaches_the_agent_and_what_it_changed_is
         assert taken.removed == ("notes.txt",) and set(taken.refused) == {"p"}
 
         forged = "import os\nfor name in ('reward.txt', 'reward.json'):\n    open('/logs/verifier/' + name, 'w').write('1')\n"
-        _, taken = await produce(task, forged + "open('x', 'w')", sandboxes, timeout_s=120)
+        _, taken = await run_and_collect(task, forged + "open('x', 'w')", sandboxes, timeout_s=120)
         score = TaskScorer(sandboxes=sandboxes)
         for outputs in (taken.files, {"count.py": forged.encode()}, {"count.py": b"exit(1)"}):
             cheat = Episode(id="e", task_id=task.id, task_key=task.key, trajectories=(), outputs=outputs)
@@ -262,5 +262,5 @@ async def test_what_no_sandbox_can_have_is_told_when_the_image_is_made(family: P
         image = images.load_image(family / "greet" / "environment")
         with pytest.raises(ValueError, match=says):
             docker.ensure_image(image)
-        assert not builds.has(docker.client(), image.tag)
-        docker.client().remove_image(f"{image.built}-unchecked", force=True)
+        assert not builds.has_image(docker.client(), image.tag)
+        docker.client().remove_image(f"{image.built_tag}-unchecked", force=True)

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from agentrl.config import TasksConfig
 from agentrl.errors import PluginError, TaskError
-from agentrl.recipe import TasksConfig
 from agentrl.records import Message, SandboxSpec, Split, Task
 from agentrl.task import GroupSchedule, open_family, sandbox_specs
 

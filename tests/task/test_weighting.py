@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
-from agentrl.files import json_line
-from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Split, Task
-from agentrl.rollout import left_out_group
-from agentrl.sections.tasks import WeightingConfig
-from agentrl.task import GroupSchedule, Record, Taught, Weights
+from agentrl.base.files import json_line
+from agentrl.config.tasks import WeightingConfig
+from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Split, Task, codec
+from agentrl.rollout import excluded_group
+from agentrl.task import GroupOutcome, GroupSchedule, TaskHistory, Weights
 from tests.task.test_schedule import Ten
 
 KINDS = ("easy", "even", "hard")
@@ -43,15 +42,15 @@ class Kinds:
         return ""
 
 
-def taught(index: int, *, kind: str = "easy", key: str = "", scores: Iterable[float] = (1.0, 1.0)) -> Taught:
+def taught(index: int, *, kind: str = "easy", key: str = "", scores: Iterable[float] = (1.0, 1.0)) -> GroupOutcome:
     episode = Episode(id="e", task_id="t", task_key="k", trajectories=())
     scored = tuple(ScoredEpisode(episode=episode, score=Score(value=score)) for score in scores)
     group = Group(index=index, task_id="t", task_key=key or f"key {index}", episodes=scored)
-    return Taught.of(replace(plain(Split.TRAIN, index), data={"kind": kind}), group)
+    return GroupOutcome.from_group(replace(plain(Split.TRAIN, index), data={"kind": kind}), group)
 
 
-def recorded(lines: Iterable[Taught], *, by_task: bool = False, **config: float) -> Weights:
-    record = Record(WeightingConfig(**config), min_group_size=2, by_task=by_task)
+def recorded(lines: Iterable[GroupOutcome], *, by_task: bool = False, **config: float) -> Weights:
+    record = TaskHistory(WeightingConfig(**config), min_group_size=2, by_task=by_task)
     record.add(lines)
     return record.weights()
 
@@ -66,12 +65,12 @@ def test_a_kind_is_weighed_by_its_newest_groups_against_the_best_one() -> None:
     lines += [taught(n, kind="hard", scores=(0.0,)) for n in range(20)]  # one attempt: what a fault left of the group
     weights = recorded(lines, window=8, least=0.05)
     assert weights.kinds == {"easy": 0.0, "even": pytest.approx(5 / 9 * 0.75)}
-    assert weights.of(of_kind("even")) == 1.0
-    assert weights.of(of_kind("easy")) == 0.05
-    assert weights.of(of_kind("hard")) == 1.0, "nothing is known of it"
+    assert weights.weight_of(of_kind("even")) == 1.0
+    assert weights.weight_of(of_kind("easy")) == 0.05
+    assert weights.weight_of(of_kind("hard")) == 1.0, "nothing is known of it"
     lines += [taught(n, kind="hard", scores=(0.0, 0.0)) for n in range(7)] + [taught(7, kind="hard", scores=(0.0, 1.0, 0.0, 0.0))]
-    assert recorded(lines, least=0.05).of(of_kind("hard")) == pytest.approx((2 / 9 * 7.75 / 8) / (5 / 9 * 0.75))
-    assert recorded([taught(0), taught(1, kind="even")]).of(of_kind("even")) == 1.0, "where nothing is left to learn, all are alike"
+    assert recorded(lines, least=0.05).weight_of(of_kind("hard")) == pytest.approx((2 / 9 * 7.75 / 8) / (5 / 9 * 0.75))
+    assert recorded([taught(0), taught(1, kind="even")]).weight_of(of_kind("even")) == 1.0, "where nothing is left to learn, all are alike"
 
 
 def test_scores_off_the_scale_are_at_its_ends() -> None:
@@ -84,7 +83,7 @@ def test_a_task_that_was_given_is_weighed_by_its_own_groups() -> None:
     lines = [taught(n, key=task.key, scores=(0.0, 0.0)) for n in range(2)] + [taught(n, scores=(0.0, 1.0)) for n in (2, 3)]
     weights = recorded(lines, by_task=True, least=0.01)
     assert weights.kinds == {"easy": 3 / 5 * 3 / 4}
-    assert weights.of(task) == pytest.approx((1 / 3) / (3 / 5 * 3 / 4)) and weights.of(other) == 1.0
+    assert weights.weight_of(task) == pytest.approx((1 / 3) / (3 / 5 * 3 / 4)) and weights.weight_of(other) == 1.0
     assert not recorded(lines).tasks, "the tasks of an endless family do not come again"
 
 
@@ -108,7 +107,7 @@ def test_where_all_are_passed_over_the_first_that_may_be_trained_on_is_given() -
 
 def test_a_line_is_read_as_it_was_written_and_no_other() -> None:
     line = taught(3, scores=(0.0, 0.25))
-    assert line.differs and Taught.read(json_line(codec.to_data(line))) == line
+    assert line.has_spread and GroupOutcome.from_line(json_line(codec.to_data(line))) == line
     whole = codec.to_data(line)
     wrong: Any
     for wrong in (
@@ -121,16 +120,16 @@ def test_a_line_is_read_as_it_was_written_and_no_other() -> None:
         {**whole, "counted": True},
         {**whole, "broken": 0},
     ):
-        assert Taught.read(json_line(wrong)) is None, wrong
+        assert GroupOutcome.from_line(json_line(wrong)) is None, wrong
     for key in whole:
-        assert Taught.read(json_line({**whole, key: None})) is None
-    assert all(Taught.read(line) is None for line in (b"", b"\xff", b"[" * 100_000, b"{"))
-    assert all(Taught.read(json_line({**whole, "lowest": number})) is None for number in (math.nan, 10**400))
+        assert GroupOutcome.from_line(json_line({**whole, key: None})) is None
+    assert all(GroupOutcome.from_line(line) is None for line in (b"", b"\xff", b"[" * 100_000, b"{"))
+    assert all(GroupOutcome.from_line(json_line({**whole, "lowest": number})) is None for number in (math.nan, 10**400))
 
 
 def test_a_kind_may_be_called_anything() -> None:
     assert len(taught(0, kind="x" * 10_000).kind) == 200
-    assert recorded([taught(n, kind="x" * 10_000) for n in range(3)]).of(of_kind("x" * 10_000)) == 1.0
+    assert recorded([taught(n, kind="x" * 10_000) for n in range(3)]).weight_of(of_kind("x" * 10_000)) == 1.0
 
 
 def test_a_broken_task_has_taught_nothing_and_one_that_a_fault_took_the_attempts_of_is_not_judged() -> None:
@@ -138,10 +137,10 @@ def test_a_broken_task_has_taught_nothing_and_one_that_a_fault_took_the_attempts
     broken = Failure(stage="task", blame=Blame.TASK, kind="quarantined", message="no such image")
     lost = replace(broken, blame=Blame.INFRASTRUCTURE)
     for failure, weight in ((broken, 0.1), (lost, 1.0)):
-        groups = [left_out_group(n, task.id, task.key, failure, size=4) for n in range(2)]
-        lines = [Taught.of(task, group) for group in groups]
-        assert recorded([*lines, taught(9, scores=(0.0, 1.0))]).of(task) == pytest.approx(weight)
-        assert [Taught.read(json_line(codec.to_data(line))) for line in lines] == lines
+        groups = [excluded_group(n, task.id, task.key, failure, size=4) for n in range(2)]
+        lines = [GroupOutcome.from_group(task, group) for group in groups]
+        assert recorded([*lines, taught(9, scores=(0.0, 1.0))]).weight_of(task) == pytest.approx(weight)
+        assert [GroupOutcome.from_line(json_line(codec.to_data(line))) for line in lines] == lines
 
 
 def test_a_task_that_cannot_be_made_is_given_no_more_often_for_being_next_to_others() -> None:

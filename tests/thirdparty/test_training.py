@@ -11,8 +11,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from agentrl import codec
-from agentrl.records import Group
+from agentrl.records import Group, codec
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [

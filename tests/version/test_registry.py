@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.base.files import folder_manifest, sha256_file
 from agentrl.errors import StoreError
-from agentrl.files import folder_manifest, sha256_file
 from agentrl.protocols import VersionRegistry
 from agentrl.records import ADAPTER, WHOLE_MODEL, PolicyVersion, VersionState
 from agentrl.version import FolderRegistry, rollback
@@ -203,7 +203,9 @@ def test_prune_lets_go_of_promotions_that_nothing_goes_back_to(registry: FolderR
         publish(registry, number)
         registry.set_state(number, PROMOTED)
     one = registry.get(7)
-    rollback.ask(registry.folder, rollback.Request(version=7, sha256=one.sha256, to=3, to_sha256=registry.get(3).sha256, reason="worse"))
+    rollback.request_rollback(
+        registry.folder, rollback.RollbackRequest(version=7, sha256=one.sha256, to=3, to_sha256=registry.get(3).sha256, reason="worse")
+    )
     assert registry.prune(keep=2) == (1, 2, 4, 5), "the two newest stay, and the one that a request goes back to"
     registry.verify(registry.get(3))
 

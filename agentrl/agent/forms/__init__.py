@@ -19,11 +19,11 @@ FORMS: Mapping[str, CallForm] = {
 }
 
 
-def named(name: str) -> CallForm:
+def call_form(name: str) -> CallForm:
     """The form of a name. Raises `UserError` with the names that there are."""
     if name not in FORMS:
         raise UserError(f"policy.tool_format={name}: there is no reader for it", fix=f"known are {', '.join(FORMS)}")
     return FORMS[name]
 
 
-__all__ = ["FORMS", "CallForm", "Frame", "Reading", "Schemas", "named"]
+__all__ = ["FORMS", "CallForm", "Frame", "Reading", "Schemas", "call_form"]

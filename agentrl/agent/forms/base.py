@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.agent.arguments import Allowed, Parameters
-from agentrl.agent.calls import MAX_CALLS, NotJson, Refused, read_json, too_many
+from agentrl.agent.calls import MAX_CALLS, CallError, InvalidJson, read_json, too_many
 from agentrl.records import ToolCall
 
 Schemas = Sequence[Mapping[str, Any]]
@@ -73,10 +73,10 @@ class Collected:
         """Makes a call, or keeps what is wrong with it; False where there was something wrong."""
         try:
             return self.add(make() if self.tried < MAX_CALLS else None, number=number)
-        except Refused as error:
+        except CallError as error:
             return self.add(error)
 
-    def add(self, call: ToolCall | Refused | None, *, number: str = "") -> bool:
+    def add(self, call: ToolCall | CallError | None, *, number: str = "") -> bool:
         """Adds a call or its error; None means that the turn has too many calls. Returns False if it was not a valid call."""
         self.tried += 1
         if isinstance(call, ToolCall):
@@ -84,7 +84,7 @@ class Collected:
             self.ids.append(number)
         elif call is not None:
             self.errors.append(str(call))
-        return not isinstance(call, Refused)
+        return not isinstance(call, CallError)
 
     def reading(self, content: str, *, thinking: str = "") -> Reading:
         told = (too_many(self.tried),) if self.tried > MAX_CALLS else ()
@@ -111,7 +111,7 @@ def value_of(text: str, allowed: Allowed) -> Any:
     """The value of an argument that is written without quotes: a string if the tool accepts it, else JSON; a string if it is not JSON.
 
     Where the schema says nothing, what reads as JSON is taken so, but for a JSON text: its quotes are the argument's own. Raises
-    `Refused` for JSON out of bounds.
+    `CallError` for JSON out of bounds.
     """
     kinds = allowed.kinds
     if kinds == {"string"}:
@@ -120,8 +120,8 @@ def value_of(text: str, allowed: Allowed) -> Any:
         return _PYTHONS[text][1]
     try:
         value = read_json(text)
-    except Refused as error:
-        if isinstance(error, NotJson) or ("string" in kinds and allowed.fits(text)):
+    except CallError as error:
+        if isinstance(error, InvalidJson) or ("string" in kinds and allowed.fits(text)):
             return text
         raise
     if value is None and "null" in kinds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from agentrl.agent.calls import MAX_CALLS, MAX_NAME, NOT_CLOSED, Refused, after, call_at, made_call, scan_json, skip_space
+from agentrl.agent.calls import MAX_CALLS, MAX_NAME, NOT_CLOSED, CallError, after, build_call, call_at, scan_json, skip_space
 from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas
 from agentrl.records import ToolCall
 
@@ -29,14 +29,14 @@ def read_v31(text: str, schemas: Schemas) -> Reading:
 def _read(text: str, scan: Callable[[str, int], tuple[tuple[str, Any], int]]) -> Reading:
     content, opened, _ = text.partition(CALLS[0])
     found = Collected()
-    call: ToolCall | Refused | None
+    call: ToolCall | CallError | None
     if not opened:
         return found.reading(content)
     at = skip_space(text, len(content) + len(opened))
     while text.startswith(CALL[0], at):
         body = at + len(CALL[0])
         if found.tried < MAX_CALLS:
-            call, end = call_at(text, body, CALL[1], scan, lambda one: made_call(*one))
+            call, end = call_at(text, body, CALL[1], scan, lambda one: build_call(*one))
         else:
             call, end = None, after(text, CALL[1], body)
         if end < 0:
@@ -59,7 +59,7 @@ def _read(text: str, scan: Callable[[str, int], tuple[tuple[str, Any], int]]) ->
 def _v31(text: str, at: int) -> tuple[tuple[str, Any], int]:
     name, at = _until(text, at, SEP)
     if not name:
-        raise Refused(f"tool call must be a tool's name, {SEP} and a JSON object")
+        raise CallError(f"tool call must be a tool's name, {SEP} and a JSON object")
     arguments, end = scan_json(text, at)
     return (name, arguments), end
 
@@ -68,14 +68,14 @@ def _v3(text: str, at: int) -> tuple[tuple[str, Any], int]:
     kind, at = _until(text, at, SEP)
     name, at = _until(text, at, "\n")
     if kind != "function" or not name:
-        raise Refused(f"tool call must be the word function, {SEP}, a tool's name, and its arguments in a ```json block")
+        raise CallError(f"tool call must be the word function, {SEP}, a tool's name, and its arguments in a ```json block")
     at = skip_space(text, at)
     if not text.startswith(_BLOCK[0], at):
-        raise Refused(_IN_A_BLOCK)
+        raise CallError(_IN_A_BLOCK)
     arguments, end = scan_json(text, at + len(_BLOCK[0]))
     end = skip_space(text, end)
     if not text.startswith(_BLOCK[1], end):
-        raise Refused(_IN_A_BLOCK, at=end)
+        raise CallError(_IN_A_BLOCK, at=end)
     return (name, arguments), end + len(_BLOCK[1])
 
 

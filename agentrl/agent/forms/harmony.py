@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from agentrl.agent.calls import MAX_CALLS, MAX_NAME, Refused, made_call, scan_json, skip_space
+from agentrl.agent.calls import MAX_CALLS, MAX_NAME, CallError, build_call, scan_json, skip_space
 from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas
 from agentrl.records import ToolCall
 
@@ -41,7 +41,7 @@ def read_harmony(text: str, schemas: Schemas) -> Reading:
             break
         try:
             channel, recipient = _head(text[at:begun], first=at == 0)
-        except Refused as error:
+        except CallError as error:
             found.errors.append(str(error))
             break
         body = begun + len(MESSAGE)
@@ -54,24 +54,25 @@ def read_harmony(text: str, schemas: Schemas) -> Reading:
 
 
 def _head(header: str, *, first: bool) -> tuple[str, str]:
-    """Channel and recipient of a message. Raises `Refused` for one that is not the assistant's: results of tools are nobody's to write."""
+    """Channel and recipient of a message. Raises `CallError` for one that is not the assistant's: results of tools are nobody's to
+    write."""
     if len(header) > _MOST_HEADER:
-        raise Refused(f"the header of a message has {len(header)} characters; it may have {_MOST_HEADER}")
+        raise CallError(f"the header of a message has {len(header)} characters; it may have {_MOST_HEADER}")
     started = header.strip().startswith(START)
     if not started and not first:
-        raise Refused("after the end of a message comes <|start|>assistant, or the end of the turn")
+        raise CallError("after the end of a message comes <|start|>assistant, or the end of the turn")
     found = _HEADER.fullmatch(header.strip().removeprefix(START))
     if found is None:
-        raise Refused(f"the header of a message cannot be read: {ascii(header)[:120]}")
+        raise CallError(f"the header of a message cannot be read: {ascii(header)[:120]}")
     if found["role"] != ("assistant" if started else ""):
-        raise Refused(f"a turn holds messages of the assistant alone, not of {found['role'][:40] or 'nobody'}")
+        raise CallError(f"a turn holds messages of the assistant alone, not of {found['role'][:40] or 'nobody'}")
     if found["early"] and found["late"]:
-        raise Refused("a message has one recipient")
+        raise CallError("a message has one recipient")
     recipient = found["early"] or found["late"] or ""
     if found["channel"] not in (None, "analysis", "commentary", "final"):
-        raise Refused(f"the channels are analysis, commentary and final; {found['channel'][:40]} is none of them")
+        raise CallError(f"the channels are analysis, commentary and final; {found['channel'][:40]} is none of them")
     if recipient and found["kind"] not in ("", "json"):
-        raise Refused(f"the arguments of a call are json, not {found['kind'][:40]}")
+        raise CallError(f"the arguments of a call are json, not {found['kind'][:40]}")
     return found["channel"] or "", recipient
 
 
@@ -84,8 +85,8 @@ def _take(text: str, at: int, recipient: str, found: Collected) -> int:
         arguments, end = scan_json(text, at)
         end = skip_space(text, end)
         if end < len(text) and not _CLOSE.match(text, end):
-            raise Refused(f"unexpected text after the arguments of a call: {text[end : end + 40]!a}", at=end)
-    except Refused as error:
+            raise CallError(f"unexpected text after the arguments of a call: {text[end : end + 40]!a}", at=end)
+    except CallError as error:
         found.add(error)
         return max(at, error.at)
     found.take(lambda: _call(recipient, arguments))
@@ -95,8 +96,8 @@ def _take(text: str, at: int, recipient: str, found: Collected) -> int:
 def _call(recipient: str, arguments: Any) -> ToolCall:
     name = _NAME.fullmatch(recipient)
     if name is None:
-        raise Refused(f"tools are called as functions.NAME, not as {ascii(recipient)[:80]}")
-    return made_call(name[1], arguments)
+        raise CallError(f"tools are called as functions.NAME, not as {ascii(recipient)[:80]}")
+    return build_call(name[1], arguments)
 
 
 HARMONY = CallForm(

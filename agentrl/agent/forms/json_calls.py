@@ -6,7 +6,7 @@ import re
 from functools import partial
 from typing import Any
 
-from agentrl.agent.calls import MAX_CALLS, OPEN, NotJson, Refused, call_of, read_calls, scan_json
+from agentrl.agent.calls import MAX_CALLS, OPEN, CallError, InvalidJson, call_from_object, read_calls, scan_json
 from agentrl.agent.forms.base import CallForm, Collected, Frame, Reading, Schemas
 from agentrl.records import ToolCall
 
@@ -36,9 +36,9 @@ def read_llama3(text: str, schemas: Schemas) -> Reading:
         end = at
         try:
             data, end = scan_json(body, at)
-        except Refused as error:
+        except CallError as error:
             found.add(error)
-            if isinstance(error, NotJson) or error.at <= at:  # the rest of the call and the text after it cannot be separated
+            if isinstance(error, InvalidJson) or error.at <= at:  # the rest of the call and the text after it cannot be separated
                 return found.reading("")
             end = error.at
         else:
@@ -55,7 +55,7 @@ def _is_call(body: str) -> bool:
         return False
     try:
         data, _ = scan_json(body, 0)
-    except Refused:
+    except CallError:
         return _BROKEN.match(body) is not None
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         return False
@@ -64,7 +64,7 @@ def _is_call(body: str) -> bool:
 
 def _llama3(data: Any) -> ToolCall:
     other = isinstance(data, dict) and "parameters" not in data and "arguments" in data
-    return call_of(data, key="arguments" if other else "parameters")
+    return call_from_object(data, key="arguments" if other else "parameters")
 
 
 HERMES = CallForm(

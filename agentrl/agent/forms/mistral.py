@@ -6,7 +6,7 @@ import re
 from functools import partial
 from typing import Any
 
-from agentrl.agent.calls import MAX_CALLS, MAX_NAME, NOT_CLOSED, Refused, after, call_of, made_call, scan_json, skip_space
+from agentrl.agent.calls import MAX_CALLS, MAX_NAME, NOT_CLOSED, CallError, after, build_call, call_from_object, scan_json, skip_space
 from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas
 from agentrl.records import ToolCall
 
@@ -41,8 +41,8 @@ def _each_named(text: str, at: int, found: Collected) -> None:
             arguments, at = scan_json(text, at)
             at = skip_space(text, at)
             if at < len(text) and not text.startswith(CALLS, at):
-                raise Refused(f"unexpected text after the arguments of a tool call: {text[at : at + 40]!a}", at=at)
-        except Refused as error:
+                raise CallError(f"unexpected text after the arguments of a tool call: {text[at : at + 40]!a}", at=at)
+        except CallError as error:
             found.add(error)
             at = after(text, CALLS, max(at, error.at))
         else:
@@ -62,7 +62,7 @@ def _listed(text: str, found: Collected) -> str:
     """Takes the calls of a JSON list at the begin of a text; returns what comes after the list."""
     try:
         items, end = scan_json(text, 0)
-    except Refused as error:
+    except CallError as error:
         found.errors.append(str(error))
         return ""
     if not items:
@@ -77,7 +77,7 @@ def _listed(text: str, found: Collected) -> str:
 def _item(item: Any) -> ToolCall:
     if isinstance(item, dict):
         _check_id(str(item.get("id") or ""))
-    return call_of(item)
+    return call_from_object(item)
 
 
 def _head(text: str, at: int) -> tuple[str, str, int]:
@@ -85,21 +85,21 @@ def _head(text: str, at: int) -> tuple[str, str, int]:
     end = text.find(ARGS, at, at + _MOST_HEAD)
     head = text[at : max(at, end)]
     if end < 0 or CALLS in head:
-        raise Refused(f"{NOT_CLOSED}: after [TOOL_CALLS] come a tool's name, [ARGS] and a JSON object")
+        raise CallError(f"{NOT_CLOSED}: after [TOOL_CALLS] come a tool's name, [ARGS] and a JSON object")
     name, _, number = head.partition(CALL_ID)
     return name.strip(), number.strip(), end + len(ARGS)
 
 
 def _made(name: str, number: str, arguments: Any) -> ToolCall:
     if not name:
-        raise Refused("tool call has no name between [TOOL_CALLS] and [ARGS]")
+        raise CallError("tool call has no name between [TOOL_CALLS] and [ARGS]")
     _check_id(number)
-    return made_call(name, arguments)
+    return build_call(name, arguments)
 
 
 def _check_id(number: str) -> None:
     if number and not ID.fullmatch(number):
-        raise Refused("tool call has an id that is not 9 letters or digits")
+        raise CallError("tool call has an id that is not 9 letters or digits")
 
 
 MISTRAL = CallForm(

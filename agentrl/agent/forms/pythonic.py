@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from agentrl.agent.calls import MAX_CALLS, MAX_CHARS, Refused, integer, made_call, number
+from agentrl.agent.calls import MAX_CALLS, MAX_CHARS, CallError, build_call, integer, number
 from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas, name_of
-from agentrl.fields import MAX_DEPTH
+from agentrl.records.fields import MAX_DEPTH
 
 _TAGS = ("<|python_start|>", "<|python_end|>")
 _BEGUN = re.compile(r"\[\s*([A-Za-z_][\w.-]*)\(\s*(\)|[A-Za-z_]\w*\s*=(?!=))?")
@@ -43,11 +43,11 @@ def read_pythonic(text: str, schemas: Schemas) -> Reading:
             if found.tried and reader.next() == "]":
                 break
             call = reader.call()
-            found.take(lambda call=call: made_call(*call))  # type: ignore[misc]
+            found.take(lambda call=call: build_call(*call))  # type: ignore[misc]
             if found.tried > MAX_CALLS:
                 return found.reading("")
         reader.expect("]")
-    except Refused as error:
+    except CallError as error:
         found.errors.append(str(error))
         return found.reading("")
     return found.reading(body[reader.at :])
@@ -75,8 +75,8 @@ class _Reader:
         if not self.take(character):
             raise self.wrong(f"{character!r} is missing")
 
-    def wrong(self, what: str) -> Refused:
-        return Refused(f"tool calls cannot be read, {what} at character {self.at}: {self.text[self.at : self.at + 30]!a}")
+    def wrong(self, what: str) -> CallError:
+        return CallError(f"tool calls cannot be read, {what} at character {self.at}: {self.text[self.at : self.at + 30]!a}")
 
     def call(self) -> tuple[str, dict[str, Any]]:
         self.next()
@@ -101,7 +101,7 @@ class _Reader:
     def value(self, depth: int) -> Any:
         first = self.next()
         if depth > MAX_DEPTH:
-            raise Refused(f"tool call is nested deeper than {MAX_DEPTH} levels")
+            raise CallError(f"tool call is nested deeper than {MAX_DEPTH} levels")
         if first in ('"', "'"):
             return self.string()
         if first == "[":
@@ -152,7 +152,7 @@ class _Reader:
 
 def _put(into: dict[str, Any], key: str, value: Any) -> None:
     if key in into:
-        raise Refused(f"tool call names {ascii(key)[:80]} twice in one object")
+        raise CallError(f"tool call names {ascii(key)[:80]} twice in one object")
     into[key] = value
 
 
@@ -160,7 +160,7 @@ def _plain(escape: re.Match[str]) -> str:
     code = escape[1] or escape[2] or escape[3]
     if code is not None:
         if int(code, 16) > 0x10FFFF:
-            raise Refused(f"tool call holds {escape[0]}, which is no character")
+            raise CallError(f"tool call holds {escape[0]}, which is no character")
         return chr(int(code, 16))
     return _ESCAPED.get(escape[4], escape[4] if escape[4] in "\\'\"" else escape[0])
 

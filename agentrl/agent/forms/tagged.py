@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentrl.agent.arguments import Allowed
-from agentrl.agent.calls import CLOSE, MAX_CHARS, MAX_NAME, NOT_CLOSED, OPEN, NotClosed, Refused, made_call, read_tagged, scan_json
+from agentrl.agent.calls import CLOSE, MAX_CHARS, MAX_NAME, NOT_CLOSED, OPEN, CallError, UnclosedCall, build_call, read_tagged, scan_json
 from agentrl.agent.forms.base import CallForm, Frame, Reading, Schemas, declared, value_of
 from agentrl.records import ToolCall
 
@@ -44,7 +44,7 @@ def _glm(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
     begun = _GLM_NAME.search(text, at)
     name = text[at : begun.start()].strip() if begun else ""
     if begun is None or not name or "<" in name or "\n" in name:
-        raise Refused("tool call must begin with the tool's name, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
+        raise CallError("tool call must begin with the tool's name, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
     start, at, parameters = at, begun.start(), declared(schemas, name)
     arguments: list[tuple[str, str, Allowed]] = []
     while text.startswith("<arg_key>", at):
@@ -66,7 +66,7 @@ def _qwen3_coder(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
     """`<function=NAME>`, then `<parameter=KEY>` ... `</parameter>` for each argument, each value on lines of its own, `</function>`."""
     start, at = at, _space(text, at)
     if not text.startswith("<function=", at):
-        raise Refused("tool call must be <function=NAME> ... </function> within its tags")
+        raise CallError("tool call must be <function=NAME> ... </function> within its tags")
     name, at = _named(text, at, "<function=")
     at, parameters = _space(text, at), declared(schemas, name)
     arguments: list[tuple[str, str, Allowed]] = []
@@ -93,19 +93,19 @@ def _value(
             _, end = scan_json(text, at)
             if closed := closing.match(text, _space(text, end)):
                 return text[at : closed.start()], closed.end()
-        except Refused as error:
+        except CallError as error:
             start = max(at, error.at)
     end_tag = closing.search(text, start)
     if end_tag is None:
-        raise NotClosed(f"{NOT_CLOSED}: it opens {opening} and does not close it", at=len(text))
+        raise UnclosedCall(f"{NOT_CLOSED}: it opens {opening} and does not close it", at=len(text))
     if swallowed := following.search(text, start, end_tag.start()):
-        raise Refused(f"tool call opens {opening} and does not close it before {ascii(swallowed[0])[1:81]}", at=end_tag.end())
+        raise CallError(f"tool call opens {opening} and does not close it before {ascii(swallowed[0])[1:81]}", at=end_tag.end())
     return text[at : end_tag.start()], end_tag.end()
 
 
 def _bounded(start: int, end: int) -> int:
     if end - start > MAX_CHARS:
-        raise Refused(f"tool call of {end - start} characters; it may have {MAX_CHARS}", at=end)
+        raise CallError(f"tool call of {end - start} characters; it may have {MAX_CHARS}", at=end)
     return end
 
 
@@ -118,8 +118,8 @@ def _named(text: str, at: int, opening: str) -> tuple[str, int]:
     return name, end + 1
 
 
-def _wrong(text: str, at: int, wanted: str) -> Refused:
-    return Refused(f"tool call must have {wanted} where it has {text[at : at + 40]!a}", at=at)
+def _wrong(text: str, at: int, wanted: str) -> CallError:
+    return CallError(f"tool call must have {wanted} where it has {text[at : at + 40]!a}", at=at)
 
 
 def _space(text: str, at: int) -> int:
@@ -132,9 +132,9 @@ def _call(body: _Body) -> ToolCall:
     arguments: dict[str, Any] = {}
     for key, value, allowed in written:
         if key in arguments:
-            raise Refused(f"tool call names {ascii(key)[:80]} twice in one object")
+            raise CallError(f"tool call names {ascii(key)[:80]} twice in one object")
         arguments[key] = value_of(value, allowed)
-    return made_call(name, arguments)
+    return build_call(name, arguments)
 
 
 def _form(name: str, about: str, read: Callable[[str, Schemas], Reading], **more: Any) -> CallForm:

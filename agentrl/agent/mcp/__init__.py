@@ -4,7 +4,7 @@ The protocol is spoken here (handshake, `tools/list`, `tools/call`, up to revisi
 bounded: it is hostile, like everything that comes back from where an agent acts.
 """
 
-from agentrl.agent.mcp.offers import Offer
 from agentrl.agent.mcp.servers import RunTools, Server, ServerTool
+from agentrl.agent.mcp.tool_list import ListedTool
 
-__all__ = ["Offer", "RunTools", "Server", "ServerTool"]
+__all__ = ["ListedTool", "RunTools", "Server", "ServerTool"]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.agent.tools import ToolOutcome
-from agentrl.fields import text as encodable
-from agentrl.usercode import printable
+from agentrl.base.user_code import printable
+from agentrl.records.fields import text as encodable
 
 REVISIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
 MAX_ITEMS = 64
@@ -17,11 +17,11 @@ _INTERNAL = (-32603, -32000, -32001)  # JSON-RPC's internal error; connection cl
 _CLIENT = {"name": "agentrl", "version": "1"}
 
 
-class Wrong(Exception):
+class InvalidMessage(Exception):
     """What a server said is no answer; the text says why, printable and short."""
 
 
-class Refused(Exception):
+class ServerError(Exception):
     """The server answered with a protocol error, with its text. `internal`: the error code reports a fault of the server."""
 
     def __init__(self, text: str, *, internal: bool = False) -> None:
@@ -42,28 +42,28 @@ def opened() -> str:
 
 
 def result(line: bytes) -> dict[str, Any]:
-    """The result that a line holds. Raises `Refused` for an error of the server's, `Wrong` for what is neither."""
+    """The result that a line holds. Raises `ServerError` for an error of the server's, `InvalidMessage` for what is neither."""
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError):
-        raise Wrong("an answer that is no JSON") from None
+        raise InvalidMessage("an answer that is no JSON") from None
     found = answer.get("result") if isinstance(answer, dict) else None
     if isinstance(found, dict):
         return found
     error = answer.get("error") if isinstance(answer, dict) else None
     if isinstance(error, dict):
-        raise Refused(clean(error.get("message"), 500) or "an error without a message", internal=error.get("code") in _INTERNAL)
-    raise Wrong("an answer with neither a result nor an error")
+        raise ServerError(clean(error.get("message"), 500) or "an error without a message", internal=error.get("code") in _INTERNAL)
+    raise InvalidMessage("an answer with neither a result nor an error")
 
 
 def revision(answer: Mapping[str, Any]) -> str:
-    """The revision that a server chose. Raises `Wrong` for one that is not spoken here, and for a server without tools."""
+    """The revision that a server chose. Raises `InvalidMessage` for one that is not spoken here, and for a server without tools."""
     chosen = answer.get("protocolVersion")
     if chosen not in REVISIONS:
-        raise Wrong(f"it wants revision {clean(chosen, 40)!r} of the protocol; known here: {', '.join(REVISIONS)}")
+        raise InvalidMessage(f"it wants revision {clean(chosen, 40)!r} of the protocol; known here: {', '.join(REVISIONS)}")
     capabilities = answer.get("capabilities")
     if not isinstance(capabilities, dict) or "tools" not in capabilities:
-        raise Wrong("it offers no tools")
+        raise InvalidMessage("it offers no tools")
     return str(chosen)
 
 
@@ -71,7 +71,7 @@ def outcome(answer: Mapping[str, Any], limit: int) -> ToolOutcome:
     """What a `tools/call` gave, as text. Content that is no text is told of by kind and size; structured content alone is shown as JSON."""
     content, structured = answer.get("content", []), answer.get("structuredContent")
     if not isinstance(content, list):
-        raise Wrong("a result whose content is no list")
+        raise InvalidMessage("a result whose content is no list")
     parts = [_piece(item, limit) for item in content[:MAX_ITEMS]]
     if len(content) > MAX_ITEMS:
         parts.append(f"... and {len(content) - MAX_ITEMS} more pieces of content")

@@ -13,23 +13,23 @@ from datetime import datetime
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.failure.formats.conversations import imported, unique
+from agentrl.failure.formats.conversations import build_trace, unique_label
 from agentrl.failure.formats.values import (
     Gaps,
-    an_object,
-    call,
-    content,
-    kind,
-    label,
-    moment,
-    names,
-    objects,
-    origin,
-    spoken,
-    string,
-    tools,
+    as_object,
+    as_objects,
+    as_string,
+    build_message,
+    build_origin,
+    build_tool_call,
+    message_text,
+    object_or_empty,
+    parse_time,
+    printable_label,
+    tool_schemas,
+    type_name,
 )
-from agentrl.failure.trace import Spoken, Trace
+from agentrl.failure.trace import ImportedMessage, Trace
 from agentrl.records import ToolCall
 
 NAME = "atif"
@@ -55,14 +55,14 @@ def recognises(document: Any) -> bool:
 
 def parse(document: Any, where: Mapping[str, str]) -> Trace:
     """The trace of one document. Raises `ValueError` that says what is wrong with it."""
-    whole = an_object(document, "the document")
+    whole = as_object(document, "the document")
     _check_version(whole)
     reading = _Reading()
     said = list(reading.trajectory(whole, "", 0))
     if not said:
         raise ValueError("has no steps")
-    agent = names(whole.get("agent"))
-    known = origin(
+    agent = object_or_empty(whole.get("agent"))
+    known = build_origin(
         id=whole.get("trajectory_id") or whole.get("session_id"),
         session=whole.get("session_id"),
         trajectory=whole.get("trajectory_id"),
@@ -74,13 +74,13 @@ def parse(document: Any, where: Mapping[str, str]) -> Trace:
         started=reading.started.isoformat() if reading.started else "",
     )
     if isinstance(whole.get("continued_trajectory_ref"), str):
-        reading.gaps.add(f"its continuation, which is in another file: {label(whole['continued_trajectory_ref'])}")
-    if whole.get("final_metrics") is not None or set(names(whole.get("extra"))) - {OURS}:
+        reading.gaps.add(f"its continuation, which is in another file: {printable_label(whole['continued_trajectory_ref'])}")
+    if whole.get("final_metrics") is not None or set(object_or_empty(whole.get("extra"))) - {OURS}:
         reading.gaps.add("final metrics and extra of the trajectory: they are not kept")
     if reading.untimed:
         reading.gaps.add("time of a message", reading.untimed)
-    offered = tools(agent.get("tool_definitions"), reading.gaps)
-    return imported(NAME, said, {**where, **known, **origin(**reading.known)}, reading.gaps, tools=offered)
+    offered = tool_schemas(agent.get("tool_definitions"), reading.gaps)
+    return build_trace(NAME, said, {**where, **known, **build_origin(**reading.known)}, reading.gaps, tools=offered)
 
 
 def _check_version(whole: Mapping[str, Any]) -> None:
@@ -101,36 +101,36 @@ class _Reading:
     started: datetime | None = None
     untimed: int = 0
 
-    def trajectory(self, whole: dict[str, Any], at: str, depth: int) -> Iterator[Spoken]:
+    def trajectory(self, whole: dict[str, Any], at: str, depth: int) -> Iterator[ImportedMessage]:
         """All that is said in a trajectory, what its sub-agents say before the answers that came of it."""
         if depth > DEEPEST or len(self.taken) >= MOST_AGENTS:
             raise ValueError(f"has more than {DEEPEST} levels of sub-agents, or more than {MOST_AGENTS} of them")
         who = self._who(whole, at, depth)
         inner: dict[str, dict[str, Any]] = {}
         loose: list[dict[str, Any]] = []  # nobody can refer to them
-        for number, other in enumerate(objects(whole.get("subagent_trajectories"), f"{at}subagent_trajectories")):
+        for number, other in enumerate(as_objects(whole.get("subagent_trajectories"), f"{at}subagent_trajectories")):
             id = other.get("trajectory_id")
             if isinstance(id, str) and id not in inner:
                 inner[id] = other
             else:
                 self.gaps.add(f"whose sub-agent {at}subagent_trajectories[{number}] is: its trajectory_id is missing, or another's too")
                 loose.append(other)
-        model = names(whole.get("agent")).get("model_name")
-        for number, step in enumerate(objects(whole.get("steps"), f"{at}steps"), start=1):
+        model = object_or_empty(whole.get("agent")).get("model_name")
+        for number, step in enumerate(as_objects(whole.get("steps"), f"{at}steps"), start=1):
             if step.get("step_id") != number:
                 self.gaps.add("step_id of a step: it is not its place, which is kept")
             yield from self._step(step, f"{at}step {number}", who, model, inner, depth)
         for other in [*inner.values(), *loose]:
-            yield from self.trajectory(other, f"{at}sub-agent {label(other.get('trajectory_id'))}: ", depth + 1)
+            yield from self.trajectory(other, f"{at}sub-agent {printable_label(other.get('trajectory_id'))}: ", depth + 1)
 
     def _who(self, whole: Mapping[str, Any], at: str, depth: int) -> str:
-        agent = an_object(whole.get("agent"), f"{at}agent")
-        name = label(agent.get("name"))
+        agent = as_object(whole.get("agent"), f"{at}agent")
+        name = printable_label(agent.get("name"))
         if not name:
             self.gaps.add("name of an agent")
-        if depth == 0 and names(names(whole.get("extra")).get(OURS)).get("unnamed") is True:
+        if depth == 0 and object_or_empty(object_or_empty(whole.get("extra")).get(OURS)).get("unnamed") is True:
             name = ""
-        who = unique(name, self.taken)
+        who = unique_label(name, self.taken)
         if depth:
             self.known[f"id:{who}"], self.known[f"session:{who}"] = whole.get("trajectory_id"), whole.get("session_id")
             self.known[f"name:{who}"] = name if name != who else ""
@@ -139,60 +139,62 @@ class _Reading:
                 self.gaps.add("schemas of a sub-agent's tools: only the first agent's are kept")
         return who
 
-    def _step(self, step: dict[str, Any], at: str, who: str, model: Any, inner: dict[str, dict[str, Any]], depth: int) -> Iterator[Spoken]:
-        role = _ROLES.get(string(step.get("source"), f"{at}: source"))
+    def _step(
+        self, step: dict[str, Any], at: str, who: str, model: Any, inner: dict[str, dict[str, Any]], depth: int
+    ) -> Iterator[ImportedMessage]:
+        role = _ROLES.get(as_string(step.get("source"), f"{at}: source"))
         if role is None:
-            raise ValueError(f"{at}: source is {kind(step.get('source'))} that is none of system, user, agent")
-        ours = names(names(step.get("extra")).get(OURS))
+            raise ValueError(f"{at}: source is {type_name(step.get('source'))} that is none of system, user, agent")
+        ours = object_or_empty(object_or_empty(step.get("extra")).get(OURS))
         calls, ids = self._calls(step, at)
         self._left_out(step, model)
         seconds = self._time(step)
         if ours.get("bare") is not True:
-            yield spoken(
-                label(ours.get("role"))[:40] or role,
-                content(step.get("message"), f"{at}: message", self.gaps),
+            yield build_message(
+                printable_label(ours.get("role"))[:40] or role,
+                message_text(step.get("message"), f"{at}: message", self.gaps),
                 calls=calls,
                 call_ids=ids,
-                reasoning=string(step.get("reasoning_content"), f"{at}: reasoning_content"),
-                agent=label(ours.get("agent")) or who,
+                reasoning=as_string(step.get("reasoning_content"), f"{at}: reasoning_content"),
+                agent=printable_label(ours.get("agent")) or who,
                 at_s=seconds,
             )
-        results = objects(an_object(step.get("observation"), f"{at}: observation").get("results"), f"{at}: results")
+        results = as_objects(as_object(step.get("observation"), f"{at}: observation").get("results"), f"{at}: results")
         for number, result in enumerate(results):
             yield from self._result(result, f"{at}: results[{number}]", who, seconds, inner, depth)
 
     def _calls(self, step: Mapping[str, Any], at: str) -> tuple[list[ToolCall], list[str]]:
         calls, ids = [], []
-        for number, one in enumerate(objects(step.get("tool_calls"), f"{at}: tool_calls")):
-            calls.append(call(one.get("function_name"), one.get("arguments"), f"{at}: tool_calls[{number}]", self.gaps))
-            made = names(names(one.get("extra")).get(OURS)).get("made_id") is True
-            ids.append("" if made else string(one.get("tool_call_id"), f"{at}: tool_calls[{number}].tool_call_id"))
+        for number, one in enumerate(as_objects(step.get("tool_calls"), f"{at}: tool_calls")):
+            calls.append(build_tool_call(one.get("function_name"), one.get("arguments"), f"{at}: tool_calls[{number}]", self.gaps))
+            made = object_or_empty(object_or_empty(one.get("extra")).get(OURS)).get("made_id") is True
+            ids.append("" if made else as_string(one.get("tool_call_id"), f"{at}: tool_calls[{number}].tool_call_id"))
         return calls, ids
 
     def _result(
         self, result: dict[str, Any], at: str, who: str, seconds: float | None, inner: dict[str, dict[str, Any]], depth: int
-    ) -> Iterator[Spoken]:
-        refs = objects(result.get("subagent_trajectory_ref"), f"{at}.subagent_trajectory_ref")
+    ) -> Iterator[ImportedMessage]:
+        refs = as_objects(result.get("subagent_trajectory_ref"), f"{at}.subagent_trajectory_ref")
         for ref in refs:
             id = ref.get("trajectory_id")
             other = inner.pop(id, None) if isinstance(id, str) else None
             if other is not None:
-                yield from self.trajectory(other, f"sub-agent {label(id)}: ", depth + 1)
+                yield from self.trajectory(other, f"sub-agent {printable_label(id)}: ", depth + 1)
             else:
                 self.gaps.add(
-                    f"a sub-agent's trajectory, which is elsewhere: {label(ref.get('trajectory_path') or id or ref.get('session_id'))}"
+                    f"a sub-agent's separate trajectory: {printable_label(ref.get('trajectory_path') or id or ref.get('session_id'))}"
                 )
-        ours = names(names(result.get("extra")).get(OURS))
-        answers = string(result.get("source_call_id"), f"{at}.source_call_id") or string(ours.get("answers"), f"{at}.extra")
+        ours = object_or_empty(object_or_empty(result.get("extra")).get(OURS))
+        answers = as_string(result.get("source_call_id"), f"{at}.source_call_id") or as_string(ours.get("answers"), f"{at}.extra")
         if result.get("content") is None and not refs:
             self.gaps.add("content of a result")
-        text = content(result.get("content"), f"{at}.content", self.gaps)
+        text = message_text(result.get("content"), f"{at}.content", self.gaps)
         at_s = ours.get("at_s")
         timed = float(at_s) if isinstance(at_s, int | float) and abs(at_s) < 1e12 else seconds
-        yield spoken("tool", text, answers=answers, failed=ours.get("failed") is True, agent=who, at_s=timed)
+        yield build_message("tool", text, answers=answers, failed=ours.get("failed") is True, agent=who, at_s=timed)
 
     def _time(self, step: Mapping[str, Any]) -> float | None:
-        when = moment(step.get("timestamp"))
+        when = parse_time(step.get("timestamp"))
         if when is None:
             self.untimed += 1
             return None
@@ -201,14 +203,14 @@ class _Reading:
 
     def _left_out(self, step: Mapping[str, Any], model: Any) -> None:
         """What a step holds and a trace of somebody else's agent does not keep."""
-        metrics = names(step.get("metrics"))
+        metrics = object_or_empty(step.get("metrics"))
         if any(metrics.get(key) for key in _TOKENS):
             self.gaps.add("exact tokens and logprobs of a step: they are not kept")
         if any(metrics.get(key) is not None for key in _COUNTED):
             self.gaps.add("token counts or cost of a step: they are not kept")
         if step.get("model_name") not in (None, model):
-            self.gaps.add(f"model of single steps ({label(step['model_name'])}): only the agent's is kept")
-        if set(names(step.get("extra"))) - {OURS}:
+            self.gaps.add(f"model of single steps ({printable_label(step['model_name'])}): only the agent's is kept")
+        if set(object_or_empty(step.get("extra"))) - {OURS}:
             self.gaps.add("extra of a step: it is not kept")
         if step.get("is_copied_context") is True:
             self.gaps.add("which steps are copied from another trajectory")

@@ -9,9 +9,9 @@ from typing import Any
 
 from agentrl import __version__
 from agentrl.failure.formats.atif import DEEPEST, NEWEST, OURS
-from agentrl.failure.formats.conversations import Line, Said, lines, shared, unique
-from agentrl.failure.formats.values import later, moment
-from agentrl.failure.trace import Spoken, Trace
+from agentrl.failure.formats.conversations import Conversation, ConversationMessage, conversations_of, is_single_conversation, unique_label
+from agentrl.failure.formats.values import format_time, parse_time
+from agentrl.failure.trace import ImportedMessage, Trace
 
 SCHEMA = f"ATIF-v1.{NEWEST}"
 UNKNOWN = "unknown"
@@ -22,14 +22,14 @@ _SOURCES = {"system": "system", "user": "user", "assistant": "agent"}
 
 def document(trace: Trace) -> dict[str, Any]:
     """The ATIF document of a trace. Sub-agents lie inside of the agent that called them, each with an id of its own."""
-    found = lines(trace)
+    found = conversations_of(trace)
     taken: dict[str, int] = {}
     ids = [_id(trace, line, first=number == 0, taken=taken) for number, line in enumerate(found)]
     refs: dict[int, dict[int, list[dict[str, Any]]]] = {}  # line -> place of an answer -> what came of it
     for line, id in zip(found, ids, strict=True):
         if line.parent is not None and line.answer is not None and id is not None:
             refs.setdefault(line.parent, {}).setdefault(line.answer, []).append({"trajectory_id": id})
-    started = moment(trace.origin.get("started"))
+    started = parse_time(trace.origin.get("started"))
     homes = _homes(found)
     made: list[dict[str, Any]] = []
     for number, line in enumerate(found):
@@ -41,7 +41,7 @@ def document(trace: Trace) -> dict[str, Any]:
     return made[0] if made else {**_head(UNKNOWN, None, ""), "agent": {"name": UNKNOWN, "version": UNKNOWN}, "steps": []}
 
 
-def _homes(found: Sequence[Line]) -> list[int]:
+def _homes(found: Sequence[Conversation]) -> list[int]:
     """For each line the one whose document holds its own: who called it. One that goes on from another lies beside that, however many
     do so; and those too deep to be read again, or called by nobody, lie in the first."""
     homes, levels = [0], [0]
@@ -56,11 +56,11 @@ def _homes(found: Sequence[Line]) -> list[int]:
     return homes
 
 
-def _id(trace: Trace, line: Line, *, first: bool, taken: dict[str, int]) -> str | None:
+def _id(trace: Trace, line: Conversation, *, first: bool, taken: dict[str, int]) -> str | None:
     known = trace.origin.get("trajectory", "") if first else trace.origin.get(f"id:{line.label}", "")
     if first and trace.episode is None:
         return known or None
-    return unique(known or line.label or "agent", taken)
+    return unique_label(known or line.label or "agent", taken)
 
 
 def _head(name: str, id: str | None, session: str) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _head(name: str, id: str | None, session: str) -> dict[str, Any]:
     return {"schema_version": SCHEMA, **{key: value for key, value in given.items() if value}, "agent": {"name": name}}
 
 
-def _trajectory(trace: Trace, line: Line, id: str | None, ids: Sequence[str | None], *, first: bool) -> dict[str, Any]:
+def _trajectory(trace: Trace, line: Conversation, id: str | None, ids: Sequence[str | None], *, first: bool) -> dict[str, Any]:
     origin, own = trace.origin, trace.episode is not None
     fallback = origin.get("agent") or origin.get("service") or UNKNOWN
     session = (origin.get("session") or (trace.episode.id if trace.episode else "")) if first else origin.get(f"session:{line.label}", "")
@@ -83,7 +83,7 @@ def _trajectory(trace: Trace, line: Line, id: str | None, ids: Sequence[str | No
     if first and origin.get("notes"):
         whole["notes"] = origin["notes"]
     ours: dict[str, Any] = {}
-    if first and not own and shared(trace.spoken):
+    if first and not own and is_single_conversation(trace.spoken):
         ours["unnamed"] = True
     if line.stop_reason:
         ours["stop_reason"] = line.stop_reason
@@ -110,11 +110,11 @@ def _about(trace: Trace) -> dict[str, Any]:
     return about
 
 
-def _steps(line: Line, refs: Mapping[int, list[dict[str, Any]]], started: datetime | None) -> list[dict[str, Any]]:
+def _steps(line: Conversation, refs: Mapping[int, list[dict[str, Any]]], started: datetime | None) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
     called: set[str] | None = None  # ids that a result of the newest step may name; None: any
-    for place, one in enumerate(line.said):
-        if one.spoken.message.role != "tool":
+    for place, one in enumerate(line.messages):
+        if one.imported.message.role != "tool":
             steps.append(_step(one, len(steps) + 1, line.label, started))
             calls = steps[-1].get("tool_calls")
             called = None if calls is None else {call["tool_call_id"] for call in calls if "extra" not in call}
@@ -126,20 +126,20 @@ def _steps(line: Line, refs: Mapping[int, list[dict[str, Any]]], started: dateti
     return steps
 
 
-def _step(one: Said, number: int, label: str, started: datetime | None) -> dict[str, Any]:
-    told = one.spoken.message
+def _step(one: ConversationMessage, number: int, label: str, started: datetime | None) -> dict[str, Any]:
+    told = one.imported.message
     step: dict[str, Any] = {"step_id": number, "source": _SOURCES.get(told.role, "agent" if told.tool_calls else "system")}
     ours: dict[str, Any] = {} if told.role in _SOURCES else {"role": told.role}
-    if one.spoken.agent != label:
-        ours["agent"] = one.spoken.agent
-    when = _when(one.spoken, started)
+    if one.imported.agent != label:
+        ours["agent"] = one.imported.agent
+    when = _when(one.imported, started)
     step |= {"message": told.content} if when is None else {"timestamp": when, "message": told.content}
     if told.tool_calls and step["source"] != "agent":  # of a task's prompt: only agents call tools in ATIF
         step["source"], ours["role"] = "agent", told.role
-    if one.spoken.reasoning and step["source"] == "agent":
-        step["reasoning_content"] = one.spoken.reasoning
+    if one.imported.reasoning and step["source"] == "agent":
+        step["reasoning_content"] = one.imported.reasoning
     if told.tool_calls:
-        step["tool_calls"] = [_call(one.spoken, at, number) for at in range(len(told.tool_calls))]
+        step["tool_calls"] = [_call(one.imported, at, number) for at in range(len(told.tool_calls))]
     if one.turn is not None:
         step["metrics"] = _metrics(one)
         ours |= {"turn": one.number, "finish_reason": one.turn.finish_reason}
@@ -149,14 +149,14 @@ def _step(one: Said, number: int, label: str, started: datetime | None) -> dict[
     return step | ({"extra": {OURS: ours}} if ours else {})
 
 
-def _call(one: Spoken, at: int, number: int) -> dict[str, Any]:
+def _call(one: ImportedMessage, at: int, number: int) -> dict[str, Any]:
     made = one.message.tool_calls[at]
     id = one.call_ids[at] if at < len(one.call_ids) else ""
     written = {"tool_call_id": id or f"call_{number}_{at}", "function_name": made.name, "arguments": dict(made.arguments)}
     return written if id else written | {"extra": {OURS: {"made_id": True}}}
 
 
-def _metrics(one: Said) -> dict[str, Any]:
+def _metrics(one: ConversationMessage) -> dict[str, Any]:
     assert one.turn is not None
     prompt = [*one.context]
     metrics: dict[str, Any] = {
@@ -174,8 +174,10 @@ def _metrics(one: Said) -> dict[str, Any]:
     return metrics
 
 
-def _result(one: Said, called: set[str] | None, stamp: str | None, refs: list[dict[str, Any]], started: datetime | None) -> dict[str, Any]:
-    told = one.spoken
+def _result(
+    one: ConversationMessage, called: set[str] | None, stamp: str | None, refs: list[dict[str, Any]], started: datetime | None
+) -> dict[str, Any]:
+    told = one.imported
     ours: dict[str, Any] = {}
     named = bool(told.answers) and (called is None or told.answers in called)
     result: dict[str, Any] = {"source_call_id": told.answers} if named else {}
@@ -194,8 +196,8 @@ def _result(one: Said, called: set[str] | None, stamp: str | None, refs: list[di
     return result | ({"extra": {OURS: ours}} if ours else {})
 
 
-def _when(one: Spoken, started: datetime | None) -> str | None:
-    return None if started is None or one.at_s is None else later(started, one.at_s)
+def _when(one: ImportedMessage, started: datetime | None) -> str | None:
+    return None if started is None or one.at_s is None else format_time(started, one.at_s)
 
 
 def _finite(value: float | None) -> float | None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from agentrl.base.untrusted_files import open_file
+from agentrl.base.user_code import printable
 from agentrl.errors import UserError
-from agentrl.foreign import opened
-from agentrl.usercode import printable
 
 LARGEST = 32 << 20
 """Bytes of one document: a file of one, or a line of a file of many."""
@@ -24,31 +24,31 @@ _LINES = (".jsonl", ".ndjson")
 _LIST, _OBJECT, _VALUE = 72, 240, 40  # bytes that Python takes for an empty list, an object of one entry, any other value
 
 
-class Unreadable(UserError):
+class UnreadableDocument(UserError):
     """A file, or a part of one, that gave no trace: an error to raise or to count. `read` yields these among the traces.
 
     `path` is the file, `where` the place in it ("line 3", "span 1f...", empty: all of it).
     """
 
     def __init__(self, path: Path, where: str, message: str, *, fix: str = "") -> None:
-        self.path, self.where = path, where
+        self.path, self.position = path, where
         place = f"{path}, {where}" if where else str(path)
         super().__init__(printable(f"{place}: {message}", 1000), fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourceLocation:
     """Where a document lies."""
 
     path: Path
     name: str  # of the file, below what was asked for
-    where: str = ""
+    position: str = ""
 
-    def unreadable(self, error: Exception, *, where: str = "", fix: str) -> Unreadable:
+    def error(self, error: Exception, *, where: str = "", fix: str) -> UnreadableDocument:
         """The error as what is told of this place; its own advice goes before `fix`."""
         message = "is nested too deep" if isinstance(error, RecursionError) else getattr(error, "message", "") or str(error)
-        full = ", ".join(part for part in (self.where, where) if part)
-        return Unreadable(self.path, full, message, fix=getattr(error, "fix", "") or fix)
+        full = ", ".join(part for part in (self.position, where) if part)
+        return UnreadableDocument(self.path, full, message, fix=getattr(error, "fix", "") or fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ class Document:
     """A JSON value and where it lies."""
 
     value: Any
-    place: Place
+    location: SourceLocation
 
 
-def documents(path: Path) -> Iterator[Document | Unreadable]:
+def documents(path: Path) -> Iterator[Document | UnreadableDocument]:
     """The documents of a file, or of all files below a folder in the order of their names; what is none is told and passed over.
 
     Raises:
@@ -72,13 +72,13 @@ def documents(path: Path) -> Iterator[Document | Unreadable]:
     else:
         raise UserError(f"{path} is not there, or no file", fix=f"give a file, or a folder of {', '.join(SUFFIXES)}")
     for file in files:
-        place = Place(file, file.relative_to(path).as_posix() if path.is_dir() else file.name)
+        place = SourceLocation(file, file.relative_to(path).as_posix() if path.is_dir() else file.name)
         try:
             yield from _of_file(place)
         except OSError as error:
-            yield place.unreadable(ValueError(f"cannot be read: {error.strerror}"), fix="make it readable")
+            yield place.error(ValueError(f"cannot be read: {error.strerror}"), fix="make it readable")
         except ValueError as error:  # the path was a file before
-            yield place.unreadable(error, fix="give a file")
+            yield place.error(error, fix="give a file")
 
 
 def _below(folder: Path) -> list[Path]:
@@ -93,8 +93,8 @@ def _below(folder: Path) -> list[Path]:
     return sorted(found)
 
 
-def _of_file(place: Place) -> Iterator[Document | Unreadable]:
-    with opened(place.path) as file:
+def _of_file(place: SourceLocation) -> Iterator[Document | UnreadableDocument]:
+    with open_file(place.path) as file:
         if _has_lines(place, file):
             file.seek(0)
             yield from _lines(place, file)
@@ -102,12 +102,12 @@ def _of_file(place: Place) -> Iterator[Document | Unreadable]:
         file.seek(0)
         data = file.read(LARGEST + 1)
         try:
-            yield Document(decoded(data), place)
+            yield Document(decode_document(data), place)
         except (ValueError, RecursionError) as error:
-            yield place.unreadable(error, fix="export it again, or remove what is no JSON")
+            yield place.error(error, fix="export it again, or remove what is no JSON")
 
 
-def _has_lines(place: Place, file: IO[bytes]) -> bool:
+def _has_lines(place: SourceLocation, file: IO[bytes]) -> bool:
     """Whether a file has a document on each line: its first line is one and others follow; else by its name, or by its first braces."""
     first = b""
     while not first.strip():
@@ -115,18 +115,18 @@ def _has_lines(place: Place, file: IO[bytes]) -> bool:
         if not first:
             return False
     try:
-        decoded(first)
+        decode_document(first)
     except (ValueError, RecursionError):
         start = first.strip()
         return place.path.suffix.lower() in _LINES or (start.startswith(b"{") and start.endswith(b"}"))
     return any(line.strip() for line in iter(lambda: file.readline(1 << 16), b""))
 
 
-def _lines(place: Place, file: IO[bytes]) -> Iterator[Document | Unreadable]:
+def _lines(place: SourceLocation, file: IO[bytes]) -> Iterator[Document | UnreadableDocument]:
     number = 0
     while line := file.readline(LARGEST + 1):
         number += 1
-        here = Place(place.path, place.name, f"line {number}")
+        here = SourceLocation(place.path, place.name, f"line {number}")
         whole = len(line) <= LARGEST
         while not whole and line and not line.endswith(b"\n"):
             line = file.readline(1 << 20)
@@ -135,12 +135,12 @@ def _lines(place: Place, file: IO[bytes]) -> Iterator[Document | Unreadable]:
         try:
             if not whole:
                 raise ValueError(f"is longer than {LARGEST >> 20} MiB")
-            yield Document(decoded(line), here)
+            yield Document(decode_document(line), here)
         except (ValueError, RecursionError) as error:
-            yield here.unreadable(error, fix="remove or repair the line; the others are read")
+            yield here.error(error, fix="remove or repair the line; the others are read")
 
 
-def decoded(data: bytes) -> Any:
+def decode_document(data: bytes) -> Any:
     """The JSON value of UTF-8 bytes. Raises `ValueError` (or `RecursionError`) where they are none, or would take too much memory."""
     if len(data) > LARGEST:
         raise UserError(f"is larger than {LARGEST >> 20} MiB", fix="split it: a document on each line of a .jsonl file is read one by one")

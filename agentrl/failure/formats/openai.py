@@ -10,22 +10,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.failure.formats.conversations import Line, imported, lines
+from agentrl.failure.formats.conversations import Conversation, build_trace, conversations_of
 from agentrl.failure.formats.values import (
     Gaps,
-    an_object,
     arguments_text,
-    call,
-    content,
-    label,
-    names,
-    objects,
-    origin,
-    spoken,
-    string,
-    tools,
+    as_object,
+    as_objects,
+    as_string,
+    build_message,
+    build_origin,
+    build_tool_call,
+    message_text,
+    object_or_empty,
+    printable_label,
+    tool_schemas,
 )
-from agentrl.failure.trace import Spoken, Trace
+from agentrl.failure.trace import ImportedMessage, Trace
 
 NAME = "openai"
 _ASKED = ("messages", "request", "body", "choices", "response")
@@ -53,21 +53,21 @@ def recognises(document: Any) -> bool:
 def parse(document: Any, where: Mapping[str, str]) -> Trace:
     """The trace of one document. Raises `ValueError` that says what is wrong with it."""
     gaps = Gaps()
-    whole: dict[str, Any] = {"messages": document} if isinstance(document, list) else an_object(document, "the document")
+    whole: dict[str, Any] = {"messages": document} if isinstance(document, list) else as_object(document, "the document")
     asked = next((found for key in ("request", "body") if isinstance(found := whole.get(key), dict)), whole)
-    answer = an_object(whole.get("response"), "response") if "choices" not in whole else whole
+    answer = as_object(whole.get("response"), "response") if "choices" not in whole else whole
     answer = answer["body"] if isinstance(answer.get("body"), dict) else answer
-    asking = objects(asked.get("messages"), "messages")
+    asking = as_objects(asked.get("messages"), "messages")
     if "input" in asked or "output" in answer or any(map(_of_responses, asking)):
         raise UserError(
             "is of the Responses API, which is not read", fix="export the chat messages: role, content, tool_calls, tool_call_id"
         )
-    said = [message(item, f"messages[{number}]", gaps) for number, item in enumerate(asking)]
+    said = [parse_message(item, f"messages[{number}]", gaps) for number, item in enumerate(asking)]
     if not said:
         gaps.add("what was asked")
-    choices = objects(answer.get("choices"), "choices")
+    choices = as_objects(answer.get("choices"), "choices")
     if choices:
-        said.append(message(an_object(choices[0].get("message"), "choices[0].message"), "choices[0].message", gaps))
+        said.append(parse_message(as_object(choices[0].get("message"), "choices[0].message"), "choices[0].message", gaps))
     elif (failed := answer.get("error") or whole.get("error")) is not None:
         gaps.add(f"an answer of the model: the response is an error, {_error(failed)}")
     elif "response" in whole:
@@ -76,57 +76,63 @@ def parse(document: Any, where: Mapping[str, str]) -> Trace:
         gaps.add("choices besides the first", len(choices) - 1)
     if not said:
         raise ValueError("holds no messages")
-    known = origin(
-        id=whole.get("custom_id") or names(whole.get("metadata")).get("trace") or answer.get("id") or whole.get("id"),
+    known = build_origin(
+        id=whole.get("custom_id") or object_or_empty(whole.get("metadata")).get("trace") or answer.get("id") or whole.get("id"),
         model=answer.get("model") or asked.get("model"),
     )
     gaps.add("times of the messages")
-    return imported(NAME, said, {**where, **known}, gaps, tools=tools(asked.get("tools"), gaps))
+    return build_trace(NAME, said, {**where, **known}, gaps, tools=tool_schemas(asked.get("tools"), gaps))
 
 
 def _error(failed: Any) -> str:
     """A short description of an error."""
-    told = names(failed)
-    words = (label(told.get(key)) for key in ("type", "code", "message"))
-    return ", ".join(dict.fromkeys(word for word in words if word)) or label(failed) or "which says nothing"
+    told = object_or_empty(failed)
+    words = (printable_label(told.get(key)) for key in ("type", "code", "message"))
+    return ", ".join(dict.fromkeys(word for word in words if word)) or printable_label(failed) or "which says nothing"
 
 
-def message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Spoken:
+def parse_message(item: Mapping[str, Any], what: str, gaps: Gaps) -> ImportedMessage:
     """One message of the chat completions API. Raises `ValueError`."""
-    role = string(item.get("role"), f"{what}.role")
-    calls = objects(item.get("tool_calls"), f"{what}.tool_calls")
-    functions = [(one.get("id"), an_object(one.get("function") or one.get("custom"), f"{what}.tool_calls")) for one in calls]
+    role = as_string(item.get("role"), f"{what}.role")
+    calls = as_objects(item.get("tool_calls"), f"{what}.tool_calls")
+    functions = [(one.get("id"), as_object(one.get("function") or one.get("custom"), f"{what}.tool_calls")) for one in calls]
     if isinstance(item.get("function_call"), dict):  # the API's older form, which knows one call and no id
         functions.append((None, item["function_call"]))
-    made = [call(function.get("name"), function.get("arguments", function.get("input")), what, gaps) for _, function in functions]
-    ids = [string(id, f"{what}.tool_calls.id") for id, _ in functions]
-    text = content(item.get("content"), f"{what}.content", gaps) or string(item.get("refusal"), f"{what}.refusal")
+    made = [
+        build_tool_call(function.get("name"), function.get("arguments", function.get("input")), what, gaps) for _, function in functions
+    ]
+    ids = [as_string(id, f"{what}.tool_calls.id") for id, _ in functions]
+    text = message_text(item.get("content"), f"{what}.content", gaps) or as_string(item.get("refusal"), f"{what}.refusal")
     for key in sorted(set(item) - _KNOWN):
         if item[key] not in (None, [], {}):
-            gaps.add(f"{label(key)} of a message: it is not kept")
+            gaps.add(f"{printable_label(key)} of a message: it is not kept")
     role = "tool" if role == "function" else role
-    answers = string(item.get("tool_call_id"), f"{what}.tool_call_id") if role == "tool" else ""
+    answers = as_string(item.get("tool_call_id"), f"{what}.tool_call_id") if role == "tool" else ""
     if role == "tool" and not answers:
         gaps.add("which call an answer of a tool is for")
-    agent = label(item.get("name")) if role == "assistant" else ""
-    reasoning = string(item.get("reasoning_content") or item.get("reasoning"), f"{what}.reasoning_content")
-    return spoken(role, text, calls=made, call_ids=ids, answers=answers, agent=agent, reasoning=reasoning)
+    agent = printable_label(item.get("name")) if role == "assistant" else ""
+    reasoning = as_string(item.get("reasoning_content") or item.get("reasoning"), f"{what}.reasoning_content")
+    return build_message(role, text, calls=made, call_ids=ids, answers=answers, agent=agent, reasoning=reasoning)
 
 
 def documents(trace: Trace) -> Iterator[dict[str, Any]]:
     """A trace as chat messages: one object for each agent, since a list of messages has one."""
-    for line in lines(trace):
-        if line.said:
+    for line in conversations_of(trace):
+        if line.messages:
             yield _conversation(trace, line)
 
 
-def _conversation(trace: Trace, line: Line) -> dict[str, Any]:
+def _conversation(trace: Trace, line: Conversation) -> dict[str, Any]:
     about = {"trace": trace.id, **({"agent": line.label} if line.label else {})}
     offered = {"tools": [dict(tool) for tool in trace.tools]} if trace.tools else {}
-    return {"messages": [_written(one.spoken, number, line.label) for number, one in enumerate(line.said)], **offered, "metadata": about}
+    return {
+        "messages": [_written(one.imported, number, line.label) for number, one in enumerate(line.messages)],
+        **offered,
+        "metadata": about,
+    }
 
 
-def _written(one: Spoken, number: int, label: str) -> dict[str, Any]:
+def _written(one: ImportedMessage, number: int, label: str) -> dict[str, Any]:
     told = one.message
     written: dict[str, Any] = {"role": told.role, "content": told.content}
     if one.agent != label:

@@ -14,12 +14,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.failure.formats import openai, otel_numbered
-from agentrl.failure.formats.files import Document, Unreadable
-from agentrl.failure.formats.otel_lines import Agent, Call, Entry, ToolRun, Unit, trace
-from agentrl.failure.formats.otlp import Event, Key, Span, entries
-from agentrl.failure.formats.values import Gaps, as_text, call, decoded, kind, label, objects, spoken, string, tools
-from agentrl.failure.trace import Spoken, Trace
+from agentrl.failure.formats import openai, otel_indexed
+from agentrl.failure.formats.files import Document, UnreadableDocument
+from agentrl.failure.formats.otel_conversations import AgentSpan, MessageEntry, ModelCall, ToolSpan, TraceCalls, trace_of_calls
+from agentrl.failure.formats.otlp import Event, Span, SpanKey, entries
+from agentrl.failure.formats.values import (
+    Gaps,
+    as_objects,
+    as_string,
+    as_text,
+    build_message,
+    build_tool_call,
+    decode_json,
+    printable_label,
+    tool_schemas,
+    type_name,
+)
+from agentrl.failure.trace import ImportedMessage, Trace
 
 MOST_SPANS = 250_000
 """Spans of all kinds in one reading, and log records."""
@@ -44,29 +55,29 @@ _OF_A_MESSAGE = ("role", "content", "id", "tool_calls", "name", "index", "messag
 
 
 @dataclass(slots=True)
-class Gathered:
+class SpanCollector:
     """The spans of one reading: those of a conversation may lie in several files, and its messages in others."""
 
-    calls: dict[Key, Call] = field(default_factory=dict)
-    agents: dict[Key, Agent] = field(default_factory=dict)
-    runs: dict[Key, ToolRun] = field(default_factory=dict)
-    parents: dict[Key, str] = field(default_factory=dict)
-    seen: dict[bytes, Entry] = field(default_factory=dict)  # every message once
-    heard: set[tuple[Key, str, int, bytes]] = field(default_factory=set)  # records, which an exporter may send twice
+    calls: dict[SpanKey, ModelCall] = field(default_factory=dict)
+    agents: dict[SpanKey, AgentSpan] = field(default_factory=dict)
+    runs: dict[SpanKey, ToolSpan] = field(default_factory=dict)
+    parents: dict[SpanKey, str] = field(default_factory=dict)
+    seen: dict[bytes, MessageEntry] = field(default_factory=dict)  # every message once
+    heard: set[tuple[SpanKey, str, int, bytes]] = field(default_factory=set)  # records, which an exporter may send twice
     records: int = 0
     messages: int = 0
     chars: int = 0
 
-    def add(self, document: Document) -> Iterator[Unreadable]:
+    def add(self, document: Document) -> Iterator[UnreadableDocument]:
         """Takes an export in; what of it is no span or record is told. Raises `UserError` where it gets too much."""
         for one in entries(document):
-            if isinstance(one, Unreadable):
+            if isinstance(one, UnreadableDocument):
                 yield one
                 continue
             self.records += 1
             if self.records > MOST_SPANS:
                 fix = "keep only spans of generative AI and those above them, or import the files one by one"
-                raise UserError(f"{document.place.path} and what came before hold more than {MOST_SPANS} spans and records", fix=fix)
+                raise UserError(f"{document.location.path} and what came before hold more than {MOST_SPANS} spans and records", fix=fix)
             try:
                 if isinstance(one, Span):
                     self._span(one)
@@ -76,30 +87,30 @@ class Gathered:
                 raise
             except (ValueError, RecursionError) as error:
                 what = "span" if isinstance(one, Span) else "record of span"
-                yield one.place.unreadable(error, where=f"{what} {label(one.key[1])}", fix="export it again; other spans are read")
+                yield one.place.error(error, where=f"{what} {printable_label(one.key[1])}", fix="export it again; other spans are read")
 
-    def traces(self) -> Iterator[Trace | Unreadable]:
+    def traces(self) -> Iterator[Trace | UnreadableDocument]:
         """What the spans tell, conversation by conversation, in the order of their beginning."""
         for unit in self._units():
             place = unit.calls[0].place
-            where = f"trace {label(unit.id)}"
+            where = f"trace {printable_label(unit.id)}"
             try:
-                yield trace(unit, {"file": place.name, **({"place": place.where} if place.where else {})}, self.parents)
+                yield trace_of_calls(unit, {"file": place.name, **({"place": place.position} if place.position else {})}, self.parents)
             except (ValueError, RecursionError) as error:
-                yield place.unreadable(error, where=where, fix=f"let the emitter write messages ({CAPTURE}=true) and their spans")
+                yield place.error(error, where=where, fix=f"let the emitter write messages ({CAPTURE}=true) and their spans")
 
-    def _units(self) -> list[Unit]:
+    def _units(self) -> list[TraceCalls]:
         """What belongs together: by the conversation's id, else by the trace's. Lone calls of one service are told apart later."""
         counts: dict[str, int] = {}
         for key in (*self.calls, *self.agents, *self.runs):
             counts[key[0]] = counts.get(key[0], 0) + 1
         conversations = {key[0]: one.conversation for key, one in self.calls.items() if one.conversation}
-        found: dict[tuple[str, str], Unit] = {}
+        found: dict[tuple[str, str], TraceCalls] = {}
         for key, one in sorted(self.calls.items(), key=lambda item: (item[1].start, item[1].number)):
             conversation = conversations.get(key[0], "")
             lone = not conversation and counts[key[0]] == 1 and not one.parent
             name = ("calls of", one.service) if lone else ("conversation", conversation) if conversation else ("trace", key[0])
-            unit = found.setdefault(name, Unit(id=conversation or key[0], lone=lone))
+            unit = found.setdefault(name, TraceCalls(id=conversation or key[0], lone=lone))
             unit.calls.append(one)
             unit.trace_ids.add(key[0])
         by_trace = {trace_id: unit for unit in found.values() for trace_id in unit.trace_ids}
@@ -124,9 +135,9 @@ class Gathered:
         elif attributes.get("openinference.span.kind") == "TOOL":
             self.runs[span.key] = _run_of_openinference(span)
         elif operation in ("invoke_agent", "create_agent") or attributes.get("openinference.span.kind") == "AGENT":
-            name = label(attributes.get("gen_ai.agent.name") or attributes.get("agent.name"))
-            self.agents[span.key] = Agent(key=span.key, name=name, start=span.start)
-        spoken_there = any(name in attributes for name in _SPOKEN) or otel_numbered.has_messages(attributes)
+            name = printable_label(attributes.get("gen_ai.agent.name") or attributes.get("agent.name"))
+            self.agents[span.key] = AgentSpan(key=span.key, name=name, start=span.start)
+        spoken_there = any(name in attributes for name in _SPOKEN) or otel_indexed.has_messages(attributes)
         if operation not in _CALLS and not spoken_there:
             return
         one = self._call(span)
@@ -134,9 +145,9 @@ class Gathered:
         one.of_agent = operation == "invoke_agent" or attributes.get("openinference.span.kind") == "AGENT"
         self._take(one, attributes)
 
-    def _call(self, of: Span | Event) -> Call:
+    def _call(self, of: Span | Event) -> ModelCall:
         if of.key not in self.calls:
-            self.calls[of.key] = Call(key=of.key, number=len(self.calls), service=of.service, place=of.place)
+            self.calls[of.key] = ModelCall(key=of.key, number=len(self.calls), service=of.service, place=of.place)
         return self.calls[of.key]
 
     def _event(self, event: Event) -> None:
@@ -153,10 +164,10 @@ class Gathered:
             one.start = min(filter(None, (one.start, event.at)), default=0)
             one.end = max(one.end, event.at)
 
-    def _message_event(self, one: Call, event: Event) -> None:
+    def _message_event(self, one: ModelCall, event: Event) -> None:
         """A message in the form up to v1.36: that of a chat completion, with the role in the event's name."""
         fields = ((key, value) for key, value in _fields(event).items() if not key.startswith("gen_ai."))
-        body = {key: decoded(value) if key in _STRUCTURED else value for key, value in fields}
+        body = {key: decode_json(value) if key in _STRUCTURED else value for key, value in fields}
         if event.name == _CHOICE:
             if body.get("index") not in (None, 0, "0"):
                 one.gaps.add("choices besides the first")
@@ -171,13 +182,13 @@ class Gathered:
         if whole:  # attributes have the same messages
             return
         message["tool_call_id"] = message.pop("id", None) if message["role"] == "tool" else None
-        entry = self._kept(openai.message(message, event.name, one.gaps))
-        again = (event.key, event.name, event.at, entry.whole)
+        entry = self._kept(openai.parse_message(message, event.name, one.gaps))
+        again = (event.key, event.name, event.at, entry.full_hash)
         if not event.at or again not in self.heard:
             self.heard.add(again)
             into.append(entry)
 
-    def _take(self, one: Call, attributes: Mapping[str, Any]) -> None:
+    def _take(self, one: ModelCall, attributes: Mapping[str, Any]) -> None:
         """Takes over what the attributes of a call's span, or of its record, say."""
         one.model = one.model or _first_label(attributes, _MODEL)
         one.conversation = one.conversation or _first_label(attributes, _CONVERSATION)
@@ -185,41 +196,41 @@ class Gathered:
         if not one.inputs:
             told = [*_instructions(attributes.get(_SYSTEM), one.gaps), *_messages(attributes, _INPUT, one.gaps)]
             told = told or list(_plain(attributes, _PROMPT, "user", one.gaps))
-            told = told or list(otel_numbered.messages(attributes, otel_numbered.PROMPTS, "user", one.gaps, _message))
+            told = told or list(otel_indexed.messages(attributes, otel_indexed.PROMPTS, "user", one.gaps, _message))
             one.inputs, one.whole_inputs = [self._kept(message) for message in told], bool(told)
         if not one.outputs:
             said = list(_messages(attributes, _OUTPUT, one.gaps)) or list(_plain(attributes, _COMPLETION, "assistant", one.gaps))
-            said = said or list(otel_numbered.messages(attributes, otel_numbered.COMPLETIONS, "assistant", one.gaps, _message))
+            said = said or list(otel_indexed.messages(attributes, otel_indexed.COMPLETIONS, "assistant", one.gaps, _message))
             if len(said) > 1 and all(message.message.role == "assistant" for message in said):
                 one.gaps.add("choices besides the first", len(said) - 1)
                 said = said[:1]
             one.outputs, one.whole_outputs = [self._kept(message) for message in said], bool(said)
         if not one.tools and "gen_ai.tool.definitions" in attributes:
-            one.tools = tools(decoded(attributes["gen_ai.tool.definitions"]), one.gaps)
+            one.tools = tool_schemas(decode_json(attributes["gen_ai.tool.definitions"]), one.gaps)
         elif not one.tools:
-            one.tools = tools(otel_numbered.definitions(attributes, one.gaps), one.gaps)
+            one.tools = tool_schemas(otel_indexed.definitions(attributes, one.gaps), one.gaps)
 
-    def _kept(self, message: Spoken) -> Entry:
+    def _kept(self, message: ImportedMessage) -> MessageEntry:
         """The one entry of this message."""
         self.messages += 1
-        entry = Entry.of(message)
-        if entry.whole not in self.seen:
-            self.seen[entry.whole] = entry
+        entry = MessageEntry.of(message)
+        if entry.full_hash not in self.seen:
+            self.seen[entry.full_hash] = entry
             self.chars += len(message.message.content) + len(message.reasoning)
         if self.messages > MOST_MESSAGES or self.chars > MOST_CHARS:
             raise UserError("the spans hold more messages than can be read at once", fix="import the files one by one")
-        return self.seen[entry.whole]
+        return self.seen[entry.full_hash]
 
 
-def _run(span: Span) -> ToolRun:
+def _run(span: Span) -> ToolSpan:
     attributes = span.attributes
     arguments = attributes.get("gen_ai.tool.call.arguments")
     result = attributes.get("gen_ai.tool.call.result")
-    return ToolRun(
+    return ToolSpan(
         key=span.key,
-        name=label(attributes.get("gen_ai.tool.name")),
-        id=string(attributes.get("gen_ai.tool.call.id"), "gen_ai.tool.call.id"),
-        arguments=None if arguments is None else decoded(arguments),
+        name=printable_label(attributes.get("gen_ai.tool.name")),
+        id=as_string(attributes.get("gen_ai.tool.call.id"), "gen_ai.tool.call.id"),
+        arguments=None if arguments is None else decode_json(arguments),
         result=None if result is None else as_text(result, "gen_ai.tool.call.result"),
         failed=bool(span.error),
         error=span.error,
@@ -228,14 +239,14 @@ def _run(span: Span) -> ToolRun:
     )
 
 
-def _run_of_openinference(span: Span) -> ToolRun:
+def _run_of_openinference(span: Span) -> ToolSpan:
     attributes = span.attributes
-    arguments = decoded(attributes.get("tool.parameters", attributes.get("input.value")))
+    arguments = decode_json(attributes.get("tool.parameters", attributes.get("input.value")))
     result = attributes.get("output.value")
-    return ToolRun(
+    return ToolSpan(
         key=span.key,
-        name=label(attributes.get("tool.name")),
-        id=string(attributes.get("tool_call.id"), "tool_call.id"),
+        name=printable_label(attributes.get("tool.name")),
+        id=as_string(attributes.get("tool_call.id"), "tool_call.id"),
         arguments=arguments if isinstance(arguments, dict) else None,
         result=None if result is None else as_text(result, "output.value"),
         failed=bool(span.error),
@@ -247,73 +258,75 @@ def _run_of_openinference(span: Span) -> ToolRun:
 
 def _first_label(attributes: Mapping[str, Any], keys: Sequence[str]) -> str:
     """The first of some attributes that is set."""
-    return label(next((attributes[key] for key in keys if attributes.get(key)), None))
+    return printable_label(next((attributes[key] for key in keys if attributes.get(key)), None))
 
 
 def _fields(event: Event) -> dict[str, Any]:
     """The content of an event, from its body, its attributes, or the attribute that holds all of it as JSON."""
     found: dict[str, Any] = {}
     for told in (event.body, event.attributes.get("gen_ai.event.content")):
-        value = decoded(told)
+        value = decode_json(told)
         found |= value if isinstance(value, dict) else {"content": told} if isinstance(told, str) else {}
     return found | {key: value for key, value in event.attributes.items() if key in _OF_A_MESSAGE or key.startswith("gen_ai.")}
 
 
-def _plain(attributes: Mapping[str, Any], name: str, role: str, gaps: Gaps) -> Iterator[Spoken]:
+def _plain(attributes: Mapping[str, Any], name: str, role: str, gaps: Gaps) -> Iterator[ImportedMessage]:
     """The messages of an attribute up to v1.27: chat messages as JSON, or plain text."""
-    value = decoded(attributes.get(name))
+    value = decode_json(attributes.get(name))
     if isinstance(value, str):
-        yield spoken(role, value)
+        yield build_message(role, value)
         return
-    for number, item in enumerate(objects([value] if isinstance(value, dict) else value, name)):
-        yield openai.message({"role": role, **item}, f"{name}[{number}]", gaps)
+    for number, item in enumerate(as_objects([value] if isinstance(value, dict) else value, name)):
+        yield openai.parse_message({"role": role, **item}, f"{name}[{number}]", gaps)
 
 
-def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[Spoken]:
+def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[ImportedMessage]:
     """The messages of an attribute, JSON text or structured. One that was cut off by the emitter is a gap, not an error."""
-    value = decoded(attributes.get(name))
+    value = decode_json(attributes.get(name))
     if isinstance(value, str):
         gaps.add(f"{name} of a call: it is no JSON, perhaps cut by the emitter's limit")
         return
-    for number, item in enumerate(objects(value, name)):
+    for number, item in enumerate(as_objects(value, name)):
         yield from _message(item, f"{name}[{number}]", gaps)
 
 
-def _message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Iterator[Spoken]:
+def _message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Iterator[ImportedMessage]:
     """A message in parts. Answers of tools are messages of their own, whatever message they came in."""
     if "parts" not in item:
-        yield openai.message(item, what, gaps)
+        yield openai.parse_message(item, what, gaps)
         return
-    role = string(item.get("role"), f"{what}.role")
+    role = as_string(item.get("role"), f"{what}.role")
     texts: list[str] = []
     thoughts: list[str] = []
     calls, ids, answers = [], [], []
-    for number, part in enumerate(objects(item["parts"], f"{what}.parts")):
+    for number, part in enumerate(as_objects(item["parts"], f"{what}.parts")):
         sort, at = part.get("type"), f"{what}.parts[{number}]"
         if sort == "text":
-            texts.append(string(part.get("content"), at))
+            texts.append(as_string(part.get("content"), at))
         elif sort == "reasoning":
-            thoughts.append(string(part.get("content"), at))
+            thoughts.append(as_string(part.get("content"), at))
         elif sort == "tool_call":
-            calls.append(call(part.get("name"), part.get("arguments"), at, gaps))
-            ids.append(string(part.get("id"), f"{at}.id"))
+            calls.append(build_tool_call(part.get("name"), part.get("arguments"), at, gaps))
+            ids.append(as_string(part.get("id"), f"{at}.id"))
         elif sort == "tool_call_response":
             result = part.get("response", part.get("result"))
-            answers.append(spoken("tool", as_text("" if result is None else result, at), answers=string(part.get("id"), f"{at}.id")))
+            answers.append(
+                build_message("tool", as_text("" if result is None else result, at), answers=as_string(part.get("id"), f"{at}.id"))
+            )
         else:
-            gaps.add(f"parts of type {label(sort) or 'unknown'}: only text, reasoning and tools are kept")
+            gaps.add(f"parts of type {printable_label(sort) or 'unknown'}: only text, reasoning and tools are kept")
     if texts or calls or thoughts or not answers:
-        yield spoken(role, "\n".join(texts), calls=calls, call_ids=ids, reasoning="\n".join(thoughts))
+        yield build_message(role, "\n".join(texts), calls=calls, call_ids=ids, reasoning="\n".join(thoughts))
     yield from answers
 
 
-def _instructions(value: Any, gaps: Gaps) -> Sequence[Spoken]:
+def _instructions(value: Any, gaps: Gaps) -> Sequence[ImportedMessage]:
     """`gen_ai.system_instructions`, which are apart from the messages."""
-    parts = decoded(value)
+    parts = decode_json(value)
     if parts is None:
         return ()
     if isinstance(parts, str):
-        return (spoken("system", parts),)
+        return (build_message("system", parts),)
     if not isinstance(parts, list):
-        raise ValueError(f"{_SYSTEM} is {kind(parts)}, not a list")
+        raise ValueError(f"{_SYSTEM} is {type_name(parts)}, not a list")
     return tuple(_message({"role": "system", "parts": parts}, _SYSTEM, gaps))

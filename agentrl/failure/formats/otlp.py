@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.failure.formats.files import Document, Place, Unreadable
-from agentrl.failure.formats.values import an_object, kind, label, names, objects
+from agentrl.failure.formats.files import Document, SourceLocation, UnreadableDocument
+from agentrl.failure.formats.values import as_object, as_objects, object_or_empty, printable_label, type_name
 
-Key = tuple[str, str]
+SpanKey = tuple[str, str]
 """Trace id and span id, as they are written: in hex, or in base64 by those who do not follow the specification."""
 
 _OPENINFERENCE = ("llm.", "openinference.span.kind", "session.id", "agent.name", "tool.", "tool_call.id", "input.value", "output.value")
@@ -28,27 +28,27 @@ _WHOLE = re.compile(r"-?[0-9]{1,19}")
 class Span:
     """What a span says."""
 
-    key: Key
+    key: SpanKey
     parent: str  # span id in the same trace; empty: none
     start: int  # ns since 1970; 0: not said
     end: int
     attributes: Mapping[str, Any]
     error: str  # what went wrong, in its own words; empty: nothing
     service: str
-    place: Place
+    place: SourceLocation
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """The content of a log record or of a span's event."""
 
-    key: Key
+    key: SpanKey
     name: str
     at: int  # ns since 1970; 0: not said
     attributes: Mapping[str, Any]
     body: Any
     service: str
-    place: Place
+    place: SourceLocation
 
 
 def recognises(value: Any) -> bool:
@@ -56,46 +56,46 @@ def recognises(value: Any) -> bool:
     return isinstance(value, dict) and ("resourceSpans" in value or "resourceLogs" in value)
 
 
-def entries(document: Document) -> Iterator[Span | Event | Unreadable]:
+def entries(document: Document) -> Iterator[Span | Event | UnreadableDocument]:
     """The spans and events of one export. One that is none is told, the others are read."""
-    whole, place = document.value, document.place
+    whole, place = document.value, document.location
     fix = "export spans as OTLP JSON, ids in hex"
     for outer, scope, inner, make in (("resourceSpans", "scopeSpans", "spans", _span), ("resourceLogs", "scopeLogs", "logRecords", _event)):
         try:
-            for resource in objects(whole.get(outer), outer):
+            for resource in as_objects(whole.get(outer), outer):
                 service = _service(resource)
-                for scoped in objects(resource.get(scope), scope):
+                for scoped in as_objects(resource.get(scope), scope):
                     items = scoped.get(inner)
                     if items is not None and not isinstance(items, list):
-                        raise ValueError(f"{inner} is {kind(items)}, not a list")
+                        raise ValueError(f"{inner} is {type_name(items)}, not a list")
                     for number, item in enumerate(items or []):
                         try:
-                            one = an_object(item, inner)
+                            one = as_object(item, inner)
                             found = make(one, service, place)
                         except (ValueError, RecursionError) as error:
-                            yield place.unreadable(error, where=f"{inner}[{number}]", fix=fix)
+                            yield place.error(error, where=f"{inner}[{number}]", fix=fix)
                             continue
                         if found is not None:
                             yield found
                         if isinstance(found, Span):
                             yield from _events_of(found, one.get("events"))
         except ValueError as error:
-            yield place.unreadable(error, fix=fix)
+            yield place.error(error, fix=fix)
 
 
 def _service(resource: Mapping[str, Any]) -> str:
-    found = names(resource.get("resource")).get("attributes")
+    found = object_or_empty(resource.get("resource")).get("attributes")
     for item in found if isinstance(found, list) else []:
         if isinstance(item, dict) and item.get("key") == "service.name":
-            return label(names(item.get("value")).get("stringValue"))
+            return printable_label(object_or_empty(item.get("value")).get("stringValue"))
     return ""
 
 
-def _span(span: Mapping[str, Any], service: str, place: Place) -> Span:
-    status = names(span.get("status"))
+def _span(span: Mapping[str, Any], service: str, place: SourceLocation) -> Span:
+    status = object_or_empty(span.get("status"))
     attributes = _attributes(span.get("attributes"))
     failed = status.get("code") in (2, "STATUS_CODE_ERROR")
-    error = label(attributes.get("error.type")) or label(status.get("message")) or "error" if failed else ""
+    error = printable_label(attributes.get("error.type")) or printable_label(status.get("message")) or "error" if failed else ""
     return Span(
         key=(_id(span.get("traceId"), "traceId"), _id(span.get("spanId"), "spanId")),
         parent=_id(span.get("parentSpanId") or "-", "parentSpanId").strip("-"),
@@ -108,19 +108,19 @@ def _span(span: Mapping[str, Any], service: str, place: Place) -> Span:
     )
 
 
-def _events_of(span: Span, found: Any) -> Iterator[Event | Unreadable]:
+def _events_of(span: Span, found: Any) -> Iterator[Event | UnreadableDocument]:
     """The events of a span that concern generative AI: earlier conventions put messages there."""
     try:
-        for event in objects(found, "events"):
+        for event in as_objects(found, "events"):
             name = event.get("name")
             if isinstance(name, str) and name.startswith("gen_ai."):
                 at, told = _time(event.get("timeUnixNano")), _attributes(event.get("attributes"), every=True)
                 yield Event(key=span.key, name=name, at=at, attributes=told, body=None, service=span.service, place=span.place)
     except (ValueError, RecursionError) as error:
-        yield span.place.unreadable(error, where=f"events of span {label(span.key[1])}", fix="export it again; other spans are read")
+        yield span.place.error(error, where=f"events of span {printable_label(span.key[1])}", fix="export it again; other spans are read")
 
 
-def _event(record: Mapping[str, Any], service: str, place: Place) -> Event | None:
+def _event(record: Mapping[str, Any], service: str, place: SourceLocation) -> Event | None:
     """A log record that tells of generative AI, else None."""
     attributes = _attributes(record.get("attributes"))
     name = record.get("eventName") or attributes.get("event.name")
@@ -140,7 +140,7 @@ def _event(record: Mapping[str, Any], service: str, place: Place) -> Event | Non
 def _attributes(found: Any, *, every: bool = False) -> dict[str, Any]:
     """The attributes that concern generative AI; with `every`, all attributes, for an event that concerns it."""
     kept = {}
-    for item in objects(found, "attributes"):
+    for item in as_objects(found, "attributes"):
         key = item.get("key")
         if isinstance(key, str) and (every or key.startswith(_KEPT)):
             kept[key] = any_value(item.get("value"))
@@ -152,13 +152,13 @@ def any_value(value: Any, levels: int = _DEEPEST) -> Any:
     if value is None or value == {}:
         return None
     if not isinstance(value, dict):
-        raise ValueError(f"a value is {kind(value)}, not an object such as {{'stringValue': ...}}")
+        raise ValueError(f"a value is {type_name(value)}, not an object such as {{'stringValue': ...}}")
     if levels <= 0:
         raise ValueError(f"a value is nested deeper than {_DEEPEST} levels")
     if "arrayValue" in value:
-        return [any_value(item, levels - 1) for item in objects(names(value["arrayValue"]).get("values"), "values")]
+        return [any_value(item, levels - 1) for item in as_objects(object_or_empty(value["arrayValue"]).get("values"), "values")]
     if "kvlistValue" in value:
-        items = objects(names(value["kvlistValue"]).get("values"), "values")
+        items = as_objects(object_or_empty(value["kvlistValue"]).get("values"), "values")
         return {item["key"]: any_value(item.get("value"), levels - 1) for item in items if isinstance(item.get("key"), str)}
     if "intValue" in value:
         return _whole(value["intValue"])
@@ -167,7 +167,7 @@ def any_value(value: Any, levels: int = _DEEPEST) -> Any:
 
 def _id(value: Any, what: str) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= _LONGEST_ID or not value.isascii():
-        raise ValueError(f"{what} is {kind(value)} that is no id")
+        raise ValueError(f"{what} is {type_name(value)} that is no id")
     return value.lower() if len(value) in (16, 32) else value
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.failure.formats import atif, openai
-from agentrl.failure.formats.files import Document, Unreadable, documents
-from agentrl.failure.formats.otel import Gathered
+from agentrl.failure.formats.files import Document, UnreadableDocument, documents
+from agentrl.failure.formats.otel import SpanCollector
 from agentrl.failure.formats.otlp import recognises as is_otlp
 from agentrl.failure.trace import Trace
 
@@ -21,10 +21,10 @@ _LOOKED_AT = 100  # entries of a list, to know whether they are documents
 _FIX = "repair or remove it, or export it again; what else was given is read"
 
 
-def read(path: Path | str, format: str | None = None) -> Iterator[Trace | Unreadable]:
+def read(path: Path | str, format: str | None = None) -> Iterator[Trace | UnreadableDocument]:
     """Reads the traces of a file, or of all .json, .jsonl and .ndjson files below a folder.
 
-    What gives no trace is told in its place by an `Unreadable`, an error to count or raise, and the rest is read. The same
+    What gives no trace is told in its place by an `UnreadableDocument`, an error to count or raise, and the rest is read. The same
     conversation met again is told so too, and given once. Spans belong together across files: theirs come last.
 
     Args:
@@ -41,10 +41,10 @@ def read(path: Path | str, format: str | None = None) -> Iterator[Trace | Unread
     return _distinct(_read(path, format))
 
 
-def read_all(path: Path | str, format: str | None = None) -> tuple[list[Trace], list[Unreadable]]:
+def read_all(path: Path | str, format: str | None = None) -> tuple[list[Trace], list[UnreadableDocument]]:
     """All traces of `read`, and all it told. Raises `UserError` also where there is not one trace: the first of what it told."""
     traces: list[Trace] = []
-    told: list[Unreadable] = []
+    told: list[UnreadableDocument] = []
     for one in read(path, format):
         if isinstance(one, Trace):
             traces.append(one)
@@ -55,14 +55,14 @@ def read_all(path: Path | str, format: str | None = None) -> tuple[list[Trace], 
     return traces, told
 
 
-def _distinct(found: Iterator[Trace | Unreadable]) -> Iterator[Trace | Unreadable]:
+def _distinct(found: Iterator[Trace | UnreadableDocument]) -> Iterator[Trace | UnreadableDocument]:
     places: dict[str, str] = {}
     for one in found:
         if isinstance(one, Trace):
             where = ", ".join(filter(None, (one.origin.get("file"), one.origin.get("place"))))
             if one.id in places:
                 path = Path(one.origin.get("file", ""))
-                yield Unreadable(
+                yield UnreadableDocument(
                     path, one.origin.get("place", ""), f"is the same as {places[one.id]}", fix="nothing to do: it is kept once"
                 )
                 continue
@@ -70,10 +70,10 @@ def _distinct(found: Iterator[Trace | Unreadable]) -> Iterator[Trace | Unreadabl
         yield one
 
 
-def _read(path: Path, format: str | None) -> Iterator[Trace | Unreadable]:
-    spans = Gathered()
+def _read(path: Path, format: str | None) -> Iterator[Trace | UnreadableDocument]:
+    spans = SpanCollector()
     for found in documents(path):
-        if isinstance(found, Unreadable):
+        if isinstance(found, UnreadableDocument):
             yield found
             continue
         for document in _parts(found, format):
@@ -85,23 +85,23 @@ def _read(path: Path, format: str | None) -> Iterator[Trace | Unreadable]:
     yield from spans.traces()
 
 
-def _parsed(document: Document, kind: str) -> Trace | Unreadable:
-    place = document.place
+def _parsed(document: Document, kind: str) -> Trace | UnreadableDocument:
+    place = document.location
     try:
         if not kind:
             raise UserError(f"is of no format that is known: {_described(document.value)}", fix=f"known are {', '.join(FORMATS)}; {_FIX}")
-        trace: Trace = _PARSERS[kind].parse(document.value, {"file": place.name, **({"place": place.where} if place.where else {})})
+        trace: Trace = _PARSERS[kind].parse(document.value, {"file": place.name, **({"place": place.position} if place.position else {})})
         return trace
     except (ValueError, RecursionError) as error:
-        return place.unreadable(error, fix=_FIX)
+        return place.error(error, fix=_FIX)
 
 
 def _parts(document: Document, format: str | None) -> Iterator[Document]:
     """A list of documents as each of them; anything else as it is."""
-    value, place = document.value, document.place
+    value, place = document.value, document.location
     if isinstance(value, list) and value and not openai.recognises(value) and any(_format(item, format) for item in value[:_LOOKED_AT]):
         for number, item in enumerate(value):
-            where = ", ".join(part for part in (place.where, f"entry {number}") if part)
+            where = ", ".join(part for part in (place.position, f"entry {number}") if part)
             yield Document(item, type(place)(place.path, place.name, where))
     else:
         yield document

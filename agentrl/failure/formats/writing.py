@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.files import replace_file
 from agentrl.errors import UserError
 from agentrl.failure.formats import atif_export, openai
 from agentrl.failure.trace import Trace
-from agentrl.files import replacing
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _ESCAPED = re.compile(
@@ -50,7 +50,7 @@ def write(traces: Iterable[Trace], path: Path | str, format: str = "atif") -> in
 def _lines(made: Iterator[tuple[Trace, dict[str, Any]]], path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
-    with replacing(path) as part, part.open("wb") as file:
+    with replace_file(path) as part, part.open("wb") as file:
         for _, document in made:
             file.write(_json(document).encode() + b"\n")
             count += 1
@@ -63,7 +63,7 @@ def _single(made: Iterator[tuple[Trace, dict[str, Any]]], path: Path) -> int:
         what = "nothing" if found is None else "more than one document"
         raise UserError(f"{path} would hold {what}", fix="name a folder, or a file that ends in .jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part:
+    with replace_file(path) as part:
         part.write_text(_json(found[1], indent=1) + "\n", encoding="utf-8")
     return 1
 
@@ -77,7 +77,7 @@ def _files(made: Iterator[tuple[Trace, dict[str, Any]]], folder: Path) -> int:
         while name.lower() in taken:
             name, number = f"{stem}-{number}", number + 1
         taken.add(name.lower())
-        with replacing(folder / f"{name}.json") as part:
+        with replace_file(folder / f"{name}.json") as part:
             part.write_text(_json(document, indent=1) + "\n", encoding="utf-8")
     return len(taken)
 

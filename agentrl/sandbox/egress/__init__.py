@@ -13,12 +13,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from agentrl.destinations import Destination, parse_all
 from agentrl.records import SandboxSpec
+from agentrl.records.destinations import Destination, parse_destinations
 from agentrl.sandbox.egress.listener import LINK, EgressListener
 from agentrl.sandbox.egress.proxy import Bounds
 
-__all__ = ["LINK", "PORT", "Bounds", "EgressListener", "environment", "server_options", "shown"]
+__all__ = ["LINK", "PORT", "Bounds", "EgressListener", "proxy_environment", "server_options", "socket_mounts"]
 
 PORT = 3128
 """The proxy's port on the loopback of every sandbox that has an allow-list."""
@@ -32,15 +32,17 @@ def server_options(spec: SandboxSpec) -> dict[str, Any]:
     """Additional options of the exec server (see `allowance.server_options`); none for a sandbox without an allow-list."""
     if not spec.network:
         return {}
-    return {"network": {"port": PORT, "backlog": BACKLOG, "link": _ADDRESS, "environment": environment(parse_all(spec.network))}}
+    return {
+        "network": {"port": PORT, "backlog": BACKLOG, "link": _ADDRESS, "environment": proxy_environment(parse_destinations(spec.network))}
+    }
 
 
-def shown(folder: Path, spec: SandboxSpec) -> dict[str, Path]:
+def socket_mounts(folder: Path, spec: SandboxSpec) -> dict[str, Path]:
     """Path in the sandbox, and on the host, of the socket over which the exec server hands its listener to the host."""
     return {_INSIDE: folder / LINK} if spec.network else {}
 
 
-def environment(network: tuple[Destination, ...]) -> dict[str, str]:
+def proxy_environment(network: tuple[Destination, ...]) -> dict[str, str]:
     """The proxy variables of programs. Loopback addresses bypass the proxy unless the allow-list names them."""
     listed = {destination.host for destination in network}
     proxy, own = f"http://127.0.0.1:{PORT}", ",".join(name for name in _OWN if name not in listed)

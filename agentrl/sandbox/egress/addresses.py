@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 
-from agentrl.destinations import Address, Destination, literal
+from agentrl.records.destinations import Address, Destination, address_literal
 from agentrl.sandbox.egress.heads import Refusal
 
 MAX_TRIED = 4
@@ -25,7 +25,7 @@ _MACHINE_SERVICES = frozenset({ipaddress.ip_address("168.63.129.16")})
 _lookups = ThreadPoolExecutor(8, thread_name_prefix="egress-names")
 
 
-class AddressBook:
+class AllowList:
     """The allow-list of one sandbox, and its name look-ups (two at a time)."""
 
     def __init__(self, network: Sequence[Destination]) -> None:
@@ -34,7 +34,7 @@ class AddressBook:
 
     def lists_address(self, host: str, port: int) -> bool:
         """Whether `host` is an address, and on the list as such: a server that whoever made the list runs."""
-        address = literal(host)
+        address = address_literal(host)
         return address is not None and self._listed(address, port)
 
     async def connect(self, host: str, port: int) -> socket.socket:
@@ -52,26 +52,26 @@ class AddressBook:
         raise Refusal(HTTPStatus.BAD_GATEWAY, "the host does not answer")
 
     async def _addresses(self, host: str, port: int) -> list[Address]:
-        address = literal(host)
+        address = address_literal(host)
         if address is not None:
             return [address]
         loop = asyncio.get_running_loop()
         async with self._lookup_slots:
             try:
-                resolved = await loop.run_in_executor(_lookups, look_up, host, port)
+                resolved = await loop.run_in_executor(_lookups, resolve, host, port)
             except (OSError, UnicodeError):
                 raise Refusal(HTTPStatus.BAD_GATEWAY, "the name is not known") from None
-        return [address for text in resolved if (address := literal(text)) is not None]
+        return [address for text in resolved if (address := address_literal(text)) is not None]
 
     def _may(self, address: Address, port: int) -> bool:
-        return public(address) or self._listed(address, port)
+        return is_public(address) or self._listed(address, port)
 
     async def _connected(self, address: Address, port: int) -> socket.socket:
         link = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_STREAM)
         try:
             link.setblocking(False)
             await asyncio.get_running_loop().sock_connect(link, (str(address), port))
-            reached, own = literal(link.getpeername()[0]), literal(link.getsockname()[0])
+            reached, own = address_literal(link.getpeername()[0]), address_literal(link.getsockname()[0])
             if reached is None or not self._may(reached, port) or (reached == own and not self._listed(reached, port)):
                 raise Refusal(HTTPStatus.FORBIDDEN, "the name resolves to this machine or to no public address; list the address too")
         except BaseException:
@@ -83,12 +83,12 @@ class AddressBook:
         return any(entry.address == address and entry.port == port for entry in self._network)
 
 
-def look_up(host: str, port: int) -> list[str]:
+def resolve(host: str, port: int) -> list[str]:
     """Addresses of a name, in the system's order of preference. Blocking."""
     return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
 
 
-def public(address: Address) -> bool:
+def is_public(address: Address) -> bool:
     """Whether `address` is on the public internet: not loopback, private, link-local (metadata), shared, multicast or reserved.
 
     An IPv6 address that carries an IPv4 one (mapped, 6to4, Teredo, NAT64) must carry a public one.
@@ -101,4 +101,4 @@ def public(address: Address) -> bool:
             return False
     if address.is_multicast or (address.is_reserved and address not in _NAT64) or address in _MACHINE_SERVICES:
         return False
-    return address.is_global and all(public(part) for part in inner if part is not None)
+    return address.is_global and all(is_public(part) for part in inner if part is not None)

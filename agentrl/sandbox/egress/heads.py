@@ -14,7 +14,7 @@ from http import HTTPStatus
 
 import h11
 
-from agentrl.destinations import plain_host
+from agentrl.records.destinations import plain_host
 
 MAX_HEADERS = 100
 _SIZE_DIGITS = 15
@@ -33,8 +33,8 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """A request: where to (`host` as `agentrl.destinations.plain_host` gives it), and what is sent there first."""
+class ProxyRequest:
+    """A request: where to (`host` as `agentrl.records.destinations.plain_host` gives it), and what is sent there first."""
 
     host: str
     port: int
@@ -42,7 +42,7 @@ class Wanted:
     body: int = 0  # bytes that follow it
 
 
-def parse(head: bytes) -> Wanted:
+def parse_request(head: bytes) -> ProxyRequest:
     """The request whose head, up to and with the empty line, is `head`. Raises `Refusal`."""
     request = _read(head)
     method, target, version = (part.decode("ascii") for part in (request.method, request.target, request.http_version))
@@ -51,7 +51,7 @@ def parse(head: bytes) -> Wanted:
         host, port = _authority(target, None)
         if any(name in ("content-length", "transfer-encoding") for name, _ in headers):
             raise _bad("CONNECT has no body")
-        return Wanted(host=host, port=port)
+        return ProxyRequest(host=host, port=port)
     absolute = _ABSOLUTE.fullmatch(target)
     if absolute is None:
         raise _bad("ask for http://host/path, or CONNECT host:port")
@@ -63,7 +63,7 @@ def parse(head: bytes) -> Wanted:
     kept += [f"Host: {shown}" if port == 80 else f"Host: {shown}:{port}", "Connection: close"]
     kept += [] if size is None else [f"Content-Length: {size}"]
     start = f"{method} {path if path.startswith('/') else '/' + path} HTTP/{version}"
-    return Wanted(host=host, port=port, head="\r\n".join([start, *kept, "", ""]).encode("latin-1"), body=size or 0)
+    return ProxyRequest(host=host, port=port, head="\r\n".join([start, *kept, "", ""]).encode("latin-1"), body=size or 0)
 
 
 def _read(head: bytes) -> h11.Request:

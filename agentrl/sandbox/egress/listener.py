@@ -17,9 +17,9 @@ import threading
 import time
 from pathlib import Path
 
-from agentrl.destinations import parse_all
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
+from agentrl.records.destinations import parse_destinations
 from agentrl.sandbox.egress.proxy import Bounds, Proxy
 from agentrl.sandbox.links import accept, readable
 
@@ -41,7 +41,7 @@ class EgressListener:
 
     def __init__(self, name: str, spec: SandboxSpec, folder: Path, bounds: Bounds | None = None) -> None:
         self.bounds = bounds or Bounds()
-        self.proxy = Proxy(name, parse_all(spec.network), self.bounds)
+        self.proxy = Proxy(name, parse_destinations(spec.network), self.bounds)
         self._name = name
         self._path = folder / LINK
         self._handing = socket.socket(socket.AF_UNIX)
@@ -60,17 +60,17 @@ class EgressListener:
             raise
 
     @classmethod
-    def where_wanted(cls, name: str, spec: SandboxSpec, folder: Path) -> EgressListener | None:
+    def for_spec(cls, name: str, spec: SandboxSpec, folder: Path) -> EgressListener | None:
         """A listener for a sandbox with an allow-list; None, at no cost, for one without."""
         return cls(name, spec, folder) if spec.network else None
 
-    async def take(self) -> None:
+    async def receive(self) -> None:
         """Receives the listener and starts to serve. Raises `SandboxError`; the caller sets the deadline."""
         loop = asyncio.get_running_loop()
         with await accept(self._handing) as link:
             await readable(link)
             self._listener = _checked(_received(link))
-        self.abandon()
+        self.discard()
         thread = threading.Thread(target=self._accept, args=(self._listener, loop), name=f"egress {self._name}", daemon=True)
         thread.start()
 
@@ -79,7 +79,7 @@ class EgressListener:
         if self._closing:
             return
         self._closing = True
-        self.abandon()
+        self.discard()
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
@@ -93,9 +93,9 @@ class EgressListener:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.proxy.sum_up()
+        self.proxy.log_refusals()
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Removes the hand-over socket: the listener has arrived, or the sandbox failed to start."""
         self._handing.close()
         self._path.unlink(missing_ok=True)

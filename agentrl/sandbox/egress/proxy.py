@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from agentrl.destinations import Destination
+from agentrl.records.destinations import Destination
 from agentrl.sandbox.egress import heads
-from agentrl.sandbox.egress.addresses import AddressBook
-from agentrl.sandbox.egress.heads import Refusal, Wanted
+from agentrl.sandbox.egress.addresses import AllowList
+from agentrl.sandbox.egress.heads import ProxyRequest, Refusal
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Proxy:
     def __init__(self, name: str, network: Sequence[Destination], bounds: Bounds) -> None:
         self.refused: Counter[str] = Counter()
         self._name, self._bounds = name, bounds
-        self._book = AddressBook(network)
+        self._book = AllowList(network)
         self._left = bounds.total_bytes
 
     async def serve(self, link: socket.socket) -> None:
@@ -87,7 +87,7 @@ class Proxy:
         finally:
             writer.transport.abort()
 
-    def sum_up(self) -> None:
+    def log_refusals(self) -> None:
         """Logs the totals, unless there was only the refusal that was already logged."""
         if self.refused.total() > 1:
             reasons = "; ".join(f"{reason}: {count}" for reason, count in self.refused.most_common())
@@ -98,7 +98,7 @@ class Proxy:
         try:
             if self._left <= 0:
                 raise Refusal(HTTPStatus.FORBIDDEN, f"the sandbox has used up its {self._bounds.total_bytes} bytes")
-            wanted = heads.parse(await self._head(reader))
+            wanted = heads.parse_request(await self._head(reader))
             link = await self._connect(wanted)
         except Refusal as refusal:
             self._note(refusal, wanted)
@@ -118,14 +118,14 @@ class Proxy:
         except asyncio.IncompleteReadError:
             raise ConnectionError("closed before the end of the request") from None
 
-    async def _connect(self, wanted: Wanted) -> socket.socket:
+    async def _connect(self, wanted: ProxyRequest) -> socket.socket:
         try:
             async with asyncio.timeout(self._bounds.connect_s):
                 return await self._book.connect(wanted.host, wanted.port)
         except TimeoutError:
             raise Refusal(HTTPStatus.GATEWAY_TIMEOUT, f"no connection in {self._bounds.connect_s:.0f} s") from None
 
-    async def _carry(self, wanted: Wanted, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: socket.socket) -> None:
+    async def _carry(self, wanted: ProxyRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: socket.socket) -> None:
         server_reader, server_writer = await _streams(link, CHUNK)
         clock = _Clock(self._bounds, patient=self._book.lists_address(wanted.host, wanted.port))
         try:
@@ -165,7 +165,7 @@ class Proxy:
         await writer.drain()
         clock.moved(asked=asked)
 
-    def _note(self, refusal: Refusal, wanted: Wanted | None) -> None:
+    def _note(self, refusal: Refusal, wanted: ProxyRequest | None) -> None:
         if not self.refused:
             where = f"{wanted.host}:{wanted.port}" if wanted is not None else "a malformed request"
             log.warning("sandbox %s: a request to the network was refused: %s: %s", self._name, where, refusal.reason)

@@ -1,9 +1,9 @@
 """What a sandbox keeps of a Dockerfile besides the file tree: its WORKDIR with the files there, and its ENV.
 
 A sandbox's root is read-only, and its working directory is /home/agent. So the last build step of such an image
-(`agentrl.sandbox.layout.arrange`) moves the files in the WORKDIR (or in /app, without one) to /opt/agentrl/start, replaces that
+(`agentrl.sandbox.layout.lay_out_image`) moves the files in the WORKDIR (or in /app, without one) to /opt/agentrl/start, replaces that
 folder by a link to /home/agent, and links /logs, /tests and /solution to folders below /tmp. Each new sandbox then copies the
-moved files into its working directory (`agentrl.sandbox.layout.begin`). All of it is part of the image, so both backends have it.
+moved files into its working directory (`agentrl.sandbox.layout.fill_workdir`). All of it is part of the image, so both backends have it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _below(path: str, tops: Sequence[str]) -> bool:
     return any(normal == top or normal.startswith(top + "/") for top in tops)
 
 
-def arrange(api: docker.APIClient, tag: str, dockerfile: Path, timeout_s: float) -> None:
+def lay_out_image(api: docker.APIClient, tag: str, dockerfile: Path, timeout_s: float) -> None:
     """Replaces the image `tag` by one laid out for sandboxes. Raises `TaskError` naming `dockerfile`. Blocking."""
     config: Mapping[str, Any] = api.inspect_image(tag)["Config"] or {}
     try:
@@ -88,7 +88,7 @@ def arrange(api: docker.APIClient, tag: str, dockerfile: Path, timeout_s: float)
         printed += [line for line in lines if line.strip() and not line.startswith(_BUILDERS_OWN)]
 
 
-async def begin(sandbox: Sandbox) -> None:
+async def fill_workdir(sandbox: Sandbox) -> None:
     """Fills a new sandbox's working directory. Raises `TaskError` when the files do not fit, else `SandboxError`."""
     result = await sandbox.python(BEGIN, timeout_s=BEGIN_S)
     if result.ok:

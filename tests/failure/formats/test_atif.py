@@ -12,7 +12,7 @@ from atif import Trajectory as Atif
 from agentrl.errors import UserError
 from agentrl.failure.formats import read_all, write
 from agentrl.failure.formats.atif_export import document
-from agentrl.failure.trace import Tag, Trace, Why
+from agentrl.failure.trace import CaptureReason, Tag, Trace
 from agentrl.records import Episode, Message, Parent, Score, ToolCall, ToolResult, Trajectory, Turn, VersionSpan
 from agentrl.testing.samples import sample_task
 
@@ -37,7 +37,7 @@ def test_what_a_trace_cannot_hold_is_said_and_no_path_is_followed() -> None:
         "final metrics",
         "stub-2",
         "copied",
-        "sub-agent's trajectory, which is elsewhere",
+        "sub-agent's separate trajectory",
         "its continuation",
         "time of",
     ):
@@ -83,7 +83,7 @@ def own() -> Trace:
     later = Trajectory(agent="main", turns=(turn(6), turn(9)), parent=Parent(trajectory=0, turn=1), inherited=("e0",))
     episode = Episode(id="e1", task_id=task.id, task_key=task.key, trajectories=(main, helper, later), answer="4")
     score = Score(value=0.0, parts={"exact": 0.0})
-    return Trace(id="run:../x", why=Why.FAILED, task=task, episode=episode, score=score, tags=(Tag(name="gave_up", by="rules"),))
+    return Trace(id="run:../x", why=CaptureReason.FAILED, task=task, episode=episode, score=score, tags=(Tag(name="gave_up", by="rules"),))
 
 
 def test_our_own_episodes_are_written_with_their_tokens_and_their_tree() -> None:
@@ -129,7 +129,7 @@ def test_however_often_an_agent_goes_on_its_document_stays_flat(tmp_path: Path) 
     nested = [Trajectory(agent="a", turns=(calls,), parent=Parent(trajectory=at - 1, turn=0, call=0) if at else None) for at in range(300)]
     for trajectories in (contexts, nested):
         episode = Episode(id="e", task_id=task.id, task_key=task.key, trajectories=tuple(trajectories))
-        trace = Trace(id="t", why=Why.FAILED, task=task, episode=episode)
+        trace = Trace(id="t", why=CaptureReason.FAILED, task=task, episode=episode)
         Atif.model_validate(document(trace))
         write([trace], tmp_path / "out.json")
         (back,), _ = read_all(tmp_path / "out.json")

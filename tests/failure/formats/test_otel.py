@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.failure.formats import Unreadable, otel_lines, read, read_all
+from agentrl.failure.formats import UnreadableDocument, otel_conversations, read, read_all
 from agentrl.failure.formats.otel import CAPTURE
 from agentrl.failure.trace import Trace
 
@@ -43,7 +43,7 @@ def test_agents_keep_who_speaks_and_a_tools_error_is_kept() -> None:
 
 def test_contents_that_were_not_captured_are_not_made_up() -> None:
     for one in read(DATA / "otel_silent.jsonl"):
-        assert isinstance(one, Unreadable) and CAPTURE in one.fix and "trace" in one.where
+        assert isinstance(one, UnreadableDocument) and CAPTURE in one.fix and "trace" in one.position
 
 
 def text(role: str, words: str) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def span(id: int, parent: int = 0, operation: str = "chat", **told: Any) -> dict
     }  # fmt: skip
 
 
-def export(path: Path, *spans: Any) -> list[Trace | Unreadable]:
+def export(path: Path, *spans: Any) -> list[Trace | UnreadableDocument]:
     path.write_text(json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": list(spans)}]}]}))
     return list(read(path))
 
@@ -80,7 +80,7 @@ def test_spans_that_call_each_other_in_a_circle_are_told_once(tmp_path: Path) ->
 
 
 def test_agents_without_end_within_agents_are_told_all(tmp_path: Path) -> None:
-    depth = otel_lines.DEEPEST * 40
+    depth = otel_conversations.DEEPEST * 40
     agents = [span(number, number - 1, "invoke_agent", agent_name="a") for number in range(1, depth)]
     calls = [span(depth + number, number, input_messages=[text("user", str(number))]) for number in range(1, depth)]
     (trace,) = export(tmp_path / "a.json", *agents, *calls)
@@ -94,7 +94,7 @@ def test_duplicates_gaps_and_wrong_types_do_not_lose_the_rest(tmp_path: Path) ->
     failed = {**span(5, 99, input_messages=[text("user", "q"), text("assistant", "a"), text("user", "r")]), "status": {"code": 2}}
     found = export(tmp_path / "a.json", good, good, cut, *odd, failed)
     (trace,) = [one for one in found if isinstance(one, Trace)]
-    told = [one for one in found if isinstance(one, Unreadable)]
+    told = [one for one in found if isinstance(one, UnreadableDocument)]
     assert len(told) == len(odd) and "is there twice, with another parent" in str(told[3]) and all(one.fix for one in told)
     assert [one.message.content for one in trace.spoken] == ["q", "a", "r", "b"]  # each conversation by itself
     for gap in ("cut by the emitter", "the call failed, error", "a span above others", "conversations of one agent"):

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
 from agentrl.errors import UserError
-from agentrl.failure.formats import Unreadable, files, otel, read, read_all
-from agentrl.failure.trace import Trace, Why
+from agentrl.failure.formats import UnreadableDocument, files, otel, read, read_all
+from agentrl.failure.trace import CaptureReason, Trace
+from agentrl.records import codec
 
 DATA = Path(__file__).parent / "data"
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -21,11 +21,11 @@ AGENT = {"name": "a", "version": "1"}
 ATIF: dict[str, Any] = {"schema_version": "ATIF-v1.8", "agent": AGENT, "steps": [{"step_id": 1, "source": "user", "message": "q"}]}
 
 
-def refused(path: Path, document: Any) -> Unreadable:
+def refused(path: Path, document: Any) -> UnreadableDocument:
     """The one thing told of a document that gives no trace."""
     path.write_text(document if isinstance(document, str) else json.dumps(document))
     (one,) = read(path)
-    assert isinstance(one, Unreadable) and one.fix and str(one).startswith(str(path))
+    assert isinstance(one, UnreadableDocument) and one.fix and str(one).startswith(str(path))
     return one
 
 
@@ -34,7 +34,7 @@ def test_what_real_emitters_write_is_known_by_its_content(name: str) -> None:
     traces, told = read_all(DATA / name)
     assert not told
     for trace in traces:
-        assert trace.why is Why.IMPORTED and trace.source == name.partition("_")[0].partition(".")[0] and trace.origin["file"]
+        assert trace.why is CaptureReason.IMPORTED and trace.source == name.partition("_")[0].partition(".")[0] and trace.origin["file"]
         assert codec.from_json(Trace, codec.to_json(trace)) == trace
 
 
@@ -62,7 +62,7 @@ def test_a_bad_line_does_not_lose_the_others(tmp_path: Path) -> None:
     path.write_bytes(b"\n".join(lines))
     found = list(read(path))
     assert [one.origin["place"] for one in found if isinstance(one, Trace)] == ["line 2", "line 8"]
-    told = {one.where: one.message.partition(": ")[2] for one in found if isinstance(one, Unreadable)}
+    told = {one.position: one.message.partition(": ")[2] for one in found if isinstance(one, UnreadableDocument)}
     assert list(told) == ["line 1", "line 3", "line 5", "line 6", "line 7"]
     assert "not JSON" in told["line 1"] and "UTF-8" in told["line 3"] and "not a list" in told["line 5"]
     assert told["line 6"] == "is of no format that is known: an object with 'a'" and told["line 7"] == "is the same as some.jsonl, line 2"
@@ -105,7 +105,7 @@ def test_sizes_are_bounded_before_anything_is_parsed(tmp_path: Path, monkeypatch
     path.write_text("\n".join([json.dumps(CHAT), '{"messages": "' + "x" * 5000 + '"}', json.dumps(CHAT["messages"][:1])]))
     first, long, last = read(path)
     assert isinstance(first, Trace) and isinstance(last, Trace)
-    assert isinstance(long, Unreadable) and long.where == "line 2" and "longer than" in long.message
+    assert isinstance(long, UnreadableDocument) and long.position == "line 2" and "longer than" in long.message
     monkeypatch.setattr(files, "LARGEST", 1 << 20)
     monkeypatch.setattr(files, "LARGEST_IN_MEMORY", 1 << 20)
     assert "too many values" in refused(tmp_path / "bomb.json", "[" + "{}," * 200_000 + "{}]").message

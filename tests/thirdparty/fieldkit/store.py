@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentrl import codec
+from agentrl.config import Recipe
 from agentrl.errors import StoreError
-from agentrl.recipe import Recipe
-from agentrl.records import Group
+from agentrl.records import Group, codec
 
 
 class FolderStore:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from agentrl.config import Recipe
 from agentrl.protocols import Interval, Tracker
-from agentrl.recipe import Recipe
 
 
 class CsvTracker(Tracker):

@@ -1,0 +1,205 @@
+"""The recipe's `tools` in a run: MCP servers are started once, asked what they offer, and pinned for as long as the run lasts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from agentrl.agent import ChatFormat, load_tools
+from agentrl.agent.mcp.messages import InvalidMessage, ServerError
+from agentrl.agent.mcp.servers import MCP_PREFIX, RunTools, Server, ServerConnection
+from agentrl.agent.mcp.tool_list import ListedTool, excluded_tools, tool_difference, usable_tools
+from agentrl.agent.mcp.transports import Unanswered
+from agentrl.agent.tools import Bounds
+from agentrl.agent.wording import ToolWording
+from agentrl.base.files import write_atomically
+from agentrl.base.liveness import AnswerLiveness
+from agentrl.config.recipe import DelegationConfig, ToolsConfig
+from agentrl.config.tools import MCPConfig
+from agentrl.errors import UserError
+from agentrl.protocols import EpisodeMemory, SandboxBackend, TaskFamily
+from agentrl.records import Split, Task
+
+log = logging.getLogger(__name__)
+
+MCP_FILE = "mcp.json"
+MAX_TASKS = 32
+"""Tasks of the training split among which one must name each server."""
+_CLOSE_S = 5.0
+_MOST_REASONS = 8  # in one warning
+
+
+def declared_tools(tools: ToolsConfig, root: Path) -> RunTools:
+    """The tools of the recipe, before any server is started. Raises `UserError` for a secret reference that does not resolve."""
+    servers = {name: Server(name=name, config=config, root=root, live=_live(name, config)) for name, config in tools.mcp.items()}
+    for server in servers.values():
+        server.check_secrets()
+    bounds = {name: Bounds(timeout_s=one.timeout_s, output_chars=one.output_chars, calls=one.calls) for name, one in tools.bounds.items()}
+    words = {name: ToolWording(description=one.description, arguments=one.arguments) for name, one in tools.words.items()}
+    return RunTools(servers=servers, bounds=bounds, words=words)
+
+
+def _live(name: str, config: MCPConfig) -> AnswerLiveness | None:
+    """The liveness of a server outside the sandbox; None for a server in a sandbox, because the agent can stop it."""
+    if config.command:
+        return None
+    program = "run the program in a shell to test it; a call without an answer in time ends it, and the next call restarts it"
+    fix = program if config.host_command else "check the server; episodes reconnect automatically"
+    return AnswerLiveness(f"MCP server {name}", fix=fix, first_s=config.start_timeout_s)
+
+
+def candidate_tasks(family: TaskFamily, others: Iterable[Task] = ()) -> Iterator[Task]:
+    """The tasks that a run starts its MCP servers from: the first ones of its family, then others."""
+    for split, most in {Split.TRAIN: MAX_TASKS, Split.HELDOUT: 1, Split.HELDOUT_REAL: 1}.items():
+        size = family.size(split)
+        for index in range(most if size is None else min(size, most)):
+            yield family.task(split, index)
+    yield from others
+
+
+def with_sub_agent_tools(tasks: Iterable[Task], delegation: DelegationConfig | None) -> Iterator[Task]:
+    """The tasks, and after the first of them the same with the tools of its sub-agents, where these have their own."""
+    for number, task in enumerate(tasks):
+        yield task
+        if not number and delegation is not None and delegation.tools is not None:
+            yield replace(task, tools=delegation.tools)
+
+
+async def pin_tools(
+    tools: RunTools,
+    tasks: Iterable[Task],
+    sandboxes: SandboxBackend,
+    *,
+    folder: Path | None = None,
+    every: bool = True,
+    idle_words: bool = False,
+    chat: ChatFormat | None = None,
+    memory: EpisodeMemory | None = None,
+) -> RunTools:
+    """The same with the tools of each server. A server is started in the sandbox of the first task that uses it, or outside, to list them.
+
+    Args:
+        tasks: read until each server is used by one.
+        folder: of the run. When it is resumed, the servers must list the tools that it started with (`save_tool_offers`).
+        every: whether a server or a bound that no task uses is an error. Otherwise unused servers are excluded.
+        idle_words: whether `tools.words` may contain tools that none of these tasks has, because other tasks of the run have them.
+        chat: of the policy. It breaks up control tokens in every text of a server, and excludes tools that the policy cannot call.
+        memory: of the recipe. `tools.bounds` applies to its tools, too.
+
+    Raises `UserError` if a server does not start, its tools cannot be offered (`usable_tools`), or they differ from those at the run's
+    start."""
+    if not tools.servers and not tools.bounds and not tools.words:
+        return tools
+    looked_at = list(itertools.islice(tasks, 4 * MAX_TASKS))
+    users = {name: task for task in reversed(looked_at) for name in map(_server, task.tools) if name in tools.servers}
+    if every and (unused := [name for name in tools.servers if name not in users]):
+        raise UserError(
+            f"tools.mcp.{unused[0]} does nothing: none of the {len(looked_at)} tasks that were looked at names {MCP_PREFIX}{unused[0]}",
+            fix=f"add {MCP_PREFIX}{unused[0]} to the tools of tasks, or leave the server out",
+        )
+    kept = _read(folder)
+    asked = await asyncio.gather(*(_asked(tools.servers[name], task, sandboxes) for name, task in users.items()))
+    servers = {}
+    for server, listed in asked:
+        before = kept.get(server.name)
+        try:
+            usable = before or usable_tools(listed, server.config.only)
+        except InvalidMessage as error:
+            raise _refused(server, f"it offers {error}") from None
+        shown, reasons = _shown(usable, chat)
+        if reasons and (server.config.only or not shown):
+            raise _refused(server, next(iter(reasons.values())))
+        reasons |= {} if server.config.only else excluded_tools(listed)
+        if reasons:
+            more = f"; and {len(reasons) - _MOST_REASONS} more" if len(reasons) > _MOST_REASONS else ""
+            listing = "; ".join(itertools.islice(reasons.values(), _MOST_REASONS))
+            log.warning("tools.mcp.%s: %d of its tools are not offered: %s%s", server.name, len(reasons), listing, more)
+        if before is not None and (difference := tool_difference(before, listed)):
+            raise UserError(
+                f"tools.mcp.{server.name}: it is not the server that this run began with: {difference}",
+                fix="install the version that it began with, or begin another run",
+            )
+        servers[server.name] = replace(server, offers=shown, excluded=reasons)
+    made = RunTools(servers=servers, bounds=tools.bounds, words=tools.words)
+    if not idle_words:
+        _check_used(made, looked_at, memory, every=every)
+    return made
+
+
+def _shown(usable: Sequence[ListedTool], chat: ChatFormat | None) -> tuple[tuple[ListedTool, ...], dict[str, str]]:
+    """The tools as the agent sees them, and by name the reason for each tool that cannot be offered to this policy."""
+    shown, reasons = [], {}
+    for tool in usable:
+        rewritten = tool.rewritten(str if chat is None else chat.escape_text)
+        if rewritten.shape != tool.shape:
+            reasons[tool.name] = f"a value in the schema of the tool {tool.name} spells a control token of the model"
+        elif reason := "" if chat is None else chat.tool_problem(rewritten.schema):
+            reasons[tool.name] = f"the tool {tool.name}: {reason}"
+        else:
+            shown.append(rewritten)
+    return tuple(shown), reasons
+
+
+def save_tool_offers(tools: RunTools, folder: Path) -> None:
+    """Writes down what a run begins with; a run that is resumed has it."""
+    if tools.servers and not (folder / MCP_FILE).exists():
+        data = {name: [one.to_data() for one in server.offers or ()] for name, server in tools.servers.items()}
+        write_atomically(folder / MCP_FILE, json.dumps(data, indent=1, ensure_ascii=False))
+
+
+def _check_used(tools: RunTools, tasks: Sequence[Task], memory: EpisodeMemory | None, *, every: bool) -> None:
+    """Raises `UserError` for bounds or words of a tool that no task has. Not `every`: only for words of which none is of use."""
+    if not every and not tools.words:
+        return
+    known = {name for names in {task.tools for task in tasks} for name in load_tools(names, None, tools, memory)}
+    unused = [f"bounds.{name}" for name in tools.bounds if name not in known] if every else []
+    silent = [f"words.{name}" for name in tools.words if name not in known]
+    unused += silent if every or len(silent) == len(tools.words) else []
+    if unused:
+        raise UserError(
+            f"tools.{unused[0]} does nothing: no task that was looked at has a tool of that name",
+            fix=f"use one of {', '.join(sorted(known))}, or leave it out",
+        )
+
+
+async def _asked(server: Server, task: Task, sandboxes: SandboxBackend) -> tuple[Server, list[object]]:
+    """What a server says that it offers."""
+    sandbox, connection = None, ServerConnection(server)
+    try:
+        if server.in_sandbox:
+            await sandboxes.prepare(task.sandbox)
+            sandbox = await sandboxes.open(task.sandbox, files=task.contents())
+        return server, await connection.list_tools(sandbox)
+    except (Unanswered, InvalidMessage, ServerError) as error:
+        raise _refused(server, str(error)) from None
+    finally:
+        await connection.close(timeout_s=_CLOSE_S)
+        if sandbox is not None:
+            await sandbox.close()
+
+
+def _refused(server: Server, problem: str) -> UserError:
+    fixes = {
+        "command": "put the program into the image of the tasks' sandbox (image.toml), and try it there",
+        "host_command": "install the program on this machine, and try it in a shell",
+        "url": "start the server, or correct the address",
+    }
+    place = next(name for name in fixes if getattr(server.config, name))
+    return UserError(f"tools.mcp.{server.name}: {problem}", fix=fixes[place])
+
+
+def _server(name: str) -> str:
+    return name.removeprefix(MCP_PREFIX).partition("/")[0] if name.startswith(MCP_PREFIX) else ""
+
+
+def _read(folder: Path | None) -> dict[str, tuple[ListedTool, ...]]:
+    """What a run that is resumed began with."""
+    if folder is None or not (folder / MCP_FILE).is_file():
+        return {}
+    data = json.loads((folder / MCP_FILE).read_text(encoding="utf-8"))
+    return {name: usable_tools(listed, ()) for name, listed in data.items()}

@@ -1,0 +1,177 @@
+"""Opens agentrl's SQLite files: checks their application id and schema, uses write-ahead logging, and writes in transactions.
+
+A run folder may come from a third party, so its files count as hostile: open them with `connect`, and run queries `query_deadline` a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import zstandard
+
+from agentrl.base import untrusted_files
+
+_RETRY_S = 0.01
+_STEPS = 20_000  # instructions of SQLite's virtual machine between two checks of the time
+_UNPACKED = 64 << 20
+_RATIO = 256
+"""A body may decompress to `_UNPACKED` bytes, or to `_RATIO` times its size."""
+_SKIPPED = (0x184D2A50).to_bytes(4, "little")  # starts a frame without content (RFC 8878, 3.1.2)
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """One atomic change. IMMEDIATE takes the write lock first, so what is read inside cannot change before the commit."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield db
+        db.execute("COMMIT")
+    finally:
+        if db.in_transaction:  # a fault; a full disk may have rolled back already
+            db.execute("ROLLBACK")
+
+
+def enter_wal(db: sqlite3.Connection, *, timeout_s: float) -> str:
+    """Turns write-ahead logging on; returns the journal mode, which is another where the file system cannot have it.
+
+    SQLite's own busy wait does not cover this change, so the wait is here.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return str(db.execute("PRAGMA journal_mode = WAL").fetchone()[0])
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
+                raise
+            time.sleep(_RETRY_S)
+
+
+def make_tables(db: sqlite3.Connection, schema: Sequence[str]) -> None:
+    """Runs the statements of `schema` in a file that is empty. Of several processes that open a new file, one makes the tables."""
+    with transaction(db):
+        if read_pragma(db, "user_version") == 0 and not db.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone():
+            for statement in schema:
+                db.execute(statement)
+
+
+class ForeignDatabase(sqlite3.DatabaseError):
+    """A file has content that agentrl does not write."""
+
+
+def connect(path: Path | None, schema: Sequence[str], *, timeout_s: float, longest: int = 1 << 30) -> sqlite3.Connection:
+    """Opens one of agentrl's SQLite files, or a database in memory for None, in autocommit mode and for use by several threads.
+
+    Raises `ForeignDatabase` as `check_files` and `restrict_connection` do.
+    """
+    if path is not None:
+        check_files(path)
+    db = sqlite3.connect(path or ":memory:", timeout=timeout_s, isolation_level=None, check_same_thread=False)
+    try:
+        restrict_connection(db, schema, longest=longest)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def check_files(path: Path) -> None:
+    """Raises `ForeignDatabase` if the file, or one of SQLite's files next to it, is not a regular file in its folder.
+
+    SQLite writes to the files next to it, and follows links: a link would have it overwrite a file of its reader. The files are not
+    opened, because a close would end the locks of other connections of this process.
+    """
+    for end in ("", "-wal", "-shm", "-journal"):
+        try:
+            untrusted_files.check_file(path.with_name(path.name + end), inside=path.parent)
+        except FileNotFoundError:
+            if path.with_name(path.name + end).is_symlink():
+                raise ForeignDatabase(f"{path.name}{end} is a link to a file that does not exist") from None
+        except ValueError as error:
+            raise ForeignDatabase(f"{path.name}{end} {error}") from None
+
+
+def restrict_connection(db: sqlite3.Connection, schema: Sequence[str], *, longest: int = 1 << 30) -> None:
+    """Restricts an open file: no functions in its schema, no value of more than `longest` bytes.
+
+    Raises `ForeignDatabase` for views, triggers, virtual tables and everything else that `schema` does not create.
+    """
+    db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, longest)
+    db.execute("PRAGMA trusted_schema = OFF")
+    db.execute("PRAGMA cell_size_check = ON")
+    ours = _created(tuple(schema))
+    forms = {statement.groups() for sql in ours if (statement := _MAKES.match(sql))}
+    for kind, name, sql in db.execute(_OBJECTS):
+        text = sql if isinstance(sql, str) else ""
+        statement = _MAKES.match(text)  # as another version of agentrl or SQLite may write it
+        if text not in ours and (statement is None or statement.groups() not in forms or _COMPUTED.search(text)):
+            raise ForeignDatabase(f"it has a {str(kind)[:20]} {str(name)[:80]!r} that agentrl does not write")
+
+
+@functools.lru_cache(maxsize=16)
+def _created(schema: tuple[str, ...]) -> frozenset[str]:
+    """The statements that SQLite stores for a schema, including those of the tables that belong to a full-text index."""
+    with closing(sqlite3.connect(":memory:")) as db:
+        for statement in schema:
+            db.execute(statement)
+        return frozenset(sql for _, _, sql in db.execute(_OBJECTS))
+
+
+_OBJECTS = "SELECT type, name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite~_%' ESCAPE '~'"
+_MAKES = re.compile(r"CREATE (?:UNIQUE )?(TABLE|INDEX) '?(\w+)'?(?: ON (\w+))? ?\(")
+_COMPUTED = re.compile(r"\bAS\s*\(", re.IGNORECASE)  # a generated column
+
+
+@contextmanager
+def query_deadline(db: sqlite3.Connection, seconds: float) -> Iterator[None]:
+    """Limits the total time of the queries in the block. Raises `sqlite3.OperationalError`."""
+    until = time.monotonic() + seconds
+    db.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_INTERRUPT:
+            raise sqlite3.OperationalError(f"a query took longer than {seconds:g} s") from None
+        raise
+    finally:
+        db.set_progress_handler(None, 0)
+
+
+def compress(data: bytes) -> bytes:
+    """Compresses the content of a zstd column so that `decompress` accepts it.
+
+    What a policy in a loop writes may compress 10,000-fold. Such a body gets a frame of padding, so that it has 1 byte for each 256 of its
+    content.
+    """
+    body = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(data)
+    if len(data) > max(_UNPACKED, _RATIO * len(body)):
+        lacking = -(-len(data) // _RATIO) - len(body)
+        body += _SKIPPED + lacking.to_bytes(4, "little") + bytes(lacking)
+    return body
+
+
+def decompress(body: object, *, most: int | None = None) -> bytes:
+    """Decompresses the content of a zstd column. Raises `ValueError` for more than `most` bytes, and for invalid content."""
+    if not isinstance(body, bytes):
+        raise ValueError(f"it has a value of type {type(body).__name__} instead of bytes")
+    bound = max(_UNPACKED, _RATIO * len(body)) if most is None else most
+    try:
+        if zstandard.frame_content_size(body) > bound:
+            raise ValueError(f"it decompresses to more than {bound >> 20} MiB")
+        return zstandard.ZstdDecompressor().decompress(body, max_output_size=bound)
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from error
+
+
+def is_damaged(error: sqlite3.Error) -> bool:
+    """Whether the file itself is at fault, and not the disk, a lock, the statement, or who uses it: such errors may have no code."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def read_pragma(db: sqlite3.Connection, name: str) -> int:
+    return int(db.execute(f"PRAGMA {name}").fetchone()[0])

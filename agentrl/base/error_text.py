@@ -1,0 +1,159 @@
+"""What went wrong, in a line or two: from an exception, a chain or group of them, or another program's log."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sqlite3
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from agentrl.errors import AgentRLError, DiskFull, UserError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "database or disk is full")
+_TORCH_WRITES = re.compile(r"PytorchStreamWriter failed writing|inline_container\.cc:\d+\] \. unexpected pos")  # without the reason
+_LONGEST = 600  # characters of one cause
+_INSTALLED = frozenset({"site-packages", "dist-packages"})  # of this environment and of those below it
+_LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+
+
+def group_members(error: BaseException) -> Iterator[BaseException]:
+    """The errors in a group, in its order; any other error by itself."""
+    pending = [error]
+    while pending:  # without recursion: groups may be nested deeper than Python's stack
+        one = pending.pop()
+        if isinstance(one, BaseExceptionGroup):
+            pending += reversed(one.exceptions)
+        else:
+            yield one
+
+
+def error_chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, the members of a group, and every error that each was raised from or while handling."""
+    pending, seen = [error], set()
+    while pending:
+        one = pending.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        pending += [*(one.exceptions if isinstance(one, BaseExceptionGroup) else ()), *filter(None, (one.__cause__, one.__context__))]
+
+
+def disk_full_error(error: BaseException) -> BaseException | None:
+    """The error in the chain of `error` that reports a full disk (or quota), if any."""
+    return next((one for one in error_chain(error) if _says_full(one)), None)
+
+
+def _says_full(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return True
+    if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF == sqlite3.SQLITE_FULL:
+        return True
+    text = str(error)
+    return isinstance(error, DiskFull) or any(words in text for words in _FULL_TEXTS) or _TORCH_WRITES.search(text) is not None
+
+
+def main_error(error: BaseException) -> BaseException:
+    """The error to show: a full disk, else the first of ours (a user error before others), else the first."""
+    errors = list(group_members(error))
+    if any(disk_full_error(one) for one in errors):
+        return next(one for one in errors if disk_full_error(one))
+    for kind in (UserError, AgentRLError):
+        for one in errors:
+            if isinstance(one, kind):
+                return one
+    return errors[0]
+
+
+def one_line_error(error: BaseException) -> str:
+    """`Type: message`, cut to fit a terminal."""
+    return clip_text(f"{type(error).__name__}: {error}".removesuffix(": "))
+
+
+def raise_location(error: BaseException) -> str:
+    """`file:line` where an error was raised: the innermost line of the user's code, else of ours, else "".
+
+    For a SyntaxError it is the wrong line.
+    """
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{display_path(error.filename)}:{error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
+    theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE) and not _of_a_library(frame.filename)]
+    ours = [frame for frame in frames if frame.filename.startswith(_PACKAGE)]
+    known = theirs or ours
+    return f"{display_path(known[-1].filename)}:{known[-1].lineno}" if known else ""
+
+
+def _of_a_library(path: str) -> bool:
+    return path.startswith(_LIBRARIES) or not _INSTALLED.isdisjoint(Path(path).parts)
+
+
+def display_path(path: str) -> str:
+    """A path as a person would type it: relative when below the current directory."""
+    try:
+        return str(Path(path).resolve().relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return path
+
+
+def clip_text(text: str) -> str:
+    """At most six lines and 600 characters."""
+    kept = "\n".join(text.strip().splitlines()[:6])
+    return kept if len(kept) <= _LONGEST else kept[: _LONGEST - 3] + "..."
+
+
+_KNOWN = (  # pattern in a log, its cause, and the fix
+    (re.compile(r"No space left on device|Disk quota exceeded"), "the disk is full", "free space"),
+    (
+        re.compile(r"CUDA out of memory|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"),
+        "the GPU is out of memory",
+        "lower serving.gpu_memory_utilization, policy.max_model_len or learner.max_tokens_per_microbatch",
+    ),
+    (
+        re.compile(r"Cannot allocate memory|can't allocate memory|std::bad_alloc|MemoryError"),
+        "the machine is out of memory",
+        "lower serving.kv_cache_gb or policy.max_model_len, or free memory",
+    ),
+    (re.compile(r"Address already in use"), "its port is in use", "set serving.port=0 for any free port, or stop what is using it"),
+)
+_PREFIX = re.compile(r"^(?:\([^()]*pid=\d+\) ?)?(?:(?:ERROR|CRITICAL|WARNING|INFO) [\d-]+ [\d:.]+ \[[^\]]*\] ?)?")
+_RAISED = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?(?:[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Halted)|OutOfMemoryError)(?::|$)")
+# Errors that only report another process's error.
+_WRAPPERS = re.compile(
+    r"Engine core initialization failed|See root cause above|ChildFailedError|EngineDeadError|WorkerProc initialization failed"
+)
+
+
+def cause_in_log(text: str) -> tuple[str, str]:
+    """Cause and fix (may be "") by a log: a known cause, else the last traceback's error, else the last line.
+
+    Errors that only point to another process's are left out. ("", "") when the log says nothing.
+    """
+    for pattern, cause, fix in _KNOWN:
+        if pattern.search(text):
+            return cause, fix
+    lines = [_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
+    raised = [number for number, line in enumerate(lines) if _RAISED.match(line) and not _WRAPPERS.search(line)]
+    if raised:
+        return clip_text("\n".join(_message(lines, raised[-1]))), ""
+    last = next((line for line in reversed(lines) if line.strip() and not _WRAPPERS.search(line)), "")
+    return clip_text(last), ""
+
+
+def _message(lines: list[str], start: int) -> Iterator[str]:
+    """An error's line and the indented lines of its message; for pydantic only the message."""
+    following = lines[start + 1] if start + 1 < len(lines) else ""
+    if "ValidationError" in lines[start] and following.startswith("  Value error, "):
+        yield following.removeprefix("  Value error, ")
+        return
+    yield lines[start]
+    for line in lines[start + 1 :]:
+        if not line.startswith("  "):
+            return
+        yield line

@@ -1,0 +1,80 @@
+"""The command that adds an extra to this installation of agentrl. Imports only the standard library.
+
+On the public index, `agentrl` is another project. So an install command has a name for pip to look up only if this installation came
+from an index under that name.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+DISTRIBUTION = "agentrl-posttraining"
+"""Name of the distribution. The import name and the command are `agentrl`."""
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def install_command(*extras: str, root: Path = _ROOT) -> str:
+    """The shell command that installs this project with these extras (`[project.optional-dependencies]`).
+
+    Args:
+        root: the folder that holds the package `agentrl`.
+    """
+    wanted = f"[{','.join(extras)}]" if extras else ""
+    if _is_checkout(root):
+        return f"pip install -e {shlex.quote(f'{root}{wanted}')}"
+    installed, origin = _installed(root), _origin(root)
+    if origin.get("dir_info") is not None:
+        return f"pip install {shlex.quote(unquote(urlsplit(origin['url']).path) + wanted)}"
+    if origin:
+        return f"pip install {shlex.quote(f'{DISTRIBUTION}{wanted} @ {_address(origin)}')}"
+    if installed is not None:
+        return f"pip install {shlex.quote(f'{DISTRIBUTION}{wanted}=={installed.version}')}"
+    return f"pip install {shlex.quote(f'CHECKOUT{wanted}')}, where CHECKOUT is a copy of this project's repository"
+
+
+def requirement(*, root: Path = _ROOT) -> str:
+    """The PEP 508 requirement of a project that depends on this installation."""
+    if _is_checkout(root):
+        return f"{DISTRIBUTION} @ {root.as_uri()}"
+    if origin := _origin(root):
+        return f"{DISTRIBUTION} @ {_address(origin)}"
+    installed = _installed(root)
+    return DISTRIBUTION if installed is None else f"{DISTRIBUTION}=={installed.version}"
+
+
+def _is_checkout(root: Path) -> bool:
+    try:
+        found = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return (found.get("project") or {}).get("name") == DISTRIBUTION
+
+
+def _installed(root: Path) -> Distribution | None:
+    """The distribution whose metadata is in the same folder as the package, which excludes other copies."""
+    try:
+        found = distribution(DISTRIBUTION)
+    except PackageNotFoundError:
+        return None
+    return found if Path(str(found.locate_file(""))).resolve() == root else None
+
+
+def _origin(root: Path) -> dict[str, Any]:
+    """pip's record of the file, folder or repository that it installed from (PEP 610); empty for an index."""
+    installed = _installed(root)
+    try:
+        found = json.loads((installed and installed.read_text("direct_url.json")) or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) and isinstance(found.get("url"), str) else {}
+
+
+def _address(origin: dict[str, Any]) -> str:
+    vcs = origin.get("vcs_info")
+    return f"{vcs['vcs']}+{origin['url']}@{vcs['commit_id']}" if vcs else str(origin["url"])

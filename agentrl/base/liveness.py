@@ -1,0 +1,190 @@
+"""Detects parts of a run that make no progress, with a deadline for each kind of work that is derived from its history.
+
+Progress is completed work (a micro-batch, a checkpoint, a token, an answer); a living process is not enough. A part reports what it is
+about to do. The deadline is `DEADLINE_FACTOR` times the longest duration of that work so far, and at least `least_s`. Work without a
+history of at least half the size has the longer deadline `first_s`: a first step compiles, a first checkpoint creates files."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from weakref import WeakSet
+
+DEADLINE_FACTOR = 10.0
+MIN_DEADLINE_S = 60.0
+"""Shortest deadline: longer than the pauses of a busy machine."""
+SOUND_S = 600.0
+"""Seconds of work after which earlier failures of the part no longer count."""
+_HISTORY = 1024  # newest durations of one kind of work
+_LOOK_S = 20.0  # most seconds of silence that one check counts: a check may wait that long for an answer
+
+
+class Liveness:
+    """The progress of one part. Call `progress` for each report of the part, and `overdue` regularly to check its silence.
+
+    Each check counts at most `_LOOK_S` of silence. Time in which the checking process is stopped (a debugger, a suspended machine) does
+    not count, because reports are unread then.
+    """
+
+    silent_s: float  # since the last report, as far as it counts
+    _size: float  # of the current work
+    _since: float  # its start, on the clock
+
+    def __init__(self, what: str, *, first_s: float, least_s: float = MIN_DEADLINE_S, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            what: the part's name in messages, such as "the learner".
+            first_s: deadline in seconds for work without a history.
+            least_s: shortest deadline in seconds.
+            clock: seconds of a monotonic clock.
+        """
+        self.what = what
+        self._first_s, self._least_s, self._clock = first_s, least_s, clock
+        self._taken: dict[tuple[str, bool], deque[tuple[float, float]]] = {}  # (work, first of its life?) -> (size, seconds)
+        self._met: set[str] = set()  # kinds of work, in this life
+        self._current: tuple[str, bool] | None = None
+        self.needs_s = 0.0
+        """Seconds that a piece of the work takes by a measurement. No deadline is shorter than `DEADLINE_FACTOR` times this."""
+        self.begin()
+
+    def begin(self, work: str = "starting") -> None:
+        """Records a start or restart. The history stays; the first work of each kind is compared with earlier first times."""
+        self._met, self._current = set(), None
+        self.progress(work)
+
+    def progress(self, work: str, size: float = 1.0, *, at: float | None = None) -> None:
+        """Records that the part has finished its previous work and starts `work`.
+
+        Args:
+            size: amount of work, for instance in tokens.
+            at: time of the report, on the same clock; None means now.
+        """
+        now = self._clock()
+        at = now if at is None else min(at, now)
+        if self._current is not None:
+            self._taken.setdefault(self._current, deque(maxlen=_HISTORY)).append((self._size, max(at - self._since, 0.0)))
+        self._current, self._size, self._since = (work, work not in self._met), size, at
+        self._met.add(work)
+        self.silent_s, self._looked = 0.0, now
+
+    def pause(self) -> None:
+        """Stops counting silence until the next `progress`: the part has nothing to do, or its work has another deadline."""
+        self._current, self.silent_s = None, 0.0
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds of silence that are allowed now; infinite at rest."""
+        if self._current is None:
+            return float("inf")
+        least_s = max(self._least_s, DEADLINE_FACTOR * self.needs_s)
+        taken = self._taken.get(self._current, ())
+        if not any(2 * size >= self._size for size, _ in taken):
+            return max(self._first_s, least_s)
+        return max(least_s, DEADLINE_FACTOR * max(seconds for _, seconds in taken))
+
+    def overdue(self) -> str:
+        """The reason why the part counts as stuck; empty while its silence is within the deadline."""
+        now = self._clock()
+        if self._current is None:
+            self._looked = now
+            return ""
+        self.silent_s += min(max(now - self._looked, 0.0), _LOOK_S)
+        self._looked = now
+        if self.silent_s <= (deadline := self.deadline_s):
+            return ""
+        taken = self._taken.get(self._current, ())
+        before = f"longest so far: {max(seconds for _, seconds in taken):.1f} s" if taken else "for the first time"
+        return f"{self.what} has made no progress for {self.silent_s:.0f} s while {self._current[0]} ({before}; deadline: {deadline:.0f} s)"
+
+
+class Restarts:
+    """Counts the restarts of one part in a row. The count returns to 0 when the part has worked for `sound_s` since its last start.
+
+    So a part that cannot work ends the run soon, and rare failures do not add up over a long run.
+    """
+
+    def __init__(self, *, sound_s: float = SOUND_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total = 0
+        self._row, self._sound_s, self._clock, self._since = 0, sound_s, clock, clock()
+
+    def progress(self) -> None:
+        """Records that the part has made progress."""
+        if self._clock() - self._since >= self._sound_s:
+            self._row = 0
+
+    def failed(self) -> int:
+        """Records a failure. Returns the number of failures in a row, this one included."""
+        self.total += 1
+        self._row += 1
+        return self._row
+
+    def started(self) -> None:
+        """Records that the part works again."""
+        self._since = self._clock()
+
+
+class AnswerLiveness:
+    """The liveness of an external part that answers questions of many episodes: an MCP server or a judge's endpoint.
+
+    Time counts while any question waits. After `deadline_s` of such time without an answer, the part counts as stuck until it answers.
+    """
+
+    def __init__(
+        self, what: str, *, fix: str, first_s: float, least_s: float = MIN_DEADLINE_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """
+        Args:
+            what: the part's name in messages.
+            fix: what the user can do if the part does not answer.
+            first_s: deadline in seconds before the first answer.
+        """
+        self.what, self.fix = what, fix
+        self._first_s, self._least_s, self._clock = first_s, least_s, clock
+        self._longest_s: float | None = None  # to an answer
+        self._waiting, self._looked, self._silent_s = 0, clock(), 0.0
+
+    @contextmanager
+    def question(self) -> Iterator[None]:
+        """Counts the block as one waiting question, including its retries."""
+        _asked.add(self)
+        self._count()
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._count()
+            self._waiting -= 1
+
+    def answered(self, seconds: float) -> None:
+        """Records an answer that took this many seconds."""
+        self._looked, self._silent_s = self._clock(), 0.0
+        self._longest_s = max(self._longest_s or 0.0, seconds)
+
+    @property
+    def deadline_s(self) -> float:
+        """`DEADLINE_FACTOR` times the longest time to an answer so far, and at least `least_s`."""
+        return self._first_s if self._longest_s is None else max(self._least_s, DEADLINE_FACTOR * self._longest_s)
+
+    def overdue(self) -> str:
+        """The reason why the part counts as stuck; empty if it answers, or if no question has waited long enough. Call it regularly."""
+        self._count()
+        if self._silent_s <= (deadline := self.deadline_s):
+            return ""
+        before = "no answer so far" if self._longest_s is None else f"longest so far: {self._longest_s:.1f} s"
+        return f"{self.what} has answered nothing for {self._silent_s:.0f} s ({before}; deadline: {deadline:.0f} s)"
+
+    def _count(self) -> None:
+        now = self._clock()
+        if self._waiting:
+            self._silent_s += min(max(now - self._looked, 0.0), _LOOK_S)
+        self._looked = now
+
+
+_asked: WeakSet[AnswerLiveness] = WeakSet()
+
+
+def external_parts() -> list[AnswerLiveness]:
+    """The parts of this process that have received a question."""
+    return list(_asked)

@@ -1,0 +1,178 @@
+"""How late the driver's event loop is, and for how long it stood still (was blocked).
+
+While the loop stands still, it handles no timer, answer or result. Afterwards all deadlines in that time have passed. The cause may be
+code that computes without awaiting, garbage collection, or a stopped process; it is never the waiting episode. So the blame
+for a missed deadline depends on how long the loop stood still before it (`StallCount`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import Context, ContextVar, copy_context
+
+TICK_S = 0.05
+"""Seconds between two measurements."""
+STALL_S = 1.0
+"""A loop that is this late stood still. Shorter lags only count in the figures."""
+SHARE = 0.1
+"""Share of a deadline for which the loop must have stood still before a miss is the machine's fault."""
+_LEAST_S = 0.001  # of a step of user code that is recorded
+_KEPT = 1 << 16  # newest measurements that are kept for the figures
+
+
+class LoopLag:
+    """The lag of one event loop. Only counts while `watched`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.round = 0  # measurements so far
+        self._calls = 0  # of user code that have not ended: episodes, tools and verifiers
+        self._waited = False  # whether there was such a call since the last measurement
+        self._stalled_s = 0.0
+        self._due: float | None = None  # time of the next measurement
+        self._late: deque[float] = deque(maxlen=_KEPT)
+        self._holder = (0.0, "")  # the longest step of user code since the last measurement
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds for which the loop has stood still so far.
+
+        Includes a stall that is not measured yet: a deadline and the measurement after a stall are due in the same round of the loop.
+        """
+        late = 0.0 if self._due is None else self._clock() - self._due
+        return self._stalled_s + (late if late >= STALL_S else 0.0)
+
+    def metrics(self) -> dict[str, float]:
+        """The lag since the last call, in milliseconds. Empty without measurements."""
+        late, self._late = sorted(self._late), deque(maxlen=_KEPT)
+        if not late:
+            return {}
+        p99 = late[math.ceil(0.99 * len(late)) - 1]
+        return {"loop_lag_ms_p99": 1000 * p99, "loop_lag_ms_max": 1000 * late[-1]}
+
+    def held(self, what: str, seconds: float) -> None:
+        """Records that code has computed for this long without awaiting."""
+        self._holder = max(self._holder, (seconds, what))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A call of user code, which waits if the loop stands still."""
+        self._calls, self._waited = self._calls + 1, True
+        try:
+            yield
+        finally:
+            self._calls -= 1
+
+    @asynccontextmanager
+    async def watched(self, alert: Callable[[str], None]) -> AsyncIterator[None]:
+        """Measures the lag of the running loop during the block. `alert` is called once, at the first stall for which an episode waits."""
+        task = asyncio.create_task(self._watch(alert), name="lag of the event loop")
+        try:
+            yield
+        finally:
+            task.cancel()
+            self._due = None  # first, because a cancellation may end the wait: the time after the watch is no stall
+            await asyncio.wait({task})
+
+    async def _watch(self, alert: Callable[[str], None]) -> None:
+        alerted = False
+        while True:
+            self._holder, self._waited = (0.0, ""), self._calls > 0
+            computed_s = time.thread_time()
+            self._due = self._clock() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self.round += 1
+            late = max(0.0, self._clock() - self._due)
+            self._late.append(late)
+            if late >= STALL_S:
+                self._stalled_s += late
+                if not alerted and self._waited:
+                    alerted = True
+                    alert(self._cause(late, time.thread_time() - computed_s))
+
+    def _cause(self, late: float, computed_s: float) -> str:
+        seconds, what = self._holder
+        cause = "code of the driver, such as garbage collection, held it"
+        fix = "lower rollout.concurrency, and report it if it persists"
+        if 2 * seconds >= late:
+            cause, fix = f"{what} held it", "await what waits, and run computations in asyncio.to_thread"
+        elif 2 * computed_s < late:
+            cause = "the process got no CPU time for most of it: it was stopped, waited for a disk, or the machine is overloaded"
+            fix = "find out which other programs use this machine"
+        return (
+            f"the driver's event loop stood still for {late:.1f} s, and every episode waited: {cause}\n  fix: {fix}."
+            " Deadlines missed because of it are no fault of the policy; further stalls are only in loop_lag_ms_max of metrics.jsonl"
+        )
+
+
+DRIVER_LAG = LoopLag()
+"""The loop of this process."""
+
+
+class StallCount:
+    """How long the driver's loop has stood still since construction, without the time for which the counted code blocked it itself."""
+
+    def __init__(self, parent: StallCount | None = None) -> None:
+        self._parent = parent
+        self._since, self._own_s = DRIVER_LAG.stalled_s, 0.0
+        self._round, self._in_round_s = DRIVER_LAG.round, 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, DRIVER_LAG.stalled_s - self._since - self._own_s)
+
+    @property
+    def text(self) -> str:
+        return f"the driver's event loop stood still for {self.seconds:.1f} s of it"
+
+    def excuse(self, limit_s: float) -> bool:
+        """Whether a miss of a deadline of `limit_s` seconds is the machine's fault."""
+        return self.seconds > SHARE * limit_s
+
+    def add(self, seconds: float) -> None:
+        """Records that the code itself held the loop, in every enclosing count. Steps between two measurements are one stall."""
+        counted: StallCount | None = self
+        while counted is not None:
+            before = counted._in_round_s if counted._round == DRIVER_LAG.round else 0.0
+            counted._round, counted._in_round_s = DRIVER_LAG.round, before + seconds
+            if before + seconds >= STALL_S / 2:
+                counted._own_s += seconds if before >= STALL_S / 2 else before + seconds
+            counted = counted._parent
+
+
+_current: ContextVar[StallCount | None] = ContextVar("_current", default=None)
+
+
+def count_stalls(within: StallCount | None = None) -> tuple[StallCount, Context]:
+    """A count of stalls, and a context for the task whose own code does not count.
+
+    Args:
+        within: the enclosing count; None means the one of the current task, if there is any.
+    """
+    stalls, context = StallCount(within or _current.get()), copy_context()
+    context.run(_current.set, stalls)
+    return stalls, context
+
+
+def current_stalls() -> StallCount | None:
+    """The count of the current task, which excludes what its code holds; None outside of user code."""
+    return _current.get()
+
+
+def count_as(stalls: StallCount | None) -> None:
+    """Has the further code of the current task count as that of another one's, for which it works."""
+    _current.set(stalls)
+
+
+def record_computation(what: str, seconds: float) -> None:
+    """Records that code of the current task has computed for this long without awaiting."""
+    if seconds < _LEAST_S:
+        return
+    DRIVER_LAG.held(what, seconds)
+    if (counted := _current.get()) is not None:
+        counted.add(seconds)

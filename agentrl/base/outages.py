@@ -1,0 +1,342 @@
+"""Decides which errors report an outage: a failed server, network or machine, and not a wrong request.
+
+`outage_of` decides for exceptions, `outage_phrase` for texts. Tools, MCP servers, verifiers and the triage of traces use the same two
+functions. Third-party exceptions are recognised by attributes and names, so no client library is imported. docs/tools.md states the rule.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+import sqlite3
+import ssl
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from agentrl.base.error_text import error_chain
+from agentrl.base.user_code import describe_error, error_text
+
+_LONGEST_CHAIN = 64  # exceptions that are looked at, causes and members of groups included
+_MAX_TEXT = 20_000  # characters of a text that are searched
+_MAX_VALUES = 10_000  # values in the arguments of a call that are searched
+
+_NOT_THE_SERVER = (
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError, NotImplementedError),
+    *(MemoryError, NameError, SyntaxError, ImportError),
+)
+"""Built-in exceptions that code raises on a wrong value. Their names and texts are not searched, but their causes are."""
+
+_MACHINE = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EROFS, errno.ESTALE),
+    *(errno.ENODEV, errno.ENXIO, errno.EREMOTEIO),
+}
+_NETWORK = {
+    *(errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.EADDRNOTAVAIL),
+    *(errno.ENOBUFS, errno.ESHUTDOWN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT),
+    *(errno.EPROTO, errno.ECOMM, errno.ENOLINK),
+}
+_SQLITE = {5, 6, 10, 11, 13, 14, 15, 26}  # busy, locked, I/O error, corrupt, full, cannot open, locking protocol, not a database
+_MYSQL = {1040, 1042, 1043, 1053, 1129, 1152, 1158, 1159, 1160, 1161, 1203, 1205, 2002, 2003, 2005, 2006, 2012, 2013, 2055}
+_SQLSTATE = re.compile(r"08|53|57P|58|XX")  # connection, resources, shutdown, system error, internal error (PostgreSQL, appendix A)
+_GRPC = {
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "INTERNAL",
+    "UNKNOWN",
+    "RESOURCE_EXHAUSTED",
+    "ABORTED",
+    "CANCELLED",
+    "DATA_LOSS",
+    "UNAUTHENTICATED",
+}
+
+_WRONG_NAME = re.compile(
+    r"UnsupportedProtocol|LocalProtocol|Invalid(?:UR[IL]|Schema|Header|Proxy|Argument|Request|Param|Input)|MissingSchema"
+    r"|Location(?:Parse|Value)|TooManyRedirects|CookieConflict|Validation"
+)
+_NAME = re.compile(
+    r"Connect(?:ion|or|Timeout|Error|ivity)|Disconnect|Network|Unavailable|Unreachable|Transport(?:Error|Exception)|ProtocolError"
+    r"|(?:Read|Write|Close)Error|ServerError|ServerSelection|AutoReconnect|NoBrokers|Broken(?:ProcessPool|ThreadPool|Executor|Resource)"
+    r"|BadStatusLine|IncompleteRead|ChunkedEncoding|PayloadError|ProxyError|SSLError|MaxRetry|NameResolution|RateLimit|TooManyRequests"
+    r"|Overloaded|BusyLoading|ClusterDown|EndOfStream|ClosedResource"
+)
+_LATE_NAME = re.compile(r"Time(?:d)?_?[Oo]ut")
+
+_STATUS = r"(?:429|50[0-4]|52\d)"
+_ENDS = (
+    r"(?=['\"]?(?:\s{0,9}(?:$|[\n\])}>|])|[.,;:](?!\s?\d)|\s{1,9}(?:\(|-(?!\s?\d)|\w{1,20}=)|\s(?:for|from|at) (?:ur[il]|https?:|/)"
+    r"|\s(?:internal server|bad gateway|service (?:temporarily )?unavailable|gateway time|server error\b|too many requests"
+    r"|origin (?:is|dns)|web server (?:is|returned))))"
+)
+"""What follows the status of an error report. In "Status: 500 items", the number counts something."""
+_WITH_STATUS = (
+    r"(?:\bhttps?(?:/[\d.]{1,4})?(?: error| status(?: code)?| code)?|\b(?:http|response|upstream|error)_status(?:_?code)?"
+    r"|\bstatus[ _]?code|\b(?:error|response)[ _]code"
+    r"|(?:^|[\n:;(]\s?|\b(?:failed,?|with|return(?:s|ed)?|got|server|unexpected|the) )status)[ :=(]{1,4}['\"]?"
+)
+_SAYS = re.compile(
+    r"connection (?:was |has been |is |already |unexpectedly ){0,2}(?:refused|reset|aborted|closed|lost|dropped|timed out|error)"
+    r"|connection(?: attempts?)? failed|connect call failed|(?:failed|unable) to (?:connect|establish)"
+    r"|(?:can ?not|can't|could not|couldn't) connect"
+    r"|econn(?:refused|reset|aborted)|etimedout|\benotfound\b|ehostunreach|eai_again"
+    r"|server (?:has )?(?:disconnected|closed the connection|gone away|is down)|remote end closed|peer closed connection|broken pipe"
+    r"|socket hang up|response payload is not completed|terminating connection due to|clusterdown|is loading the dataset in memory"
+    r"|database system is (?:starting up|shutting down|in recovery)|not yet accepting connections"
+    r"|no route to host|(?:network|host) is (?:unreachable|down)|name or service not known|temporary failure in name resolution"
+    r"|nodename nor servname|getaddrinfo failed|could not resolve host|no address associated with hostname"
+    r"|(?:service|server|backend|upstream|database|temporarily) (?:is )?(?:temporarily |currently )?unavailable"
+    r"|bad gateway|gateway time-?out|internal server error|too many requests|rate[ -]?limit(?:ed| exceeded| reached| ?error)"
+    r"|upstream (?:\w{1,20} ){0,2}(?:time-?out|timed out|error|reset|failure)"
+    r"|(?:server|service|model|engine)(?: is)?(?: currently)? overloaded|overloaded_error"
+    rf"|{_WITH_STATUS}{_STATUS}\b{_ENDS}|\berror[ :]{{1,2}}{_STATUS}\b{_ENDS}"
+    rf"|\b{_STATUS}(?:, message='| server error(?=\s?[:(]|\s{{0,9}}$))|\bstatuscode\.(?:{'|'.join(sorted(_GRPC))})\b"
+    r"|max retries exceeded|deadline[_ ]?exceeded|i/o timeout|timeout of \d{1,9} ?ms exceeded"
+    r"|timeout (?:reading|writing) (?:from|to) socket|timed out while waiting for (?:a )?response"
+    r"|(?:read|connect|connection|request|socket|gateway|upstream|server|network|pool|handshake) (?:operation )?time(?:d out|-?out)\b"
+    r"|no space left on device|disk quota exceeded|too many open files|too many (?:clients|connections)|database is locked|disk i/o error"
+    r"|remaining connection slots are reserved"
+    r"|certificate (?:verify failed|has expired)|ssl handshake|tls handshake|unexpected_eof_while_reading",
+    re.IGNORECASE,
+)
+_FIELD = re.compile(rf"\"(?:code|status|status_?code|http_?status)\"\s{{0,4}}:\s{{0,4}}\"?{_STATUS}\b(?!\.\d)", re.IGNORECASE)
+_ERROR_FIELD = re.compile(r"\"(?:errors?|exception|message)\"\s{0,4}:", re.IGNORECASE)
+"""In JSON, a status is an error report only next to a field that describes the error."""
+_NEAR = 300  # maximum characters between the two
+_WORD = re.compile(r"[a-z0-9]+")
+_URL = re.compile(r"\b[a-z][a-z0-9+.-]{1,20}://", re.IGNORECASE)
+_HOST_PORT = re.compile(
+    r"[\w.-]{1,253}:\d{1,5}(?:/.*)?|\[[0-9a-f:]{2,45}\](?::\d{1,5})?|localhost|(?:\d{1,3}\.){3}\d{1,3}", re.IGNORECASE | re.DOTALL
+)
+_HOST_NAME = re.compile(r"(?:[\w-]{1,63}\.){0,20}[\w-]{1,63}\.?")
+_NUMERIC = re.compile(r"localhost|[\d.]+|[0-9a-f:]*:[0-9a-f:.]*", re.IGNORECASE)
+_ADDRESS_KEY = re.compile(
+    r"(?:^|_)(?:ur[il]s?|hosts?|host_?name|servers?|address|addr|domain|endpoint|ip|website|link|proxy)$", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outage:
+    """A description in one printable line. `late`: no answer in time, or a program was killed, which a large request can also cause."""
+
+    text: str
+    late: bool = False
+
+
+def outage_of(error: BaseException, asked: Mapping[str, Any] | None = None, *, said: Sequence[Any] = ()) -> Outage | None:
+    """The outage that an exception reports; None if the request or the code was wrong.
+
+    Causes, contexts and members of groups are searched too. The first exception that identifies the server or the request as the cause
+    decides: by an HTTP status, a database error code, or a type of the standard library. 401, 408, 429 and 5xx are the server's fault,
+    other statuses the request's. An outage at an address in `asked` is the request's fault, because the arguments chose the address.
+
+    Args:
+        asked: the arguments of the call, which come from a model.
+        said: what a model wrote, as texts or nested mappings, that the error's text may repeat: its words report no outage.
+    """
+    asked = asked or {}
+    for one in islice(_chain(error), _LONGEST_CHAIN):
+        verdict = _verdict(one, [asked, *said])
+        if verdict is None:
+            continue
+        if verdict == "request" or (verdict != "machine" and _chose_address(one, asked)):
+            return None
+        return Outage(text=describe_error(one), late=verdict == "late")
+    return None
+
+
+def outage_phrase(text: str, asked: Mapping[str, Any] | Sequence[Any] | None = None) -> str:
+    """The phrase in which a text reports an outage; "" if there is none. Words in `asked` do not count: a tool may repeat its arguments."""
+    own = set(_WORD.findall(" ".join(_texts(asked)).lower())) if asked else set()
+    for found in _reports(text[:_MAX_TEXT]):
+        if not own or not set(_WORD.findall(found.lower())) <= own:
+            return found
+    return ""
+
+
+def _reports(text: str) -> Iterator[str]:
+    """The phrases of a text that report outages."""
+    for found in _SAYS.finditer(text):
+        yield found[0]
+    for found in _FIELD.finditer(text):
+        if _ERROR_FIELD.search(text, max(0, found.start() - _NEAR), found.end() + _NEAR):
+            yield found[0]
+
+
+def is_outage_name(error_type: str) -> bool:
+    """Whether the name of an exception's type, or an HTTP status in its place, reports an outage: `httpx.ConnectTimeout`, `503`."""
+    name = error_type.strip().rpartition(".")[2]
+    if name.isdigit():
+        return name in ("401", "408", "429") or (len(name) == 3 and name.startswith("5"))
+    if not re.fullmatch(r"\w{1,200}", name) or _WRONG_NAME.search(name):
+        return False
+    return name == "gaierror" or (_NAME.search(name) or _LATE_NAME.search(name)) is not None
+
+
+def has_address(asked: Mapping[str, Any]) -> bool:
+    """Whether any of the arguments is an address, such as a URL or a host."""
+    return any(_is_address(key, text) for key, text in islice(_named(asked), _MAX_VALUES))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """As `causes.chain`, with the errors that some libraries keep in other attributes."""
+    for one in error_chain(error):
+        yield one
+        for name in ("reason", "orig"):
+            if isinstance(inner := _attribute(one, name), BaseException):
+                yield inner
+
+
+def _verdict(error: BaseException, own: Sequence[Any]) -> str | None:
+    """`request`, `server`, `machine` or `late`; None means unknown."""
+    if not isinstance(error, Exception) or isinstance(error, BaseExceptionGroup):
+        return None
+    if isinstance(error, ssl.SSLError):  # one of them is a ValueError
+        return "server"
+    if isinstance(error, _NOT_THE_SERVER):
+        return None
+    for decide in (_by_status, _by_type, _by_database, _by_name):
+        if (verdict := decide(error)) is not None:
+            return verdict
+    return "server" if outage_phrase(error_text(error), own) else None
+
+
+def _by_status(error: Exception) -> str | None:
+    """By the status of HTTP or gRPC that a client's exception carries."""
+    response = _attribute(error, "response")
+    holders: list[tuple[Any, str]] = [(response, "status_code"), (response, "status"), (error, "status_code"), (error, "status")]
+    holders += [(error, "code"), (error, "http_status"), (_attribute(error, "resp"), "status")]
+    if isinstance(response, Mapping) and isinstance(about := response.get("ResponseMetadata"), Mapping):  # botocore
+        holders.append((type("_", (), {"status": about.get("HTTPStatusCode")}), "status"))
+    for holder, name in holders:
+        value = _attribute(holder, name)
+        if isinstance(value, int) and not isinstance(value, bool) and 400 <= value < 600:
+            return "late" if value in (408, 504) else "server" if value >= 500 or value in (401, 429) else "request"
+    code = _attribute(error, "code")
+    if callable(code) and hasattr(type(error), "details"):
+        name = _attribute(_called(code), "name")
+        return ("late" if name == "DEADLINE_EXCEEDED" else "server" if name in _GRPC else "request") if isinstance(name, str) else None
+    return None
+
+
+def _by_type(error: Exception) -> str | None:
+    """By the types of the standard library."""
+    if isinstance(error, subprocess.CalledProcessError):
+        return "late" if error.returncode < 0 else "request"  # ended by a signal, or by itself
+    if isinstance(error, TimeoutError | subprocess.TimeoutExpired):
+        return "late"
+    if isinstance(error, ConnectionError | socket.gaierror | socket.herror | EOFError):
+        return "server"
+    if isinstance(error, FileNotFoundError | FileExistsError | PermissionError | IsADirectoryError | NotADirectoryError):
+        return "request"
+    if isinstance(error, OSError) and isinstance(error.errno, int) and error.errno > 0 and error.strerror is not None:
+        return "machine" if error.errno in _MACHINE else "server" if error.errno in _NETWORK else "request"
+    return None
+
+
+def _by_database(error: Exception) -> str | None:
+    """By the codes of SQLite, PostgreSQL and MySQL."""
+    if isinstance(error, sqlite3.Error):
+        code = getattr(error, "sqlite_errorcode", None)
+        if isinstance(code, int):
+            return "server" if code & 0xFF in _SQLITE else "request"
+        return "server" if re.search(r"locked|disk I/O|unable to open|malformed|disk is full", error_text(error)) else "request"
+    for name in ("sqlstate", "pgcode"):
+        state = _attribute(error, name)
+        if isinstance(state, str) and re.fullmatch(r"[0-9A-Z]{5}", state):
+            return "server" if _SQLSTATE.match(state) else "request"
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & {"OperationalError", "InterfaceError", "InternalError"} and error.args and isinstance(error.args[0], int):
+        return "server" if error.args[0] in _MYSQL else "request"
+    return None
+
+
+def _by_name(error: Exception) -> str | None:
+    """By the names of its type and of the type's bases, without built-in types."""
+    names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ != "builtins"]
+    if any(map(_WRONG_NAME.search, names)):
+        return "request"
+    if any(map(_LATE_NAME.search, names)):
+        return "late"
+    return "server" if any(map(_NAME.search, names)) else None
+
+
+def _chose_address(error: BaseException, asked: Mapping[str, Any]) -> bool:
+    """Whether the address that failed is one of the arguments. If the error has no address, or only a numeric one, any argument that is
+    an address counts."""
+    hosts = {host.lower() for host in _hosts(error) if host}
+    texts = [text.lower() for text in _texts(asked)]
+    if any(_holds(text, host) for host in hosts for text in texts):
+        return True
+    if any(not _NUMERIC.fullmatch(host) for host in hosts):
+        return False
+    return has_address(asked)
+
+
+def _holds(text: str, host: str) -> bool:
+    """Whether a text contains a host. A host of one word, such as "search", must be in the form of an address."""
+    if "." in host or ":" in host:
+        return re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", text) is not None
+    return text.strip() == host or re.search(rf"(?://|@){re.escape(host)}(?![\w-])|(?<![\w.-]){re.escape(host)}:\d", text) is not None
+
+
+def _is_address(key: str, text: str) -> bool:
+    word = text.strip()
+    if _URL.search(text[:_MAX_TEXT]) or _HOST_PORT.fullmatch(word):
+        return True
+    return _ADDRESS_KEY.search(key) is not None and _HOST_NAME.fullmatch(word) is not None
+
+
+def _hosts(error: BaseException) -> Iterator[str]:
+    """The hosts in a client's exception that the client connected to."""
+    for path in ("host", "request.url", "request_info.url", "url", "pool.host", "filename"):
+        value: Any = error
+        for name in path.split("."):
+            value = _attribute(value, name)
+        if isinstance(value, str) and (
+            found := re.match(
+                r"(?:[a-z][a-z0-9+.-]{1,20}://)?(?:[^/@\s]*@)?(\[[^\]]+\]|(?:[0-9a-f]{0,4}:){2,7}[0-9a-f.]*|[^/:?#\s]+)", value, re.I
+            )
+        ):
+            if path == "host" or "://" in value or path == "pool.host":
+                yield found[1].strip("[]")
+        elif isinstance(host := _attribute(value, "host"), str):  # an object for a URL
+            yield host
+    for pattern in (r"Connect call failed \('([^']{1,255})'", r"host='([^']{1,255})'", r"https?://([^/:'\"\s]{1,255})"):
+        yield from re.findall(pattern, error_text(error))[:4]
+
+
+def _named(value: Any, key: str = "", depth: int = 8) -> Iterator[tuple[str, str]]:
+    """Every text in the arguments, with the name of its argument or field."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping) and depth:
+        for name, item in value.items():
+            yield from _named(item, str(name)[:80], depth - 1)
+    elif isinstance(value, list | tuple) and depth:
+        for item in value:
+            yield from _named(item, key, depth - 1)
+
+
+def _texts(asked: Any) -> Iterator[str]:
+    return (text[:_MAX_TEXT] for _, text in islice(_named(asked), _MAX_VALUES))
+
+
+def _attribute(holder: Any, name: str) -> Any:
+    """An attribute, or None: that of a stranger's object may raise anything."""
+    if holder is None:
+        return None
+    try:
+        return getattr(holder, name, None)
+    except Exception:
+        return None
+
+
+def _called(code: Callable[[], Any]) -> Any:
+    try:
+        return code()
+    except Exception:
+        return None

@@ -1,0 +1,171 @@
+"""Process-wide settings and facts: dying with the parent, age, garbage collection. Also ends processes that carry a mark."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+COLLECT_EVERY_S = 300.0
+_NEVER = 2**31 - 1
+_SPINS = 20_000  # looks at a flag, a fraction of a millisecond
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel to kill this process as soon as process `parent`, which started it, is gone (`prctl(2)`).
+
+    Linux only; no effect elsewhere. The kernel watches the thread that started this process: start it from a thread that lives as long
+    as it should. A fork does not inherit it.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it died before the request took effect
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def deadline_alarm(limit_s: float, raised: Callable[[], BaseException], *, cpu: bool = False) -> Iterator[None]:
+    """Raises what `raised` returns in a block that takes longer than `limit_s` seconds, or with `cpu` seconds of CPU time.
+
+    Python runs a signal's handler in the main thread, between two operations. So a block in another thread has no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise raised()
+
+    number, timer = (signal.SIGVTALRM, signal.ITIMER_VIRTUAL) if cpu else (signal.SIGALRM, signal.ITIMER_REAL)
+    before = signal.signal(number, stop)
+    signal.setitimer(timer, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(timer, 0)
+        signal.signal(number, before or signal.SIG_DFL)
+
+
+def kill_marked(name: str, value: str) -> int:
+    """Kills the processes of this user whose environment at their start had `name` set to `value`. Returns their number.
+
+    Programs inherit the variable in any session or process group, so this finds daemons. Linux only; kills none on other systems.
+    """
+    wanted, killed = f"{name}={value}".encode(), 0
+    for _ in range(8):  # repeated, because they may start others meanwhile
+        pids = [pid for pid in _processes() if wanted in _environment(pid)]
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+        if not pids:
+            break
+    return killed
+
+
+def _processes() -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal() and int(entry) != os.getpid()]
+    return []
+
+
+def _environment(pid: int) -> list[bytes]:
+    """The environment of a process at its start; empty for a process of another user and for one that has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []
+
+
+def raise_file_limit() -> int:
+    """Lets this process open as many files as its hard limit allows, which is told: a driver with thousands of episodes needs a socket for
+    each, and shells start programs with 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def import_environment(folder: Path) -> dict[str, str]:
+    """This process's environment, for a Python child that looks for modules in `folder` first."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+@contextlib.contextmanager
+def freeze_imports() -> Iterator[None]:
+    """What is imported in this context stays, so the garbage collector looks for nothing in it, neither meanwhile nor later.
+
+    Torch and its like make millions of objects and no garbage; looking through them was measured as a fifth to a quarter of the import.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@contextlib.asynccontextmanager
+async def rare_collections(every_s: float = COLLECT_EVERY_S) -> AsyncIterator[None]:
+    """Within this context, full garbage collections run only every `every_s` seconds and at the end.
+
+    A full collection stops the event loop, for about half a second with 4,000 episodes in flight. By default, Python starts one whenever
+    the objects that survived the younger generations have grown by a quarter. In a busy driver that is every few seconds, and more than one
+    turn in a hundred waits for it. Younger generations are collected as before, and reference counting frees nearly everything. Objects
+    that exist at the start are examined only at the end.
+    """
+    first, second, third = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(first, second, _NEVER)
+    collecting = asyncio.create_task(_collect_every(every_s))
+    try:
+        yield
+    finally:
+        collecting.cancel()
+        gc.set_threshold(first, second, third)
+        gc.unfreeze()
+        gc.collect()
+
+
+async def _collect_every(seconds: float) -> None:
+    while True:
+        await asyncio.sleep(seconds)
+        gc.collect()
+
+
+def openmp_environment(threads: int, *, alone: bool) -> dict[str, str]:
+    """The environment of a process that computes with OpenMP (GNU's or Intel's runtime).
+
+    Args:
+        threads: of a team.
+        alone: nobody else computes meanwhile, so threads that wait for each other look again for a moment before they sleep: a small
+            model has hundreds of such waits in a token. Beside others that moment is taken from them, and they sleep at once.
+    """
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "active" if alone else "passive",
+        "GOMP_SPINCOUNT": str(_SPINS if alone else 0),
+        "KMP_BLOCKTIME": "1" if alone else "0",  # milliseconds
+    }
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, to a hundredth (`proc(5)`); 0 where there is no /proc."""
+    try:
+        # The program's name, in parentheses, may hold anything; of what follows, the 20th field is the start, in ticks since boot.
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    except FileNotFoundError:
+        return 0.0
+    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 0.0)

@@ -1,0 +1,190 @@
+"""One driver for a run folder. Both locks here are the kernel's (flock): they end with the processes that hold them, however those end.
+
+`.driver.lock` is held by the driver alone, and no process that it starts inherits it. `.parts.lock` is shared by the server and the
+learner, which the kernel kills with their driver, but not in the same instant: the next driver waits for the last of them before it
+reads anything in the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from agentrl.errors import RunFolderBusy, UserError
+
+DRIVER, PARTS = ".driver.lock", ".parts.lock"
+_READ_TRIES = 20  # of 10 ms: a holder writes its name at once after it got the lock
+_REMOVED_TRIES = 100  # of making a folder that somebody removes; /proc says that there is no such folder however often it is made
+_PATIENCE_S = 1.0  # before a person is told what is waited for
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Who drives a run folder."""
+
+    pid: int
+    host: str
+    since: str  # local time with its zone, ISO 8601
+    command: str
+
+
+@contextmanager
+def drive_folder(folder: Path, *, command: str, wait_s: float = 60.0) -> Iterator[None]:
+    """Makes this process the one driver of `folder`, which is made if it is absent. One with nothing in it is removed at the end.
+
+    Args:
+        command: what the holder is doing, for whoever is refused.
+        wait_s: longest wait for the server and the learner of a driver that died.
+
+    Raises `RunFolderBusy` that names the holder when there is one, and `UserError` when a part of a dead driver does not end.
+    """
+    handle = _taken(folder)
+    try:
+        _write(handle, Holder(pid=os.getpid(), host=socket.gethostname(), since=time.strftime("%Y-%m-%dT%H:%M:%S%z"), command=command))
+        _wait_for_parts(folder, wait_s)
+        yield
+    finally:
+        _remove_if_vacant(folder)
+        os.close(handle)
+
+
+def is_vacant(folder: Path) -> bool:
+    """Whether nothing lies in a folder, or there is none; the file of its lock does not count."""
+    return not folder.exists() or (folder.is_dir() and {entry.name for entry in folder.iterdir()} <= {DRIVER})
+
+
+def hold_shared_lock(folder: Path) -> int:
+    """A descriptor that says, as long as any process has it open, that a part of the run still runs. Hand it to a child by `pass_fds`."""
+    handle = os.open(folder / PARTS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(handle, fcntl.LOCK_SH)
+    return handle
+
+
+def _taken(folder: Path) -> int:
+    """The driver's lock, open. A folder that its last driver just removed is made again."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{str(folder)!a} cannot be used as a run folder: its name is not UTF-8", fix="choose another --run-dir") from None
+    path, lacking = folder / DRIVER, 0
+    while True:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            lacking += 1
+            if isinstance(error, FileNotFoundError) and lacking < _REMOVED_TRIES:
+                continue  # removed between the two calls
+            raise UserError(f"{folder} cannot be used as a run folder: {error.strerror}", fix="choose another --run-dir") from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _same_file(handle, path):
+                return handle
+            os.close(handle)
+        except BlockingIOError:
+            holder = _read(handle)
+            os.close(handle)
+            raise _busy(folder, holder) from None
+        except OSError as error:
+            os.close(handle)
+            if error.errno not in _UNSUPPORTED:
+                raise
+            raise UserError(
+                f"the file system of {folder} cannot lock files: {error.strerror}", fix="use a local disk for --run-dir"
+            ) from None
+
+
+def _same_file(handle: int, path: Path) -> bool:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    own = os.fstat(handle)
+    return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
+
+
+def _write(handle: int, holder: Holder) -> None:
+    """On a full disk the lock holds without a name: whoever is refused is told less, and nothing else changes."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(asdict(holder)).encode() + b"\n", 0)
+
+
+def _read(handle: int) -> Holder | None:
+    """The holder, once it has written its name; None when it does not. A file says who held it last, so the lock is asked first."""
+    for _ in range(_READ_TRIES):
+        data = os.pread(handle, 1 << 16, 0)
+        with contextlib.suppress(ValueError, TypeError):
+            if data.endswith(b"\n"):
+                return Holder(**json.loads(data))
+        time.sleep(0.01)
+    return None
+
+
+def _busy(folder: Path, holder: Holder | None) -> RunFolderBusy:
+    if holder is None:
+        return RunFolderBusy(f"{folder} is driven by another agentrl", fix="wait until it ends, or choose another --run-dir")
+    here = holder.host == socket.gethostname()
+    stop = f"stop it (kill -INT {holder.pid})" if here else f"stop it there (kill -INT {holder.pid} on {holder.host})"
+    return RunFolderBusy(
+        f"{folder} is driven by another agentrl: process {holder.pid} on {holder.host}, since {holder.since}: {holder.command}",
+        fix=f"wait until it ends, {stop}, or choose another --run-dir",
+    )
+
+
+def _wait_for_parts(folder: Path, wait_s: float) -> None:
+    path = folder / PARTS
+    if not path.exists():
+        return
+    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    began, told = time.monotonic(), False
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                waited = time.monotonic() - began
+            if waited > wait_s:
+                pids = ", ".join(map(str, _users(path))) or "unknown"
+                raise UserError(
+                    f"a part of the run that was here before has not ended after {wait_s:g} s (processes {pids})",
+                    fix="wait for it, or end it with kill -KILL, and start again",
+                )
+            if waited > _PATIENCE_S and not told:
+                print("waiting until the server and the learner of the run before have ended", file=sys.stderr, flush=True)
+                told = True
+            time.sleep(0.02)
+    finally:
+        os.close(handle)
+
+
+def _users(path: Path) -> list[int]:
+    """Other processes that have a file open; /proc/locks would name the one that took the lock, which is dead."""
+    wanted, found = str(path.resolve()), []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):  # gone, or another user's
+                if any(os.readlink(link) == wanted for link in (entry / "fd").iterdir()):
+                    found.append(int(entry.name))
+    return found
+
+
+def _remove_if_vacant(folder: Path) -> None:
+    """While the lock is held: whoever waits at the removed file sees that it is not the one at this path any more."""
+    with contextlib.suppress(OSError):
+        if is_vacant(folder):
+            (folder / DRIVER).unlink()
+            folder.rmdir()

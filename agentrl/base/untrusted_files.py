@@ -1,0 +1,86 @@
+"""Opens files that a third party may have written: run folders, suites, traces, models. Only regular, bounded files are read.
+
+A pipe would block for ever, a device would never end, and a link could show a file that only its reader may read. A rejected file raises
+`ValueError`, whose message quotes nothing of the file. Errors of the system stay `OSError`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+_NAME_BYTES, _PATH_BYTES = 255, 4095  # of Linux file systems
+
+
+@contextmanager
+def open_file(path: Path, *, inside: Path | None = None) -> Iterator[BinaryIO]:
+    """Opens a file for reading.
+
+    Args:
+        inside: the folder that must contain the file after links are followed. None allows any target, as for a path that a user typed.
+
+    Raises `ValueError` if the path is not a regular file or is outside `inside`.
+    """
+    with _checked(path, inside) as handle:
+        try:
+            file = open(f"/proc/self/fd/{handle}", "rb")  # noqa: SIM115 - closed below
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+    with file:
+        yield file
+
+
+def check_file(path: Path, *, inside: Path) -> None:
+    """Raises the errors of `open_file`, without opening the file.
+
+    For files that may be in use by SQLite in this process: to close a descriptor of a file ends all locks that the process has on it.
+    """
+    with _checked(path, inside):
+        pass
+
+
+@contextmanager
+def _checked(path: Path, inside: Path | None) -> Iterator[int]:
+    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)  # does not open a device or pipe, and its end leaves all locks
+    try:
+        mode = os.fstat(handle).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise ValueError("is not a regular file")
+        real = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if inside is not None and not real.is_relative_to(inside.resolve()):
+            raise ValueError(f"is a link to a file outside {inside}")
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def read_bytes(path: Path, *, most: int, inside: Path | None = None) -> bytes:
+    """Returns the bytes of a file. Raises `ValueError` if there are more than `most`, and the errors of `open_file`."""
+    with open_file(path, inside=inside) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"is larger than {most >> 20} MiB" if most >> 20 else f"is larger than {most >> 10} KiB")
+    return data
+
+
+def resolve_inside(text: str, under: Path) -> Path | None:
+    """Resolves a path that a third party wrote, relative to the folder `under`.
+
+    Returns None for a path that no sensible file has: control characters, surrogates, a name or a path that is too long.
+    """
+    try:
+        raw = text.encode()
+        if any(byte < 0x20 or byte == 0x7F for byte in raw) or len(raw) > _PATH_BYTES:
+            return None
+        if any(len(name) > _NAME_BYTES for name in raw.split(b"/")):
+            return None
+        return (under / text).resolve()
+    except (OSError, RuntimeError, ValueError):  # also a loop of links, or bytes that are no text
+        return None

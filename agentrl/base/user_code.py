@@ -1,0 +1,403 @@
+"""Calling user code (tools and verifiers), and describing what went wrong there or anywhere else.
+
+Whatever user code does, its caller gets a value or one exception before the deadline. Descriptions of exceptions are bounded,
+printable and never raise, because the text may come from an agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, Generic, TypeVar
+
+from agentrl.base import loop_lag
+from agentrl.base.error_text import group_members, raise_location
+from agentrl.base.secrets import redact
+from agentrl.errors import InfrastructureError, SandboxUnavailable
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
+
+GRACE_S = 2.0
+_MOST_TEXT = 1 << 20  # characters of an exception's text that are looked at
+"""How long a cancelled call may take to end before it is dropped."""
+HOLD_S = loop_lag.STALL_S
+"""A call that computes for longer than this without awaiting anything has kept every other episode waiting, which is said."""
+MAX_THREADS = 1024
+"""Threads of `run_in_thread` that may run at once, those that nobody waits for included."""
+MAX_TRACEBACK = 8000
+_FRAMES = 40  # of a traceback, the innermost
+_KINDS = 512  # of faults that the log distinguishes
+
+_seen: dict[tuple[str, ...], int] = {}
+_threads = threading.BoundedSemaphore(MAX_THREADS)
+_theirs: ContextVar[bool] = ContextVar("_theirs", default=False)  # whether code that is not ours runs, or began what runs
+
+
+class CallTimeout(Exception):
+    """A call gave no result before its deadline. Not a `TimeoutError`, which the called code may raise itself."""
+
+
+class DriverStalled(InfrastructureError):
+    """A call gave no result before its deadline, and the event loop was blocked for a large part of that time."""
+
+
+class CodeExited(Exception):
+    """A task started by user code raised SystemExit or KeyboardInterrupt, with which asyncio would have left the event loop and ended the
+    run."""
+
+
+async def call_user_code(
+    code: Callable[[], Awaitable[T]], *, what: str, timeout_s: float, grace_s: float = GRACE_S, within: loop_lag.StallCount | None = None
+) -> T:
+    """The result of `code()`, run in its own task.
+
+    A call that ignores its cancellation for `grace_s` is dropped at its next await, and the log says so. Code that neither awaits
+    nor returns cannot be interrupted; when it does, the log says how long it held the event loop.
+
+    Args:
+        what: name of the code in the log, such as "tool search".
+        within: a count of stalls that excludes the code's own.
+
+    Raises:
+        Overdue: no result after `timeout_s`.
+        Stalled: the same, because the event loop stood still for other reasons than this code.
+        RuntimeError: `code` raised GeneratorExit, which elsewhere means that a coroutine is being closed, or KeyboardInterrupt, which
+            elsewhere means that a person ends the run (`is_interrupt`).
+        BaseException: whatever else `code` raises, including SystemExit and a CancelledError that nobody else requested.
+    """
+    _contain(asyncio.get_running_loop())
+    steps = _Steps(code, what)
+    stalls, context = loop_lag.count_stalls(within)
+    context.run(_theirs.set, False)  # `_caught` contains this task, and `_Steps` measures it
+    task: asyncio.Task[tuple[T | None, BaseException | None]] = asyncio.create_task(_caught(steps), name=what, context=context)
+    try:
+        with loop_lag.DRIVER_LAG.waiting():
+            done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        if not done:
+            late = f"{what} gave no result within {timeout_s:g} s"
+            raise DriverStalled(f"{late}: {stalls.text}") if stalls.excuse(timeout_s) else CallTimeout(late)
+    except BaseException:
+        await _end(task, steps, what, grace_s)
+        raise
+    finally:
+        if steps.longest_s > HOLD_S:
+            _held(what, steps.longest_s)
+    value, error = task.result()
+    if isinstance(error, GeneratorExit | KeyboardInterrupt):
+        place = raise_location(error)
+        raise RuntimeError(f"{what} raised {type(error).__name__}{f' ({place})' if place else ''}") from error
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]  # None is T's own here
+
+
+async def _caught(steps: Awaitable[T]) -> tuple[T | None, BaseException | None]:
+    """What the code returns or raises, as a value: a task that ends with SystemExit would end the event loop too."""
+    _theirs.set(True)
+    try:
+        return await steps, None
+    except asyncio.CancelledError as error:
+        if cancellation_count():
+            raise
+        return None, error
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        return None, error
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether a person's ctrl-C raised it, and not code that raises KeyboardInterrupt by itself.
+
+    The one that a person raises begins in the handler of the signal. Python's own handler leaves no frame: where it is in place, every
+    KeyboardInterrupt is a person's. `asyncio.run` puts its own there, and raises in `asyncio.runners` alone. Where the signal is ignored,
+    as in what a shell starts in the background, no person can raise any. In a group all must be a person's.
+    """
+    return all(map(_pressed, group_members(error)))
+
+
+def _pressed(error: BaseException) -> bool:
+    if not isinstance(error, KeyboardInterrupt) or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return False
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    runs = [code.co_filename == asyncio.runners.__file__ for code in codes]
+    handler: Any = signal.getsignal(signal.SIGINT)
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    installed = getattr(handler, "__code__", None)
+    if codes and (runs[-1] or codes[-1] is installed):
+        return True
+    return installed is None and not any(runs)
+
+
+@contextlib.contextmanager
+def raising_as(make: Callable[[BaseException], Exception], *, but: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+    """Around somebody's code that is not awaited: what it raises becomes what `make` says of it, but for `but` and a person's ctrl-C."""
+    try:
+        yield
+    except but:
+        raise
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise make(error) from error
+
+
+def _contain(loop: asyncio.AbstractEventLoop) -> None:
+    """Makes tasks that user code starts on this loop raise `CodeExited` instead of what would end the loop."""
+    before = loop.get_task_factory()
+    if isinstance(before, _Factory):
+        return
+    loop.set_task_factory(_Factory(before))
+
+
+class _Factory:
+    """Makes tasks with the factory `before`, or like asyncio where that is None."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, *, context: Context | None = None, **options: Any) -> Any:
+        theirs = _theirs.get() if context is None else context.get(_theirs, False)
+        if context is not None:
+            options["context"] = context
+        work = _Contained(coro) if theirs and asyncio.iscoroutine(coro) else coro
+        if self._before is None:
+            return asyncio.Task(work, loop=loop, **options)
+        return self._before(loop, work, **options)
+
+
+class _Contained(Coroutine[Any, Any, Any]):
+    """A coroutine that raises `CodeExited` instead of SystemExit, or of a KeyboardInterrupt that is nobody's."""
+
+    def __init__(self, code: Coroutine[Any, Any, Any]) -> None:
+        self._code = code
+        self.__qualname__ = getattr(code, "__qualname__", type(code).__name__)  # shown when the task is printed
+
+    def send(self, value: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return self._code.send(value)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise _exited(error) from error
+        finally:
+            loop_lag.record_computation(self.__qualname__, time.monotonic() - began)
+
+    def throw(self, *error: Any) -> Any:
+        try:
+            return self._code.throw(*error)
+        except (SystemExit, KeyboardInterrupt) as exit_:
+            raise _exited(exit_) from exit_
+
+    def close(self) -> None:
+        self._code.close()
+
+    @property
+    def cr_await(self) -> Any:
+        """What the code waits for, as of any coroutine."""
+        return getattr(self._code, "cr_await", None)
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._code.__await__()
+
+
+def _exited(error: BaseException) -> BaseException:
+    return error if is_interrupt(error) else CodeExited(describe_error(error))
+
+
+async def _end(task: asyncio.Task[Any], steps: _Steps[Any], what: str, grace_s: float) -> None:
+    task.cancel()
+    try:
+        await asyncio.wait({task}, timeout=grace_s)
+    finally:
+        if not task.done():
+            log.warning("%s went on although it was cancelled, and was dropped", what)
+            steps.dropped = True
+            task.cancel()
+    await asyncio.wait({task})
+
+
+def _held(what: str, seconds: float) -> None:
+    if _again((what, "held")):
+        fix = "await what waits, and run computations in asyncio.to_thread"
+        log.warning("%s held the event loop for %.1f s while every episode waited: %s", what, seconds, fix)
+
+
+class _Steps(Generic[T]):
+    """Awaits `code()`, and measures the longest time that it computed without awaiting.
+
+    Once `dropped`, a cancellation ends it whatever the code does.
+    """
+
+    def __init__(self, code: Callable[[], Awaitable[T]], what: str) -> None:
+        self.longest_s = 0.0
+        self.dropped = False
+        self._code, self._what = code, what
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        running = self._run()
+        steps = running.__await__()
+        error: BaseException | None = None
+        while True:
+            began = time.monotonic()
+            try:
+                waits_for = next(steps) if error is None else steps.throw(error)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            finally:
+                seconds = time.monotonic() - began
+                self.longest_s = max(self.longest_s, seconds)
+                loop_lag.record_computation(self._what, seconds)
+            error = None
+            try:
+                yield waits_for
+            except BaseException as thrown:  # a cancellation
+                if self.dropped:
+                    with contextlib.suppress(BaseException):  # whatever the code raises then
+                        steps.close()
+                    raise
+                error = thrown
+
+    async def _run(self) -> T:
+        return await self._code()
+
+
+async def run_in_thread(code: Callable[[], T], *, what: str) -> T:
+    """What `code()` gives, run in a thread of its own, so that it may block. A thread cannot be stopped: whoever is cancelled here
+    leaves it to itself, and it does not keep the program from ending.
+
+    Raises:
+        InfrastructureError: `MAX_THREADS` of them are still running.
+    """
+    if not _threads.acquire(blocking=False):
+        raise InfrastructureError(f"{MAX_THREADS} threads of tools are still running\n  fix: bound what blocks in the tools with timeouts")
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result((value, error))
+
+    def work() -> None:
+        value, error = None, None
+        try:
+            value = code()
+        except BaseException as raised:
+            error = raised
+        _threads.release()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, value, error)
+
+    try:
+        threading.Thread(target=copy_context().run, args=(work,), name=what, daemon=True).start()
+    except BaseException:
+        _threads.release()
+        raise
+    value, error = await done
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]  # None is T's own here
+
+
+def cancellation_count() -> int:
+    """How often the current task was cancelled. Code that raises CancelledError while this does not change is at fault.
+
+    Compare it with an earlier count: a TaskGroup whose task failed may leave its parent's count at 1 (Python 3.11).
+    """
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+def reraise_if_fatal(error: BaseException, since: int) -> None:
+    """Raises what is no fault of an episode: this machine has no sandboxes at all, or the run is being ended.
+
+    The latter also where code on the way has made another exception of a cancellation. A CancelledError that nobody asked for is a
+    bug like any other, and is not raised.
+
+    Args:
+        since: `cancellation_count()` of when the guarded code began.
+    """
+    if isinstance(error, GeneratorExit | SandboxUnavailable) or is_interrupt(error):
+        raise error
+    if cancellation_count() > since:
+        raise error if isinstance(error, asyncio.CancelledError) else asyncio.CancelledError from error
+
+
+def first_cause(error: BaseException, *kinds: type[E]) -> E | None:
+    """The first exception of these kinds: `error` itself, or a member of a TaskGroup's exception group."""
+    pending = [error]
+    while pending:  # without recursion: groups may be nested deeper than Python's stack
+        one = pending.pop()
+        if isinstance(one, kinds):
+            return one
+        if isinstance(one, BaseExceptionGroup):
+            pending += reversed(one.exceptions)
+    return None
+
+
+def describe_error(error: BaseException, limit: int = 300) -> str:
+    """An exception in one printable line of at most `limit` characters: "ZeroDivisionError: division by zero"."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    kind, text = type(error).__name__[:64], " ".join(error_text(error, limit).split())
+    return printable(f"{kind}: {text}" if text else kind, limit)
+
+
+def error_text(error: BaseException, limit: int = 2000) -> str:
+    """The text of an exception, printable and bounded, its lines kept."""
+    try:
+        return printable(redact(str(error)[:_MOST_TEXT]), limit)
+    except BaseException:  # a number too long to print, or a __str__ that raises
+        return "(its text cannot be shown)"
+
+
+def printable(text: str, limit: int) -> str:
+    """At most `limit` characters of `text`; unprintable ones other than newlines become replacement characters."""
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text[:limit])
+
+
+def log_unexpected(what: str, error: BaseException, *, trace: bool = True) -> None:
+    """Logs an unexpected exception: the first of a kind (`what`, type and location) with its traceback, the 10th, 100th, ... in a
+    line each.
+
+    Args:
+        trace: False to omit a traceback that would not help.
+    """
+    frame = next(iter(traceback.extract_tb(error.__traceback__, limit=-1)), None)
+    location = "" if frame is None else f"{frame.filename}:{frame.lineno}"
+    key = (what, type(error).__name__, location)
+    if not _again(key):
+        return
+    if (times := _seen.get(key, 1)) > 1:
+        log.warning("%s: %s (the %dth time)", what, describe_error(error), times)
+        return
+    log.warning("%s: %s%s", what, describe_error(error), f"\n{_traceback(error)}" if trace else "")
+
+
+def _again(key: tuple[str, ...]) -> bool:
+    """Counts one more of a kind; returns whether to log it: the first, 10th, 100th, ..."""
+    if key not in _seen and len(_seen) >= _KINDS:
+        key = ("others",)
+    times = _seen[key] = _seen.get(key, 0) + 1
+    return times in (1, 10, 100, 1_000, 10_000, 100_000)
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        text = "".join(traceback.format_exception(error, limit=-_FRAMES))
+    except Exception as second:  # formatting a traceback must not raise another
+        text = f"(no traceback: {type(second).__name__})"
+    if len(text) > MAX_TRACEBACK:
+        text = f"{text[: MAX_TRACEBACK // 2]}\n...\n{text[-MAX_TRACEBACK // 2 :]}"
+    return printable(text, len(text)).rstrip("\n")

@@ -1,0 +1,39 @@
+"""Error messages for values that do not validate."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from pydantic import ValidationError
+
+from agentrl.base import secrets
+
+
+def validation_text(error: ValidationError) -> str:
+    """What does not validate, a line for each wrong key; keys of a section alone begin with its class, as in `LearnerConfig.lr`."""
+    lines = []
+    for item in error.errors(include_url=False):
+        path = [str(part) for part in item["loc"]]
+        if error.title != "Recipe":
+            path.insert(0, error.title)
+        message = item["msg"].removeprefix("Value error, ")
+        shown = item["type"] not in ("extra_forbidden", "missing") and not isinstance(item["input"], dict)
+        if item["loc"] and shown and not any(secrets.literal_secret_errors({path[-1]: item["input"]})) and "env" not in path:
+            message = f"{message} (got {shortened(item['input'])})"  # of a whole section the message names the keys
+        lines.append(f"{'.'.join(path) or 'recipe'}: {message}")
+    return "\n".join(lines)
+
+
+def shortened(value: object) -> str:
+    """A wrong value for an error message, shortened if it is long. A secret is not shown."""
+    shown = secrets.HIDDEN if any(secrets.literal_secret_errors(value)) else repr(value)
+    return shown if len(shown) <= 200 else f"{shown[:200]}..."
+
+
+def unknown_name(key: str, known: Iterable[str], *, what: str = "key") -> str:
+    """What is said of a key that does not exist."""
+    names = sorted(known)
+    near = difflib.get_close_matches(key, names, n=2, cutoff=0.7)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"unknown {what}; {meant}known here: {', '.join(names)}"

@@ -1,0 +1,126 @@
+"""No held-out task is a training task under another name, judged by everything that the agent sees."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from agentrl.check.family_source import FamilySource, draw_name
+from agentrl.check.findings import Finding, Proof, join_examples, plural, shorten
+from agentrl.protocols import TaskFamily
+from agentrl.records import Split, Task
+from agentrl.task import make_task
+
+NAME = "no held-out task is a training task"
+SAMPLE = 2000
+"""Tasks that are compared of each endless split."""
+DRAW_S = 30.0
+"""Seconds for drawing the tasks of one split; of a slow family fewer are compared."""
+GUESSED = 0.2
+"""Share of tasks with the same right answer from which this is reported."""
+
+
+def prove_splits(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
+    """Compares prompt, files, tools, outputs and image of all tasks of a finite split, and of `SAMPLE` or more of an endless one."""
+    family = source.open()
+    drawn: dict[Split, list[Task]] = {}
+    cut: list[str] = []
+    for split in Split:
+        size = family.size(split)
+        wanted = max(SAMPLE, sizes[split]) if size is None else size
+        drawn[split] = _draw(family, split, wanted)
+        if len(drawn[split]) < wanted or size is None:
+            cut.append(f"{plural(len(drawn[split]), 'task')} of {split}{' of infinitely many' if size is None else f' of {size:,}'}")
+    seen = {split: [_seen(task, source.root) for task in tasks] for split, tasks in drawn.items()}
+    findings = [finding for split in (Split.HELDOUT, Split.HELDOUT_REAL) for finding in _equal(drawn, seen, split)]
+    for split, tasks in drawn.items():
+        findings += [*_misplaced(split, tasks), *_repeats(split, seen[split]), *_guesses(split, tasks)]
+    findings += _same_names([task for tasks in drawn.values() for task in tasks], [key for keys in seen.values() for key in keys])
+    return Proof(
+        name=NAME,
+        looked_at=", ".join(f"{len(tasks):,} {split}" for split, tasks in drawn.items()) + " tasks",
+        findings=tuple(findings),
+        unproven=(f"that the splits differ beyond the tasks compared ({', '.join(cut)})",) if cut else (),
+    )
+
+
+def _draw(family: TaskFamily, split: Split, count: int) -> list[Task]:
+    """The tasks that can be made; the proof of purity reports the others."""
+    tasks: list[Task] = []
+    started = time.monotonic()
+    for index in range(count):
+        if time.monotonic() - started > DRAW_S:
+            break
+        try:
+            task = make_task(family, split, index)
+            json.dumps(asdict(task))
+        except Exception:  # a family is user code
+            continue
+        tasks.append(task)
+    return tasks
+
+
+def _seen(task: Task, root: Path) -> str:
+    """Hash of everything that the agent sees of a task."""
+    prompt = [asdict(message) for message in task.prompt]
+    image = task.data.get("build_context") or _recipe(root / task.sandbox.image / "image.toml") or task.sandbox.image
+    parts = [prompt, dict(task.files), dict(task.binary_files), sorted(task.tools), sorted(task.outputs), image]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _recipe(path: Path) -> str:
+    """The image recipe's text, so that two folders with the same recipe count as one image."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _equal(drawn: Mapping[Split, list[Task]], seen: Mapping[Split, list[str]], split: Split) -> list[Finding]:
+    training = dict(zip(seen[Split.TRAIN], drawn[Split.TRAIN], strict=True))
+    pairs = [(task, training[key]) for task, key in zip(drawn[split], seen[split], strict=True) if key in training]
+    if not pairs:
+        return []
+    shown = join_examples([f"{task.id} is {other.id}" for task, other in pairs])
+    what = f"{len(pairs):,} of {len(drawn[split]):,} tasks in {split} show the agent the same as a training task: {shown}"
+    return [Finding(severity="failure", what=what, tasks=tuple(task.id for task, _ in pairs))]
+
+
+def _misplaced(split: Split, tasks: list[Task]) -> list[Finding]:
+    wrong = [(draw_name((split, index)), task) for index, task in enumerate(tasks) if task.split is not split]
+    if not wrong:
+        return []
+    what = f"{plural(len(wrong), 'task')} drawn from {split} have split {wrong[0][1].split}"
+    return [Finding(severity="failure", what=what, tasks=tuple(name for name, _ in wrong))]
+
+
+def _repeats(split: Split, seen: list[str]) -> list[Finding]:
+    repeats = len(seen) - len(set(seen))
+    if not repeats:
+        return []
+    effect = "confidence intervals of evaluations are too narrow" if split is not Split.TRAIN else "they are trained on more often"
+    return [Finding(severity="note", what=f"{repeats:,} of {len(seen):,} tasks in {split} repeat another one: {effect}")]
+
+
+def _guesses(split: Split, tasks: list[Task]) -> list[Finding]:
+    answers = [str(task.data["answer"]) for task in tasks if isinstance(task.data.get("answer"), str | int | float)]
+    if len(answers) < 10:
+        return []
+    answer, times = Counter(answers).most_common(1)[0]
+    if times < GUESSED * len(answers):
+        return []
+    share = times / len(answers)
+    return [Finding(severity="note", what=f"answering {shorten(answer)!r} to everything is right in {share:.0%} of the tasks in {split}")]
+
+
+def _same_names(tasks: list[Task], seen: list[str]) -> list[Finding]:
+    contents: dict[str, set[str]] = {}
+    for task, key in zip(tasks, seen, strict=True):
+        contents.setdefault(task.id, set()).add(f"{task.split} {key}")
+    twice = [name for name, keys in contents.items() if len(keys) > 1]
+    if not twice:
+        return []
+    what = f"different tasks have the same id, by which transcripts name them: {join_examples(twice)}"
+    return [Finding(severity="warning", what=what, tasks=tuple(twice))]

@@ -1,0 +1,131 @@
+"""`agentrl check`, `agentrl sandbox check` and `agentrl sandbox attack`: what holds, shown by trying."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from agentrl.cli.options import JsonFlag
+from agentrl.cli.recipes import load_recipe, project_root
+from agentrl.config.recipe import SandboxConfig, TasksConfig
+from agentrl.errors import UserError
+from agentrl.plugins.references import add_project_root
+
+if TYPE_CHECKING:
+    from agentrl.check.check import CheckReport
+    from agentrl.check.family_source import FamilySource
+
+BackendChoice = Annotated[str, typer.Option(help="docker, bubblewrap, auto, all, or anybody's: module:attr.")]
+ImageFolder = Annotated[str, typer.Option(help="Folder that holds an image.toml.")]
+RuntimeName = Annotated[str, typer.Option(help="Container runtime for Docker, such as runsc or kata.")]
+
+
+def check(
+    target: Annotated[Path, typer.Argument(help="Folder of task folders, or a recipe file whose task family is checked.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides of the recipe, such as tasks.verifiers=...")] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Tasks of each split. Default: all of a folder, 24 of a recipe's family.")
+    ] = None,
+    sandbox: Annotated[
+        str | None, typer.Option("--backend", "--sandbox", help="auto, docker, bubblewrap or module:attr (overrides the recipe).")
+    ] = None,
+    parallel: Annotated[int, typer.Option(min=1, help="Cases at once.")] = 8,
+    as_json: JsonFlag = False,
+) -> None:
+    """Prove a task family in real sandboxes: gold solutions score 1, nothing and cheats 0, tasks are pure, splits apart, answers hidden."""
+    from agentrl.check.check import check_family, render
+    from agentrl.session.judges_alone import standalone_judge_servers
+
+    source, config = open_target(target, sandbox, overrides or [])
+    wanted = count if count is not None or target.is_dir() else 24
+    recipe = None if target.is_dir() else load_recipe(target, overrides or [])[1]
+
+    async def checked() -> CheckReport:
+        async with standalone_judge_servers(recipe, root=source.root):
+            return await check_family(source, config, count=wanted, parallel=parallel, quiet=as_json)
+
+    report = asyncio.run(checked())
+    print(json.dumps(report.to_data()) if as_json else render(report))
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def sandbox_check(
+    backend: BackendChoice = "auto",
+    image: ImageFolder = "sandboxes/tables",
+    only: Annotated[str, typer.Option(help="Only checks whose name contains this.")] = "",
+    runtime: RuntimeName = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Hold a sandbox backend to the protocol: limits, isolation, clean-up, hostile programs."""
+    from agentrl.check.check import backend_names, check_backend
+
+    root = project_root(Path.cwd() / image / "image.toml")
+    add_project_root(root)
+    checking = [check_backend(name, image, root=root, only=only, runtime=runtime) for name in backend_names(backend)]
+    results = [result for work in checking for result in asyncio.run(work)]
+    if as_json:
+        print(json.dumps(results))
+    else:
+        for item in results:
+            verdict = "ok" if item["ok"] else "FAIL"
+            print(f"{item['backend']:11} {verdict:4} {item['wall_s']:6.2f} s  {item['name']}  {item['detail']}")
+    raise typer.Exit(0 if results and all(result["ok"] for result in results) else 1)
+
+
+def sandbox_attack(
+    backend: BackendChoice = "auto",
+    image: ImageFolder = "sandboxes/tables",
+    only: Annotated[str, typer.Option(help="Only attacks whose name contains this.")] = "",
+    runtime: RuntimeName = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Throw hostile programs at a sandbox backend and judge each: contained, ESCAPED, or error. About a minute a backend."""
+    from agentrl.check.check import attack_backend, backend_names
+    from agentrl.sandbox.attacks import AttackResult
+
+    def report(name: str, result: AttackResult) -> None:
+        row = f"{name:11} {result.verdict:12} {result.wall_s:5.1f} s  {result.kind:16} {result.name:27} {result.evidence}"
+        print(row, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    root = project_root(Path.cwd() / image / "image.toml")
+    results: list[dict[str, Any]] = []
+    for name in backend_names(backend):
+        found = asyncio.run(attack_backend(name, image, root=root, only=only, runtime=runtime, report=report))
+        counts = Counter(item["verdict"] for item in found)
+        tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no attack of that name"
+        print(f"{found[0]['backend'] if found else name}: {tally}", file=sys.stderr if as_json else sys.stdout)
+        results += found
+    if as_json:
+        print(json.dumps(results))
+    bad = [item for item in results if item["verdict"] in ("ESCAPED", "error")]
+    raise typer.Exit(0 if results and not bad else 1)
+
+
+def open_target(target: Path, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig]:
+    """The task family and the sandbox settings that a folder of task folders, or a recipe file, means."""
+    from agentrl.check.family_source import FamilySource
+
+    if target.is_dir():
+        if overrides:
+            raise UserError(f"{overrides[0]}: a folder has no recipe to override", fix="write a recipe with tasks.family, and check that")
+        root = project_root(target.resolve() / "task")
+        source = FamilySource(tasks=TasksConfig(family=str(target.resolve())), root=root)
+        source.open()  # before the backend's name is looked at: a mistake in a folder is told first
+        return source, _sandbox_config(backend or "auto")
+    root, loaded = load_recipe(target, [*overrides, *([f"sandbox.backend={backend}"] if backend else [])])
+    return FamilySource(tasks=loaded.tasks, root=root, seed=loaded.seed, tools=loaded.tools), loaded.sandbox
+
+
+def _sandbox_config(backend: str) -> SandboxConfig:
+    try:
+        return SandboxConfig.model_validate({"backend": backend})
+    except ValidationError:
+        raise UserError(f"no sandbox backend {backend!r}", fix="use docker, bubblewrap, auto or a reference") from None

@@ -1,0 +1,336 @@
+"""The configuration of a run: pydantic models with documented defaults. Unknown keys and wrong types stop before anything starts.
+
+The sections are in `agentrl.sections`; here is the whole, and what must fit together between them.
+
+Importing this module, and any recipe file, pulls no torch, vllm or deepspeed. A recipe file is a short Python file with one
+module-level `recipe = Recipe(...)`, or one derived from another recipe: `recipe = base.but("learner.lr=1e-4", name="mine")`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from agentrl.base import secrets
+from agentrl.base.untrusted_files import read_bytes
+from agentrl.config import section
+from agentrl.config.failures import CaptureConfig
+from agentrl.config.gate import GateConfig
+from agentrl.config.learner import LearnerConfig, Limit, LimitsConfig, LoraConfig
+from agentrl.config.objective import CriticConfig, ObjectiveConfig
+from agentrl.config.rollout import BranchingConfig, CompactionConfig, DelegationConfig, EvalConfig, RolloutConfig
+from agentrl.config.section import Needs, Section, resumable
+from agentrl.config.serving import JudgeServerConfig, PolicyConfig, ServingConfig
+from agentrl.config.tasks import GroupJudging, PracticeConfig, TasksConfig, WeightingConfig
+from agentrl.config.tools import MCPConfig, MemoryConfig, SandboxConfig, ToolBounds, ToolsConfig
+from agentrl.plugins import parts
+
+__all__ = [
+    "BranchingConfig",
+    "CaptureConfig",
+    "CompactionConfig",
+    "CriticConfig",
+    "DelegationConfig",
+    "EvalConfig",
+    "GateConfig",
+    "GroupJudging",
+    "JudgeServerConfig",
+    "LearnerConfig",
+    "Limit",
+    "LimitsConfig",
+    "LoraConfig",
+    "MCPConfig",
+    "MemoryConfig",
+    "ObjectiveConfig",
+    "PolicyConfig",
+    "PracticeConfig",
+    "Recipe",
+    "RolloutConfig",
+    "SandboxConfig",
+    "ServingConfig",
+    "TasksConfig",
+    "ToolBounds",
+    "ToolsConfig",
+    "WeightingConfig",
+    "apply_overrides",
+    "build",
+    "load",
+]
+
+_LARGEST = 16 << 20  # bytes of a recipe's file
+_LAGS = Needs("a version that can lag that far: set it below steps", lambda recipe, own: own.max_staleness < own.steps)
+
+
+class Recipe(Section):
+    """Everything a run needs. `Recipe(name=..., policy=..., tasks=...)`."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Name of the run. Its folder is `runs/NAME` unless `--run-dir` is given."""
+    seed: int = Field(0, ge=0)
+    """Seed of the task order, the server's sampler and the learner. Sampling is not bitwise repeatable, because batching is
+    asynchronous."""
+    steps: int = resumable(16, ge=1)
+    """Learner steps."""
+    max_staleness: Annotated[int, _LAGS] = Field(1, ge=0)
+    """Learner versions that an episode may lag behind. 0: on-policy; rollouts wait for each update."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of server and learner. auto: cuda if torch finds a GPU, else cpu."""
+    policy: PolicyConfig
+    tasks: TasksConfig
+    rollout: RolloutConfig = RolloutConfig()
+    evaluation: EvalConfig = resumable(EvalConfig())
+    tools: ToolsConfig = ToolsConfig()
+    memory: MemoryConfig | None = None
+    """Notes that agents write for later episodes. None disables memory; `{}` uses the defaults."""
+    capture: CaptureConfig = resumable(CaptureConfig())
+    store: parts.Store = "sqlite"
+    """Store of scored groups between rollouts and learner. sqlite: a file in the run folder."""
+    store_options: parts.Options = Field({})
+    """Keyword arguments of a store given by reference."""
+    trackers: tuple[parts.TrackerName, ...] = resumable(("terminal", "tensorboard"))
+    """Receivers of metrics, in addition to `metrics.jsonl`. terminal: progress. tensorboard: event files in logs/tensorboard."""
+    tracker_options: dict[str, parts.Options] = resumable({})
+    """Keyword arguments of trackers given by reference, by tracker name."""
+    sandbox: SandboxConfig = resumable(SandboxConfig())
+    serving: ServingConfig = resumable(ServingConfig())
+    objective: ObjectiveConfig = ObjectiveConfig()
+    critic: CriticConfig | None = None
+    """Value model of objective.advantage=gae, which requires it. `{}` uses the defaults."""
+    learner: LearnerConfig = LearnerConfig()
+    judge_servers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], JudgeServerConfig] = Field({})
+    """Servers that the run starts for its judges, by name. A judge refers to one with `agentrl.judge.served(NAME)`."""
+    gate: GateConfig | None = resumable(None)
+    """Evaluates versions on a suite before promotion. None: the last version is promoted without evaluation."""
+
+    @model_validator(mode="after")
+    def _no_secrets_by_value(self) -> Recipe:
+        """Rejects secrets by value: a run stores its recipe, and the report prints it."""
+        if found := list(secrets.literal_secret_errors(self.model_dump(mode="json"))):
+            raise ValueError("; ".join(found))
+        return self
+
+    @model_validator(mode="after")
+    def _parts_are_named(self) -> Recipe:
+        parts.check_options(parts.STORE, self.store, self.store_options)
+        for name, options in self.tracker_options.items():
+            parts.check_options(parts.TRACKER, name, options)
+            if name not in self.trackers:
+                raise ValueError(f"tracker_options are given for {name!r}, which is not among trackers: {', '.join(self.trackers)}")
+        return self
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        """Rejects inconsistent keys. Reports all of them at once, because the correction of one may require that of another."""
+        checks = (
+            self._combinations,
+            self._every_key_acts,
+            self._equal_scores_teach_nothing,
+            self._one_way_to_begin_anew,
+            self._sandboxes_suffice,
+            self._memory_is_read,
+            self._learner_parts,
+            self._limits_act,
+            self._ratio_moves,
+            self._objective_acts,
+        )
+        if problems := [problem for check in checks for problem in check()]:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _combinations(self) -> Iterator[str]:
+        if self.objective.advantage in ("grpo", "rloo", "reinforce++-baseline") and self.rollout.group_size < 2:
+            yield (
+                "rollout.group_size must be at least 2: an attempt alone is its own baseline, whatever objective.normalize_std is;"
+                " only objective.advantage=reinforce++ and gae need no group"
+            )
+        if self.rollout.group_size * self.rollout.groups_per_step < 2:
+            yield "rollout.groups_per_step must be at least 2 when rollout.group_size is 1: one score has no baseline"
+        if self.tasks.group_judge is not None and self.rollout.group_size < 2:
+            yield "tasks.group_judge compares the attempts of a group: rollout.group_size must be at least 2"
+        if self.rollout.min_group_size > self.rollout.group_size:
+            yield "rollout.min_group_size must not exceed rollout.group_size"
+        if self.rollout.branching is not None and self.rollout.group_size % self.rollout.branching.branches:
+            yield "rollout.group_size must be a multiple of rollout.branching.branches"
+        if self.rollout.spare_attempts and self.rollout.branching is not None:
+            yield (
+                "rollout.spare_attempts does not go with rollout.branching: a branch begins where its stem stands, so that the first to end"
+                " would be those of the fastest stem; leave one of them out"
+            )
+        if self.objective.credit == "siblings" and self.rollout.branching is None:
+            yield "objective.credit=siblings compares attempts that branched, and none do: set rollout.branching"
+        compaction, longest = self.rollout.compaction, self.policy.max_model_len
+        if compaction is not None and (compaction.tokens or compaction.share * longest) + compaction.summary_tokens >= longest:
+            yield (
+                "rollout.compaction begins where no summary fits: its tokens (or share of policy.max_model_len) and summary_tokens together"
+                " must be less than policy.max_model_len"
+            )
+        if self.serving.replicas > self.rollout.concurrency:
+            yield "serving.replicas exceeds rollout.concurrency: an episode is on one server, so that some would have none"
+        if self.serving.weight_transfer == "nccl" and self.device == "cpu":
+            yield "serving.weight_transfer=nccl copies from GPU to GPU; with device=cpu use weight_transfer=file"
+        if self.learner.kernels == "liger" and self.device == "cpu":
+            yield "learner.kernels=liger are GPU kernels; with device=cpu use kernels=torch"
+        if self.learner.keep_versions <= self.max_staleness:
+            yield "learner.keep_versions must exceed max_staleness: a version is kept at least until it has served"
+        if self.learner.max_tokens_per_microbatch * self.learner.sequence_parallel < self.policy.max_model_len:
+            yield (
+                "learner.max_tokens_per_microbatch times learner.sequence_parallel must be at least policy.max_model_len: an episode is"
+                " split over the ranks of a team, and nowhere else"
+            )
+        if self.rollout.extra_groups and self.objective.advantage in ("reinforce++", "gae"):
+            yield (
+                f"rollout.extra_groups replaces groups whose attempts score the same; with objective.advantage={self.objective.advantage},"
+                " which compares a step's attempts with one another, these teach too: set it to 0"
+            )
+        if self.tasks.weighting is not None and self.objective.advantage in ("reinforce++", "gae"):
+            yield (
+                "tasks.weighting passes over tasks whose attempts score the same; with objective.advantage="
+                f"{self.objective.advantage} these teach too: leave it out"
+            )
+        if self.learner.minibatches > self.rollout.groups_per_step:
+            yield "learner.minibatches must not exceed rollout.groups_per_step"
+
+    def _every_key_acts(self) -> Iterator[str]:
+        yield from section.keys_without_effect(self)
+
+    def _equal_scores_teach_nothing(self) -> Iterator[str]:
+        objective = self.objective
+        if not self.rollout.stop_equal_after:
+            return
+        if self.tasks.group_judge is not None:
+            yield "rollout.stop_equal_after needs scores before all attempts have ended, and tasks.group_judge gives none"
+        teaching = [
+            f"objective.{key}={getattr(objective, key)}"
+            for key, teaches in (
+                ("advantage", objective.advantage in ("reinforce++", "gae")),
+                ("turn_coef", objective.turn_coef > 0),
+                ("credit", objective.credit in ("verifier", "counterfactual")),
+                ("kl", objective.kl == "k1_reward"),
+            )
+            if teaches
+        ]
+        if teaching:
+            yield (
+                f"rollout.stop_equal_after takes a group whose attempts score the same for one that teaches nothing; with"
+                f" {' and '.join(teaching)} it teaches something: set it to 0"
+            )
+
+    def _one_way_to_begin_anew(self) -> Iterator[str]:
+        if self.policy.rewritten_context == "restart" and (self.rollout.compaction is not None or self.rollout.agent == "delegating"):
+            yield (
+                "policy.rewritten_context=restart is for agents with one context at a time: rollout.compaction and"
+                " rollout.agent=delegating need a template that is extended exactly; leave it at refuse"
+            )
+
+    @property
+    def gate_has_server(self) -> bool:
+        """Whether there is a gate that has a server of its own."""
+        return self.gate is not None and self.gate.server == "own"
+
+    @property
+    def max_concurrent_episodes(self) -> int:
+        """Of rollouts; and where the gate has a server of its own, as many attempts beside them."""
+        return self.rollout.concurrency * (2 if self.gate_has_server else 1)
+
+    def _sandboxes_suffice(self) -> Iterator[str]:
+        """Whoever delegates keeps a sandbox while it waits for those of others: with too few of them everybody could wait for ever."""
+        delegation, most = self.rollout.delegation, self.sandbox.max_open
+        if delegation is None or delegation.sandbox == "shared":
+            return
+        each, beside = 1 + delegation.at_once, self.max_concurrent_episodes // self.rollout.concurrency
+        if self.max_concurrent_episodes * each > most:
+            fewer = f", or rollout.concurrency={most // each // beside}" if most >= each * beside else ""
+            gate = ", with as many attempts of gate.server=own beside them," if beside > 1 else ""
+            yield (
+                f"rollout.delegation.sandbox=own: an episode may hold {each} sandboxes at once, its own and those of {delegation.at_once}"
+                f" sub-agents, and rollout.concurrency={self.rollout.concurrency} such episodes{gate} would wait for one another with"
+                f" sandbox.max_open={most}: set sandbox.max_open={self.max_concurrent_episodes * each}{fewer}, or a lower"
+                " rollout.delegation.width or total"
+            )
+
+    def _memory_is_read(self) -> Iterator[str]:
+        if self.memory is None:
+            return
+        if self.rollout.agent not in parts.AGENT.shipped:
+            yield "memory is for the agents that ship: one of your own is not given its tools; leave memory out"
+        if self.memory.heldout_rounds > max(1, self.evaluation.heldout, self.evaluation.heldout_real):
+            yield "memory.heldout_rounds exceeds the tasks of every evaluation, which has no more parts than tasks"
+        if self.steps < self.max_staleness + 2 and self.memory.heldout_rounds == 1:
+            yield (
+                "memory does nothing: no step is late enough to read what another wrote; set steps to max_staleness + 2 or more, or"
+                " memory.heldout_rounds above 1"
+            )
+
+    def _learner_parts(self) -> Iterator[str]:
+        learner = self.learner
+        if learner.lora is not None and self.serving.weight_transfer in ("delta", "nccl"):
+            yield "serving.weight_transfer=nccl and delta are of whole models, learner.lora publishes adapters: use file"
+        if learner.ranks % learner.sequence_parallel:
+            yield "learner.sequence_parallel must divide learner.ranks: ranks form teams of that many"
+        if learner.sequence_parallel > 1 and self.critic is not None:
+            yield "learner.sequence_parallel above 1 has no critic (objective.advantage=gae) yet: choose another advantage"
+        if learner.offload == "optimizer" and learner.zero_stage == 0:
+            yield "learner.offload=optimizer needs learner.zero_stage 1, 2 or 3: at stage 0 DeepSpeed has no optimizer to move"
+        if learner.offload == "parameters" and learner.zero_stage != 3:
+            yield "learner.offload=parameters needs learner.zero_stage=3: below it every rank computes with whole weights"
+
+    def _limits_act(self) -> Iterator[str]:
+        limits = self.learner.limits
+        if limits.max_kl_reference is not None and self.objective.kl not in ("k1", "k2", "k3"):
+            yield "learner.limits.max_kl_reference does nothing: no reference is computed; set objective.kl to k1, k2 or k3"
+        if limits.max_grad_norm is not None and limits.max_grad_norm.at <= self.learner.max_grad_norm:
+            yield "learner.limits.max_grad_norm must exceed learner.max_grad_norm, or no gradient is ever clipped"
+        if limits.max_mismatch_kl is not None and self.max_staleness > 0:
+            yield (
+                "learner.limits.max_mismatch_kl needs max_staleness=0: it is judged on tokens that the learner's very weights sampled, and"
+                " a step of older ones has none, so that nothing would be held to it. serving.probe_max_abs_diff compares server and"
+                " learner at every swap, whatever the staleness; learner.limits.max_kl bounds age and mismatch together"
+            )
+
+    def _ratio_moves(self) -> Iterator[str]:
+        objective = self.objective
+        if objective.proximal != "recompute" or self.learner.minibatches > 1:
+            return
+        usual = type(objective).model_fields
+        named = [f"objective.{key}" for key in ("clip_low", "clip_high", "dual_clip") if getattr(objective, key) != usual[key].default]
+        if self.learner.limits.max_clip_fraction is not None:
+            named.append("learner.limits.max_clip_fraction")
+        if named:
+            yield (
+                f"{', '.join(named)}: nothing is ever clipped with objective.proximal=recompute and learner.minibatches=1, since the ratio"
+                " is taken against the very weights that the one optimizer step of a batch begins with; raise learner.minibatches, or"
+                " leave them at their defaults"
+            )
+
+    def _objective_acts(self) -> Iterator[str]:
+        decoupled = self.objective.recomputes(self.learner.minibatches)
+        if not decoupled and (self.objective.correction == "mask" or self.objective.is_level == "sequence"):
+            yield (
+                "objective.correction=mask and objective.is_level=sequence weigh a proximal policy, and there is none: its logprobs are"
+                " the behaviour policy's; set objective.proximal=recompute"
+            )
+        if not decoupled and self.objective.loss == "cispo" and self.objective.is_cap != 2.0:
+            yield "objective.is_cap does nothing: cispo bounds its own weight; set clip_high, or objective.proximal=recompute"
+        if (self.objective.advantage == "gae") != (self.critic is not None):
+            yield "objective.advantage=gae and critic go together: write critic=CriticConfig(), or choose another advantage"
+        if self.critic is not None and self.critic.minibatches * self.learner.minibatches > self.rollout.groups_per_step:
+            yield "critic.minibatches times learner.minibatches must not exceed rollout.groups_per_step"
+
+
+def apply_overrides(recipe: Recipe, overrides: list[str]) -> Recipe:
+    """Lays the command line's `a.b=value` over a recipe: `recipe.but(*overrides)`."""
+    return recipe.but(*overrides)
+
+
+def build(data: Mapping[str, Any]) -> Recipe:
+    """Validates plain data into a Recipe, or raises `RecipeError` with one line per wrong key."""
+    return section.build(Recipe, data)
+
+
+def load(path: Path) -> Recipe:
+    """The recipe saved in a run folder (`recipe.json`)."""
+    return build(json.loads(read_bytes(path, most=_LARGEST, inside=path.parent)))

@@ -1,0 +1,253 @@
+"""What the parts of a recipe have in common: they are validated whenever one is made, also from another one, and say what is wrong.
+
+`Section.but` derives a section, or a whole recipe, from another one; overrides of the command line go the same way.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import textwrap
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from agentrl.base.validation import shortened, unknown_name, validation_text
+from agentrl.errors import RecipeError
+from agentrl.records.fields import encodable
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Annotates a field with the condition under which its key has an effect. A recipe that sets the key without it raises an error.
+
+        every: Annotated[int, Needs("evaluation.every below steps", lambda recipe, own: own.every < recipe.steps)] = 0
+
+    Args:
+        what: completes the error message "KEY does nothing without ...".
+        holds: returns whether the condition is met, given the recipe and the section that has the key.
+    """
+
+    what: str
+    holds: Callable[[Any, Any], bool]
+
+
+class Section(BaseModel):
+    """A part of a recipe: frozen, and every unknown key is refused, as is every number that is not finite, which JSON could not keep."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    def but(self, *overrides: str | Mapping[str, Any], **changes: Any) -> Self:
+        """The same with some keys changed, validated as a whole: `recipe.but("learner.lr=1e-4", name="mine")`.
+
+        Args:
+            overrides: `a.b=value` as on the command line, or a mapping of such dotted keys to values.
+            changes: values by key. A section given whole takes the place of the one before, with its defaults.
+
+        Raises:
+            RecipeError: a key that does not exist or a value that is not allowed; the message names the key and what is allowed.
+        """
+        data = self.model_dump(mode="json")
+        for item in (*overrides, changes):
+            if not isinstance(item, str | Mapping):
+                raise RecipeError(f"but({shortened(item)}): neither text nor a mapping", fix='write recipe.but("learner.lr=1e-4")')
+            pairs = [_pair(item)] if isinstance(item, str) else item.items()
+            for key, value in pairs:
+                _assign(data, type(self), key, value)
+        return build(type(self), data)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy; with `update` it is `but`, so that nothing unknown or impossible gets in (pydantic's own takes anything)."""
+        return self.but(update) if update else super().model_copy(deep=deep)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _told_well(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Says of an unknown key which ones there are, and which was probably meant. Refuses text that no file could keep."""
+        try:
+            made = handler(data)
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+        else:
+            lines = [_unwritable(key, value) for key, value in made if not _writable(value)]
+            if not lines:
+                return made
+            raise ValidationError.from_exception_data(cls.__name__, lines)
+        lines = []
+        for item in found:
+            message = item["msg"]
+            if item["type"] == "extra_forbidden" and len(item["loc"]) == 1:
+                message = unknown_name(str(item["loc"][0]), cls.model_fields)
+            lines.append({"type": PydanticCustomError(item["type"], message), "loc": item["loc"], "input": item["input"]})
+        raise ValidationError.from_exception_data(cls.__name__, lines)
+
+
+def keys_without_effect(whole: Section, section: Section | None = None, path: str = "") -> Iterator[str]:
+    """Error messages for the keys of a recipe that are set and, according to their `Needs`, have no effect."""
+    section = section or whole
+    for name, field in type(section).model_fields.items():
+        value, usual, key = getattr(section, name), field.get_default(call_default_factory=True), f"{path}{name}"
+        for needs in field.metadata:
+            if isinstance(needs, Needs) and value != usual and not needs.holds(whole, section):
+                yield f"{key}={shortened(value)} does nothing without {needs.what}; or leave it at {usual!r}"
+        if isinstance(value, Section):
+            yield from keys_without_effect(whole, value, f"{key}.")
+        elif isinstance(value, dict):
+            for one, inner in value.items():
+                if isinstance(inner, Section):
+                    yield from keys_without_effect(whole, inner, f"{key}.{one}.")
+
+
+_RESUMABLE = "resumable"
+
+
+def resumable(default: Any, **bounds: Any) -> Any:
+    """The `Field` of a key that a resumed run may change, with all keys below it. Such a key affects the speed, length, machine or reports
+    of a run, and not what is sampled or learned."""
+    return Field(default, json_schema_extra={_RESUMABLE: True}, **bounds)
+
+
+def resumable_keys(kind: type[Section], prefix: str = "") -> list[str]:
+    """Patterns of the keys that a resumed run may change: `serving.*` matches all keys of a section, `judge_servers.*.port` any name."""
+    found: list[str] = []
+    for name, field in kind.model_fields.items():
+        key, inner = f"{prefix}{name}", section_of(field.annotation)
+        several = named_section_of(field.annotation)
+        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get(_RESUMABLE):
+            found += [key] if inner is None else [key, f"{key}.*"]
+        elif inner is not None:
+            found += resumable_keys(inner, f"{key}.")
+        elif several is not None:
+            found += resumable_keys(several, f"{key}.*.")
+    return found
+
+
+def key_docs(kind: type[Section]) -> dict[str, str]:
+    """What the keys of a section do: the text under each in its source, read when it is asked for.
+
+    pydantic would read it at each import (`use_attribute_docstrings`), a third of what loading a recipe takes.
+    """
+    told = {}
+    for section in reversed(kind.__mro__):
+        if issubclass(section, Section) and section is not Section:
+            (source,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+            assert isinstance(source, ast.ClassDef)
+            for field, text in pairwise(source.body):
+                match field, text:
+                    case ast.AnnAssign(target=ast.Name() as key), ast.Expr(value=ast.Constant(value=str() as words)):
+                        told[key.id] = inspect.cleandoc(words)
+    return told
+
+
+def _writable(value: object) -> bool:
+    """Whether UTF-8 can encode all text in it, keys too; sections in it have been asked themselves."""
+    match value:
+        case str():
+            return encodable(value)
+        case Mapping():
+            return all(_writable(key) and _writable(inner) for key, inner in value.items())
+        case list() | tuple():
+            return all(map(_writable, value))
+    return True
+
+
+def _unwritable(key: str, value: object) -> InitErrorDetails:
+    error = PydanticCustomError("unwritable", "it holds half of a surrogate pair, which UTF-8 cannot encode")
+    return {"type": error, "loc": (key,), "input": value}
+
+
+S = typing.TypeVar("S", bound=Section)
+
+
+def build(kind: type[S], data: Mapping[str, Any]) -> S:
+    """Validates plain data into a section, or raises `RecipeError` with one line per wrong key."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise RecipeError(
+            validation_text(error), fix=f"every key is in {inspect.getfile(kind)}, with its default and what it does"
+        ) from None
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section that a field of this type holds, if it holds one, always or optionally."""
+    if typing.get_origin(annotation) is dict:  # sections by name
+        return None
+    for one in (annotation, *typing.get_args(annotation)):
+        if isinstance(one, type) and issubclass(one, Section):
+            return one
+    return None
+
+
+def named_section_of(annotation: Any) -> type[Section] | None:
+    """The section that a field of this type holds several of, by names that the recipe chooses."""
+    return section_of(typing.get_args(annotation)[1]) if typing.get_origin(annotation) is dict else None
+
+
+def _pair(override: str) -> tuple[str, Any]:
+    """Key and value of `a.b=value`: JSON where it parses as JSON, else text."""
+    key, sep, text = override.partition("=")
+    if not sep or not key:
+        raise RecipeError(f"override {shortened(override)} is not KEY=VALUE", fix="write it as learner.lr=1e-4")
+    try:
+        return key, json.loads(text)
+    except (ValueError, RecursionError):
+        return key, {"True": True, "False": False, "None": None}.get(text, text)
+
+
+def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any) -> None:
+    """Lays one value over the data of a section, or raises `RecipeError` for a key that does not exist."""
+    if not isinstance(dotted, str):
+        raise RecipeError(f"{shortened(dotted)} is no key", fix='write a key as text, such as "learner.lr"')
+    *parents, leaf = dotted.split(".")
+    node = data
+    for depth, part in enumerate(parents):
+        where, field = ".".join(parents[: depth + 1]), model.model_fields.get(part)
+        inner = None if field is None else section_of(field.annotation)
+        if field is None:
+            sections = [name for name, one in model.model_fields.items() if section_of(one.annotation) is not None]
+            raise RecipeError(f"{where}: {unknown_name(part, sections, what='section')}")
+        if (several := named_section_of(field.annotation)) is not None:
+            _assign_named(node, part, several, [*parents[depth + 1 :], leaf], value, where=where)
+            return
+        if inner is None and typing.get_origin(field.annotation) is dict:  # options: keys of the part that they are for
+            options = node.get(part) or {}
+            if not isinstance(options, dict):
+                raise RecipeError(f"{where}: options are wanted, as a mapping, not {shortened(options)}")
+            rest, kind = [*parents[depth + 1 :], leaf], typing.get_args(field.annotation)[1]
+            if len(rest) > 1 and isinstance(kind, type) and issubclass(kind, Section):
+                named = dict(options.get(rest[0]) or {})
+                _assign(named, kind, ".".join(rest[1:]), value)
+                node[part] = {**options, rest[0]: named}
+                return
+            node[part] = {**options, ".".join(rest): value}
+            return
+        if inner is None:
+            raise RecipeError(f"{dotted}: {where} has no keys of its own", fix=f"give it whole: {where}=VALUE")
+        if node.get(part) is None:
+            node[part] = {}  # an override turns an optional section on
+        node, model = node[part], inner
+        if not isinstance(node, dict):
+            raise RecipeError(f"{where}: expected a section, got {shortened(node)}")
+    if leaf not in model.model_fields:
+        raise RecipeError(f"{dotted}: {unknown_name(leaf, model.model_fields)}")
+    node[leaf] = value.model_dump(mode="json") if isinstance(value, Section) else value
+
+
+def _assign_named(node: dict[str, Any], part: str, model: type[Section], names: list[str], value: Any, *, where: str) -> None:
+    """Lays a value over one of several sections of a kind (`judge_servers.small={...}`), or over a key of it."""
+    held = node[part] = dict(node.get(part) or {})
+    name, *rest = names
+    if not rest:
+        held[name] = value.model_dump(mode="json") if isinstance(value, Section) else value
+        return
+    one = held[name] = held.get(name) or {}
+    if not isinstance(one, dict):
+        raise RecipeError(f"{where}.{name}: expected a section, got {shortened(one)}")
+    _assign(one, model, ".".join(rest), value)

@@ -1,0 +1,75 @@
+"""What an agent is given to do, and how it is judged: `tasks`, `tasks.practice`, `tasks.weighting`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from agentrl.config.section import Needs, Section
+
+_TAUGHT = Needs(
+    "a step late enough to use the results of another: set steps to max_staleness + 2 or more",
+    lambda recipe, own: recipe.steps > recipe.max_staleness + 1,
+)
+
+MOST_WEIGHT = 1000
+
+
+class PracticeConfig(Section):
+    """Training tasks that `agentrl practice` derives from the cases of suites. docs/failures.md describes them."""
+
+    suites: dict[str, Annotated[int, Field(ge=1, le=MOST_WEIGHT)]] = Field(min_length=1)
+    """Folders of suites, relative to the project root, and their weights. Their cases are never trained on."""
+    share: float = Field(0.3, ge=0.001, le=1)
+    """Share of groups with practice tasks."""
+
+
+class WeightingConfig(Section):
+    """Training tasks that teach are given more often than those whose attempts all score the same. docs/recipes.md, "Which tasks"."""
+
+    least: float = Field(0.1, ge=0.01, lt=1)
+    """Minimum probability that a drawn task is accepted."""
+    window: int = Field(8, ge=1, le=1000)
+    """Newest groups, per task and per kind of task, that determine the weight."""
+
+
+class GroupJudging(Section):
+    """The keys of `tasks` on judging groups as a whole."""
+
+    group_judge: str | None = Field(None, min_length=1)
+    """Judge that scores all attempts of a training group together, such as `rewards.mine:ranked`. None: each attempt is scored separately.
+    Evaluations and cases use the verifiers."""
+    group_weight: float = Field(1.0, gt=0, le=1)
+    """Share of the group judge in a training score; the verifiers have the rest. 1: no verifier runs."""
+
+    @model_validator(mode="after")
+    def _weight_acts(self) -> GroupJudging:
+        if self.group_judge is None and self.group_weight != 1:
+            raise ValueError("group_weight does nothing without group_judge")
+        return self
+
+
+class TasksConfig(GroupJudging):
+    family: str
+    """Folder of task folders such as `sandboxes/chores`, or reference to a callable that takes `seed=` and returns a TaskFamily, such as
+    `sandboxes.tables:Tables`."""
+    options: dict[str, str | int | float | bool] = Field({})
+    """Keyword arguments of the family. For a folder: `heldout`, the held-out share of tasks that declare no split."""
+    verifiers: tuple[str, ...] = Field(())
+    """Verifiers that replace those of the tasks, such as `rewards.close:close_number`. Empty: those of the tasks."""
+    withhold: tuple[str, ...] = Field(())
+    """Folders of suites, relative to the project root. Their cases and near twins are never trained on."""
+    practice: PracticeConfig | None = None
+    """Training tasks derived from the cases of suites. None disables practice."""
+    weighting: Annotated[WeightingConfig | None, _TAUGHT] = None
+    """Samples tasks that have a training signal more often. None: all tasks equally often; `{}` uses the defaults."""
+    audit: tuple[str, ...] = Field(())
+    """Verifiers whose scores are logged and plotted, but never trained on."""
+
+    @field_validator("audit")
+    @classmethod
+    def _audit_is_another(cls, audit: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if same := sorted({*audit} & {*info.data.get("verifiers", ())}):
+            raise ValueError(f"{same[0]} is among tasks.verifiers too: an audit that agrees with itself finds nothing")
+        return audit

@@ -1,0 +1,148 @@
+"""What agents act with: `sandbox`, `tools`, `memory`."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from agentrl.base import secrets
+from agentrl.config.section import Needs, Section
+from agentrl.plugins import parts
+
+
+class SandboxConfig(Section):
+    backend: parts.Backend = "auto"
+    """auto: docker if a daemon answers, else bubblewrap. There is no host backend."""
+    options: parts.Options = Field({})
+    """Keyword arguments of a backend given by reference."""
+    max_open: int = Field(64, ge=1)
+    """Sandboxes open at once."""
+    open_timeout_s: float = Field(60.0, gt=0)
+    """Seconds to open a sandbox."""
+    warm: Annotated[
+        int, Needs("as many sandboxes that may be in use: set max_open to at least as many", lambda recipe, own: own.warm <= own.max_open)
+    ] = Field(8, ge=0)
+    """Sandboxes opened ahead of use. Each is used once."""
+
+    @model_validator(mode="after")
+    def _options_act(self) -> SandboxConfig:
+        parts.check_options(parts.BACKEND, self.backend, self.options)
+        return self
+
+
+class MCPConfig(Section):
+    """An MCP server: a program in the episode's sandbox (`command`), a program on this machine (`host_command`), or a `url`."""
+
+    command: tuple[str, ...] = ()
+    """Program and arguments, started in the sandbox of each episode that calls the server."""
+    host_command: tuple[str, ...] = ()
+    """Program and arguments, started on the host with the rights of the run, once per episode that calls the server."""
+    url: str = Field("", pattern=r"^(https?://[^\s/?#@]+.*)?$")
+    """HTTP address. Redirects are not followed."""
+    env: dict[str, str] = Field({})
+    """Environment of host_command, by reference: `env:NAME` or `file:/PATH`. PATH, HOME, TMPDIR and the locale are set; no other variable
+    is passed."""
+    key_env: str = Field("", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
+    """Environment variable that holds the bearer token of `url`."""
+    only: tuple[str, ...] = ()
+    """Tools to offer. Empty: all, at most 64."""
+    together: bool = False
+    """Runs calls of one turn in parallel (`url` only)."""
+    start_timeout_s: float = Field(60.0, gt=0, le=600)
+    """Seconds to start and to list the tools."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> MCPConfig:
+        places = {"command": self.command, "host_command": self.host_command, "url": self.url}
+        if len(given := [name for name, value in places.items() if value]) != 1:
+            raise ValueError(f"a server has one of command, host_command and url, not {' and '.join(given) or 'none'}")
+        if self.together and not self.url:
+            raise ValueError("together does nothing with a program, which is asked one thing at a time: leave it out")
+        if self.url and self.env:
+            raise ValueError("env does nothing with a url: no program is started")
+        if self.command and self.env:
+            raise ValueError("env is for host_command: the agent could read the environment of a program in its sandbox")
+        if wrong := [name for name, value in self.env.items() if not secrets.is_reference(value)]:
+            raise ValueError(f"env.{wrong[0]} is given by value, and recipe.json and the report would show it: {secrets.HOW_TO_REFER}")
+        if self.url and (urlsplit(self.url).query or urlsplit(self.url).fragment):
+            raise ValueError("url has a query, and recipe.json and the report would show it: set key_env to the variable with the token")
+        if self.key_env and not self.url:
+            raise ValueError("key_env does nothing without a url: give a program its variables with env")
+        if any("\0" in word for word in (*self.command, *self.host_command)) or not all((self.command or self.host_command or ("-",))[:1]):
+            raise ValueError("a command begins with the name of a program, and holds no NUL")
+        return self
+
+
+class ToolBounds(Section):
+    """What the calls of one tool may take, in place of the task's limits."""
+
+    timeout_s: float | None = Field(None, gt=0, le=3600)
+    """Seconds per call."""
+    output_chars: int | None = Field(None, ge=1)
+    """Characters shown per call."""
+    calls: int | None = Field(None, ge=1)
+    """Calls per episode."""
+
+    @model_validator(mode="after")
+    def _bounds_something(self) -> ToolBounds:
+        if self.timeout_s is None and self.output_chars is None and self.calls is None:
+            raise ValueError("it bounds nothing: give timeout_s, output_chars or calls")
+        return self
+
+
+class ToolWords(Section):
+    """What agents are told of one tool, in place of what it says itself."""
+
+    description: str = ""
+    """What the tool does and when to use it. Empty: unchanged."""
+    arguments: dict[str, str] = Field({})
+    """Descriptions by argument name."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ToolWords:
+        if not self.description and not self.arguments:
+            raise ValueError("it says nothing: give a description, or arguments")
+        return self
+
+
+class ToolsConfig(Section):
+    """Tools beyond those that a task can name by itself. docs/tools.md."""
+
+    mcp: dict[str, MCPConfig] = Field({})
+    """MCP servers by name. The task tool `mcp:NAME` stands for all tools of a server, `mcp:NAME/TOOL` for one."""
+    bounds: dict[str, ToolBounds] = Field({})
+    """Bounds by tool name, in place of the task's limits."""
+    words: dict[str, ToolWords] = Field({})
+    """Descriptions by tool name, in place of the tool's description."""
+
+    @field_validator("mcp")
+    @classmethod
+    def _named(cls, servers: dict[str, MCPConfig]) -> dict[str, MCPConfig]:
+        for name in servers:
+            if not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", name):
+                raise ValueError(f"{name[:80]!r} is no name of a server: 1 to 32 letters, digits, _ and -")
+        return servers
+
+
+class MemoryConfig(Section):
+    """Notes that agents write for later episodes of the run, and find again. docs/memory.md says who sees which."""
+
+    scope: Literal["family", "project"] = "family"
+    """Tasks that share notes. family: those of one family. project: those with the same `project` in their data."""
+    notes: int = Field(4, ge=1, le=64)
+    """Notes per episode, over all its agents."""
+    note_chars: int = Field(400, ge=1, le=10_000)
+    """Maximum characters of a note. A longer one is an error that the agent reads."""
+    results: Annotated[int, Needs("as many kept notes: set keep to at least as many", lambda recipe, own: own.results <= own.keep)] = Field(
+        5, ge=1, le=50
+    )
+    """Maximum notes per search."""
+    keep: int = Field(1000, ge=1, le=100_000)
+    """Newest notes kept per scope. Older ones are deleted."""
+    min_score: float | None = None
+    """Minimum score of the episodes whose notes can be found. None: all."""
+    heldout_rounds: int = Field(1, ge=1, le=1000)
+    """Rounds of an evaluation. An episode finds the notes of earlier rounds of the same evaluation and split. 1: evaluations find none."""

@@ -1,0 +1,182 @@
+"""What became of each case of an evaluation: passed, failed or unscored, with the attempt that shows why. For a person and for programs."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from agentrl.evaluation.results import CaseAttempt
+from agentrl.failure.capture import capture_reason
+from agentrl.failure.case import Case
+from agentrl.failure.render import one_line, render_trace
+from agentrl.failure.timeline import truncate_middle
+from agentrl.failure.trace import CaptureReason, Trace
+from agentrl.failure.triage import TriageRule, deciding_tag_name, tag_by_rules
+from agentrl.gate.rule import attempt_passes
+from agentrl.records import ScoredEpisode
+
+_TAIL = 4000  # characters of a transcript
+_WORDS = 2000  # of an answer, a reason or evidence
+
+
+class CaseStatus(StrEnum):
+    """What an evaluation says of a case."""
+
+    PASSED = "passed"  # the mean score of its attempts reaches its threshold
+    FAILED = "failed"  # that of those which have a score does not
+    UNSCORED = "unscored"  # an attempt has no score, and the others do not fail it: nothing is concluded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleAttempt:
+    """The attempt that shows best why a case did not pass: the one with the lowest score, else one without. All of it is hostile text."""
+
+    episode: str
+    score: float | None
+    answer: str | None
+    reason: str  # why there is no score; empty: there is one
+    evidence: str  # what the verifier says
+    tag: str  # what went wrong, by rules
+    turn: int | None  # the first turn where it shows, counted from 1
+    tail: str  # the end of the transcript, printable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseOutcome:
+    """One case in one evaluation."""
+
+    suite: str
+    case: Case
+    threshold: float
+    attempts: tuple[CaseAttempt, ...]
+    example: ExampleAttempt | None = None  # None: it passed
+
+    @property
+    def scores(self) -> tuple[float | None, ...]:
+        return tuple(one.score for one in self.attempts)
+
+    @property
+    def mean(self) -> float | None:
+        """Of the attempts that have a score."""
+        return _mean(self.scores)
+
+    @property
+    def status(self) -> CaseStatus:
+        return case_status(self.scores, self.threshold)
+
+    @property
+    def question(self) -> str:
+        return self.case.task.prompt[-1].content
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "suite": self.suite,
+            "case": self.case.id,
+            "verdict": str(self.status),
+            "score": self.mean,
+            "scores": list(self.scores),
+            "threshold": self.threshold,
+            "baseline": None if self.case.baseline is None else asdict(self.case.baseline),
+            "question": truncate_middle(self.question, _WORDS),
+            "wall_s": sum(one.wall_s for one in self.attempts),
+            "shown": None if self.example is None else asdict(replace(self.example, tail="")),
+        }
+
+
+def case_status(scores: Sequence[float | None], threshold: float) -> CaseStatus:
+    """What the scores of a case's attempts come to. No attempts: unscored."""
+    mean = _mean(scores)
+    if mean is not None and not attempt_passes(mean, threshold):
+        return CaseStatus.FAILED
+    return CaseStatus.UNSCORED if mean is None or None in scores else CaseStatus.PASSED
+
+
+def _mean(scores: Sequence[float | None]) -> float | None:
+    counted = [score for score in scores if score is not None]
+    return math.fsum(counted) / len(counted) if counted else None
+
+
+def case_outcome(
+    suite: str,
+    case: Case,
+    attempts: Iterable[tuple[CaseAttempt, ScoredEpisode]],
+    *,
+    threshold: float,
+    rules: Sequence[TriageRule],
+    origin: Mapping[str, str],
+) -> CaseOutcome:
+    """The outcome of a case, in the order of its attempts. `threshold`: for a case that has none of its own."""
+    pairs = sorted(attempts, key=lambda pair: pair[0].number)
+    bar = threshold if case.threshold is None else case.threshold
+    found = CaseOutcome(suite=suite, case=case, threshold=bar, attempts=tuple(one for one, _ in pairs))
+    if found.status is CaseStatus.PASSED or not pairs:
+        return found
+    attempt, scored = min(pairs, key=lambda pair: math.inf if pair[0].score is None else pair[0].score)
+    return replace(found, example=_shown(case, attempt, scored, bar, rules, origin))
+
+
+def _shown(
+    case: Case, attempt: CaseAttempt, scored: ScoredEpisode, bar: float, rules: Sequence[TriageRule], origin: Mapping[str, str]
+) -> ExampleAttempt:
+    kept = capture_reason(scored, below=bar) or CaptureReason.FAILED
+    bare = Trace(
+        id=attempt.episode, why=kept, task=case.task, episode=scored.episode, score=scored.score, phase="eval", origin=dict(origin)
+    )
+    trace = replace(bare, tags=tag_by_rules(bare, rules))
+    name = deciding_tag_name(trace.tags)
+    tag = next((one for one in trace.tags if one.name == name), None)
+    text = render_trace(trace)
+    tail = text if len(text) <= _TAIL else f"... {len(text) - _TAIL} characters before this ...\n{text[-_TAIL:]}"
+    return ExampleAttempt(
+        episode=attempt.episode,
+        score=attempt.score,
+        answer=None if scored.episode.answer is None else truncate_middle(scored.episode.answer, _WORDS),
+        reason=truncate_middle(attempt.reason, _WORDS),
+        evidence=truncate_middle(scored.score.evidence, _WORDS),
+        tag=name,
+        turn=None if tag is None or tag.turn is None else tag.turn + 1,
+        tail=tail,
+    )
+
+
+def worst_first(outcomes: Iterable[CaseOutcome]) -> list[CaseOutcome]:
+    """Failed, then unscored, then passed; of each the lowest scores first."""
+    order = {CaseStatus.FAILED: 0, CaseStatus.UNSCORED: 1, CaseStatus.PASSED: 2}
+    return sorted(outcomes, key=lambda one: (order[one.status], one.mean if one.mean is not None else 0.0, one.suite, one.case.id))
+
+
+def summary_line(one: CaseOutcome) -> str:
+    """A line: score, threshold, attempts, and what the pinned policy had."""
+    score = "-" if one.mean is None else f"{one.mean:.2f}"
+    missing = sum(score is None for score in one.scores)
+    words = f"{score} of {one.threshold:g} in {len(one.scores)} attempt{'s' if len(one.scores) != 1 else ''}"
+    words += f", {missing} unscored" if missing else ""
+    if (pinned := one.case.baseline) is not None and pinned.mean is not None:
+        who = f"version {pinned.version}" if pinned.version is not None else one_line(pinned.model, 60)
+        words += f" (baseline {pinned.mean:.2f}, {who})"
+    return words
+
+
+def detail_lines(one: CaseOutcome) -> list[str]:
+    """Lines of a case that did not pass: question, answer, reason, and the first turn that went wrong. Safe for a terminal."""
+    lines = [f"question  {one_line(one.question, 200)}"]
+    if one.example is not None:
+        at = "" if one.example.turn is None else f" at turn {one.example.turn}"
+        lines.append(f"answer    {'(none)' if one.example.answer is None else one_line(one.example.answer, 200)}")
+        lines += [f"unscored  {one_line(one.example.reason)}"] if one.example.reason else []
+        lines += [f"evidence  {one_line(one.example.evidence)}"] if one.example.evidence.strip() else []
+        lines += [f"failure   {one_line(one.example.tag, 60)}{at}"] if one.example.tag else []
+    if one.case.note.strip():
+        lines.append(f"kept for  {one_line(one.case.note)}{f' ({one_line(one.case.by, 60)})' if one.case.by else ''}")
+    return lines
+
+
+def show_command(one: CaseOutcome, folder: Path) -> str:
+    """The command that shows the whole episode. Empty: the case passed."""
+    return "" if one.example is None else shlex.join(["agentrl", "failures", "show", str(folder), one.example.episode])

@@ -1,0 +1,238 @@
+"""Which policy an evaluation asks, as a person names it, and the recipe that follows from that where nobody wrote one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from agentrl.base import untrusted_files
+from agentrl.base.error_text import one_line_error
+from agentrl.config.recipe import Recipe, build, load
+from agentrl.errors import PluginError, RecipeError, UserError
+from agentrl.evaluation import suite_tasks
+from agentrl.evaluation.request_options import RequestOptions
+from agentrl.failure.case import Suite
+from agentrl.failure.render import one_line
+from agentrl.judge.endpoint import validate_url
+from agentrl.plugins import parts
+from agentrl.plugins.references import project_root
+from agentrl.session.models import SAMPLING_FILE, SAMPLING_KEYS
+from agentrl.version.model_folder import read_json
+
+_LONGEST_CONTEXT = 1 << 20
+_LARGEST = 1 << 20  # bytes of a record of sampling
+_SHOWN = 200  # characters of a text of a suite in an error
+_OF_HELD_OUT = ("attempts", "thinking_tokens", "every")  # of `evaluation`: what a suite of cases has no use for
+_PART = parts.PartKind(key="--policy", what="policy", shipped={}, protocol="agentrl.protocols:Policy", given=())
+_FIX = "give a model folder, RUN@VERSION, http(s)://HOST/v1, or module:attr that makes a policy"
+
+
+class PolicySource(StrEnum):
+    """Where a policy's answers come from."""
+
+    FOLDER = "folder"  # a model folder, served here
+    VERSION = "version"  # a version of a run, served here as that run did
+    ENDPOINT = "endpoint"  # somebody's server of chat completions
+    PLUGIN = "part"  # an object of the project
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedPolicy:
+    """A policy, found."""
+
+    source: PolicySource
+    name: str  # as typed
+    model: str  # the folder, absolute; the URL; or the reference
+    run: Path | None = None  # whose recipe says how it is served
+    model_name: str = ""  # of an endpoint's model
+    key_env: str = ""  # environment variable that holds an endpoint's key; empty: it wants none
+    requests: RequestOptions = field(default_factory=RequestOptions)  # to an endpoint
+
+    @property
+    def served(self) -> bool:
+        """Whether a server of ours answers for it."""
+        return self.source in (PolicySource.FOLDER, PolicySource.VERSION)
+
+    @property
+    def version(self) -> int:
+        """The number of a run's version; 0 for a policy of its own."""
+        return int(Path(self.model).name) if self.source is PolicySource.VERSION else 0
+
+
+def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests: RequestOptions | None = None) -> NamedPolicy:
+    """Raises `UserError` where a name stands for none, or where the model's name lacks, or is one too many."""
+    if named.startswith(("http://", "https://")):
+        if not model_name:
+            raise UserError("an endpoint serves models by name, and there is none", fix="name it with --model (--agentrl-model in pytest)")
+        validate_url(named)
+        asked = requests or RequestOptions()
+        name = f"{model_name} at {named}{asked.summary and f' ({asked.summary})'}"
+        return NamedPolicy(source=PolicySource.ENDPOINT, name=name, model=named, model_name=model_name, key_env=key_env, requests=asked)
+    if model_name or key_env or (requests or RequestOptions()) != RequestOptions():
+        raise UserError(
+            f"a model's name, a key, request keys and headers are for an endpoint, and --policy {named} is none",
+            fix="give --policy http(s)://HOST/v1, or remove these options",
+        )
+    if (found := version_folder(named)) is not None:
+        run, folder = found
+        return NamedPolicy(source=PolicySource.VERSION, name=named, model=str(folder), run=run)
+    if Path(named).is_dir():
+        return NamedPolicy(source=PolicySource.FOLDER, name=named, model=str(Path(named).resolve()))
+    if ":" in named:
+        return NamedPolicy(source=PolicySource.PLUGIN, name=named, model=named)
+    raise UserError(f"--policy {named}: no such folder, nor a version of a run", fix=_FIX)
+
+
+def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> NamedPolicy:
+    """The policy that the `suite.toml` of the suites records: a model of their project.
+
+    A suite may come from a third party, and the recipe of a run refers to code. So the policy must be in the project and not in a suite.
+
+    Raises `UserError` if the suites record none or different ones, if the policy is elsewhere, or if it does not exist yet.
+    """
+    first, *others = suites
+    settings, named = first.folder / "suite.toml", first.policy
+    if not named:
+        raise UserError(
+            f"{first.folder} is a suite, and its suite.toml names no policy", fix=f"give {option} FOLDER or {option} RUN@VERSION"
+        )
+    if any(other.policy != named for other in others):
+        raise UserError("the suites name different policies", fix=f"give {option} FOLDER or {option} RUN@VERSION")
+    root = project_of(suites).resolve()
+    shown = f"{settings}: policy = {one_line(named, _SHOWN)!r}"
+    typed = named if Path.cwd().resolve() == root else str(root / named)
+    path = untrusted_files.resolve_inside(named, root)
+    version = None if path is None else version_folder(typed)
+    used = version or ([] if path is None else [path])  # the run has the recipe, and its version may be a link
+    if not used or not all(folder.is_relative_to(root) for folder in used):
+        raise UserError(f"{shown} is outside the project {root}", fix="use a model of the project, such as runs/NAME@VERSION")
+    folders = [suite.folder.resolve() for suite in suites if suite.folder.resolve() != root]
+    if any(part.is_relative_to(folder) for part in used for folder in folders):
+        raise UserError(f"{shown} came with the suite", fix=f"if you trust it, give {option} FOLDER or RUN@VERSION")
+    model = used[-1]
+    if version is None and not model.is_dir():
+        note = f" ({one_line(first.note, _SHOWN)})" if first.note else ""
+        raise UserError(f"{shown} does not exist{note}", fix=f"train it, or evaluate another policy: {option} FOLDER or RUN@VERSION")
+    if version is None:
+        return NamedPolicy(source=PolicySource.FOLDER, name=typed, model=str(model))
+    return NamedPolicy(source=PolicySource.VERSION, name=typed, model=str(model), run=version[0])
+
+
+def version_folder(named: str) -> tuple[Path, Path] | None:
+    """Run folder and model folder of RUN@VERSION; None for what is not written so. Raises `UserError` where the model is gone."""
+    run, at, number = named.rpartition("@")
+    if not at or not number.isdecimal() or len(number) > 9 or not (Path(run) / "versions").is_dir():
+        return None
+    folder = Path(run) / "versions" / f"{int(number):06d}"
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{run} keeps no whole model of version {int(number)}: it is none, an adapter, or its weights were removed",
+            fix=f"choose another (agentrl versions {run}), or raise learner.keep_versions",
+        )
+    return Path(run).resolve(), folder.resolve()
+
+
+def project_of(suites: Sequence[Suite]) -> Path:
+    """The project that suites belong to: their images and verifiers are named relative to it. Raises `UserError` for two projects."""
+    roots = sorted({project_root(suite.folder) for suite in suites})
+    if len(roots) > 1:
+        raise UserError(f"suites of two projects: {roots[0]} and {roots[1]}", fix="evaluate them one after the other")
+    return roots[0]
+
+
+def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence[str] = ()) -> Recipe:
+    """How a policy is evaluated on suites. A version uses its run's settings for serving, sampling and sandboxes. The model that a run left
+    uses its run's sampling settings. Otherwise defaults apply.
+
+    Raises `RecipeError` for an override that is none, `UserError` for a run whose recipe cannot be read.
+    """
+    data: dict[str, Any] = {"policy": {"max_model_len": _room(suites)}} if policy.run is None else _of_run(policy.run)
+    data["name"] = re.sub(r"[^A-Za-z0-9_.-]+", "-", "-".join(suite.folder.resolve().name for suite in suites)).lstrip("-_.")[:60] or "suite"
+    data["policy"] |= {
+        "model": policy.name if policy.source is PolicySource.ENDPOINT else policy.model,
+        "chat_template": None,
+    }  # of a version, its run's template is its own
+    if policy.source is PolicySource.FOLDER:
+        data["policy"]["max_model_len"] = min(data["policy"]["max_model_len"], _longest(Path(policy.model)))
+    data["tasks"] = {"family": suite_tasks.REFERENCE, "options": suite_tasks.suite_task_options(suites)}
+    sampled = {key: value for key, value in data.get("evaluation", {}).items() if key not in _OF_HELD_OUT}
+    if policy.source is PolicySource.FOLDER:
+        sampled |= recorded_sampling(Path(policy.model))
+    data |= {"evaluation": {**sampled, "heldout": 0, "heldout_real": 0}, "gate": None}
+    data |= {"trackers": ["terminal"], "tracker_options": {}}
+    recipe = build(data).but(*overrides)
+    evaluation = recipe.evaluation
+    if policy.source is PolicySource.ENDPOINT and (evaluation.top_k or evaluation.min_p):
+        raise RecipeError("evaluation.top_k and evaluation.min_p are no settings of chat completions", fix="leave them out")
+    return recipe
+
+
+def check_policy_plugin(policy: NamedPolicy) -> None:
+    """Raises `PluginError` for a reference that does not resolve, or to something that says to make no policy. Makes none."""
+    parts.load_part(_PART, policy.model, {})
+
+
+def load_policy_plugin(policy: NamedPolicy) -> Any:
+    """The policy that a reference makes: an `agentrl.protocols.Policy` with the `tokenizer` that its token ids are of.
+
+    Raises `PluginError` where it makes none.
+    """
+    made = parts.make_part(_PART, policy.model, None)
+    if getattr(made, "tokenizer", None) is None:
+        raise PluginError(
+            f"--policy {policy.model!r}: what it made, of class {type(made).__name__}, has no tokenizer",
+            fix="give it the attribute `tokenizer`, a Hugging Face one with a chat template, as agentrl.testing.ScriptedPolicy has",
+        )
+    return made
+
+
+def _of_run(run: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = load(run / "recipe.json").model_dump(mode="json")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{run}: its recipe cannot be read: {getattr(error, 'message', None) or error}"[:2000],
+            fix="give the version's folder in place of RUN@VERSION; it is served with the default settings then",
+        ) from None
+    return found
+
+
+def _room(suites: Sequence[Suite]) -> int:
+    """The context that the longest case needs."""
+    longest = max(case.task.limits.episode_tokens for suite in suites for case in suite.cases)
+    if longest > _LONGEST_CONTEXT:
+        raise RecipeError(f"a case asks for a context of {longest:,} tokens", fix="set policy.max_model_len=...")
+    return max(16, longest)
+
+
+def _longest(model: Path) -> int:
+    """The context that a model was made for; a wrong folder is told of by the checks before a start."""
+    try:
+        found = read_json(model / "config.json").get("max_position_embeddings")
+    except (OSError, ValueError):
+        return _LONGEST_CONTEXT
+    return found if type(found) is int and found >= 16 else _LONGEST_CONTEXT
+
+
+def recorded_sampling(model: Path) -> dict[str, Any]:
+    """The settings of `evaluation` with which a model folder was evaluated, from its own record or from the recipe of its run folder.
+    Empty for a model of another origin. Raises `UserError` if the record cannot be read.
+    """
+    path = model / SAMPLING_FILE
+    try:
+        if path.is_file():
+            found = json.loads(untrusted_files.read_bytes(path, most=_LARGEST, inside=model))
+        elif model.parent.name == "versions" and (model.parent.parent / "recipe.json").is_file():
+            found = load(model.parent.parent / "recipe.json").evaluation.model_dump(mode="json")
+        else:
+            return {}
+        return {name: found[name] for name in SAMPLING_KEYS}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{path} cannot be read: {one_line_error(error)}", fix="delete it, and set evaluation.temperature, top_k, ..."
+        ) from None

@@ -1,0 +1,238 @@
+"""Regression cases as pytest items. The policy and the sandboxes are opened once; all selected cases are asked side by side, and each
+item waits for its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.base.error_text import main_error
+from agentrl.base.user_code import describe_error
+from agentrl.errors import AgentRLError, UserError
+from agentrl.evaluation.outcomes import CaseOutcome, CaseStatus, detail_lines, show_command, summary_line
+from agentrl.evaluation.policies import NamedPolicy, find_policy, recorded_policy
+from agentrl.evaluation.pytest_plugin import suite_arguments
+from agentrl.evaluation.regressions import PreparedEvaluation, SuiteEvaluation, evaluate_suites, prepare_evaluation
+from agentrl.evaluation.request_options import RequestOptions
+from agentrl.failure.case import Case, Suite, load_suite, load_suites
+from agentrl.failure.render import one_line
+
+_LOOK_S = 0.5  # between two looks while an item waits, so that ctrl-C is heard
+_STOP_S = 120.0  # for servers and sandboxes to end
+
+
+class CaseNotPassed(Exception):
+    """A case that failed, or that could not be scored."""
+
+    def __init__(self, outcome: CaseOutcome) -> None:
+        super().__init__(summary_line(outcome))
+        self.outcome = outcome
+
+
+class BackgroundEvaluation:
+    """The evaluation behind the items, in a thread of its own with its own event loop."""
+
+    def __init__(self, given: PreparedEvaluation) -> None:
+        self.given = given
+        self.done: tuple[SuiteEvaluation, ...] = ()
+        self.error: BaseException | None = None  # that ended it
+        self._outcomes: dict[tuple[str, str], Future[CaseOutcome]] = {
+            (suite.name, case.id): Future() for suite in given.suites for case in suite.cases
+        }
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._begun = threading.Event()
+
+    def outcome(self, suite: str, case: str) -> CaseOutcome:
+        """Waits for a case. Raises what ended the evaluation before it was scored."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="agentrl-cases", daemon=True)
+            self._thread.start()
+        future = self._outcomes[suite, case]
+        while True:
+            try:
+                return future.result(timeout=_LOOK_S)
+            except TimeoutError:
+                if future.done():
+                    raise
+
+    def finish(self) -> None:
+        """Waits until the results are written where every case has been scored, and stops the rest otherwise."""
+        if self._thread is None:
+            return
+        self._begun.wait(_STOP_S)
+        if not all(future.done() for future in self._outcomes.values()) and self._loop is not None and self._task is not None:
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(_STOP_S)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._evaluate())
+        except BaseException as error:  # given to the items that wait: nothing else hears of this thread
+            self.error = main_error(error)
+            for future in self._outcomes.values():
+                if not future.done():
+                    future.set_exception(self.error)
+        finally:
+            self._begun.set()
+
+    async def _evaluate(self) -> None:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._begun.set()
+        self.done = await evaluate_suites(self.given, console=False, on_case=self._scored)
+
+    def _scored(self, outcome: CaseOutcome) -> None:
+        self._outcomes[outcome.suite, outcome.case.id].set_result(outcome)
+
+
+class CaseItem(pytest.Item):
+    """One case. It is asked in its set-up, so that one which cannot be scored is an error of pytest's, never a failure."""
+
+    def __init__(self, *, suite: Suite, case: Case, cases: SuitePlugin, **more: Any) -> None:
+        super().__init__(**more)
+        self.suite, self.case, self.cases = suite, case, cases
+        self.outcome: CaseOutcome | None = None
+
+    def setup(self) -> None:
+        assert self.cases.asked is not None, "collection is over"
+        self.outcome = self.cases.asked.outcome(self.suite.name, self.case.id)
+        if self.outcome.status is CaseStatus.UNSCORED:
+            raise CaseNotPassed(self.outcome)
+
+    def runtest(self) -> None:
+        assert self.outcome is not None, "it was set up"
+        if self.outcome.status is not CaseStatus.PASSED:
+            raise CaseNotPassed(self.outcome)
+
+    def words(self, error: BaseException) -> str:
+        """What pytest shows of an error in place of frames; empty: the frames, since it is a bug."""
+        if isinstance(error, CaseNotPassed):
+            return "\n".join(self._told(error.outcome))
+        return f"{type(error).__name__}: {error}" if isinstance(error, AgentRLError) else ""
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.suite.folder / "cases" / f"{self.case.id}.json", 0, f"{one_line(self.suite.name, 60)}: {self.case.id}"
+
+    def _told(self, outcome: CaseOutcome) -> Iterator[str]:
+        yield f"{outcome.status}  {summary_line(outcome)}"
+        yield from detail_lines(outcome)
+        if outcome.example is not None and self.cases.asked is not None:
+            yield from ("", outcome.example.tail, "", f"more: {show_command(outcome, self.cases.asked.given.start.folder)}")
+
+
+class SuiteFolder(pytest.Directory):
+    """A suite's folder, whose items are its cases."""
+
+    cases: SuitePlugin
+
+    def collect(self) -> Iterator[CaseItem]:
+        try:
+            suite = load_suite(self.path)
+        except UserError as error:
+            raise self.CollectError(str(error)) from None
+        for case in suite.cases:
+            yield CaseItem.from_parent(self, name=case.id, suite=suite, case=case, cases=self.cases)
+
+
+class SuitePlugin:
+    """What pytest asks where `--agentrl-suite` is given."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._stack = ExitStack()
+        self.asked: BackgroundEvaluation | None = None
+        try:
+            named = [*suite_arguments(config), *map(Path, config.getoption("agentrl_suite"))]
+            suites = {suite.folder.resolve(): suite for folder in named for suite in load_suites(folder)}
+            self._policy = _policy_of(config, list(suites.values()))
+        except UserError as error:
+            raise pytest.UsageError(str(error)) from None
+        self._folders = list(suites)
+        explicit = config.args_source is pytest.Config.ArgsSource.ARGS
+        arguments = {folder.resolve() for folder in suite_arguments(config)}
+        further = [str(folder) for folder in self._folders if folder not in arguments]
+        config.args = [*(config.args if explicit else []), *further]  # tests run in addition to suites if they are arguments
+
+    def pytest_report_header(self) -> str:
+        return f"agentrl: {len(self._folders)} suite{'s' if len(self._folders) > 1 else ''}, asked of {one_line(self._policy.name, 200)}"
+
+    def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        if path.resolve() not in self._folders:
+            return None
+        made = SuiteFolder.from_parent(parent, path=path)
+        made.cases = self
+        return made
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Checks what can be checked, of the cases that are selected; nothing is started yet."""
+        items = [item for item in session.items if isinstance(item, CaseItem)]
+        if not items or self._config.option.collectonly:
+            return
+        option = self._config.getoption
+        run_dir = option("agentrl_run_dir")
+        try:
+            given = self._stack.enter_context(
+                prepare_evaluation(
+                    self._policy,
+                    _selected(items),
+                    overrides=option("agentrl_set"),
+                    repeats=option("agentrl_repeats"),
+                    threshold=option("agentrl_threshold"),
+                    run_dir=Path(run_dir) if run_dir else None,
+                )
+            )
+        except UserError as error:
+            raise pytest.UsageError(str(error)) from None
+        self.asked = BackgroundEvaluation(given)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+        report = yield
+        if isinstance(item, CaseItem) and call.excinfo is not None and (words := item.words(call.excinfo.value)):
+            report.longrepr = words
+        return report
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.asked is not None:
+            self.asked.finish()
+            if self.asked.error is not None and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        self._stack.close()
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.asked is not None and self.asked.error is not None:
+            terminalreporter.write_line(f"agentrl: the evaluation did not end well, and is not kept: {describe_error(self.asked.error)}")
+        for one in () if self.asked is None else self.asked.done:
+            passed = sum(outcome.status is CaseStatus.PASSED for outcome in one.outcomes)
+            name = one_line(one.suite.name, 80)
+            terminalreporter.write_line(f"agentrl: {name}: {passed} of {len(one.outcomes)} cases passed; evaluation {one.folder}")
+
+
+def _policy_of(config: pytest.Config, suites: Sequence[Suite]) -> NamedPolicy:
+    """The policy of the options, or the one that the suites record. Raises `UserError` if there is none."""
+    option = config.getoption
+    requests = RequestOptions.parse(option("agentrl_request"), option("agentrl_header"), option("agentrl_tokens_name"))
+    if (policy := option("agentrl_policy")) is None:
+        if option("agentrl_model") or option("agentrl_key_env") or requests != RequestOptions():
+            raise UserError("the options of an endpoint need --agentrl-policy", fix="give --agentrl-policy http(s)://HOST/v1")
+        return recorded_policy(suites, option="--agentrl-policy")
+    return find_policy(policy, model_name=option("agentrl_model"), key_env=option("agentrl_key_env"), requests=requests)
+
+
+def _selected(items: Sequence[CaseItem]) -> list[Suite]:
+    """The suites with the cases that were not deselected."""
+    kept: dict[Path, list[Case]] = {}
+    for item in items:
+        kept.setdefault(item.suite.folder, []).append(item.case)
+    suites = {item.suite.folder: item.suite for item in items}
+    return [replace(suites[folder], cases=tuple(cases)) for folder, cases in kept.items()]

@@ -1,0 +1,69 @@
+"""The pytest plug-in: suites of regression cases as tests. `pytest evals/reading --agentrl-policy runs/quickstart@12`.
+
+If agentrl is installed, every pytest run imports this entry point. So this module imports nothing else of agentrl
+before one of its options, or the folder of a suite, is given.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+_NEEDED = "--agentrl-policy needs a suite: --agentrl-suite FOLDER, or the suite's folder as an argument"
+_WORKERS = "--agentrl-policy evaluates all cases concurrently in one process: run pytest without -n"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("agentrl", "regression suites of agentrl")
+    group.addoption(
+        "--agentrl-suite", action="append", default=[], metavar="FOLDER", help="a suite, or a folder of suites; may be given again"
+    )
+    group.addoption(
+        "--agentrl-policy",
+        metavar="POLICY",
+        help="policy to evaluate: a model folder, RUN@VERSION, URL, or module:attr (default: what suite.toml records)",
+    )
+    group.addoption("--agentrl-model", default="", metavar="NAME", help="the model's name at a URL")
+    group.addoption("--agentrl-key-env", default="", metavar="VARIABLE", help="environment variable that holds the key for a URL")
+    group.addoption("--agentrl-request", action="append", default=[], metavar="KEY=VALUE", help="additional key of each request to a URL")
+    group.addoption("--agentrl-header", action="append", default=[], metavar="NAME=REFERENCE", help="additional header of each request")
+    group.addoption("--agentrl-tokens-name", default="", metavar="NAME", help="the name of max_tokens at the server of a URL")
+    group.addoption("--agentrl-repeats", type=int, metavar="N", help="attempts at each case (default: what the case says, else its suite)")
+    group.addoption(
+        "--agentrl-threshold",
+        type=float,
+        default=1.0,
+        metavar="SCORE",
+        help="mean score a case without its own must reach (default: 1)",
+    )
+    group.addoption("--agentrl-run-dir", metavar="FOLDER", help="where transcripts and logs go (default: runs/SUITE-eval, -eval-2, ...)")
+    group.addoption(
+        "--agentrl-set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="dotted override: evaluation.temperature=0; may be given again",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    suites = config.getoption("agentrl_suite") or suite_arguments(config)
+    if not suites:
+        if config.getoption("agentrl_policy") is not None:
+            raise pytest.UsageError(_NEEDED)
+        return
+    if hasattr(config, "workerinput") or config.getoption("numprocesses", None):
+        raise pytest.UsageError(_WORKERS)
+    from agentrl.evaluation.pytest_cases import SuitePlugin
+
+    config.pluginmanager.register(SuitePlugin(config), "agentrl-cases")
+
+
+def suite_arguments(config: pytest.Config) -> list[Path]:
+    """The folders of suites among the arguments."""
+    if config.args_source is not pytest.Config.ArgsSource.ARGS:
+        return []
+    folders = [config.invocation_params.dir / argument for argument in config.args]
+    return [folder for folder in folders if (folder / "suite.toml").is_file() and (folder / "cases").is_dir()]

@@ -1,0 +1,266 @@
+"""Cases that begin in the middle: at the turn in which an episode failed, with everything before it as it was.
+
+The state is made once, when the case is promoted: what the policy said then is said again to the agent in a live sandbox, token by
+token, up to the turn in question. What tools give must be what they gave; then the sandbox is captured. So the world that the case
+begins in is one that was really there, and an evaluation samples from that turn on and nothing before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentrl.agent import ChatFormat, delegation, load_tools
+from agentrl.agent.run_tools import declared_tools, pin_tools, with_sub_agent_tools
+from agentrl.agent.wording import with_instructions
+from agentrl.base.error_text import one_line_error
+from agentrl.config.recipe import DelegationConfig, Recipe, RolloutConfig, load
+from agentrl.errors import ServingError, UserError
+from agentrl.evaluation.policies import NamedPolicy, PolicySource, load_policy_plugin
+from agentrl.failure.case import Case, Suite
+from agentrl.failure.render import deciding_tag
+from agentrl.failure.trace import Trace
+from agentrl.memory.run_memory import ReplayedMemory
+from agentrl.plugins import parts
+from agentrl.plugins.references import add_project_root, project_root
+from agentrl.protocols import Agent, SandboxBackend, ToolSource
+from agentrl.records import Blame, Completion, EpisodeState, SamplingParams, Task, Turn
+from agentrl.records.sampling import Sampling
+from agentrl.rollout import CaptureState, EmptyMemory, EpisodeRunner
+from agentrl.sandbox import open_sandboxes
+from agentrl.session.ending import close_after
+from agentrl.session.preflight import open_chat
+
+_FROM_START = "promote it without --from-turn; it is asked from its start then"
+_TIMEOUT_S = 60.0
+_SESSION = "python_session"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySetup:
+    """What a run's episodes are played again on."""
+
+    agent: Agent
+    sandboxes: SandboxBackend
+    max_model_len: int
+    tools: ToolSource  # of the run's recipe, with what its servers offered
+
+
+class _Enough(ServingError):
+    """The turn is reached: no fault, and the way to end an episode that nobody wants the rest of."""
+
+
+class _Apart(ServingError):
+    """What is played again goes another way than it went."""
+
+
+@dataclass(slots=True)
+class _Player:
+    """A `Policy` that says what was said, as long as it is asked what was asked."""
+
+    turns: Sequence[Turn]  # up to the one that is not said again
+    asked: list[int] = field(default_factory=list)
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        number = int(request_id.rpartition("-")[2].partition(".")[0])
+        if list(prompt_ids) != [*self.asked, *self.turns[number].prompt_ids]:
+            raise _Apart(f"turn {number + 1} begins with other tokens than it did")
+        turn = self.turns[number]
+        self.asked = [*prompt_ids, *turn.completion_ids]
+        return Completion(
+            token_ids=turn.completion_ids,
+            logprobs=turn.logprobs,
+            versions=turn.versions,
+            finish_reason=turn.finish_reason,
+            supports=turn.supports,
+            forced=turn.forced,
+        )
+
+
+def start_turn(trace: Trace, wanted: str) -> int:
+    """The turn, counted from 0, at which a case of a trace is to begin: a number counted from 1, or `failing` for what its tag names.
+
+    Raises `UserError` for one that is not there, and for a trace whose turns are not exactly known, or are of several trajectories.
+    """
+    if trace.episode is None or trace.task is None:
+        raise UserError(f"trace {trace.id} ({trace.source}) holds no exact tokens to begin with", fix="promote an episode of a run")
+    if len(trace.episode.trajectories) != 1:
+        raise UserError(f"trace {trace.id} has several trajectories, and no single turn to begin at", fix=_FROM_START)
+    turns = trace.episode.trajectories[0].turns
+    if not all(turn.prompt_ids and turn.completion_ids for turn in turns):
+        raise UserError(f"trace {trace.id}: its exact tokens are not known; an endpoint does not tell them", fix=_FROM_START)
+    tag = deciding_tag(trace.tags)
+    number = tag.turn if wanted == "failing" and tag is not None else int(wanted) - 1 if wanted.isdecimal() and len(wanted) < 7 else None
+    if number is None:
+        why = f"tag {tag.name if tag else '-'} names no turn" if wanted == "failing" else f"{wanted!r} is no turn"
+        raise UserError(f"trace {trace.id}: {why}", fix=f"give a number from 1 to {len(turns)}")
+    if not 0 <= number < len(turns):
+        raise UserError(f"trace {trace.id} has no turn {number + 1}", fix=f"give a number from 1 to {len(turns)}")
+    return number
+
+
+async def replay_state(trace: Trace, turn: int, stage: ReplaySetup) -> EpisodeState | None:
+    """The state of a trace's episode before a turn, counted from 0; None before the first, where there is none yet.
+
+    Raises `UserError` where the episode cannot be played again as it went: tools that give something else, another tokenizer, a
+    sandbox that is too large to keep.
+    """
+    task, episode = trace.task, trace.episode
+    assert task is not None and episode is not None, "turn_of has looked"
+    if turn == 0:
+        return None
+    if any(call.name == _SESSION for one in episode.trajectories[0].turns[:turn] for call in one.message.tool_calls):
+        raise _refused(trace, turn, f"tool {_SESSION} keeps variables in a running program, which no snapshot holds")
+    recorded = episode.trajectories[0].turns
+    player, found = _Player(recorded[: turn + 1]), list[EpisodeState | None]()
+
+    async def on_turn(turns: int, capture: CaptureState) -> None:
+        if turns == turn:
+            found.append(await capture())
+            raise _Enough("the turn is reached")
+
+    runner = EpisodeRunner(
+        agent=stage.agent,
+        tools=stage.tools,
+        policy=player,
+        sandboxes=stage.sandboxes,
+        sampling=Sampling(),
+        max_model_len=stage.max_model_len,
+        request_timeout_s=_TIMEOUT_S,
+    )
+    await stage.sandboxes.prepare(task.sandbox)
+    memory = None if episode.memory is None else ReplayedMemory(episode.memory, recorded[:turn])
+    played = await runner.run(task, episode_id=trace.id, on_turn=on_turn, memory=memory)
+    if not found:
+        faults = [one.message for one in played.failures if one.blame is not Blame.POLICY]
+        raise _refused(trace, turn, faults[-1] if faults else f"it ended before turn {turn + 1}")
+    if found[0] is None:
+        raise _refused(trace, turn, "its working directory, or what its tools keep, is too large")
+    if why := _differs(found[0], recorded, turn):
+        raise _refused(trace, turn, why)
+    return found[0]
+
+
+def _differs(state: EpisodeState, recorded: Sequence[Turn], turn: int) -> str:
+    """How a state is not that of the record before a turn; empty where it is."""
+    for number, (mine, theirs) in enumerate(zip(state.trajectories[0].turns, recorded, strict=False)):
+        if mine.message != theirs.message:
+            return f"turn {number + 1} reads as another message"
+        if [(one.name, one.output) for one in mine.tool_results] != [(one.name, one.output) for one in theirs.tool_results]:
+            return f"the tools of turn {number + 1} give something else than they gave"
+    return "" if state.prompt_ids == (recorded[turn].prompt_ids,) else f"turn {turn + 1} begins with other tokens than it did"
+
+
+def _refused(trace: Trace, turn: int, why: str) -> UserError:
+    return UserError(f"trace {trace.id} cannot be played again up to turn {turn + 1}: {why}", fix=_FROM_START)
+
+
+@asynccontextmanager
+async def open_replay(run: Path, tasks: Iterable[Task]) -> AsyncIterator[ReplaySetup]:
+    """What the episodes of a run are played again on: its agent, its tokenizer, its tools, and sandboxes as its recipe says.
+
+    Args:
+        tasks: of the episodes; the servers of tools that they name are started.
+
+    Raises `UserError` where the folder is none of a run, or of one whose exact tokens are not known, and for a server that does not
+    start, or is not the one that the run began with.
+    """
+    try:
+        recipe = load(run / "recipe.json")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{run}: its recipe cannot be read, and says how its episodes were played: {error}"[:2000], fix=_FROM_START
+        ) from None
+    root = project_root(run)
+    add_project_root(root)
+    chat = _chat(run, recipe)
+    agent: Agent = parts.make_part(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat)
+    sandboxes = await open_sandboxes(recipe.sandbox.but(warm=0), run_label="promote", root=root)
+    async with close_after(sandboxes.close):
+        users = with_sub_agent_tools(tasks, recipe.rollout.delegation)
+        tools = await pin_tools(declared_tools(recipe.tools, root), users, sandboxes, folder=run, every=False, idle_words=True, chat=chat)
+        yield ReplaySetup(agent=agent, sandboxes=sandboxes, max_model_len=recipe.policy.max_model_len, tools=tools)
+
+
+def _chat(run: Path, recipe: Recipe) -> ChatFormat:
+    base, named = run / "versions" / "000000", recipe.policy.model
+    if base.is_dir():
+        return open_chat(base, policy=recipe.policy)
+    if ":" in named and "://" not in named:
+        made, policy = load_policy_plugin(NamedPolicy(source=PolicySource.PLUGIN, name=named, model=named)), recipe.policy
+        return ChatFormat(made.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
+    raise UserError(f"{run} keeps no model whose tokens its traces are of", fix=_FROM_START)
+
+
+def starts_mid_episode(suites: Iterable[Suite]) -> bool:
+    """Whether any case begins in the middle."""
+    return any(case.start is not None for suite in suites for case in suite.cases)
+
+
+def check_start_tokens(suites: Iterable[Suite], chat: ChatFormat, tools: ToolSource | None, rollout: RolloutConfig) -> None:
+    """Raises `UserError` for a case that begins with tokens which this tokenizer and template would not have made.
+
+    Args:
+        tools: of the recipe, with what its servers offer: their schemas are part of a prompt.
+        rollout: of the recipe, for what its agents are told first, and of sub-agents.
+    """
+    told = delegation.delegate_schema(rollout.delegation or DelegationConfig())
+    for suite in suites:
+        for case in suite.cases:
+            if case.start is not None and (why := _foreign(case, case.start, chat, tools, told, rollout.instructions)):
+                raise UserError(
+                    f"case {case.id} begins at turn {case.start.turn_count + 1}, with tokens of another tokenizer, template or wording than"
+                    f" the policy's: {why}",
+                    fix="ask a policy with the tokenizer that the case was captured with, or promote the failure from its start",
+                )
+
+
+def _foreign(
+    case: Case,
+    start: EpisodeState,
+    chat: ChatFormat,
+    tools: ToolSource | None,
+    delegate: Mapping[str, Any],
+    instructions: str | None,
+) -> str:
+    if len(start.trajectories) != 1:
+        return "it has several trajectories"
+    turns, asked = start.trajectories[0].turns, [turn.prompt_ids for turn in start.trajectories[0].turns] + [start.prompt_ids[0]]
+    try:
+        memory = None if start.memory is None else EmptyMemory(start.memory)
+        schemas = [tool.schema for tool in load_tools(case.task.tools, None, tools, memory=memory).values()]
+        prompt = with_instructions(case.task.prompt, instructions)
+        if asked[0] not in [chat.opening(prompt, some) for some in (schemas, [*schemas, delegate])]:
+            return "its prompt is written in other ones"
+        for number, turn in enumerate(turns):
+            if turn.completion_ids[-1:] not in [(token,) for token in chat.stop_token_ids]:
+                return f"turn {number + 1} does not end with its end of a turn"
+            parsed = chat.parse(turn.completion_ids, schemas)
+            if parsed.message != turn.message:
+                return f"turn {number + 1} reads as another message"
+            if chat.tool_delta([result.output for result in turn.tool_results], parsed) != asked[number + 1]:
+                return f"what the tools of turn {number + 1} gave is written in other ones"
+    except UserError as error:
+        return error.message
+    except Exception as error:  # tokenizers raise whatever ids that they do not have make them raise
+        return one_line_error(error)
+    return ""
+
+
+async def replay_starts(run: Path, traces: Sequence[Trace], wanted: str) -> dict[str, EpisodeState | None]:
+    """Trace -> the state that its case begins with; None where that is its task, at the first turn.
+
+    Args:
+        run: the run folder that holds the traces.
+        wanted: see `start_turn`.
+
+    Raises `UserError`, before any case is written.
+    """
+    turns = {trace.id: start_turn(trace, wanted) for trace in traces}
+    if not any(turns.values()):
+        return dict.fromkeys(turns)
+    async with open_replay(run, [trace.task for trace in traces if trace.task is not None]) as stage:
+        return {trace.id: await replay_state(trace, turns[trace.id], stage) for trace in traces}

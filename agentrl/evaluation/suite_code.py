@@ -1,0 +1,80 @@
+"""Checks which code and images the cases of a suite name: those of the current project are allowed, those that came with the suite are not.
+
+A suite is data and may come from a third party. Its verifiers and tools run with the rights of the user who evaluates it. So a case may
+name only code and images of the project and code of installed packages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from agentrl.base import untrusted_files
+from agentrl.base.user_code import printable
+from agentrl.errors import UserError
+from agentrl.failure.case import Case, Suite
+from agentrl.plugins.references import project_root
+
+_SHOWN = 200  # characters of a reference
+
+
+def check_project(suites: Sequence[Suite], root: Path) -> None:
+    """Raises `UserError` if the suites belong to a project other than the current directory's, because an evaluation would run its code.
+
+    Args:
+        root: the project that the suites belong to.
+    """
+    here = Path.cwd().resolve()
+    if root.resolve() not in (here, project_root(here / "x").resolve()):
+        raise UserError(
+            f"suite {suites[0].folder} belongs to another project, {root}, whose code would run with your rights",
+            fix=f"if you trust that code, cd {root} and evaluate the suite there",
+        )
+
+
+def check_suite_code(suite: Suite, root: Path) -> None:
+    """Raises `UserError` if a case names a file or an image outside the project `root`, or code in the suite's folder."""
+    for case in suite.cases:
+        for wrong, where in _outside(case, suite.folder.resolve(), root.resolve()):
+            raise UserError(
+                f"case {case.id} of suite {suite.folder} names {printable(wrong, _SHOWN)!r}, {where}",
+                fix="a suite may name only code and images of the project: read them, then copy them into the project",
+            )
+
+
+def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
+    for reference in (*case.task.verifiers, *case.task.tools):
+        module, colon, _ = reference.rpartition(":")
+        if module.endswith(".py"):
+            file = untrusted_files.resolve_inside(module, Path.cwd())
+            if file is None:
+                yield reference, "which is not a path"
+            elif not file.is_relative_to(root):
+                yield reference, f"which is outside the project {root}"
+            code = [] if file is None else [file]
+        elif colon and not all(name.isidentifier() for name in module.split(".")):
+            yield reference, "which is not a module"
+            code = []
+        else:
+            code = [path.resolve() for path in _of_module(module, root)] if colon else []
+        if suite != root and any(path.is_relative_to(suite) for path in code):
+            yield reference, "which is code that came with the suite"
+    image = case.task.sandbox.image
+    path = untrusted_files.resolve_inside(image, root)
+    if path is None:
+        yield image, "an image whose name is not a path"
+    elif not path.is_relative_to(root):
+        yield image, f"an image outside the project {root}"
+
+
+def _of_module(module: str, root: Path) -> Iterator[Path]:
+    """Where a module of the project is, and where Python finds its package: also in the current directory, which may be the suite's."""
+    for end in (".py", ""):
+        yield (root / module.replace(".", "/")).with_suffix(end)
+    importlib.invalidate_caches()
+    spec = PathFinder.find_spec(module.partition(".")[0], [str(root), *sys.path])  # imports nothing
+    if spec is not None:
+        yield from map(Path, (*filter(None, [spec.origin]), *(spec.submodule_search_locations or ())))

@@ -1,0 +1,96 @@
+"""What a judge is shown of a task and an episode, as bounded plain text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Literal
+
+from agentrl.judge.untrusted import truncate_middle
+from agentrl.records import Episode, Message, Task, Trajectory
+
+PromptField = Literal["question", "reference", "transcript", "outputs", "answer"]
+
+MAX_ANSWER = 20_000
+"""Characters of an answer, a question or a reference; head and tail are kept of a longer one."""
+MAX_TRANSCRIPT = 40_000
+_MAX_MESSAGE = 4000
+_MAX_FILE = 8000
+_MAX_FILES = 16
+
+
+def render_field(what: PromptField, task: Task, episode: Episode, *, reference: str) -> str:
+    """One of the texts that a judge may be shown.
+
+    Args:
+        reference: the key of `Task.data` that holds the reference.
+    """
+    if what == "question":
+        return question_text(task)
+    if what == "reference":
+        return truncate_middle(reference_text(task, reference) or "(there is none)", MAX_ANSWER)
+    if what == "transcript":
+        return transcript_text(episode)
+    if what == "outputs":
+        return outputs_text(episode)
+    return answer_text(episode)
+
+
+def question_text(task: Task) -> str:
+    """All that the agent was told, by role where there are several messages."""
+    if len(task.prompt) == 1:
+        return truncate_middle(task.prompt[0].content, MAX_ANSWER)
+    return truncate_middle("\n\n".join(f"{message.role}: {message.content}" for message in task.prompt), MAX_ANSWER)
+
+
+def user_text(task: Task) -> str:
+    """What the user said, without what the agent was told beside it."""
+    return "\n".join(message.content for message in task.prompt if message.role == "user") or task.prompt[-1].content
+
+
+def answer_text(episode: Episode) -> str:
+    return truncate_middle(episode.answer or "", MAX_ANSWER)
+
+
+def reference_text(task: Task, key: str) -> str | None:
+    """`task.data[key]` as text; None where there is none."""
+    if key not in task.data or task.data[key] is None:
+        return None
+    value = task.data[key]
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def transcript_text(episode: Episode) -> str:
+    """What the agent said and called, and what its tools gave, in order; sub-agents after the agent that began."""
+    lines = (line for number, one in enumerate(episode.trajectories) for line in _lines(one, number))
+    return truncate_middle("\n".join(lines) or "(the agent did nothing)", MAX_TRANSCRIPT)
+
+
+def outputs_text(episode: Episode) -> str:
+    """The files that the agent left."""
+    some = list(episode.outputs.items())[:_MAX_FILES]
+    parts = [
+        f"file {path}, {len(data)} bytes:\n{truncate_middle(data[: 4 * _MAX_FILE].decode(errors='replace'), _MAX_FILE)}"
+        for path, data in some
+    ]
+    if len(episode.outputs) > len(some):
+        parts.append(f"and {len(episode.outputs) - len(some)} more files")
+    return truncate_middle("\n\n".join(parts) or "(the agent left no files)", MAX_TRANSCRIPT)
+
+
+def _lines(trajectory: Trajectory, number: int) -> Iterator[str]:
+    if number:
+        yield f"--- {trajectory.agent} ---"
+        yield from (_said(message) for message in trajectory.prompt)
+    for turn in trajectory.turns:
+        yield _said(turn.message)
+        for result in turn.tool_results:
+            yield f"tool {result.name}{'' if result.ok else ' (failed)'}: {truncate_middle(result.output, _MAX_MESSAGE)}"
+
+
+def _said(message: Message) -> str:
+    calls = "".join(
+        f"\n  calls {call.name}({truncate_middle(json.dumps(call.arguments, ensure_ascii=False), _MAX_MESSAGE)})"
+        for call in message.tool_calls
+    )
+    return f"{message.role}: {truncate_middle(message.content, _MAX_MESSAGE)}{calls}"

@@ -1,0 +1,161 @@
+"""What a judge was measured at, in words and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from markupsafe import escape
+
+from agentrl.base.user_code import printable
+from agentrl.judge.agreement import Bin
+from agentrl.judge.calibrate import CalibrationReport
+from agentrl.judge.calibration import IntervalEstimate
+
+
+def render_report(report: CalibrationReport) -> str:
+    """The report for a terminal."""
+    return "\n".join(_lines(report))
+
+
+def report_data(report: CalibrationReport) -> dict[str, Any]:
+    """What is told beside the calibration in its file."""
+    return {
+        "pairs": report.pairs,
+        "disputed": report.disputed,
+        "copies": report.copies,
+        "length_bias": None if report.length_bias is None else asdict(report.length_bias),
+        "position_bias": None if report.position_bias is None else asdict(report.position_bias),
+        "inconsistent": None if report.inconsistent is None else asdict(report.inconsistent),
+        "reliability": [asdict(one) for one in report.bins],
+        "calibration_error": report.calibration_error,
+        "reasons": dict(report.reasons),
+        "spent": None if report.spent is None else asdict(report.spent),
+        "wall_s": round(report.wall_s, 3),
+    }
+
+
+def _lines(report: CalibrationReport) -> Iterator[str]:
+    made = report.calibration
+    judged = made.agreement.n
+    what = "pairs of a right and a wrong answer" if report.pairs else "labelled answers"
+    yield f"{printable(made.judge, 200)}: a verdict on {judged} of {judged + made.abstained} {what}, of {made.tasks} tasks"
+    if made.coverage is not None:
+        yield _row("coverage", made.coverage, "share of them that it gave a verdict on")
+    yield _row("agreement", made.agreement)
+    yield _row("Cohen's kappa", made.kappa, "0 is chance")
+    yield _row("sensitivity", made.sensitivity, "of the right ones it calls so many right")
+    yield _row("specificity", made.specificity, "of the wrong ones it calls so many wrong")
+    yield _row("informedness", made.informedness, "sensitivity + specificity - 1; 0 is chance")
+    if report.position_bias is not None:
+        yield _row("first place", report.position_bias, f"preferred so often; 0.5 is no bias{_off(report.position_bias, 0.5)}")
+    if report.inconsistent is not None:
+        yield _row("inconsistent", report.inconsistent, "said another thing with the places swapped, or only one of them at all")
+    if report.length_bias is not None:
+        yield _row("length", report.length_bias, f"correlation of score and length; 0 is no bias{_off(report.length_bias, 0.0)}")
+    if report.calibration_error is not None:
+        curve = ", ".join(map(_bin, report.bins))
+        yield f"  {'reliability':<15} score -> share right: {curve}; off by {report.calibration_error:.3f} on average"
+    if report.disputed:
+        yield f"  {report.disputed} answers are left out: as many labellers say right as wrong"
+    if report.copies:
+        yield f"  {report.copies} labelled answers are copies of another one: they count once"
+    yield from (f"  no verdict, {count} times: {reason}" for reason, count in report.reasons.items())
+    if made.tasks < judged:
+        one = f"{made.design_effect:.1f} of them are worth one in the interval of informedness"
+        yield f"  {judged} answers to {made.tasks} tasks: answers to one task are alike, and {one}"
+    yield _cost(report)
+    if made.may_be_chance:
+        yield "NOT BETTER THAN CHANCE, as far as these labels show: a recipe that demands this calibration is refused"
+
+
+def _row(name: str, one: IntervalEstimate, note: str = "") -> str:
+    return f"  {name:<15} {one.value:6.3f}   95% interval {one.low:6.3f} to {one.high:.3f}{note and f'   {note}'}"
+
+
+def _off(one: IntervalEstimate, none: float) -> str:
+    return "" if one.low <= none <= one.high else " -- BIASED"
+
+
+def _bin(one: Bin) -> str:
+    return f"{one.score:.2f} -> {one.right.value:.2f} ({one.right.n})"
+
+
+def _cost(report: CalibrationReport) -> str:
+    spent = report.spent
+    if spent is None:
+        return f"  {report.wall_s:.1f} s"
+    tokens = f"{spent.prompt_tokens:,} + {spent.completion_tokens:,} tokens{' (partly estimated)' if spent.estimated else ''}"
+    return f"  {report.wall_s:.1f} s, {spent.calls} calls and {spent.cached} answers from the cache, {tokens}, {spent.money:.4f} in money"
+
+
+_SIDE, _EDGE, _BARS = 300, 50, 330
+_STYLE = (
+    "text{font:12px sans-serif;fill:#333}.q{fill:#777}.grid{stroke:#ddd}.ideal{stroke:#999;stroke-dasharray:4 4}"
+    ".mark{fill:#2563eb;fill-opacity:.75}.whisker{stroke:#2563eb;stroke-width:1.5;fill:none}"
+)
+
+
+def render_svg(report: CalibrationReport) -> str:
+    """An SVG: the reliability curve, and beside it what was measured, with intervals."""
+    made = report.calibration
+    width, height = _EDGE + _SIDE + 60 + _BARS + 20, _SIDE + 2 * _EDGE + 10
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">',
+        f"<title>{escape(printable(made.judge, 200))}</title><style>{_STYLE}</style>",
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+        f'<text x="{_EDGE}" y="24">{escape(printable(made.judge, 100))}: {made.agreement.n} answers</text>',
+        *_curve(report),
+        *_rows(report),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _curve(report: CalibrationReport) -> Iterator[str]:
+    largest = max(one.right.n for one in report.bins)
+    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
+        at, up = _x(tick), _y(tick)
+        yield f'<line class="grid" x1="{_EDGE}" x2="{_EDGE + _SIDE}" y1="{up}" y2="{up}"/>'
+        yield f'<text class="q" x="{_EDGE - 6}" y="{up + 4}" text-anchor="end">{tick:g}</text>'
+        yield f'<text class="q" x="{at}" y="{_y(0) + 18}" text-anchor="middle">{tick:g}</text>'
+    yield f'<line class="ideal" x1="{_x(0)}" y1="{_y(0)}" x2="{_x(1)}" y2="{_y(1)}"/>'
+    yield f'<text x="{_x(0.5)}" y="{_y(0) + 36}" text-anchor="middle">score of the judge</text>'
+    yield f'<text x="{_EDGE - 34}" y="{_y(0.5)}" text-anchor="middle" transform="rotate(-90 {_EDGE - 34} {_y(0.5)})">share right</text>'
+    for one in report.bins:
+        at = _x(min(1.0, max(0.0, one.score)))
+        yield f'<path class="whisker" d="M{at} {_y(one.right.low)}V{_y(one.right.high)}"/>'
+        radius = round(3 + 6 * (one.right.n / largest) ** 0.5, 1)
+        yield f'<circle class="mark" cx="{at}" cy="{_y(one.right.value)}" r="{radius}"><title>{escape(_bin(one))}</title></circle>'
+
+
+def _rows(report: CalibrationReport) -> Iterator[str]:
+    made = report.calibration
+    named = {
+        "agreement": made.agreement,
+        "kappa": made.kappa,
+        "sensitivity": made.sensitivity,
+        "specificity": made.specificity,
+        "informedness": made.informedness,
+        "first place": report.position_bias,
+        "length": report.length_bias,
+    }
+    left, width = _EDGE + _SIDE + 150, _BARS - 150
+
+    def at(value: float) -> float:
+        return round(left + (min(1.0, max(-1.0, value)) + 1) / 2 * width, 1)
+
+    yield f'<line class="ideal" x1="{at(0)}" x2="{at(0)}" y1="{_EDGE - 6}" y2="{_EDGE + 40 * len(named)}"/>'
+    for number, (name, one) in enumerate((name, one) for name, one in named.items() if one is not None):
+        up = _EDGE + 14 + 40 * number
+        yield f'<text x="{left - 10}" y="{up + 4}" text-anchor="end">{name} {one.value:.2f}</text>'
+        yield f'<path class="whisker" d="M{at(one.low)} {up}H{at(one.high)}"/><circle class="mark" cx="{at(one.value)}" cy="{up}" r="5"/>'
+
+
+def _x(value: float) -> float:
+    return round(_EDGE + value * _SIDE, 1)
+
+
+def _y(value: float) -> float:
+    return round(_EDGE + (1 - value) * _SIDE, 1)

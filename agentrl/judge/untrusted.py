@@ -1,0 +1,83 @@
+"""An agent's words as data in a judge's prompt: between delimiters that nobody could guess, with nothing left in them that looks like
+a delimiter or like a control token of a chat template.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import unicodedata
+from collections.abc import Mapping
+
+NONCE_PLACEHOLDER = "-"
+"""In place of the random part of a delimiter where a prompt is only compared, as in the key of a cache."""
+
+_SPECIAL = (
+    "s|bos|eos|pad|unk|mask|cls|sep|sys|system|user|human|assistant|im_start|im_end|endoftext|eot|start_of_turn|end_of_turn|turn"
+    "|think|thinking|reasoning|tool|tools|tool_call|tool_calls|tool_response|function|functions|function_calls|invoke"
+    "|start_header_id|end_header_id|instruction|instructions|inst|(?:begin|start|end)_of_[a-z]+|(?:begin|end)_[a-z]+_tag|reserved_[a-z0-9_]+"
+    "|unused_?[0-9]+|extra_id_[0-9]+|arg_key|arg_value|observation|eom|eod"
+)
+# Where a control token or a delimiter may begin; a middle dot goes between its first character and the rest, so that it is none any more.
+_BEGINS = re.compile(
+    r"<(?=[|\uff5c])"  # <|im_start|>, and the same with a full-width bar
+    r"|[|\uff5c](?=>)"
+    rf"|<(?=/?(?i:{_SPECIAL})\b[^<>\n]{{0,40}}>)"  # <s>, </think>, <start_of_turn>
+    r"|\[(?=/?[A-Z][A-Z_]{2,24}\])"  # [INST], [/TOOL_CALLS]
+    r"|<(?=</?SYS>>)"
+    r"|<(?=<<)|>(?=>>)"  # the delimiters below
+)
+_DOT = "\N{MIDDLE DOT}"
+_KEPT = frozenset("\n\t")
+_JOINERS = frozenset("\u200c\u200d")  # a part of words in Persian and of emoji
+
+
+def neutralize(text: str) -> str:
+    """The text without what a judge could take for structure: control tokens and delimiters are broken up by a middle dot, control
+    characters, characters that turn the text around and invisible tags become U+FFFD. Takes time proportional to the length.
+    """
+    if not text.isascii() or not text.isprintable():
+        text = text.translate(_VISIBLE)
+    return _BEGINS.sub(lambda match: match[0] + _DOT, text)
+
+
+def truncate_middle(text: str, most: int) -> str:
+    """At most about `most` characters: head and tail are kept, and what was left out is said."""
+    if len(text) <= most:
+        return text
+    head = (most + 1) // 2
+    return f"{text[:head]}\n[... {len(text) - most:,} characters left out ...]\n{text[len(text) - (most - head) :]}"
+
+
+def new_nonce(texts: Mapping[str, str]) -> str:
+    """The random part of the delimiters of one call: 128 bits that none of the texts holds."""
+    while True:
+        nonce = secrets.token_hex(16)
+        if not any(nonce in text for text in texts.values()):
+            return nonce
+
+
+def delimited(name: str, text: str, *, nonce: str) -> str:
+    """A text under its name, between delimiters."""
+    return f"{begin_marker(name, nonce)}\n{neutralize(text)}\n{end_marker(name, nonce)}"
+
+
+def begin_marker(name: str, nonce: str) -> str:
+    return f"<<<BEGIN {name.upper()} {nonce}>>>"
+
+
+def end_marker(name: str, nonce: str) -> str:
+    return f"<<<END {name.upper()} {nonce}>>>"
+
+
+class _Visible(dict[int, str]):
+    """What each character becomes, found out when it is first met."""
+
+    def __missing__(self, number: int) -> str:
+        char = chr(number)
+        hidden = char not in _KEPT and char not in _JOINERS and unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co")
+        self[number] = "\N{REPLACEMENT CHARACTER}" if hidden else char
+        return self[number]
+
+
+_VISIBLE = _Visible()

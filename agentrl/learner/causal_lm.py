@@ -1,0 +1,58 @@
+"""Fused GPU kernels instead of a model's own layers: RMSNorm, SwiGLU and rotary positions, from the package liger-kernel.
+
+Liger (https://arxiv.org/abs/2410.10989) computes each in one pass over memory and keeps less for the backward pass. The output
+head stays ours (`agentrl.learner.token_scorer`): Liger's also gives logprob and entropy of each token, but stages logits in float16 on
+Hopper and accumulates the weight's gradient in bfloat16 elsewhere; ours keeps both in float32 and holds no more logits.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl.base.installation import install_command
+from agentrl.errors import UserError
+
+TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
+"""Largest accepted change of a logprob, in nats: the kernels round in another order. As in `check_scorer` and the swap probe."""
+
+
+def use_liger_kernels(lm: Any) -> None:
+    """Puts Liger's kernels into a Hugging Face model, in place, and checks that its logprobs stay the same.
+
+    Some go into the model's transformers module, and so into every model of its type in this process.
+
+    Raises `UserError` without a GPU or the package, for a model type that Liger does not know, and when logprobs differ by more
+    than `TOLERANCE`.
+    """
+    if lm.device.type != "cuda":
+        raise UserError("learner.kernels=liger needs a GPU: its kernels are CUDA's", fix="learner.kernels=torch")
+    _replace(lm)
+
+
+def _replace(lm: Any) -> None:
+    try:
+        patches = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    except ImportError as error:
+        raise UserError(f"learner.kernels=liger: {error}", fix=f"{install_command('gpu')}, or set learner.kernels=torch") from error
+    if lm.config.model_type not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise UserError(f"learner.kernels=liger: Liger has no kernels for model type {lm.config.model_type!r}", fix="learner.kernels=torch")
+    before = _logprobs(lm)
+    patches._apply_liger_kernel_to_instance(model=lm, cross_entropy=False, fused_linear_cross_entropy=False)  # all others are on by default
+    gap = (_logprobs(lm) - before).abs().max().item()
+    if not gap <= TOLERANCE[lm.dtype]:
+        raise UserError(
+            f"learner.kernels=liger: logprobs of this model differ by {gap:.3g} nats with Liger's kernels", fix="learner.kernels=torch"
+        )
+
+
+@torch.no_grad()
+def _logprobs(lm: Any) -> Tensor:
+    """[T-1] of a fixed text, in float32."""
+    vocabulary = lm.config.get_text_config().vocab_size
+    ids = (torch.arange(64, device=lm.device) * 7919 % vocabulary)[None]
+    logprobs: Tensor = lm(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    return logprobs.gather(-1, ids[0, 1:, None]).squeeze(-1)

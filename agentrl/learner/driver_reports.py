@@ -1,0 +1,90 @@
+"""Why a learner ended, sent to its driver as a typed line through memory, so that it arrives even when the disk is full."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from agentrl.base.error_text import disk_full_error, one_line_error, raise_location
+from agentrl.errors import AgentRLError, DiskFull, LearnerError, LearnerHalted, UserError
+
+_LONGEST = 1 << 14  # bytes of a line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitReason:
+    """Why one process of the learner cannot go on."""
+
+    kind: Literal["user", "halted", "disk", "failed", "other"]
+    message: str
+    fix: str = ""
+
+    @classmethod
+    def from_error(cls, error: BaseException) -> ExitReason:
+        if (full := disk_full_error(error)) is not None:
+            return cls(kind="disk", message=str(error) if isinstance(error, AgentRLError) else one_line_error(full))
+        if isinstance(error, LearnerHalted):
+            return cls(kind="halted", message=str(error))
+        if isinstance(error, UserError):
+            return cls(kind="user", message=error.message, fix=error.fix)
+        if isinstance(error, AgentRLError):
+            return cls(kind="failed", message=str(error))
+        at = raise_location(error)
+        return cls(kind="other", message=one_line_error(error) + (f" ({at})" if at else ""))
+
+    def to_error(self, log: Path) -> AgentRLError:
+        """The error to raise in the driver; `log` is where the rest is."""
+        if self.kind == "user":
+            return UserError(self.message, fix=self.fix)
+        if self.kind == "halted":
+            return LearnerHalted(self.message)
+        if self.kind == "disk":
+            return DiskFull(f"the learner: {self.message}")
+        words = self.message if self.kind == "failed" else f"the learner failed: {self.message}"
+        return LearnerError(f"{words}\n  all of its output: {log}")
+
+
+class Mailbox:
+    """Memory of the driver that the learner's processes write to, through the path `address`."""
+
+    def __init__(self) -> None:
+        self._handle = os.memfd_create("agentrl-learner")
+        weakref.finalize(self, os.close, self._handle)
+        self.address = f"/proc/{os.getpid()}/fd/{self._handle}"
+
+    def discard(self) -> None:
+        os.ftruncate(self._handle, 0)
+
+    def best(self) -> ExitReason | None:
+        """The most informative reason left: when one rank fails, the others only report that it is missing."""
+        reasons = list(self._reasons())
+        for kinds in (("user", "halted", "disk"), ("failed",)):
+            for reason in reasons:
+                if reason.kind in kinds:
+                    return reason
+        return next(iter(reasons), None)
+
+    def _reasons(self) -> Iterator[ExitReason]:
+        for line in os.pread(self._handle, 1 << 20, 0).splitlines():
+            with contextlib.suppress(ValueError, TypeError):
+                yield ExitReason(**json.loads(line))
+
+
+def send_exit_reason(address: str | None, reason: ExitReason) -> None:
+    """Sends a reason to a `Mailbox.address`. The log has it too, so a failure to deliver is not an error."""
+    line = json.dumps(asdict(reason))
+    if len(line) > _LONGEST:
+        line = json.dumps(asdict(ExitReason(kind=reason.kind, message=reason.message[: _LONGEST // 8], fix=reason.fix[: _LONGEST // 8])))
+    if address is not None:
+        with contextlib.suppress(OSError):
+            handle = os.open(address, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            try:
+                os.write(handle, line.encode() + b"\n")
+            finally:
+                os.close(handle)

@@ -1,0 +1,202 @@
+"""Loading a checkpoint written with another number of ranks, or at another ZeRO stage.
+
+This uses DeepSpeed's universal format: a folder for every parameter with its unsharded float32 weights, two moments and step
+count. DeepSpeed's converter makes it from stages 1 to 3, and engines of those stages read it; stage 0 keeps everything in one
+file, which is split and joined here. Where the converter of 0.19.8 falls short for a change of stage, the rest is done here too:
+stage 3's step counts, and the file name and headers that the other stage expects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl.errors import LearnerError
+from agentrl.learner.ranks import Ranks
+from agentrl.learner.tensor_files import read
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_PARAM = "param"  # DeepSpeed's key of the tensor in each of these files
+
+
+def layout(stage: int) -> str:
+    """The file layout of a ZeRO stage; stages with the same layout can read each other's files."""
+    return {0: "whole", 3: "weights"}.get(stage, "states")
+
+
+def layout_of(folder: Path) -> str:
+    """The layout of the engine that wrote a checkpoint folder."""
+    if any(folder.glob("zero_pp_rank_*_model_states.pt")):
+        return "weights"
+    return "states" if any(folder.glob("*_optim_states.pt")) else "whole"
+
+
+def load_converted(engine: Any, folder: Path, tag: str, ranks: Ranks) -> None:
+    """Loads `folder/tag` into a DeepSpeed engine of any stage; the temporary copy beside the folder is removed. Use inside `tensors_only`.
+
+    Raises `LearnerError` when the checkpoint cannot be converted, or has other parameters.
+    """
+    whole = folder.with_name(f".{folder.name}.whole")
+    refusal: str | None = None
+    try:
+        if ranks.is_first:
+            shutil.rmtree(whole, ignore_errors=True)
+            refusal = _to_universal(folder / tag, whole / tag, engine)
+        if ranks.from_first(int(refusal is not None)):
+            raise LearnerError(f"checkpoint {folder} cannot be read at another ZeRO stage or with other ranks: {refusal or 'see rank 0'}")
+        _from_universal(engine, whole, tag)
+        ranks.barrier()
+    finally:
+        if ranks.is_first:
+            shutil.rmtree(whole, ignore_errors=True)
+
+
+def _to_universal(source: Path, target: Path, engine: Any) -> str | None:
+    """Writes a checkpoint folder in the universal format for `engine`; returns the reason if that is impossible."""
+    target.mkdir(parents=True)
+    kind = layout_of(source)
+    headers = sorted(source.glob("*_model_states.pt"))[0]
+    refusal = _split(read(headers), target / "zero", engine) if kind == "whole" else _convert(source, target, kind)
+    if refusal is not None:
+        return refusal
+    expected = {name for names in _names(engine) for name in names}
+    missing = sorted(name for name in expected if not (target / "zero" / name / "fp32.pt").is_file())
+    if missing:
+        return f"it has no {missing[0]}; resume with the model and the critic it was made with"
+    for name in expected:
+        _complete(target / "zero" / name)
+    header = {key: value for key, value in read(headers).items() if key not in ("module", "optimizer")}
+    torch.save(header, target / Path(engine._get_ckpt_name("", "", pp_placeholder="0")).name)
+    _write_common(target / "zero" / "optimizer_state.pt", len(_names(engine)))
+    return None
+
+
+def _split(saved: dict[str, Any], target: Path, engine: Any) -> str | None:
+    """Splits a stage 0 checkpoint. Its optimizer numbers the parameters, in the order of the same model's in `engine`."""
+    groups, names_of = saved["optimizer"]["param_groups"], _names(engine)
+    if [len(group["params"]) for group in groups] != [len(names) for names in names_of]:
+        return "its optimizer has other groups of parameters; resume with the learner.weight_decay and the critic it was made with"
+    for group, names in zip(groups, names_of, strict=True):
+        for number, name in zip(group["params"], names, strict=True):
+            state = saved["optimizer"]["state"].get(number, {})
+            _write(target / name, saved["module"][name].float(), {moment: state[moment] for moment in _MOMENTS if state})
+            if state:
+                torch.save(state["step"], target / name / "step.pt")
+    return None
+
+
+def _convert(source: Path, target: Path, kind: str) -> str | None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    optimizers = sorted(source.glob("*_optim_states.pt"))
+    if kind == "weights" and not read(optimizers[0])["optimizer_state_dict"]["optimizer_state_dict"]["state"]:
+        return "its optimizer has made no step yet; resume with the ranks and the learner.zero_stage it was made with"
+    arguments = SimpleNamespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    with contextlib.redirect_stdout(sys.stderr):
+        ds_to_universal.main(arguments)
+    for written in target.glob("*_model_states.pt"):  # in the layout of the old stage
+        written.unlink()
+    if kind == "weights":
+        _add_steps(optimizers[0], sorted(source.glob("*_model_states.pt"))[0], target / "zero")
+    return None
+
+
+def _add_steps(optimizer: Path, model: Path, target: Path) -> None:
+    """Adds the step counts, which the converter omits at stage 3: one a parameter group."""
+    states = read(optimizer)["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+    for number, shapes in enumerate(read(model)["param_shapes"]):
+        for name in shapes:
+            torch.save(states[number]["step"], target / name / "step.pt")
+
+
+def _complete(folder: Path) -> None:
+    """Writes every file in the same form, with a fresh optimizer's state where there is none."""
+    weights = _tensor(folder / "fp32.pt")
+    moments = {moment: _tensor(folder / f"{moment}.pt") for moment in _MOMENTS if (folder / f"{moment}.pt").is_file()}
+    _write(folder, weights, {moment: moments.get(moment, torch.zeros_like(weights)) for moment in _MOMENTS})
+    if not (folder / "step.pt").is_file():
+        torch.save(torch.zeros(()), folder / "step.pt")
+
+
+def _write_common(path: Path, groups: int) -> None:
+    """The common header. Its groups are empty: the recipe sets the options, and DeepSpeed would give all groups the first one's."""
+    import deepspeed
+
+    common = {
+        "ds_version": deepspeed.__version__,
+        "param_groups": [{} for _ in range(groups)],
+        "optimizer_state_dict": {"state": {0: {"step": torch.zeros(())}}, "param_groups": [{}]},
+    }
+    torch.save(common, path)
+
+
+def _from_universal(engine: Any, whole: Path, tag: str) -> None:
+    if not engine.zero_optimization():
+        _load_whole(engine, whole / tag / "zero")
+        return
+    engine._config.load_universal_checkpoint = True  # a setting of the engine, needed for this one load only
+    try:
+        loaded, _ = engine.load_checkpoint(str(whole), tag=tag)
+    finally:
+        engine._config.load_universal_checkpoint = False
+    if loaded is None:
+        raise LearnerError(f"DeepSpeed found nothing to load in {whole / tag}")
+    if engine.zero_optimization_partition_weights():  # DeepSpeed gave all groups the same count
+        optimizer = engine.optimizer
+        for flat, members in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
+            step = read(whole / tag / "zero" / engine.param_names[members[0]] / "step.pt")
+            optimizer.optimizer.state[flat]["step"] = step
+
+
+@torch.no_grad()
+def _load_whole(engine: Any, folder: Path) -> None:
+    for group in engine.optimizer.param_groups:
+        for parameter in group["params"]:
+            own = folder / engine.param_names[parameter]
+            parameter.copy_(_tensor(own / "fp32.pt").view_as(parameter))
+            state = {moment: _tensor(own / f"{moment}.pt").view_as(parameter).to(parameter.device) for moment in _MOMENTS}
+            engine.optimizer.state[parameter] = {"step": read(own / "step.pt"), **state}
+
+
+def _names(engine: Any) -> list[list[str]]:
+    """Names of the trained parameters of each optimizer group, in its order."""
+    optimizer = engine.optimizer
+    if not engine.zero_optimization():
+        groups: Iterator[Any] = (group["params"] for group in optimizer.param_groups)
+    elif engine.zero_optimization_partition_weights():
+        owners = [optimizer.sub_group_to_group_id[number] for number in range(len(optimizer.fp16_groups))]
+        members: list[list[Any]] = [[] for _ in range(max(owners) + 1)]
+        for owner, some in zip(owners, optimizer.fp16_groups, strict=True):
+            members[owner] += some
+        groups = iter(members)
+    else:
+        groups = iter(optimizer.bit16_groups)
+    return [[engine.param_names[parameter] for parameter in group] for group in groups]
+
+
+def _write(folder: Path, weights: Tensor, moments: dict[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, tensor in (("fp32", weights), *moments.items()):
+        torch.save({_PARAM: tensor.clone()}, folder / f"{name}.pt")
+
+
+def _tensor(path: Path) -> Tensor:
+    saved = read(path)
+    tensor: Tensor = saved[_PARAM] if isinstance(saved, dict) else saved
+    return tensor

@@ -1,0 +1,193 @@
+"""What stops an update, and what happens then: numbers that are not finite, and the limits of the recipe.
+
+Every rank judges the same numbers (already summed over ranks), so all ranks decide alike without communicating.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from agentrl.config.recipe import LearnerConfig
+from agentrl.errors import LearnerHalted
+from agentrl.records import Batch, Group
+from agentrl.records.fields import Record, Text
+
+SKIP, ROLLBACK, HALT = "skip", "rollback", "halt"
+_SEVERITY = (SKIP, ROLLBACK, HALT)
+_FIGURES = {
+    "max_kl": "kl_behaviour",
+    "max_kl_reference": "kl_reference",
+    "min_entropy": "entropy",
+    "max_clip_fraction": "clip_fraction",
+    "max_ratio": "ratio_max",
+    "max_mismatch_kl": "mismatch_kl",
+    "max_grad_norm": "grad_norm",
+    "min_effective_sample_size": "ess",
+}
+REFUSE_ALL = -1.0  # as the largest accepted gradient norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureCounts(Record):
+    """Counts of a run's setbacks; part of every checkpoint."""
+
+    bad_in_a_row: int = 0  # optimizer steps of the policy left out since the last one that was made
+    critic_bad_in_a_row: int = 0
+    bad_groups: int = 0  # in the whole run
+    rollbacks: int = 0  # in the whole run
+    undone: int = 0  # steps by which rollbacks have set back the learning rate's schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateFailure(Record):
+    """A group or optimizer step that was left out: a line of `failures/updates.jsonl`."""
+
+    step: int
+    action: str  # skip, rollback or halt
+    what: str  # group, critic or policy: a group's numbers, or an optimizer step of one of the two
+    reasons: tuple[Text, ...]
+    groups: tuple[int, ...]
+    episodes: tuple[str, ...]
+    metrics: Mapping[str, float | None]  # of the optimizer step; None: not finite
+
+
+class UpdateGuard:
+    """Judges each optimizer step before its gradient is applied, and counts setbacks.
+
+    `counts` is saved in the checkpoint: a run that keeps dying and resuming must still stop at its limits.
+    """
+
+    def __init__(self, learner: LearnerConfig, counts: FailureCounts = FailureCounts()) -> None:
+        self.counts = counts
+        self.rolling_back = False  # the current step must be undone
+        self.start_weights_passed = False  # the weights that the current step began with passed every check
+        self._learner = learner
+        self._limits = learner.limits.named
+        self._setbacks: list[UpdateFailure] = []
+        self._judged = 0
+
+    def begin_step(self) -> None:
+        """Starts a new step."""
+        self.rolling_back, self.start_weights_passed, self._judged = False, False, 0
+
+    def take_failures(self) -> tuple[UpdateFailure, ...]:
+        """The setbacks since the last call."""
+        setbacks, self._setbacks = tuple(self._setbacks), []
+        return setbacks
+
+    def exclude_groups(self, step: int, groups: Sequence[Group], dropped: Mapping[int, str]) -> int:
+        """Records the groups that `assemble` dropped because a number was not finite; returns how many.
+
+        Raises `LearnerHalted` once the run has `learner.max_bad_groups` of them.
+        """
+        bad = [group for group in groups if dropped.get(group.index, "").startswith("non_finite")]
+        for group in bad:
+            self._setbacks.append(
+                UpdateFailure(
+                    step=step,
+                    action=SKIP,
+                    what="group",
+                    reasons=(dropped[group.index],),
+                    groups=(group.index,),
+                    episodes=tuple(scored.episode.id for scored in group.episodes),
+                    metrics={},
+                )
+            )
+        self.counts = replace(self.counts, bad_groups=self.counts.bad_groups + len(bad))
+        if bad and self.counts.bad_groups >= self._learner.max_bad_groups:
+            raise LearnerHalted(
+                f"step {step}: {self.counts.bad_groups} groups were left out for numbers that are not finite (learner.max_bad_groups);"
+                " failures/updates.jsonl names them. Look for a verifier that returns infinity, or a server whose logprobs are broken"
+            )
+        return len(bad)
+
+    def largest_norm(self, metrics: Mapping[str, float]) -> float:
+        """The largest gradient norm that may be applied, given the other metrics; negative when no gradient may be."""
+        if self._objections(metrics):
+            return REFUSE_ALL
+        limit = self._limits.get("max_grad_norm")
+        return math.inf if limit is None else limit.at
+
+    def record_policy_step(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
+        """Records an optimizer step of the policy. `metrics` now hold `grad_norm`, NaN for a gradient that is not finite.
+
+        Raises `LearnerHalted` where a limit demands it, and after `learner.max_bad_updates` steps in a row were left out.
+        """
+        self.start_weights_passed = self.start_weights_passed or (applied and self._judged == 0)
+        self._judged += 1
+        if applied:
+            self.counts = replace(self.counts, bad_in_a_row=0)
+            return
+        objections = self._objections(metrics)
+        action = max((action for _, action in objections), key=_SEVERITY.index)
+        reasons = tuple(reason for reason, _ in objections)
+        spent = action == ROLLBACK and self.counts.rollbacks >= self._learner.limits.max_rollbacks
+        if spent:
+            action = HALT
+            reasons += (f"{self.counts.rollbacks} rollbacks are made, learner.limits.max_rollbacks allows no more",)
+        self._setbacks.append(_setback(part, action, "policy", reasons, metrics))
+        if action == HALT:
+            raise LearnerHalted(
+                f"step {part.step}: {'; '.join(reasons)}. The run stops before this update, on the weights of version {part.step}."
+                " Resume it with other learner.limits, or look into failures/updates.jsonl"
+            )
+        if action == ROLLBACK:
+            self.rolling_back = True
+            self.counts = replace(self.counts, rollbacks=self.counts.rollbacks + 1, bad_in_a_row=0)
+            return
+        self.counts = replace(self.counts, bad_in_a_row=self.counts.bad_in_a_row + 1)
+        self._stop_at(self.counts.bad_in_a_row, part, "optimizer steps", reasons)
+
+    def record_critic_step(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
+        """Records an optimizer step of the critic; see `settle`."""
+        if applied:
+            self.counts = replace(self.counts, critic_bad_in_a_row=0)
+            return
+        reasons = ("the critic's gradient is not finite",)
+        self._setbacks.append(_setback(part, SKIP, "critic", reasons, metrics))
+        self.counts = replace(self.counts, critic_bad_in_a_row=self.counts.critic_bad_in_a_row + 1)
+        self._stop_at(self.counts.critic_bad_in_a_row, part, "optimizer steps of the critic", reasons)
+
+    def _stop_at(self, in_a_row: int, part: Batch, what: str, reasons: Sequence[str]) -> None:
+        if in_a_row >= self._learner.max_bad_updates:
+            raise LearnerHalted(
+                f"step {part.step}: {in_a_row} {what} in a row were left out (learner.max_bad_updates), this one because"
+                f" {'; '.join(reasons)}; the weights are those of the last good update. Lower learner.lr, or look for damaged weights or"
+                " experience: failures/updates.jsonl names the episodes"
+            )
+
+    def _objections(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+        """Reason and action for each bad metric of a step; missing metrics are not judged.
+
+        NaN violates every limit on its metric.
+        """
+        objections = []
+        if metrics.get("advantages_not_finite"):
+            objections.append((f"{metrics['advantages_not_finite']:.0f} advantages are not finite", SKIP))
+        for name, what in (("loss", "the loss is"), ("grad_norm", "the gradient is")):
+            if not math.isfinite(metrics.get(name, 0.0)):
+                objections.append((f"{what} not finite", SKIP))
+        for name, limit in self._limits.items():
+            figure, is_least = _FIGURES[name], name.startswith("min_")
+            if figure not in metrics:
+                continue
+            value, bound = metrics[figure], f"learner.limits.{name}.at={limit.at:g}"
+            if math.isnan(value):
+                objections.append((f"{figure} is not a number, so {bound} cannot be checked", limit.action))
+            elif value < limit.at if is_least else value > limit.at:
+                objections.append((f"{figure} {value:.4g} is {'below' if is_least else 'above'} {bound}", limit.action))
+        return objections
+
+
+def _setback(part: Batch, action: str, what: str, reasons: tuple[str, ...], metrics: Mapping[str, float]) -> UpdateFailure:
+    return UpdateFailure(
+        step=part.step,
+        action=action,
+        what=what,
+        reasons=reasons,
+        groups=part.group_indices,
+        episodes=tuple(dict.fromkeys(sample.episode_id for sample in part.samples)),
+        metrics={name: value if math.isfinite(value) else None for name, value in metrics.items()},
+    )

@@ -1,0 +1,137 @@
+"""The loss of a recipe: surrogate, off-policy correction, KL term and entropy bonus, aggregated as `ObjectiveConfig` says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.config.recipe import ObjectiveConfig
+from agentrl.objective import losses
+from agentrl.objective.aggregate import Segments, token_weights
+from agentrl.objective.corrections import importance_weights
+from agentrl.objective.kl import k3, kl_term
+from agentrl.objective.metrics import token_statistics
+from agentrl.plugins import parts
+from agentrl.protocols import Loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedTokens:
+    """The sampled tokens of a micro-batch, in whole sequences. All tensors are [N]."""
+
+    logprobs: Tensor  # of the policy being trained, at the sampling temperature and over the sampled support; carries the gradient
+    behaviour: Tensor  # of the policy that sampled the token, likewise
+    advantages: Tensor  # constant
+    sequence: Tensor  # int64; tokens with the same number are one sequence
+    proximal: Tensor | None = None  # of the weights at the start of the step; None: the behaviour policy's are used
+    kl_reference: Tensor | None = None  # of the reference policy, where there is a KL term
+    on_policy: Tensor | None = None  # bool: sampled by the weights at the start of the step; None: unknown
+    entropy: Tensor | None = None  # of the policy being trained, nats; carries a gradient where there is an entropy bonus
+    rollout_tokens: Tensor | None = None  # trained tokens of the token's rollout; None: every sequence is one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """The result of `policy_loss`."""
+
+    loss: Tensor  # [] this micro-batch's share of the loss; differentiable
+    sums: Tensor  # [len(metrics.SUM_NAMES)] float64, add over micro-batches and ranks
+    maxima: Tensor  # [len(metrics.MAX_NAMES)] float64, maximum over micro-batches and ranks
+
+
+def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominator: float, surrogate: Loss | None = None) -> PolicyLoss:
+    """sum_t c_t (-w_t J_t + kl_coef * KL_t - entropy_coef * H_t) / denominator, over the trained tokens of a micro-batch.
+
+    J is the surrogate (`objective.loss`, of `agentrl.objective.losses` or anybody's) of the ratio r = pi / pi_prox, w the correction for
+    pi_prox / mu (`agentrl.objective.corrections`), KL the term of `agentrl.objective.kl`, H the entropy, c and the denominator those of
+    `agentrl.objective.aggregate`.
+
+    Without a proximal policy the ratio is taken against the behaviour logprobs and w is 1. That is right for a single optimizer step
+    per batch: with pi_prox = pi the ratio would be 1 everywhere, and stale tokens would never be clipped. With several optimizer
+    steps per batch, pass the logprobs recomputed at the start of the step (the decoupled objective): the clip then bounds the change
+    made here, and w corrects for staleness and for numerical differences between server and learner.
+
+    `surrogate`: `load_loss(objective)`, for a caller that has looked it up already.
+
+    Raises `ValueError` when the denominator is not positive, or a tensor that the objective needs is missing, `PluginError` when the
+    loss gave something of another shape.
+    """
+    if not denominator > 0:
+        raise ValueError(f"denominator must be positive, got {denominator}")
+    dtype = tokens.logprobs.dtype
+    segments = Segments.of(tokens.sequence)
+    behaviour = tokens.behaviour.to(dtype)
+    centre = behaviour if tokens.proximal is None else tokens.proximal.to(dtype).detach()
+    gap = tokens.logprobs - centre
+    weight, cut = importance_weights(
+        centre - behaviour,
+        segments,
+        correction=objective.correction,
+        level=objective.is_level,
+        cap=objective.is_cap,
+        floor=objective.is_floor,
+    )
+    given = losses.LossInput(
+        log_ratio=gap,
+        logprobs=tokens.logprobs,
+        advantages=tokens.advantages.to(dtype),
+        sequence=tokens.sequence,
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        dual_clip=objective.dual_clip,
+        cap=objective.is_cap if objective.caps_ratio else math.inf,
+    )
+    gain, clipped = losses.check_surrogate((surrogate or load_loss(objective))(given), given, objective.loss)
+    per_token = -(weight * gain) + _penalty(tokens, objective)
+    counts = token_weights(objective.aggregation, segments, dtype, rollout_tokens=tokens.rollout_tokens)
+    loss = (counts * per_token).sum() / denominator
+    with torch.no_grad():
+        side = segments.mean(gap) if objective.loss == "gspo" else gap  # log of the ratio that is clipped and capped
+        if objective.caps_ratio:
+            cut = cut | (side > math.log(objective.is_cap))
+        sums, maxima = token_statistics(
+            tokens.logprobs - behaviour,
+            clipped=clipped,
+            high=side > 0,
+            cut=cut,
+            entropy=tokens.entropy,
+            same=_mismatch(tokens),
+            kl_reference=None if tokens.kl_reference is None else k3(tokens.logprobs, tokens.kl_reference.to(dtype)),
+            is_cap=objective.is_cap,
+        )
+    return PolicyLoss(loss=loss, sums=sums, maxima=maxima)
+
+
+def load_loss(objective: ObjectiveConfig) -> Loss:
+    """The loss that a recipe names. Raises `PluginError` for one that does not resolve or does not fulfil the protocol."""
+    found: Loss = parts.load_part(parts.LOSS, objective.loss, objective.loss_options)
+    return found
+
+
+def _mismatch(tokens: TrainedTokens) -> Tensor | None:
+    """[N] float64: k3 of KL(server || learner) where both used the same weights, NaN elsewhere.
+
+    The learner's side is the proximal policy, the weights at the start of the step; without one it is the policy itself, and the
+    caller passes `same` only while the policy is unchanged.
+    """
+    if tokens.on_policy is None:
+        return None
+    ours = tokens.logprobs if tokens.proximal is None else tokens.proximal
+    return k3(tokens.behaviour.double(), ours.detach().double()).masked_fill(~tokens.on_policy, math.nan)
+
+
+def _penalty(tokens: TrainedTokens, objective: ObjectiveConfig) -> Tensor:
+    """The terms besides the surrogate, [N]."""
+    total = torch.zeros_like(tokens.logprobs)
+    if objective.kl in ("k1", "k2", "k3"):
+        if tokens.kl_reference is None:
+            raise ValueError(f"objective.kl={objective.kl} needs the reference policy's logprobs")
+        total = total + objective.kl_coef * kl_term(objective.kl, tokens.logprobs, tokens.kl_reference.to(total.dtype))
+    if objective.entropy_coef:
+        if tokens.entropy is None or not (tokens.entropy.requires_grad or not torch.is_grad_enabled()):
+            raise ValueError("objective.entropy_coef needs entropies that carry a gradient")
+        total = total - objective.entropy_coef * tokens.entropy
+    return total

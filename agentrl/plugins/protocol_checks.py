@@ -1,0 +1,155 @@
+"""Whether somebody's class, object or function fulfils a protocol of ours: looked at before anything is started, without calling it.
+
+A missing method is named with the signature to write, a method that cannot be called as we call it with both signatures.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from agentrl.base.validation import unknown_name
+
+
+class ProtocolError(NamedTuple):
+    """One thing that keeps a candidate from fulfilling a protocol, and what to write instead."""
+
+    problem: str
+    fix: str
+
+
+def protocol_errors(
+    candidate: Any, protocol: type, options: Mapping[str, Any] | None = None, *, has_defaults: bool = False
+) -> list[ProtocolError]:
+    """What a class, an object, or a function (for a protocol that is called) lacks of `protocol`; empty when it fulfils it.
+
+    Attributes that are no methods are looked for on objects alone: a class may set them when one is made. `options` are keyword
+    arguments besides those of the protocol, for one that is called. A method that is merely inherited from the protocol is no method,
+    unless the protocol `has_defaults`.
+    """
+    found: list[ProtocolError] = []
+    for name, wanted in _methods(protocol).items():
+        theirs = candidate if name == "__call__" and inspect.isroutine(candidate) else _looked_up(candidate, name)
+        if not callable(theirs) or (not has_defaults and inspect.unwrap(getattr(theirs, "__func__", theirs)) is wanted):
+            found.append(ProtocolError(f"it has no method {name}", f"write {_written(name, wanted)}"))
+        elif problem := _misfit(name, theirs, wanted, unbound=_is_unbound(candidate, name), options=options or {}):
+            found.append(ProtocolError(problem, f"write {_written(name, wanted)}"))
+    if not inspect.isclass(candidate):
+        for name in _attributes(protocol):
+            if not hasattr(candidate, name):
+                found.append(ProtocolError(f"it has no attribute {name}", f"set self.{name} when it is made"))
+    return found
+
+
+def signature_error(function: Callable[..., Any], *given: Any, **named: Any) -> str:
+    """Why `function` cannot be called with these arguments; empty when it can, or when Python cannot tell (a built-in)."""
+    try:
+        signature = inspect.signature(_made_by(function))
+    except (TypeError, ValueError):
+        return ""
+    names = [one.name for one in signature.parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    for name in named:
+        if name not in names and not takes_any:
+            return f"{name}: {unknown_name(name, names, what='argument')}"
+    try:
+        signature.bind(*given, **named)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def _made_by(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a call of `function` goes to. A class that has its `__init__` from a Protocol takes no more than `object` does."""
+    if inspect.isclass(function) and all(getattr(base, "_is_protocol", base is object) for base in _bases_with_init(function)):
+        return lambda: None
+    return function
+
+
+def _bases_with_init(kind: type) -> list[type]:
+    return [base for base in kind.__mro__ if "__init__" in vars(base) and vars(base)["__init__"].__name__ != "_no_init_or_replace_init"]
+
+
+def _methods(protocol: type) -> dict[str, Callable[..., Any]]:
+    """The public methods of a protocol and of those it extends, and `__call__`."""
+    found: dict[str, Callable[..., Any]] = {}
+    for base in reversed(protocol.__mro__):
+        if getattr(base, "_is_protocol", False):
+            found |= {name: one for name, one in vars(base).items() if inspect.isfunction(one) and _counts(name)}
+    return found
+
+
+def _attributes(protocol: type) -> Iterator[str]:
+    for base in protocol.__mro__:
+        if getattr(base, "_is_protocol", False):
+            yield from (name for name in vars(base).get("__annotations__", {}) if _counts(name))
+
+
+def _counts(name: str) -> bool:
+    return name == "__call__" or not name.startswith("_")
+
+
+def _looked_up(candidate: Any, name: str) -> Any:
+    if name == "__call__" and inspect.isclass(candidate):  # every class has the one of its metaclass
+        return next((vars(base)[name] for base in candidate.__mro__ if name in vars(base)), None)
+    return getattr(candidate, name, None)
+
+
+def _is_unbound(candidate: Any, name: str) -> bool:
+    """Whether the method of a class still takes `self`."""
+    return inspect.isclass(candidate) and inspect.isfunction(inspect.getattr_static(candidate, name, None))
+
+
+def _misfit(name: str, theirs: Callable[..., Any], wanted: Callable[..., Any], *, unbound: bool, options: Mapping[str, Any]) -> str:
+    """Why a method cannot stand in for the protocol's: its arguments, or one of the two is awaited and the other is not."""
+    ours = list(inspect.signature(wanted).parameters.values())[1:]
+    given = [None] * (len([one for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD]) + unbound)
+    fewest = [None] * (len([one for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty]) + unbound)
+    named = {one.name: None for one in ours if one.kind is one.KEYWORD_ONLY}
+    needed = {one.name: None for one in ours if one.kind is one.KEYWORD_ONLY and one.default is one.empty}
+    for positional, keywords in ((given, named), (fewest, needed)):
+        if problem := signature_error(theirs, *positional, **keywords, **(options if name == "__call__" else {})):
+            return f"{name} cannot be called as it will be: {problem}"
+    awaited = _is_async(wanted)
+    if inspect.isroutine(theirs) and awaited != _is_async(theirs) and not (awaited and _promises(theirs)):
+        return f"{name} {'is not async, and will be awaited' if awaited else 'is async, and will not be awaited'}"
+    return ""
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(inspect.unwrap(function))
+
+
+def _promises(function: Callable[..., Any]) -> bool:
+    """Whether a plain function says that it gives something to await."""
+    said = str(inspect.signature(function).return_annotation)
+    return any(word in said for word in ("Awaitable", "Coroutine", "Future"))
+
+
+class _Raw(str):
+    """An annotation that is shown as it was written."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _written(name: str, wanted: Callable[..., Any]) -> str:
+    """The protocol's method as its first line in a class body."""
+    signature = inspect.signature(wanted)
+    parameters = [one.replace(annotation=_raw(one.annotation)) for one in signature.parameters.values()]
+    shown = signature.replace(parameters=parameters, return_annotation=_raw(signature.return_annotation))
+    return f"`{'async ' if _is_async(wanted) else ''}def {name}{shown}`"
+
+
+def _raw(annotation: Any) -> Any:
+    return _Raw(annotation) if isinstance(annotation, str) else annotation
+
+
+def promised_class(factory: Callable[..., Any]) -> type | None:
+    """The class that a factory function says it returns; None when it says none, or one that cannot be looked up."""
+    try:
+        said = inspect.signature(factory, eval_str=True).return_annotation
+    except (NameError, TypeError, ValueError, AttributeError, SyntaxError):
+        return None
+    return said if inspect.isclass(said) and said is not inspect.Signature.empty else None

@@ -1,0 +1,167 @@
+"""Resolves references to user content: `module:attr`, `./file.py:attr`, or the name of an entry point.
+
+The only place that imports user content. References come from recipes and tasks, never from a sandbox, a judge or a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from functools import partial
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import ValidationError
+
+from agentrl.base.error_text import display_path, one_line_error, raise_location
+from agentrl.base.installation import install_command
+from agentrl.base.user_code import is_interrupt, raising_as
+from agentrl.base.validation import validation_text
+from agentrl.errors import PluginError, UserError
+
+ENTRY_POINT_GROUP = "agentrl.plugins"
+PACKAGE = Path(__file__).resolve().parents[1]
+CONTENT = (
+    "sandboxes/tables",
+    "rewards/algebra.py",
+    "rewards/asked.py",
+    "rewards/bags.py",
+    "rewards/exact.py",
+    "rewards/extract.py",
+    "rewards/form.py",
+    "rewards/hidden_tests.py",
+    "rewards/json_schema.py",
+    "rewards/mathematics.py",
+    "rewards/notation.py",
+    "rewards/numeric.py",
+    "rewards/outputs.py",
+    "rewards/pattern.py",
+    "rewards/scalars.py",
+    "rewards/signs.py",
+    "rewards/sql.py",
+    "rewards/sql_copies.py",
+    "rewards/sql_text.py",
+    "rewards/tables.py",
+    "rewards/tool_use.py",
+    "rewards/units.py",
+    "recipes/quickstart.py",
+    "recipes/base_policy.py",
+    "recipes/models/tables-base",
+    "recipes/outside_agent.py",
+    "recipes/agents",
+    "evals/regressions",
+)
+"""What `agentrl init` copies: a wheel carries it under `agentrl/_project`, an editable install finds it in the repository."""
+
+
+def add_project_root(root: Path) -> None:
+    """Puts a project's root first on `sys.path`, so that `rewards.tables:exact_answer` means the project's own file."""
+    text = str(root.resolve())
+    if sys.path[:1] != [text]:
+        sys.path.insert(0, text)
+
+
+def project_root(path: Path) -> Path:
+    """The nearest folder above a file or folder that holds a pyproject.toml, else the current directory."""
+    for folder in path.resolve().parents:
+        if (folder / "pyproject.toml").is_file():
+            return folder
+    return Path.cwd()
+
+
+def content_root() -> Path:
+    """The folder that holds `sandboxes`, `rewards`, `recipes` and `evals`. Raises `UserError` if neither location has them."""
+    for root in (PACKAGE / "_project", PACKAGE.parent):
+        if all((root / part).exists() for part in CONTENT):
+            return root
+    raise UserError("this installation of agentrl lacks the quickstart's files", fix=f"install it again: {install_command()}")
+
+
+def resolve(reference: str) -> Any:
+    """The object a reference names. Raises `PluginError` that says which half did not resolve.
+
+    `pkg.module:attr`   a module on `sys.path` (the project root is on it)
+    `./path/file.py:attr`   a file, relative to the current directory
+    `name`   an entry point of the group `agentrl.plugins` in an installed package
+    """
+    where, sep, attribute = reference.rpartition(":")
+    if not sep:
+        return _from_entry_point(reference)
+    if not where or not attribute:
+        raise PluginError(f"{reference!r} is not a reference", fix="write module:attr, ./file.py:attr, or an entry point's name")
+    module = _load_file(where, reference) if where.endswith(".py") else _import(where, reference)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        names = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
+        raise PluginError(f"{reference!r}: {where} has no attribute {attribute!r}", fix=f"it has: {names}") from None
+
+
+def _import(name: str, reference: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise PluginError(
+                f"{reference!r}: no module named {error.name!r}", fix="run from the project's root, or name a file: ./path/file.py:attr"
+            ) from None
+        raise _failed(reference, error) from error
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise _failed(reference, error) from error
+
+
+def _load_file(path_text: str, reference: str) -> ModuleType:
+    path = Path(path_text).resolve()
+    if not path.is_file():
+        raise PluginError(f"{reference!r}: no such file: {path}", fix="give the path relative to the current directory")
+    name = f"agentrl_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PluginError(f"{reference!r}: {path} cannot be loaded as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if is_interrupt(error):
+            raise
+        raise _failed(display_path(str(path)), error) from error
+    return module
+
+
+def _failed(reference: str, error: BaseException) -> PluginError:
+    """What user code raised while it was imported, at which line of it, and what to do. Errors of ours keep their own fix."""
+    at = raise_location(error) or reference
+    if isinstance(error, SyntaxError):
+        at = at if error.filename is not None else reference  # of a zero byte Python says neither file nor line
+        return PluginError(f"{at}: {type(error).__name__}: {error.msg}", fix="correct that line")
+    if isinstance(error, ValidationError):
+        return PluginError(f"{at}: {validation_text(error)}", fix="correct it there; the lines above name the key and what it takes")
+    if isinstance(error, UserError):
+        return PluginError(f"{at}: {error.message}", fix=error.fix)
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        return PluginError(f"{at}: {one_line_error(error)}", fix=f"install {error.name!r}, or correct its name")
+    return PluginError(f"{at}: {one_line_error(error)}", fix="correct it there")
+
+
+def installed_plugins() -> tuple[str, ...]:
+    """Names of the entry points of the group `agentrl.plugins` in installed packages; imports none of them."""
+    return tuple(sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)}))
+
+
+def _from_entry_point(name: str) -> Any:
+    found = entry_points(group=ENTRY_POINT_GROUP, name=name)
+    if not found:
+        known = ", ".join(installed_plugins()) or "none installed"
+        raise PluginError(f"no plug-in named {name!r} (installed: {known})", fix="write module:attr or ./file.py:attr")
+    with raising_as(partial(_failed, name)):
+        return next(iter(found)).load()

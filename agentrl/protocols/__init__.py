@@ -1,0 +1,43 @@
+"""The verbs of agentrl as structural types, one file per room. The rooms implement them; nothing here imports a room.
+
+Every wait takes a deadline in seconds and raises a typed error (`agentrl.errors`) after it.
+"""
+
+from agentrl.protocols.episode import Agent, EpisodeMemory, ExternalRequest, LiveEpisode, LiveTrajectory, MemoryView, ToolSource
+from agentrl.protocols.experience import EpisodeCheckpoints, ExperienceStore
+from agentrl.protocols.learning import AdvantageEstimator, Loss, LossTokens
+from agentrl.protocols.reward import PreparedVerifier, SandboxVerifier, Verifier
+from agentrl.protocols.sandbox import Sandbox, SandboxBackend
+from agentrl.protocols.serving import CacheUse, Policy, PolicyServer, WeightChannel
+from agentrl.protocols.task import TaskFamily, VariedFamily
+from agentrl.protocols.tracking import Interval, Tracker
+from agentrl.protocols.version import VersionRegistry
+
+__all__ = [
+    "AdvantageEstimator",
+    "Agent",
+    "CacheUse",
+    "EpisodeCheckpoints",
+    "EpisodeMemory",
+    "ExperienceStore",
+    "ExternalRequest",
+    "Interval",
+    "LiveEpisode",
+    "LiveTrajectory",
+    "Loss",
+    "LossTokens",
+    "MemoryView",
+    "Policy",
+    "PolicyServer",
+    "PreparedVerifier",
+    "Sandbox",
+    "SandboxBackend",
+    "SandboxVerifier",
+    "TaskFamily",
+    "ToolSource",
+    "Tracker",
+    "VariedFamily",
+    "Verifier",
+    "VersionRegistry",
+    "WeightChannel",
+]

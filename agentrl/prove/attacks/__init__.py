@@ -1,9 +1,0 @@
-"""Attacks on sandboxes, shipped with the product: `agentrl sandbox attack` runs them against a backend and judges the result.
-
-`programs/` holds programs that an agent might run, one attack a file; `hostile_server` is a compromised exec server.
-"""
-
-from agentrl.prove.attacks.cases import Attack, attacks
-from agentrl.prove.attacks.suite import ATTACK_SPEC, AttackResult, attack
-
-__all__ = ["ATTACK_SPEC", "Attack", "AttackResult", "attack", "attacks"]

@@ -1,9 +1,0 @@
-"""Conformance checks of sandbox backends, shipped with the product: run them on your machine, or on your own backend.
-
-Each check opens what it needs through the public protocol and acts as a hostile program would. `check` runs all of them.
-"""
-
-from agentrl.prove.conformance import basics, network, sessions, shares
-from agentrl.prove.conformance.bench import CHECKS, Bench, CheckResult, Unmet, check
-
-__all__ = ["CHECKS", "Bench", "CheckResult", "Unmet", "basics", "check", "network", "sessions", "shares"]

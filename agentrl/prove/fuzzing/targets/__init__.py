@@ -1,1 +1,0 @@
-"""One module for each boundary; `agentrl fuzz` runs the `target` in it."""

@@ -1,0 +1,61 @@
+"""The nouns of agentrl: frozen records that pass between the stages, one noun per file. Standard library only.
+
+A record checks lengths and ranges when it is created. `agentrl.records.codec` converts records to JSON and back.
+"""
+
+from agentrl.records.batch import Batch, Sample
+from agentrl.records.chat import Message, ToolCall, ToolResult
+from agentrl.records.episode import MAX_AGENT_STATE_CHARS, OUTPUT_BYTES, OUTPUT_FILES, REMOVED_FILES, Episode, EpisodeState
+from agentrl.records.failure import Blame, Failure
+from agentrl.records.group import Cancelled, Group, ScoredEpisode
+from agentrl.records.limits import Limits
+from agentrl.records.memo import Memo
+from agentrl.records.sampling import SamplingParams, Supports
+from agentrl.records.sandbox import MAX_SNAPSHOT_BYTES, ExecResult, SandboxSpec
+from agentrl.records.score import Score
+from agentrl.records.task import Split, Task
+from agentrl.records.trajectory import Parent, Trajectory, check_tree
+from agentrl.records.turn import CUT, Completion, Turn, VersionSpan
+from agentrl.records.version import ADAPTER, WHOLE_MODEL, PolicyVersion, Probe, SwapReport, VersionState
+
+__all__ = [
+    "ADAPTER",
+    "CUT",
+    "MAX_AGENT_STATE_CHARS",
+    "MAX_SNAPSHOT_BYTES",
+    "OUTPUT_BYTES",
+    "OUTPUT_FILES",
+    "REMOVED_FILES",
+    "WHOLE_MODEL",
+    "Batch",
+    "Blame",
+    "Cancelled",
+    "Completion",
+    "Episode",
+    "EpisodeState",
+    "ExecResult",
+    "Failure",
+    "Group",
+    "Limits",
+    "Memo",
+    "Message",
+    "Parent",
+    "PolicyVersion",
+    "Probe",
+    "Sample",
+    "SamplingParams",
+    "SandboxSpec",
+    "Score",
+    "ScoredEpisode",
+    "Split",
+    "Supports",
+    "SwapReport",
+    "Task",
+    "ToolCall",
+    "ToolResult",
+    "Trajectory",
+    "Turn",
+    "VersionSpan",
+    "VersionState",
+    "check_tree",
+]

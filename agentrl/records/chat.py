@@ -1,0 +1,34 @@
+"""Chat messages, tool calls and their results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agentrl.records.fields import JsonObject, Record, Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall(Record):
+    """A tool call as the policy wrote it: `ToolCall(name="python", arguments={"code": "print(1)"})`."""
+
+    name: str
+    arguments: JsonObject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message(Record):
+    """One chat message: `Message(role="user", content="How many rows?")`."""
+
+    role: str
+    content: Text
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult(Record):
+    """What the agent was shown for one tool call. `ok` is the program's own success, not the sandbox's."""
+
+    name: str
+    output: Text
+    ok: bool
+    wall_s: float = 0.0

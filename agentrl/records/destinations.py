@@ -1,0 +1,96 @@
+"""The allow-list of a sandbox: `host:port` entries, what they mean, and which names and addresses they cover. Standard library only.
+
+    "pypi.org:443"            one name
+    "*.pythonhosted.org:443"  every name below it, not the name itself
+    "93.184.215.14:80"        one literal address; `[2606:2800::1]:80` for IPv6
+
+A literal address is the one way to allow an address that is not of the public internet: the host's loopback, a private
+network. A name never leads there by itself, whatever its name server says; list the address beside the name.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+MAX_ENTRIES = 64
+_LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
+_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # a last label that old resolvers take for an address
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """One entry: a name, all names below one (`below`), or a literal address; and a port.
+
+    >>> parse("*.example.org:443")
+    Destination(host='example.org', port=443, below=True, address=None)
+    """
+
+    host: str
+    port: int
+    below: bool = False
+    address: Address | None = None
+
+    def covers(self, host: str, port: int) -> bool:
+        """Whether `host` (as `plain_host` gives it) and `port` are what this entry names."""
+        return port == self.port and (host.endswith("." + self.host) if self.below else host == self.host)
+
+
+def parse_destination(entry: str) -> Destination:
+    """The meaning of one entry. Raises `ValueError` with what is wrong and how it is to be written."""
+    where, colon, digits = entry.rpartition(":")
+    if not colon or not re.fullmatch(r"[0-9]{1,5}", digits) or not 1 <= int(digits) <= 65535:
+        raise ValueError(f"{entry!r} does not end in a port; write host:port, such as pypi.org:443")
+    below = where.startswith("*.")
+    host = plain_host(where.removeprefix("*."))
+    if host is None:
+        raise ValueError(f"{entry!r} names no host; write name:port, *.domain:port, 192.0.2.1:port or [2001:db8::1]:port")
+    address = address_literal(host)
+    if below and (address is not None or "." not in host):
+        raise ValueError(f"{entry!r} is too wide; a star stands for the names below a domain, such as *.example.org:443")
+    if host.rpartition(".")[2] == "localhost":
+        raise ValueError(f"{entry!r} is a name for the loopback; to allow the host's own, write 127.0.0.1:{digits}")
+    if address is not None and (address.is_unspecified or address.is_multicast):
+        raise ValueError(f"{entry!r} is not the address of one machine")
+    return Destination(host=host, port=int(digits), below=below, address=address)
+
+
+def parse_destinations(entries: Iterable[str]) -> tuple[Destination, ...]:
+    """The meaning of an allow-list. Raises `ValueError` also for one that is too long."""
+    found = tuple(parse_destination(entry) for entry in entries)
+    if len(found) > MAX_ENTRIES:
+        raise ValueError(f"{len(found)} entries where {MAX_ENTRIES} are allowed")
+    return found
+
+
+def plain_host(text: str) -> str | None:
+    """`text` in the one form that is compared: a lower-case name, or an address (IPv6 in brackets) as the library writes it.
+
+    None when it is neither. International names are to be given in their ASCII form (`xn--...`).
+    """
+    if text.startswith("[") and text.endswith("]"):
+        inner = address_literal(text[1:-1])
+        return str(inner) if inner is not None and ":" in text else None
+    name = text.lower()
+    if not text.isascii() or len(name) > 253 or not _NAME.fullmatch(name):
+        return None
+    if _NUMBER.fullmatch(name.rpartition(".")[2]):
+        address = address_literal(name)
+        return str(address) if address is not None else None
+    return name
+
+
+def address_literal(host: str) -> Address | None:
+    """The address that `host` spells out, without a zone, IPv4 within IPv6 as the IPv4 address it leads to; None for a name."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv4Address):
+        return address
+    return None if address.scope_id else address.ipv4_mapped or address

@@ -1,0 +1,60 @@
+"""The attempts at one task that share a baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agentrl.records.episode import Episode
+from agentrl.records.failure import Blame, Failure
+from agentrl.records.fields import Record
+from agentrl.records.score import Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredEpisode(Record):
+    """An episode and its combined score."""
+
+    episode: Episode
+    score: Score
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        turns = tuple(len(trajectory.turns) for trajectory in self.episode.trajectories)
+        rewards = tuple(len(some) for some in self.score.turn_rewards)
+        if rewards and rewards != turns:
+            raise ValueError(f"episode {self.episode.id}: turn rewards for {rewards} turns, but its trajectories have {turns}")
+        if {len(self.score.branches), len(self.score.without)} - {0, len(turns)}:
+            raise ValueError(f"episode {self.episode.id}: Score.branches or without do not fit its {len(turns)} trajectories")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled(Record):
+    """An attempt that its group went on without. It is no failure and nobody's fault, and nothing of it is trained."""
+
+    episode_id: str
+    reason: str  # spare: as many as the group needs had ended; equal: the first ones had all scored the same
+    begun: bool = True
+    turns: int = 0  # that were finished
+    tokens: int = 0  # sampled in them; what the server had sampled of the next one is lost
+    wall_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group(Record):
+    """All attempts at one task that share a baseline. `index` numbers groups of a run from 0; it fixes task and step."""
+
+    index: int
+    task_id: str
+    task_key: str
+    episodes: tuple[ScoredEpisode, ...]
+    cancelled: tuple[Cancelled, ...] = ()
+
+    @property
+    def scored(self) -> tuple[ScoredEpisode, ...]:
+        """Episodes that count: not left out and with a score."""
+        return tuple(e for e in self.episodes if not e.episode.left_out and e.score.value is not None)
+
+    @property
+    def fault(self) -> Failure | None:
+        """What is wrong with the task itself, when the whole group is left out for it."""
+        return next((f for e in self.episodes for f in e.episode.failures if f.blame is Blame.TASK), None)

@@ -1,0 +1,23 @@
+"""Paths of output files, relative to the working directory, and patterns of them."""
+
+from __future__ import annotations
+
+MAX_DEPTH = 32
+MAX_PATH = 512
+
+
+def is_plain_path(path: str) -> bool:
+    """Whether `path` is relative and stays below any folder: no empty, `.` or `..` parts."""
+    parts = path.split("/")
+    if len(parts) > MAX_DEPTH or len(path) > MAX_PATH or "\0" in path or any(part in ("", ".", "..") for part in parts):
+        return False
+    return path.isascii() or path.encode("utf-8", "replace").decode() == path  # a record cannot hold a name that is not UTF-8
+
+
+def pattern_error(pattern: str) -> str:
+    """What is wrong with a pattern; empty when it is valid."""
+    if not is_plain_path(pattern):
+        return "is not a plain path relative to the working directory"
+    if any("**" in part and part != "**" for part in pattern.split("/")):
+        return "holds ** as a part of a name; it stands for whole folders, as in src/**"
+    return "holds [ or ], which have no meaning here; use * and ?" if "[" in pattern or "]" in pattern else ""

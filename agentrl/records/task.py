@@ -1,0 +1,77 @@
+"""A task: its prompt, tools, sandbox, limits and truth."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from agentrl.records.chat import Message
+from agentrl.records.fields import JsonObject, Record
+from agentrl.records.limits import Limits as Limits
+from agentrl.records.limits import key_fields
+from agentrl.records.sandbox import SandboxSpec
+
+
+class Split(StrEnum):
+    """Which part of a task family a task belongs to."""
+
+    TRAIN = "train"
+    HELDOUT = "heldout"
+    HELDOUT_REAL = "heldout_real"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task(Record):
+    """One problem to solve: what the agent is told, what its sandbox holds, and (host only) the truth.
+
+    >>> Task(id="demo-1", family="demo", prompt=(Message(role="user", content="Say 4."),), tools=("submit",),
+    ...      sandbox=SandboxSpec(image="sandboxes/tables"), verifiers=("rewards.tables:exact_answer",),
+    ...      data={"answer": "4"}, split=Split.TRAIN).key[:4]
+    '0901'
+    """
+
+    id: str
+    family: str
+    prompt: tuple[Message, ...]
+    tools: tuple[str, ...]  # tool names, such as ("python", "submit")
+    sandbox: SandboxSpec
+    verifiers: tuple[str, ...]  # plugin references, such as "rewards.tables:exact_answer"
+    data: JsonObject  # truth and metadata; never enters the sandbox
+    split: Split
+    files: Mapping[str, str] = field(default_factory=dict)  # relative path -> text, written to the working directory
+    binary_files: Mapping[str, str] = field(default_factory=dict)  # the same, of files that are not text: path -> base64
+    outputs: tuple[str, ...] = ()  # patterns of the files that are judged (`agentrl.task.outputs`): ("report.json", "src/**")
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        if not self.prompt:
+            raise ValueError(f"task {self.id!r}: prompt is empty")
+        for path in (*self.files, *self.binary_files, *self.outputs):
+            if path.startswith("/") or ".." in path.split("/"):
+                raise ValueError(f"task {self.id!r}: file path {path!r} leaves the working directory")
+        for path, text in self.binary_files.items():
+            try:
+                base64.b64decode(text, validate=True)
+            except ValueError as error:
+                raise ValueError(f"task {self.id!r}: binary file {path!r} is not base64: {error}") from None
+
+    @property
+    def kind(self) -> str:
+        """The kind of question that this is, as evaluations count it: what the family says in `data["kind"]`, else its name."""
+        return str(self.data.get("kind", self.family))
+
+    @property
+    def key(self) -> str:
+        """Content hash (sha256, hex) of everything that defines the task."""
+        text = json.dumps(self, default=key_fields, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def contents(self) -> dict[str, bytes]:
+        """What the working directory of a new sandbox holds: relative path -> bytes."""
+        texts = {path: text.encode() for path, text in self.files.items()}
+        return texts | {path: base64.b64decode(text, validate=True) for path, text in self.binary_files.items()}

@@ -1,0 +1,75 @@
+"""Policy versions, the probe that verifies a swap, and the report of a swap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from agentrl.records.fields import Record
+
+WHOLE_MODEL = "model.safetensors"  # the file that holds a version's weights ...
+
+
+ADAPTER = "adapter_model.safetensors"  # ... or only what a low-rank adapter adds to those of version 0
+
+
+class VersionState(StrEnum):
+    """Life of a policy version: candidate -> serving -> served, once another serves; promoted or rolled back, once judged."""
+
+    CANDIDATE = "candidate"
+    SERVING = "serving"
+    SERVED = "served"
+    PROMOTED = "promoted"
+    ROLLED_BACK = "rolled_back"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyVersion(Record):
+    """One set of weights. Version 0 is the base policy; version n is the result of update n."""
+
+    number: int
+    parent: int | None
+    folder: str  # relative to the run folder; a Hugging Face folder, or the files of an adapter to version 0
+    sha256: str  # of the file `weights`
+    state: VersionState = VersionState.CANDIDATE
+    evals: Mapping[str, float] = field(default_factory=dict)
+    weights: str = WHOLE_MODEL  # or ADAPTER: the version is version 0 with this adapter
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        if self.weights not in (WHOLE_MODEL, ADAPTER):
+            raise ValueError(f"PolicyVersion: weights are in {WHOLE_MODEL} or {ADAPTER}, not in {self.weights!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe(Record):
+    """Token sequences and the learner's own logprobs for them; a server that took the weights must agree."""
+
+    token_ids: tuple[tuple[int, ...], ...]  # [P][T]
+    logprobs: tuple[tuple[float, ...], ...]  # [P][T-1], logprob of token t+1 given tokens <= t, temperature 1
+    next_ids: tuple[tuple[int, ...], ...] = ()  # [P][M] the likeliest tokens after each row; empty: they are not compared
+    next_logprobs: tuple[tuple[float, ...], ...] = ()  # [P][M] of these, before any truncation
+    temperature: float | None = None  # that `next_logprobs` were taken at; None: the recipe's for rollouts
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError("Probe: as many logprob rows as token rows are needed")
+        for ids, logprobs in zip(self.token_ids, self.logprobs, strict=True):
+            if len(logprobs) != len(ids) - 1:
+                raise ValueError(f"Probe: {len(ids)} tokens need {len(ids) - 1} logprobs, got {len(logprobs)}")
+        if self.next_ids and len(self.next_ids) != len(self.token_ids):
+            raise ValueError("Probe: next tokens are given after every row, or after none")
+        if [len(ids) for ids in self.next_ids] != [len(logprobs) for logprobs in self.next_logprobs]:
+            raise ValueError("Probe: every next token needs its logprob")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapReport(Record):
+    """What one weight swap cost and how well server and learner agree."""
+
+    version: int
+    stall_ms: float  # time during which no request could make progress
+    total_ms: float
+    probe_max_abs_diff: float  # nats

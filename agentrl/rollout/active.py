@@ -1,0 +1,427 @@
+"""One running episode: its trajectories, its sandbox, what it has spent, and its state between two turns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from agentrl.errors import PolicyFault, RequestRefused, ServingError, TaskError
+from agentrl.protocols import EpisodeMemory, Policy, Sandbox, SandboxBackend, ToolSource
+from agentrl.records import (
+    Cancelled,
+    Completion,
+    EpisodeState,
+    Failure,
+    Message,
+    Parent,
+    SamplingParams,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    check_tree,
+)
+from agentrl.records.limits import Thinking
+from agentrl.records.memo import Memo
+from agentrl.records.sampling import Sampling
+from agentrl.rollout.episode_sandbox import EpisodeSandbox
+from agentrl.rollout.pace import OutOfTime, Pace, SamplingTime
+from agentrl.rollout.requests import WALL_LIMIT, EpisodeRequests, TimedExternalRequest, loop_time
+from agentrl.rollout.sub_episode import SubEpisode, open_sub_episode
+from agentrl.rollout.thinking import sample_turn, thinking_bound
+
+log = logging.getLogger(__name__)
+
+CaptureState = Callable[[], Awaitable[EpisodeState | None]]
+"""The state of an episode that stands between two turns; None when its working directory, or what its tools keep, is too large."""
+
+TurnListener = Callable[[int, CaptureState], Awaitable[None]]
+"""Told, at each boundary of two turns, how many turns there are, and how to capture the state; the episode waits meanwhile."""
+
+MAX_TOOL_FAILURES = 16
+"""Failures of tools that an episode's record holds: the first ones."""
+
+AgentState = Callable[[], Awaitable[Mapping[str, Any]]]
+
+
+class ActiveTrajectory:
+    """A `LiveTrajectory`: the turns so far, and the tokens that the next one begins with."""
+
+    def __init__(self, life: ActiveEpisode, index: int, begun: Trajectory, prompt_ids: tuple[int, ...] = ()) -> None:
+        self.index = index
+        self.parent = begun.parent
+        self.turns = list(begun.turns)
+        self.stop_reason = begun.stop_reason
+        self.prompt_ids = prompt_ids
+        self.sampling = False  # a turn has begun, and is not recorded yet
+        self._life = life
+        self._begun = begun
+        self._context = [token for turn in begun.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
+        self._generate_s = 0.0
+        self._computed = 0  # tokens that the server has computed in this run of the episode
+
+    @property
+    def tokens(self) -> int:
+        return len(self._context) + len(self.prompt_ids)
+
+    @property
+    def agent(self) -> str:
+        return self._begun.agent
+
+    def describe(self, agent: str, prompt: Sequence[Message] | None = None) -> None:
+        self._begun = replace(self._begun, agent=agent, prompt=self._begun.prompt if prompt is None else tuple(prompt))
+
+    def limit(self) -> str:
+        if self._life.turns_begun >= self._life.task.limits.turns:
+            return "turn_limit"
+        if self._life.out_of_time:
+            return WALL_LIMIT
+        return "" if self._budget() > 0 else "token_limit"
+
+    def _budget(self) -> int:
+        """Tokens that the next completion may have; none or fewer: it does not fit."""
+        limits, room = self._life.task.limits, self._life.room
+        left = room - self.tokens
+        if limits.all_tokens is not None:  # agents that sample side by side are counted when they have
+            room, left = min(room, limits.all_tokens), min(left, limits.all_tokens - self._life.tokens)
+        budget = min(limits.turn_tokens, left)
+        if budget <= 0 and not self._life.turns_begun:
+            raise TaskError(
+                f"task {self._life.task.id!r}: its prompt has {len(self.prompt_ids)} tokens, and with an answer no more than {room} fit",
+                fix="shorten the prompt, or raise limits.episode_tokens, limits.all_tokens and policy.max_model_len",
+            )
+        return budget
+
+    def add_prompt(self, token_ids: Sequence[int]) -> None:
+        self.prompt_ids = (*self.prompt_ids, *token_ids)
+
+    async def sample(
+        self,
+        *,
+        stop_token_ids: Sequence[int],
+        max_tokens: int | None = None,
+        thinking: Thinking | None = None,
+        stop: Sequence[str] = (),
+        constraint: str = "",
+    ) -> Completion:
+        forbids = "a turn is being sampled" if self.sampling else self.stop_reason or self.limit()
+        if forbids == WALL_LIMIT and not self.stop_reason:
+            raise OutOfTime("the episode's time has ended")
+        if forbids:
+            raise RuntimeError(f"trajectory {self.index} cannot have another turn: {forbids}")
+        budget, number, started = self._budget(), self._life.turns_begun, loop_time()
+        if max_tokens is not None:
+            if max_tokens < 1:
+                raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+            budget = min(budget, max_tokens)
+        self.sampling = True
+        try:
+            reads = max(0, self.tokens - self._computed)
+            ask = partial(self._life.generate, stop_token_ids=stop_token_ids, stop=stop, constraint=constraint, number=number, reads=reads)
+            completion = await sample_turn([*self._context, *self.prompt_ids], budget, ask, thinking_bound(self._life.task, thinking))
+        except RequestRefused as error:
+            self.sampling = False
+            if not self._life.turn_count:  # none of its text is the policy's
+                raise
+            raise PolicyFault(f"the server refuses a context that contains the policy's text: {error}") from error
+        except BaseException:
+            self.sampling = False
+            raise
+        self._generate_s = loop_time() - started
+        self._computed = self.tokens + len(completion.token_ids)
+        return completion
+
+    def add_turn(self, completion: Completion, message: Message) -> None:
+        turn = Turn(
+            prompt_ids=self.prompt_ids,
+            completion_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            message=message,
+            finish_reason=completion.finish_reason,
+            generate_s=self._generate_s,
+            supports=completion.supports,
+            forced=completion.forced,
+        )
+        self.turns.append(turn)
+        self._context += (*turn.prompt_ids, *turn.completion_ids)
+        self.prompt_ids, self.sampling, self._generate_s = (), False, 0.0
+
+    def add_results(self, results: Sequence[ToolResult], *, wall_s: float) -> None:
+        self.turns[-1] = replace(self.turns[-1], tool_results=tuple(results), tool_s=wall_s)
+
+    def end(self, stop_reason: str) -> None:
+        self.stop_reason, self.prompt_ids = _checked(stop_reason), ()  # what no turn will read costs nothing
+
+    def record(self, stop_reason: str = "") -> Trajectory:
+        """As it is now; one that goes on gets this reason."""
+        return replace(self._begun, turns=tuple(self.turns), stop_reason=self.stop_reason or stop_reason)
+
+
+class ActiveEpisode:
+    """A `LiveEpisode`: one attempt, from its first turn or from a state, until `close`."""
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        episode_id: str,
+        attempt: int,
+        start: EpisodeState | None,
+        policy: Policy,
+        sandboxes: SandboxBackend,
+        sampling: Sampling,
+        max_model_len: int,
+        request_timeout_s: float,
+        open_timeout_s: float,
+        on_turn: TurnListener | None,
+        tools: ToolSource | None = None,
+        memory: EpisodeMemory | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        self.id = episode_id
+        self.tools = tools
+        self.memory = memory
+        self.task = task
+        self.answer: str | None = None
+        self.stage = "episode"
+        self.agent_state: Mapping[str, Any] = {} if start is None else start.agent_state
+        self.room = min(task.limits.episode_tokens, max_model_len)  # tokens of one trajectory
+        self.failures: list[Failure] = []  # of tools, at what the agent asked of them
+        self.spent_s = 0.0  # elsewhere, before this run of the episode
+        self.sandbox_s = 0.0  # opening, writing and executing
+        self.program_s = 0.0  # what the agent called
+        self._attempt = attempt
+        self.sandboxes = sandboxes
+        self._sampling = sampling
+        self.requests = EpisodeRequests(
+            policy=policy,
+            pace=pace or Pace(),
+            limit_s=task.limits.wall_s,
+            timeout_s=request_timeout_s,
+            spent_s=lambda: self.wall_s,
+            sampling=SamplingTime() if start is None else SamplingTime(before=(start.sampled_s, start.lost_s)),
+        )
+        self.open_timeout_s = open_timeout_s
+        self._on_turn = on_turn
+        self._place = EpisodeSandbox(self, None if start is None else start.snapshot)
+        self._places: set[EpisodeSandbox] = set()  # of agents that work apart
+        self._running, self._since = 0, 0.0  # calls in progress, and since when there are any
+        self._output_chars = 0  # shown by tools
+        self._trajectories = [ActiveTrajectory(self, 0, Trajectory(agent="main", turns=(), stop_reason=""))]
+        if start is not None:
+            self._go_on_from(start)
+        self._started = loop_time() - self.spent_s
+
+    def _go_on_from(self, start: EpisodeState) -> None:
+        """As itself, or under another id as a branch, which inherits every turn."""
+        continued = self.id == start.episode_id
+        self._trajectories = [
+            ActiveTrajectory(self, index, begun if continued else _inherited(begun, start.episode_id), prompt_ids)
+            for index, (begun, prompt_ids) in enumerate(zip(start.trajectories, start.prompt_ids, strict=True))
+        ]
+        self._output_chars = start.output_chars
+        self.spent_s, self.sandbox_s, self.program_s = start.wall_s, start.sandbox_s, start.program_s
+        self.failures = list(start.failures) if continued else []  # those of inherited turns are another's
+
+    @property
+    def trajectories(self) -> Sequence[ActiveTrajectory]:
+        return tuple(self._trajectories)
+
+    @property
+    def tokens(self) -> int:
+        """Of all trajectories, those that wait for the next turn included."""
+        return sum(trajectory.tokens for trajectory in self._trajectories)
+
+    @property
+    def turn_count(self) -> int:
+        return sum(len(trajectory.turns) for trajectory in self._trajectories)
+
+    @property
+    def memo(self) -> Memo | None:
+        return None if self.memory is None else self.memory.memo
+
+    @property
+    def turns_begun(self) -> int:
+        """The turns so far, those that are being sampled included."""
+        return self.turn_count + sum(trajectory.sampling for trajectory in self._trajectories)
+
+    @property
+    def wall_s(self) -> float:
+        return loop_time() - self._started
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the episode's time is up, so that no further turn is sampled."""
+        return self.requests.out_of_time
+
+    def timeout_failure(self) -> Failure | None:
+        """The failure of this episode at the end of its time, with the blame of `agentrl.rollout.pace.blame_for_timeout`."""
+        return self.requests.timeout_failure(program_s=self.program_s, sandbox_s=self.sandbox_s, turn=self.turn_count)
+
+    @property
+    def untouched(self) -> bool:
+        """Whether its sandbox was never opened, so that the files are the task's."""
+        return self._place.untouched
+
+    def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> ActiveTrajectory:
+        begun = Trajectory(agent=agent, turns=(), parent=parent, prompt=tuple(prompt), stop_reason="")
+        check_tree((*self.record(), begun))
+        self._trajectories.append(ActiveTrajectory(self, len(self._trajectories), begun))
+        return self._trajectories[-1]
+
+    def record(self, stop_reason: str = "") -> tuple[Trajectory, ...]:
+        return tuple(trajectory.record(stop_reason) for trajectory in self._trajectories)
+
+    def cancellation_record(self, reason: str) -> Cancelled:
+        """What it had come to when its group went on without it."""
+        own = [turn for line in self.record() for turn in line.own_turns]
+        tokens = sum(turn.sampled for turn in own)
+        return Cancelled(episode_id=self.id, reason=reason, turns=len(own), tokens=tokens, wall_s=self.wall_s)
+
+    def check_result(self, stop_reason: str) -> str:
+        """What the agent's `act` gave. Raises `ValueError` when that, or the answer it handed in, is none that a record can hold."""
+        if not isinstance(self.answer, str | None):
+            kind, self.answer = type(self.answer).__name__, None
+            raise ValueError(f"the agent's answer must be text, got {kind}")
+        return _checked(stop_reason)
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        part: str = "",
+        *,
+        stop_token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        constraint: str = "",
+        number: int,
+        reads: int = 0,
+    ) -> Completion:
+        """Raises as `EpisodeRequests.sample` does. `part`: of a turn whose thinking is bounded."""
+        sampling = self._sampling.constrained() if constraint else self._sampling
+        common = {**asdict(sampling), "stop_token_ids": tuple(stop_token_ids), "stop": tuple(stop), "constraint": constraint}
+        self.stage = "generate"
+        made = await self.requests.sample(
+            token_ids,
+            lambda most: SamplingParams(**common, max_tokens=most),
+            max_tokens,
+            f"{self.id}-{number}{part}",
+            reads=0 if part else reads,
+        )
+        if sampling.supports and (made.supports is None or not all(made.supports.rows)):
+            raise ServingError(
+                "the policy answered without the support of every token, and without them the learner would score them wrongly"
+            )
+        return made
+
+    def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[TimedExternalRequest]:
+        self.stage = "generate"
+        return self.requests.external_request(at_most, within_s=within_s)
+
+    async def sandbox(self) -> Sandbox:
+        """It holds the task's files, or what the working directory held when the state was captured that the episode began from."""
+        return await self._place.sandbox()
+
+    @property
+    def sandbox_opened(self) -> bool:
+        return self._place.opened
+
+    @property
+    def sandbox_lost(self) -> bool:
+        return self._place.lost
+
+    @sandbox_lost.setter
+    def sandbox_lost(self, lost: bool) -> None:
+        self._place.lost = lost
+
+    async def working_copy(self) -> bytes | None:
+        return await self._place.working_copy()
+
+    def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[SubEpisode]:
+        return open_sub_episode(self, copy, self._places)
+
+    @contextmanager
+    def running(self, sandbox: Sandbox | None) -> Iterator[None]:
+        self.stage = "tool" if sandbox is None else "sandbox"
+        started, self._running = loop_time(), self._running + 1
+        if self._running == 1:
+            self._since = started
+        try:
+            yield
+        finally:
+            self._running -= 1
+            ended = loop_time()
+            self.sandbox_s += 0.0 if sandbox is None else ended - started
+            if self._running == 0:  # time counts once, however many calls it went by with
+                self.program_s += ended - self._since
+
+    def clip_output(self, output: str) -> str:
+        left = self.task.limits.all_output_chars - self._output_chars
+        self._output_chars += min(len(output), left)
+        if len(output) <= left:
+            return output
+        if left == 0:
+            return f"... not shown, {len(output)} characters: this episode's output is used up ..."
+        head, tail = output[: (left + 1) // 2], output[len(output) - left // 2 :]
+        return f"{head}\n... {len(output) - left} characters cut: this episode's output is used up ...\n{tail}"
+
+    def add_failure(self, failure: Failure) -> None:
+        if len(self.failures) < MAX_TOOL_FAILURES:
+            self.failures.append(failure)
+
+    async def boundary(self, agent_state: AgentState) -> None:
+        if self._on_turn is not None:
+            self.stage = "turn"
+            await self._on_turn(self.turn_count, lambda: self._capture(agent_state))
+
+    async def _capture(self, agent_state: AgentState) -> EpisodeState | None:
+        wall_s, started = self.wall_s, loop_time()
+        try:
+            if self._places:
+                raise ValueError("an agent is at work in a sandbox of its own")
+            kept = await agent_state()
+            started = loop_time()
+            return EpisodeState(
+                episode_id=self.id,
+                task_key=self.task.key,
+                attempt=self._attempt,
+                trajectories=self.record(),
+                prompt_ids=tuple(trajectory.prompt_ids for trajectory in self._trajectories),
+                agent_state=kept,
+                snapshot=await self._place.snapshot(),
+                output_chars=self._output_chars,
+                wall_s=wall_s,
+                sandbox_s=self.sandbox_s,
+                program_s=self.program_s,
+                sampled_s=self.requests.sampling.sampled_s,
+                lost_s=self.requests.sampling.lost_s,
+                failures=tuple(self.failures),
+                memory=self.memo,
+            )
+        except ValueError as error:
+            log.info("episode %s cannot be captured after turn %d: %s", self.id, self.turn_count, error)
+            return None
+        finally:
+            self.sandbox_s += loop_time() - started
+
+    async def close(self) -> None:
+        """Ends every sandbox of the episode, and lets none be opened any more."""
+        async with AsyncExitStack() as stack:
+            for place in (self._place, *self._places):
+                stack.push_async_callback(place.close)
+
+
+def _checked(stop_reason: str) -> str:
+    if not Trajectory(agent="main", turns=(), stop_reason=stop_reason).stop_reason:
+        raise ValueError("a trajectory that ends has a stop reason")
+    return stop_reason
+
+
+def _inherited(begun: Trajectory, by: str) -> Trajectory:
+    """A trajectory whose turns were all sampled by others: by `by`, but for those that it had inherited itself."""
+    return replace(begun, inherited=(*begun.inherited, *(by,) * len(begun.own_turns)))

@@ -1,0 +1,294 @@
+"""Runs every attack against a backend and judges: contained, ESCAPED, or error when the attack itself did not run as intended.
+
+Contained means that host, driver and the neighbour sandbox are unchanged, that the driver got a typed answer in time, that the
+attacked sandbox still answers truthfully, that nothing of it is left once it is closed, and that a fresh one opens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import random
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from agentrl.errors import AgentRLError, SandboxError
+from agentrl.records import ExecResult, SandboxSpec
+from agentrl.sandbox.attacks.arena import Arena, AttackCutOff, AttackFailed, Escaped, arena, namespace_of, wait_until_gone
+from agentrl.sandbox.attacks.cases import Attack, hostile_server_source, load_attacks
+from agentrl.sandbox.attacks.host_steps import SESSION, StepContext
+from agentrl.sandbox.attacks.hostile_server import SLOW_TRICKS
+from agentrl.sandbox.attacks.neighbour_steps import STEPS
+from agentrl.sandbox.backend import ChannelBackend
+from agentrl.sandbox.channel_sandbox import ChannelSandbox
+
+ATTACK_SPEC = SandboxSpec(image="sandboxes/tables", memory_mb=192, processes=48, disk_mb=24, open_files=128)
+"""Small, so that an uncontained bomb hits these limits first."""
+OPEN_S = 30.0
+OPEN_HOSTILE_S = 10.0
+LATE_S = 6.0
+HANG_S = 90.0
+BUSY_S = 10.0  # what an attack gets on top where a busy machine cut it off
+AT_ONCE = 6
+CONTAINED, ESCAPED, ERROR, NOT_PROMISED = "contained", "ESCAPED", "error", "not promised"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttackResult:
+    """The result of one attack: `AttackResult(name="fork_bomb", kind="resources", verdict="contained", ...)`."""
+
+    name: str
+    kind: str
+    description: str
+    verdict: str  # contained, ESCAPED, error, or "not promised" where the promise needs rights that this user lacks
+    evidence: str  # one line
+    wall_s: float
+
+
+Report = Callable[[AttackResult], None]
+
+
+async def run_attacks(
+    backend: ChannelBackend, spec: SandboxSpec, *, only: str = "", report: Report = lambda result: None
+) -> list[AttackResult]:
+    """Runs the attacks whose name contains `only`: programs one after the other, hostile servers a few at a time.
+
+    Raises `SandboxError` or `UserError` when the backend cannot open a sandbox at all.
+    """
+    chosen = [item for item in load_attacks() if only in item.name]
+    neighbour = await backend.open(spec)
+    try:
+        async with arena(spec, neighbour) as host:
+            suite = _Suite(backend, host, report)
+            try:
+                return await suite.run(chosen)
+            finally:
+                await suite.close()
+    finally:
+        await neighbour.close()
+
+
+class _Suite:
+    def __init__(self, backend: ChannelBackend, host: Arena, report: Report) -> None:
+        self._backend = backend
+        self._arena = host
+        self._report = report
+        self._next: ChannelSandbox | None = None  # opened after the last attack, used by the next one
+
+    async def run(self, chosen: list[Attack]) -> list[AttackResult]:
+        """Runs programs one after the other, and meanwhile the servers that only make the driver wait; then the other servers."""
+        slots = asyncio.Semaphore(AT_ONCE)
+
+        async def one(item: Attack) -> AttackResult:
+            async with slots:
+                return await self._judge(item, self._hostile_server)
+
+        async with asyncio.TaskGroup() as group:
+            slow = [group.create_task(one(item)) for item in chosen if item.trick in SLOW_TRICKS]
+            results = [await self._judge(item, self._program) for item in chosen if not item.trick]
+            rest = [group.create_task(one(item)) for item in chosen if item.trick and item.trick not in SLOW_TRICKS]
+        by_name = {result.name: result for result in (*results, *(task.result() for task in (*slow, *rest)))}
+        return [by_name[item.name] for item in chosen]
+
+    async def close(self) -> None:
+        if self._next is not None:
+            await self._next.close()
+
+    async def _judge(self, item: Attack, play: Callable[[Attack], Awaitable[str]]) -> AttackResult:
+        start = time.monotonic()
+        try:
+            if missing := _missing(item, self._backend):
+                verdict, evidence = NOT_PROMISED, missing
+            else:
+                verdict, evidence = CONTAINED, await _in_time(item, play)
+        except Escaped as seen:
+            verdict, evidence = ESCAPED, str(seen)
+        except TimeoutError:
+            verdict, evidence = ESCAPED, f"the driver hung for {item.seconds + HANG_S:.0f} s"
+        except (AttackFailed, AgentRLError, ValueError, OSError) as error:
+            verdict, evidence = ERROR, f"{type(error).__name__}: {error}"
+        self._arena.trouble.clear()
+        self._arena.allowed.trouble.clear()
+        result = AttackResult(
+            name=item.name,
+            kind=item.kind,
+            description=item.description,
+            verdict=verdict,
+            evidence=" ".join(evidence.split())[:200],
+            wall_s=time.monotonic() - start,
+        )
+        self._report(result)
+        return result
+
+    # Programs ------------------------------------------------------------------------------------------------------
+
+    async def _program(self, item: Attack) -> str:
+        sandbox = await self._opened(item)
+        try:
+            await sandbox.write_all({"arena.json": self._arena.facts(), "program.py": item.program.encode()})
+            namespace = await namespace_of(sandbox)
+            evidence = await self._play(item, sandbox)
+            await self._true_answers(sandbox)
+        finally:
+            await _closed(sandbox)
+        await wait_until_gone(sandbox, namespace)
+        self._arena.check()
+        await self._fresh()
+        return evidence
+
+    async def _opened(self, item: Attack) -> ChannelSandbox:
+        """The sandbox opened after the last attack, or one with the attack's allow-list."""
+        ready, self._next = self._next, None
+        if not item.network:
+            return ready or await self._backend.open(self._arena.spec, timeout_s=OPEN_S)
+        if ready is not None:
+            await ready.close()
+        spec = replace(self._arena.spec, network=(f"127.0.0.1:{self._arena.ports[item.network]}",))
+        return await self._backend.open(spec, timeout_s=OPEN_S)
+
+    async def _play(self, item: Attack, sandbox: ChannelSandbox) -> str:
+        result, evidence = None, ""
+        if item.program:
+            start = time.monotonic()
+            try:
+                if item.run:
+                    result = await sandbox.python(item.program, timeout_s=item.seconds, session=SESSION if item.run == "session" else "")
+                else:
+                    result = await sandbox.exec(["python3", "-I", "program.py"], timeout_s=item.seconds)
+            except SandboxError as error:
+                raise Escaped(f"the sandbox went down with it, so the episode has no result: {error}") from None
+            if time.monotonic() - start > item.within + LATE_S:
+                raise Escaped(f"the answer came after {time.monotonic() - start:.1f} s, {item.within:.1f} s were allowed")
+            evidence = self._read(item, result)
+        if item.host:
+            try:
+                said = await STEPS[item.host](StepContext(arena=self._arena, backend=self._backend, sandbox=sandbox, result=result))
+            except SandboxError as error:
+                raise Escaped(f"the host's own call failed: {error}") from None
+            evidence = f"{evidence}; {said}" if evidence else said
+        return evidence
+
+    def _read(self, item: Attack, result: ExecResult) -> str:
+        """The evidence in a program's exit and output."""
+        text = result.stdout + "\n" + result.stderr
+        if self._arena.secret in text:
+            raise Escaped("it printed a file of the host")
+        lines = text.splitlines()
+        if claims := [line for line in lines if line.startswith(ESCAPED)]:
+            raise Escaped(claims[0].removeprefix("ESCAPED: "))
+        held = [line for line in lines if line.startswith("held: ")]
+        end = result.reason or "exit"
+        if end == "timeout" and not held:
+            raise AttackCutOff(f"its {item.seconds:g} s ended before it came to its point")
+        if end not in item.ends or not held:
+            raise AttackFailed(f"ended by {end} {result.exit_code}, saying {text.strip()[-300:]!r}")
+        return held[-1].removeprefix("held: ") + (f" ({end})" if end != "exit" else "")
+
+    async def _true_answers(self, sandbox: ChannelSandbox) -> None:
+        """The attacked sandbox must still answer the host truthfully, or with an error."""
+        one, other = random.randrange(10**6), random.randrange(10**6)
+        total = str(one + other)
+        try:
+            answers = {
+                "a snippet": await sandbox.python(f"import json; print(json.loads('{one}') + {other})", timeout_s=20),
+                "an interpreter": await sandbox.exec(["python3", "-I", "-c", f"import csv, json; print({one} + {other})"], timeout_s=20),
+                "a shell": await sandbox.exec(["sh", "-c", f"echo $(({one} + {other}))"], timeout_s=20),
+                "cat": await sandbox.exec(["cat"], stdin=f"{total}\n".encode(), timeout_s=20),
+            }
+            lie = await sandbox.exec(["false"], timeout_s=20)
+            if lie.exit_code == 0:
+                raise Escaped("`false` succeeds")
+            for name, result in answers.items():
+                if result.exit_code == 0 and result.stdout != f"{total}\n":
+                    raise Escaped(f"{name} now tells the host {result.stdout[:100]!r}")
+            await _stored(sandbox, total.encode())
+        except SandboxError as error:
+            raise Escaped(f"the sandbox no longer answers: {error}") from None
+
+    async def _fresh(self) -> None:
+        """A new sandbox opens at once, and has no trace of the last one."""
+        code = (
+            "import os\n"
+            f"mark = {self._arena.mark!r}\n"
+            "found = [folder for folder, folders, names in os.walk('/') if mark in names or (folder == '/' and folders.remove('proc'))]\n"
+            "found += [pid for pid in os.listdir('/proc') if pid.isdigit() and int(pid) not in (1, os.getpid())]\n"
+            "for name in ('shm', 'msg', 'sem'):\n"
+            "    try:\n"
+            "        with open('/proc/sysvipc/' + name) as file: found += file.readlines()[1:]\n"
+            "    except OSError: pass\n"
+            "print(found)\n"
+        )
+        try:
+            self._next = await self._backend.open(self._arena.spec, timeout_s=OPEN_S)
+            result = await self._next.python(code, timeout_s=20)
+        except SandboxError as error:
+            raise Escaped(f"no fresh sandbox opens: {error}") from None
+        if result.stdout != "[]\n":
+            raise Escaped(f"the next sandbox has a trace of the last one: {result.stdout or result}")
+
+    # Hostile servers -----------------------------------------------------------------------------------------------
+
+    async def _hostile_server(self, item: Attack) -> str:
+        with tempfile.TemporaryDirectory(prefix="agentrl-attack-") as folder:
+            server = Path(folder, "exec_server.py")
+            server.write_text(hostile_server_source(item.trick))
+            server.chmod(0o644)
+            Path(folder).chmod(0o755)
+            try:
+                sandbox = await self._backend.open(self._arena.spec, timeout_s=OPEN_HOSTILE_S, server=server)
+            except SandboxError as error:
+                evidence = f"not opened: {type(error).__name__}: {str(error)[-80:]}"
+            else:
+                try:
+                    evidence = await self._play(item, sandbox)
+                finally:
+                    await _closed(sandbox)
+                await wait_until_gone(sandbox, None)
+        self._arena.check()
+        return evidence
+
+
+async def _in_time(item: Attack, play: Callable[[Attack], Awaitable[str]]) -> str:
+    """The evidence of an attack, which is played once more with `BUSY_S` more where its time ended too early."""
+    try:
+        async with asyncio.timeout(item.seconds + HANG_S):
+            return await play(item)
+    except AttackCutOff:
+        longer = replace(item, seconds=item.seconds + BUSY_S, within=item.within + BUSY_S)
+        async with asyncio.timeout(longer.seconds + HANG_S):
+            return await play(longer)
+
+
+async def _stored(sandbox: ChannelSandbox, data: bytes) -> None:
+    """A file is read as it was written, or refused."""
+    try:
+        await sandbox.write("after", data)
+        back = await sandbox.read("after", max_bytes=1000)
+    except (ValueError, FileNotFoundError):
+        return
+    if back != data:
+        raise Escaped(f"a file written as {data!r} reads as {back!r}")
+
+
+async def _closed(sandbox: ChannelSandbox) -> None:
+    try:
+        async with asyncio.timeout(OPEN_S):
+            await sandbox.close()
+    except TimeoutError:
+        raise Escaped(f"the sandbox does not close in {OPEN_S:.0f} s") from None
+
+
+def _missing(item: Attack, backend: ChannelBackend) -> str:
+    """Why the attack is not run here: the promise that it tests is not made."""
+    if item.needs in ("control groups", "two users") and backend.name == "bubblewrap" and os.geteuid() != 0:
+        return f"needs {item.needs}, which bubblewrap has only when run by root"
+    if item.network == "gateway" and find_spec("uvicorn") is None:
+        return "for the gateway, whose packages are not installed"
+    if item.needs.startswith(("x86", "aarch")) and platform.machine() != item.needs:
+        return f"for {item.needs}"
+    return ""

@@ -1,0 +1,405 @@
+"""The policy as rollouts see it, always available: behind it the server may die, be restarted and get new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TypeVar
+
+from agentrl.base.liveness import Restarts
+from agentrl.config.recipe import Recipe, ServingConfig
+from agentrl.errors import RequestRefused, ServerDied, ServingError, StoreError, SwapError
+from agentrl.plugins import parts
+from agentrl.protocols import CacheUse, VersionRegistry, WeightChannel
+from agentrl.records import WHOLE_MODEL, Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
+from agentrl.serving import TokenClient, UnsentError, VLLMServer
+from agentrl.serving.probe import PROBE_FILE, max_logprob_difference, read_probe
+from agentrl.serving.server import server_log_name, server_title
+from agentrl.version import deltas
+from agentrl.version.server_address import announce_server, withdraw_server
+
+log = logging.getLogger(__name__)
+
+_RESTARTS = 5  # in a row
+_SWAP_TRIES = 3
+_WATCH_S = 0.5
+_USE_EVERY = 4  # looks of `watch`: a server writes some hundred metrics each time it is asked
+_Taken = TypeVar("_Taken")
+_KV_CACHE_USE = "vllm:kv_cache_usage_perc"
+
+
+class ServerLost(SwapError):
+    """The server died in the middle of a swap."""
+
+
+class SupervisedServer:
+    """A `PolicyServer` on a supervised vLLM server: requests wait at a gate while the server is restarted.
+
+    `version` is the number of the serving version. After `_RESTARTS` restarts in a row it raises `ServingError`. Several servers of one
+    policy are several of these behind `agentrl.serving.server_pool.ServerPool`, which asks them without waiting for a successor:
+    `open`, `answer`, `take`, `become`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run_dir: Path,
+        registry: VersionRegistry,
+        *,
+        gpus: str | None = None,
+        name: str = "",
+        newest: Callable[[], PolicyVersion | None] | None = None,
+        alert: Callable[[str], None] = log.warning,
+    ) -> None:
+        """
+        Args:
+            gpus: CUDA_VISIBLE_DEVICES of the server; None: as in the driver.
+            name: of one of several servers of a run; empty: it is the only one, which the learner is told of.
+            newest: the version that a restarted server begins with; None: `version_to_serve` of the registry.
+            alert: called with a message for the user when a server is restarted.
+        """
+        self.version = -1
+        self.sha256 = ""  # of its weights: the learner may resume from a checkpoint and publish the same number again
+        self._restarts = Restarts()
+        self.cache_use: CacheUse | None = None
+        self._recipe, self._run_dir, self._registry, self._gpus = recipe, run_dir, registry, gpus
+        self._name, self._newest, self._alert = name, newest or (lambda: version_to_serve(registry)), alert
+        self.title = server_title(name)
+        self._nccl = recipe.serving.weight_transfer == "nccl"
+        self._server: VLLMServer | None = None
+        self._gone: VLLMServer | None = None  # the server, once it was seen dead
+        self._client: TokenClient | None = None
+        self._channel: WeightChannel | None = None
+        self._ready = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._busy = asyncio.Lock()  # a swap and a restart never overlap
+
+    async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
+        """Starts a server with the weights of `version`, and lets requests through once the probe agrees.
+
+        A version without reference logprobs is served without a probe: version 0, copied from a model that no run of agentrl made.
+        An adapter is swapped into a server started with version 0; raises `SwapError` when it is refused.
+
+        Args:
+            await_probe: wait for a learner that is being started to write the reference of version 0.
+
+        Raises `ServingError` when the server does not start, or the probe disagrees.
+        """
+        base = version if version.weights == WHOLE_MODEL else self._registry.get(0)
+        assert base is not None, "version 0 was registered"
+        model = self._run_dir / base.folder
+        try:
+            await asyncio.to_thread(deltas.materialize, model)
+        except ValueError as error:
+            raise ServingError(f"version {base.number} cannot be served: {error}") from error
+        server = VLLMServer(recipe=self._recipe, model=model, version=base.number, run_dir=self._run_dir, gpus=self._gpus, name=self._name)
+        self._server = server
+        await server.start()
+        self._client = TokenClient.for_server(server)
+        self._channel = open_channel(self._recipe.serving, server, registry_folder=self._run_dir / "versions")
+        await self._prove(server, base, await_probe=await_probe)
+        if base is not version:
+            await self._swap_in_adapter(self._channel, version)
+        if self._nccl and not self._name:
+            announce_server(self._run_dir, server.url, key=server.key)
+        await self._set_version(version)
+        self._ready.set()
+
+    def episode(self, episode_id: str, task_key: str) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    @property
+    def restarts(self) -> int:
+        return self._restarts.total
+
+    @property
+    def token_s(self) -> float:
+        return 0.0 if self._server is None else self._server.token_s
+
+    @property
+    def accepts_requests(self) -> bool:
+        """Whether requests may pass now, as far as is known."""
+        return self._ready.is_set() and self._server is not None and self._server is not self._gone
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        while True:
+            server = await self._opened_server()
+            completion = await self.try_generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+            if completion is not None:
+                return completion
+            await self._replaced(server)  # it has received nothing, so its successor gets the request
+
+    async def try_generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float
+    ) -> Completion | None:
+        """Samples from the current server; None if it died before it received the request.
+
+        Raises `ServerDied` if it dies later, and `ServingError` for other failures.
+        """
+        client = self._client
+        if client is None:
+            return None
+        try:
+            return await client.generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+        except UnsentError:
+            if client is self._client and not await self.check_died():
+                raise
+            return None
+        except RequestRefused:
+            raise
+        except ServingError as error:
+            if client is self._client and not await self.check_died():
+                raise
+            raise ServerDied(f"{self.title} died: {error}") from error
+
+    async def check_died(self) -> bool:
+        """Whether the server is dead; from then on it is not `open` until a successor serves, or it turns out to be alive."""
+        server = self._server
+        if server is not None and await server.alive():
+            return False
+        self._gone = server
+        return True
+
+    async def swap(self, version: PolicyVersion) -> SwapReport:
+        """Swaps a published version into the running server; the old one keeps serving unless the probe agrees.
+
+        When the server dies meanwhile, the swap is retried with its successor. Raises `SwapError` after three tries on live
+        servers, and `ServingError` when no server comes back.
+        """
+        report = await self._outliving(self._swap, version)
+        mark_serving(self._registry, version)
+        await self._set_version(version)
+        return report
+
+    async def fall_back(self, version: PolicyVersion) -> None:
+        """Serves `version`, published earlier, instead of one that the learner has retracted."""
+        if self._probed(version):
+            await self.swap(version)
+            return
+        await self._start_with(version)
+        mark_serving(self._registry, version)
+
+    async def load_version(self, version: PolicyVersion) -> SwapReport:
+        """Swaps a version into the server that runs now, and tells the registry nothing.
+
+        Raises `ServerLost` when it dies meanwhile, and `SwapError` when it refuses the version three times.
+        """
+        report = await self._swap(version)
+        await self._set_version(version)
+        return report
+
+    async def load_or_restart(self, version: PolicyVersion) -> SwapReport | None:
+        """`take`, or where the version has no probe a server that is started with it, and no report."""
+        if self._probed(version):
+            return await self.load_version(version)
+        await self._start_with(version)
+        return None
+
+    async def load_with_retries(self, version: PolicyVersion) -> None:
+        """`become`, by the server's successor where it dies meanwhile; the registry is told nothing.
+
+        Raises `SwapError` after three tries on live servers, and `ServingError` when no server comes back.
+        """
+        await self._outliving(self.load_or_restart, version)
+
+    def request_replacement(self, reason: str) -> None:
+        """Has `watch` replace the server."""
+        if self._server is not None:
+            self._server.mark_unsound(reason)
+            self._gone = self._server
+
+    def _probed(self, version: PolicyVersion) -> bool:
+        """Whether it can be swapped in: version 0 was not published by a learner, so a server is started with it instead."""
+        return version.number > 0 and (self._run_dir / version.folder / PROBE_FILE).exists()
+
+    async def _start_with(self, version: PolicyVersion) -> None:
+        self._ready.clear()
+        async with self._busy:
+            await self._stop()
+            await self.start(version)
+
+    async def _outliving(self, take: Callable[[PolicyVersion], Awaitable[_Taken]], version: PolicyVersion) -> _Taken:
+        """What `take` gives, of the server's successor where it dies meanwhile."""
+        while True:
+            server = await self._opened_server()
+            try:
+                return await take(version)
+            except ServerLost as error:
+                log.warning("%s: version %d waits for the next server: %s", self.title, version.number, error)
+                await self._replaced(server)
+
+    async def _swap(self, version: PolicyVersion) -> SwapReport:
+        folder = self._run_dir / version.folder
+        if (probe := read_probe(folder)) is None:
+            raise SwapError(f"version {version.number} has no {PROBE_FILE} in {folder}: it was retracted meanwhile")
+        for tries in itertools.count(1):
+            try:
+                return await self._swap_once(version, folder, probe)
+            except SwapError as error:
+                if await self.check_died():
+                    raise ServerLost(str(error)) from error
+                log.warning("swap to version %d, try %d: %s", version.number, tries, error)
+                if tries == _SWAP_TRIES:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _swap_once(self, version: PolicyVersion, folder: Path, probe: Probe) -> SwapReport:
+        async with self._busy:
+            if self._channel is None:
+                raise ServerLost(f"{self.title} is stopped: there is none to swap weights into")
+            return await self._channel.swap(
+                version,
+                folder,
+                probe,
+                max_abs_diff=self._recipe.serving.probe_max_abs_diff,
+                timeout_s=self._recipe.serving.request_timeout_s,
+            )
+
+    async def _opened_server(self) -> VLLMServer:
+        """The server, once requests may pass. Raises `ServingError` when it does not come back in time."""
+        try:
+            async with asyncio.timeout(self._recipe.serving.startup_timeout_s):
+                await self._ready.wait()
+        except TimeoutError:
+            raise ServerDied("the inference server did not come back") from None
+        assert self._server is not None, "requests pass only after start()"
+        return self._server
+
+    async def _replaced(self, server: VLLMServer) -> None:
+        """Returns once `watch` has begun to replace `server`, or `server` turns out to be alive."""
+        try:
+            async with asyncio.timeout(self._recipe.serving.startup_timeout_s):
+                while self._server is server and self._ready.is_set() and not await server.alive():
+                    await asyncio.sleep(_WATCH_S)
+        except TimeoutError:
+            raise ServerDied("the inference server died and was not replaced") from None
+
+    async def wait_version(self, number: int) -> None:
+        """Returns once version `number` or a newer one is serving."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.version >= number)
+
+    async def watch(self, *, on_loss: Callable[[], Awaitable[None]]) -> None:
+        """Restarts the server when it dies, with the newest version that served; ends only by cancellation or `ServingError`.
+
+        `on_loss` is called with NCCL, where the learner may be stuck in a transfer to the dead server.
+        """
+        for reading in itertools.count():
+            await asyncio.sleep(_WATCH_S)
+            if (server := self._server) is None:
+                continue
+            if await server.alive():
+                self._gone = None
+                self._restarts.progress()
+                if reading % _USE_EVERY == 0 and self._recipe.rollout.max_cache_use < 1:
+                    self.cache_use = await _cache_use(server, reading)
+                continue
+            self.cache_use = None
+            if self._server is not server or not self._ready.is_set():
+                continue  # `fall_back` has stopped it, and starts another
+            self._ready.clear()
+            async with self._busy:
+                failures = self._restarts.failed()
+                if failures > _RESTARTS:
+                    raise ServingError(f"{self.title} died {failures} times in a row; see logs/{server_log_name(self._name)}")
+                self._alert(f"{self.title} is replaced: {server.end}; restart {failures} of at most {_RESTARTS} in a row")
+                await self._stop()
+                if self._nccl:
+                    await on_loss()
+                version = self._newest()
+                if version is None:
+                    raise ServingError("no policy version to serve")
+                await self.start(version)
+                self._restarts.started()
+
+    async def close(self) -> None:
+        self._ready.clear()
+        await self._stop()
+
+    async def _swap_in_adapter(self, channel: WeightChannel, version: PolicyVersion) -> None:
+        folder, serving = self._run_dir / version.folder, self._recipe.serving
+        if (probe := read_probe(folder)) is None:
+            raise SwapError(f"version {version.number} has no {PROBE_FILE} in {folder}: it was retracted meanwhile")
+        await channel.swap(version, folder, probe, max_abs_diff=serving.probe_max_abs_diff, timeout_s=serving.request_timeout_s)
+
+    async def _prove(self, server: VLLMServer, version: PolicyVersion, *, await_probe: bool) -> None:
+        """Compares a new server's logprobs with the reference of its version. Raises `ServingError`."""
+        folder, serving = self._run_dir / version.folder, self._recipe.serving
+        until = asyncio.get_running_loop().time() + serving.startup_timeout_s
+        while (probe := read_probe(folder)) is None and await_probe:
+            if asyncio.get_running_loop().time() > until:
+                raise ServingError(
+                    f"version {version.number} has no {PROBE_FILE} after {serving.startup_timeout_s:g} s: "
+                    "the learner writes it after it has loaded the model\n  fix: see logs/learner.log, or raise serving.startup_timeout_s"
+                )
+            await asyncio.sleep(_WATCH_S)
+        if probe is None:
+            return
+        try:
+            async with asyncio.timeout(serving.request_timeout_s):
+                diff = await max_logprob_difference(server, version.number, probe)
+        except TimeoutError:
+            raise ServingError(f"{self.title} returned no logprobs within {serving.request_timeout_s:g} s of its start") from None
+        if not diff <= serving.probe_max_abs_diff:
+            raise ServingError(
+                f"{self.title} was started with version {version.number} and differs by {diff:.3g} nats from {folder / PROBE_FILE};"
+                f" the limit is serving.probe_max_abs_diff={serving.probe_max_abs_diff:g}\n  fix: restore the published weights, or set"
+                " policy.dtype to that of the reference (bfloat16 needs a limit of about 0.15)"
+            )
+
+    async def _stop(self) -> None:
+        self._ready.clear()  # a restart may have let requests through while `fall_back` waited for it
+        if not self._name:
+            withdraw_server(self._run_dir)
+        cut_off, self._channel, self._client = (self._channel, self._client), None, None  # so that requests see that it has gone
+        for part in cut_off:
+            if part is not None:
+                await part.close()
+        if self._server is not None:
+            await self._server.stop()
+        self._server = None
+
+    async def _set_version(self, version: PolicyVersion) -> None:
+        async with self._changed:
+            self.version, self.sha256 = version.number, version.sha256
+            self._changed.notify_all()
+
+
+async def _cache_use(server: VLLMServer, reading: int) -> CacheUse | None:
+    """None where the server does not tell: then nothing is held back for it."""
+    try:
+        share = (await server.control.metrics()).get(_KV_CACHE_USE)
+    except ServingError:  # it may be about to die, which `watch` sees by itself
+        return None
+    return None if share is None or not 0 <= share <= 1 else CacheUse(reading=reading, shares=(share,))
+
+
+def open_channel(config: ServingConfig, server: VLLMServer, *, registry_folder: Path) -> WeightChannel:
+    """The weight channel that a recipe names, on one server. Raises `PluginError`."""
+    made: WeightChannel = parts.make_part(
+        parts.CHANNEL, config.weight_transfer, config.weight_transfer_options, server, registry_folder=registry_folder
+    )
+    return made
+
+
+def mark_serving(registry: VersionRegistry, version: PolicyVersion) -> None:
+    """Records that `version` serves, unless it was taken back meanwhile. Raises `StoreError`."""
+    try:
+        registry.set_state(version.number, VersionState.SERVING)
+    except StoreError:
+        record = registry.get(version.number)
+        if record is not None and record.sha256 == version.sha256 and record.state is not VersionState.ROLLED_BACK:
+            raise
+        log.warning("version %d was retracted while it was swapped in", version.number)  # its successor is on its way
+
+
+def version_to_serve(registry: VersionRegistry) -> PolicyVersion | None:
+    """The version that a server should answer with; after the serving one was rolled back, the newest that was not."""
+    return registry.latest(VersionState.SERVING, VersionState.PROMOTED) or registry.latest(VersionState.CANDIDATE, VersionState.SERVED)

@@ -1,0 +1,181 @@
+"""HTTP/1.1 requests to one server over kept connections: the way of every turn, so it costs little and holds thousands at once.
+
+A general HTTP client takes a millisecond of CPU time for a request, and looks through all of its connections for each. Here free
+connections are a stack, h11 reads and writes the protocol, and nothing else lies between it and the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from urllib.parse import urlsplit
+
+import h11
+
+from agentrl.errors import ServingError
+from agentrl.serving.access import auth_headers as access
+
+MAX_ANSWER_BYTES = 256 << 20
+"""Of one answer; one of the longest completion with the largest supports takes some tens of MiB."""
+IDLE_S = 10.0
+"""After so long a free connection is not used again: well before the server drops it (after 30 s), so that no request is lost on one that
+the server is just closing."""
+_MAX_HEAD = 64 << 10
+
+
+class UnsentError(ServingError):
+    """The request never reached the server, so a retry is safe."""
+
+
+class HttpTransport:
+    """Requests to one `http://host:port`, at most `max_connections` at a time; others wait. Use from one event loop."""
+
+    def __init__(self, url: str, *, key: str = "", max_connections: int) -> None:
+        """`key`: of the server (`agentrl.serving.access`); empty: it needs none."""
+        parts = urlsplit(url)
+        self.url = url
+        self.closed = False
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._head = [(b"host", parts.netloc.encode()), (b"content-type", b"application/json")]
+        self._head += [(name.encode(), value.encode()) for name, value in access(key).items()]
+        self._slots = asyncio.Semaphore(max_connections)
+        self._free: deque[tuple[float, _Connection]] = deque()  # since when; the newest last
+        self._busy: set[_Connection] = set()
+
+    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Status and content of the answer to a JSON body; the caller sets the deadline. A cancellation closes the connection.
+
+        Raises `UnsentError` when the server cannot be reached or this end is closed, `ServingError` when the connection breaks later or
+        the answer is no HTTP.
+        """
+        async with self._slots:
+            connection = self._taken() or await self._opened()
+            self._busy.add(connection)
+            try:
+                answer = await connection.exchange(self._request(path, len(body)), body)
+            except BaseException:
+                connection.abort()
+                raise
+            finally:
+                self._busy.discard(connection)
+            self._give_back(connection)
+            return answer
+
+    def close(self) -> None:
+        """Breaks off what is under way. Idempotent."""
+        self.closed = True
+        for connection in (*self._busy, *(free for _, free in self._free)):
+            connection.abort()
+        self._free.clear()
+
+    def _request(self, path: str, length: int) -> h11.Request:
+        return h11.Request(method=b"POST", target=path.encode(), headers=[*self._head, (b"content-length", b"%d" % length)])
+
+    def _taken(self) -> _Connection | None:
+        """The free connection that was used last, so that those that nobody needs any more grow old."""
+        if self.closed:
+            raise self._closed()
+        oldest = time.monotonic() - IDLE_S
+        while self._free and self._free[0][0] < oldest:
+            self._free.popleft()[1].abort()
+        while self._free:
+            if (found := self._free.pop()[1]).usable:
+                return found
+        return None
+
+    def _give_back(self, connection: _Connection) -> None:
+        if self.closed or not connection.reset():
+            connection.abort()
+            return
+        self._free.append((time.monotonic(), connection))
+
+    async def _opened(self) -> _Connection:
+        try:
+            _, connection = await asyncio.get_running_loop().create_connection(_Connection, self._host, self._port)
+        except OSError as error:
+            raise UnsentError(f"cannot reach the inference server at {self.url}: {error}") from error
+        if self.closed:  # meanwhile; whoever closed this end has not seen this connection
+            connection.abort()
+            raise self._closed()
+        return connection
+
+    def _closed(self) -> UnsentError:
+        return UnsentError(f"the connection to the inference server at {self.url} was closed: it is being stopped or restarted")
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, one exchange at a time."""
+
+    def __init__(self) -> None:
+        self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD)
+        self._transport: asyncio.Transport | None = None
+        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
+        self._status, self._content = 0, bytearray()
+
+    @property
+    def usable(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    async def exchange(self, request: h11.Request, body: bytes) -> tuple[int, bytes]:
+        """Raises `ServingError` when the connection ends, or the answer is no HTTP."""
+        assert self._transport is not None, "it was opened"
+        self._answer = asyncio.get_running_loop().create_future()
+        head = self._http.send(request)
+        self._http.send(h11.Data(data=body))
+        self._http.send(h11.EndOfMessage())
+        self._transport.writelines((head, body) if head else ())
+        return await self._answer
+
+    def reset(self) -> bool:
+        """Makes it ready for another exchange; False where the server wants it closed, or has said more than it was asked."""
+        self._answer, self._status, self._content = None, 0, bytearray()
+        if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE or self._http.trailing_data[0]:
+            return False  # what is left over would be taken for the next answer
+        self._http.start_next_cycle()
+        return self.usable
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport), "a socket's"
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._read(data)
+
+    def eof_received(self) -> bool:
+        self._read(b"")
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._fail("the connection was closed before the answer" if error is None else f"{type(error).__name__}: {error}")
+
+    def _read(self, data: bytes) -> None:
+        if self._answer is None:  # nothing was asked: the server is closing, or speaks out of turn
+            self.abort()
+            return
+        try:
+            self._http.receive_data(data)
+            while not self._answer.done():
+                event = self._http.next_event()
+                if event is h11.NEED_DATA or event is h11.PAUSED:
+                    return
+                if isinstance(event, h11.Response):
+                    self._status = event.status_code
+                elif isinstance(event, h11.Data):
+                    self._content += event.data
+                    if len(self._content) > MAX_ANSWER_BYTES:
+                        self._fail(f"its answer has more than {MAX_ANSWER_BYTES >> 20} MiB")
+                elif isinstance(event, h11.EndOfMessage):
+                    self._answer.set_result((self._status, bytes(self._content)))
+                elif isinstance(event, h11.ConnectionClosed):
+                    self._fail("the connection was closed before the answer")
+        except h11.RemoteProtocolError as error:
+            self._fail(f"its answer is no HTTP: {error}" if data else "the connection was closed before the end of the answer")
+
+    def _fail(self, reason: str) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ServingError(f"the inference server: {reason}"))

@@ -1,0 +1,150 @@
+"""How a run that fails ends: one error, one cause, in a few lines; the traceback is in the driver's log.
+
+What fails while another failure is being dealt with is written down there too, and never takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+
+from agentrl.base import user_code
+from agentrl.base.error_text import disk_full_error, group_members, main_error, one_line_error, raise_location
+from agentrl.base.secrets import redact
+from agentrl.errors import AgentRLError, UserError
+
+log = logging.getLogger(__name__)
+
+DRIVER_LOG = "logs/driver.log"
+_MOST_TOLD = 100_000  # characters
+_CROWDED = 16 << 20
+"""Bytes free on a run's disk below which any failure is put down to that: the smallest checkpoint takes more."""
+
+
+@contextmanager
+def warn_on_error(folder: Path, doing: str) -> Iterator[None]:
+    """Runs a step on which no result depends: an error in it becomes a warning, and its traceback goes to the driver's log."""
+    try:
+        yield
+    except Exception as second:
+        append_driver_log(folder, f"a further error, in {doing}", second)
+        log.warning("%s: %s", doing, one_line_error(second))
+
+
+@asynccontextmanager
+async def closing_stack(folder: Path) -> AsyncIterator[AsyncExitStack]:
+    """An exit stack whose errors on closing go to the driver's log. If the block succeeded, they become a warning, because its results are
+    complete and only open resources may be left behind. A cancellation is raised."""
+    body: BaseException | None = None
+    try:
+        async with AsyncExitStack() as stack:
+            try:
+                yield stack
+            except BaseException as error:
+                body = error
+                raise
+    except BaseException as last:
+        if last is body or (body is None and not isinstance(last, Exception)):
+            raise
+        append_driver_log(folder, "a further error, in closing what was open", last)
+        if body is None:
+            _left(last)
+    if body is not None:
+        raise body
+
+
+@asynccontextmanager
+async def close_after(close: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Calls `close` after the block, whether or not it raises. An error in `close` becomes a warning."""
+    try:
+        yield
+    finally:
+        try:
+            await close()
+        except Exception as error:
+            _left(error)
+
+
+def _left(error: BaseException) -> None:
+    log.warning(
+        "closing failed, and sandboxes may be left behind (agentrl sandbox prune removes them): %s", one_line_error(main_error(error))
+    )
+
+
+def append_driver_log(folder: Path, what: str, error: BaseException | None = None) -> Path | None:
+    """Appends an event, or an error with its traceback, to `logs/driver.log` of a run folder. Returns None if it cannot be written."""
+    path = folder / DRIVER_LOG
+    trace = f"{redact(''.join(traceback.format_exception(error)))}\n" if error is not None else ""
+    text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}\n{trace}"
+    try:
+        if not path.parent.is_dir():
+            return None
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError:
+        return None
+    return path
+
+
+def ended_by_user(error: BaseException) -> bool:
+    """Whether a person ended it, and nothing else went wrong."""
+    return all(isinstance(leaf, asyncio.CancelledError) or user_code.is_interrupt(leaf) for leaf in group_members(error))
+
+
+def report_error(error: BaseException, *, folder: Path | None = None, go_on: str = "") -> int:
+    """Says on standard error what ended a command, with one cause, and returns the exit code.
+
+    Args:
+        folder: the run folder, whose `logs/driver.log` gets the traceback. Without one, a bug shows it.
+        go_on: the command that continues the run, if there is a run to continue.
+    """
+    cause = main_error(error)
+    plain = isinstance(cause, UserError) and cause is error
+    written = append_driver_log(folder, "the run failed", error) if folder is not None and not plain else None
+    lines = _words(cause, folder)
+    if go_on:
+        lines.append(f"  continue with: {go_on}")
+    if written is not None and not isinstance(cause, UserError):
+        lines.append(f"  traceback: {written}")
+    elif (
+        written is None and not isinstance(cause, AgentRLError | OSError) and not disk_full_error(cause)
+    ):  # what the system refuses is no bug
+        print(redact("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    told = user_code.printable(
+        redact("\n".join(lines)).expandtabs(4), _MOST_TOLD
+    )  # files and what is in them may be named as anybody likes
+    print(told, file=sys.stderr, flush=True)
+    return 2 if isinstance(cause, UserError) else 1
+
+
+def _words(cause: BaseException, folder: Path | None) -> list[str]:
+    if isinstance(cause, UserError):
+        return [f"error: {cause}"]
+    if (full := disk_full_error(cause)) is not None:
+        told = str(cause).splitlines()[0] if isinstance(cause, AgentRLError) else one_line_error(full)
+        return [f"failed: {_disk(folder)}: {told}", "  fix: free space there; what was finished is kept"]
+    at = "" if isinstance(cause, AgentRLError) else raise_location(cause)
+    lines = (str(cause) if isinstance(cause, AgentRLError) else one_line_error(cause) + (f" ({at})" if at else "")).splitlines() or [
+        one_line_error(cause)
+    ]
+    if not _crowded(folder):
+        return [f"failed: {lines[0]}", *lines[1:]]
+    # The first to meet it is not always who is heard: a library may call it a broken file, and the kernel ends who writes to mapped memory.
+    return [f"failed: {_disk(folder)}, which is likely why: {lines[0]}", "  fix: free space there; what was finished is kept"]
+
+
+def _crowded(folder: Path | None) -> bool:
+    return folder is not None and folder.is_dir() and shutil.disk_usage(folder).free < _CROWDED
+
+
+def _disk(folder: Path | None) -> str:
+    if folder is None or not folder.is_dir():
+        return "the disk is full"
+    return f"the disk of {folder} is full ({shutil.disk_usage(folder).free >> 20} MiB free)"

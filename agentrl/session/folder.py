@@ -1,0 +1,222 @@
+"""A run folder and the command that goes on with it: what it is called, whether it may be used, and how it was started.
+
+`run.json` keeps the overrides a run was started with. A resumed run has them all again; what is given anew is laid over them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any
+
+from agentrl.base import files
+from agentrl.base.run_lock import drive_folder, is_vacant
+from agentrl.base.untrusted_files import read_bytes
+from agentrl.config.recipe import Recipe, load
+from agentrl.config.section import resumable_keys
+from agentrl.errors import RecipeError, RunFolderBusy, StoreError, UserError
+from agentrl.observe import Summary, sessions
+
+_RECIPE, _STARTED = "recipe.json", "run.json"
+_FREE_BYTES = 1 << 30
+_LARGEST = 16 << 20  # bytes of run.json
+_SANDBOX = "sandbox.backend="
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStart:
+    """How a person started a run."""
+
+    recipe: Path  # as typed
+    folder: Path
+    verb: str = "train"  # the command: train, eval or sample
+    overrides: tuple[str, ...]
+    began: float = field(default_factory=time.monotonic, compare=False)  # when the command did, in monotonic seconds
+
+    def command(self, *, resume: bool = False) -> str:
+        """The line for a shell in the same folder, with every override."""
+        words = [*_program(), self.verb, str(self.recipe)]
+        words += [item for item in self.overrides if not item.startswith(_SANDBOX)]
+        words += ["--run-dir", str(self.folder)]
+        for item in self.overrides:
+            words += ["--sandbox", item.removeprefix(_SANDBOX)] if item.startswith(_SANDBOX) else []
+        return shlex.join([*words, *(["--resume"] if resume else [])])
+
+
+def _program() -> list[str]:
+    """What was typed before `train`: the console script, by its path where it is not on PATH, or this Python."""
+    typed = Path(sys.argv[0])
+    if typed.name == "agentrl":
+        found = shutil.which("agentrl")
+        return ["agentrl"] if found is not None and Path(found).resolve() == typed.resolve() else [str(typed)]
+    return [sys.executable, "-m", "agentrl"]
+
+
+def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
+    """Overrides one after the other; of a key that is set twice, the later one alone, in its place."""
+    both = [*earlier, *later]
+    keys = [item.partition("=")[0] for item in both]
+    return tuple(item for number, item in enumerate(both) if keys[number] not in keys[number + 1 :])
+
+
+@contextmanager
+def claim_run_folder(wanted: Path | None, runs: Path, name: str, *, resume: bool, command: str, resumable: bool = True) -> Iterator[Path]:
+    """The run folder, with this process as its one driver: `wanted`, else in `runs` the first free of `name`, `name-2`, ...
+
+    With `resume` it is the last of them that holds a run. Two that start at once get different ones. Raises `UserError` for a
+    folder that another drives, that holds a run already, or that with `resume` holds none.
+    """
+    with ExitStack() as stack:
+        folder = _first_free(stack, runs, name, command) if wanted is None and not resume else wanted or _last(runs, name)
+        if wanted is not None or resume:
+            _take(stack, folder, resume=resume, command=command, resumable=resumable)
+        stack.callback(lambda: files.make_private(folder) if files.is_private(folder) else None)
+        yield folder
+
+
+def _take(stack: ExitStack, folder: Path, *, resume: bool, command: str, resumable: bool) -> None:
+    if resume and not folder.is_dir():
+        raise _no_run(folder)
+    stack.enter_context(drive_folder(folder, command=command))
+    if resume and not holds_run(folder):
+        raise _no_run(folder)
+    if not resume and holds_run(folder):
+        go_on = "continue it with --resume, or " if resumable else ""
+        raise UserError(f"{folder} already holds a run", fix=f"{go_on}choose another --run-dir (or delete {folder})")
+
+
+def holds_run(folder: Path) -> bool:
+    return (folder / _RECIPE).exists()
+
+
+def _no_run(folder: Path) -> UserError:
+    return UserError(f"{folder} holds no run to resume", fix="leave out --resume to start one")
+
+
+def _first_free(stack: ExitStack, runs: Path, name: str, command: str) -> Path:
+    """The lock decides between two that choose in the same instant, and whoever has it looks once more."""
+    for folder in _names(runs, name):
+        if not is_vacant(folder):
+            continue
+        with ExitStack() as attempt, suppress(RunFolderBusy):
+            attempt.enter_context(drive_folder(folder, command=command))
+            if is_vacant(folder):
+                stack.push(attempt.pop_all())
+                return folder
+    raise AssertionError("there is always another name")
+
+
+def _last(runs: Path, name: str) -> Path:
+    there = list(takewhile(Path.exists, _names(runs, name)))
+    return next((folder for folder in reversed(there) if holds_run(folder)), runs / name)
+
+
+def _names(runs: Path, name: str) -> Iterator[Path]:
+    yield runs / name
+    for number in count(2):
+        yield runs / f"{name}-{number}"
+
+
+def recorded_overrides(folder: Path) -> tuple[str, ...]:
+    """The overrides that the run in a folder was started with."""
+    return tuple(str(item) for item in _started(folder).get("overrides", ()))
+
+
+def check_same_command(folder: Path, verb: str) -> None:
+    """Raises `UserError` where another command than this one made what is in a folder: it would not go on with it, but spoil it."""
+    made = str(_started(folder).get("verb", "train"))
+    if made != verb:
+        raise UserError(f"{folder} holds what `agentrl {made}` made", fix=f"choose another --run-dir, or use agentrl {made}")
+
+
+def _started(folder: Path) -> dict[str, Any]:
+    path = folder / _STARTED
+    try:
+        found = json.loads(read_bytes(path, most=_LARGEST, inside=folder))
+        if not isinstance(found, dict) or not isinstance(found.get("overrides"), list):
+            raise ValueError("no overrides")
+        return found
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(
+            f"{path} is damaged ({error})", fix=f"remove it, and give the run's overrides again: {folder / _RECIPE} has them"
+        ) from None
+
+
+def finished_summary(folder: Path, recipe: Recipe) -> Summary | None:
+    """The summary of a run that has finished under this recipe, with no work left; else None."""
+    starts = sessions.read_sessions(folder)
+    if not starts or starts[-1].ended != "finished" or check_resumed_recipe(folder, recipe):
+        return None
+    with suppress(FileNotFoundError, StoreError):
+        return Summary.read(folder)
+    return None
+
+
+def check_resumed_recipe(folder: Path, recipe: Recipe) -> list[str]:
+    """The changed keys of a resumed run, one line each. Raises `RecipeError` for a key that is not `resumable`.
+
+    What was sampled under one recipe may not be trained under another.
+    """
+    before, after = _flat(load(folder / _RECIPE).model_dump()), _flat(recipe.model_dump())
+    keys = [key for key in (*before, *(key for key in after if key not in before)) if before.get(key) != after.get(key)]
+    changes = {key: f"{key} {before.get(key)} -> {after.get(key)}" for key in keys}
+    may = resumable_keys(Recipe)
+    fixed = [change for key, change in changes.items() if not any(fnmatchcase(key, pattern) for pattern in may)]
+    if fixed:
+        named = ", ".join(key for key in may if f"{key}.*" not in may)
+        raise RecipeError(
+            f"--resume: the recipe differs from the run's: {'; '.join(fixed)}",
+            fix=f"undo these changes, or start a new run. Keys that may change: {named}",
+        )
+    return list(changes.values())
+
+
+def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def write_start(folder: Path, recipe: Recipe, start: RunStart) -> None:
+    """Creates the run folder: its sub-folders, `run.json`, and last `recipe.json`, which marks it as a run.
+
+    A new folder is private to this user. A resumed folder keeps its mode, so that its owner can share it.
+    """
+    if not holds_run(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    for name in ("episodes", "versions", "checkpoints", "logs"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    started = {
+        "verb": start.verb,
+        "recipe": str(start.recipe.resolve()),
+        "overrides": start.overrides,
+        "directory": str(Path.cwd()),
+        "resume": start.command(resume=True) if start.verb != "eval" else None,  # an evaluation is made again
+    }
+    files.write_atomically(folder / _STARTED, json.dumps(started, indent=2) + "\n")
+    if start.verb == "train":
+        sessions.record_start(folder)  # before the recipe: what an earlier start has finished, it has not finished under this one
+    files.write_atomically(folder / _RECIPE, recipe.model_dump_json(indent=2) + "\n")
+
+
+def check_disk(folder: Path) -> None:
+    """Refuses to start on a disk that will be full before the first checkpoint."""
+    free = shutil.disk_usage(folder).free
+    if free < _FREE_BYTES:
+        raise UserError(f"{folder}: only {free >> 20} MiB are free on this disk", fix="free at least 1 GiB, or choose another --run-dir")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{folder} is not writable", fix="choose another --run-dir")

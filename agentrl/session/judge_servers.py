@@ -1,0 +1,217 @@
+"""The judges' servers of a run: started beside the policy's, started again when they die, ended with it.
+
+A judge whose server is being started waits, within its patience; so a server that dies delays, and no episode gets a 0 for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.base.files import sha256_file
+from agentrl.base.liveness import Restarts
+from agentrl.base.user_code import describe_error
+from agentrl.config.recipe import Recipe
+from agentrl.errors import AgentRLError, ServingError, UserError
+from agentrl.judge import servers as known_servers
+from agentrl.judge.reward_record import load_record
+from agentrl.version.model_folder import check_model_files, read_json
+
+if TYPE_CHECKING:
+    from agentrl.serving.judge_server import JudgeServer
+
+log = logging.getLogger(__name__)
+
+_WATCH_S = 0.5
+_DECIDES = ("*.safetensors", "config.json", "tokenizer*", "chat_template*")  # files of a model that decide about what it says
+_CLASSIFIES = "ForSequenceClassification"
+
+
+def declare_judge_servers(recipe: Recipe, folders: Mapping[str, Path]) -> None:
+    """Tells the judges of this process which servers will be started. Raises `UserError` for a model that cannot be served so.
+
+    Args:
+        folders: of the models, by the name of their server.
+    """
+    found = {}
+    for name, folder in folders.items():
+        key, config = f"judge_servers.{name}", read_json(folder / "config.json")
+        reward_model = is_reward_model(config)
+        check_model_files(folder, chat_template=not reward_model, key=f"{key}.model")
+        positions, wanted = config.get("max_position_embeddings"), recipe.judge_servers[name].max_model_len
+        if isinstance(positions, int) and positions < wanted:
+            raise UserError(
+                f"{key}.max_model_len={wanted}, and the model has {positions} positions", fix=f"set {key}.max_model_len={positions}"
+            )
+        found[name] = known_servers.JudgeServer(folder=folder, weights=_hash(folder), reward_model=reward_model)
+    known_servers.register_servers(found)
+
+
+def is_reward_model(config: Mapping[str, Any]) -> bool:
+    """Whether a model gives numbers instead of words, as its config.json says."""
+    architectures = config.get("architectures")
+    return isinstance(architectures, list) and any(isinstance(one, str) and one.endswith(_CLASSIFIES) for one in architectures)
+
+
+def check_judge_servers_used() -> None:
+    """Raises `UserError` for a declared server that nobody would ask. Call it when the recipe's verifiers are loaded."""
+    if idle := known_servers.unused_servers():
+        raise UserError(
+            f"judge_servers.{idle[0]} would start a server that no judge of the recipe asks",
+            fix=f'let one ask it: Endpoint(url=served("{idle[0]}"), model="{idle[0]}"), or leave the section out',
+        )
+
+
+def check_reward_model_vocabulary(policy: Path) -> None:
+    """Raises `UserError` for a reward model that reads a policy's tokens and has another vocabulary than it.
+
+    Args:
+        policy: folder of the policy's model.
+    """
+    for name, known in known_servers.registered_servers().items():
+        if known.reward_model and not load_record(known.folder).shows and _vocabulary(known.folder) != _vocabulary(policy):
+            raise UserError(
+                f"judge_servers.{name}.model reads the tokens of episodes, and has another vocabulary than policy.model",
+                fix="make it from this policy (agentrl tune reward RUN), or from labels, whose texts it then reads (--labels)",
+            )
+
+
+def _vocabulary(folder: Path) -> Any:
+    path = folder / "tokenizer.json"
+    model = read_json(path).get("model") if path.is_file() else None
+    return model.get("vocab") if isinstance(model, dict) else None
+
+
+class JudgeServers:
+    """The servers of a recipe's section `running_judge_servers`, once they were declared."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folders: Mapping[str, Path],
+        *,
+        folder: Path,
+        gpus: Mapping[str, str | None] | None = None,
+        alert: Callable[[str], None] = log.warning,
+    ) -> None:
+        """
+        Args:
+            folders: of the models, by name.
+            folder: the run folder, for logs.
+            gpus: CUDA_VISIBLE_DEVICES of each.
+            alert: called with a message for the user when a server is restarted or given up.
+        """
+        self._restarts = {name: Restarts() for name in folders}
+        self._recipe, self._models, self._folder, self._gpus, self._alert = recipe, folders, folder, gpus or {}, alert
+        self._watching: list[asyncio.Task[None]] = []
+        self._first = {name: asyncio.Event() for name in folders}
+        self._failed: dict[str, AgentRLError] = {}
+        self._running: dict[str, JudgeServer] = {}
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        return {name: one.total for name, one in self._restarts.items()}
+
+    def start(self) -> None:
+        """Begins to start them, each watched from then on."""
+        self._watching = [asyncio.create_task(self._keep(name), name=f"judge server {name}") for name in self._models]
+
+    async def ready(self) -> None:
+        """Returns once each has answered. Raises the error of the first that could not be started."""
+        for name, event in self._first.items():
+            await event.wait()
+            if (error := self._failed.get(name)) is not None:
+                raise error
+
+    def pid(self, name: str) -> int | None:
+        """Of a running server's process."""
+        server = self._running.get(name)
+        return None if server is None else server.pid
+
+    async def close(self) -> None:
+        """Ends them all."""
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        self._watching.clear()
+        await asyncio.gather(*(server.stop() for server in self._running.values()))
+        self._running.clear()
+
+    async def _keep(self, name: str) -> None:
+        """One server's life: started, looked at, started again, until it was too often; then its judges are told."""
+        known, most = known_servers.registered_servers()[name], self._recipe.judge_servers[name].max_restarts
+        try:
+            while True:
+                end = await self._serve(name, known)
+                failures = self._restarts[name].failed()
+                if failures > most:
+                    known.refused = f"the judge's server {name} died {failures} times in a row; see logs/judge-{name}.log"
+                    self._alert(known.refused)
+                    return
+                self._alert(f"the judge's server {name} is replaced: {end}; restart {failures} of at most {most} in a row")
+        except Exception as error:
+            known.refused = f"the judge's server {name} cannot be started: {describe_error(error)}"
+            self._failed[name] = error if isinstance(error, AgentRLError) else ServingError(known.refused)
+            self._alert(known.refused)
+        finally:
+            self._first[name].set()
+
+    async def _serve(self, name: str, known: known_servers.JudgeServer) -> str:
+        """Returns, with the reason, once the server has died or makes no progress."""
+        from agentrl.serving.judge_server import JudgeServer
+        from agentrl.serving.server import serving_device
+
+        server = JudgeServer(
+            name,
+            self._recipe.judge_servers[name],
+            model=known.folder,
+            reward_model=known.reward_model,
+            folder=self._folder,
+            device=serving_device(self._recipe),
+            gpus=self._gpus.get(name),
+        )
+        self._running[name] = server
+        try:
+            await server.start()
+            known.key, known.url = server.key, server.url
+            self._first[name].set()
+            self._restarts[name].started()
+            while await server.alive():
+                self._restarts[name].progress()
+                await asyncio.sleep(_WATCH_S)
+            return server.end_reason
+        finally:
+            known.url = known.key = ""
+            await server.stop()
+            self._running.pop(name, None)
+
+
+@asynccontextmanager
+async def running_judge_servers(
+    recipe: Recipe,
+    folders: Mapping[str, Path],
+    *,
+    folder: Path,
+    gpus: Mapping[str, str | None] | None = None,
+    alert: Callable[[str], None] = log.warning,
+) -> AsyncIterator[JudgeServers]:
+    """The servers, being started; ended when the block is left."""
+    servers = JudgeServers(recipe, folders, folder=folder, gpus=gpus, alert=alert)
+    servers.start()
+    try:
+        yield servers
+    finally:
+        await servers.close()
+
+
+def _hash(folder: Path) -> str:
+    """sha256 over the files that decide about what a model says."""
+    whole = hashlib.sha256()
+    for path in sorted({path for pattern in _DECIDES for path in folder.glob(pattern) if path.is_file()}):
+        whole.update(f"{path.name} {sha256_file(path)}\n".encode())
+    return whole.hexdigest()

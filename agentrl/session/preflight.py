@@ -1,0 +1,365 @@
+"""Everything that can be checked before a run starts anything: what is installed, the model, the user's code; and the base version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.agent import forms, load_tools
+from agentrl.agent.mcp.servers import MCP_PREFIX
+from agentrl.agent.run_tools import declared_tools
+from agentrl.agent.template import read_template
+from agentrl.agent.wording import with_instructions
+from agentrl.base import error_text
+from agentrl.base.error_text import one_line_error
+from agentrl.base.installation import install_command
+from agentrl.base.user_code import raising_as
+from agentrl.cluster.gpus import Placement, place_parts
+from agentrl.config.recipe import EvalConfig, PolicyConfig, Recipe
+from agentrl.errors import AgentRLError, PluginError, RecipeError, TaskError, UserError
+from agentrl.evaluation.evaluate import with_thinking_bound
+from agentrl.evaluation.suite_code import check_suite_code
+from agentrl.failure.case import Suite, load_suite
+from agentrl.failure.overlap import WithheldTasks, load_withheld
+from agentrl.failure.practice_schedule import PracticeSchedule
+from agentrl.failure.triage import load_rules
+from agentrl.gate.rule import can_trigger_retry
+from agentrl.memory import require_full_text_search, scope_of
+from agentrl.memory.run_memory import placeholder_memory
+from agentrl.objective.trial import try_estimator, try_loss
+from agentrl.plugins import parts
+from agentrl.protocols import EpisodeMemory, TaskFamily, ToolSource
+from agentrl.protocols.group_judge import GroupJudge
+from agentrl.records import Split, Task
+from agentrl.reward import TaskScorer
+from agentrl.reward.group_judging import load_group_judge
+from agentrl.reward.verifier_call import prepare_verifier
+from agentrl.rollout import thinking_bound
+from agentrl.session.disk_space import check_disk_space
+from agentrl.session.folder import check_disk
+from agentrl.session.judge_servers import check_judge_servers_used, check_reward_model_vocabulary, declare_judge_servers
+from agentrl.session.models import find_model
+from agentrl.session.run_practice import open_run_practice
+from agentrl.task import open_family
+from agentrl.version.model_folder import check_model, read_json
+
+if TYPE_CHECKING:
+    from agentrl.agent.chat import ChatFormat
+
+
+_THERE = "correct it there"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightResult:
+    """What the checks before a start have found and opened; nothing in it runs."""
+
+    model: Path  # folder of the policy that the run begins with
+    template: str | None  # a chat template in place of the model's own, of a run that has not begun
+    family: TaskFamily
+    scorer: TaskScorer  # with the verifiers of the first task
+    gpus: Placement
+    suite: Suite | None = None  # of the gate, where the recipe has one
+    withheld: WithheldTasks = field(default_factory=lambda: WithheldTasks(()))  # what is never trained on
+    practice: PracticeSchedule | None = None  # tasks made from cases, where the recipe has some
+    group_judge: GroupJudge | None = None  # of all attempts of a group together, where the recipe names one
+    judges: Mapping[str, Path] = field(default_factory=dict)  # model folders of the judges' servers, by name
+    notes: tuple[str, ...] = ()  # what a person should know, and what refuses no run
+
+
+def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = True) -> PreflightResult:
+    """Raises `UserError` for whatever files, the user's code and installed packages tell within a second or two; cheapest first.
+
+    `training`: whether a learner and the recipe's gate are to start, and need GPUs.
+    """
+    check_disk(folder)
+    named, begun = recipe.policy.chat_template, (folder / "versions" / "000000").is_dir()  # a run that has begun has its template there
+    template = None if named is None or begun else read_template(named, root)
+    if recipe.policy.tool_format is not None:
+        forms.call_form(recipe.policy.tool_format)
+    model = find_model(recipe.policy.model, root, chat_template=named is None)
+    check_model(model, recipe)
+    disk = check_disk_space(recipe, model, folder) if training else ()
+    _check_known(str(read_json(model / "config.json")["model_type"]))
+    check_parts(recipe)
+    check_delegation(recipe, root=root)
+    judges = declare_judges(recipe, root=root)
+    family, scorer = open_tasks(recipe, root=root, folder=folder)
+    group_judge = open_group_judge(recipe, root=root, folder=folder)
+    suite = open_gate_suite(recipe, scorer, root=root)
+    kept_away = load_withheld(measured_suites(recipe), root=root)
+    practice, notes = open_run_practice(recipe, family, scorer, kept_away, root=root, folder=folder)
+    check_judge_servers_used()
+    check_reward_model_vocabulary(model)
+    load_rules(recipe.capture.rules)
+    gpus = place_parts(recipe, training=training)
+    _check_installed(recipe)
+    _try_objective(recipe)
+    return PreflightResult(
+        model=model,
+        template=template,
+        family=family,
+        scorer=scorer,
+        gpus=gpus,
+        suite=suite,
+        withheld=kept_away,
+        practice=practice,
+        judges=judges,
+        group_judge=group_judge,
+        notes=(*disk, *notes),
+    )
+
+
+def declare_judges(recipe: Recipe, *, root: Path) -> dict[str, Path]:
+    """The model folders of the judges' servers that the recipe starts, declared to the judges of this process. Raises `UserError`."""
+    folders = {
+        name: find_model(config.model, root, chat_template=False, key=f"judge_servers.{name}.model")
+        for name, config in recipe.judge_servers.items()
+    }
+    declare_judge_servers(recipe, folders)
+    return folders
+
+
+def check_parts(recipe: Recipe) -> None:
+    """Resolves every part that the recipe names by reference and holds it to its protocol. Raises `PluginError` with all that is wrong."""
+    serving, objective, sandbox = recipe.serving, recipe.objective, recipe.sandbox
+    named: list[tuple[parts.PartKind, str, parts.Options]] = [
+        (parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_options),
+        (parts.BACKEND, sandbox.backend, sandbox.options),
+        (parts.CHANNEL, serving.weight_transfer, serving.weight_transfer_options),
+        (parts.STORE, recipe.store, recipe.store_options),
+        *((parts.TRACKER, name, recipe.tracker_options.get(name, {})) for name in recipe.trackers),
+        (parts.ADVANTAGE, objective.advantage, objective.advantage_options),
+        (parts.LOSS, objective.loss, objective.loss_options),
+    ]
+    wrong: list[PluginError] = []
+    for kind, name, options in named:
+        if name not in kind.shipped:  # what ships is held to its protocol by the type checker
+            try:
+                parts.load_part(kind, name, options)
+            except PluginError as error:
+                wrong.append(error)
+    if len(wrong) > 1:
+        raise PluginError("\n".join(map(str, wrong)))
+    if wrong:
+        raise wrong[0]
+    _check_agent(recipe)
+
+
+def _check_agent(recipe: Recipe) -> None:
+    """Raises `UserError` where the recipe asks for what its agent says that it has not: states between turns, or the tools of tasks."""
+    rollout = recipe.rollout
+    if rollout.agent in parts.AGENT.shipped:
+        return
+    agent = parts.load_part(parts.AGENT, rollout.agent, rollout.agent_options)
+    agent = getattr(agent, "func", agent)
+    states = ("boundaries", "what that agent keeps between two turns cannot be captured")
+    tools = ("task_tools", "that agent brings its own tools, and shows nobody those of a task")
+    wanted = {
+        "rollout.branching": (rollout.branching is not None, *states),
+        "rollout.checkpoint_turns": (rollout.checkpoint_turns, *states),
+        "tools.mcp": (bool(recipe.tools.mcp), *tools),
+        "tools.bounds": (bool(recipe.tools.bounds), *tools),
+        "tools.words": (bool(recipe.tools.words), *tools),
+    }
+    for key, (given, has, why) in wanted.items():
+        if given and not getattr(agent, has, True):
+            raise UserError(f"{key} does nothing with rollout.agent={rollout.agent}: {why}", fix=f"leave {key} out")
+
+
+def check_delegation(recipe: Recipe, *, root: Path) -> None:
+    """Raises `UserError` when the tools that the recipe gives to sub-agents cannot be had, or use no sandbox where each is to have one."""
+    config = recipe.rollout.delegation
+    names = config.tools if config is not None and config.tools is not None else ()
+    try:
+        tools = load_tools(names, None, declared_tools(recipe.tools, root))
+    except UserError as error:
+        raise RecipeError(f"rollout.delegation.tools: {error.message}", fix=error.fix) from error
+    if config is None or config.tools is None or config.sandbox == "shared" or any(name.startswith(MCP_PREFIX) for name in names):
+        return
+    if not any(tool.needs_sandbox for tool in tools.values()):
+        raise RecipeError(
+            "rollout.delegation.sandbox=own does nothing: none of rollout.delegation.tools uses a sandbox",
+            fix="give sub-agents one that does, such as python or shell, or leave it at shared",
+        )
+
+
+def _try_objective(recipe: Recipe) -> None:
+    """Tries an estimator or loss of somebody's on a tiny step; those that ship are not waited for."""
+    if recipe.objective.advantage not in parts.ADVANTAGE.shipped:
+        try_estimator(recipe.objective, group_size=recipe.rollout.group_size)
+    if recipe.objective.loss not in parts.LOSS.shipped:
+        try_loss(recipe.objective)
+
+
+def _check_installed(recipe: Recipe) -> None:
+    from agentrl.serving.process import free_port
+    from agentrl.serving.server import serving_device  # brings an HTTP client along
+
+    serving_device(recipe)
+    if recipe.memory is not None:
+        require_full_text_search()
+    for package in ("torch", "transformers", "deepspeed"):
+        if find_spec(package) is None:
+            fix = f"{install_command('cpu')}, or with [gpu]; agentrl doctor shows what is missing"
+            raise UserError(f"{package} is not installed", fix=fix)
+    free_port(recipe.serving.host, recipe.serving.port)
+
+
+def _check_known(kind: str) -> None:
+    """Raises `UserError` for a model type that the installed transformers names nowhere among its automatic classes.
+
+    Importing them takes many seconds, their text none.
+    """
+    spec = find_spec("transformers")
+    places = spec.submodule_search_locations if spec is not None else None
+    files = [file for folder in places or () for file in (Path(folder) / "models" / "auto").glob("*.py")]
+    if files and not any(f'"{kind}"' in file.read_text(encoding="utf-8") for file in files):
+        raise UserError(
+            f"policy.model: the installed transformers does not know the model type {kind!r}",
+            fix="use an architecture that it has, such as Qwen3 or Llama, or a newer transformers",
+        )
+
+
+def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tuple[TaskFamily, TaskScorer]:
+    """The recipe's task family, and a scorer that has the verifiers of its first task. Raises `UserError`, also for a bug in them."""
+    scorer = TaskScorer(root=root, folder=folder, audit=recipe.tasks.audit)
+    named = recipe.tasks.family
+
+    def said(error: BaseException) -> str:
+        return f"{one_line_error(error)} ({error_text.raise_location(error)})"
+
+    with raising_as(lambda error: PluginError(f"tasks.family {named!r} cannot be opened: {said(error)}", fix=_THERE), but=(AgentRLError,)):
+        family = open_family(recipe.tasks, seed=recipe.seed, root=root)
+    with raising_as(lambda error: TaskError(f"the first task of {named!r} cannot be made: {said(error)}", fix=_THERE), but=(AgentRLError,)):
+        _check_sizes(family, recipe)
+        first = family.task(Split.TRAIN, 0)
+    if not isinstance(first, Task):
+        raise TaskError(
+            f"the first task of {named!r} is not a Task but of type {type(first).__name__}",
+            fix="return agentrl.records.Task(...) from its task()",
+        )
+    scorer.load([*first.verifiers, *recipe.tasks.audit])
+    load_tools(first.tools, None, declared_tools(recipe.tools, root), placeholder_memory(recipe))
+    if recipe.memory is not None:
+        scope_of(first, recipe.memory.scope)
+    return family, scorer
+
+
+def open_group_judge(recipe: Recipe, *, root: Path, folder: Path | None = None) -> GroupJudge | None:
+    """The judge of whole groups, prepared; None where the recipe names none. Raises `UserError`."""
+    if recipe.tasks.group_judge is None:
+        return None
+    judge = load_group_judge(recipe.tasks.group_judge)
+    prepare_verifier(judge, root=root, folder=folder)
+    return judge
+
+
+def open_gate_suite(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None:
+    """The suite of the recipe's gate; None without a gate. Raises `UserError` where it is none, or a verifier or tool is not there."""
+    if recipe.gate is None:
+        return None
+    if recipe.serving.weight_transfer == "nccl":
+        raise UserError(
+            "gate: a version that was promoted long ago cannot be served again with serving.weight_transfer=nccl",
+            fix="set serving.weight_transfer=file or delta",
+        )
+    suite = load_suite(root / recipe.gate.suite)
+    check_suite(suite, scorer, declared_tools(recipe.tools, root), root=root)
+    most = max((recipe.gate.repeats if case.repeats is None else case.repeats for case in suite.cases), default=0)
+    if recipe.gate.confirm and not can_trigger_retry(most, most):
+        raise UserError(
+            f"gate.confirm={recipe.gate.confirm} does nothing: no case of {recipe.gate.suite} is tried more than {most} times, and so few"
+            " attempts single out no case",
+            fix="set gate.confirm=0, or gate.repeats=3 or more, or give the cases that must hold repeats of their own",
+        )
+    return suite
+
+
+def measured_suites(recipe: Recipe) -> list[str]:
+    """The suites whose cases must not be trained on."""
+    tasks = recipe.tasks
+    gate, practice = [recipe.gate.suite] if recipe.gate is not None else [], tasks.practice.suites if tasks.practice is not None else ()
+    return list(dict.fromkeys([*tasks.withhold, *gate, *practice]))
+
+
+def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None, *, root: Path | None) -> None:
+    """Resolves verifiers and tools of every case. Raises `PluginError` for one that does not resolve.
+
+    `root`: the project. A case that names code or images outside it raises `UserError`. None disables this check, for cases from the
+    recipe's own family.
+    """
+    if root is not None:
+        check_suite_code(suite, root)
+    for case in suite.cases:
+        scorer.load(case.task.verifiers)
+        load_tools(case.task.tools, None, tools)
+
+
+def _check_sizes(family: TaskFamily, recipe: Recipe) -> None:
+    """Raises `UserError` where a split that the recipe uses is empty, or its size no number."""
+    evaluation = recipe.evaluation
+    needed = {Split.TRAIN: 1, Split.HELDOUT: evaluation.heldout, Split.HELDOUT_REAL: evaluation.heldout_real}
+    for split, count in needed.items():
+        size: object = family.size(split) if count else None
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+            raise PluginError(
+                f"tasks.family {recipe.tasks.family!r}: size({split}) gave {type(size).__name__}, not a number of tasks",
+                fix="return how many tasks the split has, or None where it has no end",
+            )
+        if size is not None and size < 1:
+            instead = "" if split is Split.TRAIN else f", or set evaluation.{split}=0"
+            raise UserError(f"tasks.family {recipe.tasks.family!r} has no tasks in split {split}", fix=f"add some{instead}")
+
+
+def open_chat(model: Path, template: str | None = None, *, policy: PolicyConfig | None = None) -> ChatFormat:
+    """The chat format of a model's tokenizer, with a `template` in place of its own. Imports transformers, and so comes last.
+
+    `policy` says how calls are read, and what becomes of a template that cannot be extended. Raises `UserError` for a tokenizer that
+    does not load, for a template that cannot be used with it, and for a form of tool calls that nothing reads.
+    """
+    from agentrl.agent.chat import load_chat
+
+    try:
+        if policy is None:
+            return load_chat(str(model), template)
+        return load_chat(str(model), template, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
+    except (AgentRLError, ImportError):
+        raise
+    except Exception as error:  # transformers and tokenizers raise whatever their parsers met
+        raise UserError(
+            f"policy.model: the tokenizer in {model} cannot be used: {one_line_error(error)}",
+            fix="save the tokenizer again with save_pretrained, by the transformers that is installed here",
+        ) from error
+
+
+def check_prompt(
+    chat: ChatFormat,
+    family: TaskFamily,
+    tools: ToolSource | None = None,
+    memory: EpisodeMemory | None = None,
+    instructions: str | None = None,
+) -> None:
+    """Raises `UserError` when the chat template does not take the first task: its messages, its tools, or its bound on thinking."""
+    first = family.task(Split.TRAIN, 0)
+    thinking_bound(first, chat.thinking)
+    chat.opening(
+        with_instructions(first.prompt, instructions), [tool.schema for tool in load_tools(first.tools, None, tools, memory).values()]
+    )
+
+
+def check_thinking(chat: ChatFormat, family: TaskFamily, config: EvalConfig) -> None:
+    """Raises `UserError` when the bounds on thinking that evaluations are to try cannot be kept, or leave no room for an answer."""
+    if not config.thinking_tokens:
+        return
+    if chat.thinking is None:
+        raise UserError(
+            "evaluation.thinking_tokens does nothing: the policy's chat template has no <think> and </think>, so no thinking can be told",
+            fix="leave it out, or use a model that thinks between them",
+        )
+    for split, count in ((Split.HELDOUT, config.heldout), (Split.HELDOUT_REAL, config.heldout_real)):
+        if count and family.size(split) != 0:
+            with_thinking_bound(family.task(split, 0), max(config.thinking_tokens))

@@ -1,0 +1,94 @@
+"""The practice of a run: opened before the start, held apart from what the run measures, and kept as it was in the run folder.
+
+Cases are often failures of an evaluation, so that their tasks are held-out ones of the very recipe that practises. What is made from
+them is no copy, but the held-out rate then measures some questions whose like were trained on, and says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from agentrl.agent import load_tools
+from agentrl.agent.run_tools import declared_tools
+from agentrl.base.error_text import one_line_error
+from agentrl.base.files import write_atomically
+from agentrl.config.recipe import Recipe
+from agentrl.errors import AgentRLError, TaskError
+from agentrl.failure.case import Case, load_suite
+from agentrl.failure.overlap import WithheldTasks
+from agentrl.failure.practice import FILE
+from agentrl.failure.practice_schedule import PracticeSchedule, open_practice
+from agentrl.protocols import TaskFamily
+from agentrl.records import Split, Task
+from agentrl.reward import TaskScorer
+from agentrl.task import make_task
+
+PRACTICE_FOLDER = "practice"
+"""Of a run folder: the files of practice that the run trains on."""
+
+
+def open_run_practice(
+    recipe: Recipe, family: TaskFamily, scorer: TaskScorer, kept_away: WithheldTasks, *, root: Path, folder: Path
+) -> tuple[PracticeSchedule | None, tuple[str, ...]]:
+    """The recipe's practice, with the verifiers and tools of its tasks, and what a person should know of it; None without any.
+
+    A run that has begun goes on with the files that it began with.
+
+    Raises `UserError` where there is none, or where a task is one that the run measures with, or a near twin.
+    """
+    config = recipe.tasks.practice
+    if config is None:
+        return None, ()
+    measured = held_out_cases(recipe, family)
+    apart = WithheldTasks([*kept_away.cases, *measured])
+    files = {suite: kept for number, suite in enumerate(config.suites) if (kept := _kept(folder, number, suite)).is_file()}
+    practice = open_practice(config, seed=recipe.seed, root=root, withheld=apart, files=files)
+    every = [task for tasks in practice.tasks for task in tasks]
+    scorer.load(sorted({name for task in every for name in task.verifiers}))
+    load_tools(sorted({name for task in every for name in task.tools}), None, declared_tools(recipe.tools, root))
+    heldout = WithheldTasks(measured)
+    from_them = sum(heldout.match(case.task) is not None for suite in config.suites for case in load_suite(root / suite).cases)
+    return practice, _notes(from_them, len(measured))
+
+
+def held_out_cases(recipe: Recipe, family: TaskFamily) -> list[Case]:
+    """The held-out tasks that the recipe's evaluations ask, as cases of no suite. Raises `TaskError` where one cannot be made."""
+    return [Case(id=f"heldout-{number}", task=task) for number, task in enumerate(_heldout(recipe, family))]
+
+
+def copy_practice_files(run_dir: Path, recipe: Recipe, *, root: Path) -> None:
+    """Copies the files that a run practises on into its folder, once."""
+    for number, suite in enumerate(recipe.tasks.practice.suites if recipe.tasks.practice is not None else ()):
+        kept = _kept(run_dir, number, suite)
+        if not kept.exists():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(kept, (root / suite / FILE).read_bytes(), durable=True)
+
+
+def _kept(run_dir: Path, number: int, suite: str) -> Path:
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(suite).name).strip(".-")[:60] or "suite"
+    return run_dir / PRACTICE_FOLDER / f"{number}-{name}.jsonl"
+
+
+def _heldout(recipe: Recipe, family: TaskFamily) -> Iterator[Task]:
+    evaluation = recipe.evaluation
+    for split, wanted in ((Split.HELDOUT, evaluation.heldout), (Split.HELDOUT_REAL, evaluation.heldout_real)):
+        try:
+            size = family.size(split) if wanted else 0
+            for index in range(wanted if size is None else min(wanted, size)):
+                yield make_task(family, split, index)
+        except AgentRLError:
+            raise
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
+            raise TaskError(f"a task of split {split} cannot be made: {one_line_error(error)}", fix="correct it in its family") from error
+
+
+def _notes(from_them: int, measured: int) -> tuple[str, ...]:
+    if not from_them:
+        return ()
+    return (
+        f"practice is made from {from_them} cases that are among the {measured} held-out tasks of this run's evaluations: of these its"
+        " held-out rate says how well practised questions go. Another seed measures with other tasks",
+    )

@@ -1,0 +1,182 @@
+"""Answers that an agent could read: in its task's files, its prompt, the image's files, or the notes that it is shown.
+
+The truth of a task is the values in `Task.data` under keys such as `answer`, what the gold solution prints or leaves, and the tests
+and solution of a task folder. Leaks are judged so:
+
+    failure  a file holds only the truth, and the truth has LONG characters or the file is named like an answer;
+             the truth is next to a key or in a column such as `answer`; a test or the gold solution is itself there
+    note     a truth of LONG characters or more appears verbatim, which is right if the task is to look it up
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+import csv
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.records import Task
+from agentrl.task.grading import GRADING_KEY, Grading
+
+LONG = 8
+"""Shortest truth, in characters, that is not in a file by chance."""
+SOURCE = 32
+"""Shortest test or solution, in characters, that is recognised in another file."""
+LONGEST = 10_000
+MAX_FILE = 4 << 20
+"""Bytes of a file that are searched."""
+
+_TRUE_KEYS = r"answers?|solutions?|expected(?:_\w+)?|ground_?truth|truths?|gold(?:en)?(?:_\w+)?|correct(?:_\w+)?"
+_DATA_KEY = re.compile(rf"(?:{_TRUE_KEYS}|targets?|labels?|results?|references?)", re.IGNORECASE)
+_FILE_NAME = re.compile(rf"(?:.*[^a-z])?(?:{_TRUE_KEYS})(?:[^a-z].*)?", re.IGNORECASE)
+_COLUMN = re.compile(rf"(?:{_TRUE_KEYS})", re.IGNORECASE)
+_PAIR = re.compile(rf"(?<![A-Za-z])(?:{_TRUE_KEYS})\b[\"']?\s*(?::|=>|=|\bis\b)\s*[\"']?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """A text that an agent must not be given, and its origin."""
+
+    text: str
+    origin: str  # such as data.answer
+    is_source: bool = False  # a whole test or solution, recognised as such
+    is_compared: bool = False  # a test compares something with it, perhaps an input that should stay unchanged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leak:
+    """A truth that an agent could read. `certain`: it is hardly intended."""
+
+    path: str
+    how: str
+    truth: Truth
+    certain: bool
+
+
+def hidden_truths(task: Task, printed: str = "") -> tuple[Truth, ...]:
+    """What must not be readable. `printed`: the gold solution's output, when that is the answer."""
+    known = [
+        Truth(text=text, origin=f"data.{key}") for key, value in task.data.items() if key != GRADING_KEY for text in _answers(key, value)
+    ]
+    if printed.strip() and not task.outputs:
+        known.append(Truth(text=printed.strip(), origin="the gold solution's output"))
+    if GRADING_KEY in task.data:
+        known += _hidden(Grading.model_validate(task.data[GRADING_KEY]))
+    return tuple({truth.text: truth for truth in reversed(known) if 0 < len(truth.text) <= LONGEST}.values())
+
+
+def _answers(key: str, value: Any) -> Iterator[str]:
+    """Texts under a key that is named like an answer."""
+    if not _DATA_KEY.fullmatch(key.rpartition(".")[2]):
+        if isinstance(value, Mapping):
+            for inner, part in value.items():
+                yield from _answers(str(inner), part)
+        return
+    if isinstance(value, Mapping | list | tuple):
+        parts = list(value.values()) if isinstance(value, Mapping) else list(value)
+        yield json.dumps(value, ensure_ascii=False, default=str)
+        yield from (str(part) for part in parts if isinstance(part, str | int | float) and len(str(part)) >= LONG)
+    elif isinstance(value, str | int | float) and not isinstance(value, bool):
+        yield str(value).strip()
+
+
+def _hidden(grading: Grading) -> Iterator[Truth]:
+    """The whole tests and solution, and the longer texts that the tests compare with."""
+    tests = {f"tests/{path}": data for path, data in grading.files().items()}
+    for path, data in {**tests, **_solution(grading.gold)}.items():
+        text = data.decode("utf-8", "replace").strip()
+        name = path.rpartition("/")[2]
+        if len(text) >= SOURCE and (name.endswith((".py", ".sh")) or _FILE_NAME.fullmatch(name.partition(".")[0])):
+            yield Truth(text=text, origin=path, is_source=True)
+        if path.startswith("tests/") and name.endswith(".py"):
+            yield from (Truth(text=one, origin=path, is_compared=True) for one in _compared(text))
+
+
+def _solution(gold: str) -> dict[str, bytes]:
+    """The files of solution/, from a task folder's gold program."""
+    for node in ast.walk(ast.parse(gold or "pass")):
+        if isinstance(node, ast.Dict):
+            try:
+                packed = ast.literal_eval(node)
+                return {f"solution/{path}": base64.b64decode(text, validate=True) for path, text in packed.items()}
+            except (ValueError, TypeError, binascii.Error):
+                continue
+    return {}
+
+
+def _compared(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            for part in (node.left, *node.comparators):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str) and len(part.value.strip()) >= LONG:
+                    yield part.value.strip()
+
+
+def find_leaks(files: Mapping[str, bytes], wanted: Iterable[Truth]) -> list[Leak]:
+    """Every truth that can be read in one of these files, each by its most obvious leak."""
+    readable: list[Leak] = []
+    known = list(wanted)
+    for path, data in files.items():
+        text = data[:MAX_FILE].decode("utf-8", "replace")
+        stripped = text.strip()
+        beside = list(_beside(stripped)) if known else []
+        for truth in known:
+            if leak := _leak(path, stripped, beside, truth):
+                readable.append(leak)
+    return readable
+
+
+def _leak(path: str, text: str, beside: list[str], truth: Truth) -> Leak | None:
+    wanted = truth.text
+    if truth.is_source:
+        return Leak(path=path, how="holds a copy of", truth=truth, certain=True) if wanted in text else None
+    if text.strip("\"'") == wanted:
+        named = _FILE_NAME.fullmatch(path.rpartition("/")[2].partition(".")[0]) is not None
+        sure = named or (len(wanted) >= LONG and not truth.is_compared)
+        return Leak(path=path, how="holds only", truth=truth, certain=sure) if sure or len(wanted) >= LONG else None
+    if any(_begins(rest, wanted) for rest in beside):
+        return Leak(path=path, how="gives by its name", truth=truth, certain=True)
+    if len(wanted) >= LONG and (wanted in text or wanted in path):
+        return Leak(path=path, how="holds, among other text,", truth=truth, certain=False)
+    return None
+
+
+def _beside(text: str) -> Iterator[str]:
+    """Texts after a key such as `answer:`, and in columns of that name."""
+    for match in _PAIR.finditer(text):
+        yield text[match.end() : match.end() + LONGEST + 2]
+    lines = text.splitlines()
+    for mark in (",", ";", "\t"):
+        header = lines[0].split(mark) if lines else []
+        if len(header) < 2:
+            continue
+        columns = [number for number, name in enumerate(header) if _COLUMN.fullmatch(name.strip().strip('"'))]
+        if columns:
+            try:
+                rows = list(csv.reader(lines[1:], delimiter=mark))
+            except csv.Error:
+                continue
+            yield from (row[number].strip() for row in rows for number in columns if number < len(row))
+
+
+def _begins(rest: str, wanted: str) -> bool:
+    """Whether `rest` begins with the truth as a whole word: 4 is not in 42 or 4.5."""
+    if not rest.startswith(wanted):
+        return False
+    after = rest[len(wanted) : len(wanted) + 2]
+    return not re.match(r"\w|[.,]\d", after)
+
+
+def without_truth(value: Any) -> Any:
+    """The readable part of a task's JSON data: without values under keys that are named like an answer, and without tests and solution."""
+    if isinstance(value, Mapping):
+        kept = (
+            (str(key), one) for key, one in value.items() if key != GRADING_KEY and not _DATA_KEY.fullmatch(str(key).rpartition(".")[2])
+        )
+        return {key: without_truth(one) for key, one in kept}
+    return [without_truth(one) for one in value] if isinstance(value, list | tuple) else value

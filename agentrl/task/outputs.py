@@ -1,0 +1,258 @@
+"""Declared outputs: the files that are judged, and how they leave the agent's sandbox.
+
+A task declares patterns of paths relative to the working directory: `report.json`, `src/*.py`, `site/**`. In a pattern `*` and
+`?` match characters of one name, and a `**` that is a whole name matches any number of folders. `WHOLE_DIRECTORY`, used by Harbor's tasks,
+means every file that was changed, added or removed since the image. Only regular files are taken, never the target of a link, and
+only within bounds; the state of the files is the agent's responsibility and never a fault of the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from agentrl.errors import SandboxTimeout
+from agentrl.protocols import Sandbox, SandboxBackend
+from agentrl.records import OUTPUT_BYTES, OUTPUT_FILES, REMOVED_FILES, ExecResult, Task
+from agentrl.records.paths import MAX_DEPTH, MAX_PATH, is_plain_path
+
+WHOLE_DIRECTORY = "."
+INITIAL_FILES = "/opt/agentrl/start"
+"""In a sandbox from a Dockerfile: the image's working directory as it was built (see `agentrl.sandbox.layout`)."""
+COLLECT_S = 90.0
+"""Deadline of collecting. A sandbox that takes longer has failed: its server answers whatever the agent's programs do."""
+LISTING_S = 20.0
+LISTING_BYTES = 1 << 20
+
+MAX_ODD = 16
+"""Largest number of invalid names that an episode reports."""
+
+# Kills what the agent has left running: otherwise files could vanish while they are read, or reading get no CPU time.
+_ALONE = """
+import os
+try: os.kill(-1, 9)
+except OSError: pass
+"""
+
+# Prints the files under the working directory as JSON. The agent can make it print anything: it only proposes names.
+_LISTING = (
+    _ALONE
+    + """
+import json
+names = []
+for root in %r:
+    for folder, folders, files in os.walk("./" + root):
+        deep = folder.count("/") >= %d or len(folder) > %d
+        names += [os.path.normpath(os.path.join(folder, name)) for name in sorted(files) + (folders if deep else [])]
+        folders[:] = [] if deep else sorted(folders)
+        if len(names) > 20000:
+            break
+print(json.dumps(names))
+"""
+)
+
+# The same for files that differ from the image's working directory. What it leaves out is the agent's loss.
+_CHANGES = (
+    _ALONE
+    + """
+import filecmp, json
+def files(top):
+    for folder, folders, names in os.walk(top):
+        folders[:] = sorted(folders) if folder.count("/") - top.count("/") < %d else []
+        yield from (os.path.relpath(os.path.join(folder, name), top) for name in sorted(names))
+def same(path):
+    old, new = os.path.join(START, path), os.path.join(".", path)
+    if os.path.islink(old) or os.path.islink(new):
+        return os.path.islink(old) and os.path.islink(new) and os.readlink(old) == os.readlink(new)
+    return os.path.isfile(old) and os.path.isfile(new) and filecmp.cmp(old, new, shallow=False)
+START, names = %r, []
+for path in files("."):
+    if not same(path):
+        names.append(path)
+        if len(names) > 20000:
+            break
+gone = [path for path in files(START) if not os.path.lexists(path)]
+print(json.dumps([names, gone]))
+"""
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectedOutputs:
+    """The files taken from a sandbox, and those refused: path or pattern -> reason. Missing files are in neither."""
+
+    files: Mapping[str, bytes]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    removed: tuple[str, ...] = ()  # only when the whole working directory is judged
+
+
+def is_exact(pattern: str) -> bool:
+    """Whether the pattern names a single file."""
+    return pattern != WHOLE_DIRECTORY and "*" not in pattern and "?" not in pattern
+
+
+def matches_pattern(pattern: str, path: str) -> bool:
+    """Whether a pattern matches a path. Takes time at most proportional to the product of their lengths."""
+    if pattern == WHOLE_DIRECTORY:
+        return True
+    steps, reached = pattern.split("/"), {0}
+    if steps[-1] == "**":
+        steps.append("*")
+    for name in path.split("/"):
+        reached = _skip(steps, reached)
+        stays = {at for at in reached if at < len(steps) and steps[at] == "**"}
+        reached = stays | {at + 1 for at in reached if at < len(steps) and steps[at] != "**" and fnmatchcase(name, steps[at])}
+    return len(steps) in reached
+
+
+def _skip(steps: Sequence[str], reached: set[int]) -> set[int]:
+    """Every position in the pattern that can be reached by letting `**` match no folder."""
+    positions = set(reached)
+    for at, step in enumerate(steps):
+        if step == "**" and at in positions:
+            positions.add(at + 1)
+    return positions
+
+
+def example_path(pattern: str) -> str:
+    """A path that the pattern matches."""
+    if pattern == WHOLE_DIRECTORY:
+        return "x"
+    return "/".join("x" if step == "**" else step.replace("*", "x").replace("?", "x") for step in pattern.split("/"))
+
+
+def select_files(files: Mapping[str, bytes], patterns: Sequence[str]) -> dict[str, bytes]:
+    """Those of `files` that a pattern matches."""
+    return {path: data for path, data in files.items() if any(matches_pattern(pattern, path) for pattern in patterns)}
+
+
+def overlay(below: Mapping[str, bytes], above: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Both sets of files in one folder, `above` on top: a file there replaces a file or a whole folder below.
+
+    The result can always be written: none of its paths is a folder of another, if that holds for `above`.
+    """
+    folders = {parent for path in above for parent in _parents(path)}
+    kept = {
+        path: data
+        for path, data in below.items()
+        if path not in above and path not in folders and not any(parent in above for parent in _parents(path))
+    }
+    return kept | dict(above)
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:count]) for count in range(1, len(parts))]
+
+
+async def collect_outputs(sandbox: Sandbox, patterns: Sequence[str], *, timeout_s: float = COLLECT_S) -> CollectedOutputs:
+    """Takes the files that match `patterns` from an agent's sandbox, at most `OUTPUT_FILES` with `OUTPUT_BYTES` in all.
+
+    When a pattern has wildcards, everything still running in the sandbox is killed before the files are listed. Raises
+    `SandboxError` when the sandbox itself fails, and `SandboxTimeout` after `timeout_s`. A link, a device, a file too large or
+    a folder that cannot be listed is the agent's responsibility: it is among the refused.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _collect(sandbox, patterns)
+    except TimeoutError as error:
+        if isinstance(error, SandboxTimeout):
+            raise
+        raise SandboxTimeout(f"sandbox {sandbox.id}: outputs were not collected in {timeout_s:g} s") from None
+
+
+async def _collect(sandbox: Sandbox, patterns: Sequence[str]) -> CollectedOutputs:
+    files: dict[str, bytes] = {}
+    refused: dict[str, str] = {}
+    removed: tuple[str, ...] = ()
+    names: list[str] = []
+    if WHOLE_DIRECTORY in patterns:
+        names, gone, problem = await _changes(sandbox)
+        removed = tuple([name for name in gone if is_plain_path(name)][:REMOVED_FILES])
+        refused |= {WHOLE_DIRECTORY: problem} if problem else {}
+    elif wild := [pattern for pattern in patterns if not is_exact(pattern)]:
+        listed, problem = await _listing(sandbox, sorted({_root(pattern) for pattern in wild}))
+        names = [name for name in listed if any(matches_pattern(pattern, name) for pattern in wild)]
+        refused |= dict.fromkeys(wild, problem) if problem else {}
+    exact = [pattern for pattern in patterns if is_exact(pattern)]
+    refused |= {_printable(name): _ODD for name in [name for name in names if not is_plain_path(name)][:MAX_ODD]}
+    left = OUTPUT_BYTES
+    for name in dict.fromkeys([*exact, *filter(is_plain_path, names)]):
+        if len(files) == OUTPUT_FILES or len(refused) > OUTPUT_FILES:
+            refused[name] = f"outputs have at most {OUTPUT_FILES} files; this one and the following are left behind"
+            break
+        try:
+            files[name] = await sandbox.read(name, max_bytes=left)
+        except FileNotFoundError:
+            if name not in exact:
+                refused[name] = "it was listed but is missing"
+        except ValueError as error:
+            refused[name] = str(error)[:200]
+        else:
+            left -= len(files[name])
+    return CollectedOutputs(files=files, refused=refused, removed=removed)
+
+
+_ODD = f"not a valid path: it is not UTF-8, not below the folder, or has over {MAX_PATH} characters or {MAX_DEPTH} names"
+
+
+def _printable(name: str) -> str:
+    """The start of an invalid name as valid text, with escapes for what is not a character."""
+    return name[:100].encode("utf-8", "backslashreplace").decode()
+
+
+def _root(pattern: str) -> str:
+    """The folder that holds everything a pattern can match; empty for the working directory."""
+    steps = pattern.split("/")[:-1]
+    exact = next((count for count, step in enumerate(steps) if not is_exact(step)), len(steps))
+    return "/".join(steps[:exact])
+
+
+async def _listing(sandbox: Sandbox, roots: Sequence[str]) -> tuple[list[str], str]:
+    """Names of files below `roots` by the sandbox's word, and what is wrong with its answer."""
+    answer, problem = await _answer(sandbox, _LISTING % (list(roots), MAX_DEPTH, MAX_PATH))
+    names = _names(answer)
+    if not problem and names is None:
+        problem = "the working directory cannot be listed: no list of names came back"
+    return names or [], problem
+
+
+async def _changes(sandbox: Sandbox) -> tuple[list[str], list[str], str]:
+    """Names of new or changed files, and of removed ones, by the sandbox's word, and what is wrong with its answer."""
+    answer, problem = await _answer(sandbox, _CHANGES % (MAX_DEPTH, INITIAL_FILES))
+    if problem:
+        return [], [], problem
+    if isinstance(answer, list) and len(answer) == 2:
+        changed, gone = map(_names, answer)
+        if changed is not None and gone is not None:
+            return changed, gone, ""
+    return [], [], "the working directory cannot be listed: no lists of names came back"
+
+
+async def _answer(sandbox: Sandbox, program: str) -> tuple[object, str]:
+    """The parsed output of a listing program, and what is wrong with it."""
+    result = await sandbox.python(program, timeout_s=LISTING_S, output_bytes=LISTING_BYTES)
+    if not result.ok or result.truncated:
+        return None, f"the working directory cannot be listed: {(result.reason or result.stderr or 'too many names')[-200:]}"
+    try:
+        return json.loads(result.stdout), ""
+    except (ValueError, RecursionError):
+        return None, "the working directory cannot be listed: no list came back"
+
+
+def _names(answer: object) -> list[str] | None:
+    """The answer if it is a list of names, else None."""
+    return answer if isinstance(answer, list) and all(isinstance(name, str) for name in answer) else None
+
+
+async def run_and_collect(task: Task, program: str, sandboxes: SandboxBackend, *, timeout_s: float) -> tuple[ExecResult, CollectedOutputs]:
+    """Runs a Python program instead of an agent: how it ended, and the outputs it left. Raises as `collect_outputs` does."""
+    sandbox = await sandboxes.open(task.sandbox, files=task.contents())
+    try:
+        result = await sandbox.python(program, timeout_s=timeout_s, output_bytes=4 * task.limits.tool_output_chars)
+        return result, await collect_outputs(sandbox, task.outputs)
+    finally:
+        await sandbox.close()

@@ -1,0 +1,57 @@
+"""The tools of an imported trace: their schemas, and the result of each call.
+
+A task that names the tool `recorded` has them in its data. Its tools answer the recorded calls and no others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.errors import TaskError
+from agentrl.records import Task, codec
+from agentrl.records.fields import JsonObject, Record, Text
+
+RECORDED_TOOLS = "recorded"
+"""The name of all recorded tools in `Task.tools`, and their key in `Task.data`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCall(Record):
+    """One call and its result."""
+
+    name: str
+    arguments: JsonObject
+    output: Text
+    failed: bool = False
+
+
+def arguments_key(arguments: Mapping[str, Any]) -> str:
+    """A text that is the same for equal arguments."""
+    return json.dumps(arguments, sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording(Record):
+    """The offered tools, as function schemas, and the calls in order."""
+
+    tools: tuple[JsonObject, ...]
+    calls: tuple[RecordedCall, ...]
+
+    def data(self) -> dict[str, Any]:
+        """The entry for `Task.data`."""
+        found: dict[str, Any] = codec.to_data(self)
+        return {RECORDED_TOOLS: found}
+
+    @classmethod
+    def of(cls, task: Task) -> Recording:
+        """The recording of a task. Raises `TaskError` if its data have none."""
+        try:
+            return codec.from_json(cls, codec.to_json(task.data[RECORDED_TOOLS]))
+        except (KeyError, ValueError) as error:
+            raise TaskError(
+                f"task {task.id!r} names the tool {RECORDED_TOOLS}, but its data have no recording: {str(error)[:300]}",
+                fix="promote its trace again: agentrl failures promote",
+            ) from None

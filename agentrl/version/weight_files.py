@@ -1,0 +1,92 @@
+"""Checks of a version's weight files before a running model loads them, and applying deltas to get such a file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from agentrl.base.files import sha256_file
+from agentrl.version import deltas
+
+
+def checked_weight_paths(folder: Path, sizes: Mapping[str, int], *, below: Path, first_folder: Path) -> list[Path]:
+    """The files in `folder` that `sizes` names, each checked to be complete. Raises `ValueError`.
+
+    `folder` must be below `below` (the run's versions folder) or be `first_folder`, with which the server was started.
+    """
+    folder = folder.resolve()
+    if folder != first_folder and (folder == below or not folder.is_relative_to(below)):
+        raise ValueError(f"weights folder {folder} is not below the run's versions folder {below}")
+    if not sizes:
+        raise ValueError(f"no weight files named for {folder}")
+    paths = []
+    for name, size in sizes.items():
+        path = folder / name
+        if Path(name).name != name or path.resolve().parent != folder:
+            raise ValueError(f"weight file {name!r} lies outside {folder}")
+        if not path.is_file() or path.stat().st_size != size:
+            raise ValueError(f"weight file {path} is missing or not {size} bytes long")
+        paths.append(path)
+    return paths
+
+
+def tensor_shapes(paths: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor in some safetensors files, from their headers.
+
+    Raises `ValueError` when one is not safetensors (format: https://github.com/huggingface/safetensors#format).
+    """
+    return {name: _shape(path, entry) for path in paths for name, entry in deltas.read_safetensors_header(path).items()}
+
+
+def check_same_shapes(expected: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises `ValueError` naming the first tensor that is missing, unknown or of another shape."""
+    for name in sorted(expected.keys() | given.keys()):
+        if expected.get(name) != given.get(name):
+            raise ValueError(f"tensor {name}: the served model has shape {expected.get(name)}, the new version {given.get(name)}")
+
+
+class WeightCopy:
+    """The weights that deltas are applied to: a file in `folder`, made for the first delta and changed in place by each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f"agentrl-weights-{os.getpid()}.safetensors"
+        self._sha256 = ""  # of the file; empty while there is none, or its content is in doubt
+
+    def apply_delta(self, folder: Path) -> Path:
+        """The whole weights of the delta version in `folder`; the file is valid until the next call.
+
+        Raises `ValueError` when the delta is damaged, when neither these weights nor a whole file of its parent fit it, or when
+        the result is not what was published.
+        """
+        delta = deltas.read_delta(folder)
+        if delta is None:
+            raise ValueError(f"{folder} holds no delta")
+        if self._sha256 != delta.parent_sha256:
+            self._take(folder.parent / f"{delta.parent:06d}" / deltas.WEIGHTS, delta.parent_sha256)
+        self._sha256, wanted = "", delta.sha256
+        deltas.apply_delta(folder, self._path)
+        self._sha256 = wanted
+        return self._path
+
+    def remove(self) -> None:
+        """Removes the file. Idempotent."""
+        self._sha256 = ""
+        self._path.unlink(missing_ok=True)
+
+    def _take(self, parent: Path, sha256: str) -> None:
+        if not parent.is_file():
+            raise ValueError(f"the weights held here are not the delta's parent, and {parent} is missing")
+        self._sha256 = ""
+        shutil.copyfile(parent, self._path)
+        if sha256_file(self._path) != sha256:
+            raise ValueError(f"{parent} is not the parent that the delta was made from")
+
+
+def _shape(path: Path, entry: Mapping[str, Any]) -> tuple[int, ...]:
+    shape = entry.get("shape")
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"{path} is not a safetensors file")
+    return tuple(shape)

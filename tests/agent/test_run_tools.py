@@ -1,0 +1,174 @@
+"""The servers and bounds of a recipe when a run begins: asked once, pinned, and refused where nobody could use them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl.agent import load_tools
+from agentrl.agent.invoke import call_tool
+from agentrl.agent.mcp import RunTools
+from agentrl.agent.mcp.tool_list import usable_tools
+from agentrl.agent.run_tools import MCP_FILE, declared_tools, pin_tools, save_tool_offers, with_sub_agent_tools
+from agentrl.config import Recipe
+from agentrl.errors import RecipeError, TaskError, ToolUnavailable, UserError
+from agentrl.protocols import ToolSource
+from agentrl.records import Limits
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.samples import sample_task
+from agentrl.testing.sandboxes import printing
+from tests.agent.hostile_mcp import COUNT, ECHO
+from tests.agent.test_tools import call
+from tests.episodes import make_runner, task, tokenizer
+
+__all__ = ["make_runner", "task", "tokenizer"]
+
+HOSTILE = Path(__file__).parents[1] / "agent" / "hostile_mcp.py"
+RECIPE = Recipe(name="r", policy={"model": "m"}, tasks={"family": "f:g"})  # type: ignore[arg-type]
+CHAT = SimpleNamespace(defang=lambda text: text.replace("\ufffd", "?"), unfit=lambda schema: "")
+NOWHERE = ScriptedSandboxes(printing("no session"))
+
+
+def recipe(way: str = "honest", **bounds: Any) -> Recipe:
+    server = {"host_command": [sys.executable, "-S", "-E", str(HOSTILE), way], "start_timeout_s": 60}
+    return RECIPE.but(tools={"mcp": {"it": server}, "bounds": bounds})
+
+
+async def begun(given: Recipe, *tools: str, folder: Path | None = None, **more: Any) -> ToolSource:
+    tasks = with_sub_agent_tools([sample_task(tools=tools)], given.rollout.delegation)
+    return await pin_tools(declared_tools(given.tools, HOSTILE.parent), tasks, NOWHERE, folder=folder, **more)
+
+
+async def test_a_run_begins_with_what_is_offered_and_is_resumed_with_it(
+    tmp_path: Path, tokenizer: Any, task: Any, make_runner: Any
+) -> None:
+    given = recipe(echo={"calls": 1})
+    tools = await begun(given, "mcp:it", folder=tmp_path, chat=CHAT)
+    shown = load_tools(("mcp:it", "submit"), None, tools)["echo"]
+    assert shown.schema["function"]["description"] == "Give it back.?[2J"
+    save_tool_offers(tools, tmp_path)
+    before = (tmp_path / MCP_FILE).read_text()
+    assert [one["name"] for one in json.loads(before)["it"]] == ["echo", "count"]
+    assert (await begun(given, "mcp:it", folder=tmp_path)).servers["it"].offers == tools.servers["it"].offers
+    with pytest.raises(UserError, match="not the server that this run began with: the tool echo takes other arguments"):
+        await begun(recipe("changed"), "mcp:it/echo", folder=tmp_path)
+
+    said = [call("echo", text="a") + call("echo", text="b"), call("submit", answer="1")]
+    runner = replace(make_runner(ScriptedPolicy.saying(tokenizer, *said)), tools=tools)
+    limits = replace(task.limits, turn_tokens=600, tool_timeout_s=30.0)
+    episode = await runner.run(replace(task, tools=("mcp:it", "submit"), limits=limits), episode_id="e")
+    outputs = [result.output for result in episode.trajectories[0].turns[0].tool_results]
+    assert outputs[0] == "a" and "may be called 1 times" in outputs[1] and episode.answer == "1"
+
+
+@pytest.mark.parametrize(
+    ("given", "tools", "says"),
+    [
+        (recipe(), ("submit",), "tools.mcp.it does nothing: none of the 1 tasks"),
+        (recipe(nosuch={"calls": 1}), ("mcp:it", "submit"), "tools.bounds.nosuch does nothing"),
+        (RECIPE.but(tools={"words": {"submitt": {"description": "x"}}}), ("submit",), "tools.words.submitt does nothing"),
+        (
+            RECIPE.but(tools={"words": {"submit": {"arguments": {"text": "x"}}}}),
+            ("submit",),
+            "submit.arguments.text: the tool takes no such",
+        ),
+        (recipe("many"), ("mcp:it",), "tools.mcp.it: it offers 100 tools"),
+        (RECIPE.but(tools={"mcp": {"it": {"host_command": ["/nowhere"]}}}), ("mcp:it",), "install the program on this machine"),
+        (RECIPE.but(tools={"mcp": {"it": {"command": ["server"]}}}), ("mcp:it",), "put the program into the image"),
+    ],
+)
+async def test_what_nobody_could_use_is_refused_before_anything_starts(given: Recipe, tools: tuple[str, ...], says: str) -> None:
+    with pytest.raises(UserError) as error:
+        await begun(given, *tools)
+    assert says in str(error.value)
+
+
+async def test_words_for_no_tool_of_a_suite_are_refused_and_those_for_one_of_them_are_enough() -> None:
+    one = {"words": {"submit": {"description": "Hand in."}, "python": {"description": "Compute."}}}
+    tools = await begun(RECIPE.but(tools=one), "submit", every=False)
+    assert load_tools(("submit",), None, tools)["submit"].schema["function"]["description"] == "Hand in."
+    with pytest.raises(UserError, match=r"tools\.words\.submit does nothing"):
+        await begun(RECIPE.but(tools=one), every=False)
+
+
+async def test_what_only_sub_agents_use_is_started_too() -> None:
+    given = recipe(echo={"calls": 1}).but({"rollout.agent": "delegating", "rollout.delegation.tools": ["mcp:it/echo"]})
+    tools = await begun(given, "submit")
+    assert list(load_tools(given.rollout.delegation.tools, None, tools)) == ["echo"]  # type: ignore[union-attr, arg-type]
+
+
+async def test_without_a_recipes_word_nothing_is_asked_for() -> None:
+    assert (await begun(RECIPE, "submit")).servers == {}
+    with pytest.raises(TaskError, match=r"declare it in the recipe, as tools\.mcp\.it"):
+        load_tools(("mcp:it",), None, declared_tools(RECIPE.tools, HOSTILE.parent))
+    assert (await begun(recipe("never-starts"), "submit", every=False)).servers == {}, "an evaluation starts what its cases name"
+
+
+def test_servers_in_a_recipe() -> None:
+    given = recipe().but("tools.mcp.it.start_timeout_s=7", "tools.bounds.echo.calls=3", {"tools.mcp.web": {"url": "https://a.example/mcp"}})
+    assert given.tools.mcp["it"].start_timeout_s == 7 and given.tools.bounds["echo"].calls == 3 and len(given.tools.mcp) == 2
+    for wrong, says in {
+        "tools.mcp.it.url=http://a": "one of command, host_command and url",
+        "tools.mcp.it.together=true": "together does nothing with a program",
+        "tools.mcp.it.key_env=KEY": "key_env does nothing without a url",
+        'tools.mcp={"a b": {"command": ["x"]}}': "no name of a server",
+        "tools.mcp.it.url=file:///etc/passwd": "pattern",
+        "tools.bounds.echo={}": "it bounds nothing",
+        "tools.words.echo={}": "it says nothing",
+        "tools.mcp.it.nosuch=1": "unknown key",
+        'tools.mcp.it={"command": ["x"], "env": {"A": "env:A"}}': "env is for host_command",
+        'tools.mcp.it={"url": "http://a", "key_env": "a b"}': "pattern",
+    }.items():
+        with pytest.raises(RecipeError, match=says):
+            recipe().but(wrong)
+
+
+def test_a_secret_that_is_not_there_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOT_THERE", raising=False)
+    for server, key in (
+        ({"host_command": ["x"], "env": {"T": "env:NOT_THERE"}}, "env.T"),
+        ({"url": "http://a", "key_env": "NOT_THERE"}, "key_env"),
+    ):
+        with pytest.raises(UserError, match=rf"tools\.mcp\.it\.{key}: the environment variable NOT_THERE holds no secret") as error:
+            declared_tools(RECIPE.but(tools={"mcp": {"it": server}}).tools, HOSTILE.parent)
+        assert "export NOT_THERE" in error.value.fix
+
+
+async def test_a_server_outside_that_hangs_in_every_episode_is_overdue_and_one_that_answers_is_not() -> None:
+    tools = declared_tools(recipe("hangs").tools, HOSTILE.parent)
+    live = tools.servers["it"].live
+    assert live is not None
+    inside = RECIPE.but(tools={"mcp": {"it": {"command": ["server"]}}})
+    assert declared_tools(inside.tools, HOSTILE.parent).servers["it"].live is None, "an agent can stop a server in its sandbox"
+    live._first_s = 0.5
+    for way, overdue in (("hangs", True), ("honest", False)):
+        server = replace(tools.servers["it"], config=recipe(way).tools.mcp["it"], offers=usable_tools([ECHO, COUNT], ()))
+        for _ in range(2):
+            box = load_tools(("mcp:it",), None, RunTools(servers={"it": server}, bounds={}))
+            called = call_tool(box["echo"], {"text": "a"}, None, Limits(tool_timeout_s=0.5), turn=1)
+            if overdue:
+                with pytest.raises(ToolUnavailable):
+                    await called
+            else:
+                assert (await called).outcome.ok
+            await box.close(timeout_s=5.0)
+        assert live.overdue().startswith("MCP server it has answered nothing for 1 s") == overdue
+
+
+async def test_tools_that_cannot_be_offered_are_reported_and_take_no_other_away(caplog: pytest.LogCaptureFixture) -> None:
+    tools = await begun(recipe("some-odd"), "mcp:it")
+    assert [tool.name for tool in tools.servers["it"].offers or ()] == ["echo"]
+    assert "tools.mcp.it: 3 of its tools are not offered" in caplog.text and "the tool count without a schema of type object" in caplog.text
+    with pytest.raises(TaskError, match=r"offers no tool 'keys', which is excluded: the tool keys with the key"):
+        load_tools(("mcp:it/keys",), None, tools)
+    wanted = recipe("some-odd").tools.mcp["it"].model_dump() | {"only": ("echo", "keys")}
+    with pytest.raises(UserError, match="it offers the tool keys with the key"):
+        await begun(RECIPE.but(tools={"mcp": {"it": wanted}}), "mcp:it")
+    unfit = SimpleNamespace(defang=str, unfit=lambda schema: "it cannot be called" if schema["function"]["name"] == "echo" else "")
+    assert [tool.name for tool in (await begun(recipe(), "mcp:it", chat=unfit)).servers["it"].offers or ()] == ["count"]

@@ -1,0 +1,128 @@
+"""Files that are replaced whole or not at all, and files of lines."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.base import files
+
+
+def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    files.write_atomically(path, "é")
+    files.write_atomically(path, b"second", durable=True, tag="7")
+    assert path.read_bytes() == b"second" and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_no_file_is_written_to_and_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a pipe and a link of the test's own: without this, root would lose the machine's /dev/null."""
+    pipe, said = tmp_path / "pipe", tmp_path / "said"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    files.write_atomically(pipe, "through the pipe", durable=True)
+    assert os.read(reader, 100) == b"through the pipe" and pipe.is_fifo()
+    os.close(reader)
+    (stdout := tmp_path / "dev" / "stdout").parent.mkdir()
+    stdout.symlink_to(said)  # as where the output of the process goes to a file
+    said.touch()
+    monkeypatch.setattr(files, "_OPENED", (stdout.parent,))
+    files.write_atomically(stdout, "said")
+    assert said.read_text() == "said" and stdout.is_symlink()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["dev", "pipe", "said", "stdout"]
+
+
+def test_a_block_that_fails_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    files.write_atomically(path, "before")
+
+    def interrupted() -> None:
+        with files.replace_file(path) as part:
+            part.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_content_is_synced_before_it_takes_its_place_and_the_folder_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(handle: int) -> None:
+        seen.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    def replaced(self: Path, target: Path) -> Path:
+        seen.append("replace")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    files.write_atomically(tmp_path / "a", b"x")
+    assert seen == [".a.part", "replace"]
+    seen.clear()
+    files.write_atomically(tmp_path / "a", b"y", durable=True)
+    assert seen == [".a.part", "replace", tmp_path.name]
+    seen.clear()
+    files.append_lines(tmp_path / "lines", [b"1\n"], durable=True)
+    files.append_lines(tmp_path / "lines", [b"2\n"], durable=True)
+    assert seen == ["lines", tmp_path.name, "lines"]
+
+
+def test_a_folder_appears_whole_and_replaces_what_was_there(tmp_path: Path) -> None:
+    final = tmp_path / "new" / "000001"
+    for content in ("first", "second"):
+        (files.partial_folder(final) / "litter").write_text("of an attempt that was interrupted")
+        part = files.partial_folder(final)
+        (part / "sub").mkdir()
+        (part / "sub" / "a").write_text(content)
+        files.commit_folder(part, final)
+        assert [path.relative_to(final).as_posix() for path in sorted(final.rglob("*"))] == ["sub", "sub/a"]
+        assert (final / "sub" / "a").read_text() == content and list(final.parent.iterdir()) == [final]
+
+
+def test_hashes(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a").write_bytes(b"abc" * 100_000)
+    (tmp_path / "link").symlink_to(tmp_path / "sub" / "a")
+    assert files.folder_manifest(tmp_path) == {"sub/a": hashlib.sha256(b"abc" * 100_000).hexdigest()}
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.characters(codec="utf-8")),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=30)
+@given(values=st.lists(json_values, max_size=5), later=st.lists(json_values, max_size=2), data=st.data())
+def test_lines_come_back_but_for_a_torn_one(
+    tmp_path_factory: pytest.TempPathFactory, values: list[object], later: list[object], data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "deep" / "lines.jsonl"
+    assert files.read_json_lines(path) == []
+    files.append_lines(path, map(files.json_line, values))
+    whole = path.read_bytes()
+    kept = whole[: data.draw(st.integers(0, len(whole)))]
+    path.write_bytes(kept)
+    left = values[: kept.count(b"\n")]
+    assert files.read_json_lines(path) == left
+    files.append_lines(path, map(files.json_line, later))
+    assert files.read_json_lines(path) == [*left, *later], "what follows a torn line is not lost with it"
+
+
+def test_the_tail_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    assert files.tail_bytes(path, most=5) == ""
+    path.write_bytes(b"0123456789")
+    assert files.tail_bytes(path, most=5) == "56789"
+    assert files.tail_bytes(path, most=5, start=8) == "89"
+    assert files.tail_bytes(path, most=50, start=3) == "3456789"

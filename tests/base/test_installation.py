@@ -1,0 +1,180 @@
+"""Every install command that the product or a page prints installs this project, or a package that this project names itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from agentrl.base import installation
+from agentrl.base.installation import DISTRIBUTION, install_command, requirement
+from agentrl.cli.project import init_project
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = set(PROJECT["optional-dependencies"])
+# What is printed: sources and pages, not tests and the changelog, which quote what was wrong.
+PRINTED = (
+    "agentrl",
+    "docs",
+    "recipes",
+    "rewards",
+    "sandboxes",
+    "scripts",
+    "evals",
+    "requirements",
+    "README.md",
+    "CONTRIBUTING.md",
+    "Makefile",
+)
+TEXT = {".py", ".md", ".in", ".toml", ".sh", ".lock", ".txt", ""}
+COMMAND = re.compile(r"\b(?:pip3?|uv pip|uv|pipx|uvx|poetry|conda) (?:install|add|run)\b([^`\n]*)")
+EXTRA = re.compile(r"\bagentrl\[[^\]\n]*\]")
+CALL = re.compile(r"install_command\(([^()]*)\)")
+TAKES_A_VALUE = ("-r", "--retries")
+MAY = {
+    "docs/bring-your-own-agent.md": "openai",  # in a sandbox's image
+    "scripts/workloads/packages.sh": "./own-1-py3-none-any.whl",
+    "agentrl/model/source.py": "{name}",  # an installed distribution's own name
+    "agentrl/cli/doctor.py": "the",  # prose: the packages of a lock
+}
+
+
+def pages() -> list[Path]:
+    found = []
+    for name in PRINTED:
+        path = ROOT / name
+        found += [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file() and one.suffix in TEXT]
+    ours = Path(installation.__file__)  # the one function that writes commands; its own tests are below
+    return [path for path in found if path != ours and not {"__pycache__", "models"} & {*path.parts}]
+
+
+@cache
+def named() -> set[str]:
+    """Packages that this project's own metadata and locks name."""
+    lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
+    for lock in (ROOT / "requirements").glob("*.lock"):
+        lines += [line for line in lock.read_text().splitlines() if line and not line.startswith("#")]
+    return {Requirement(line.partition(" #")[0]).name.lower().replace("_", "-") for line in lines}
+
+
+def wrong_in(text: str, *, may: str = "") -> list[str]:
+    """Commands that install something which this project does not name, or that look its old name up; by the first operand."""
+    found = [f"{one}: agentrl is another project's package" for one in EXTRA.findall(text)]
+    for command in COMMAND.findall(text):
+        words = [word.strip("'\",;()") for word in command.split()]
+        operands = [word for last, word in pairwise(["", *words]) if not word.startswith("-") and last not in TAKES_A_VALUE]
+        for operand in operands[:1]:
+            name, extras = re.split(r"[=<>@~! ]", operand)[0].removesuffix("]").partition("[")[::2]
+            if not set(filter(None, extras.split(","))) <= EXTRAS:
+                found.append(f"pip install{command}: no such extra")
+            elif name not in (".", may) and name.lower().replace("_", "-") not in named() | {DISTRIBUTION}:
+                found.append(f"pip install{command}: {name} is not a package that this project names")
+    return found
+
+
+def test_every_printed_command_installs_this_project_or_what_it_names() -> None:
+    wrong = {}
+    for path in pages():
+        name = str(path.relative_to(ROOT))
+        if said := wrong_in(path.read_text(encoding="utf-8"), may=MAY.get(name, "")):
+            wrong[name] = said
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pip install 'agentrl[gateway]'",
+        "install agentrl[cpu] or more",
+        "pip install agentrl",
+        "`pip install stranger`",
+        "pip install -e '.[no]'",
+    ],
+)
+def test_the_test_sees_a_stranger(text: str) -> None:
+    assert wrong_in(text)
+
+
+def test_the_extras_that_fixes_name_exist() -> None:
+    given = [one for path in pages() if path.suffix == ".py" for one in CALL.findall(path.read_text(encoding="utf-8"))]
+    literal = {word for one in given for word in re.findall(r"['\"]([a-z]+)['\"]", one)}
+    assert {"gateway", "models", "cpu", "gpu", "reasoning"} <= literal <= EXTRAS
+
+
+def test_a_checkout_is_installed_from_its_folder() -> None:
+    command = shlex.split(install_command("gateway", "rewards"))
+    assert command == ["pip", "install", "-e", f"{ROOT}[gateway,rewards]"]
+    offline = ["--dry-run", "--no-index", "--no-deps", "--no-build-isolation", "--quiet", "--report", "-"]
+    done = subprocess.run([sys.executable, "-m", *command[:2], *offline, *command[2:]], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["install"]
+    assert found["metadata"]["name"] == DISTRIBUTION == PROJECT["name"] and found["download_info"]["url"] == ROOT.as_uri()
+    assert set(found["requested_extras"]) == {"gateway", "rewards"} and found["metadata"]["version"] == PROJECT["version"]
+
+
+def installed_as(folder: Path, record: dict[str, object] | None) -> Path:
+    """A folder like site-packages with the package and its metadata."""
+    info = folder / "agentrl_posttraining-0.1.0.dist-info"
+    (folder / "agentrl").mkdir(parents=True)
+    info.mkdir()
+    shutil.copy(installation.__file__, folder / "agentrl")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {DISTRIBUTION}\nVersion: 0.1.0\n")
+    if record is not None:
+        (info / "direct_url.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("record", "command", "wanted"),
+    [
+        (None, "pip install 'agentrl-posttraining[cpu]==0.1.0'", "agentrl-posttraining==0.1.0"),
+        (
+            {"url": "https://x.example/a.whl", "archive_info": {}},
+            "pip install 'agentrl-posttraining[cpu] @ https://x.example/a.whl'",
+            "agentrl-posttraining @ https://x.example/a.whl",
+        ),
+        (
+            {"url": "https://x.example/r.git", "vcs_info": {"vcs": "git", "commit_id": "abc", "requested_revision": "main"}},
+            "pip install 'agentrl-posttraining[cpu] @ git+https://x.example/r.git@abc'",
+            "agentrl-posttraining @ git+https://x.example/r.git@abc",
+        ),
+        ({"url": "file:///a%20b/c", "dir_info": {}}, "pip install '/a b/c[cpu]'", "agentrl-posttraining @ file:///a%20b/c"),
+    ],
+)
+def test_other_installations_are_extended_from_where_they_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: dict[str, object] | None, command: str, wanted: str
+) -> None:
+    root = installed_as(tmp_path / "site", record)
+    monkeypatch.syspath_prepend(str(root))
+    assert install_command("cpu", root=root) == command
+    assert requirement(root=root) == wanted
+    assert Requirement(requirement(root=root)).name == DISTRIBUTION
+    # Metadata of another copy on the path say nothing about this one.
+    (tmp_path / "copied").mkdir()
+    assert install_command("cpu", root=tmp_path / "copied").startswith("pip install 'CHECKOUT[cpu]', where CHECKOUT is a copy of")
+
+
+def test_damaged_records_of_pip_are_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, text in enumerate(("{", "[]", '{"url": 3}', "null")):
+        root = installed_as(tmp_path / str(number), {})
+        (root / "agentrl_posttraining-0.1.0.dist-info" / "direct_url.json").write_text(text)
+        with monkeypatch.context() as patched:
+            patched.syspath_prepend(str(root))
+            assert install_command(root=root) == "pip install agentrl-posttraining==0.1.0"
+
+
+def test_a_new_project_depends_on_this_installation(tmp_path: Path) -> None:
+    init_project(tmp_path / "mine", "mine")
+    (depends,) = tomllib.loads((tmp_path / "mine" / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert Requirement(depends).name == DISTRIBUTION and Requirement(depends).url == ROOT.as_uri()

@@ -1,0 +1,193 @@
+"""What agents write is read in time proportional to its length: a hundred times the text may cost about a hundred times as much."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.agent.calls import CLOSE, OPEN, read_calls
+from agentrl.agent.forms import FORMS, deepseek
+from agentrl.agent.tools import clip, render_result
+from agentrl.observe import write_report
+from agentrl.observe.markup import visible
+from agentrl.records import (
+    Blame,
+    Episode,
+    ExecResult,
+    Failure,
+    Limits,
+    Message,
+    Score,
+    ScoredEpisode,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
+from agentrl.records.sampling import Sampling
+from agentrl.reward.rewardfile import reward
+from agentrl.rollout.active import ActiveEpisode
+from agentrl.session.transcript import append_transcripts, transcript
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.samples import sample_task
+from agentrl.testing.sandboxes import printing
+from rewards.tables import exact_answer
+from tests.chats import chat_of, shared_tokenizer
+
+SMALL, LARGE = 10_000, 1_000_000
+SLACK = 3.0
+AT_ONCE_S = 0.005
+"""What takes less at the large size costs nobody anything, whatever it took at the small one."""
+
+TOKENIZER = shared_tokenizer()
+CHAT = chat_of(TOKENIZER)
+TASK = sample_task(data={"answer": "1"})
+
+
+def life() -> ActiveEpisode:
+    """An episode that has shown nothing yet."""
+    return ActiveEpisode(
+        TASK,
+        episode_id="e",
+        attempt=0,
+        start=None,
+        policy=ScriptedPolicy.saying(TOKENIZER),
+        sandboxes=ScriptedSandboxes(printing("")),
+        sampling=Sampling(),
+        max_model_len=4096,
+        request_timeout_s=60.0,
+        open_timeout_s=60.0,
+        on_turn=None,
+    )
+
+
+def units(*quick: str, slow: Sequence[str]) -> pytest.MarkDecorator:
+    """Texts that are repeated to the wanted length: those of every run of the tests, and those of long ones."""
+    every = [*quick, *(pytest.param(unit, marks=pytest.mark.slow) for unit in slow)]
+    return pytest.mark.parametrize("unit", every, ids=lambda unit: ascii(unit[:12]))
+
+
+def cost_s(work: Callable[[Any], object], made: Any) -> float:
+    """Processor time of `work`: the least of three, of many calls where one is too short to be told from the clock."""
+    times, best = 1, float("inf")
+    gc.disable()  # how often it runs depends on everything else that lives
+    try:
+        for _ in range(3):
+            start = time.process_time()
+            for _ in range(times):
+                work(made)
+            best = min(best, (time.process_time() - start) / times)
+            times = max(1, min(100, int(2e-3 / max(best, 1e-6))))
+    finally:
+        gc.enable()
+    return best
+
+
+def assert_linear(work: Callable[[Any], object], make: Callable[[int], Any], *, large: int = LARGE) -> None:
+    small, big = cost_s(work, make(SMALL)), cost_s(work, make(large))
+    assert big < AT_ONCE_S or big < SLACK * large / SMALL * small, f"{SMALL}: {small:.6f} s, {large}: {big:.6f} s"
+
+
+def run(verdict: Coroutine[Any, Any, Score]) -> Score:
+    """What a verifier says that waits for nothing."""
+    try:
+        verdict.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it waited")
+
+
+def repeated(unit: str) -> Callable[[int], str]:
+    return lambda size: unit * (size // len(unit))
+
+
+def call_of(unit: str) -> Callable[[int], str]:
+    return lambda size: f'{OPEN}{{"name":"f","arguments":{{"x":[{unit * (size // len(unit))}0]}}}}{CLOSE}'
+
+
+@units(
+    OPEN, "<|im_end|>", slow=["\ud83d", "a", " ", "\n", "<", "é", "\0", CLOSE, f"{OPEN}[{CLOSE}", f"{OPEN}{{", "<|im_", '"\\', "1", "_1"]
+)
+def test_words(unit: str) -> None:
+    limits = Limits()
+    for work in (
+        read_calls,
+        CHAT.escape_text,
+        visible,
+        lambda text: Message(role="assistant", content=text),
+        lambda text: clip(text, 2000),
+        lambda text: render_result(ExecResult(exit_code=1, stdout=text, stderr=text, wall_s=0.0), limits),
+        lambda text: life().clip_output(text),
+        lambda text: reward(text, None),
+        lambda text: reward(None, text),
+        lambda text: run(exact_answer(TASK, Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=text))),
+    ):
+        assert_linear(work, repeated(unit))
+
+
+@units(
+    "[TOOL_CALLS]",
+    slow=[
+        *(
+            "<function=",
+            "<parameter=a>",
+            "<arg_key>",
+            "<arg_value>",
+            "[ARGS]",
+            "[THINK]",
+            "<|message|>",
+            "<|start|>assistant<|message|>",
+            "<|end|>",
+        ),
+        *("[f(", "[f(a=['", "[f(a=1), ", '{"name":', '{"name": "f", "parameters": {}};', *deepseek.CALLS, *deepseek.CALL, deepseek.SEP),
+    ],
+)
+def test_every_form_of_tool_calls(unit: str) -> None:
+    for form in FORMS.values():
+        opened = form.opens[0] if unit != form.opens[0] else ""
+        assert_linear(lambda text, read=form.read: read(text, ()), lambda size, opened=opened: opened + repeated(unit)(size), large=300_000)
+
+
+@units('"\\u00e9",', "9" * 3999 + ",", slow=["1,", "1e5,", '{"a":1},', "[],", '[{"b":[0]}],'])
+def test_tool_calls(unit: str) -> None:
+    assert_linear(read_calls, call_of(unit))
+
+
+@units(OPEN, slow=[f"{OPEN}{{}}{CLOSE}", "a b "])
+def test_completions(unit: str) -> None:
+    assert_linear(CHAT.parse, lambda size: TOKENIZER.encode(repeated(unit)(size)), large=300_000)
+
+
+@units("<", slow=["a", "\0", "\ud83d", "\n", "\u2028"])
+def test_transcripts_and_the_report(unit: str, tmp_path: Path) -> None:
+    def write(scored: ScoredEpisode) -> None:
+        for phase in ("before", "after"):
+            path = tmp_path / "episodes" / f"{phase}.jsonl"
+            path.unlink(missing_ok=True)
+            append_transcripts(path, [transcript(TASK, scored, phase=phase, step=0)])
+        write_report(tmp_path)
+
+    assert_linear(write, lambda size: said(repeated(unit)(size)))
+
+
+def said(text: str) -> ScoredEpisode:
+    """An episode that holds a text wherever an agent can put one."""
+    code = text.encode("utf-8", "replace").decode()
+    turn = Turn(
+        prompt_ids=(),
+        completion_ids=(),
+        logprobs=(),
+        versions=(),
+        message=Message(role="assistant", content=text, tool_calls=(ToolCall(name=code, arguments={code: [code]}),)),
+        finish_reason="stop",
+        tool_results=(ToolResult(name="f", output=text, ok=True),),
+    )
+    failure = Failure(stage="collect", blame=Blame.POLICY, kind="k", message=text)
+    trajectory = Trajectory(agent="main", turns=(turn,))
+    episode = Episode(id="e", task_id="t", task_key="k", trajectories=(trajectory,), answer=text, failures=(failure,))
+    return ScoredEpisode(episode=episode, score=Score(value=0.0, evidence=text))

@@ -1,0 +1,89 @@
+"""A child that dies with its parent, and the age of a process."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+
+from agentrl.base.processes import die_with_parent, process_age_s, raise_file_limit, rare_collections
+from tests.waiting import until
+
+
+def _start_a_child(told: multiprocessing.Queue[int]) -> None:
+    """Starts a child that ties itself to this process, says its id, and waits."""
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        die_with_parent(parent)
+        told.put(os.getpid())
+    time.sleep(60)
+
+
+def test_a_child_dies_with_its_parent() -> None:
+    context = multiprocessing.get_context("spawn")
+    told = context.Queue()
+    parent = context.Process(target=_start_a_child, args=(told,))
+    parent.start()
+    child = told.get(timeout=30)
+    assert parent.pid is not None
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.join()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and "\nState:\tZ" not in Path(f"/proc/{child}/status").read_text():
+        assert time.monotonic() < deadline, "the child outlives its parent"
+        time.sleep(0.01)
+
+
+def test_the_age_of_a_process_is_that_of_the_clock() -> None:
+    began = time.monotonic()
+    code = "import time; time.sleep(0.7); from agentrl.base.processes import age_s; print(age_s())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert 0.68 <= float(done.stdout) <= time.monotonic() - began + 0.02
+    assert process_age_s() > float(done.stdout)
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+        assert raise_file_limit() == hard
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_full_collections_are_rare_and_still_free_what_refers_to_itself() -> None:
+    """Objects that outlive the younger generations do not start a full collection; the timer and the end of the context do."""
+    generations: list[int] = []
+
+    def seen(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            generations.append(info["generation"])
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+
+    before = gc.get_threshold()
+    gc.callbacks.append(seen)
+    try:
+        async with rare_collections(every_s=3600.0):
+            generations.clear()
+            kept = [[Cycle()] for _ in range(200_000)]  # without the context: several full collections
+            assert 1 in generations and 2 not in generations
+            lost = weakref.ref(cycle := Cycle())
+            del cycle
+        assert generations.count(2) == 1 and lost() is None and gc.get_threshold() == before
+        async with rare_collections(every_s=0.01):
+            generations.clear()
+            await until(lambda: generations.count(2) >= 2)
+    finally:
+        gc.callbacks.remove(seen)
+    assert len(kept) == 200_000

@@ -1,0 +1,178 @@
+"""One driver for a run folder, with real processes: the kernel's lock is what is tested."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentrl.base import run_lock
+from agentrl.base.run_lock import DRIVER, drive_folder, hold_shared_lock
+from agentrl.errors import RunFolderBusy, UserError
+from agentrl.session.folder import claim_run_folder
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from agentrl.base.run_lock import driving
+with driving(Path(sys.argv[1]), command="agentrl train mine.py"):
+    print("holds it", flush=True)
+    time.sleep(600)
+"""
+
+
+def python(code: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = python(HOLD, tmp_path / "run")
+    assert line(process) == "holds it"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_the_holder_is_named_and_killing_it_frees_the_folder_at_once(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(RunFolderBusy) as error, drive_folder(run, command="mine"):
+        pytest.fail("two hold it")
+    told = str(error.value)
+    assert f"process {holder.pid} on {socket.gethostname()}" in told and "agentrl train mine.py" in told
+    assert re.search(r"since \d{4}-\d\d-\d\dT\d\d:\d\d", told) and f"kill -INT {holder.pid}" in error.value.fix
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    began = time.monotonic()
+    with drive_folder(run, command="mine"):
+        assert time.monotonic() - began < 1.0
+        assert json.loads((run / DRIVER).read_text())["pid"] == os.getpid()
+
+
+def test_no_child_inherits_the_lock(tmp_path: Path) -> None:
+    with drive_folder(tmp_path / "run", command="mine"):
+        child = subprocess.Popen(["sleep", "60"], close_fds=False)
+    try:
+        with drive_folder(tmp_path / "run", command="again"):
+            pass
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_of_four_in_the_same_instant_one_gets_the_folder(tmp_path: Path) -> None:
+    found = raced(tmp_path, tmp_path / "run")
+    assert sorted(answer.startswith("refused") for answer in found) == [False, True, True, True], found
+    assert all("is driven by another agentrl: process" in answer for answer in found if answer.startswith("refused"))
+
+
+def test_four_in_the_same_instant_without_a_folder_get_four(tmp_path: Path) -> None:
+    assert sorted(Path(answer).name for answer in raced(tmp_path)) == ["q", "q-2", "q-3", "q-4"]
+
+
+def raced(runs: Path, wanted: Path | None = None) -> list[str]:
+    """What four forks of this process get who try at once, each holding what it got until all have tried; then they use it."""
+    context = multiprocessing.get_context("fork")
+    barrier, answers = context.Barrier(4), context.SimpleQueue()
+
+    def race() -> None:
+        barrier.wait(60)
+        try:
+            with claim_run_folder(wanted, runs, "q", resume=False, command="race") as folder:
+                barrier.wait(60)
+                (folder / "recipe.json").write_text("{}")
+                answers.put(str(folder))
+        except RunFolderBusy as error:
+            barrier.wait(60)
+            answers.put(f"refused: {error}")
+
+    racers = [context.Process(target=race) for _ in range(4)]
+    for racer in racers:
+        racer.start()
+    found = [answers.get() for _ in racers]
+    for racer in racers:
+        racer.join()
+    return found
+
+
+def test_a_part_that_outlived_its_driver_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A learner dies with its driver, but not in the same instant: this one takes a second and a half."""
+    part = hold_shared_lock(tmp_path)
+    dying = subprocess.Popen(["sleep", "1.5"], pass_fds=(part,))
+    os.close(part)
+    with drive_folder(tmp_path, command="mine"):
+        assert dying.poll() is not None or not Path(f"/proc/{dying.pid}").exists()
+    assert "waiting until the server and the learner of the run before have ended" in capsys.readouterr().err
+    dying.wait()
+
+
+def test_a_part_that_does_not_end_is_named(tmp_path: Path) -> None:
+    part = hold_shared_lock(tmp_path)
+    stuck = subprocess.Popen(["sleep", "600"], pass_fds=(part,))
+    os.close(part)
+    try:
+        with (
+            pytest.raises(UserError, match=rf"has not ended after 0\.1 s \(processes {stuck.pid}\)"),
+            drive_folder(tmp_path, command="", wait_s=0.1),
+        ):
+            pytest.fail("a part is still there")
+    finally:
+        stuck.kill()
+        stuck.wait()
+    with drive_folder(tmp_path, command="mine"):
+        pass
+
+
+def test_a_refused_start_leaves_no_folder_and_one_that_was_used_stays(tmp_path: Path) -> None:
+    run = tmp_path / "deep" / "run"
+    with pytest.raises(KeyError), drive_folder(run, command="mine"):
+        raise KeyError
+    assert not run.exists()
+    with drive_folder(run, command="mine"):
+        (run / "recipe.json").write_text("{}")
+    assert (run / "recipe.json").exists()
+
+
+def test_a_folder_removed_between_opening_and_locking_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last driver removed it just then: a lock on a file that has no name any more would hold nobody off."""
+    run, flock, seen = tmp_path / "run", run_lock.fcntl.flock, []
+
+    def removed_first(handle: int, how: int) -> None:
+        if not seen:
+            (run / DRIVER).unlink()
+            run.rmdir()
+        seen.append(handle)
+        flock(handle, how)
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", removed_first)
+    with drive_folder(run, command="mine"):
+        assert json.loads((run / DRIVER).read_text())["command"] == "mine" and len(seen) == 2
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be used as a run folder"), drive_folder(tmp_path / "file" / "run", command="mine"):
+        pass
+
+
+@pytest.mark.parametrize(("folder", "why"), [("/proc/no-such-run", "No such file"), ("/tmp/\udcff", "not UTF-8")])
+def test_a_folder_that_cannot_be_made_or_named_is_refused(folder: str, why: str) -> None:
+    with pytest.raises(UserError, match=why) as error, drive_folder(Path(folder), command="mine"):
+        pytest.fail("there is no such folder")
+    assert str(error.value).isascii()

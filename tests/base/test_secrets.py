@@ -1,0 +1,268 @@
+"""Secrets are given by reference, and nothing that a run leaves or prints holds one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import string
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from agentrl.base import secrets, user_code
+from agentrl.base.files import is_private, make_private, write_atomically
+from agentrl.config import MCPConfig, Recipe
+from agentrl.errors import RecipeError, UserError
+from agentrl.learner.process import LearnerProcess
+from agentrl.reward.worker import SubprocessWorker
+from tests.serving.test_server import Small
+
+PLANTED = "pLanted7Secret/with+chars=9"
+RECIPE = Recipe(name="r", policy={"model": "m"}, tasks={"family": "f:g"})  # type: ignore[arg-type]
+GITHUB, OPENAI, AWS = "ghp_" + "a1" * 18, "sk-" + "b2" * 16, "AKIA" + "A1" * 8
+
+
+@pytest.fixture(autouse=True)
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "_read", set())
+    secrets._in_environment.cache_clear()
+
+
+def test_a_reference_is_read_where_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", PLANTED)
+    (tmp_path / "token").write_text(f"{PLANTED}-2\r\n")
+    assert secrets.read_secret("env:MINE") == PLANTED
+    assert secrets.read_secret(f"file:{tmp_path}/token") == f"{PLANTED}-2"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert secrets.read_secret("file:~/token") == f"{PLANTED}-2"
+
+
+@pytest.mark.parametrize(
+    "reference", ["env:", "env:A B", "env:1A", "file:", "file:relative", "file:a\0", PLANTED, "", "ENV:MINE", "env:MINE\n"]
+)
+def test_what_is_no_reference_is_not_repeated(reference: str) -> None:
+    with pytest.raises(UserError, match="given by value") as error:
+        secrets.read_secret(reference)
+    assert PLANTED not in str(error.value) and "env:NAME" in error.value.fix
+
+
+def test_a_secret_that_is_not_there_is_an_error_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMPTY", " ")
+    for name, content in {"empty": b"\n", "binary": b"\xff\xfe", "huge": b"x" * (1 << 17), "nul": b"a\0b"}.items():
+        (tmp_path / name).write_bytes(content)
+    for reference in (
+        "env:EMPTY",
+        "env:NOT_THERE",
+        *(f"file:{tmp_path}/{name}" for name in ("empty", "binary", "huge", "nul", "gone", ".")),
+    ):
+        with pytest.raises(UserError, match=reference.partition(":")[2].rstrip(".")) as error:
+            secrets.read_secret(reference)
+        assert error.value.fix
+
+
+HELD = {
+    "tracker_options.x:y.api_key": {"tracker_options": {"x:y": {"api_key": PLANTED}}, "trackers": ["x:y"]},
+    "tracker_options.x:y.login.password": {"tracker_options": {"x:y": {"login": {"password": PLANTED}}}, "trackers": ["x:y"]},
+    "tracker_options.x:y.wandbApiKey": {"tracker_options": {"x:y": {"wandbApiKey": PLANTED}}, "trackers": ["x:y"]},
+    "store_options.url": {"store": "x:y", "store_options": {"url": f"redis://:{PLANTED.replace('/', '')}@h:6379/0"}},
+    "store_options.auth_token": {"store": "x:y", "store_options": {"auth_token": PLANTED}},
+    "tasks.options.token": {"tasks": {"family": "f:g", "options": {"token": PLANTED}}},
+    "tasks.options.note": {"tasks": {"family": "f:g", "options": {"note": GITHUB}}},
+    "sandbox.options.keys": {"sandbox": {"backend": "x:y", "options": {"keys": [AWS]}}},
+    "policy.model": {"policy": {"model": f"https://user:{OPENAI}@models.example/m"}},
+    "tools.mcp.it.host_command": {"tools": {"mcp": {"it": {"host_command": ["p", "--api-key", PLANTED]}}}},
+    "tools.mcp.it.command": {"tools": {"mcp": {"it": {"command": ["p", f"--github-access-token={PLANTED}"]}}}},
+    "tools.mcp.it: env.TOKEN": {"tools": {"mcp": {"it": {"host_command": ["p"], "env": {"TOKEN": PLANTED}}}}},
+    "tools.mcp.it: url has a query": {"tools": {"mcp": {"it": {"url": f"https://h/mcp?k={PLANTED.replace('/', '')}"}}}},
+    "tools.mcp.it.url": {"tools": {"mcp": {"it": {"url": f"https://u:{PLANTED.replace('/', '')}@h/mcp"}}}},
+    "tools.mcp.it.key_env": {"tools": {"mcp": {"it": {"url": "https://h/mcp", "key_env": f"{OPENAI}"}}}},
+    "tools.mcp.it.env.A": {"tools": {"mcp": {"it": {"host_command": ["p"], "env": {"A": 90817263544536271}}}}},
+}
+
+
+@pytest.mark.parametrize("where", HELD)
+def test_a_recipe_that_holds_a_secret_is_refused_without_a_copy_of_it(where: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        RECIPE.but(HELD[where])
+    said = f"{error.value}\n{error.value.fix}"
+    assert where in said, said
+    for secret in (PLANTED, PLANTED.replace("/", ""), GITHUB, OPENAI, AWS, "90817263544536271"):
+        assert secret not in said
+
+
+def test_a_section_of_its_own_does_not_repeat_it_either() -> None:
+    with pytest.raises(ValidationError) as error:
+        MCPConfig(host_command=("p",), env={"TOKEN": PLANTED})
+    assert PLANTED not in str(error.value) and "env.TOKEN is given by value" in str(error.value) and "env:NAME" in str(error.value)
+    with pytest.raises(ValidationError, match="the agent could read the environment of a program"):
+        MCPConfig(command=("p",), env={"TOKEN": "env:TOKEN"})
+
+
+def test_ordinary_recipes_hold_no_secret() -> None:
+    plain: dict[str, Any] = {
+        "tasks": {
+            "family": "f:g",
+            "options": {"eos_token": "<|im_end|>", "max_tokens": 5, "tokenizer": "t", "url": "https://h/a@b", "token": ""},
+        },
+        "tools": {
+            "mcp": {"it": {"host_command": ["p", "--max-tokens", "5", "-k", "a@b.c", "--token"], "env": {"T": "env:T", "F": "file:/t"}}}
+        },
+        "tracker_options": {"x:y": {"api_key": "env:WANDB_API_KEY"}},
+        "trackers": ["x:y"],
+    }
+    assert RECIPE.but(plain).tools.mcp["it"].env == {"T": "env:T", "F": "file:/t"}
+    for file in sorted((Path(__file__).parents[2] / "recipes").glob("*.py")):
+        assert not list(secrets.literal_secret_errors(file.read_text(), file.name))
+
+
+def test_options_of_parts_get_what_they_refer_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", PLANTED)
+    options = {"api_key": "env:MINE", "note": "env:MINE", "login": {"password": "env:MINE", "user": "u"}, "n": 3}
+    assert secrets.resolve_options(options) == {"api_key": PLANTED, "note": "env:MINE", "login": {"password": PLANTED, "user": "u"}, "n": 3}
+    with pytest.raises(UserError, match="the environment variable GONE holds no secret"):
+        secrets.resolve_options({"token": "env:GONE"})
+
+
+TEXTS = st.text(alphabet=string.printable, max_size=80)
+SECRETS = st.text(alphabet=string.printable, min_size=6, max_size=60).filter(lambda text: text.strip() and not {"[", "]"} & {*text})
+
+
+@given(secret=SECRETS, before=TEXTS, after=TEXTS, escaped=st.booleans())
+def test_a_secret_that_was_read_is_in_no_text(secret: str, before: str, after: str, escaped: bool) -> None:
+    secrets._read.clear()
+    secrets.register(secret)
+    form = json.dumps(secret)[1:-1] if escaped else secret
+    shown = secrets.redact(before + form + after)
+    assert secrets.HIDDEN in shown and (secret not in shown or secret in secrets.HIDDEN)
+
+
+def test_passwords_in_urls_and_the_environments_keys_are_hidden(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    key = "q9" * 12
+    monkeypatch.setenv("SOME_API_KEY", key)
+    secrets._in_environment.cache_clear()
+    error = ConnectionError(f"407 from http://user:p4ss@proxy:3128/x for {key}")
+    shown = user_code.describe_error(error)
+    assert shown == f"ConnectionError: 407 from http://{secrets.HIDDEN}@proxy:3128/x for {secrets.HIDDEN}"
+    assert secrets.redact("mail a@b.c, http://h/x@y, git@h:r") == "mail a@b.c, http://h/x@y, git@h:r"
+    try:
+        raise error
+    except ConnectionError:
+        record = logging.LogRecord("n", logging.ERROR, "f", 1, "it failed", None, sys.exc_info())
+    text = secrets.RedactingFormatter("%(message)s").format(record)
+    assert "Traceback" in text and "p4ss" not in text and key not in text
+
+
+def test_children_that_need_no_secret_get_none() -> None:
+    secrets.register("value-known")
+    held = {
+        "OPENAI_API_KEY": "x",
+        "HF_TOKEN": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "DB_PASSWORD": "x",
+        "https_proxy": "http://u:p@h:1",
+        "DATABASE_URL": "postgres://u:p@h/d",
+        "INNOCENT": "value-known",
+        "NOTE": GITHUB,
+    }
+    kept = {
+        "PATH": "/bin",
+        "PWD": "/",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "http_proxy": "http://h:1",
+        "HF_HOME": "/h",
+    }
+    assert secrets.child_environment(held | kept) == kept
+
+
+SERVES = """
+import http.server, json, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+print(json.dumps(dict(os.environ)), flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def environment_of(request: Any) -> dict[str, str]:
+    """What the process has that judges."""
+    return dict(os.environ)
+
+
+async def test_servers_learners_and_workers_get_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", PLANTED)
+    monkeypatch.setenv("HTTPS_PROXY", f"http://me:{PLANTED.replace('/', '')}@proxy.example:3128")
+    server = Small(tmp_path, SERVES)
+    await server.start()
+    try:
+        (line,) = [line for line in server.log_path.read_text().splitlines() if line.startswith("{")]
+    finally:
+        await server.stop()
+    served = json.loads(line)
+    assert served["AGENTRL_SERVER_KEY"] == server.key and "PATH" in served
+    learner = LearnerProcess(tmp_path, RECIPE)._environment()
+    worker = SubprocessWorker(environment_of)
+    try:
+        judged = worker.call_blocking(None)
+    finally:
+        worker.close()
+    for environment in (served, learner, judged):
+        assert "PATH" in environment and not {"MY_TOKEN", "HTTPS_PROXY"} & {*environment}
+        assert not any(secret in value for value in environment.values() for secret in (PLANTED, PLANTED.replace("/", "")))
+
+
+def test_files_of_a_private_folder_are_private(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs" / "open.log").write_text("x")
+    for path in (folder, folder / "logs"):
+        path.chmod(0o755)
+    (folder / "logs" / "open.log").chmod(0o644)
+    (folder / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "outside").write_text("x")
+    (tmp_path / "outside").chmod(0o644)
+    make_private(folder)
+    write_atomically(folder / "new.json", "{}")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))}
+    assert modes == {"run": 0o700, "logs": 0o700, "open.log": 0o600, "new.json": 0o600, "link": 0o644}
+    assert is_private(folder) and not is_private(tmp_path / "outside")
+    write_atomically(tmp_path / "key", "k", private=True)
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_command_line_repeats_no_secret(tmp_path: Path) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "quickstart.py"
+    given = f'tools.mcp.it={{"host_command": ["p"], "env": {{"TOKEN": "{PLANTED}"}}}}'
+    command = [sys.executable, "-m", "agentrl", "train", str(recipe), given, "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "env.TOKEN is given by value" in done.stderr
+    assert PLANTED not in done.stdout + done.stderr and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("flag", ["--api_key", "--api-key", "--Api-Key", "--access_token", "--TOKEN"])
+def test_a_flag_is_found_however_it_is_spelled(flag: str) -> None:
+    assert list(secrets.literal_secret_errors({"args": [flag, "abc"]}))
+    assert list(secrets.literal_secret_errors({"args": [f"{flag}=abc"]}))
+
+
+@pytest.mark.parametrize("name", ["PGPASSWORD", "DBPASSWORD", "DB_PASS", "API_KEYS", "SECRETS", "AZURE_STORAGE_CONNECTION_STRING"])
+def test_further_variables_are_kept_from_children(name: str) -> None:
+    assert secrets.child_environment({name: "abcdef", "MONKEY": "a", "MAX_TOKENS": "5", "BYPASS_CACHE": "1"}) == {
+        "MONKEY": "a",
+        "MAX_TOKENS": "5",
+        "BYPASS_CACHE": "1",
+    }
+
+
+@pytest.mark.parametrize("key", ["passwords", "api_keys", "secrets", "secret_token", "wandb_token"])
+def test_further_keys_hold_secrets(key: str) -> None:
+    assert list(secrets.literal_secret_errors({key: "abc"}))
+    assert not list(secrets.literal_secret_errors({"eos_token": "</s>", "max_tokens": "5", "tokenizer": "abc"}))

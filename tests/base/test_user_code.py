@@ -1,0 +1,269 @@
+"""Calling code that is not ours: in time, whatever it does, and told in words that are safe to show."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.base import user_code
+from agentrl.base.user_code import (
+    CallTimeout,
+    CodeExited,
+    call_user_code,
+    describe_error,
+    first_cause,
+    log_unexpected,
+    printable,
+    run_in_thread,
+)
+from agentrl.errors import SandboxError
+
+
+async def test_what_the_code_gives_or_raises_is_what_the_caller_gets() -> None:
+    async def give(value: Any) -> Any:
+        await asyncio.sleep(0)
+        return value
+
+    async def throw(error: BaseException) -> None:
+        await asyncio.sleep(0)
+        raise error
+
+    assert await call_user_code(lambda: give(3), what="w", timeout_s=5.0) == 3
+    assert await call_user_code(lambda: give(None), what="w", timeout_s=5.0) is None
+    for error in (KeyError("x"), SystemExit(3), RecursionError(), asyncio.CancelledError(), TimeoutError(), MemoryError()):
+        with pytest.raises(type(error)):
+            await call_user_code(lambda error=error: throw(error), what="w", timeout_s=5.0)  # type: ignore[misc]
+    with pytest.raises(RuntimeError, match="w raised GeneratorExit"):
+        await call_user_code(lambda: throw(GeneratorExit()), what="w", timeout_s=5.0)
+    assert user_code.cancellation_count() == 0
+    with pytest.raises(TypeError, match="await"):
+        await call_user_code(lambda: 3, what="w", timeout_s=5.0)  # type: ignore[arg-type,return-value]
+
+
+def test_a_task_that_the_code_starts_cannot_leave_the_event_loop_with_systemexit() -> None:
+    late: list[asyncio.Task[None]] = []
+
+    async def leave() -> None:
+        await asyncio.sleep(0)
+        raise SystemExit(0)  # as argparse does for --help
+
+    async def grouped() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(leave())
+
+    async def gathered() -> None:
+        await asyncio.gather(leave(), asyncio.sleep(0))
+
+    async def forgotten() -> int:
+        late.append(asyncio.create_task(leave()))
+        late.append(asyncio.create_task(leave()))
+        late[-1].cancel()  # before it has begun
+        return 3
+
+    async def all_of_them() -> None:
+        for code, kind in ((grouped, ExceptionGroup), (gathered, CodeExited)):
+            with pytest.raises(kind) as error:
+                await call_user_code(code, what="w", timeout_s=5.0)
+            assert first_cause(error.value, CodeExited) is not None and describe_error(error.value) == "Exited: SystemExit: 0"
+        assert await call_user_code(forgotten, what="w", timeout_s=5.0) == 3
+        assert "leave" in repr(late[0])
+        found = await asyncio.gather(*late, return_exceptions=True)
+        assert [type(one) for one in found] == [CodeExited, asyncio.CancelledError]
+
+    asyncio.run(all_of_them())
+    with pytest.raises(SystemExit):  # a task of our own means it
+        asyncio.run(_ours(leave))
+
+
+@pytest.fixture
+def foreground() -> Iterator[None]:
+    """Ctrl-C as in a terminal's foreground: what a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_where_ctrl_c_is_ignored_nobody_has_pressed_it(foreground: None) -> None:
+    async def own() -> None:
+        raise KeyboardInterrupt
+
+    assert user_code.is_interrupt(KeyboardInterrupt())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert not user_code.is_interrupt(KeyboardInterrupt())
+    with pytest.raises(RuntimeError, match="w raised KeyboardInterrupt"):
+        asyncio.run(call_user_code(own, what="w", timeout_s=60.0))
+
+
+def test_ctrl_c_ends_the_run_and_code_that_raises_the_same_by_itself_does_not(foreground: None) -> None:
+    async def own() -> None:
+        await asyncio.sleep(0)
+        raise KeyboardInterrupt
+
+    async def own_task() -> None:
+        await asyncio.gather(own(), asyncio.sleep(0))
+
+    async def pressed_twice() -> None:
+        signal.raise_signal(signal.SIGINT)  # asks for the end, which this code does not wait for
+        signal.raise_signal(signal.SIGINT)  # is raised here
+
+    async def pressed_once() -> None:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(60)
+
+    def run(code: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        asyncio.run(call_user_code(code, what="w", timeout_s=60.0))
+
+    with pytest.raises(RuntimeError, match=r"w raised KeyboardInterrupt \(.*test_usercode\.py:\d+\)"):
+        run(own)
+    with pytest.raises(CodeExited, match="KeyboardInterrupt"):
+        run(own_task)
+    for code in (pressed_once, pressed_twice):
+        with pytest.raises(KeyboardInterrupt) as error:
+            run(code)
+        assert user_code.is_interrupt(error.value)
+    with pytest.raises(KeyboardInterrupt) as error:
+        asyncio.run(own())
+    assert not user_code.is_interrupt(error.value), "also once Python's own handler is back"
+    assert user_code.is_interrupt(KeyboardInterrupt()) and not user_code.is_interrupt(SystemExit())
+
+
+async def _ours(leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    await call_user_code(lambda: asyncio.sleep(0), what="w", timeout_s=5.0)
+    await asyncio.create_task(leave())
+
+
+async def test_a_call_without_end_is_ended() -> None:
+    ended = False
+
+    async def hang() -> None:
+        nonlocal ended
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended = True
+
+    with pytest.raises(CallTimeout, match=r"tool slow gave no result within 0\.05 s"):
+        await call_user_code(hang, what="tool slow", timeout_s=0.05)
+    assert ended and len(asyncio.all_tasks()) == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the coroutine itself, when Python frees it
+async def test_a_call_that_ignores_its_cancellation_is_dropped(caplog: Any) -> None:
+    told = 0
+
+    async def stubborn() -> None:
+        nonlocal told
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except BaseException:
+                told += 1
+
+    with pytest.raises(CallTimeout):
+        await call_user_code(stubborn, what="tool stubborn", timeout_s=0.01, grace_s=0.01)
+    assert told >= 2 and "tool stubborn went on although it was cancelled" in caplog.text
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_cancelled_caller_takes_its_call_with_it() -> None:
+    running = asyncio.create_task(call_user_code(lambda: asyncio.sleep(60), what="w", timeout_s=60.0))
+    await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_code_that_holds_the_event_loop_is_named(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_code, "HOLD_S", 0.05)
+
+    async def busy(wait: float, block: float) -> None:
+        await asyncio.sleep(wait)
+        time.sleep(block)
+
+    await call_user_code(lambda: busy(0.2, 0.0), what="tool patient", timeout_s=5.0)
+    assert caplog.text == ""
+    await call_user_code(lambda: busy(0.0, 0.06), what="tool busy", timeout_s=5.0)
+    assert "tool busy held the event loop for 0." in caplog.text and "asyncio.to_thread" in caplog.text
+
+
+def test_a_fault_is_logged_in_full_once_and_then_counted(caplog: Any) -> None:
+    for number in range(25):
+        try:
+            raise KeyError(f"a{number}\x1b[2J\ud800")
+        except KeyError as error:
+            log_unexpected("tool logged", error)
+    assert caplog.text.count("Traceback") == 1 and "in test_a_fault_is_logged" in caplog.text
+    assert len(caplog.records) == 2 and "(the 10th time)" in caplog.records[1].message
+    assert "\x1b" not in caplog.text and "\ud800" not in caplog.text
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("no words")
+
+
+def test_the_text_of_an_exception_is_bounded_and_never_raises() -> None:
+    assert describe_error(ZeroDivisionError("division by zero")) == "ZeroDivisionError: division by zero"
+    assert describe_error(KeyError()) == "KeyError"
+    assert describe_error(Speechless()) == describe_error(Speechless(10**5000)) == "Speechless: (its text cannot be shown)"
+    assert describe_error(KeyError(10**5000)).startswith("KeyError: (its text cannot")
+    assert describe_error(ExceptionGroup("unhandled", [ExceptionGroup("more", [ValueError("one\nline")])])) == "ValueError: one line"
+    assert len(describe_error(ValueError("x" * 1_000_000), 300)) == 300
+    log_unexpected("tool speechless", Speechless())
+
+
+@given(st.text(alphabet=st.characters(), max_size=400), st.integers(1, 300))
+def test_whatever_an_exception_says_can_be_shown_and_stored(text: str, limit: int) -> None:
+    shown = describe_error(ValueError(text), limit)
+    assert len(shown) <= limit and shown.isprintable()
+    assert len(printable(text, limit).encode("utf-8").decode()) == min(len(text), limit)
+
+
+def test_our_own_errors_are_found_in_groups() -> None:
+    inner = SandboxError("gone")
+    assert first_cause(inner, SandboxError) is inner
+    assert first_cause(ExceptionGroup("a", [KeyError(), ExceptionGroup("b", [inner])]), SandboxError) is inner
+    assert first_cause(ExceptionGroup("a", [KeyError()]), SandboxError) is None
+    deep: Exception = inner
+    for _ in range(5000):
+        deep = ExceptionGroup("a", [deep])
+    assert first_cause(deep, SandboxError) is inner and first_cause(deep, KeyError) is None
+    log_unexpected("tool deep", deep)
+
+
+async def test_a_thread_gives_what_its_code_gives_or_raises() -> None:
+    assert await run_in_thread(lambda: threading.current_thread().name, what="a tool") == "a tool"
+    for error in (KeyError("x"), SystemExit(3), StopIteration(1)):
+
+        def throw(error: BaseException = error) -> None:
+            raise error
+
+        with pytest.raises(RuntimeError if isinstance(error, StopIteration) else type(error)):
+            await run_in_thread(throw, what="w")
+
+
+async def test_threads_that_nobody_waits_for_are_bounded_and_give_their_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_code, "_threads", threading.BoundedSemaphore(2))
+    release = threading.Event()
+    for _ in range(2):
+        with pytest.raises(CallTimeout):
+            await call_user_code(lambda: run_in_thread(release.wait, what="w"), what="w", timeout_s=0.01)
+    with pytest.raises(RuntimeError, match="still running"):
+        await run_in_thread(lambda: 1, what="w")
+    release.set()
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                assert await run_in_thread(lambda: 1, what="w") == 1
+                break
+            except RuntimeError:
+                await asyncio.sleep(0.01)

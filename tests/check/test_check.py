@@ -1,0 +1,193 @@
+"""`agentrl check`: the shipped family holds on both backends, and what is wrong with a family is told, task by task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.check import cheats
+from agentrl.check.check import GOLD, IMAGE, NOTHING, CaseResult, CheckReport, _Prover, _retried, _wrong_cases, check_family, render
+from agentrl.check.family_source import FamilySource
+from agentrl.check.findings import Finding, Proof
+from agentrl.cli import app
+from agentrl.config import SandboxConfig, TasksConfig
+from agentrl.errors import SandboxError
+from agentrl.records import Task
+from agentrl.reward import TaskScorer
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+from tests.driving import Family as Driving
+from tests.driving import make_task
+
+ROOT = Path(__file__).resolve().parents[2]
+BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)]
+CHEATS = {*cheats.TEXTS, *cheats.PROGRAMS}
+RUNS = '[[run]]\nname = "one"\nargv = ["python3", "a.py"]\n'
+STRICT = "def test_it(runs):\n    assert runs['one'].stdout == '42\\n'\n"
+SOLVE = "open('a.py', 'w').write('print(6 * 7)')"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BOTH)
+def test_the_shipped_family_holds(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it on one backend, and enough of it on the other to see that tasks mean the same there."""
+    count, tasks = (10, 10) if backend == "bubblewrap" else (2, 4)  # of each split, and so altogether
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, ["check", "sandboxes/chores", "--backend", backend, "--count", str(count), "--parallel", "4"])
+    assert done.exit_code == 0, done.output
+    assert "ok    every gold solution scores 1" in done.output and f"{tasks * len(CHEATS)} cheats on {tasks} tasks" in done.output
+    assert "FAIL" not in done.output and "warning" not in done.output
+
+
+def write_task(family: Path, name: str, *, tests: str = STRICT, solve: str = SOLVE, outputs: str = "a.py", image: str = "") -> None:
+    files = {
+        "task.toml": f'outputs = ["{outputs}"]\n[environment]\nmemory_mb = 128\nstorage_mb = 16\n[verifier]\ntimeout_sec = 60\n',
+        "instruction.md": "Write a.py, which prints 42.",
+        "tests/test_it.py": tests,
+        "tests/runs.toml": RUNS,
+        "solution/solve.py": solve,
+        **({"environment/image.toml": image} if image else {}),
+    }
+    for path, text in files.items():
+        target = family / name / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+
+
+async def check(family: Path, backend: Any) -> dict[str, dict[str, CaseResult]]:
+    (family / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
+    return by_task(await report_on(family, backend))
+
+
+async def report_on(family: Path, backend: Any) -> CheckReport:
+    source = FamilySource(tasks=TasksConfig(family=str(family)), root=family.parent)
+    return await check_family(source, SandboxConfig(backend=backend), count=None, parallel=4, quiet=True)
+
+
+def by_task(report: CheckReport) -> dict[str, dict[str, CaseResult]]:
+    """Task -> case -> result."""
+    found: dict[str, dict[str, CaseResult]] = {}
+    for result in report.cases:
+        found.setdefault(result.task.rpartition("/")[2], {})[result.case] = result
+    return found
+
+
+def test_what_is_wrong_is_a_row_for_each_cause() -> None:
+    """48 tasks without a file and a verifier that gives 20 tasks' cheats 1: 188 cases, two causes."""
+    gone = [
+        CaseResult(task=f"t-{n}", case=GOLD, wanted=1.0, value=None, detail=f"t-{n}: no file data/{n}.csv", wall_s=0.1) for n in range(48)
+    ]
+    cheated = [
+        CaseResult(task=f"u-{n}", case=case, wanted=0.0, value=value, detail=f"prints {n}", wall_s=0.1)
+        for n in range(20)
+        for case, value in (*((f"cheat {k}", 1.0) for k in range(6)), (NOTHING, 0.5))
+    ]
+    table = _wrong_cases((*gone, *cheated))
+    assert table.title == "68 of 68 tasks are wrong"
+    first, second = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert first[:4] == ("u-0, u-1, u-2, and 17 more", "cheat 0 (20), cheat 1 (20), cheat 2 (20), and 4 more", "0", "0.5 to 1")
+    assert second == ("t-0, t-1, t-2, and 45 more", f"{GOLD} (48)", "1", "-", "t-0: no file data/0.csv")
+
+
+@pytest.mark.parametrize("backend", BOTH)
+async def test_what_is_wrong_with_a_family_is_told_task_by_task(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"exits with 0", "empty outputs", "fake report", "links to the tests"}
+    for kind in ("PROGRAMS", "TEXTS"):
+        monkeypatch.setattr(cheats, kind, {name: text for name, text in getattr(cheats, kind).items() if name in few})
+    family = tmp_path / "family"
+    write_task(family, "good")
+    write_task(family, "gold-fails", solve="raise SystemExit('no idea')")
+    write_task(family, "gold-is-wrong", solve="open('a.py', 'w').write('print(41)')")
+    write_task(family, "weak", tests="def test_it(runs):\n    assert runs['one'].exit == 0\n")
+    write_task(family, "no-image", image='suite = "bookworm"\npackages = []\nsuit = "x"\n')
+    write_task(family, "no-tool")
+    toml = family / "no-tool" / "task.toml"
+    toml.write_text('tools = ["pyhton"]\n' + toml.read_text())
+    write_task(family, "broken-tests", tests="import nowhere\n\ndef test_it(runs):\n    pass\n")
+    found = await check(family, backend)
+    wrong = {name: {case for case, result in cases.items() if not result.ok} for name, cases in found.items()}
+    assert wrong["good"] == set() and set(found["good"]) == {GOLD, NOTHING, *few}
+    assert wrong["gold-fails"] == {GOLD} and "no idea" in found["gold-fails"][GOLD].detail
+    assert wrong["gold-is-wrong"] == {GOLD} and found["gold-is-wrong"][GOLD].value == 0.0
+    assert wrong["weak"] == few - {"links to the tests"}
+    assert wrong["no-tool"] == {GOLD} and "unknown tool 'pyhton'" in found["no-tool"][GOLD].detail
+    assert wrong["no-image"] == {IMAGE} and "suit" in found["no-image"][IMAGE].detail
+    assert found["broken-tests"][GOLD].value is None and "nowhere" in found["broken-tests"][GOLD].detail
+    table = render(CheckReport(cases=tuple(result for cases in found.values() for result in cases.values()), proofs=(), not_proven=()))
+    assert "6 of 7 tasks are wrong" in table and "family/weak" in table and "family/good" not in table
+
+
+def test_mistakes_in_folders_end_with_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from agentrl.cli import main
+
+    write_task(tmp_path / "family", "one")
+    (tmp_path / "family" / "one" / "task.toml").write_text("")
+    (tmp_path / "family" / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
+    for arguments in (["check", str(tmp_path / "family")], ["check", str(tmp_path / "family"), "--backend", "host"]):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
+        assert "one: task.toml: outputs: is missing" in capsys.readouterr().err
+
+
+def test_a_backend_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from agentrl.cli import main
+
+    with pytest.raises(SystemExit) as stop:
+        main(["check", str(ROOT / "sandboxes" / "chores"), "--backend", "host"])
+    assert stop.value.code == 2 and "no sandbox backend 'host'" in capsys.readouterr().err
+
+
+@pytest.mark.bubblewrap
+def test_json_has_every_case(tmp_path: Path) -> None:
+    family = tmp_path / "family"
+    write_task(family, "weak", tests="def test_it(runs):\n    assert runs['one'].exit == 0\n")
+    (family / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
+    done = CliRunner().invoke(app, ["check", str(family), "--backend", "bubblewrap", "--json"])
+    told = json.loads(done.stdout)
+    results = {item["case"]: item for item in told["cases"]}
+    assert set(told) == {"ok", "cases", "proofs", "not_proven"} and not told["ok"]
+    assert len(told["proofs"]) == 7 and all(
+        set(proof) == {"name", "looked_at", "findings", "unproven", "table", "ok"} for proof in told["proofs"]
+    )
+    assert done.exit_code == 1 and results["exits with 0"]["value"] == 1.0 and results[GOLD]["value"] == 1.0
+    assert len(results) == 2 + len(CHEATS)
+
+
+def test_the_table_takes_any_text() -> None:
+    result = CaseResult(task="f/[b]", case=GOLD, wanted=1.0, value=None, detail="[/red] what a test said [bold]\x1b[31m", wall_s=0.0)
+    finding = Finding(severity="warning", what="[/red] and \x1b[31m")
+    proof = Proof(name="a proof", looked_at="1 task", findings=(finding,))
+    shown = render(CheckReport(cases=(result,), proofs=(proof,), not_proven=("that [b] is \x1b right",)))
+    assert "[/red] what a test said [bold]" in shown and "f/[b]" in shown and "\x1b" not in shown
+    assert "that [b] is" in shown and "warning: [/red] and" in shown and "ok    a proof" in shown
+
+
+async def test_a_fault_of_the_sandboxes_is_tried_again_and_ends_the_check_when_it_lasts() -> None:
+    calls = 0
+
+    async def act() -> int:
+        nonlocal calls
+        calls += 1
+        if calls < 3:
+            raise SandboxError("busy")
+        return calls
+
+    assert await _retried(act) == 3
+    calls = -9
+    with pytest.raises(SandboxError):
+        await _retried(act)
+
+
+async def test_a_family_that_leaves_instead_of_giving_a_gold_solution_fails_its_case() -> None:
+    class Leaves(Driving):
+        def gold(self, task: Task) -> str:
+            raise SystemExit(0)
+
+    prover = _Prover(family=Leaves(), sandboxes=ScriptedSandboxes(printing("42")), scorer=TaskScorer(), parallel=1)
+    result = await prover.case(make_task(0), GOLD)
+    assert (result.ok, result.value) == (False, None) and "gold() failed: SystemExit: 0" in result.detail

@@ -1,0 +1,118 @@
+"""A case made smaller: only what can still be solved, only while it still fails, and within the budget."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.check.minimize import MinimizeSearch, fails_reliably, search_smaller_case
+from agentrl.errors import UserError
+from agentrl.failure.case import Case
+from agentrl.records import Episode, EpisodeState, ExecResult, Message, SandboxSpec, Score, Split, Task, Trajectory, Turn
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+
+TASK = Task(
+    id="sum",
+    family="sums",
+    prompt=(Message(role="system", content="Be kind."), Message(role="user", content="What is the sum?")),
+    tools=("python", "submit"),
+    sandbox=SandboxSpec(image="none"),
+    verifiers=(f"{__file__}:exact",),
+    data={"answer": "97"},
+    split=Split.TRAIN,
+    files={"a.csv": "n\n40\n0\n57\n", "notes.txt": "nothing\n"},
+)
+
+
+async def exact(task: Task, episode: Episode) -> Score:
+    return Score(value=float(episode.answer == task.data["answer"]))
+
+
+class Sums:
+    """Its gold solution adds up what the files hold: a task whose files say something else than its answer has none."""
+
+    name = "sums"
+
+    def size(self, split: Split) -> int:
+        return 1
+
+    def task(self, split: Split, index: int) -> Task:
+        return TASK
+
+    def gold(self, task: Task) -> str:
+        return "# sum of " + " ".join(re.findall(r"\d+", " ".join(task.files.values())))
+
+
+def run(code: str) -> ExecResult:
+    found = re.search(r"# sum of ([\d ]*)", code)
+    return printing(str(sum(map(int, found[1].split()))) if found else "")(code)
+
+
+class Asked:
+    """A policy that fails as long as 57 is there, and counts how often it was asked."""
+
+    def __init__(self, passes: Sequence[float] = ()) -> None:
+        self.attempts, self.passes = 0, list(passes)
+
+    async def __call__(self, task: Task, count: int) -> list[float | None]:
+        self.attempts += count
+        return [1.0 if self.passes and self.passes.pop(0) else float("57" not in "".join(task.files.values())) for _ in range(count)]
+
+
+def search(ask: Any, case: Case | None = None, budget: int = 400) -> MinimizeSearch:
+    case = case or Case(id="sum", task=TASK)
+    return MinimizeSearch(
+        case=case, family=Sums(), sandboxes=ScriptedSandboxes(run), attempt=ask, root=Path.cwd(), threshold=1.0, repeats=6, budget=budget
+    )
+
+
+async def test_a_case_becomes_as_small_as_it_can_be_and_still_be_solved() -> None:
+    asked = Asked()
+    made, told = await search_smaller_case(search(asked), model="m", at="now")
+    assert made.task.files == {"a.csv": "40\n57\n"} and made.task.prompt == TASK.prompt[1:], "40 is needed for the sum to be right"
+    assert made.original == TASK and made.baseline is not None and made.baseline.scores == (0.0,) * 6
+    assert told.startswith("2 messages, 2 files, 5 lines -> 1 message, 1 file, 2 lines") and f"{asked.attempts} attempts" in told
+    again, _ = await search_smaller_case(
+        search(Asked(), replace(made, task=replace(made.task, files={"a.csv": "0\n40\n57\n"}))), model="m", at="now"
+    )
+    assert again.original == TASK, "the first one, not the one in between"
+
+
+async def test_the_budget_holds_and_what_was_found_by_then_counts() -> None:
+    asked = Asked()
+    made, _ = await search_smaller_case(search(asked, budget=30), model="m", at="now")
+    assert asked.attempts <= 30 and len(made.task.files) < 2
+
+
+async def test_what_does_not_clearly_fail_or_is_smallest_is_refused() -> None:
+    for ask, case, budget, said in (
+        (Asked([1.0] * 3), None, 400, "the policy passes it too often"),
+        (Asked(), Case(id="x", task=replace(TASK, data={"answer": "96"})), 400, "no proof as it is"),
+        (Asked(), None, 6, "the budget is too small"),
+        (Asked(), Case(id="x", task=replace(TASK, prompt=TASK.prompt[1:], files={"a.csv": "40\n57\n"})), 400, "nothing smaller"),
+        (Asked([0.0] * 12 + [1.0] * 400), None, 24, "passed when it was asked again"),
+    ):
+        with pytest.raises(UserError, match=said):
+            await search_smaller_case(search(ask, case, budget), model="m", at="now")
+    turn = Turn(
+        prompt_ids=(1,), completion_ids=(), logprobs=(), versions=(), message=Message(role="assistant", content=""), finish_reason=""
+    )
+    state = EpisodeState(
+        episode_id="e", task_key=TASK.key, attempt=0, trajectories=(Trajectory(agent="main", turns=(turn,)),), prompt_ids=((),)
+    )
+    with pytest.raises(UserError, match="begins in the middle"):
+        await search_smaller_case(search(Asked(), Case(id="late", task=TASK, start=state)), model="m", at="now")
+
+
+@pytest.mark.parametrize(
+    ("scores", "found"),
+    [([0.0] * 6, True), ([0.0] * 5 + [1.0], False), ([0.0] * 6 + [1.0], True), ([0.0] * 5 + [None], False), ([], False), ([0.9] * 6, True)],
+)
+def test_what_counts_as_failing(scores: list[float | None], found: bool) -> None:
+    assert fails_reliably(scores, 1.0) is found

@@ -1,0 +1,83 @@
+"""Making practice: in real sandboxes, each task proven, and what cannot be proven refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.check.practice import PracticeReport, generate_practice
+from agentrl.cli import app
+from agentrl.config import SandboxConfig
+from agentrl.failure.case import Case, Suite, save_case
+from agentrl.failure.overlap import WithheldTasks, load_withheld
+from agentrl.failure.practice import load_practice
+from agentrl.protocols import SandboxBackend
+from agentrl.records import Split, Task
+from agentrl.sandbox import open_sandboxes
+from sandboxes.tables import Tables
+
+ROOT = Path(__file__).resolve().parents[2]
+FAMILY = Tables(seed=0)
+
+
+class Plain:
+    """The questions of tables, by a family that makes no variants."""
+
+    name = "tables"
+
+    def size(self, split: Split) -> int | None:
+        return FAMILY.size(split)
+
+    def task(self, split: Split, index: int) -> Task:
+        return FAMILY.task(split, index)
+
+    def gold(self, task: Task) -> str:
+        return FAMILY.gold(task)
+
+
+class Tells(Plain):
+    """Its gold solution prints what it was told."""
+
+    def gold(self, task: Task) -> str:
+        return f"print({task.data['answer']!r})"
+
+
+async def made(family: Plain | Tables, sandboxes: SandboxBackend, *tasks: Task, count: int = 2) -> PracticeReport:
+    cases = tuple(Case(id=f"c{number}", task=task) for number, task in enumerate(tasks))
+    suite = Suite(folder=Path("suite"), name="suite", cases=cases)
+    return await generate_practice(suite, family, sandboxes, withheld=WithheldTasks(cases), count=count, seed=0, root=ROOT, quiet=True)
+
+
+@pytest.mark.slow
+@pytest.mark.bubblewrap
+async def test_mutants_are_proven_or_refused() -> None:
+    total, foreign = FAMILY.task(Split.HELDOUT, 0), replace(FAMILY.task(Split.HELDOUT, 1), family="other")
+    wrong = replace(total, data={**total.data, "answer": "1"})
+    sandboxes = await open_sandboxes(SandboxConfig(backend="bubblewrap", warm=0), run_label="test", root=ROOT)
+    try:
+        found = await made(Plain(), sandboxes, total, foreign, wrong)
+        told = await made(Tells(), sandboxes, total)
+    finally:
+        await sandboxes.close()
+    assert [(one.case, one.how) for one in found.tasks] == [("c0", "mutated")] * 2
+    assert all(one.task.data["answer"] != total.data["answer"] and one.task.split is Split.TRAIN for one in found.tasks)
+    assert [case for case, _ in found.rejected] == ["c1", "c2"]
+    assert "of family 'other'" in found.rejected[0][1] and "not right about it" in found.rejected[1][1]
+    assert told.tasks == () and "made from the answer" in told.rejected[0][1]
+
+
+@pytest.mark.bubblewrap
+def test_the_command_writes_what_a_run_takes(tmp_path: Path) -> None:
+    for index in (3, 4):
+        save_case(tmp_path / "suite", Case(id=f"c{index}", task=FAMILY.task(Split.HELDOUT, index)))
+    arguments = ["practice", str(tmp_path / "suite"), str(ROOT / "recipes" / "quickstart.py"), "sandbox.backend=bubblewrap", "--count", "3"]
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert said["tasks"] == 6 and said["refused"] == [] and said["cases"]["c3"] == {"alike": 1, "harder": 1, "easier": 1}
+    found = load_practice(tmp_path / "suite", withheld=load_withheld(["suite"], root=tmp_path))
+    assert [one.task.data["kind"] for one in found] == ["average"] * 3 + ["extreme"] * 3

@@ -1,0 +1,347 @@
+"""What each proof finds in families, verifiers and tools that have one mistake, and that it finds none where there is none."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from agentrl.agent.run_tools import declared_tools, pin_tools
+from agentrl.check.family_source import FamilySource, split_sizes
+from agentrl.check.findings import Proof
+from agentrl.check.image_files import image_files
+from agentrl.check.purity import prove_purity
+from agentrl.check.splits import prove_splits
+from agentrl.check.tool_calls import prove_tools
+from agentrl.check.verifiers import GoldAttempt, prove_verifiers
+from agentrl.cli import app
+from agentrl.config import MCPConfig, TasksConfig, ToolsConfig
+from agentrl.protocols import TaskFamily
+from agentrl.records import Episode, SandboxSpec, Split, Task
+from agentrl.reward import TaskScorer
+from agentrl.sandbox import select_backend
+from agentrl.task.folders import _GOLD
+from agentrl.task.grading import GRADING_KEY, Grading, encode_files
+from agentrl.task.leaks import find_leaks, hidden_truths
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.samples import sample_task
+from agentrl.testing.sandboxes import printing
+
+from . import bad_families
+from .bad_families import Good
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def source(name: str) -> FamilySource:
+    return FamilySource(tasks=TasksConfig(family=f"tests.check.bad_families:{name}"), root=ROOT)
+
+
+def pure(name: str, count: int = 4) -> Proof:
+    one = source(name)
+    return prove_purity(one, split_sizes(one.open(), count))
+
+
+def apart(name: str, monkeypatch: pytest.MonkeyPatch) -> Proof:
+    monkeypatch.setattr("agentrl.check.splits.SAMPLE", 40)
+    one = source(name)
+    return prove_splits(one, split_sizes(one.open(), 4))
+
+
+def failures(proof: Proof) -> list[str]:
+    return [finding.what for finding in proof.findings if finding.severity == "failure"]
+
+
+def test_a_family_without_mistakes_is_pure_and_its_splits_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pure("Good").findings == () and pure("Good").looked_at.startswith("16 tasks, each drawn three times")
+    proof = apart("Good", monkeypatch)
+    assert proof.findings == () and "40 tasks of train of infinitely many" in proof.unproven[0]
+
+
+def test_a_family_that_counts_its_calls_differs_here_and_elsewhere() -> None:
+    elsewhere, again = failures(pure("Impure"))
+    assert (
+        "16 tasks of 16 differ in another process, with another hash seed, in prompt; train 0: prompt was ...numbers.txt? Say it"
+        in elsewhere
+    )
+    assert "16 tasks of 16 differ drawn again in another order, in prompt" in again
+
+
+def test_a_family_that_leans_on_the_hash_seed_differs_in_another_process_alone() -> None:
+    (told,) = failures(pure("Hashed"))
+    assert told.startswith("16 tasks of 16 differ in another process, with another hash seed, in prompt; ")
+
+
+def test_what_cannot_be_made_or_written_down_is_told_with_its_place() -> None:
+    found = pure("Unmade")
+    assert "4 tasks cannot be made: KeyError: 'region'" in failures(found)[0]
+    assert found.findings[0].tasks == ("train 2", "train 3", "heldout 2", "heldout 3")
+    told = [(one.severity, one.what) for one in found.findings[1:]]
+    assert told == [("note", "another seed gives the same training tasks: the family makes no use of its seed")]
+    with pytest.raises(ValueError, match=r"Task\.data: 'answer': a set is not JSON"):
+        replace(Good().task(Split.TRAIN, 0), data={"answer": {1, 2}})
+
+
+def test_a_family_that_does_not_open_elsewhere_is_told(tmp_path: Path) -> None:
+    (tmp_path / "fam.py").write_text(
+        "import os\nfrom tests.check.bad_families import Good\n"
+        f"if os.getpid() != {os.getpid()}:\n    raise OSError('no data here')\nclass F(Good):\n    pass\n"
+    )
+    one = FamilySource(tasks=TasksConfig(family=f"{tmp_path / 'fam.py'}:F"), root=ROOT)
+    (told,) = failures(prove_purity(one, split_sizes(one.open(), 2)))
+    assert told.startswith("the family cannot be opened in another process: ") and "no data here" in told
+
+
+def test_held_out_tasks_that_are_training_tasks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    (told,) = failures(apart("Overlapping", monkeypatch))
+    assert told.startswith("6 of 6 tasks in heldout show the agent the same as a training task: sums-heldout-0 is sums-train-0, ")
+
+
+class Few(Good):
+    """Two questions for everything, one id for all, and held-out tasks that say they are of train."""
+
+    def numbers(self, split: Split, index: int) -> list[int]:
+        return super().numbers(split, index % 2)
+
+    def task(self, split: Split, index: int) -> Task:
+        return replace(super().task(split, index), id="sums", split=Split.TRAIN)
+
+
+def test_repeats_names_and_misplaced_tasks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bad_families, "Few", Few, raising=False)
+    proof = apart("Few", monkeypatch)
+    assert failures(proof) == ["6 tasks drawn from heldout have split train"]
+    told = {finding.what for finding in proof.findings}
+    assert "38 of 40 tasks in train repeat another one: they are trained on more often" in told
+    assert "different tasks have the same id, by which transcripts name them: sums" in told
+    assert any(what.startswith("answering '") and what.endswith("is right in 50% of the tasks in train") for what in told)
+
+
+GIVEN = [
+    ("answer.txt", "4\n", "4", True),
+    ("out/expected-1.txt", "4", "4", True),
+    ("n.txt", "4\n", "4", None),  # a file of one digit is found by chance
+    ("n.txt", "203035 \n", "203035", None),
+    ("n.txt", "20303599\n", "20303599", True),
+    ("notes.md", "the answer: 4.\n", "4", True),
+    ("notes.md", "the answer: 42\n", "4", None),
+    ("notes.md", "the answer: 4.5\n", "4", None),
+    ("meta.json", '{"rows": 4, "answer": "4"}', "4", True),
+    ("meta.json", '{"rows": 4, "answers": 3}', "4", None),
+    ("conf.ini", "expected_total=4\n", "4", True),
+    ("conf.ini", "solution => north", "north", True),
+    ("table.csv", "id,answer\n1,3\n2,4\n", "4", True),
+    ("table.csv", "id,amount\n1,3\n2,4\n", "4", None),
+    ("table.csv", "id,amount\n1,3\n2,2024-01-03\n", "2024-01-03", False),
+    ("table.csv", "id,amount\n", "", None),
+    ("unexpected.txt", "4", "4", None),
+    ("app.log", "0001 WARNING billing retry after ERROR\n", "7", None),
+]
+
+
+@pytest.mark.parametrize(("path", "text", "truth", "sure"), GIVEN)
+def test_a_truth_is_found_where_it_lies_and_not_by_chance(path: str, text: str, truth: str, sure: bool | None) -> None:
+    task = replace(Good().task(Split.TRAIN, 0), data={"answer": truth})
+    assert [leak.certain for leak in find_leaks({path: text.encode()}, hidden_truths(task))] == ([] if sure is None else [sure])
+
+
+@given(st.binary(max_size=300), st.text(min_size=1, max_size=40), st.text(max_size=20))
+def test_searching_takes_any_file_and_any_truth(data: bytes, answer: str, name: str) -> None:
+    task = replace(Good().task(Split.TRAIN, 0), data={"answer": answer, "deep": {"expected": [answer, 3]}})
+    assert isinstance(find_leaks({name or "x": data}, hidden_truths(task, answer)), list)
+
+
+@given(
+    st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cc", "Zs", "Zl", "Zp"]), min_size=8, max_size=40),
+    st.text(max_size=60),
+)
+def test_a_long_truth_in_a_file_is_always_found(answer: str, around: str) -> None:
+    task = replace(Good().task(Split.TRAIN, 0), data={"answer": answer})
+    for text in (f"{around}{answer}{around}", f"{around}\nanswer: {answer}\n"):
+        assert answer in {leak.truth.text for leak in find_leaks({"f": text.encode("utf-8", "replace")}, hidden_truths(task))}
+
+
+def test_what_counts_as_truth() -> None:
+    task = replace(
+        Good().task(Split.TRAIN, 0),
+        data={"kind": "sum", "level": "ERROR", "answer": 4, "meta": {"expected_rows": ["a", "north-east"]}, "flag": True},
+    )
+    found = {truth.text: truth.origin for truth in hidden_truths(task, " 17 \n")}
+    assert found == {"4": "data.answer", "17": "the gold solution's output", '["a", "north-east"]': "data.meta", "north-east": "data.meta"}
+
+
+def test_hidden_tests_and_solutions_are_recognised() -> None:
+    tests = {
+        "test_it.py": b"def test_it(runs):\n    assert runs['one'].stdout == 'zoe xaver vera'\n",
+        "log.txt": b"input that is given as well" * 3,
+    }
+    solve = b"import sys\nprint('zoe', 'xaver', 'vera', file=sys.stdout)\n"
+    gold = _GOLD.format(files=encode_files({"solve.py": solve}), argv=["python3", "/tmp/solution/solve.py"])
+    grading = Grading(mode="judge", tests=encode_files(tests), runs=({"name": "one", "argv": ["true"]},), gold=gold)  # type: ignore[arg-type]
+    task = replace(Good().task(Split.TRAIN, 0), data={GRADING_KEY: grading.model_dump(mode="json")}, outputs=("a.py",))
+    wanted = hidden_truths(task)
+    given = {
+        "log.txt": tests["log.txt"],
+        ".old/solve.py": b"# mine\n" + solve,
+        "t.py": tests["test_it.py"],
+        "names": b"zoe xaver vera and more",
+        "same.txt": b"zoe xaver vera\n",
+        "expected.txt": b"zoe xaver vera\n",
+    }
+    found = {(leak.path, leak.truth.origin, leak.certain) for leak in find_leaks(given, wanted)}
+    assert found == {
+        (".old/solve.py", "solution/solve.py", True),
+        ("t.py", "tests/test_it.py", True),
+        ("names", "tests/test_it.py", False),
+        ("same.txt", "tests/test_it.py", False),  # the test may say that an input is as it was
+        ("expected.txt", "tests/test_it.py", True),
+    } | ({("t.py", "tests/test_it.py", False)})
+
+
+async def scored(name: str) -> Proof:
+    family: TaskFamily = source(name).open()
+    tasks = [family.task(Split.TRAIN, index) for index in range(6)]
+    scorer = TaskScorer()
+    golden = {}
+    for task in tasks:
+        episode = Episode(id="g", task_id=task.id, task_key=task.key, trajectories=(), answer=task.data["answer"])
+        golden[task.id] = GoldAttempt(episode=episode, score=await scorer(task, episode))
+    return await prove_verifiers(tasks, golden, scorer, parallel=4)
+
+
+async def test_verifiers_that_break_on_odd_answers_or_change_their_mind_are_told() -> None:
+    good = await scored("Good")
+    assert good.findings == () and good.looked_at == "1 verifier: 30 odd answers, 6 gold episodes twice"
+    told = failures(await scored("Brittle"))
+    assert [what.partition(";")[0] for what in told] == [
+        "a score of 1 for work that is wrong",
+        "no score: tests.check.bad_families:brittle: verifier gave str, not a Score",
+    ]
+    assert "two megabytes for sums-train-0" in told[0]
+    (told_twice,) = failures(await scored("Fickle"))
+    assert "of 6 score differently the second time: sums-train-" in told_twice
+
+
+async def test_tools_that_break_on_odd_arguments_are_told() -> None:
+    family = source("Tooled").open()
+    tasks = [
+        replace(
+            family.task(Split.TRAIN, 0),
+            tools=tuple(f"tests.check.bad_families:{name}" for name in ("calculator", "talker", "misnamed", "untold")),
+        )
+    ]
+    proof = await prove_tools(tasks, ScriptedSandboxes(printing("")))
+    told = {
+        (finding.severity, finding.what.partition(", given")[0].removeprefix("tool tests.check.bad_families:"))
+        for finding in proof.findings
+    }
+    assert told >= {
+        ("warning", "calculator raises TypeError"),
+        ("warning", "calculator raises KeyError"),
+        ("failure", "talker gives str, not a ToolOutcome"),
+        ("failure", "untold: its schema has no description, so the agent is not told what it does"),
+    }
+    assert any(
+        what.startswith("misnamed does not load: ") and "is called 'misnamed', and 'other' in its schema" in what for _, what in told
+    )
+    (lost,) = (
+        await prove_tools([replace(tasks[0], tools=("tests.check.bad_families:nothing",))], ScriptedSandboxes(printing("")))
+    ).findings
+    assert "does not load: 'tests.check.bad_families:nothing': tests.check.bad_families has no attribute 'nothing'" in lost.what
+    twice = [replace(tasks[0], tools=("tests.check.bad_families:calculator", "tests.check.bad_families:calculator"))]
+    assert any(
+        "two tools of one task are called 'calculator'" in what
+        for what in failures(await prove_tools(twice, ScriptedSandboxes(printing(""))))
+    )
+
+
+async def test_what_tools_keep_is_proven_to_come_back_and_to_stay_with_its_episode() -> None:
+    task = source("Tooled").open().task(Split.TRAIN, 0)
+
+    async def told(name: str) -> list[str]:
+        proof = await prove_tools([replace(task, tools=(f"tests.check.bad_families:{name}",))], ScriptedSandboxes(printing("")))
+        return [what.removeprefix(f"tool tests.check.bad_families:{name}: ").partition(":")[0] for what in failures(proof)]
+
+    assert await told("Notes") == []
+    assert await told("Gossip") == ["what one episode tells it is there for the next"]
+    assert await told("Forgetful") == ["a state that is restored is another one"]
+    assert await told("Stubborn") == ["its state is not restored (KeyError"]
+    assert await told("Opaque") == ["the state of Opaque cannot be taken"]
+
+
+@pytest.mark.slow
+async def test_a_tool_that_holds_the_event_loop_does_not_hold_the_check() -> None:
+    tasks = [replace(source("Tooled").open().task(Split.TRAIN, 0), tools=("tests.check.bad_families:holder",))]
+    (told,) = failures(await prove_tools(tasks, ScriptedSandboxes(printing(""))))
+    assert told.startswith("tool tests.check.bad_families:holder holds the whole run for more than 6 s (await what waits")
+
+
+@pytest.mark.bubblewrap
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("Good", ""),
+        ("Overlapping", "no held-out task is a training task"),
+        ("Leaking", "no answer is readable in what the agent is given"),
+    ],
+)
+def test_the_command_says_what_it_proved_and_what_not(name: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tmp_path / "bad.py"
+    recipe.write_text(
+        "from agentrl.config import PolicyConfig, Recipe, TasksConfig\n"
+        f"recipe = Recipe(name='bad', policy=PolicyConfig(model='m'), tasks=TasksConfig(family='tests.check.bad_families:{name}'))\n"
+    )
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, ["check", str(recipe), "--count", "2", "--backend", "bubblewrap", "--parallel", "4"])
+    assert done.exit_code == (1 if wrong else 0), done.output
+    verdicts = {line[6:58].strip(): line[:4].strip() for line in done.stdout.split("\n\n")[0].splitlines()}
+    assert [name for name, verdict in verdicts.items() if verdict != "ok"] == ([wrong] if wrong else [])
+    assert len(verdicts) == 9 and "  - that tasks of train beyond the first 2 of infinitely many can be solved" in done.output
+    if name == "Leaking":
+        assert "sums-train-0: meta.json gives by its name data.answer" in done.output
+
+
+@pytest.mark.bubblewrap
+async def test_files_that_an_image_brings_are_looked_at(tmp_path: Path) -> None:
+    """The distribution's own are left out; what a fresh sandbox shows besides is small."""
+    sandboxes = select_backend("bubblewrap", run_label="test", root=ROOT)
+    try:
+        found = await image_files(SandboxSpec(image="sandboxes/tables"), sandboxes)
+    finally:
+        await sandboxes.close()
+    assert "/etc/passwd" in found.files and found.problem == ""
+    assert len(found.files) < 400 and not any(path.startswith(("/proc/", "/usr/lib/python3")) for path in found.files)
+
+
+@pytest.mark.bubblewrap
+async def test_a_tool_that_breaks_its_sandbox_is_told_and_called_on_in_a_fresh_one() -> None:
+    task = replace(Good().task(Split.TRAIN, 0), tools=("tests.check.bad_families:breaker",))
+    sandboxes = select_backend("bubblewrap", run_label="test", root=ROOT)
+    try:
+        proof = await prove_tools([task], sandboxes)
+    finally:
+        await sandboxes.close()
+    broke = "tool tests.check.bad_families:breaker makes its sandbox fail, so that the episode is left out: the exec server is gone"
+    assert any(what.startswith(f"{broke}, given an empty text for everything") for what in failures(proof))
+
+
+def test_a_family_that_exits_ends_no_proof() -> None:
+    assert any("SystemExit: 0" in told for told in failures(pure("Leaves")))
+
+
+async def test_servers_of_a_recipe_are_proven_and_what_is_outside_is_never_called(tmp_path: Path) -> None:
+    server = Path(__file__).parents[1] / "agent" / "hostile_mcp.py"
+    config = MCPConfig(host_command=(sys.executable, "-S", "-E", str(server), "dies"), start_timeout_s=60.0)
+    mine = sample_task(tools=("mcp:it", "submit"))
+    backend = ScriptedSandboxes(printing(""))
+    tools = await pin_tools(declared_tools(ToolsConfig(mcp={"it": config}), tmp_path), [mine], backend)
+    proof = await prove_tools([mine], backend, tools)
+    assert (proof.findings, proof.looked_at) == ((), "1 tool: mcp:it"), "a call would have ended it"
+    (missing,) = (await prove_tools([mine], backend)).findings
+    assert "mcp:it does not load" in missing.what and "declare it in the recipe" in missing.what

@@ -1,0 +1,365 @@
+"""Every key of a recipe acts, or is refused: over all keys, as the sections have them.
+
+Recipes of a pool stand for what people write, with each part of a run switched on in one of them and off in another. Three things hold
+for every key: code reads it; some recipe of the pool takes another value than its default; and one that its annotation declares to be
+idle somewhere (`Needs`) is refused there by name. Keys whose effect can be computed without a machine are held to more: a value that
+is accepted changes the effect, in whatever recipe.
+"""
+
+from __future__ import annotations
+
+import ast
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from agentrl.config import Recipe, build
+from agentrl.config.section import Needs, Section, named_section_of, section_of
+from agentrl.errors import RecipeError
+from agentrl.learner.optimizer import learning_rate
+from agentrl.serving.judge_server import JudgeServer
+from agentrl.serving.server import VLLMServer
+
+PACKAGE = Path(__file__).resolve().parents[2] / "agentrl"
+BASE = build(
+    {
+        "name": "base",
+        "steps": 12,
+        "policy": {"model": "m"},
+        "tasks": {"family": "a:b"},
+        "judge_servers": {"small": {"model": "m"}},
+        "tools": {"mcp": {"far": {"url": "http://h/mcp"}}, "bounds": {"t": {"calls": 3}}, "words": {"t": {"description": "d"}}},
+    }
+)
+OWN = "tests.own:part"
+POOL: dict[str, Mapping[str, Any]] = {
+    "as it is": {},
+    "cpu": {"device": "cpu"},
+    "gpu": {"device": "cuda"},
+    "one step": {"steps": 1},
+    "two steps": {"steps": 2},
+    "no staleness": {"max_staleness": 0},
+    "nothing held out": {"evaluation.heldout": 0, "evaluation.heldout_real": 0},
+    "nothing held out, with a gate": {"evaluation.heldout": 0, "evaluation.heldout_real": 0, "gate": {"suite": "s"}},
+    "sampled evaluation": {"evaluation.temperature": 0.5},
+    "truncated": {"rollout.top_k": 64, "evaluation.top_k": 8},
+    "few sandboxes": {"sandbox.max_open": 4},
+    "many sandboxes": {"sandbox.max_open": 512},
+    "gate": {"gate": {"suite": "s"}},
+    "gate that blocks": {"gate": {"suite": "s", "action": "block"}},
+    "limits": {
+        "learner.limits": {"max_kl": {"at": 0.1}, "max_ratio": {"at": 3.0, "action": "rollback"}, "min_entropy": {"at": 0.1}},
+        "objective.kl": "k3",
+        "objective.kl_coef": 0.1,
+    },
+    "strict limits": {"max_staleness": 0, "learner.limits": {"max_mismatch_kl": {"at": 0.1}, "max_grad_norm": {"at": 9.0}}},
+    "more limits": {
+        "learner.limits": {"max_clip_fraction": {"at": 0.5}, "min_effective_sample_size": {"at": 0.5}, "max_kl_reference": {"at": 0.5}},
+        "objective.kl": "k3",
+        "objective.kl_coef": 0.1,
+    },
+    "critic": {"objective.advantage": "gae", "critic": {}},
+    "critic in passes": {"objective.advantage": "gae", "critic": {"epochs": 2}},
+    "shared critic": {"objective.advantage": "gae", "critic": {"trunk": "shared"}, "learner.minibatches": 2},
+    "whole batch": {"objective.advantage": "reinforce++"},
+    "own estimator and loss": {"objective.advantage": OWN, "objective.loss": OWN, "objective.turn_coef": 0.5},
+    "own parts": {
+        "store": OWN,
+        "trackers": [OWN],
+        "tracker_options": {OWN: {}},
+        "sandbox.backend": OWN,
+        "serving.weight_transfer": OWN,
+        "rollout.agent": OWN,
+    },
+    "masked": {"objective.proximal": "recompute", "objective.correction": "mask", "learner.minibatches": 4},
+    "constant": {"objective.aggregation": "constant"},
+    "deltas": {"serving.weight_transfer": "delta"},
+    "adapters": {"learner.lora": {}},
+    "ranks": {"learner.ranks": 4, "learner.zero_stage": 3, "learner.max_tokens_per_microbatch": 65536},
+    "delegating": {"rollout.agent": "delegating", "rollout.delegation": {"sandbox": "own"}, "sandbox.max_open": 1024},
+    "shared delegation": {"rollout.agent": "delegating", "rollout.delegation": {}, "sandbox.max_open": 1024},
+    "long context": {"policy.max_model_len": 4096},
+    "compaction": {"rollout.compaction": {}, "policy.max_model_len": 4096},
+    "branching": {"rollout.branching": {}},
+    "memory": {"memory": {}},
+    "few notes": {"memory": {"keep": 3}},
+    "few sub-agents": {"rollout.agent": "delegating", "rollout.delegation": {"width": 2, "total": 2}},
+    "plain data parallelism": {"learner.zero_stage": 0},
+    "bfloat16": {"policy.dtype": "bfloat16"},
+    "group judge": {"tasks.group_judge": "rewards.mine:ranked"},
+    "practice": {"tasks.practice": {"suites": {"evals/a": 1}}},
+    "weighting": {"tasks.weighting": {}},
+    "no capture": {"capture.keep": 0},
+    "program in the sandbox": {"tools.mcp": {"far": {"command": ["server"]}}},
+    "program on the host": {"tools.mcp": {"far": {"host_command": ["server"]}}},
+}
+
+
+@cache
+def pool() -> dict[str, Recipe]:
+    return {name: BASE.but(changes) for name, changes in POOL.items()}
+
+
+def keys(kind: type[Section] = Recipe, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key with its field: `learner.lr`, `judge_servers.*.threads`."""
+    for name, field in kind.model_fields.items():
+        if (inner := section_of(field.annotation)) is not None:
+            if field.get_default(call_default_factory=True) is None:  # that it is switched on is a setting, too
+                yield f"{path}{name}", field
+            yield from keys(inner, f"{path}{name}.")
+        elif (inner := named_section_of(field.annotation)) is not None:
+            yield from keys(inner, f"{path}{name}.*.")
+        else:
+            yield f"{path}{name}", field
+
+
+KEYS = dict(keys())
+NAMES = {"judge_servers": "small", "tools.mcp": "far", "tools.bounds": "t", "tools.words": "t"}
+
+
+def concrete(key: str) -> str:
+    """The key with the name that the pool's recipes have in place of `*`."""
+    before, star, after = key.partition(".*.")
+    return f"{before}.{NAMES[before]}.{after}" if star else key
+
+
+def owner(recipe: Recipe, key: str) -> Any:
+    """The section that has a key; None where the recipe has none."""
+    found: Any = recipe
+    for part in concrete(key).split(".")[:-1]:
+        found = found.get(part) if isinstance(found, dict) else getattr(found, part)
+        if found is None:
+            return None
+    return found
+
+
+GIVEN: dict[str, tuple[Any, ...]] = {
+    # Where the type does not say which values make sense.
+    **dict.fromkeys(("store_options", "sandbox.options", "objective.advantage_options", "objective.loss_options"), ({"x": 1},)),
+    **dict.fromkeys(("rollout.agent_options", "serving.weight_transfer_options", "tasks.options"), ({"x": 1},)),
+    "tracker_options": ({OWN: {"x": 1}},),
+    "trackers": (("terminal",),),
+    "name": ("other",),
+    "tools.mcp.*.url": ("http://other/mcp",),
+    "tools.mcp.*.env": ({"A": "env:B"},),
+    "tools.mcp.*.key_env": ("A_KEY",),
+    "tools.words.*.arguments": ({"a": "b"},),
+    "tasks.practice.suites": ({"evals/b": 2},),
+    "rollout.delegation.returns": (("out/**",),),
+    "gate": ({"suite": "s"},),
+    "tasks.practice": ({"suites": {"evals/a": 1}},),
+    "learner.ranks": (8, 2),
+    "learner.limits.max_ratio": ({"at": 4.0},),
+    "learner.limits.max_grad_norm": ({"at": 7.0},),
+    "learner.lora.target_modules": (("q_proj",),),
+    "tools.mcp.*.start_timeout_s": (30.0,),
+}
+
+
+def others(key: str, field: Any, value: Any) -> Iterator[Any]:
+    """Values of a key's type other than `value`, which it has, and its default."""
+    usual = field.get_default(call_default_factory=True)
+    for one in GIVEN.get(key) or (candidate for kind in kinds(field.annotation) for candidate in of_kind(kind, value, field)):
+        if one not in (value, usual):
+            yield one
+
+
+def kinds(annotation: Any) -> Iterator[Any]:
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        yield from kinds(typing.get_args(annotation)[0])
+    elif origin in (types.UnionType, typing.Union):
+        for one in typing.get_args(annotation):
+            yield from kinds(one)
+    else:
+        yield annotation
+
+
+def of_kind(kind: Any, value: Any, field: Any) -> Iterator[Any]:
+    if typing.get_origin(kind) is Literal:
+        yield from typing.get_args(kind)
+    elif isinstance(kind, type) and issubclass(kind, Section):
+        yield from ({}, {"at": 0.5}, {"suite": "s"})
+    elif kind is bool:
+        yield not value
+    elif kind in (int, float):
+        now = value if isinstance(value, int | float) else 1
+        for one in (2 * now, now + 1, now - 1, now / 2, now + 0.25, 2, 3, 0.5, 0.75, 0.9, 64):
+            if kind is float or one == int(one):
+                yield kind(one)
+    elif typing.get_origin(kind) is tuple:
+        yield from ((4,),) if int in typing.get_args(kind) else (("x.y:z",),)
+    elif kind is str:
+        yield "x.y:z"
+
+
+def accepted(recipe: Recipe, key: str) -> Iterator[tuple[Recipe, Any]]:
+    """The recipe with other values of a key that it takes."""
+    section = owner(recipe, key)
+    if section is None:
+        return
+    for value in others(key, KEYS[key], getattr(section, key.rpartition(".")[2])):
+        try:
+            made = recipe.but({concrete(key): value})
+        except RecipeError:
+            continue
+        if made != recipe:
+            yield made, value
+
+
+@cache
+def read_names() -> frozenset[str]:
+    """Names of attributes that the product reads, but for the sections' own checks, and of those that are fetched by their name."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.parts[len(PACKAGE.parts)] in ("sections", "section.py", "gating.py", "recipe.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                found.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return frozenset(found)
+
+
+THROUGH = {"top_k": "sampling", "top_p": "sampling", "min_p": "sampling", "temperature": "sampling"}
+"""Keys that are read through a property of their section."""
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_is_read_and_can_be_set(key: str) -> None:
+    name = key.rpartition(".")[2]
+    if key.startswith("learner.limits.") or key == "rollout.delegation":  # read by what sections make of them
+        name = {"learner.limits.max_rollbacks": "max_rollbacks", "rollout.delegation": "agent_settings"}.get(key, "named")
+    assert {name, THROUGH.get(name, name)} & read_names(), f"no code reads {key}"
+    if key == "serving.engine":  # there is one
+        return
+    assert any(next(accepted(recipe, key), None) for recipe in pool().values()), (
+        f"no recipe of the pool takes another value of {key} than its default: add one that does, or remove the key"
+    )
+
+
+DECLARED = [key for key, field in KEYS.items() if any(isinstance(one, Needs) for one in field.metadata)]
+
+
+@pytest.mark.parametrize("key", DECLARED)
+def test_a_key_that_is_declared_to_be_idle_somewhere_is_refused_there_by_name(key: str) -> None:
+    field, name = KEYS[key], key.rpartition(".")[2]
+    for needs in (one for one in field.metadata if isinstance(one, Needs)):
+        refused = 0
+        for where, recipe in pool().items():
+            if (section := owner(recipe, key)) is None:
+                continue
+            for value in others(key, field, getattr(section, name)):
+                try:
+                    made = recipe.but({concrete(key): value})
+                except RecipeError as error:
+                    refused += any(
+                        line.partition(f"{concrete(key)}=")[2] and f" does nothing without {needs.what}; or leave it at" in line
+                        for line in str(error).splitlines()
+                    )
+                    continue
+                assert needs.holds(made, owner(made, key)), (
+                    f"{where}: {key}={value!r} is taken, and its own declaration says that it is idle"
+                )
+        assert refused, f"no recipe of the pool refuses {key} without {needs.what}"
+
+
+def effects(recipe: Recipe, device: str) -> dict[str, Any]:
+    """What a run would do, as far as that can be computed here: commands and environments of servers, evaluations, learning rates."""
+    found: dict[str, Any] = {}
+    folder = Path("/nowhere")
+    server = VLLMServer(recipe=recipe, model=folder, version=0, run_dir=folder)
+    serving = recipe.serving
+    server._threads = (serving.threads or 7) if device == "cpu" else None
+    found["server"] = (server._command(1), server._environment(folder), serving.host, serving.port, serving.replicas)
+    for name, config in recipe.judge_servers.items():
+        judge = JudgeServer(name, config, model=folder, reward_model=False, folder=folder, device=device)
+        found[f"judge {name}"] = (judge._command(1), judge._environment(folder))
+    found["evaluations"] = list(evaluations(recipe))
+    found["rates"] = [learning_rate(recipe.learner, recipe.steps, step) for step in range(recipe.steps)]
+    found["sandboxes"] = (recipe.sandbox.warm, recipe.sandbox.max_open)
+    found["lag"] = min(recipe.max_staleness, recipe.steps - 1)
+    return found
+
+
+def evaluations(recipe: Recipe) -> Iterator[Any]:
+    """The episodes of all evaluations of a run, as they are sampled; a gate samples its cases in the same way."""
+    evaluation, sampling = recipe.evaluation, recipe.evaluation.sampling
+    for version in range(recipe.steps + 1):
+        ends = version in (0, recipe.steps)
+        if ends or (evaluation.every and version % evaluation.every == 0):
+            for split, count in (("heldout", evaluation.heldout), ("heldout_real", evaluation.heldout_real)):
+                if count:
+                    yield version, split, count, evaluation.attempts, sampling, evaluation.thinking_tokens
+    if recipe.gate is not None:
+        yield "gate", sampling
+
+
+USUAL = ("as it is", "cpu", "gpu", "sampled evaluation")
+
+
+def tried(key: str, where: str) -> Iterator[tuple[Any, bool]]:
+    """Values of a key that a recipe of the pool takes, and whether any computed effect is another one then, on some device."""
+    for made, value in islice(accepted(pool()[where], key), 4):
+        yield value, everywhere(made) != unchanged(where)
+
+
+def everywhere(recipe: Recipe) -> list[dict[str, Any]]:
+    """The effects on each device that the recipe may run on."""
+    return [effects(recipe, device) for device in (("cpu", "cuda") if recipe.device == "auto" else (recipe.device,))]
+
+
+@cache
+def unchanged(where: str) -> list[dict[str, Any]]:
+    return everywhere(pool()[where])
+
+
+@pytest.mark.slow
+def test_what_acts_in_one_recipe_acts_in_every_recipe_that_takes_it() -> None:
+    """A key whose effect shows in the computed ones may not be accepted where they stay as they are."""
+    acting = {key for key in KEYS if key not in ("device", "gate") and any(acts for where in USUAL for _, acts in tried(key, where))}
+    assert acting >= {"serving.kv_cache_gb", "evaluation.every", "learner.lr_schedule", "judge_servers.*.threads", "sandbox.warm"}
+    silent = [f"{key}={value!r} in {where!r}" for key in sorted(acting) for where in POOL for value, acts in tried(key, where) if not acts]
+    assert not silent, "accepted, and nothing changes:\n" + "\n".join(silent)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["device=cpu", "serving.gpu_memory_utilization=0.4"], "serving.gpu_memory_utilization=0.4 does nothing without a server on a GPU"),
+        (["device=cuda", "serving.kv_cache_gb=2"], "serving.kv_cache_gb=2.0 does nothing without a server on the CPU"),
+        (["device=cuda", "serving.threads=2"], "serving.threads=2 does nothing without a server on the CPU"),
+        (["device=cuda", "judge_servers.small.threads=2"], "judge_servers.small.threads=2 does nothing without a server on the CPU"),
+        (
+            ["evaluation.heldout=0", "evaluation.heldout_real=0", "evaluation.attempts=4"],
+            "evaluation.attempts=4 does nothing without held-out",
+        ),
+        (
+            ["evaluation.heldout=0", "evaluation.heldout_real=0", "evaluation.every=2"],
+            "evaluation.every=2 does nothing without held-out tasks",
+        ),
+        (["evaluation.heldout=0", "evaluation.heldout_real=0", "evaluation.temperature=0.5"], "evaluation.temperature=0.5 does nothing"),
+        (["evaluation.every=999"], "evaluation.every=999 does nothing without a step between the first and the last"),
+        (["evaluation.every=12"], "evaluation.every=12 does nothing"),
+        (["tasks.weighting={}", "steps=1"], "does nothing without a step late enough"),
+        (["tasks.weighting={}", "steps=2"], "does nothing without a step late enough"),
+        (["sandbox.warm=65"], "sandbox.warm=65 does nothing without as many sandboxes that may be in use"),
+        (["max_staleness=3", "learner.keep_versions=9", "steps=3"], "max_staleness=3 does nothing"),
+        (
+            ["learner.lr_schedule=cosine", "steps=2", "learner.warmup_steps=1"],
+            "learner.lr_schedule='cosine' does nothing without two steps",
+        ),
+        (["learner.offload=optimizer", "device=cpu"], "learner.offload='optimizer' does nothing without a learner on a GPU"),
+    ],
+)
+def test_what_does_nothing_is_an_error_that_says_what_would_make_it_act(changes: list[str], said: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        BASE.but(*changes)
+    assert said in str(error.value) and "or leave it at" in str(error.value)

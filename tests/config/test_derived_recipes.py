@@ -1,0 +1,172 @@
+"""Recipes from recipes: `but` and `model_copy` validate as a recipe file and the command line do, and files may build on each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from agentrl.base.validation import validation_text
+from agentrl.cli.project import init_project
+from agentrl.cli.recipes import load_recipe
+from agentrl.config import CriticConfig, LearnerConfig, PolicyConfig, Recipe, TasksConfig, apply_overrides
+from agentrl.errors import RecipeError
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"), learner=LearnerConfig(lr=3e-4))
+
+
+def test_a_recipe_is_derived_by_overrides_by_mappings_and_by_keywords() -> None:
+    made = BASE.but("learner.lr=1e-4", {"rollout.group_size": 4, "tasks.options": {"lines": 60}}, name="y", steps=3)
+    assert (made.learner.lr, made.rollout.group_size, made.tasks.options, made.name, made.steps) == (1e-4, 4, {"lines": 60}, "y", 3)
+    assert made.but({"learner.lr": 3e-4, "rollout.group_size": 8, "tasks.options": {}}, name="x", steps=16) == BASE
+    assert BASE.learner.but(lr=1e-4) == made.learner and BASE.but() == BASE
+    assert BASE.but(learner=LearnerConfig(ranks=2)).learner == LearnerConfig(ranks=2)
+    assert BASE.but("objective.advantage=gae", critic=CriticConfig(lr=0.5)).critic == CriticConfig(lr=0.5)
+    assert BASE.learner.lr == 3e-4
+
+
+def test_one_option_is_changed_and_the_others_stay() -> None:
+    made = BASE.but({"tasks.options": {"lines": 60}}).but("tasks.options.tool=none", "tasks.options.lines=7")
+    assert made.tasks.options == {"lines": 7, "tool": "none"} and BASE.but("tasks.options.a.b=1").tasks.options == {"a.b": 1}
+    with pytest.raises(RecipeError, match=r"tasks\.options\.a\.str: Input should be"):
+        BASE.but("tasks.options.a=[1]")
+    with pytest.raises(RecipeError, match=r"tasks\.options: options are wanted, as a mapping, not 3"):
+        BASE.but({"tasks.options": 3, "tasks.options.a": 1})
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"stesp": 3}, r"^stesp: unknown key; did you mean steps\? known here: capture, critic, device, "),
+    ({"learner.lrr": 1.0}, r"^learner\.lrr: unknown key; did you mean lr\? known here: "),
+    ({"lerner.lr": 1.0}, r"^lerner: unknown section; did you mean learner\? known here: capture, critic, evaluation, "),
+    ({"steps": 1.5}, r"^steps: Input should be a valid integer"),
+    ({"steps.x": 1}, r"^steps\.x: steps has no keys of its own\n  fix: give it whole: steps=VALUE"),
+    ({"learner": 3, "learner.lr": 1.0}, r"^learner: expected a section, got 3"),
+    ({"learner": {"lrr": 1.0}}, r"^learner\.lrr: unknown key; did you mean lr\?"),
+    ({"learner": CriticConfig()}, r"learner\.gamma: unknown key; known here: "),
+    ({"objective.kl": "k3"}, r"^objective: kl and kl_coef go together"),
+    ({"rollout.min_group_size": 9}, r"rollout\.min_group_size must not exceed rollout\.group_size"),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), WRONG, ids=[str(changes) for changes, _ in WRONG])
+def test_what_a_recipe_file_could_not_say_cannot_be_derived_either(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        BASE.but(changes)
+    with pytest.raises(RecipeError, match=told):
+        BASE.model_copy(update=changes)
+
+
+@pytest.mark.parametrize(("changes", "told"), [({"stesp": 3}, "did you mean"), ({"lr": -1.0}, "greater than 0"), ({"lr": "x"}, "number")])
+def test_a_copy_of_a_section_is_validated_too(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(RecipeError, match=rf"{next(iter(changes))}: .*{told}"):
+        BASE.learner.model_copy(update=changes) if told != "did you mean" else BASE.model_copy(update=changes)
+    assert BASE.learner.model_copy() == BASE.learner and BASE.model_copy(deep=True) == BASE
+
+
+def test_a_key_that_a_recipe_file_misspells_is_told_with_the_one_that_was_meant() -> None:
+    with pytest.raises(ValidationError) as error:
+        Recipe(name="x", stesp=3, seed=-1, policy={"modle": "m"}, tasks=TasksConfig(family="f:F"))  # type: ignore[call-arg, arg-type]
+    assert "unknown key; did you mean steps? known here: capture, critic, " in str(error.value)
+    told = validation_text(error.value).splitlines()
+    assert told[:3] == [
+        "seed: Input should be greater than or equal to 0 (got -1)",
+        "policy.model: Field required",
+        "policy.modle: unknown key; did you mean model? known here: chat_template, dtype, max_model_len, model,"
+        " rewritten_context, tool_format",
+    ]
+    assert told[3].startswith("stesp: unknown key; did you mean steps? known here: capture, critic, ") and len(told) == 4
+    with pytest.raises(ValidationError) as error:
+        LearnerConfig(lrr=3)  # type: ignore[call-arg]
+    assert validation_text(error.value).startswith("LearnerConfig.lrr: unknown key; did you mean lr? known here: full_every, ")
+
+
+@settings(max_examples=40)
+@given(st.text(max_size=12).filter(lambda key: key.partition(".")[0] not in Recipe.model_fields), st.integers())
+def test_no_unknown_key_is_ever_taken(key: str, value: int) -> None:
+    for derive in (BASE.but, lambda changes: BASE.model_copy(update=changes)):
+        with pytest.raises(RecipeError):
+            derive({key: value})
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "steps": st.integers(4, 9),
+            "learner.lr": st.floats(1e-9, 1),
+            "rollout.group_size": st.integers(2, 16),
+            "sandbox.backend": st.sampled_from(["auto", "docker"]),
+            "learner.lora.rank": st.integers(1, 8),
+            "evaluation.every": st.integers(0, 3),
+        },
+    )
+)
+def test_but_and_the_command_line_say_the_same(changes: dict[str, Any]) -> None:
+    """The law: a mapping, overrides in text, one change after the other, and the saved file all make the same recipe."""
+    made = BASE.but(changes)
+    assert made == apply_overrides(BASE, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
+    one_by_one = BASE
+    for key, value in changes.items():
+        one_by_one = one_by_one.but({key: value})
+    assert made == one_by_one == Recipe.model_validate_json(made.model_dump_json())
+
+
+def test_recipes_of_the_repository_that_build_on_another_say_only_what_differs() -> None:
+    _, base = load_recipe(ROOT / "recipes" / "quickstart.py", [])
+    _, lora = load_recipe(ROOT / "recipes" / "quickstart_lora.py", ["learner.lora.rank=4"])
+    assert lora.but(name="quickstart", learner=base.learner) == base
+    assert lora.learner.lora is not None and lora.learner.lora.rank == 4
+
+
+def agentrl(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=project, env=environment, text=True, capture_output=True, timeout=300, check=False
+    )
+
+
+def test_a_derived_recipe_in_a_new_project_is_found_from_anywhere(tmp_path: Path) -> None:
+    """Its base names a family by file; it is what the command line would have made of the base."""
+    project = tmp_path / "mine"
+    init_project(project, "mine")
+    (project / "recipes" / "near.py").write_text(
+        "from recipes.quickstart import recipe as base\n"
+        'recipe = base.but("learner.lr=1e-4", {"tasks.family": "./fam.py:Fam"}, name="near")\n'
+    )
+    (project / "recipes" / "nearer.py").write_text('from recipes.near import recipe as base\nrecipe = base.but(name="nearer", steps=2)\n')
+    (project / "fam.py").write_text(
+        "from sandboxes.tables import Tables\nclass Fam(Tables):\n    name = 'near-tables'\n"  # in the project, by a relative reference
+    )
+    code = """
+import sys
+from pathlib import Path
+from agentrl.cli.recipes import load_recipe
+from agentrl.task import open_family
+root, recipe = load_recipe(Path(sys.argv[1]), ["steps=3"])
+print(root.name, recipe.name, recipe.steps, recipe.learner.lr, open_family(recipe.tasks, seed=0, root=root).name)
+"""
+    done = agentrl(project, "-c", code, "recipes/nearer.py")
+    assert done.stdout.split() == ["mine", "nearer", "3", "0.0001", "near-tables"], done.stderr
+    (project / "recipes" / "wrong.py").write_text('from recipes.near import recipe as base\nrecipe = base.but("learner.lrr=1")\n')
+    done = agentrl(tmp_path, "-m", "agentrl", "train", "mine/recipes/wrong.py")
+    assert done.returncode == 2 and "learner.lrr: unknown key; did you mean lr?" in done.stderr
+
+
+def test_what_is_no_override_is_refused_in_words() -> None:
+    base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
+    odd: Any
+    for odd in (3, None, ["steps=3"], {3: 4}):
+        with pytest.raises(RecipeError, match=r"neither text nor a mapping|3 is no key"):
+            base.but(odd)
+    with pytest.raises(RecipeError) as error:
+        base.but("steps=" + "9" * 5000)
+    assert len(str(error.value)) < 600

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import CriticConfig, LoraConfig, PolicyConfig, Recipe, TasksConfig, apply_overrides, load
+from agentrl.config.section import Needs, Section, key_docs, named_section_of, section_of
+from agentrl.errors import RecipeError
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
+
+
+def test_overrides_are_laid_over_and_typed() -> None:
+    changed = apply_overrides(BASE, ["learner.lr=1e-4", "steps=3", "policy.model=a/b", 'tasks.options={"size": 4}'])
+    assert (changed.learner.lr, changed.steps, changed.policy.model, changed.tasks.options) == (1e-4, 3, "a/b", {"size": 4})
+    assert BASE.steps == 16
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("learner.lrr=1", ["learner.lrr", "lr"]),
+        ("lerner.lr=1", ["lerner", "learner"]),
+        ("learner.lr=fast", ["learner.lr", "number"]),
+        ("learner.lr=-1", ["learner.lr", "greater than 0"]),
+        ("sandbox.backend=host", ["sandbox.backend", "auto, docker, bubblewrap"]),
+        ("steps=1.5", ["steps", "integer"]),
+        ("name=a/b", ["name"]),
+        ("rollout.group_size=1", ["rollout.group_size", "normalize_std", "rollout.min_group_size must not exceed"]),
+        ("max_staleness=9", ["keep_versions"]),
+        ("rollout.min_group_size=9", ["min_group_size"]),
+        ("objective.dual_clip=3", ["objective", "is_cap"]),
+        ("objective.kl=k3", ["objective", "kl_coef"]),
+        ("objective.correction=mask", ["objective.proximal=recompute"]),
+        ("objective.loss=ppo", ["objective.loss", "clip, gspo, cispo"]),
+        ("learner.lora.dropout=0.1", ["learner.lora.dropout", "target_modules"]),
+        ("learner.lora.target_modules=[]", ["target_modules"]),
+        ("learner.offload=parameters", ["learner.zero_stage=3"]),
+        ("learner.sequence_parallel=2", ["learner.ranks"]),
+        ("learner", ["KEY=VALUE"]),
+    ],
+)
+def test_wrong_overrides_name_the_key_and_what_is_allowed(override: str, named: list[str]) -> None:
+    with pytest.raises(RecipeError) as error:
+        apply_overrides(BASE, [override])
+    for text in named:
+        assert text in str(error.value)
+
+
+def test_an_override_turns_an_optional_section_on() -> None:
+    made = apply_overrides(BASE, ["objective.advantage=gae", "critic.lr=0.5"])
+    assert made.critic == CriticConfig(lr=0.5)
+    with pytest.raises(RecipeError, match=r"critic\.rate: unknown key; known here: detach, epochs, gamma, lam, lr"):
+        apply_overrides(BASE, ["critic.rate=1"])
+    with pytest.raises(RecipeError, match=r"critic\.rate: unknown key; known here: detach, epochs, gamma, lam, lr"):
+        apply_overrides(BASE, ["objective.advantage=gae", 'critic={"rate": 1}'])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "int8", 32])
+def test_a_dtype_that_is_not_trained_in_is_refused(dtype: object) -> None:
+    with pytest.raises(RecipeError, match=r"policy\.dtype: Input should be 'float32' or 'bfloat16'"):
+        apply_overrides(BASE, [f"policy.dtype={dtype}"])
+
+
+def test_a_context_that_is_written_anew_is_not_summed_up() -> None:
+    with pytest.raises(RecipeError, match="for agents with one context at a time"):
+        apply_overrides(BASE, ["policy.rewritten_context=restart", 'rollout.compaction={"tokens": 8, "summary_tokens": 8}'])
+
+
+def test_parts_of_the_learner_that_do_not_go_together_are_refused() -> None:
+    for overrides, named in (
+        (["learner.lora={}", "serving.weight_transfer=nccl"], "learner.lora publishes adapters"),
+        (["learner.kernels=liger", "device=cpu"], "GPU kernels"),
+        (["learner.offload=optimizer", "learner.zero_stage=0"], "learner.zero_stage 1, 2 or 3"),
+        (["learner.ranks=3", "learner.sequence_parallel=2"], "must divide learner.ranks"),
+        (["learner.ranks=2", "learner.sequence_parallel=2", "objective.advantage=gae", "critic={}"], "has no critic"),
+        (["learner.ranks=2", "learner.sequence_parallel=2", "learner.max_tokens_per_microbatch=511"], "split over the ranks of a team"),
+    ):
+        with pytest.raises(RecipeError, match=named):
+            apply_overrides(BASE, overrides)
+    longer = apply_overrides(BASE, ["learner.ranks=4", "learner.sequence_parallel=2", "learner.max_tokens_per_microbatch=512"])
+    assert longer.policy.max_model_len == 1024
+    assert apply_overrides(BASE, ["learner.lora={}"]).learner.lora == LoraConfig()
+
+
+def test_a_transfer_between_gpus_is_refused_without_them() -> None:
+    with pytest.raises(RecipeError, match="nccl copies from GPU to GPU"):
+        apply_overrides(BASE, ["serving.weight_transfer=nccl", "device=cpu"])
+
+
+def test_a_saved_recipe_is_read_back_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text(BASE.model_dump_json())
+    assert load(path) == BASE
+
+
+def test_every_key_of_a_recipe_is_documented() -> None:
+    """A key says what it is for, unless it is a section or its name is enough."""
+    obvious = {"name", "seed", "device", "engine", "lr", "weight_decay", "zero_stage", "max_grad_norm", "startup_timeout_s"}
+    obvious |= {"request_timeout_s", "temperature", "clip_low"}
+    undocumented = []
+    for section in [Recipe, *(f.annotation for f in Recipe.model_fields.values())]:
+        told = key_docs(section) if hasattr(section, "model_fields") else {}
+        for key, field in getattr(section, "model_fields", {}).items():
+            is_section = hasattr(field.annotation, "model_fields")
+            if not is_section and key not in told and key not in obvious:
+                undocumented.append(f"{section.__name__}.{key}")
+    assert undocumented == []
+
+
+def test_every_impossible_combination_raises_an_error() -> None:
+    """Each line of the file has overrides that only one check of the recipe rejects, and each check has a line."""
+    rows = (ROOT / "tests" / "config" / "impossible_combinations.txt").read_text().splitlines()
+    sections = [path for path in (ROOT / "agentrl/config").glob("*.py") if path.name != "section.py"]
+    raised = sum(len(re.findall(r"raise ValueError\(|\byield (?!from\b)", path.read_text())) for path in sections)
+    needs = declared_needs()
+    assert len(rows) == raised - 1 + len(needs)
+    messages = set()
+    for row in rows:
+        with pytest.raises(RecipeError) as error:
+            apply_overrides(BASE, row.split())
+        messages.add(str(error.value))
+    assert len(messages) == len(rows), "two lines raise the same error"
+    unsaid = [need.what for need in needs if not any(need.what in message for message in messages)]
+    assert not unsaid, "needs that no line shows"
+
+
+def declared_needs(kind: type[Section] = Recipe) -> set[Needs]:
+    """Returns the conditions (`agentrl.config.section.Needs`) of all keys of a recipe."""
+    declared = {need for field in kind.model_fields.values() for need in field.metadata if isinstance(need, Needs)}
+    for field in kind.model_fields.values():
+        inner = section_of(field.annotation) or named_section_of(field.annotation)
+        declared |= declared_needs(inner) if inner is not None else set()
+    return declared

@@ -1,0 +1,203 @@
+"""A suite asked of a server of chat completions over real HTTP: tools, limits, and whose fault is what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.errors import UserError
+from agentrl.evaluation.policies import find_policy
+from agentrl.evaluation.regressions import SuiteEvaluation, evaluate_suites, prepare_evaluation
+from agentrl.evaluation.request_options import RequestOptions
+from agentrl.failure.case import Suite
+from agentrl.judge import Endpoint
+from agentrl.testing import ChatServer, ScriptedAnswer
+from tests.evaluation.suite_parts import HERE, make_case, make_suite
+
+QUICK = (f"sandbox.backend={HERE}:backend", "rollout.max_retries=0", "serving.request_timeout_s=2", "serving.startup_timeout_s=2")
+Script = Callable[[dict[str, Any], int], ScriptedAnswer]
+
+
+def says(content: str | None = None, *calls: tuple[str, str], finish: str = "stop", usage: tuple[int, int] = (50, 7)) -> ScriptedAnswer:
+    made = [{"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": text}} for n, (name, text) in enumerate(calls)]
+    message = {"role": "assistant", "content": content, **({"tool_calls": made} if made else {})}
+    body = {
+        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+        "usage": {"prompt_tokens": usage[0], "completion_tokens": usage[1]},
+    }
+    return ScriptedAnswer(raw=json.dumps(body).encode())
+
+
+SUBMIT = says(None, ("submit", '{"answer": "pass"}'))
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Suite:
+    (tmp_path / "pyproject.toml").write_text("")
+    return make_suite(tmp_path / "s", make_case("good"))
+
+
+async def asked(suite: Suite, server: ChatServer, *, key_env: str = "", limits: dict[str, Any] | None = None) -> SuiteEvaluation:
+    cases = [replace(case, task=replace(case.task, limits=replace(case.task.limits, **(limits or {})))) for case in suite.cases]
+    policy = find_policy(server.url, model_name="theirs", key_env=key_env)
+    with prepare_evaluation(policy, [replace(suite, cases=tuple(cases))], overrides=QUICK) as given:
+        (done,) = await evaluate_suites(given, console=False)
+    return done
+
+
+async def test_an_endpoint_acts_with_the_tasks_tools_and_is_judged_as_ever(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THEIR_KEY", "k-123")
+    turns = [says("let me see", ("python", '{"code": "print(97)"}'), ("python", "{oops")), SUBMIT]
+    with ChatServer(turns) as server:
+        done = await asked(suite, server, key_env="THEIR_KEY")
+    (outcome,) = done.outcomes
+    assert (outcome.status, outcome.scores) == ("passed", (1.0,))
+    (attempt,) = done.results.attempts
+    assert (attempt.tokens, attempt.turns, attempt.ended) == (14, 2, "submitted")
+    first, second = (one["body"] for one in server.requests)
+    assert first["model"] == "theirs" and {tool["function"]["name"] for tool in first["tools"]} == {"python", "submit"}
+    assert first["max_tokens"] == 256 and server.requests[0]["headers"]["authorization"] == "Bearer k-123"
+    *_, said, shown, wrong = second["messages"]
+    assert [call["id"] for call in said["tool_calls"]] == ["c0", "c1"] and said["content"] == "let me see"
+    assert (shown["tool_call_id"], shown["content"]) == ("c0", "97") and "not valid JSON" in wrong["content"]
+    text = (done.folder.parent / "recipe.json").read_text() + (done.folder / "about.json").read_text()
+    assert "k-123" not in text
+
+
+async def test_an_endpoint_reads_the_words_of_the_evaluation(suite: Suite) -> None:
+    words = ('rollout.instructions="Look first."', 'tools.words={"submit": {"description": "Hand in."}}')
+    with (
+        ChatServer([SUBMIT]) as server,
+        prepare_evaluation(find_policy(server.url, model_name="m"), [suite], overrides=(*QUICK, *words)) as given,
+    ):
+        (done,) = await evaluate_suites(given, console=False)
+    (body,) = (one["body"] for one in server.requests)
+    assert (body["messages"][0]["role"], body["messages"][0]["content"]) == ("system", "Look first.")
+    assert [tool["function"]["description"] for tool in body["tools"] if tool["function"]["name"] == "submit"] == ["Hand in."]
+    assert done.results.attempts[0].task_key == suite.cases[0].key, "the same case, to be compared"
+
+
+async def test_requests_are_as_the_server_wants_them(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THEIR_KEY", "k-456-very-secret")
+    requests = RequestOptions.parse(
+        ["reasoning_effort=low", "temperature=null", 'extra={"a": [1]}'], ["api-key=env:THEIR_KEY"], "max_completion_tokens"
+    )
+    with ChatServer([SUBMIT]) as server:
+        policy = find_policy(server.url, model_name="m", requests=requests)
+        with prepare_evaluation(policy, [suite], overrides=QUICK) as given:
+            (done,) = await evaluate_suites(given, console=False)
+        plain = find_policy(server.url, model_name="m")
+    (one,) = server.requests
+    assert one["headers"]["api-key"] == "k-456-very-secret" and (one["body"]["reasoning_effort"], one["body"]["extra"]) == (
+        "low",
+        {"a": [1]},
+    )
+    assert one["body"]["max_completion_tokens"] == 256 and not {"max_tokens", "temperature"} & one["body"].keys()
+    assert done.outcomes[0].status == "passed" and policy.name == plain.name + ' (reasoning_effort="low", extra={"a": [1]}, no temperature)'
+    assert "very-secret" not in "".join(path.read_text() for path in done.folder.parent.rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("requested", "headers", "reason"),
+    [
+        (["temperature=0.5"], [], r"set evaluation\.temperature, or --request temperature=null"),
+        (["max_tokens=5"], [], r"limits\.turn_tokens"),
+        (["max_completion_tokens=5"], [], "--tokens-name max_completion_tokens"),
+        (["messages=[]"], [], "the case gives"),
+        (["effort"], [], "there is no = in it"),
+        (["api_key=sk-12345678901234567890"], [], "holds a secret"),
+        ([], ["api-key"], "there is no = in it"),
+    ],
+)
+def test_requests_that_are_said_elsewhere_or_not_at_all_are_refused(requested: list[str], headers: list[str], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        RequestOptions.parse(requested, headers, "")
+    with pytest.raises(UserError, match="are for an endpoint"):
+        find_policy("runs/x@1", requests=RequestOptions.parse(["a=1"], [], ""))
+
+
+@pytest.mark.parametrize("headers", [{"api-key": "sk-by-value"}, {"host": "env:A"}, {"a b": "env:A"}, {"authorization": "env:A"}])
+def test_headers_are_given_by_reference_and_are_no_other_s(headers: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="is not an additional header with a reference as its value"):
+        Endpoint(url="http://127.0.0.1:1/v1", model="m", headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("answer", "limits", "ended"),
+    [
+        (says("I give up"), {}, "answered"),
+        (says(None, ("python", "{}"), usage=(700, 1)), {"all_tokens": 700}, "token_limit"),
+        (says("x" * 100, finish="length"), {}, "token_limit"),
+        (says(None, ("python", "{}"), usage=(2000, 1)), {}, "token_limit"),
+        (says(None, ("nothing_of_that_name", "{}")), {"turns": 3}, "turn_limit"),
+    ],
+)
+async def test_what_the_model_does_wrong_is_scored(suite: Suite, answer: ScriptedAnswer, limits: dict[str, Any], ended: str) -> None:
+    with ChatServer([answer]) as server:
+        done = await asked(suite, server, limits=limits)
+    assert (done.outcomes[0].status, done.results.attempts[0].ended) == ("failed", ended)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ScriptedAnswer(raw=b"{}"),
+        ScriptedAnswer(raw=b"[" * 100_000),
+        ScriptedAnswer(raw=b'{"choices": [{"message": {"content": 3}}]}'),
+        ScriptedAnswer(raw=b'{"choices": [{"message": {"content": "' + b"x" * (2 << 20)),
+        ScriptedAnswer(status=401, raw=b"no"),
+        ScriptedAnswer(status=307, headers={"location": "http://127.0.0.1:1/"}),
+        ScriptedAnswer(breaks_off=True),
+        ScriptedAnswer(hangs=True),
+    ],
+)
+async def test_what_the_server_does_wrong_is_never_a_score(suite: Suite, answer: ScriptedAnswer) -> None:
+    with ChatServer([answer]) as server:
+        done = await asked(suite, server)
+    assert (done.outcomes[0].status, done.outcomes[0].scores) == ("unscored", (None,))
+    assert "ServingError" in done.results.attempts[0].reason, done.results.attempts
+
+
+async def test_a_key_that_is_not_there_is_told_and_nothing_is_asked(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("THEIR_KEY", raising=False)
+    with ChatServer([SUBMIT]) as server:
+        done = await asked(suite, server, key_env="THEIR_KEY")
+    assert not server.requests and "THEIR_KEY holds no key" in done.results.attempts[0].reason
+
+
+async def test_calls_that_are_none_are_answered_with_what_is_wrong(suite: Suite) -> None:
+    message = {
+        "content": None,
+        "tool_calls": [None, {"id": "x" * 999, "function": {"name": "python", "arguments": {"code": "1"}}}, {"id": 3}],
+    }
+    odd = ScriptedAnswer(raw=json.dumps({"choices": [{"message": message}]}).encode())
+    with ChatServer([odd, SUBMIT]) as server:
+        done = await asked(suite, server)
+    assert done.outcomes[0].status == "passed"
+    shown = [one for one in server.requests[1]["body"]["messages"] if one["role"] == "tool"]
+    assert [one["tool_call_id"] for one in shown] == ["call_0", "call_1", "call_2"]
+    assert [one["content"] == "97" for one in shown] == [False, True, False] and "needs a function" in shown[0]["content"]
+
+
+async def test_a_server_that_refuses_what_the_model_said_leaves_it_scored(suite: Suite) -> None:
+    """The first request is taken, and the one that holds the model's own words is not: the model's fault, and not of the machine."""
+    with ChatServer([says("x", ("python", '{"code": "print(97)"}')), ScriptedAnswer(text="", status=400)]) as server:
+        done = await asked(suite, server)
+    (outcome,) = done.outcomes
+    assert (outcome.status, outcome.scores) == ("failed", (0.0,))
+    with ChatServer([ScriptedAnswer(text="", status=400)]) as server:
+        done = await asked(replace(suite, folder=suite.folder), server)
+    assert done.outcomes[0].scores == (None,), "nothing was said yet"
+
+
+async def test_a_call_that_cannot_be_read_goes_back_as_one_that_can(suite: Suite) -> None:
+    """Servers fail with status 500 at arguments that are no JSON."""
+    with ChatServer([says(None, ("python", "{oops"), ("python", "[1]"), ("python", " ")), SUBMIT]) as server:
+        await asked(suite, server)
+    (said,) = [message for message in server.requests[1]["body"]["messages"] if message["role"] == "assistant"]
+    assert [call["function"]["arguments"] for call in said["tool_calls"]] == ["{}", "{}", "{}"]

@@ -1,0 +1,50 @@
+"""Success against compute, held to a direct count and to what must hold of any attempts."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.evaluation.compute import MAX_POINTS, CountedAttempt, attempt_counts, compute_curves, pass_at_attempt_counts
+
+attempts = st.builds(CountedAttempt, passed=st.booleans(), tokens=st.integers(0, 400))
+tables = st.integers(1, 5).flatmap(lambda k: st.lists(st.lists(attempts, min_size=k, max_size=k), min_size=1, max_size=6))
+
+
+def test_numbers_of_attempts_end_with_all() -> None:
+    assert [attempt_counts(most) for most in (1, 2, 3, 6, 8)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 6), (1, 2, 4, 8)]
+
+
+def test_a_table_with_known_answers() -> None:
+    tasks = [
+        [CountedAttempt(passed=True, tokens=10), CountedAttempt(passed=False, tokens=30)],
+        [CountedAttempt(passed=True, tokens=20)] * 2,
+    ]
+    once, twice = compute_curves(tasks)
+    assert once.points == ((0, 0.0), (10, 0.25), (17.5, 0.75), (20, 0.75))
+    assert twice.points == ((0, 0.0), (20, 0.5), (35, 1.0), (40, 1.0))
+    assert pass_at_attempt_counts(tasks) == {1: 0.75, 2: 1.0}
+
+
+@given(tables)
+def test_every_point_is_what_choosing_attempts_by_hand_gives(tasks: list[list[CountedAttempt]]) -> None:
+    longest = max(one.tokens for tries in tasks for one in tries)
+    for line in compute_curves(tasks):
+        shares = []
+        for tries in tasks:
+            chosen = list(combinations(tries, line.attempts))
+            shares.append(sum(any(one.passed for one in some) for some in chosen) / len(chosen))
+        spent, solved = line.points[-1]
+        assert abs(solved - sum(shares) / len(shares)) < 1e-9, "with the largest budget nothing is stopped"
+        assert abs(solved - pass_at_attempt_counts(tasks)[line.attempts]) < 1e-9
+        assert spent <= line.attempts * longest
+        assert list(line.points) == sorted(line.points) and len(line.points) <= MAX_POINTS
+        assert all(low <= high for (_, low), (_, high) in zip(line.points, line.points[1:], strict=False)), "more tokens solve no less"
+
+
+def test_what_was_not_tried_has_no_line() -> None:
+    assert (
+        compute_curves([]) == () and pass_at_attempt_counts([]) == {} and compute_curves([[]]) == () and pass_at_attempt_counts([[]]) == {}
+    )

@@ -1,0 +1,106 @@
+"""`agentrl eval RECIPE --policy module:attr`: a recipe's own tasks, tools and verifiers, tried without a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.cli import app
+from agentrl.errors import UserError
+from agentrl.evaluation import results
+from tests.evaluation.suite_parts import OVERRIDES
+
+RECIPE = """
+from agentrl.config import EvalConfig, PolicyConfig, Recipe, TasksConfig
+recipe = Recipe(
+    name="own",
+    policy=PolicyConfig(model="nowhere/at-all", max_model_len=2048),
+    tasks=TasksConfig(family="./own_family.py:Own"),
+    evaluation=EvalConfig(heldout=4, heldout_real=1),
+)
+"""
+FAMILY = """
+from agentrl.agent import TaskData, tool
+from agentrl.records import Limits, Message, SandboxSpec, Score, Split, Task
+
+@tool
+async def colour_of(task: TaskData) -> str:
+    'Give the colour.'
+    return task.data["colour"]
+
+async def verdict(task, episode):
+    return Score(value=float(episode.answer == "pass"))
+
+class Own:
+    name = "own"
+    def __init__(self, seed=0): pass
+    def size(self, split): return None
+    def task(self, split, index):
+        return Task(id=f"{split}/{index} ?", family="own", prompt=(Message(role="user", content=f"case good {split} {index}"),),
+                    tools=("./own_family.py:colour_of", "submit"), sandbox=SandboxSpec(image="none"),
+                    verifiers=("./own_family.py:verdict",), data={"colour": "blue", "index": index}, split=split,
+                    limits=Limits(turns=4, turn_tokens=300, episode_tokens=2000))
+    def gold(self, task): return "print(1)"
+"""
+POLICY = """
+from agentrl.testing import ScriptedPolicy, byte_tokenizer
+
+def call(name, arguments):
+    return '<tool_call>{"name": "%s", "arguments": %s}</tool_call>' % (name, arguments)
+
+def policy() -> ScriptedPolicy:
+    said = [call("colour_of", "{}"), call("submit", '{"answer": "pass"}')]
+    return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: said[turn])
+
+def wrong() -> ScriptedPolicy:
+    return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: call("submit", '{"answer": "fail"}'))
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "pyproject.toml").write_text("")
+    for name, text in (("own.py", RECIPE), ("own_family.py", FAMILY), ("own_policy.py", POLICY)):
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def asked(*arguments: str) -> tuple[int, str, BaseException | None]:
+    done = CliRunner().invoke(app, ["eval", "own.py", *OVERRIDES, *arguments])
+    return done.exit_code, done.stdout, done.exception
+
+
+def test_a_scripted_policy_is_tried_on_a_recipes_own_tasks(project: Path) -> None:
+    code, printed, error = asked("--policy", "./own_policy.py:policy", "evaluation.heldout=3", "--run-dir", "r", "--json")
+    assert code == 0, (printed, error)
+    told = json.loads(printed.splitlines()[-1])
+    assert [one["case"] for one in told["cases"]] == ["heldout-0000", "heldout-0001", "heldout-0002", "heldout_real-0000"]
+    assert told["suites"][0]["figures"]["pass_at_1"] == 1.0 and told["passed"]
+    found = results.load_results(project / "r" / "suite")
+    assert (found.about.suite, found.about.recipe, found.about.cases) == ("own", "own", 4)
+    assert "blue" in (project / "r" / "suite" / "episodes.jsonl").read_text(), "a tool of the family was called, and knew its task"
+
+
+def test_what_fails_is_a_result_and_no_error(project: Path) -> None:
+    code, printed, error = asked("--policy", "./own_policy.py:wrong", "--run-dir", "r")
+    assert code == 0 and "0 of 5 cases passed, 5 failed" in printed, (printed, error)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--policy", "m"], "is a model"),
+        (["--policy", "./own_policy.py:policy", "--pin"], "do not go with the recipe"),
+        (["--policy", "./own_policy.py:policy", "evaluation.heldout=0", "evaluation.heldout_real=0"], "no held-out task"),
+        (["--policy", "./own_policy.py:nothing"], "nothing"),
+    ],
+)
+def test_wrong_use_is_told(arguments: list[str], said: str, project: Path) -> None:
+    (project / "m").mkdir()
+    (project / "m" / "config.json").write_text("{}")
+    code, printed, error = asked(*arguments)
+    assert code != 0 and isinstance(error, UserError) and said in str(error), (printed, error)

@@ -1,0 +1,133 @@
+"""The pytest plug-in, in pytest runs of their own: cases are items, failures read well, wrong use ends at once, and it costs nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from agentrl.evaluation import results
+from tests.evaluation.suite_parts import HERE, OVERRIDES, make_case, make_suite
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGIN = "agentrl.evaluation.pytest_plugin"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "pyproject.toml").write_text("")
+    return tmp_path
+
+
+def run(project: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and output of pytest in a project, with the plug-in as its entry point would load it, and no other."""
+    command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", *arguments]
+    there = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=project, env=there, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_cases_are_items_and_what_fails_reads_well(project: Path) -> None:
+    make_suite(
+        project / "evals" / "one", make_case("bad"), make_case("broken"), make_case("flaky", threshold=0.5, repeats=4), make_case("good")
+    )
+    make_suite(project / "evals" / "two", make_case("good_too"), make_case("bad_unasked"))
+    (project / "test_mine.py").write_text("def test_mine(): pass\n")
+    code, out = run(
+        project,
+        *("-v", "-k", "not unasked", "--agentrl-suite", "evals", "--agentrl-policy", f"{HERE}:policy"),
+        *("--agentrl-set", OVERRIDES[0], "--agentrl-run-dir", "r"),
+    )
+    assert code == 1 and "1 failed, 3 passed, 1 deselected, 1 error" in out, out
+    assert "test_mine" not in out, "suites alone, where no tests are named"
+    for item, ending in (("one::bad", "FAILED"), ("one::broken", "ERROR"), ("one::flaky", "PASSED"), ("two::good_too", "PASSED")):
+        assert any(row.startswith(f"evals/{item} {ending}") for row in out.splitlines()), (item, out)
+    said = out[out.index("ERRORS") :]
+    for words in ("What is case bad?", "evidence  wanted pass, got fail", "failed  0.00 of 1 in 1 attempt", "call submit", "score   0"):
+        assert words in said, words
+    assert "more: agentrl failures show r one-bad-r0-a0" in said
+    assert "no judge" in said and "pytest_cases.py" not in said, "our own frames tell nobody anything"
+    assert "\x1b[31m" not in said and "\u202e" not in said
+    assert "agentrl: one: 2 of 4 cases passed" in out
+    assert results.load_results(project / "r" / "suites" / "one").scores()["flaky"] == [1.0, 0.0, 1.0, 0.0]
+    assert results.load_results(project / "r" / "suites" / "two").scores() == {"good_too": [1.0]}, "what is deselected is not asked"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--agentrl-suite", "s"], "names no policy"),
+        (["s"], "give --agentrl-policy FOLDER"),
+        (["s", "--agentrl-key-env", "KEY"], "need --agentrl-policy"),
+        (["--agentrl-policy", "a:b"], "needs a suite"),
+        (["--agentrl-suite", "s", "--agentrl-policy", "a:b", "--agentrl-set", "rollout.size=3"], "rollout.size: unknown key"),
+        (["--agentrl-suite", "s", "--agentrl-policy", f"{HERE}:no_policy"], "generate"),
+    ],
+)
+def test_wrong_use_ends_before_anything_starts(project: Path, arguments: list[str], said: str) -> None:
+    make_suite(project / "s", make_case("good"))
+    code, out = run(project, "-q", *arguments)
+    assert (code, said in out, "Traceback" in out) == (int(pytest.ExitCode.USAGE_ERROR), True, False), out
+    assert not (project / "runs").exists() or not any((project / "runs").rglob("*.json"))
+
+
+@pytest.mark.slow
+def test_the_folder_of_a_suite_is_an_argument(project: Path) -> None:
+    make_suite(project / "s", make_case("bad"), make_case("good"))
+    make_suite(project / "t", make_case("good"))
+    (project / "test_mine.py").write_text("def test_mine(): pass\n")
+    asked = ("-q", "--agentrl-set", OVERRIDES[0], "--agentrl-policy", f"{HERE}:policy")
+    code, out = run(project, "s", *asked)
+    assert code == 1 and "1 failed, 1 passed" in out and "agentrl: s: 1 of 2 cases passed" in out, out
+    code, out = run(project, "s", "test_mine.py", "--agentrl-suite", "t", "--agentrl-suite", "s", "-k", "not bad", *asked)
+    assert code == 0 and "3 passed, 1 deselected" in out, f"a suite that an argument names is not added a second time: {out}"
+    code, out = run(project, "-q")
+    assert code == 0 and "1 passed" in out, f"a suite that no argument names is not evaluated: {out}"
+
+
+@pytest.mark.parametrize("policy", ["runs/quickstart@24", "/etc", "../elsewhere", "a\\u0000b", "http://127.0.0.1:9/v1", "evil.py:policy"])
+def test_a_suite_records_a_model_of_its_project_and_no_code(project: Path, policy: str) -> None:
+    make_suite(project / "s", make_case("good"))
+    (project / "evil.py").write_text("raise SystemExit(7)\n")
+    (project / "s" / "suite.toml").write_text(f'policy = "{policy}"\nnote = "made by: agentrl train recipes/quickstart.py"\n')
+    code, out = run(project, "-q", "s")
+    assert code == int(pytest.ExitCode.USAGE_ERROR) and "Traceback" not in out, out
+    assert (
+        "is outside the project" if policy in ("/etc", "../elsewhere", "a\\u0000b") else "does not exist (made by: agentrl train"
+    ) in out
+    assert "--agentrl-policy FOLDER or RUN@VERSION" in out or "is outside" in out
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_cannot_begin_is_an_error_of_every_case_and_is_told(project: Path) -> None:
+    make_suite(project / "s", make_case("bad"), make_case("good"))
+    asked = ("-q", "--agentrl-suite", "s", "--agentrl-set", OVERRIDES[0])
+    code, out = run(project, *asked, "--agentrl-policy", f"{HERE}:ill")
+    assert code == 1 and "2 errors" in out and "there are no weights" in out, out
+    assert "is not kept" in out and "Traceback" not in out
+
+
+def test_collecting_starts_nothing(project: Path) -> None:
+    make_suite(project / "s", make_case("good"), make_case("bad"))
+    code, out = run(project, "-q", "--collect-only", "--agentrl-suite", "s", "--agentrl-policy", "gone.module:policy")
+    assert code == 0 and "s::good" in out and not (project / "runs").exists(), out
+
+
+def test_a_pytest_run_without_it_imports_nothing_of_agentrl_but_the_module(project: Path) -> None:
+    """The entry point is loaded in every pytest run of everybody who has agentrl installed."""
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]
+    assert named == {"agentrl": PLUGIN}
+    (project / "test_mine.py").write_text(
+        "import sys\n"
+        "def test_mine():\n"
+        "    ours = sorted(name for name in sys.modules if name.split('.')[0] in ('agentrl', 'pydantic', 'httpx', 'torch'))\n"
+        f"    assert ours == ['agentrl', 'agentrl.prove', {PLUGIN!r}], ours\n"
+    )
+    code, out = run(project, "-q")
+    assert code == 0 and "1 passed" in out, out

@@ -1,0 +1,289 @@
+"""Suites held to a policy without a recipe: verdicts by threshold, what is told of a failure, JUnit and JSON, the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from xml.etree import ElementTree as xml
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.cli import app
+from agentrl.config import load
+from agentrl.errors import PluginError, UserError
+from agentrl.evaluation import regressions, results
+from agentrl.evaluation.junit import xml_text
+from agentrl.evaluation.outcomes import CaseStatus, case_status
+from agentrl.evaluation.policies import NamedPolicy, PolicySource, find_policy, load_policy_plugin, project_of, recipe_for
+from agentrl.evaluation.suites import version_number
+from agentrl.failure.case import Baseline, load_suite, save_case
+from agentrl.reward import TaskScorer
+from agentrl.session.folder import RunStart
+from agentrl.session.preflight import PreflightResult
+from agentrl.testing import ScriptedPolicy, byte_tokenizer
+from tests.evaluation.suite_parts import HERE, OVERRIDES, make_case, make_suite
+from tests.gate import test_judgement
+
+POLICY = f"{HERE}:policy"
+scripted = test_judgement.scripted
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "pyproject.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def asked(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["eval", *map(str, arguments), *OVERRIDES, "--policy", POLICY])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout
+
+
+def test_every_case_has_a_verdict_and_the_exit_code_follows(project: Path) -> None:
+    pinned = Baseline(model="m", version=3, scores=(0.0, None))
+    first = make_suite(
+        project / "evals" / "one",
+        make_case("good"),
+        make_case("bad", baseline=pinned),
+        make_case("flaky", threshold=0.5, repeats=4),
+        make_case("flaky_strict", threshold=0.75, repeats=4),
+    )
+    second = make_suite(project / "evals" / "two", make_case("broken"), make_case("good"))
+    code, printed = asked(project / "evals", "--junit", project / "out.xml", "--run-dir", project / "r", "--json")
+    told = json.loads(printed.splitlines()[-1])
+    assert code == 1 and not told["passed"]
+    verdicts = {(one["suite"], one["case"]): (one["verdict"], one["scores"], one["threshold"]) for one in told["cases"]}
+    assert verdicts == {
+        ("one", "bad"): ("failed", [0.0], 1.0),
+        ("one", "flaky_strict"): ("failed", [1.0, 0.0, 1.0, 0.0], 0.75),
+        ("one", "flaky"): ("passed", [1.0, 0.0, 1.0, 0.0], 0.5),
+        ("one", "good"): ("passed", [1.0], 1.0),
+        ("two", "broken"): ("unscored", [None], 1.0),
+        ("two", "good"): ("passed", [1.0], 1.0),
+    }
+    assert [one["case"] for one in told["cases"]][:3] == ["bad", "flaky_strict", "broken"], "failed first, then unscored"
+    bad = told["cases"][0]
+    assert (bad["shown"]["tag"], bad["shown"]["turn"]) == ("wrong_answer", None), bad["shown"]
+    assert told["suites"][0]["figures"]["pass_at_1"] == 0.5, "an attempt passes from its own case's threshold"
+    assert bad["shown"]["answer"].startswith("fail") and "wanted pass" in bad["shown"]["evidence"] and bad["baseline"]["version"] == 3
+
+    document = xml.fromstring((project / "out.xml").read_bytes())
+    counts = [{key: suite.get(key) for key in ("name", "tests", "failures", "errors")} for suite in document]
+    assert counts == [
+        {"name": "one", "tests": "4", "failures": "2", "errors": "0"},
+        {"name": "two", "tests": "2", "failures": "0", "errors": "1"},
+    ]
+    words = "".join(document.itertext())
+    assert "agentrl failures show" in words and "What is case bad?" in words and "no judge" in words
+    assert not any(c in words for c in "\x1b\x00\u202e\ufffe")
+
+    kept = results.load_results(project / "r" / "suites" / "one")
+    assert len(kept.attempts) == 10 and kept.scores()["flaky"] == [1.0, 0.0, 1.0, 0.0]
+    assert results.load_results(project / "r" / "suites" / "two").scores() == {"broken": [None], "good": [1.0]}
+    assert load(project / "r" / "recipe.json").policy.model == POLICY, "the run folder says how it was made"
+    assert load_suite(first.folder) == first and load_suite(second.folder) == second, "cases stay as they are"
+
+    shown = CliRunner().invoke(app, ["failures", "show", str(project / "r"), bad["shown"]["episode"]])
+    assert shown.exit_code == 0 and "What is case bad?" in shown.stdout
+
+
+def test_a_policy_that_passes_ends_with_0_and_can_be_pinned(project: Path) -> None:
+    suite = make_suite(project / "s", make_case("good"), make_case("flaky", threshold=0.5))
+    code, printed = asked(suite.folder, "--repeats", "2", "--pin", "--run-dir", project / "r")
+    assert code == 0 and "s: 2 of 2 cases passed, 0 failed" in printed and "pass@1  0.750" in printed
+    pinned = {case.id: case.baseline for case in load_suite(suite.folder).cases}
+    assert [one is not None and one.scores for one in pinned.values()] == [(1.0, 0.0), (1.0, 1.0)]
+    assert (project / "r" / "suite" / "about.json").is_file(), "agentrl compare finds it there"
+
+
+def test_a_case_that_failed_reads_well_and_moves_no_cursor(project: Path) -> None:
+    suite = make_suite(project / "s", make_case("bad"), make_case("good"))
+    code, printed = asked(suite.folder, "--run-dir", project / "r")
+    assert code == 1 and "\x1b" not in printed and "\u202e" not in printed
+    lines = [text.strip() for text in printed.splitlines()]
+    at = next(number for number, text in enumerate(lines) if text.startswith("failed"))
+    assert lines[at] == "failed    bad  0.00 of 1 in 1 attempt" and lines[at + 1] == "question  What is case bad?"
+    assert lines[at + 2].startswith("answer    fail") and lines[at + 3].startswith("evidence  wanted pass")
+    assert any(text.startswith("kept for  seen twice (anna)") for text in lines) and any("failures show" in text for text in lines)
+
+
+def test_a_case_whose_image_is_gone_is_unscored_and_the_others_are_asked(project: Path) -> None:
+    suite = make_suite(project / "s", make_case("good"), make_case("good_too", image="gone"))
+    code, printed = asked(suite.folder, "--run-dir", project / "r", "--junit", project / "out.xml")
+    assert code == 1 and "s: 1 of 2 cases passed, 0 failed, 1 unscored" in printed and "no sandbox image at gone" in printed, printed
+    assert "\x1b" not in printed and 'errors="1"' in (project / "out.xml").read_text()
+
+
+def test_code_that_raises_what_would_end_the_program_costs_its_own_case_and_is_named(project: Path) -> None:
+    names = ("good", "good_leaves", "leaves", "exits")
+    suite = make_suite(project / "s", *map(make_case, names))
+    code, printed = asked(suite.folder, "--run-dir", project / "r")
+    assert code == 1 and "s: 1 of 4 cases passed, 0 failed, 3 unscored" in printed, printed
+    said = {name: attempt.reason for name, attempt in zip(sorted(names), _attempts(project / "r"), strict=True)}
+    assert "verifier raised RuntimeError: verifier" in said["good_leaves"] and "suite_parts.py:" in said["good_leaves"], said
+    assert "the agent raised KeyboardInterrupt" in said["leaves"] and "suite_parts.py:" in said["leaves"], said
+    assert "SystemExit: 0" in said["exits"], said
+
+
+def _attempts(run: Path) -> list[results.CaseAttempt]:
+    return sorted(results.load_results(run / "suite").attempts, key=lambda one: one.case)
+
+
+def test_what_cannot_be_used_is_told_before_anything_is_asked(project: Path) -> None:
+    suite = make_suite(project / "s", make_case("good"))
+    for wrong, said in ((["--threshold", "nan"], "--threshold nan"), (["--policy", f"{HERE}:make_case"], "'make_case|policy")):
+        done = CliRunner().invoke(app, ["eval", str(suite.folder), *OVERRIDES, "--policy", POLICY, *wrong, "--run-dir", str(project / "r")])
+        assert isinstance(done.exception, UserError), done.output
+        assert any(one in str(done.exception) for one in said.split("|")), done.exception
+        assert not (project / "r" / "recipe.json").exists(), "the folder holds no run"
+
+
+def test_a_pin_keeps_what_was_changed_meanwhile(project: Path) -> None:
+    suite = make_suite(project / "s", make_case("good"), make_case("flaky"), make_case("bad"))
+    given = cast(
+        Any, SimpleNamespace(suite=suite, results=SimpleNamespace(about=SimpleNamespace(model="m", version=1, sha256="", at="now")))
+    )
+    given.outcomes = [SimpleNamespace(case=case, mean=1.0, scores=(1.0,)) for case in suite.cases]
+    good, other = load_suite(suite.folder).cases[2], make_case("flaky")
+    save_case(suite.folder, replace(good, note="edited"))
+    save_case(suite.folder, replace(other, task=replace(other.task, data={"answer": "x"})))
+    (suite.folder / "cases" / "bad.json").unlink()
+    assert regressions.pin_baselines([given]) == 1
+    now = {case.id: case for case in load_suite(suite.folder).cases}
+    assert sorted(now) == ["flaky", "good"] and now["good"].note == "edited"
+    assert now["good"].baseline is not None and now["flaky"].baseline is None
+
+
+@pytest.mark.parametrize(
+    ("scores", "threshold", "verdict"),
+    [
+        ((1.0, 1.0), 1.0, CaseStatus.PASSED),
+        ((0.1,) * 10, 0.1, CaseStatus.PASSED),  # the mean of floats is no reason to fail
+        ((1.0, None), 1.0, CaseStatus.UNSCORED),  # what is missing may be a failure
+        ((0.0, None), 1.0, CaseStatus.FAILED),
+        ((None,), 0.0, CaseStatus.UNSCORED),
+        ((), 0.0, CaseStatus.UNSCORED),
+    ],
+)
+def test_a_fault_is_never_a_score(scores: tuple[float | None, ...], threshold: float, verdict: CaseStatus) -> None:
+    assert case_status(scores, threshold) is verdict
+
+
+def test_text_that_xml_cannot_hold_is_replaced_and_nothing_else() -> None:
+    every = "".join(chr(code) for code in range(0x3000)) + "\ud800\udfff\ufffe\uffff\U0001f600"
+    element = xml.Element("a", b=xml_text(every))
+    element.text = xml_text(every)
+    back = xml.fromstring(xml.tostring(element))
+    assert back.text == xml_text(every)
+    assert xml_text("a\tb\nc é 漢 😀 <&>") == "a\tb\nc é 漢 😀 <&>"
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_model_folder_is_served_watched_and_held_to_its_version(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is scripted; what `agentrl eval` opens around it is the run's own."""
+    run = await test_judgement.opened(project / "r")
+    run.learner, tokenizer = SimpleNamespace(kill=None), byte_tokenizer()
+    script = load_policy_plugin(find_policy(POLICY)).script
+    watched: list[str] = []
+
+    @asynccontextmanager
+    async def opened(*_: object, **__: object) -> AsyncIterator[Any]:
+        yield run
+
+    async def watch(*, on_loss: object) -> None:
+        watched.append("begun")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(regressions, "open_run", opened)
+    monkeypatch.setattr(run.served, "watch", watch)
+    found: list[regressions.SuiteEvaluation] = []
+    for version in (0, 1):
+        policy = ScriptedPolicy(tokenizer, script, version=version)
+        run.groups = replace(run.groups, runner=replace(run.groups.runner, policy=policy))
+        given = regressions.PreparedEvaluation(
+            policy=NamedPolicy(source=PolicySource.VERSION, name="runs/x@12", model="/home/me/runs/x/versions/000012"),
+            suites=(make_suite(project / f"s{version}", make_case("good"), make_case("bad")),),
+            recipe=test_judgement.RECIPE,
+            root=project,
+            start=RunStart(recipe=Path("s"), folder=project / "r", overrides=()),
+            repeats=None,
+            threshold=1.0,
+            checked=cast(PreflightResult, object()),
+            scorer=TaskScorer(),
+        )
+        found += await regressions.evaluate_suites(given, console=False)
+    right, another = ({one.case.id: one for one in each.outcomes} for each in found)
+    assert (right["good"].status, right["bad"].status) == ("passed", "failed") and watched == ["begun", "begun"]
+    about = found[0].results.about
+    assert (about.sha256, about.model, about.version) == (run.registry.get(0).sha256, "runs/x@12", 12)
+    assert regressions.pin_baselines(found[:1]) == 2
+    pinned = load_suite(found[0].suite.folder).cases[0].baseline
+    assert pinned is not None and (pinned.model, pinned.version) == ("runs/x@12", 12), "no folder of this machine"
+    assert {one.status for one in another.values()} == {"unscored"}, "tokens of another version say nothing about this one"
+    await test_judgement.plain.close(run)
+
+
+def test_a_version_is_evaluated_as_its_run_says_and_a_folder_with_defaults(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    suite = make_suite(project / "s", make_case("good"))
+    run = project / "runs" / "x"
+    model = run / "versions" / "000012"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text('{"max_position_embeddings": 512}')
+    of_folder = recipe_for(find_policy(str(model)), [suite], ["rollout.concurrency=3"])
+    assert (of_folder.policy.model, of_folder.policy.max_model_len, of_folder.rollout.concurrency) == (str(model), 512, 3)
+    whole = of_folder.model_dump(mode="json")
+    whole["policy"] |= {"max_model_len": 333, "chat_template": "chatml"}
+    whole["evaluation"] |= {"temperature": 0.5, "heldout": 7, "attempts": 4, "every": 2, "thinking_tokens": [64]}
+    whole["gate"], whole["name"] = {"suite": "s"}, "theirs"
+    (run / "recipe.json").write_text(json.dumps(whole))
+    found = find_policy("runs/x@12")
+    assert (found.source, found.model, found.served, found.version) == (PolicySource.VERSION, str(model.resolve()), True, 12)
+    assert find_policy(str(model)).version == 0 and (version_number(str(model)), version_number("some/model")) == (12, 0)
+    recipe = recipe_for(found, [suite])
+    assert (recipe.policy.max_model_len, recipe.policy.chat_template, recipe.evaluation.temperature) == (333, None, 0.5)
+    assert (recipe.gate, recipe.evaluation.heldout, recipe.name, recipe.trackers) == (None, 0, "s", ("terminal",))
+    assert project_of([suite]) == project
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["s", "--policy", "nowhere"], "no such folder, nor a version"),
+        (["s", "--policy", "runs/x@9"], "keeps no whole model of version 9"),
+        (["s"], "its suite.toml names no policy"),
+        (["nothing", "--policy", "a:b"], "no folder nothing"),
+        (["s", "--policy", "a:b", "--suite", "s"], "--policy does not go with --suite"),
+        (["s", "--policy", "a:b", "--junit", "no/such/folder.xml"], "no file can be written there"),
+        (["s", "--policy", "a:b", "--repeats", "0"], "--repeats 0"),
+        (["s", "same/s", "--policy", "a:b"], "two suites are called 's'"),
+        (["s", "--policy", "a:b", "rollout.size=3"], "rollout.size: unknown key"),
+        (["s", "--policy", "http://127.0.0.1/v1"], "an endpoint serves models by name"),
+        (["s", "--policy", "http://u:secret@127.0.0.1/v1", "--model", "m"], "without a user, a password"),
+        (["s", "--policy", "a:b", "--key-env", "KEY"], "are for an endpoint"),
+        (["s", "--policy", "http://127.0.0.1/v1", "--model", "m", "evaluation.top_k=3"], "no settings of chat completions"),
+        (["recipes/x.py", "--junit", "x.xml"], "need --policy"),
+    ],
+)
+def test_wrong_use_says_what_to_do(project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
+    monkeypatch.chdir(project)
+    make_suite(project / "s", make_case("good"))
+    make_suite(project / "same" / "s", make_case("good"))
+    (project / "runs" / "x" / "versions").mkdir(parents=True)
+    done = CliRunner().invoke(app, ["eval", *arguments])
+    assert isinstance(done.exception, UserError) and said in str(done.exception), done.exception
+    assert any(word in str(done.exception) for word in ("fix:", "known here:")), "what to do"
+
+
+def test_a_reference_that_makes_no_policy_is_told() -> None:
+    with pytest.raises(PluginError, match="generate"):
+        load_policy_plugin(find_policy(f"{HERE}:no_policy"))

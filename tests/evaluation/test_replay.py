@@ -1,0 +1,183 @@
+"""Cases that begin at the failing turn: what was before is played again once, captured, and never sampled again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.cli import app
+from agentrl.config import RolloutConfig
+from agentrl.errors import ServingError, UserError
+from agentrl.evaluation import replay, results
+from agentrl.failure.case import load_suite, save_case
+from agentrl.failure.collection import Collection
+from agentrl.failure.trace import Trace
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
+from agentrl.testing.sandboxes import printing
+from tests.evaluation.suite_parts import make_case, make_suite
+
+HERE = Path(__file__)
+BACKEND = f"sandbox.backend={HERE}:backend"
+
+
+def backend(*, root: Path, run_label: str) -> ScriptedSandboxes:
+    return ScriptedSandboxes(printing(json.loads((root / "prints.json").read_text())))
+
+
+def call(name: str, **arguments: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def policy() -> ScriptedPolicy:
+    """Looks, looks again, and hands in the wrong thing."""
+    look, submit = call("python", code="print(97)"), call("submit", answer="fail")
+    return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: look if turn < 2 else submit)
+
+
+def better() -> ScriptedPolicy:
+    """Hands in the right thing at once, the second time that it is asked. What it is asked for goes into `asked.jsonl`."""
+
+    def say(turn: int, episode: str) -> str:
+        with Path("asked.jsonl").open("a") as file:
+            file.write(f"{turn}\n")
+        if len(Path("asked.jsonl").read_text().split()) == 1:
+            raise ServingError("the server is gone")
+        return call("submit", answer="pass")
+
+    return ScriptedPolicy(byte_tokenizer(), say, version=4)
+
+
+def foreign() -> ScriptedPolicy:
+    made = better()
+    made.tokenizer.chat_template = "{{ ' ' }}" + made.tokenizer.chat_template
+    return made
+
+
+def talker() -> ScriptedPolicy:
+    """Asks a server's tool twice, and hands in the wrong thing."""
+    said = [call("echo", text="a"), call("echo", text="b"), call("submit", answer="fail")]
+    return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: said[turn])
+
+
+def agentrl(*arguments: object) -> tuple[str, str]:
+    """What was refused, and what was printed."""
+    done = CliRunner().invoke(app, [*map(str, arguments)])
+    return "" if done.exit_code in (0, 1) and not isinstance(done.exception, UserError) else str(done.exception), done.output
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with one failure, whose turn is the third."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "prints.json").write_text('"97"')
+    make_suite(tmp_path / "s", make_case("x"))
+    agentrl("eval", "s", "--policy", f"{HERE}:policy", BACKEND, "--run-dir", "r")
+    assert agentrl("failures", "tag", "r", "eval-x-r0-a0", "--as", "misread_output", "--turn", 3)[0] == ""
+    return tmp_path / "r"
+
+
+def promote(turn: object) -> tuple[str, str]:
+    return agentrl("failures", "promote", "r", "eval-x-r0-a0", "--into", "late", "--from-turn", turn)
+
+
+def trace_of(run: Path) -> Trace:
+    with Collection(run) as collection:
+        return next(iter(collection.traces()))
+
+
+def test_a_case_begins_at_the_failing_turn_and_samples_only_from_there(run: Path, tmp_path: Path) -> None:
+    assert promote("failing")[0] == ""
+    (case,) = load_suite(tmp_path / "late").cases
+    before = trace_of(run).episode
+    assert case.start is not None and before is not None and case.id.endswith("-t3") and case.key != case.task.key
+    turns = before.trajectories[0].turns
+    assert [turn.completion_ids for turn in case.start.trajectories[0].turns] == [turn.completion_ids for turn in turns[:2]]
+    assert case.start.prompt_ids == (turns[2].prompt_ids,) and case.start.snapshot is not None
+
+    refused, out = agentrl("eval", "late", "--policy", f"{HERE}:better", BACKEND, "--run-dir", "again")
+    assert refused == "", out
+    assert Path("asked.jsonl").read_text().split() == ["2", "2"], "nothing before it is sampled, also when the server failed"
+    (attempt,) = results.load_results(tmp_path / "again" / "suite").attempts
+    assert (attempt.score, attempt.turns, attempt.task_key) == (1.0, 1, case.key) and attempt.tokens < 100
+
+    assert "its task is that of case" in promote(3)[1]
+    assert promote(2)[0] == "" and len(load_suite(tmp_path / "late").cases) == 2, "another turn is another case"
+    assert promote(1)[0] == "" and [one.start is None for one in load_suite(tmp_path / "late").cases].count(True) == 1
+
+
+def test_tokens_of_another_tokenizer_are_refused_before_anything_is_asked(run: Path, tmp_path: Path) -> None:
+    promote("failing")
+    code = CliRunner().invoke(app, ["eval", "late", "--policy", f"{HERE}:foreign", BACKEND, "--run-dir", "again"]).exit_code
+    assert code == 2 and not Path("asked.jsonl").exists()
+    (case,) = load_suite(tmp_path / "late").cases
+    chat = replay.ChatFormat(better().tokenizer)
+    replay.check_start_tokens([load_suite(tmp_path / "late")], chat, None, RolloutConfig())
+    assert case.start is not None
+    line = case.start.trajectories[0]
+    first = line.turns[0]
+    unknown = replace(first, completion_ids=(*first.completion_ids[:-1], 10**9))
+    for other in (unknown, replace(first, prompt_ids=(1, 2))):
+        changed = replace(case.start, trajectories=(replace(line, turns=(other, *line.turns[1:])),))
+        save_case(tmp_path / "late", replace(case, start=changed))
+        with pytest.raises(UserError, match="another tokenizer, template or wording"):
+            replay.check_start_tokens([load_suite(tmp_path / "late")], chat, None, RolloutConfig())
+    save_case(tmp_path / "late", case)
+    with pytest.raises(UserError, match="another tokenizer, template or wording"):
+        replay.check_start_tokens([load_suite(tmp_path / "late")], chat, None, RolloutConfig(instructions="Look first."))
+    endpoint = ("--policy", "http://127.0.0.1:9/v1", "--model", "m")
+    assert "takes only messages" in agentrl("eval", "late", *endpoint, "--run-dir", "e")[0]
+
+
+def test_what_cannot_be_played_again_is_refused_with_the_reason(run: Path, tmp_path: Path) -> None:
+    for turn, said in (("9", "has no turn 9"), ("0", "has no turn 0"), ("x", "'x' is no turn")):
+        assert said in promote(turn)[0]
+    (tmp_path / "prints.json").write_text('"98"')
+    assert "up to turn 3: turn 2 begins with other tokens" in promote("3")[0]
+    assert not (tmp_path / "late").exists(), "nothing is written"
+    trace = trace_of(run)
+    with pytest.raises(UserError, match="no exact tokens"):
+        replay.start_turn(replace(trace, task=None, episode=None), "1")
+    with pytest.raises(UserError, match="names no turn"):
+        replay.start_turn(replace(trace, tags=()), "failing")
+
+
+def test_a_case_of_a_recipe_with_servers_and_bounds_begins_late_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tools are in its prompt, and answer again when it is played again; a bound cuts what they give as it did."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "prints.json").write_text('""')
+    case = make_case("x")
+    make_suite(tmp_path / "s", replace(case, task=replace(case.task, tools=("mcp:it", "submit"))))
+    program = [sys.executable, "-S", "-E", str(HERE.parents[1] / "agent" / "hostile_mcp.py"), "honest"]
+    servers = "tools.mcp=" + json.dumps({"it": {"host_command": program, "start_timeout_s": 60}})
+    recipe = (BACKEND, servers, 'tools.bounds={"echo": {"calls": 1}}')
+
+    refused, out = agentrl("eval", "s", "--policy", f"{HERE}:talker", *recipe, "--run-dir", "r")
+    assert refused == "", out
+    assert agentrl("failures", "promote", "r", "eval-x-r0-a0", "--into", "late", "--from-turn", "3")[0] == ""
+    (late,) = load_suite(tmp_path / "late").cases
+    assert late.start is not None
+    first, second = late.start.trajectories[0].turns
+    assert first.tool_results[0].output == "a" and "may be called 1 times" in second.tool_results[0].output
+
+    refused, out = agentrl("eval", "late", "--policy", f"{HERE}:talker", *recipe, "--run-dir", "again")
+    (attempt,) = results.load_results(tmp_path / "again" / "suite").attempts
+    assert refused == "" and (attempt.score, attempt.turns) == (0.0, 1), out
+    without = agentrl("eval", "late", "--policy", f"{HERE}:talker", BACKEND, "--run-dir", "without")[0]
+    assert "declare it in the recipe, as tools.mcp.it" in without
+
+
+def test_words_of_a_tool_that_the_promoted_task_lacks_are_no_reason_to_refuse_it(run: Path, tmp_path: Path) -> None:
+    """They are the run's own, for other tasks of it."""
+    recipe = json.loads((run / "recipe.json").read_text())
+    recipe["tools"]["words"] = {"search": {"description": "Search the archive.", "arguments": {}}}
+    (run / "recipe.json").write_text(json.dumps(recipe))
+    refused, out = promote("failing")
+    assert refused == "", out
+    assert load_suite(tmp_path / "late").cases[0].start is not None

@@ -1,0 +1,130 @@
+"""A suite chooses among the code and images of a project, and brings none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.base import untrusted_files
+from agentrl.cli import app
+from agentrl.errors import UserError
+from agentrl.evaluation.suite_code import check_project, check_suite_code
+from agentrl.failure.case import Case, Suite
+from agentrl.records import SandboxSpec
+from tests.evaluation.suite_parts import HERE, OVERRIDES, make_case, make_suite
+
+EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\ndef v(task, episode): return 1.0\n"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    root = tmp_path / "project"
+    (root / "evals" / "theirs").mkdir(parents=True)
+    (root / "pyproject.toml").write_text("")
+    for folder in (tmp_path, root, root / "evals" / "theirs"):
+        (folder / "evil.py").write_text(EVIL)
+    monkeypatch.chdir(root)
+    return root
+
+
+def suite_of(project: Path, case: Case) -> Suite:
+    return make_suite(project / "evals" / "theirs", case)
+
+
+def naming(*, image: str = "none", **changes: tuple[str, ...]) -> Case:
+    case = make_case("a")
+    return replace(case, task=replace(case.task, sandbox=SandboxSpec(image=image), **changes))
+
+
+@pytest.mark.parametrize(
+    ("reference", "why"),
+    [
+        ("{outside}/evil.py:v", "outside the project"),
+        ("../evil.py:v", "outside the project"),
+        ("evals/theirs/../../../evil.py:v", "outside the project"),
+        ("link.py:v", "outside the project"),
+        ("evals/theirs/evil.py:v", "came with the suite"),
+        ("evals.theirs.evil:v", "came with the suite"),
+        ("evals.theirs:v", "came with the suite"),
+        ("evil\0.py:v", "not a path"),
+        ("evil\n.py:v", "not a path"),
+        (f"{'x' * 300}.py:v", "not a path"),
+        (f"{'x/' * 3000}x.py:v", "not a path"),
+        ("evil\0:v", "not a module"),
+        ("evil\n:v", "not a module"),
+        (".:v", "not a module"),
+        ("..evil:v", "not a module"),
+        ("a-b/evil:v", "not a module"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["verifiers", "tools"])
+def test_code_from_elsewhere_is_refused_before_it_is_imported(kind: str, reference: str, why: str, project: Path, tmp_path: Path) -> None:
+    (project / "link.py").symlink_to(tmp_path / "evil.py")
+    wrong = suite_of(project, naming(**{kind: (reference.format(outside=tmp_path),)}))
+    with pytest.raises(UserError, match=why):
+        check_suite_code(wrong, project)
+    arguments = ["eval", "evals/theirs", *OVERRIDES, "--policy", f"{HERE}:policy", "--run-dir", "r"]
+    done = CliRunner().invoke(app, arguments)
+    assert isinstance(done.exception, UserError) and why in str(done.exception), done.output
+    assert not list(tmp_path.rglob("ran"))
+
+
+@pytest.mark.parametrize("reference", ["evil:v", "package.part:v", "package.evil.part:v"])
+@pytest.mark.parametrize("entry", ["", "{suite}"])
+def test_code_that_python_finds_in_the_current_directory_is_refused(
+    reference: str, entry: str, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `python -m agentrl eval .` in the folder of the suite."""
+    suite = project / "evals" / "theirs"
+    (project / "evil.py").unlink()
+    (suite / "package").mkdir()
+    (suite / "package" / "__init__.py").write_text(EVIL)
+    monkeypatch.chdir(suite)
+    monkeypatch.syspath_prepend(entry.format(suite=suite))
+    with pytest.raises(UserError, match="came with the suite"):
+        check_suite_code(suite_of(project, naming(verifiers=(reference,))), project)
+
+
+def test_the_project_goes_before_the_current_directory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project / "evals" / "theirs")
+    monkeypatch.syspath_prepend("")
+    check_suite_code(suite_of(project, naming(verifiers=("evil:v", "json:loads", "agentrl.records:Score"))), project)
+
+
+@pytest.mark.parametrize("image", ["/etc", "../image", "sandboxes/../../image"])
+def test_an_image_from_elsewhere_is_refused(image: str, project: Path) -> None:
+    with pytest.raises(UserError, match="an image outside"):
+        check_suite_code(suite_of(project, naming(image=image)), project)
+
+
+@pytest.mark.parametrize("image", ["a\0b", "a\x1b[31m", "a\n", "\x7f", "x" * 256, "é" * 128, "x/" * 2100 + "x"])
+def test_an_image_whose_name_no_folder_can_have_is_refused(image: str, project: Path) -> None:
+    with pytest.raises(UserError, match="name is not a path"):
+        check_suite_code(suite_of(project, naming(image=image)), project)
+
+
+def test_surrogates_are_no_path(project: Path) -> None:
+    assert untrusted_files.resolve_inside("a\ud800b", project) is None and untrusted_files.resolve_inside("\udcff", project) is None
+    assert untrusted_files.resolve_inside("x" * 255, project) == project / ("x" * 255)
+
+
+def test_what_the_project_and_its_packages_have_may_be_named(project: Path) -> None:
+    names = ("rewards.tables:exact_answer", "rewards/mine.py:exact", f"{project}/rewards/mine.py:exact", "an_entry_point")
+    check_suite_code(suite_of(project, naming(image="sandboxes/tables", verifiers=names, tools=("python", "submit", "mcp:files"))), project)
+
+
+def test_a_suite_of_another_project_is_evaluated_there(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = tmp_path / "download"
+    theirs.mkdir()
+    (theirs / "pyproject.toml").write_text("")
+    suite = make_suite(theirs / "evals", make_case("a"))
+    with pytest.raises(UserError, match="belongs to another project") as error:
+        check_project([suite], theirs)
+    assert f"cd {theirs}" in error.value.fix
+    done = CliRunner().invoke(app, ["eval", str(theirs / "evals"), *OVERRIDES, "--policy", f"{HERE}:policy", "--run-dir", "r"])
+    assert isinstance(done.exception, UserError) and "another project" in str(done.exception)
+    monkeypatch.chdir(theirs / "evals")
+    check_project([suite], theirs)

@@ -1,0 +1,182 @@
+"""Practice: made of cases, never the case or its near twin, and mixed into a run's groups as told."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.config import PracticeConfig, build
+from agentrl.errors import RecipeError, TaskError, UserError
+from agentrl.failure import practice_mutants
+from agentrl.failure.case import Case, save_case
+from agentrl.failure.overlap import WithheldTasks, load_withheld, overlap_of
+from agentrl.failure.practice import FILE, PracticeTask, load_practice, practice_task, save_practice
+from agentrl.failure.practice_mutants import gold_without_answer
+from agentrl.failure.practice_schedule import PracticeSchedule, open_practice
+from agentrl.records import Split, Task
+from agentrl.reward import TaskScorer
+from agentrl.session import run_practice
+from agentrl.task import GroupSchedule
+from sandboxes.tables import Tables
+from sandboxes.tables.demonstrations import run_template
+from sandboxes.tables.kinds import KINDS
+from sandboxes.tables.names import belongs
+
+FAMILY = Tables(seed=0)
+CASES = [Case(id=f"c{index}", task=FAMILY.task(Split.HELDOUT, index)) for index in range(len(KINDS))]
+
+
+def tasks_of(case: Case, count: int = 6) -> list[PracticeTask]:
+    return [practice_task(case, how, task) for how, task in islice(FAMILY.variants(case.task, seed=0), count)]
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    for case in CASES[:3]:
+        save_case(tmp_path / "suite", case)
+    return tmp_path / "suite"
+
+
+@pytest.mark.parametrize("case", CASES, ids=[kind.name for kind in KINDS])
+def test_a_family_varies_its_kind_and_gives_away_no_case(case: Case) -> None:
+    made = tasks_of(case, 9)
+    assert made == tasks_of(case, 9), "a pure function"
+    assert {one.how for one in made} == {"alike", "harder", "easier"} and len({one.key for one in made}) == 9
+    for one in made:
+        assert one.task.data["kind"] == case.task.data["kind"] and one.task.split is Split.TRAIN
+        assert overlap_of(case.task, one.task) is None
+        assert run_template(FAMILY.gold(one.task), one.task.files).startswith(str(one.task.data["answer"])[:3])
+        assert all(belongs(word) is Split.TRAIN for word in [path.partition(".")[0] for path in one.task.files] if word.isalpha())
+    rows = {how: [text.count("\n") for one in made if one.how == how for text in one.task.files.values()] for how in ("harder", "easier")}
+    assert min(rows["harder"]) > max(rows["easier"])
+
+
+def test_mutants_are_other_questions_of_the_same_words() -> None:
+    task = FAMILY.task(Split.TRAIN, 2)  # a total where a column of numbers has a value that the question names
+    found = list(islice(practice_mutants(task, seed=0), 5))
+    assert found == list(islice(practice_mutants(task, seed=0), 5)) and len({one.key for one in found}) == 5
+    gold_without_answer(FAMILY, task)
+    answers = {run_template(FAMILY.gold(one), one.files) for one in found}
+    assert len(answers) == 5 and str(task.data["answer"]) not in answers
+    assert all(one.prompt == task.prompt and overlap_of(task, one) is None for one in found)
+    assert list(practice_mutants(replace(task, files={"a.txt": "no number, but id-7 and 2024-01-05\n"}), seed=0)) == []
+
+
+def test_a_gold_solution_that_knows_the_answer_proves_none() -> None:
+    class Knows(Tables):
+        def gold(self, task: Task) -> str:
+            return f"print({task.data['answer']!r})"
+
+    with pytest.raises(TaskError, match="made from the answer"):
+        gold_without_answer(Knows(), CASES[0].task)
+    with pytest.raises(TaskError, match="no answer in its data"):
+        gold_without_answer(FAMILY, replace(CASES[0].task, data={"kind": "total", "names": {}}))
+
+
+def test_what_is_written_is_read_and_a_leak_is_refused(suite: Path) -> None:
+    made = [one for case in CASES[:3] for one in tasks_of(case)]
+    save_practice(suite, made, {"seed": 0})
+    cases = load_withheld([suite.name], root=suite.parent)
+    assert list(load_practice(suite, withheld=cases)) == made
+    leaked = practice_task(CASES[1], "alike", replace(CASES[1].task, id="other", split=Split.TRAIN))
+    save_practice(suite, [*made, leaked], {})
+    with pytest.raises(UserError, match=r"line 20: task 'other' is the same of case c1"):
+        load_practice(suite, withheld=cases)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{}", "no task of practice"),
+        (b"[" * 100_000, "no task of practice"),
+        (json.dumps({"case": "c", "how": "x", "key": "0", "task": None}).encode(), "no task of practice"),
+    ],
+)
+def test_damage_is_told_with_its_line(suite: Path, line: bytes, said: str) -> None:
+    save_practice(suite, tasks_of(CASES[0]), {})
+    path = suite / FILE
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    with pytest.raises(UserError, match=f"line 8.*{said}"):
+        load_practice(suite)
+
+
+def test_a_task_changed_after_its_proof_is_refused(suite: Path) -> None:
+    save_practice(suite, tasks_of(CASES[0]), {})
+    path = suite / FILE
+    path.write_text(path.read_text().replace('"tolerance":0.0051', '"tolerance":9.0'))
+    with pytest.raises(UserError, match="not the one that was proven"):
+        load_practice(suite)
+    path.write_text('{"format": 2}\n')
+    with pytest.raises(UserError, match="format 2"):
+        load_practice(suite)
+    path.unlink()
+    with pytest.raises(UserError, match="has no practice"):
+        load_practice(suite)
+    held = replace(tasks_of(CASES[0])[0].task, split=Split.HELDOUT)
+    save_practice(suite, [practice_task(CASES[0], "alike", held)], {})
+    with pytest.raises(UserError, match="never trained on"):
+        load_practice(suite)
+
+
+@given(st.fractions(min_value="1/1000", max_value=1, max_denominator=1000), st.integers(0, 3000), st.integers(0, 9))
+def test_the_share_is_kept_at_every_point_of_a_run(share: Fraction, groups: int, seed: int) -> None:
+    mixed = PracticeSchedule([["a"] * 1], [1], share, seed)  # type: ignore[list-item]
+    assert mixed.practice_groups_before(groups) == int(groups * share)
+    assert (mixed.task_of_group(groups) is not None) == (mixed.practice_groups_before(groups + 1) > mixed.practice_groups_before(groups))
+
+
+def test_suites_take_turns_by_weight_and_the_family_misses_none_of_its_own() -> None:
+    one, other = [practice.task for practice in tasks_of(CASES[0], 4)], [practice.task for practice in tasks_of(CASES[1], 3)]
+    schedule = GroupSchedule(FAMILY, 3, practice=PracticeSchedule([one, other], [3, 1], Fraction(3, 10), 3))
+    drawn = [schedule.task(group) for group in range(200)]
+    assert drawn == [schedule.task(group) for group in range(200)]
+    counts = Counter(task.id for task in drawn if "like" in task.id)
+    assert sum(counts.values()) == 60
+    assert {counts[task.id] for task in one} <= {11, 12} and sum(counts[task.id] for task in one) == 45
+    assert {counts[task.id] for task in other} == {5}
+    own = [task for task in drawn if "like" not in task.id]
+    assert own == [FAMILY.task(Split.TRAIN, index) for index in range(140)]
+
+
+def test_a_recipe_names_suites_with_weights(suite: Path) -> None:
+    save_practice(suite, tasks_of(CASES[0]), {})
+    config = PracticeConfig(suites={"suite": 2}, share=0.25)
+    mixed = open_practice(config, seed=0, root=suite.parent, withheld=WithheldTasks(CASES))
+    assert mixed.share == Fraction(1, 4) and mixed.weights == (2,) and len(mixed.tasks[0]) == 6
+    for wrong, said in (({"suites": {}}, "at least 1"), ({"suites": {"a": 0}}, "suites.a"), ({"suites": {"a": 1}, "share": 0}, "share")):
+        with pytest.raises(RecipeError, match=said):
+            build({"name": "x", "policy": {"model": "m"}, "tasks": {"family": "f:F", "practice": wrong}})
+
+
+def test_practice_is_kept_apart_from_what_a_run_measures_and_as_it_was_begun_with(suite: Path, tmp_path: Path) -> None:
+    recipe = build({
+        "name": "x",
+        "policy": {"model": "m"},
+        "tasks": {"family": "sandboxes.tables:Tables", "practice": {"suites": {"suite": 1}}},
+        "evaluation": {"heldout": 5, "heldout_real": 0},
+    })  # fmt: skip
+    run, scorer = tmp_path / "run", TaskScorer(root=Path.cwd())
+
+    def opened() -> tuple[PracticeSchedule | None, tuple[str, ...]]:
+        return run_practice.open_run_practice(recipe, FAMILY, scorer, WithheldTasks(CASES[:3]), root=tmp_path, folder=run)
+
+    save_practice(suite, tasks_of(CASES[0]), {})
+    begun, notes = opened()
+    assert begun is not None and "made from 3 cases that are among the 5 held-out tasks" in notes[0]
+    run_practice.copy_practice_files(run, recipe, root=tmp_path)
+    measured = practice_task(CASES[0], "alike", replace(CASES[4].task, id="other", split=Split.TRAIN))
+    save_practice(suite, [measured], {})
+    assert opened()[0] == begun, "a run that has begun goes on with its own copy"
+    run_practice.copy_practice_files(run, recipe, root=tmp_path)
+    assert len((run / "practice" / "0-suite.jsonl").read_bytes().splitlines()) == 7
+    (run / "practice" / "0-suite.jsonl").unlink()
+    with pytest.raises(UserError, match="is the same of case heldout-4, which is measured with"):
+        opened()

@@ -1,0 +1,43 @@
+"""The shipped targets, and those that a project names by reference."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+from agentrl.errors import UserError
+from agentrl.plugins.references import resolve
+from tests.fuzz.target import Target
+
+NAMES: Mapping[str, str] = {
+    "frames": "what an exec server sends",
+    "server": "what the host asks of an exec server: names, sizes, files",
+    "archive": "the tar archive that a sandbox goes on from",
+    "calls": "a completion: its tool calls, their arguments, what is shown and stored of them",
+    "egress": "what a program asks the proxy for; entries of an allow-list",
+    "gateway": "what an outside program asks the gateway",
+    "tasks": "a task folder: task.toml, runs.toml, image.toml, Dockerfile, tests",
+    "grading": "answers, reports of tests and rewards, from judging to the score",
+    "records": "records read back from JSON",
+    "weights": "deltas and safetensors files of a version; the files of a model folder; the header of a GGUF file",
+    "completions": "what the inference server answers",
+    "judges": "what a judge's endpoint answers, its headers, and the agent's words that it is shown",
+    "traces": "files of somebody else's agents: chat messages, spans, trajectories",
+}
+"""Name -> what is fed; each is `target` of the module of that name in `tests.fuzz.targets`."""
+
+
+def find(name: str) -> Target:
+    """The target of that name or reference (see `agentrl.plugins.references.resolve`). Raises `UserError`."""
+    if name in NAMES:
+        try:
+            target = importlib.import_module(f"tests.fuzz.targets.{name}").target
+        except ModuleNotFoundError as error:
+            raise UserError(f"fuzz target {name} needs {error.name}, which is not installed", fix="run `make setup`") from None
+    elif ":" in name:
+        target = resolve(name)
+    else:
+        raise UserError(f"no fuzz target {name!r}", fix=f"use {', '.join(NAMES)}, or a reference such as fuzz.mine:target")
+    if not isinstance(target, Target):
+        raise UserError(f"{name!r} is a {type(target).__name__}, not a fuzz target", fix="make it an tests.fuzz.target.Target")
+    return target

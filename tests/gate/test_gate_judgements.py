@@ -1,0 +1,252 @@
+"""Single judgements of the gate: what is reported, compared and shown, which versions are due, and which are not judged.
+
+The run and its scripted policy are those of test_gate.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl.config.gate import GATE
+from agentrl.errors import UserError
+from agentrl.failure.case import Suite
+from agentrl.gate.judgement import due_serving_version, due_versions, gate_version, is_refused, serve_result
+from agentrl.gate.verdict import GateOutcome, read_verdict
+from agentrl.observe import Rate
+from agentrl.records import SandboxSpec, VersionState
+from agentrl.version import rollback
+from tests.gate import test_rolled_back as plain
+from tests.gate.test_judgement import RECIPE, Player, looked, opened, publish, served_through, serving_the_second
+
+scripted = plain.scripted
+
+
+class Reports:
+    """What a run's tracker was given, from here on."""
+
+    def __init__(self, run: Any) -> None:
+        self.stages: list[tuple[str, str]] = []
+        self.counted: list[tuple[int, int]] = []
+        self.rates: dict[str, Any] = {}
+        run.tracker.stage = lambda name, detail="": self.stages.append((name, detail))
+        run.tracker.evaluating = lambda done, total: self.counted.append((done, total))
+        run.tracker.evaluated = self.rates.__setitem__
+
+
+def with_image(suite: Suite, case_id: str, image: str) -> Suite:
+    """The suite with another image, and so another content, for one case."""
+    other = SandboxSpec(image=image)
+    changed = (replace(case, task=replace(case.task, sandbox=other)) if case.id == case_id else case for case in suite.cases)
+    return replace(suite, cases=tuple(changed))
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_judgement_reports_its_stage_its_attempts_and_its_rate(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    reports = Reports(run)
+    await gate_version(run, run.registry.get(0))
+    assert reports.stages == [("gate", "version 0: 12 cases, 48 attempts")] and reports.counted[-1] == (48, 48)
+    (rate,) = reports.rates["gate 0"].values()
+    assert isinstance(rate, Rate) and (rate.value, rate.n) == (1.0, 48) and rate.ci_low < rate.ci_high
+    assert run.registry.get(0).evals == {GATE: 1.0} and run.tracker.said == [], "a promotion is no alert"
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_on_a_server_of_its_own_the_stage_stays_that_of_the_run(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    run.gate_server = SimpleNamespace(policy=Player(run))
+    reports = Reports(run)
+    await gate_version(run, run.registry.get(0))
+    assert reports.stages == [] and reports.counted == [] and reports.rates["gate 0"]["x"].n == 48
+    assert run.gate_server.policy.asked == 48 and run.player.asked == 0
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.parametrize("image", ["gone", "none"])
+async def test_cases_whose_image_cannot_be_made_are_reported_and_unscored(image: str, tmp_path: Path) -> None:
+    """`gone` is the image of one case, `none` that of the others."""
+    run = await opened(tmp_path)
+    run.suite = with_image(run.suite, "c03", "gone")
+    reports = Reports(run)
+
+    async def prepare(spec: SandboxSpec) -> None:
+        if spec.image == image:
+            raise UserError("no such image", fix="build it")
+
+    run.sandboxes.prepare = prepare
+    await looked(run)
+    (said,) = run.tracker.said
+    assert f"gate: the cases of image {image} cannot be tried: no such image" in said
+    assert reports.rates["gate 0"]["x"].n == (44 if image == "gone" else 4), "the attempts that were scored"
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_version_of_which_no_attempt_was_scored_is_not_judged_and_has_no_rate(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    reports = Reports(run)
+    say = run.player.say
+
+    def late(turn: int, episode: str) -> str:
+        text = say(turn, episode)
+        run.player.version = 1
+        return text
+
+    run.player.script = late
+    await looked(run)
+    assert reports.rates == {} and run.tracker.said == ["version 0 is not judged: not one attempt was scored"]
+    assert run.registry.get(0).state is VersionState.SERVING
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_where_only_the_suite_fell_the_three_cases_that_fell_furthest_are_shown(tmp_path: Path) -> None:
+    """c00 fails as often as before. At c09 a score of 0 passes, so there is no episode to show."""
+    run = await opened(tmp_path)
+    run.recipe = RECIPE.but({"gate.confirm": 0, "gate.alpha": 0.4, "gate.action": "block", "steps": 8})
+    run.suite = replace(run.suite, cases=tuple(replace(case, threshold=0.0 if case.id == "c09" else None) for case in run.suite.cases))
+    lost = ("good 1", "bad c00-r0", "good 3", "bad c00-r0 c09 c05-r1 c05-r2 c07", "good 5", "bad c00-r0 c01-r0 c02-r0 c02-r1 c04 c03")
+    lost += ("good 7", "bad c00-r0 c05-r1 c07")
+    for number, weights in enumerate(lost, 1):
+        publish(run, number, number - 1, weights)
+        await served_through(run, number)
+    shown = {}
+    for number in (2, 4, 6, 8):
+        found = read_verdict(tmp_path, number)
+        assert found is not None and (found.outcome is GateOutcome.PROMOTED) == (number == 2)
+        shown[number] = [(one.case, one.before_episode, one.episode) for one in found.regressions]
+    assert shown == {
+        2: [],
+        4: [(case, f"gate000002-{case}-r0-a0", f"gate000004-{case}-r{n}-a0") for case, n in (("c07", 0), ("c05", 1))],
+        6: [(case, f"gate000002-{case}-r0-a0", f"gate000006-{case}-r0-a0") for case in ("c03", "c04", "c02")],
+        8: [(case, f"gate000002-{case}-r0-a0", f"gate000008-{case}-r{n}-a0") for case, n in (("c07", 0), ("c05", 1))],
+    }
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_case_whose_content_has_changed_is_neither_compared_nor_shown(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    run.recipe = RECIPE.but({"gate.confirm": 0, "gate.alpha": 0.4})
+    await serving_the_second(run, "good 1", "bad c03 c05 c06")
+    run.suite = with_image(run.suite, "c03", "another")
+    await looked(run)
+    found = read_verdict(tmp_path, 2)
+    assert found is not None and found.judgement is not None and found.outcome is GateOutcome.ROLLED_BACK
+    assert found.judgement.cases == 11 and [one.case for one in found.regressions] == ["c05", "c06"]
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_case_without_scores_takes_no_slot_among_the_cases_that_are_shown(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    run.recipe = RECIPE.but({"gate.confirm": 0, "gate.alpha": 0.4})
+    await serving_the_second(run, "good 1", "bad c04 c05 c06")
+    say = run.player.say
+
+    def late(turn: int, episode: str) -> str:
+        text = say(turn, episode)
+        run.player.version = 1 if "-c01-" in episode else run.player.version
+        return text
+
+    run.player.script = late
+    await looked(run)
+    found = read_verdict(tmp_path, 2)
+    assert found is not None and found.judgement is not None and found.judgement.cases == 11
+    assert [one.case for one in found.regressions] == ["c04", "c05", "c06"]
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_suite_whose_cases_have_all_changed_begins_with_a_new_reference(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    await serving_the_second(run, "good 1", "bad c03")
+    for case in run.suite.cases:
+        run.suite = with_image(run.suite, case.id, "another")
+    await looked(run)
+    found = read_verdict(tmp_path, 2)
+    assert found is not None and (found.outcome, found.reference) == (GateOutcome.REFERENCE, None)
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.parametrize("meanwhile", ["rolled back", "deleted", "made anew"])
+async def test_a_version_that_the_learner_retracts_during_its_attempts_gets_no_verdict(meanwhile: str, tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    await serving_the_second(run, "good 1", "good 2")
+
+    def retract(turn: int, episode: str) -> str:
+        text = run.player.say(turn, episode)
+        if run.player.asked == 2 * 48:
+            if meanwhile == "rolled back":
+                run.registry.set_state(2, VersionState.ROLLED_BACK)
+            else:
+                run.registry.reconcile(1)
+            if meanwhile == "made anew":
+                publish(run, 2, 1, "others")
+        return text
+
+    run.player.script = retract
+    await looked(run)
+    assert run.player.asked == 2 * 48 and read_verdict(tmp_path, 2) is None and run.tracker.said == []
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_versions_are_due_at_the_pace_of_the_recipe_from_the_newest_that_has_a_verdict(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    run.recipe = RECIPE.but({"steps": 5})
+    for number in range(1, 6):
+        publish(run, number, number - 1, f"good {number}")
+
+    async def served(number: int) -> list[int]:
+        await run.served.swap(run.registry.get(number))
+        return [version.number for version in due_versions(run)]
+
+    assert await served(1) == [0]
+    assert await served(2) == [0, 2] and await served(3) == [0, 2] and await served(4) == [0, 2, 4]
+    await gate_version(run, run.registry.get(2))
+    assert [version.number for version in due_versions(run)] == [2, 4]
+    assert await served(5) == [2, 4, 5], "the last one is due at any pace"
+    run.registry.reconcile(4)
+    assert due_serving_version(run) is None and [version.number for version in due_versions(run)] == [2, 4], "version 5 is gone"
+    publish(run, 5, 4, "others")
+    assert due_serving_version(run) is None and [version.number for version in due_versions(run)] == [2, 4], (
+        "the new version 5 does not serve yet"
+    )
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_version_that_is_undone_or_about_to_be_is_not_judged_unless_it_is_the_last(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    run.recipe = RECIPE.but({"steps": 3})
+    for number in (1, 2, 3):
+        publish(run, number, number - 1, f"good {number}")
+    versions = run.registry.versions()
+    assert [is_refused(run, version) for version in versions] == [False] * 4
+    one = versions[1]
+    rollback.request_rollback(
+        tmp_path / "versions", rollback.RollbackRequest(version=1, sha256=one.sha256, to=0, to_sha256=versions[0].sha256, reason="worse")
+    )
+    assert [is_refused(run, version) for version in versions] == [True, True, True, False]
+    run.registry.set_state(1, VersionState.ROLLED_BACK)
+    assert [is_refused(run, run.registry.get(version.number)) for version in versions] == [False, True, False, False]
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_what_serves_stays_where_nothing_was_promoted_or_it_is_what_was_promoted(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    await serve_result(run)
+    await looked(run)
+    await serve_result(run)
+    assert run.served.version == 0 and run.tracker.said == [] and plain.RecordingChannel.swapped == []
+    await plain.close(run)

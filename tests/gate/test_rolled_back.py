@@ -1,0 +1,236 @@
+"""Versions that the learner takes back: the loop never serves them, and never refers to one that is gone.
+
+Server and channel are scripted; registry, store, tracker and the loop's own code are the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from agentrl.base.files import sha256_file
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
+from agentrl.errors import DiskFull, LearnerError, LearnerHalted, SwapError, UserError
+from agentrl.experience import SqliteStore, StepGroups
+from agentrl.failure import Capture, FaultRate
+from agentrl.learner.failure_log import UpdateFailureLog
+from agentrl.learner.update_guard import UpdateFailure
+from agentrl.observe import RunTracker, write_report
+from agentrl.records import Episode, Group, PolicyVersion, Probe, Score, ScoredEpisode, SwapReport, VersionState, codec
+from agentrl.rollout import Pace
+from agentrl.run import loop, supervise
+from agentrl.serving import supervisor
+from agentrl.session import measure
+from agentrl.session.judge_servers import JudgeServers
+from agentrl.version import FolderRegistry
+from tests.serving.test_loss_of_a_server import ScriptedChannel, ScriptedClient, ScriptedServer
+from tests.waiting import until
+
+RECIPE = Recipe(name="back", steps=4, policy=PolicyConfig(model="m"), tasks=TasksConfig(family="a:b"))
+RECIPE = RECIPE.model_copy(update={"rollout": RECIPE.rollout.model_copy(update={"groups_per_step": 1})})
+
+
+class RecordingChannel(ScriptedChannel):
+    """Notes what it swaps in; `during` is called in the middle of a swap."""
+
+    swapped: ClassVar[list[tuple[int, str]]] = []
+    during: ClassVar[Any] = None
+
+    async def swap(self, version: PolicyVersion, folder: Path, probe: Probe, **settings: Any) -> SwapReport:
+        if not (folder / "model.safetensors").exists():
+            raise SwapError(f"{folder} is gone")
+        self.swapped.append((version.number, version.sha256[:4]))
+        if RecordingChannel.during:
+            RecordingChannel.during(version)
+        return await super().swap(version, folder, probe, **settings)
+
+
+class Alerts(RunTracker):
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir)
+        self.said: list[str] = []
+
+    def alert(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, double in (("VLLMServer", ScriptedServer), ("open_channel", RecordingChannel), ("TokenClient", ScriptedClient)):
+        monkeypatch.setattr(supervisor, name, double)
+    monkeypatch.setattr(supervisor, "max_logprob_difference", ScriptedServer.differs)
+    monkeypatch.setattr(ScriptedServer, "started", [])
+    monkeypatch.setattr(RecordingChannel, "swapped", [])
+    monkeypatch.setattr(RecordingChannel, "during", None)
+
+
+def publish(registry: FolderRegistry, number: int, parent: int | None, weights: bytes) -> PolicyVersion:
+    folder = registry.folder / f"{number:06d}"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "update.json").write_text(json.dumps({"loss": 0.5}))
+    if number:
+        (folder / "probe.json").write_bytes(codec.to_json(Probe(token_ids=((1, 2),), logprobs=((-1.0,),))))
+    version = PolicyVersion(number=number, parent=parent, folder=f"versions/{number:06d}", sha256=sha256_file(folder / "model.safetensors"))
+    registry.add(version)
+    return version
+
+
+async def opened(run_dir: Path) -> Any:
+    registry, store = FolderRegistry(run_dir / "versions"), SqliteStore(run_dir / "experience.sqlite")
+    for index in range(6):
+        episode = Episode(id=f"e{index}", task_id="t", task_key="k", trajectories=())
+        store.put(Group(index=index, task_id="t", task_key="k", episodes=(ScoredEpisode(episode=episode, score=Score(value=1.0)),)))
+    base = publish(registry, 0, None, b"base")
+    policy = supervisor.SupervisedServer(RECIPE, run_dir, registry)
+    await policy.start(base)
+    registry.set_state(0, VersionState.SERVING)
+    return SimpleNamespace(
+        **{"recipe": RECIPE, "folder": run_dir, "tracker": Alerts(run_dir), "store": store, "registry": registry, "served": policy},
+        **{"stop_at": 4, "last_step_at": time.monotonic(), "faults": FaultRate(0.5, concurrency=16), "suite": None},
+        **{"gate_server": None, "interrupted": False},
+        capture=Capture(run_dir, RECIPE.capture, origin={}),
+        step_groups=StepGroups.from_config(RECIPE.rollout),
+        groups=SimpleNamespace(runner=SimpleNamespace(pace=Pace())),
+        judges=JudgeServers(RECIPE, {}, folder=run_dir),
+    )
+
+
+async def close(run: Any) -> None:
+    await run.served.close()
+    run.tracker.close()
+    run.capture.close()
+    run.store.close()
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_version_that_was_rolled_back_is_passed_over_and_its_step_is_told(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    publish(run.registry, 1, 0, b"good")
+    publish(run.registry, 2, 1, b"bad")
+    publish(run.registry, 3, 1, b"good")
+    run.registry.set_state(2, VersionState.ROLLED_BACK)
+    publish(run.registry, 4, 3, b"better")
+    limit = "kl_behaviour 3 is above learner.limits.max_kl.at=1"
+    lost = UpdateFailure(step=2, action="rollback", what="policy", reasons=(limit,), groups=(2,), episodes=("e2",), metrics={})
+    UpdateFailureLog(tmp_path).append((lost,))
+    async with asyncio.timeout(120):
+        await loop._swap_versions(run)
+    assert [number for number, _ in RecordingChannel.swapped] == [1, 3, 4]
+    assert run.registry.get(2).state is VersionState.ROLLED_BACK
+    assert run.tracker.said == [f"step 3: rolled back, and left out groups 2 (1 episodes): {limit}"]
+    await close(run)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4], "its update and its groups still count"
+    assert "swap_stall_ms" not in lines[1] and "swap_stall_ms" in lines[2]
+    (tmp_path / "recipe.json").write_text(RECIPE.model_dump_json())
+    summary = measure.summarize(tmp_path, RECIPE, {}, backend="docker", interrupted=False)
+    assert (summary.updates_left_out, summary.rollbacks, summary.groups_left_out, summary.weight_swaps) == (1, 1, 0, 3)
+    summary.write(tmp_path)
+    assert limit in write_report(tmp_path).read_text()
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_serving_goes_forward_from_a_version_that_is_rolled_back_while_it_serves(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    for number, weights in ((1, b"good"), (2, b"bad")):
+        publish(run.registry, number, number - 1, weights)
+
+    def strike(version: PolicyVersion) -> None:
+        if version.number == 2:  # in the middle of its swap, as soon as its successor is there
+            publish(run.registry, 3, 1, b"good")
+            run.registry.set_state(2, VersionState.ROLLED_BACK)
+
+    RecordingChannel.during = strike
+    run.stop_at = 3
+    async with asyncio.timeout(120):
+        await loop._swap_versions(run)
+    assert (run.served.version, run.registry.get(2).state) == (3, VersionState.ROLLED_BACK)
+    assert supervisor.version_to_serve(run.registry).number == 3
+    run.registry.set_state(3, VersionState.ROLLED_BACK)
+    publish(run.registry, 4, 1, b"good")
+    assert supervisor.version_to_serve(run.registry).number == 4, "what a server that dies now would be started with"
+    await close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.parametrize("back_to", [1, 0])
+async def test_serving_goes_back_with_a_learner_whose_newest_checkpoint_was_damaged(tmp_path: Path, back_to: int) -> None:
+    run = await opened(tmp_path)
+    for number in (1, 2):
+        publish(run.registry, number, number - 1, b"lost %d" % number)
+    swapping = asyncio.create_task(loop._swap_versions(run))
+    await until(lambda: run.served.version == 2)
+    run.registry.reconcile(back_to)
+    await until(lambda: run.served.version == back_to)
+    found = run.registry.latest(VersionState.SERVING)
+    assert found.number == back_to and run.served.sha256 == found.sha256
+    for number in range(back_to + 1, 5):
+        publish(run.registry, number, number - 1, b"again %d" % number)
+    async with asyncio.timeout(120):
+        await swapping
+    assert [number for number, _ in RecordingChannel.swapped] == [1, 2, *([1] if back_to else []), *range(back_to + 1, 5)]
+    assert [server.version for server in ScriptedServer.started] == ([0] if back_to else [0, 0]), "version 0 has no probe to swap with"
+    assert run.served.sha256 == run.registry.get(4).sha256
+    assert run.tracker.said == [f"version 2 was retracted by the learner; serving version {back_to}"]
+    await close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_version_that_cannot_be_loaded_and_was_not_retracted_still_ends_the_run(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    version = publish(run.registry, 1, 0, b"good")
+    (run.registry.path(version) / "model.safetensors").unlink()
+    with pytest.raises(SwapError, match="is gone"):
+        await loop._swap_versions(run)
+    await close(run)
+
+
+HALTED = "step 3: entropy 0.01 is below learner.limits.min_entropy.at=0.1"
+
+
+@pytest.mark.parametrize(
+    ("error", "starts", "said"),
+    [
+        (LearnerHalted(HALTED), 1, [f"halted: {HALTED}"]),
+        (UserError("this kind of model cannot be trained", fix="take another"), 1, []),
+        (DiskFull("no room"), 1, []),
+        (
+            LearnerError("rank 0 was killed"),
+            4,
+            [f"rank 0 was killed\n  restart {number} of at most 3 without a new version" for number in (1, 2, 3)],
+        ),
+    ],
+)
+async def test_a_learner_is_started_again_only_where_that_may_help(error: Exception, starts: int, said: list[str], tmp_path: Path) -> None:
+    class Learner:
+        starts = 0
+
+        async def wait(self) -> None:
+            raise error
+
+        async def start(self) -> None:
+            self.starts += 1
+
+    run = SimpleNamespace(learner=Learner(), tracker=Alerts(tmp_path), registry=SimpleNamespace(latest=lambda: None))
+    with pytest.raises(type(error), match=str(error).splitlines()[0]):
+        await supervise.watch_learner(run)  # type: ignore[arg-type]
+    assert (run.learner.starts, run.tracker.said) == (starts, said)
+    run.tracker.close()
+
+
+def test_every_kind_of_setback_has_its_line(tmp_path: Path) -> None:
+    one = UpdateFailure(step=0, action="skip", what="group", reasons=("non_finite_score",), groups=(3,), episodes=("a", "b"), metrics={})
+    UpdateFailureLog(tmp_path).append((one, replace(one, action="halt", what="critic", reasons=("x", "y"), groups=(1, 2))))
+    assert measure.step_alerts(tmp_path, 0) == [
+        "step 1: left out groups 3 (2 episodes): non_finite_score",
+        "step 1: halted at groups 1, 2 (2 episodes): x; y",
+    ]
+    assert measure.step_alerts(tmp_path, 1) == []

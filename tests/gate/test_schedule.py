@@ -1,0 +1,303 @@
+"""The gate beside the run: versions go on being served while one is judged on the gate's own server.
+
+The policy is scripted, and which cases a version passes is in its weights, as in test_gate.py, whose run this is. The gate's server is
+a double whose attempts can be held up; the real one is tested in tests/gate/test_server.py and tests/e2e/test_lora.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl.errors import ServingError, SwapError
+from agentrl.gate.judgement import is_concluded
+from agentrl.gate.verdict import GateOutcome, read_verdict, read_verdicts
+from agentrl.records import PolicyVersion, VersionState
+from agentrl.run import loop
+from agentrl.version import rollback
+from tests.gate import test_rolled_back as plain
+from tests.gate.test_judgement import RECIPE, Player, learner_answers, opened, publish, states
+from tests.waiting import until
+
+scripted = plain.scripted
+OWN = RECIPE.but({"gate.server": "own"})
+
+
+class HeldPolicy(Player):
+    """Answers for the version that the double serves, unless that is held up."""
+
+    async def generate(self, *arguments: Any, **named: Any) -> Any:
+        while self.run.served.version in self.run.held_up:
+            await asyncio.sleep(0.01)
+        return await super().generate(*arguments, **named)
+
+
+class Beside:
+    """The gate's server."""
+
+    def __init__(self, run: Any) -> None:
+        self.given: list[int] = []
+        self.refuses: Callable[[PolicyVersion], Exception | None] = lambda version: None
+        served = SimpleNamespace(version=0)
+        self.run = run
+        self.policy = HeldPolicy(SimpleNamespace(served=served, folder=run.folder, held_up=run.held_up))
+
+    async def serve(self, version: PolicyVersion) -> None:
+        if (error := self.refuses(version)) is not None:
+            raise error
+        self.given.append(version.number)
+        self.policy.run.served.version = version.number
+
+
+async def beside(run_dir: Path) -> Any:
+    run = await opened(run_dir)
+    run.recipe, run.held_up = OWN, set()
+    run.gate_server = Beside(run)
+    return run
+
+
+async def swapped(run: Any, last: int, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
+    """Serves the versions up to `last`, doing something else meanwhile."""
+    run.stop_at = last
+    async with asyncio.timeout(60), asyncio.TaskGroup() as parts:
+        swaps = parts.create_task(loop._swap_versions(run))
+        if meanwhile is not None:
+            await meanwhile()
+        await swaps
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_versions_are_served_while_one_is_judged_up_to_the_next_that_is_due(tmp_path: Path) -> None:
+    run = await beside(tmp_path)
+    for number in range(1, 6):
+        publish(run, number, number - 1, f"good {number}")
+    seen: list[int] = []
+
+    run.held_up.add(0)
+
+    async def look() -> None:
+        await until(lambda: run.served.version == 2)
+        await asyncio.sleep(0.2)
+        seen.append(run.served.version)
+        assert read_verdicts(tmp_path) == () and run.gate_server.given == [0]
+        assert "gate" not in "".join(run.tracker.said)
+        run.held_up.clear()
+
+    await swapped(run, 5, look)
+    assert seen == [2], "version 2 is due, and is served while version 0 is judged; version 3 waits until version 2 can be"
+    assert run.gate_server.given == [0, 2, 4]
+    assert [(one.version, one.outcome) for one in read_verdicts(tmp_path)] == [
+        (0, GateOutcome.REFERENCE),
+        (2, GateOutcome.PROMOTED),
+        (4, GateOutcome.PROMOTED),
+    ]
+    assert states(run) == ["promoted", "served", "promoted", "served", "promoted", "serving"]
+    assert run.player.asked == 0, "the policy's own server was not asked"
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_version_that_is_refused_after_newer_ones_serve_is_undone_with_them(tmp_path: Path) -> None:
+    run = await beside(tmp_path)
+    for number, weights in enumerate(("good 1", "bad c03", "bad c03 c07"), 1):
+        publish(run, number, number - 1, weights)
+    run.registry.hold = lambda number, hold=run.registry.hold: (hold(number), held.append(number))
+    held: list[int] = []
+
+    async def learn() -> None:
+        await until(lambda: rollback.pending_request(tmp_path / "versions", run.registry) is not None and run.served.version == 3)
+        request = learner_answers(run, 4)
+        assert (request.version, request.to) == (2, 0)
+        publish(run, 5, 4, "good 5")
+        publish(run, 6, 5, "good 6")
+
+    await swapped(run, 6, learn)
+    assert states(run) == ["promoted", "rolled_back", "rolled_back", "rolled_back", "promoted", "served", "promoted"]
+    assert [(one.version, one.outcome) for one in read_verdicts(tmp_path)] == [
+        (0, GateOutcome.REFERENCE),
+        (2, GateOutcome.ROLLED_BACK),
+        (4, GateOutcome.PROMOTED),
+        (6, GateOutcome.PROMOTED),
+    ]
+    assert is_concluded(run) and held == [0, 2, 4, 6]
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.parametrize("stop", [3, 4])
+async def test_an_interrupted_run_gives_the_judgement_up_and_the_next_one_makes_it_and_what_a_verdict_left_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    """Version 4 waits until version 2 has been judged: an interrupt ends that wait too."""
+    run, weights = await beside(tmp_path), ("good 1", "good 2", "good 3", "bad c03 c07")
+    for number in range(1, stop + 1):
+        publish(run, number, number - 1, weights[number - 1])
+
+    run.held_up.add(2)
+
+    def die(run: Any, version: PolicyVersion, verdict: object) -> None:
+        """Before anything follows from the verdict on version 2."""
+        run.interrupted = version.number == 2
+
+    async def interrupt() -> None:
+        await until(lambda: run.gate_server.given == [0, 2] and run.served.version == stop)
+        run.interrupted, run.stop_at = True, stop
+
+    await swapped(run, 5, interrupt)
+    assert read_verdict(tmp_path, 2) is None and run.served.version == stop
+
+    run.interrupted = False
+    run.held_up = {4}
+    run.gate_server.policy.run.held_up = run.held_up
+    with monkeypatch.context() as patch:
+        patch.setattr("agentrl.gate.judgement._follow", die)
+        await swapped(run, stop)
+    assert [one.version for one in read_verdicts(tmp_path)] == [0, 2] and states(run)[2] == "served"
+    run.interrupted = False
+    run.held_up.clear()
+    if stop == 3:
+        publish(run, 4, 3, weights[3])
+    await swapped(run, 4)
+    assert states(run)[2] == "promoted"
+    found = read_verdict(tmp_path, 4)
+    assert found is not None and found.outcome is GateOutcome.ROLLED_BACK and found.reference == 2
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_an_interrupt_ends_the_wait_for_the_last_judgement(tmp_path: Path) -> None:
+    run = await beside(tmp_path)
+    run.recipe = OWN.but({"steps": 1})
+    publish(run, 1, 0, "good 1")
+    run.held_up.add(1)
+
+    async def interrupt() -> None:
+        await until(lambda: run.gate_server.given == [0, 1])
+        await asyncio.sleep(0.1)
+        run.interrupted = True
+
+    await swapped(run, 1, interrupt)
+    assert read_verdict(tmp_path, 1) is None and not is_concluded(run)
+    run.interrupted = False
+    run.held_up.clear()
+    await swapped(run, 1)
+    assert is_concluded(run)
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_versions_that_a_driver_left_unjudged_are_judged_in_order_where_their_weights_are_left(tmp_path: Path) -> None:
+    run = await beside(tmp_path)
+    run.recipe = OWN.but({"gate.every": 1})
+    for number in range(1, 4):
+        publish(run, number, number - 1, f"good {number}")
+        await run.served.swap(run.registry.get(number))
+    (tmp_path / "versions/000001/model.safetensors").unlink()
+    await swapped(run, 3)
+    assert run.gate_server.given == [0, 2, 3]
+    assert [one.version for one in read_verdicts(tmp_path)] == [0, 2, 3]
+    assert any(said.startswith("version 1 is not judged: ") and "No such file" in said for said in run.tracker.said)
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.parametrize("error", [SwapError("the probe disagrees"), ServingError("it died 6 times")])
+async def test_a_gate_that_cannot_judge_ends_the_run(tmp_path: Path, error: Exception) -> None:
+    run = await beside(tmp_path)
+    run.gate_server.refuses = lambda version: error
+    with pytest.RaisesGroup(pytest.RaisesExc(type(error), match=str(error)), flatten_subgroups=True):
+        await swapped(run, 6)
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_version_that_is_retracted_while_it_is_judged_is_judged_again_with_its_new_weights(tmp_path: Path) -> None:
+    run = await beside(tmp_path)
+    for number, weights in enumerate(("good 1", "awful", "good 3"), 1):
+        publish(run, number, number - 1, weights)
+
+    run.held_up.add(2)
+
+    async def retract() -> None:
+        await until(lambda: run.gate_server.given == [0, 2] and run.served.version == 3)
+        run.registry.reconcile(1)  # the learner went back to an older checkpoint
+        await until(lambda: run.served.version == 1)
+        publish(run, 2, 1, "good 2")
+        run.held_up.clear()
+        await until(lambda: run.served.version == 2)
+        publish(run, 3, 2, "good 3 again")
+        publish(run, 4, 3, "good 4")
+
+    await swapped(run, 4, retract)
+    assert run.gate_server.given == [0, 2, 2, 4]
+    found = read_verdict(tmp_path, 2)
+    assert found is not None and found.outcome is GateOutcome.PROMOTED and found.sha256 == run.registry.get(2).sha256
+    assert run.registry.get(2).state is VersionState.PROMOTED
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_version_that_a_limit_of_the_learner_undid_is_not_taken_in(tmp_path: Path) -> None:
+    run = await beside(tmp_path)
+    for number, parent, weights in ((1, 0, "good 1"), (2, 1, "awful"), (3, 1, "good 1"), (4, 3, "good 4")):
+        publish(run, number, parent, weights)
+    run.registry.set_state(2, VersionState.ROLLED_BACK)
+    run.gate_server.refuses = lambda version: SwapError("not finite") if version.number == 2 else None
+    await swapped(run, 4)
+    assert run.gate_server.given == [0, 4]
+    assert [one.version for one in read_verdicts(tmp_path)] == [0, 4]
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_version_that_is_about_to_be_undone_is_not_taken_in(tmp_path: Path) -> None:
+    run = await beside(tmp_path)
+    for number, weights in enumerate(("good 1", "bad c03", "bad c03", "awful"), 1):
+        publish(run, number, number - 1, weights)
+    run.gate_server.refuses = lambda version: SwapError("not finite") if version.number == 4 else None
+
+    async def learn() -> None:
+        await until(lambda: rollback.pending_request(tmp_path / "versions", run.registry) is not None and run.served.version == 4)
+        await asyncio.sleep(0.2)
+        learner_answers(run, 5)
+        publish(run, 6, 5, "good 6")
+
+    await swapped(run, 6, learn)
+    assert run.gate_server.given == [0, 2, 6]
+    assert [one.version for one in read_verdicts(tmp_path)] == [0, 2, 6]
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_version_that_is_retracted_before_its_turn_is_judged_when_the_same_weights_serve_again(tmp_path: Path) -> None:
+    """The learner makes a step again from the same groups, and may come to the same weights."""
+    run = await beside(tmp_path)
+    for number in range(1, 5):
+        publish(run, number, number - 1, f"good {number}")
+
+    run.held_up.add(2)
+
+    async def retract() -> None:
+        await until(lambda: run.gate_server.given == [0, 2] and run.served.version == 4)
+        await asyncio.sleep(0.2)  # it waits for the judgement of version 2
+        run.registry.reconcile(3)
+        run.held_up.clear()
+        await until(lambda: run.served.version == 3)
+        await asyncio.sleep(1.0)  # its turn has come, and there was nothing to judge
+        publish(run, 4, 3, "good 4")
+        await until(lambda: run.served.version == 4)
+        publish(run, 5, 4, "good 5")
+
+    await swapped(run, 5, retract)
+    assert [(one.version, one.outcome) for one in read_verdicts(tmp_path)] == [
+        (0, GateOutcome.REFERENCE),
+        (2, GateOutcome.PROMOTED),
+        (4, GateOutcome.PROMOTED),
+    ]
+    assert not any("is not judged" in said for said in run.tracker.said)
+    await plain.close(run)

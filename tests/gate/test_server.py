@@ -1,0 +1,104 @@
+"""The gate's own server: it keeps the version that it is given, over deaths, and nobody else hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import SwapError
+from agentrl.gate.server import GateServer
+from agentrl.records import PolicyVersion, VersionState
+from agentrl.version import FolderRegistry
+from agentrl.version.server_address import announced_server
+from tests.serving.test_loss_of_a_server import ScriptedChannel, ScriptedServer, open_registry
+from tests.serving.test_loss_of_a_server import scripted as scripted
+from tests.serving.test_server_pool import RECIPE
+from tests.waiting import until
+
+RECIPE = RECIPE.but({"serving.replicas": 1, "serving.port": 8123})
+
+
+@asynccontextmanager
+async def started(run: Path, registry: FolderRegistry) -> AsyncIterator[tuple[GateServer, PolicyVersion, PolicyVersion]]:
+    """The server with version 0, watched; versions 0 and 1."""
+    server, (base, first) = GateServer(RECIPE, run, registry), registry.versions()
+    await server.start(base)
+    watcher = asyncio.create_task(server.watch(on_loss=server.close))
+    try:
+        yield server, base, first
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        await server.close()
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_it_takes_versions_in_without_a_word_to_registry_and_learner(tmp_path: Path) -> None:
+    registry = open_registry(tmp_path)
+    async with started(tmp_path, registry) as (server, _, first):
+        await server.serve(first)
+        assert server.policy.version == 1
+        assert [version.state for version in registry.versions()] == [VersionState.SERVING, VersionState.CANDIDATE]
+        assert announced_server(tmp_path) is None, "the learner sends weights to the policy's server alone"
+        assert len(ScriptedServer.started) == 1
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_it_dies_while_it_takes_a_version_in_and_its_successor_has_that_version(tmp_path: Path) -> None:
+    registry = open_registry(tmp_path)
+    async with started(tmp_path, registry) as (server, _, first):
+        ScriptedChannel.deaths = 1
+        async with asyncio.timeout(30):
+            await server.serve(first)
+        assert server.policy.version == 1 and server.policy.restarts == 1
+        assert [one.version for one in ScriptedServer.started] == [0, 1]
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_it_dies_later_and_comes_back_with_the_version_that_is_judged(tmp_path: Path) -> None:
+    registry = open_registry(tmp_path)
+    async with started(tmp_path, registry) as (server, base, first):
+        registry.set_state(first.number, VersionState.SERVING)  # the policy's server has gone on
+        ScriptedServer.started[0].dead = True
+        await until(lambda: server.policy.restarts == 1 and server.policy.accepts_requests)
+        await server.serve(base)
+        assert server.policy.version == 0 and [one.version for one in ScriptedServer.started] == [0, 0]
+
+
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.parametrize("gone", ["retracted", "pruned", "made anew"])
+async def test_it_dies_when_the_weights_that_it_has_are_gone_and_comes_back_with_version_0(tmp_path: Path, gone: str) -> None:
+    """Nobody judges those any more, and the run goes on: the next version that is judged is taken in as ever."""
+    registry = open_registry(tmp_path)
+    async with started(tmp_path, registry) as (server, _, first):
+        await server.serve(first)
+        if gone == "pruned":
+            for name in ("model.safetensors", "probe.json"):
+                (tmp_path / "versions/000001" / name).unlink()
+        else:
+            registry.reconcile(0)
+        if gone == "made anew":
+            registry.add(replace(first, sha256=64 * "a"))
+            (tmp_path / "versions/000001/probe.json").write_text("not for these")
+        ScriptedServer.started[0].dead = True
+        await until(lambda: server.policy.restarts == 1 and server.policy.accepts_requests)
+        assert server.policy.version == 0 and [one.version for one in ScriptedServer.started] == [0, 0]
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_version_that_it_refuses_is_an_error(tmp_path: Path) -> None:
+    registry = open_registry(tmp_path)
+    async with started(tmp_path, registry) as (server, _, first):
+        ScriptedChannel.refusals = 3
+        with pytest.raises(SwapError, match="the probe disagrees"):
+            await server.serve(first)
+
+
+def test_its_port_is_free_where_the_policys_is_given(tmp_path: Path) -> None:
+    registry = FolderRegistry(tmp_path / "versions")
+    assert GateServer(RECIPE, tmp_path, registry).policy._recipe.serving.port == 0

@@ -1,0 +1,338 @@
+"""Programs run as they are, in a sandbox: how they end, whose blame that is, and what their episode holds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import runpy
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
+from agentrl.errors import ServingError, UserError
+from agentrl.gateway import ExternalProgram, Gateway, posted_reward
+from agentrl.gateway.request import RequestError
+from agentrl.gateway.rewards import POSTED_REWARDS
+from agentrl.records import Blame, Episode, ExecResult, Limits, Message, SandboxSpec, Task
+from agentrl.records.sampling import Sampling
+from agentrl.rollout import EpisodeRunner
+from agentrl.sandbox import BubblewrapBackend
+from agentrl.session.preflight import check_parts
+from agentrl.testing import ScriptedPolicy
+from agentrl.testing.sandboxes import ScriptedSandbox, printing
+from tests.chats import chat_of
+
+ROOT = Path(__file__).resolve().parents[2]
+AGENTS = ROOT / "recipes" / "agents"
+ASK = """
+import json, os, sys, urllib.request
+def ask(text, key=os.environ["OPENAI_API_KEY"]):
+    body = json.dumps({"model": os.environ["AGENTRL_MODEL"], "messages": [{"role": "user", "content": text}]}).encode()
+    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+"""
+Run = Callable[..., Awaitable[Episode]]
+
+
+class HostSandbox(ScriptedSandbox):
+    """Runs the tests' own programs on this machine, in a folder of their own: no sandbox, for programs that need what is installed here."""
+
+    folder: Path
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float,
+        output_bytes: int = 65536,
+        env: Mapping[str, str] | None = None,
+    ) -> ExecResult:
+        for name, content in self.files.items():
+            (self.folder / name).write_bytes(content)
+        pipe = asyncio.subprocess.PIPE
+        variables = {"PATH": os.environ["PATH"], **(env or {})}
+        started = await asyncio.create_subprocess_exec(*argv, cwd=self.folder, env=variables, stdin=pipe, stdout=pipe, stderr=pipe)
+        try:
+            out, err = await started.communicate(stdin)
+        finally:
+            if started.returncode is None:
+                started.kill()
+                await started.wait()
+        return ExecResult(exit_code=started.returncode, stdout=out.decode(), stderr=err.decode(), wall_s=0.0)
+
+
+class Host:
+    name = "host"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    async def prepare(self, spec: SandboxSpec) -> None: ...
+
+    async def open(self, spec: SandboxSpec, *, files: Any = None, snapshot: Any = None, timeout_s: float = 60.0) -> HostSandbox:
+        made = HostSandbox("host", printing(""), files or {})
+        made.folder = self.folder
+        return made
+
+    async def close(self) -> None: ...
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def run(tokenizer: Any, task: Task, tmp_path: Path) -> Run:
+    """Runs a program's episode: its source or file, what the policy says, and where; further options are the agent's."""
+
+    def spoken(said: Any) -> str:
+        if isinstance(said, Exception):
+            raise said
+        return str(said("") if callable(said) else said)
+
+    async def made(program: str | Path, *said: Any, where: Any = None, limits: Limits | None = None, **options: Any) -> Episode:
+        path = program if isinstance(program, Path) else tmp_path / "program.py"
+        if isinstance(program, str):
+            path.write_text(ASK + program)
+        port = options.pop("reached", None) or free_port()
+        python = sys.executable if where is None else "python3"
+        given: dict[str, Any] = {"command": [python, "agent.py"], "files": {"agent.py": str(path)}, "port": port, **options}
+        agent = ExternalProgram(chat=chat_of(tokenizer), **given)
+        (tmp_path / "work").mkdir(exist_ok=True)
+        runner = EpisodeRunner(
+            agent=agent,
+            policy=ScriptedPolicy(tokenizer, lambda turn, _: spoken(said[turn])),
+            sandboxes=where or Host(tmp_path / "work"),
+            sampling=Sampling(),
+            max_model_len=9000,
+            request_timeout_s=60.0,
+        )
+        spec = SandboxSpec(image="sandboxes/tables", network=(f"127.0.0.1:{port}",))
+        limits = limits or Limits(turns=4, turn_tokens=400, episode_tokens=9000, wall_s=60.0)
+        return await runner.run(replace(task, sandbox=spec, limits=limits), episode_id="e")
+
+    return made
+
+
+def call(name: str, **arguments: str) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+LOOKS = (call("python", code="print(open('a.csv').read().split())"), call("submit", answer="3 rows"))
+
+
+def looked(episode: Episode) -> None:
+    [line] = episode.trajectories
+    assert (episode.answer, line.stop_reason, len(line.turns), episode.failures) == ("3 rows", "answered", 2, ())
+    assert line.turns[0].tool_results[0].output == "['x', '1']" and line.turns[0].tool_results[0].name == "python"
+    assert line.prompt == (Message(role="user", content="How many?"),)
+
+
+async def test_a_program_of_the_standard_library(run: Run) -> None:
+    looked(await run(AGENTS / "tables_stdlib.py", *LOOKS))
+
+
+@pytest.mark.parametrize("limit", ["tool_calls", "thinking_tokens"])
+async def test_a_limit_that_no_program_can_be_held_to_is_the_tasks_fault(run: Run, limit: str) -> None:
+    episode = await run(AGENTS / "tables_stdlib.py", *LOOKS, limits=Limits(**{limit: 7}))
+    (failure,) = episode.failures
+    assert failure.blame is Blame.TASK and "hold for agents that ship" in failure.message and not episode.completion_tokens
+
+
+async def test_the_program_and_the_recipe_of_the_docs(run: Run, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "bring-your-own-agent.md").read_text()
+    blocks = dict(re.findall(r"```python\n# (\S+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    (tmp_path / "mine.py").write_text(blocks["agents/mine.py"])
+    looked(await run(tmp_path / "mine.py", *LOOKS))
+    (tmp_path / "recipe.py").write_text(blocks["recipes/mine.py"])
+    options = runpy.run_path(str(tmp_path / "recipe.py"))["recipe"].rollout.agent_options
+    assert options == {"command": ["python3", "agent.py"], "files": {"agent.py": "agents/mine.py"}}
+
+
+@pytest.mark.slow
+async def test_a_program_of_the_openai_sdk(run: Run) -> None:
+    looked(await run(AGENTS / "tables_sdk.py", *LOOKS))
+
+
+@pytest.mark.bubblewrap
+@pytest.mark.slow
+async def test_in_a_sandbox_it_reaches_the_gateway_and_nothing_else(run: Run) -> None:
+    backend = BubblewrapBackend(run_label="test-outside", root=ROOT)
+    try:
+        looked(await run(AGENTS / "tables_stdlib.py", *LOOKS, where=backend))
+        other = free_port()
+        source = f"""
+ask("one?")
+try:
+    urllib.request.urlopen("http://127.0.0.1:{other}/")
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
+        assert (await run("import urllib.error" + source, "1", where=backend)).answer == "403"
+    finally:
+        await backend.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "stop", "blame", "says"),
+    [
+        ("ask('one?'); sys.exit('broken')", "failed", Blame.POLICY, "status 1: broken"),
+        ("sys.exit('no module named x')", "failed", Blame.TASK, "before the policy had answered it: no module named x"),
+        ("print('nothing asked')", "failed", Blame.TASK, "status 0 before the policy"),
+        ("ask('one?', 'sk-wrong')", "failed", Blame.TASK, "401"),
+    ],
+    ids=["crash", "crash-at-once", "silent", "wrong-key"],
+)
+async def test_a_bad_end_is_blamed(run: Run, source: str, stop: str, blame: Blame, says: str) -> None:
+    episode = await run(source, "1")
+    assert episode.trajectories[0].stop_reason == stop and episode.answer is None
+    assert [failure.blame for failure in episode.failures] == [blame] and says in episode.failures[0].message
+
+
+async def test_limits_end_a_program_that_goes_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.gateway.program.GRACE_S", 0.2)
+    insists = """
+import time
+while True:
+    try:
+        ask("more")
+    except OSError:
+        time.sleep(0.01)
+"""
+    episode = await run(insists, *"123", limits=Limits(turns=3, turn_tokens=400, episode_tokens=9000, wall_s=60.0))
+    assert [len(line.turns) for line in episode.trajectories] == [1, 1, 1] and not episode.left_out
+    assert {line.stop_reason for line in episode.trajectories} == {"turn_limit"}
+    assert "turn_limit" in episode.failures[0].message
+    sleeps = "ask('one?'); import time; time.sleep(60)"
+    episode = await run(sleeps, "1", limits=Limits(turns=3, turn_tokens=400, episode_tokens=9000, wall_s=1.5))
+    assert episode.trajectories[0].stop_reason == "wall_limit" and not episode.left_out, "the time was the program's own"
+
+
+async def test_a_server_that_fails_is_no_fault_of_the_program(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.gateway.program.GRACE_S", 0.2)
+    episode = await run("ask('one?')", ServingError("gone"))
+    assert [failure.blame for failure in episode.failures] == [Blame.INFRASTRUCTURE] and episode.left_out
+
+
+async def test_a_sandbox_that_cannot_reach_the_gateway_is_the_tasks_fault(run: Run) -> None:
+    episode = await run("ask('one?')", "1", port=free_port())
+    assert episode.failures[0].blame is Blame.TASK and "sandbox.network" in episode.failures[0].message
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"command": "python3 agent.py"}, "must be a list of texts"),
+        ({"answer": "guess"}, "answer='guess'"),
+        ({"files": {"agent.py": "nowhere.py"}}, "nowhere.py: No such file"),
+        ({"port": 0}, "host and port"),
+        ({"models": []}, "models must be"),
+    ],
+    ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
+)
+def test_options_are_checked_before_anything_starts(tokenizer: Any, options: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        ExternalProgram(chat=chat_of(tokenizer), **{"command": ["true"], **options})
+
+
+@pytest.mark.parametrize("key", ["rollout.branching", "rollout.checkpoint_turns", "tools.mcp", "tools.bounds", "tools.words"])
+def test_what_does_nothing_for_a_program_is_refused(key: str, tmp_path: Path) -> None:
+    """A program has no state between turns that could be captured, and tools of its own."""
+    (tmp_path / "agent.py").write_text("print()")
+    options = {"command": ["true"], "files": {"agent.py": str(tmp_path / "agent.py")}}
+    base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
+    asked: Any = {
+        "rollout.branching": {"turn": 1, "branches": 2},
+        "rollout.checkpoint_turns": True,
+        "tools.mcp": {"clock": {"command": ["true"]}},
+        "tools.bounds": {"python": {"calls": 3}},
+        "tools.words": {"python": {"description": "x"}},
+    }
+    check_parts(base.but({key: asked[key]}))  # it does something with the agent that ships
+    outside = base.but({"rollout.agent": "agentrl.gateway:ExternalProgram", "rollout.agent_options": options})
+    check_parts(outside)
+    with pytest.raises(UserError, match=f"{re.escape(key)} does nothing with rollout.agent=agentrl.gateway:ExternalProgram"):
+        check_parts(outside.but({key: asked[key]}))
+
+
+async def test_a_reward_is_posted_by_the_host_and_never_by_the_agent(run: Run, task: Task, tmp_path: Path) -> None:
+    port, kept, statuses = free_port(), tmp_path / "key", list[int]()
+    tries = """
+import urllib.error
+ask("one?")
+url = os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + "/sessions/" + os.environ["AGENTRL_SESSION"] + "/reward"
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+try:
+    urllib.request.urlopen(urllib.request.Request(url, b'{"value": 1}', headers))
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
+
+    async def host() -> None:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            headers = {"Authorization": f"Bearer {kept.read_text().strip()}"}
+            for body in ({"value": 10**400}, {"value": True}, {"worth": 1}):
+                statuses.append((await http.post("/sessions/e/reward", json=body, headers=headers)).status_code)
+            statuses.append((await http.post("/sessions/other/reward", json={"value": 1}, headers=headers)).status_code)
+            body = {"value": 0.5, "parts": {"speed": 1}}
+            statuses.append((await http.post("/sessions/e/reward", json=body, headers=headers)).status_code)
+
+    def answered(_: str) -> str:
+        assert kept.stat().st_mode & 0o777 == 0o600
+        posting.append(asyncio.create_task(host()))
+        return "1"
+
+    posting: list[asyncio.Task[None]] = []
+    episode = await run(tries, answered, port=port, reached=port, reward_key_file=str(kept))
+    await posting[0]
+    assert episode.answer == "401" and statuses == [400, 400, 400, 404, 200]
+    with pytest.raises(RequestError, match="already"):
+        POSTED_REWARDS.post("e", {"value": 1.0})
+    score = await posted_reward(task, episode)
+    assert (score.value, score.parts) == (0.5, {"speed": 1.0})
+    assert (await posted_reward(task, replace(episode, id="unknown"))).value is None
+
+
+async def test_two_sessions_at_once_have_a_key_each_and_one_that_has_ended_is_told(tokenizer: Any, lead: Any) -> None:
+    keys: list[str] = []
+    both, first_over = asyncio.Event(), asyncio.Event()
+    statuses: list[int] = []
+    gateway = Gateway()
+
+    async def ask(url: str, key: str, text: str) -> int:
+        async with httpx.AsyncClient(base_url=url, headers={"x-api-key": key}) as http:
+            body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
+            return (await http.post("/v1/chat/completions", json=body)).status_code
+
+    async def first(url: str, key: str) -> None:
+        keys.append(key)
+        await both.wait()
+        statuses.append(await ask(url, key, "first"))
+
+    async def second(url: str, key: str) -> None:
+        both.set()
+        await first_over.wait()
+        statuses.append(await ask(url, keys[0], "too late"))
+        statuses.append(await ask(url, key, "second"))
+
+    async def led(program: Any, text: str) -> Any:
+        outcome = await lead(program, text, gateway=gateway)
+        first_over.set()
+        return outcome
+
+    one, two = await asyncio.gather(led(first, "1"), led(second, "2"))
+    assert statuses == [200, 403, 200] and gateway.counts == {"refused_ended": 1}
+    assert [outcome.episode.answer for outcome in (one, two)] == ["1", "2"] and one.trained_once() and two.trained_once()

@@ -1,0 +1,269 @@
+"""A judge measured on labels, end to end: a real endpoint, the command, the file that a recipe demands."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from agentrl.errors import UserError
+from agentrl.judge.labels import preference_pairs, read_labels
+from agentrl.judge.reward_record import save_record
+from agentrl.reward import TaskScorer
+from agentrl.testing import ChatServer, ScriptedAnswer
+from tests.commands import agentrl
+
+N = 64
+JUDGE = """
+from agentrl.judge import Endpoint, Ensemble, Judge, Listwise, Pairwise, Prices, RewardModel, ScoreEndpoint
+from agentrl.judge.forms import CORRECT, HELPFUL
+
+one = Endpoint(url="{url}", model="scripted", prices=Prices(prompt=1.0, completion=2.0), patience_s=5.0)
+judge = Judge(endpoint=one, form=CORRECT)
+strict = Judge(endpoint=one, form=CORRECT, calibration="c.json", min_agreement=0.7)
+talkative = Judge(endpoint=one, form=CORRECT, calibration="c.json", min_coverage=0.8)
+stricter = Judge(endpoint=one, form=CORRECT, calibration="c.json", min_agreement=0.95)
+changed = Judge(endpoint=one, form=HELPFUL, calibration="c.json")
+both = Ensemble(judges={{"strict": strict, "again": Judge(endpoint=Endpoint(url="{url}", model="scripted", seed=1), form=CORRECT)}})
+pairs = Pairwise(endpoint=one)
+numbers = ScoreEndpoint(url="{url}", model="scripted")
+trained = RewardModel(endpoint=numbers, folder=".")
+trusted = RewardModel(endpoint=numbers, folder=".", calibration="c.json", min_agreement=0.8)
+
+
+async def by_key(task, episode):
+    from agentrl.records import Score
+    return Score(value=float(task.data["solution"] in episode.answer))
+
+
+class Keyed:
+    reference = "solution"
+    __call__ = staticmethod(by_key)
+
+
+panel = Ensemble(judges={{"one": Keyed(), "other": Keyed()}})
+
+
+async def plain(task, episode):
+    from agentrl.records import Score
+    return Score(value=float("Paris" in episode.answer))
+
+
+async def breaks(task, episode):
+    raise ValueError("a bug")
+"""
+
+
+def chance(text: str) -> float:
+    """From 0 to 1, by a text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) / 2**48
+
+
+def verdict(right: bool) -> ScriptedAnswer:
+    return ScriptedAnswer(json.dumps({"reasoning": "r", "scores": {"correct": int(right)}, "abstain": False}))
+
+
+def shown(body: dict[str, object], name: str = "ANSWER") -> str:
+    found = re.search(rf"<<<BEGIN {name} \w+>>>\n(.*?)\n<<<END", body["messages"][1]["content"], re.DOTALL)  # type: ignore[index]
+    assert found
+    return found[1]
+
+
+def flipping(share: float) -> Callable[[dict[str, object], int], ScriptedAnswer]:
+    """A judge that knows the truth, and says the opposite of it on a share of the answers, always the same ones."""
+    return lambda body, number: verdict(("Paris" in shown(body)) != (chance(shown(body)) < share))
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with (tmp_path / "labels.jsonl").open("w") as file:
+        for number in range(N):
+            right = number % 2 == 0
+            answer = f"{'Paris' if right else 'Lyon'}, I say for the {number}th time"
+            line = {"question": "Capital of France?", "task_id": f"t{number // 4}", "answer": answer, "reference": "Paris"}
+            file.write(json.dumps({**line, "label": "right" if right else "wrong", "by": "anna"}) + "\n")
+    yield tmp_path
+
+
+def written(project: Path, server: ChatServer) -> str:
+    """A file of judges that ask this server; each has a name of its own, since a module is loaded once."""
+    name = f"j{server.url.rsplit(':')[-1].removesuffix('/v1')}.py"
+    (project / name).write_text(JUDGE.format(url=server.url))
+    return f"./{name}"
+
+
+def calibrate(project: Path, server: ChatServer, name: str = "judge", *more: str) -> tuple[int, dict[str, object], str]:
+    done = agentrl("judge", "calibrate", f"{written(project, server)}:{name}", "labels.jsonl", "--json", *more)
+    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
+
+
+@pytest.mark.slow
+def test_ten_percent_of_flipped_verdicts_are_reported_as_such(project: Path) -> None:
+    with ChatServer(flipping(0.1)) as server:
+        code, found, _ = calibrate(project, server, "judge", "--out", "c.json", "--cache", "a.sqlite")
+        told = agentrl("judge", "calibrate", f"{written(project, server)}:judge", "labels.jsonl", "--cache", "a.sqlite").stdout
+        assert code == 0 and len(server.requests) == N
+    agreement = found["agreement"]
+    assert agreement["low"] <= 0.9 <= agreement["high"] < 1.0 and agreement["n"] == N  # type: ignore[index]
+    for name in ("sensitivity", "specificity"):
+        assert found[name]["low"] <= 0.9 <= found[name]["high"]  # type: ignore[index]
+    assert found["kappa"]["low"] <= 0.8 <= found["kappa"]["high"] and found["tasks"] == N // 4  # type: ignore[index]
+    assert found["more"]["spent"]["money"] == pytest.approx(N * (100 * 1 + 10 * 2) / 1e6)  # type: ignore[index]
+    assert "Cohen's kappa" in told and "of them are worth one in the interval" in told and f"0 calls and {N} answers from the cache" in told
+    rate = json.loads(agentrl("judge", "correct", "c.json", "740", "1000", "--json").stdout)
+    assert rate["judged"] == 0.74 and rate["low"] <= 0.8 <= rate["high"], "0.8 * 0.9 + 0.2 * 0.1 = 0.74"
+    assert "corrected" in agentrl("judge", "correct", "c.json", "740", "1000").stdout
+    picture = ElementTree.parse(project / "c.svg").getroot()
+    assert len(list(picture.iter("{http://www.w3.org/2000/svg}circle"))) >= 2 + 5
+
+
+def test_copies_of_an_answer_are_no_evidence(project: Path) -> None:
+    lines = (project / "labels.jsonl").read_text().splitlines()[:8]
+    copies = [json.dumps({**json.loads(line), "id": f"{number}-{copy}"}) for number, line in enumerate(lines) for copy in range(50)]
+    (project / "labels.jsonl").write_text("\n".join(copies) + "\n")
+    with ChatServer(flipping(0.0)) as server:
+        _, found, _ = calibrate(project, server)
+    assert found["agreement"]["n"] == 8 and found["agreement"]["low"] < 0.7, "400 of 400 would be above 0.99"  # type: ignore[index]
+    assert found["more"]["copies"] == 392  # type: ignore[index]
+
+
+def test_the_judges_of_an_ensemble_find_the_reference_where_they_look(project: Path) -> None:
+    with ChatServer([]) as server:
+        code, found, told = calibrate(project, server, "panel")
+    assert code == 0 and found["agreement"]["value"] == 1.0, told  # type: ignore[index]
+
+
+def test_a_reward_model_is_measured_like_any_judge_and_reads_what_it_was_trained_on(project: Path) -> None:
+    (project / "model.safetensors").write_bytes(b"weights")
+    save_record(project, shows=("reference", "answer"), offset=0.0, scale=1.0, max_tokens=99)
+
+    def knows(body: Mapping[str, object], number: int) -> ScriptedAnswer:
+        return ScriptedAnswer(number=3.0 if "## answer\nParis" in str(body["input"]) else -3.0)
+
+    with ChatServer(knows) as server:
+        code, found, told = calibrate(project, server, "trained", "--out", "c.json")
+        TaskScorer(root=project).load([f"{written(project, server)}:trusted"])
+    assert code == 0 and found["agreement"]["value"] == 1.0 and found["identity"], told  # type: ignore[index]
+    assert {request["path"] for request in server.requests} == {"/classify"} and len(server.requests) == N
+    labelled = read_labels([project / "labels.jsonl"])
+    pairs = preference_pairs(labelled, ("reference", "answer"), per_task=1)
+    asked = {str(one["body"]["input"]) for one in server.requests}  # in any order
+    assert len(pairs) == N // 4 and all({pair.chosen, pair.rejected} <= asked for pair in pairs)
+    assert all("## answer\nLyon" in pair.rejected for pair in pairs)
+    save_record(project, shows=("answer",), offset=0.0, scale=1.0, max_tokens=99)
+    with ChatServer(knows) as server, pytest.raises(UserError, match="of another model"):
+        TaskScorer(root=project).load([f"{written(project, server)}:trusted"])
+
+
+def test_a_recipe_may_demand_the_file_and_is_refused_without_a_good_one(project: Path) -> None:
+    with ChatServer(flipping(0.1)) as server:
+        file = written(project, server)
+
+        def load(name: str) -> None:
+            TaskScorer(root=project).load([f"{file}:{name}"])
+
+        for name in ("strict", "both"):
+            with pytest.raises(UserError, match="no calibration"):
+                load(name)
+        calibrate(project, server, "strict", "--out", "c.json")  # a judge that demands one can be measured all the same
+        for name in ("strict", "both", "judge"):
+            load(name)
+        with pytest.raises(UserError, match=r"agrees with people's labels in 0\.\d+ .* at least 0.95"):
+            load("stricter")
+        with pytest.raises(UserError, match="of another model, prompt or setting"):
+            load("changed")
+        for broken in ("{", "[]", '{"format": 9}', "\x00"):
+            (project / "c.json").write_text(broken)
+            with pytest.raises(UserError, match="no calibration"):
+                load("strict")
+
+
+def test_a_judge_no_better_than_chance_is_refused(project: Path) -> None:
+    with ChatServer(flipping(0.5)) as server:
+        code, found, _ = calibrate(project, server, "strict", "--out", "c.json")
+        assert code == 1 and found["informedness"]["low"] <= 0  # type: ignore[index]
+        with pytest.raises(UserError, match="not shown to be better than chance"):
+            TaskScorer(root=project).load([f"{written(project, server)}:strict"])
+        assert "better than chance" in agentrl("judge", "correct", "c.json", "60", "100").stderr
+
+
+def test_abstentions_are_counted_and_cost_no_agreement(project: Path) -> None:
+    def script(body: dict[str, object], number: int) -> ScriptedAnswer:
+        return ScriptedAnswer("I am sorry.") if chance(shown(body)) < 0.2 else verdict("Paris" in shown(body))
+
+    with ChatServer(script) as server:
+        code, found, _ = calibrate(project, server, "talkative", "--out", "c.json")
+        assert found["coverage"]["value"] == pytest.approx(1 - found["abstained"] / N)  # type: ignore[index,operator]
+        TaskScorer(root=project).load([f"{written(project, server)}:judge"])
+        with pytest.raises(UserError, match=r"gives a verdict on 0\.\d+ .* at least 0.8 is demanded"):
+            TaskScorer(root=project).load([f"{written(project, server)}:talkative"])
+        older = {key: value for key, value in json.loads((project / "c.json").read_text()).items() if key != "coverage"}
+        (project / "c.json").write_text(json.dumps(older))
+        with pytest.raises(UserError, match="does not tell how often it gave a verdict"):
+            TaskScorer(root=project).load([f"{written(project, server)}:talkative"])
+    expected = sum(chance(json.loads(line)["answer"]) < 0.2 for line in (project / "labels.jsonl").read_text().splitlines())
+    assert code == 0 and found["abstained"] == expected > 4 and found["agreement"]["value"] == 1.0  # type: ignore[index]
+    assert found["more"]["reasons"] == {"judge: unreadable verdict: it is no JSON object": expected}  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_pairs_show_a_bias_for_a_place(project: Path) -> None:
+    def script(share: float) -> Callable[[dict[str, object], int], ScriptedAnswer]:
+        def says(body: dict[str, object], number: int) -> ScriptedAnswer:
+            a, b = shown(body, "ANSWER A"), shown(body, "ANSWER B")
+            place = chance(min(a, b) + max(a, b)) < share
+            return ScriptedAnswer(json.dumps({"reasoning": "", "better": "A" if place or "Paris" in a else "B", "abstain": False}))
+
+        return says
+
+    with ChatServer(script(0.4)) as server:
+        code, found, _ = calibrate(project, server, "pairs")
+    more = found["more"]
+    assert code == 0 and more["pairs"] and more["position_bias"]["low"] > 0.5  # type: ignore[index]
+    assert more["inconsistent"]["low"] <= 0.4 <= more["inconsistent"]["high"]  # type: ignore[index]
+    assert found["agreement"]["value"] == 1.0 and found["abstained"] > 0  # type: ignore[index]
+    with ChatServer(script(0.0)) as server:
+        _, fair, _ = calibrate(project, server, "pairs")
+    assert fair["more"]["position_bias"]["value"] == 0.5 and fair["abstained"] == 0  # type: ignore[index]
+
+
+def test_a_bias_for_length_is_seen(project: Path) -> None:
+    draw = random.Random(5)
+    lines = [json.loads(line) for line in (project / "labels.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["answer"] += " really" * draw.randrange(40)
+    (project / "labels.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with ChatServer(lambda body, number: verdict("Paris" in shown(body) or len(shown(body)) > 200)) as server:
+        _, found, _ = calibrate(project, server)
+    assert found["more"]["length_bias"]["low"] > 0.2  # type: ignore[index]
+    with ChatServer(flipping(0.2)) as server:
+        _, found, _ = calibrate(project, server)
+    assert found["more"]["length_bias"]["low"] <= 0 <= found["more"]["length_bias"]["high"]  # type: ignore[index]
+
+
+def test_any_verifier_can_be_measured_and_one_that_breaks_says_why(project: Path) -> None:
+    with ChatServer([ScriptedAnswer("")]) as server:
+        code, found, told = calibrate(project, server, "plain", "--out", "c.json")
+        assert code == 0 and found["identity"] == "" and found["agreement"]["value"] == 1.0 and "no identity" in told  # type: ignore[index]
+        code, _, told = calibrate(project, server, "breaks")
+        assert code == 2 and f"{N} times: ValueError: a bug" in told
+        code, _, told = calibrate(project, server, "one")
+        assert code == 2 and "not callable" in told
+
+
+def test_a_second_measurement_is_free_with_a_cache(project: Path) -> None:
+    with ChatServer(flipping(0.1)) as server:
+        first = calibrate(project, server, "judge", "--cache", "a.sqlite")[1]
+        second = calibrate(project, server, "judge", "--cache", "a.sqlite")[1]
+        assert len(server.requests) == N
+    assert first["agreement"] == second["agreement"] and second["more"]["spent"]["cached"] == N  # type: ignore[index]
+    assert second["more"]["spent"]["calls"] == 0 and second["more"]["spent"]["money"] == 0  # type: ignore[index]

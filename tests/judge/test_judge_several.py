@@ -1,0 +1,200 @@
+"""Several verdicts: ensembles, pairs in both orders, rankings of a group."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from judge_parts import TASK, endpoint, episode, scores, task
+
+from agentrl.errors import JudgeError, UserError
+from agentrl.judge import Ensemble, Judge, Listwise, Pairwise
+from agentrl.judge import ensemble as ensembles
+from agentrl.judge import listwise as lists
+from agentrl.judge.forms import CORRECT
+from agentrl.records import Blame, Episode, Score, Task
+from agentrl.reward import TaskScorer
+from agentrl.testing import ChatServer, ScriptedAnswer
+
+
+class Fixed:
+    """A verifier that gives one thing, or raises it."""
+
+    def __init__(self, what: Any) -> None:
+        self.what = what
+
+    async def __call__(self, task: Task, episode: Episode) -> Any:
+        if isinstance(self.what, BaseException):
+            raise self.what
+        return Score(value=self.what, reason="unsure") if self.what is None or isinstance(self.what, float) else self.what
+
+
+async def together(*values: Any, **how: Any) -> Score:
+    return await Ensemble(judges={f"j{number}": Fixed(value) for number, value in enumerate(values)}, **how)(TASK, episode())
+
+
+async def test_an_ensemble_agrees_or_abstains_and_tells_how_far_it_is_apart() -> None:
+    score = await together(1.0, 0.8, 0.9)
+    assert score.value == 0.9 and score.parts["disagreement"] == pytest.approx(0.4 / 3)
+    assert score.parts["j0"] == 1.0 and score.parts["judges"] == 3
+    assert (await together(1.0, 0.8, 0.9, aggregate="mean")).value == pytest.approx(0.9)
+    apart = await together(1.0, 0.0, 1.0)
+    assert apart.value is None and "disagree by 0.67" in apart.reason and apart.blame is None
+    assert (await together(1.0, 0.0, 1.0, aggregate="majority", max_disagreement=0.7)).value == 1.0
+    assert "as many" in (await together(1.0, 0.0, aggregate="majority", max_disagreement=1.0)).reason
+
+
+async def test_a_quorum_is_needed_and_who_is_down_is_not_the_policys_fault() -> None:
+    down = JudgeError("down")
+    assert (await together(1.0, 1.0, None)).value == 1.0 and (await together(1.0, 1.0, down)).parts["judges"] == 2
+    for broken in (ValueError("a bug"), "a string", Score(value=float("inf"), reason="x"), float("-inf")):
+        assert (await together(1.0, 1.0, broken)).value == 1.0
+    unsure = await together(1.0, None, None)
+    assert unsure.value is None and "1 of 3 judges" in unsure.reason and unsure.blame is None and "j1: unsure" in unsure.evidence
+    assert (await together(1.0, None, down)).blame is Blame.INFRASTRUCTURE
+    assert (await together(1.0, None, down, quorum=1)).value == 1.0
+
+
+@pytest.mark.parametrize(
+    "how", [{"quorum": 0}, {"quorum": 4}, {"min_agreement": 0.8}, {"min_coverage": 0.8}, {"judges": {"a": Fixed(1.0)}}]
+)
+def test_ensembles_that_are_refused(how: dict[str, Any]) -> None:
+    with pytest.raises(UserError):
+        Ensemble(**{"judges": dict.fromkeys("abc", Fixed(1.0)), **how})
+
+
+def test_the_same_judge_is_not_asked_twice() -> None:
+    """The cache would give the second one the answer of the first, and the two would always agree."""
+    one, other = (Judge(endpoint=endpoint(f"http://127.0.0.1:{port}/v1"), form=CORRECT) for port in (8000, 8001))
+    with pytest.raises(UserError, match="kept answer"):
+        Ensemble(judges={"a": one, "b": other})
+    differs = Judge(endpoint=endpoint("http://127.0.0.1:8001/v1", revision="32b"), form=CORRECT)
+    assert Ensemble(judges={"a": one, "b": differs}).identity
+
+
+async def test_an_ensemble_is_known_by_its_members() -> None:
+    with ChatServer([ScriptedAnswer(scores(correct=1))]) as server:
+        one, other = (Judge(endpoint=endpoint(server.url, seed=seed), form=CORRECT) for seed in (1, 2))
+        both = Ensemble(judges={"a": one, "b": other})
+        assert (await both(TASK, episode())).value == 1.0 and both.spent().calls == 2
+        await both.close()
+    assert both.identity and both.identity != Ensemble(judges={"a": other, "b": one}).identity
+    assert Ensemble(judges={"a": one, "b": Fixed(1.0)}).identity == "", "a verifier without an identity gives none"
+    assert both.timeout_s > one.endpoint.patience_s
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
+def test_disagreement_is_a_distance(values: list[float]) -> None:
+    apart = ensembles.mean_difference(values)
+    assert 0 <= apart <= (max(values) - min(values)) + 1e-12
+    assert (apart == 0) == (len(set(values)) == 1)
+
+
+def better(body: Any, prefers: str) -> str:
+    """What a judge says that prefers the answer which holds a word, or a place: A."""
+    a = re.search(r"<<<BEGIN ANSWER A.*?<<<END ANSWER A", body["messages"][1]["content"], re.DOTALL)
+    b = re.search(r"<<<BEGIN ANSWER B.*?<<<END ANSWER B", body["messages"][1]["content"], re.DOTALL)
+    assert a and b
+    side = "A" if prefers == "place A" or prefers in a[0] else "B" if prefers in b[0] else "tie"
+    return json.dumps({"reasoning": "r", "better": side, "abstain": False})
+
+
+@pytest.mark.parametrize(("prefers", "value"), [("Lyon", 1.0), ("Paris", 0.0), ("Rome", 0.5), ("place A", None)])
+async def test_pairs_count_only_where_both_orders_agree(prefers: str, value: float | None) -> None:
+    with ChatServer(lambda body, number: ScriptedAnswer(better(body, prefers))) as server:
+        judge = Pairwise(endpoint=endpoint(server.url))
+        score = await judge(TASK, episode("Lyon"))
+        assert score.value == value and len(server.requests) == 2
+        if value is None:
+            assert "says A in one order and A in the other" in score.reason and score.blame is None
+        assert (await judge(TASK, episode(None))).value == 0.0
+        assert "no reference" in (await judge(task(answer=None), episode("Lyon"))).reason
+        await judge.close()
+
+
+async def test_a_pair_of_which_one_order_is_unreadable_is_unscored() -> None:
+    with ChatServer([ScriptedAnswer(json.dumps({"better": "A"})), ScriptedAnswer("I like both")]) as server:
+        judge = Pairwise(endpoint=endpoint(server.url))
+        score = await judge(TASK, episode("Lyon"))
+        await judge.close()
+    assert score.value is None and "unreadable" in score.reason and score.evidence == "I like both"
+
+
+def ranked(body: Any, by: str) -> str:
+    """A ranking of the answers shown: by their text, or by the place where they are shown."""
+    answers = re.findall(r"<<<BEGIN ANSWER \d+ \w+>>>\n(.*?)\n<<<END", body["messages"][1]["content"], re.DOTALL)
+    order = sorted(range(len(answers)), key=lambda index: answers[index] if by == "text" else index)
+    return json.dumps({"reasoning": "r", "ranking": [index + 1 for index in order]})
+
+
+async def test_a_group_is_ranked_whatever_the_order_it_is_shown_in() -> None:
+    group = [episode(text) for text in ("c", "a", "b", "a")] + [episode(None)]
+    with ChatServer(lambda body, number: ScriptedAnswer(ranked(body, "text"))) as server:
+        judge = Listwise(endpoint=endpoint(server.url), orders=4)
+        found = await judge(TASK, group)
+        await judge.close()
+    assert [score.value for score in found] == [0.0, 1.0, 0.5, 1.0, 0.0]
+    assert {score.parts["disagreement"] for score in found} == {0.0}
+
+
+async def test_a_judge_that_ranks_by_place_is_seen_through() -> None:
+    with ChatServer(lambda body, number: ScriptedAnswer(ranked(body, "place"))) as server:
+        judge = Listwise(endpoint=endpoint(server.url))
+        found = await judge(TASK, [episode(text) for text in "abcd"])
+        assert {score.value for score in found} == {None} and "orders disagree by 1.00" in found[0].reason
+        asked = len(server.requests)
+        assert {score.value for score in await judge(TASK, [episode("a"), episode("a")])} == {0.5}, "alike, and nobody need be asked"
+        assert len(server.requests) == asked
+        assert [score.value for score in await judge(TASK, [episode("a"), episode(":")])] == [1.0, 0.0]
+        await judge.close()
+
+
+@given(st.integers(2, 6), st.integers(2, 5), st.randoms(use_true_random=False))
+def test_concordance_lies_between_none_and_all(count: int, orders: int, draw: Any) -> None:
+    ranks = [draw.sample(range(count), count) for _ in range(orders)]
+    assert 0 <= lists.rank_disagreement(ranks) <= 1
+    assert lists.rank_disagreement([ranks[0]] * orders) == pytest.approx(0)
+    assert lists.rank_disagreement([ranks[0], [count - 1 - place for place in ranks[0]]]) == pytest.approx(1)
+
+
+async def test_cancelling_an_ensemble_cancels_its_members() -> None:
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def slow(task: Task, episode: Episode) -> Score:
+        began.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+        return Score(value=1.0)
+
+    job = asyncio.create_task(Ensemble(judges={"a": slow, "b": slow})(TASK, episode()))
+    await began.wait()
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    assert ended.is_set()
+
+
+async def test_members_that_fail_at_what_an_episode_says_do_not_leave_it_unscored() -> None:
+    async def fragile(task: Task, episode: Episode) -> Score:
+        if episode.answer == "boom":
+            raise RecursionError
+        return Score(value=0.0)
+
+    async def also(task: Task, episode: Episode) -> Score:
+        return await fragile(task, episode)
+
+    async def sound(task: Task, episode: Episode) -> Score:
+        return Score(value=0.5)
+
+    several = Ensemble(judges={"a": fragile, "b": also, "c": sound})
+    scorer = TaskScorer(_verifiers={"v": several})
+    score = await scorer(replace(TASK, verifiers=("v",)), replace(episode(), answer="boom"))
+    assert score.value == 0.0, score.reason

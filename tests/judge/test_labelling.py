@@ -1,0 +1,129 @@
+"""Labels: a run's real transcripts, keys from standard input, hostile lines, two labellers."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.errors import UserError
+from agentrl.judge.labelling import run_answers
+from agentrl.judge.labels import parse_item, read_labels
+from agentrl.records import Episode, Message, SandboxSpec, Score, ScoredEpisode, Split, Task, ToolCall, ToolResult, Trajectory, Turn
+from agentrl.session.transcript import append_transcripts, transcript
+from tests.commands import agentrl
+
+
+def told(number: int, answer: str | None) -> dict[str, Any]:
+    task = Task(
+        id=f"t{number}",
+        family="demo",
+        prompt=(Message(role="system", content="Be brief."), Message(role="user", content=f"What is {number} + 1?")),
+        tools=("python",),
+        sandbox=SandboxSpec(image="sandboxes/tables"),
+        verifiers=("v",),
+        data={"answer": number + 1},
+        split=Split.HELDOUT,
+    )
+    said = Message(role="assistant", content="I compute.\x1b[2J", tool_calls=(ToolCall(name="python", arguments={"code": "1\x07"}),))
+    turn = Turn(
+        prompt_ids=(), completion_ids=(), logprobs=(), versions=(), message=said, finish_reason="stop",
+        tool_results=(ToolResult(name="python", output="2\u202e\x9b31m", ok=True),),
+    )  # fmt: skip
+    line = Trajectory(agent="main", turns=(turn,))
+    episode = Episode(id=f"e{number}", task_id=task.id, task_key=task.key, trajectories=(line,), answer=answer)
+    return transcript(task, ScoredEpisode(episode=episode, score=Score(value=1.0)), phase="after", step=3)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    append_transcripts(tmp_path / "run" / "episodes" / "after.jsonl", [told(number, str(number + 1)) for number in range(5)])
+    append_transcripts(tmp_path / "run" / "episodes" / "before.jsonl", [told(9, None), {**told(8, "x"), "left_out": True}, {"question": 3}])
+    with (tmp_path / "run" / "episodes" / "before.jsonl").open("ab") as file:
+        file.write(b'not json\n{"half": ')
+    return tmp_path / "run"
+
+
+def press(monkeypatch: pytest.MonkeyPatch, run: Path, keys: str, *more: str) -> tuple[str, list[str]]:
+    """What a sitting shows, and which labels the file has, the newest of each answer."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(keys))
+    done = agentrl("label", str(run), "--by", "anna", *more)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (run / "labels" / "anna.jsonl").read_text().splitlines()]
+    return done.stdout, [line["label"] for line in lines]
+
+
+def test_a_sitting_is_kept_key_by_key_and_gone_on_with(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
+    shown, labels = press(monkeypatch, run, "r\nw")
+    assert labels == ["right", "wrong"] and "1 of 5" in shown and "3 of 5" in shown and "[q]uit" in shown
+    shown, labels = press(monkeypatch, run, "xuws")
+    assert labels == ["right", "wrong", "withdrawn", "wrong", "skip"] and "no verdict has the key 'x'" in shown and "taken back" in shown
+    shown, labels = press(monkeypatch, run, "uuuuRrrrrrrr")
+    assert labels[5:] == ["withdrawn"] * 3 + ["right"] * 5 and "nothing to take back" in shown and "every answer has a label" in shown
+    labelled = read_labels([run / "labels" / "anna.jsonl"])
+    assert len(labelled) == 5 and all(one.right for one in labelled)
+
+
+def test_what_agents_and_tools_wrote_cannot_speak_to_the_terminal(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
+    shown, _ = press(monkeypatch, run, "r")
+    assert not [char for char in shown if not char.isprintable() and char != "\n"]
+    assert "I compute." in shown and "calls python" in shown and "--- reference\n" in shown and "Be brief" not in shown
+    monkeypatch.setattr("sys.stdin", io.StringIO("q"))
+    assert "--- reference" not in agentrl("label", str(run), "--by", "eve", "--blind").stdout
+
+
+def test_a_labelled_answer_is_a_task_and_an_episode_again(run: Path) -> None:
+    item = run_answers(run)[0]
+    assert [one.id for one in run_answers(run)] == [one.id for one in run_answers(run)] and len(run_answers(run)) == 5
+    again = parse_item(item.to_line())
+    assert again == item and again.task().data["answer"] == str(int(item.task_id[1:]) + 1)
+    (line,) = again.episode().trajectories
+    assert line.turns[0].message.tool_calls[0].name == "python" and line.turns[0].tool_results[0].output.startswith("2")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nonsense", "[]", "{}", '{"question": "q", "answer": "a", "label": "good"}', '{"question": "q", "answer": 3, "label": "right"}',
+        '{"question": "", "answer": "a", "label": "right"}', '{"question": "q", "answer": "a", "label": "right", "messages": "x"}',
+        '{"question": "q", "answer": "a", "label": "right", "data": [1]}', "[" * 100_000,
+        '{"question": "q", "answer": "a", "label": "right", "messages": [{"role": "assistant", "content": {"a": 1}}]}',
+    ],
+    ids=range(10),
+)  # fmt: skip
+def test_a_line_that_is_no_label_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "l.jsonl"
+    path.write_text('{"question": "q", "answer": "a", "label": "right"}\n' + line + "\n")
+    with pytest.raises(UserError, match=r"l\.jsonl:2"):
+        read_labels([path])
+
+
+def write(path: Path, by: str, labels: str) -> None:
+    names = {"r": "right", "w": "wrong", "s": "skip"}
+    lines = [{"question": "q", "answer": f"a{number}", "label": names[label], "by": by} for number, label in enumerate(labels)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_two_labellers_are_compared_and_their_majority_counts(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    write(a, "anna", "r" * 25 + "w" * 25 + "s")
+    write(b, "ben", "r" * 20 + "w" * 5 + "r" * 10 + "w" * 15 + "r")
+    found = json.loads(agentrl("label", "--agreement", str(a), str(b), "--json").stdout)
+    assert found["agreement"]["value"] == 0.7 and found["kappa"]["value"] == pytest.approx(0.4) and found["agreement"]["n"] == 50
+    assert found["kappa"]["low"] < 0.4 < found["kappa"]["high"]
+    text = agentrl("label", "--agreement", str(a), str(b)).stdout
+    assert "only a says right 5" in text and "kappa  0.400" in text
+    joined = read_labels([a, b])
+    assert [one.right for one in joined].count(None) == 15 and len(joined) == 51
+    write(b, "ben", "s")
+    assert "no answer in common" in agentrl("label", "--agreement", str(a), str(b)).stderr
+
+
+def test_wrong_use_is_told(tmp_path: Path, run: Path) -> None:
+    assert agentrl("label").returncode == 2 and "no episodes" in agentrl("label", str(tmp_path)).stderr
+    assert "labeller's name" in agentrl("label", str(run), "--by", "../eve").stderr
+    assert "no answers of phase x" in agentrl("label", str(run), "--phase", "x").stderr
+    assert "no file of labels" in agentrl("judge", "calibrate", "rewards.tables:exact_answer", str(tmp_path / "none.jsonl")).stderr

@@ -1,0 +1,68 @@
+"""Liger's kernels need a GPU; what is tested here is our side: what is asked of the package, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from agentrl.errors import UserError
+from agentrl.learner import causal_lm
+from tests.learner.building import tiny_config
+
+
+def package(monkeypatch, wrong_by: float, known: str = "qwen3") -> list[dict[str, Any]]:
+    """Puts a package in Liger's place whose norms are wrong by a factor; gives the calls it gets."""
+    calls: list[dict[str, Any]] = []
+
+    def apply(model: Any, **options: Any) -> None:
+        calls.append(options)
+        norm = model.base_model.norm
+        plain = norm.forward
+        norm.forward = lambda states: plain(states) * (1.0 + wrong_by)
+
+    patches = ModuleType("liger_kernel.transformers.monkey_patch")
+    patches.__dict__.update(MODEL_TYPE_TO_APPLY_LIGER_FN={known: apply}, _apply_liger_kernel_to_instance=apply)
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", ModuleType("liger_kernel.transformers"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", patches)
+    return calls
+
+
+@pytest.fixture
+def lm():
+    torch.manual_seed(0)
+    return transformers.Qwen3ForCausalLM(tiny_config())
+
+
+def test_kernels_that_agree_are_taken_and_the_output_head_stays(lm, monkeypatch):
+    calls = package(monkeypatch, wrong_by=1e-6)
+    before = lm.forward.__func__
+    causal_lm._replace(lm)
+    assert calls == [{"cross_entropy": False, "fused_linear_cross_entropy": False}]
+    assert lm.forward.__func__ is before
+
+
+@pytest.mark.parametrize("wrong_by", [0.5, float("nan")])
+def test_kernels_that_compute_something_else_are_refused(lm, monkeypatch, wrong_by):
+    package(monkeypatch, wrong_by)
+    with pytest.raises(UserError, match=r"logprobs of this model differ by(.|\n)*fix: learner\.kernels=torch"):
+        causal_lm._replace(lm)
+
+
+def test_a_model_type_without_kernels_is_refused(lm, monkeypatch):
+    package(monkeypatch, wrong_by=0.0, known="llama")
+    with pytest.raises(UserError, match="no kernels for model type 'qwen3'"):
+        causal_lm._replace(lm)
+
+
+def test_a_missing_package_and_a_missing_gpu_are_named(lm, monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(UserError, match=r"liger_kernel(.|\n)*fix: pip install"):
+        causal_lm._replace(lm)
+    with pytest.raises(UserError, match=r"needs a GPU"):
+        causal_lm.use_liger_kernels(lm)

@@ -1,0 +1,32 @@
+"""Limits and figures that are not numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from agentrl.config import LearnerConfig, Limit, LimitsConfig
+from agentrl.learner.update_guard import _FIGURES as FIGURES
+from agentrl.learner.update_guard import REFUSE_ALL, UpdateGuard
+from agentrl.records import Batch
+
+PART = Batch(step=3, samples=(), denominator=1, group_indices=(7,))
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_that_is_no_number_is_beyond_its_limit(name: str) -> None:
+    """A model that masks part of its vocabulary with -inf has an entropy of NaN and a finite loss; no comparison would object."""
+    bound = 5.0 if name == "max_ratio" else 0.5
+    guard = UpdateGuard(LearnerConfig(max_grad_norm=0.1, limits=LimitsConfig(**{name: Limit(at=bound, action="rollback")})))
+    metrics = {"loss": 0.1, FIGURES[name]: math.nan}
+    assert guard.largest_norm(metrics) == REFUSE_ALL
+    guard.record_policy_step(PART, metrics, applied=False)
+    assert guard.rolling_back, "the limit's own action, not that of a loss which is not finite"
+    (setback,) = guard.take_failures()
+    assert setback.reasons[-1] == f"{FIGURES[name]} is not a number, so learner.limits.{name}.at={bound:g} cannot be checked"
+
+
+def test_a_figure_without_a_limit_or_without_a_value_stops_nothing() -> None:
+    guard = UpdateGuard(LearnerConfig(limits=LimitsConfig(max_kl_reference=Limit(at=0.5))))
+    assert guard.largest_norm({"loss": 0.1, "entropy": math.nan}) == math.inf

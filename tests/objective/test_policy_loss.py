@@ -1,0 +1,331 @@
+"""The loss of a recipe against its formulas in plain Python, token by token, in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agentrl.config import ObjectiveConfig
+from agentrl.objective.aggregate import loss_denominator
+from agentrl.objective.metrics import combine_steps, summarize
+from agentrl.objective.policy_loss import PolicyLoss, TrainedTokens, policy_loss
+from agentrl.records import Sample
+
+BASE = {"clip_low": 0.2, "clip_high": 0.3, "is_cap": 2.0}
+LOSSES: list[dict[str, Any]] = [
+    {},
+    {"dual_clip": 1.5},
+    {"correction": "none", "dual_clip": 1.1},
+    {"loss": "gspo", "clip_low": 0.1, "clip_high": 0.1},
+    {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.5},
+    {"loss": "cispo", "clip_low": 0.1},
+]
+CORRECTIONS: list[dict[str, Any]] = [
+    {"correction": "none"},
+    {"is_cap": 1.5},
+    {"correction": "mask", "is_floor": 0.8},
+    {"is_level": "sequence"},
+    {"correction": "mask", "is_level": "sequence", "is_floor": 0.5},
+]
+TERMS: list[dict[str, Any]] = [
+    {"kl": "k1", "kl_coef": 0.1},
+    {"kl": "k2", "kl_coef": 0.2},
+    {"kl": "k3", "kl_coef": 0.3, "entropy_coef": 0.05},
+]
+AGGREGATIONS: list[dict[str, Any]] = [{"aggregation": name} for name in ("token_mean", "sequence_mean", "constant")]
+EVERY = [*LOSSES, *CORRECTIONS, *TERMS, *AGGREGATIONS, {**LOSSES[3], **CORRECTIONS[4], **TERMS[2], **AGGREGATIONS[1]}]
+EVERY.append({**LOSSES[1], **CORRECTIONS[2], **TERMS[1], **AGGREGATIONS[2]})
+
+
+def made(changes: dict[str, Any]) -> ObjectiveConfig:
+    keep = {name: value for name, value in BASE.items() if name != "is_cap" or changes.get("correction") != "none"}
+    return ObjectiveConfig.model_validate({**keep, **changes})
+
+
+def draw(seed: int, n: int = 300, sequences: int = 9, *, proximal: bool = True) -> TrainedTokens:
+    """Random tokens whose ratios reach past every bound; sequences of different lengths, their tokens scattered."""
+    g = torch.Generator().manual_seed(seed)
+    noise = torch.randn(4, n, generator=g, dtype=torch.float64)
+    behaviour = -3 * torch.rand(n, generator=g, dtype=torch.float64)
+    centre = behaviour + 0.3 * noise[0] if proximal else behaviour
+    sequence = torch.randint(sequences, (n,), generator=g).square() + 5  # any numbers will do
+    return TrainedTokens(
+        logprobs=(centre + 0.5 * noise[1]).requires_grad_(),
+        behaviour=behaviour,
+        advantages=noise[2],
+        sequence=sequence,
+        proximal=centre if proximal else None,
+        kl_reference=behaviour + 0.4 * noise[3],
+        entropy=torch.rand(n, generator=g, dtype=torch.float64).requires_grad_(),
+    )
+
+
+def total_weight(tokens: TrainedTokens, objective: ObjectiveConfig) -> float:
+    """D, counted by hand."""
+    sequences = len(set(tokens.sequence.tolist()))
+    return {"token_mean": len(tokens.sequence), "sequence_mean": sequences, "constant": sequences * 40}[objective.aggregation]
+
+
+def by_hand(tokens: TrainedTokens, o: ObjectiveConfig, d: float) -> tuple[float, list[float], list[float]]:
+    """Loss, its derivative by each logprob and by each entropy, from the formulas of docs/objectives.md."""
+    pi, mu, adv, ref, ent = (
+        getattr(tokens, name).detach().tolist() for name in ("logprobs", "behaviour", "advantages", "reference", "entropy")
+    )
+    centre = mu if tokens.proximal is None else tokens.proximal.tolist()
+    group = tokens.sequence.tolist()
+    members = {name: [t for t, other in enumerate(group) if other == name] for name in group}
+    loss, by_logprob, by_entropy = 0.0, [], []
+    for t, a in enumerate(adv):
+        mates = members[group[t]]
+        rho = math.exp(sum(centre[j] - mu[j] for j in mates) if o.is_level == "sequence" else centre[t] - mu[t])
+        if o.correction == "none":
+            w = 1.0
+        elif o.correction == "truncate":
+            w = min(rho, o.is_cap)
+        else:
+            w = rho if o.is_floor <= rho <= o.is_cap else 0.0
+        r = math.exp(pi[t] - centre[t])
+        if o.loss == "gspo":
+            r = math.exp(sum(pi[j] - centre[j] for j in mates) / len(mates))
+        bounded = min(max(r, 1 - o.clip_low), 1 + o.clip_high)
+        if o.loss == "cispo":
+            value, slope = bounded * a * pi[t], bounded * a
+        else:
+            if o.correction != "none":
+                r = min(r, o.is_cap)
+            value, slope = (r * a, r * a) if r * a <= bounded * a else (bounded * a, 0.0)
+            if o.dual_clip is not None and a < 0 and value < o.dual_clip * a:
+                value, slope = o.dual_clip * a, 0.0
+        gap = pi[t] - ref[t]
+        divergence, steepness = {
+            "none": (0.0, 0.0),
+            "k1": (gap, 1.0),
+            "k2": (gap * gap / 2, gap),
+            "k3": (math.exp(-gap) - 1 + gap, 1 - math.exp(-gap)),
+        }[o.kl]
+        c = (1 / len(mates) if o.aggregation == "sequence_mean" else 1.0) / d
+        loss += c * (-w * value + o.kl_coef * divergence - o.entropy_coef * ent[t])
+        by_logprob.append(c * (-w * slope + o.kl_coef * steepness))
+        by_entropy.append(-c * o.entropy_coef)
+    return loss, by_logprob, by_entropy
+
+
+@pytest.mark.parametrize("proximal", [True, False])
+@pytest.mark.parametrize("changes", EVERY, ids=str)
+def test_value_and_gradient_against_the_formulas(changes: dict[str, Any], proximal: bool) -> None:
+    objective, tokens = made(changes), draw(0, proximal=proximal)
+    d = total_weight(tokens, objective)
+    result = policy_loss(tokens, objective, denominator=d)
+    assert tokens.entropy is not None
+    found = torch.autograd.grad(result.loss, (tokens.logprobs, tokens.entropy), materialize_grads=True)
+    loss, by_logprob, by_entropy = by_hand(tokens, objective, d)
+    assert result.loss.item() == pytest.approx(loss, abs=1e-12)
+    np.testing.assert_allclose(found[0].numpy(), by_logprob, atol=1e-14)
+    np.testing.assert_allclose(found[1].numpy(), by_entropy, atol=1e-14)
+
+
+def _part(tokens: TrainedTokens, keep: Tensor) -> TrainedTokens:
+    values = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+    return TrainedTokens(**{name: None if value is None else value[keep] for name, value in values.items()})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(EVERY), st.integers(0, 50), st.lists(st.integers(0, 3), min_size=9, max_size=9), st.integers(1, 60))
+def test_splitting_whole_sequences_over_micro_batches_changes_nothing(
+    changes: dict[str, Any], seed: int, places: list[int], n: int
+) -> None:
+    """Any division of the sequences over four micro-batches, some of them empty: the same loss, gradient and metrics."""
+    objective, tokens = made(changes), draw(seed, n)
+    d = total_weight(tokens, objective)
+    whole = policy_loss(tokens, objective, denominator=d)
+    (gradient,) = torch.autograd.grad(whole.loss, tokens.logprobs)
+    numbers = sorted(set(tokens.sequence.tolist()))
+    place = {number: places[at] for at, number in enumerate(numbers)}
+    home = torch.tensor([place[number] for number in tokens.sequence.tolist()])
+    parts = [policy_loss(_part(tokens, home == some), objective, denominator=d) for some in range(4)]
+    (added,) = torch.autograd.grad(torch.stack([part.loss for part in parts]).sum(), tokens.logprobs)
+    torch.testing.assert_close(torch.stack([part.loss for part in parts]).sum(), whole.loss, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(added, gradient, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(torch.stack([part.sums for part in parts]).sum(0), whole.sums)
+    torch.testing.assert_close(torch.stack([part.maxima for part in parts]).amax(0), whole.maxima)
+
+
+@pytest.mark.parametrize("changes", EVERY, ids=str)
+def test_no_trained_token_is_zero_loss_with_a_graph(changes: dict[str, Any]) -> None:
+    """What a rank computes that got none of the last samples."""
+    tokens = _part(draw(1), torch.zeros(300, dtype=torch.bool))
+    result = policy_loss(tokens, made(changes), denominator=5)
+    result.loss.backward()
+    assert result.loss.item() == 0.0
+    assert summarize(result.sums, result.maxima) == {}
+
+
+@pytest.mark.parametrize("changes", EVERY, ids=str)
+def test_one_token_completions(changes: dict[str, Any]) -> None:
+    """With a token a sequence, sequence ratios are token ratios and both means are the same."""
+    objective = made(changes)
+    tokens = replace(draw(2, 20), sequence=torch.arange(20))
+    twin = objective.model_copy(update={"is_level": "token", "loss": "clip" if objective.loss == "gspo" else objective.loss})
+    if objective.aggregation == "sequence_mean":
+        twin = twin.model_copy(update={"aggregation": "token_mean"})
+    assert policy_loss(tokens, objective, denominator=20).loss.item() == pytest.approx(
+        policy_loss(tokens, twin, denominator=20).loss.item(), abs=1e-14
+    )
+
+
+@pytest.mark.parametrize("d", [0, -1.0, math.nan])
+def test_a_batch_without_tokens_has_no_loss(d: float) -> None:
+    with pytest.raises(ValueError, match="denominator"):
+        policy_loss(draw(0), made({}), denominator=d)
+
+
+def test_what_an_objective_needs_must_be_there() -> None:
+    tokens = draw(0)
+    with pytest.raises(ValueError, match="reference"):
+        policy_loss(replace(tokens, reference=None), made({"kl": "k3", "kl_coef": 0.1}), denominator=1)
+    with pytest.raises(ValueError, match="gradient"):
+        policy_loss(replace(tokens, entropy=torch.zeros(300)), made({"entropy_coef": 0.1}), denominator=1)
+
+
+@pytest.mark.parametrize("changes", [{}, {"loss": "gspo"}, {"loss": "cispo"}, {"dual_clip": 1.5}], ids=str)
+def test_an_enormous_ratio_has_a_bounded_gradient(changes: dict[str, Any]) -> None:
+    logprobs = torch.tensor([0.0, 0.0], requires_grad=True)
+    tokens = TrainedTokens(
+        logprobs=logprobs,
+        behaviour=torch.tensor([-2000.0, -2000.0]),
+        advantages=torch.tensor([1.0, -1.0]),
+        sequence=torch.tensor([0, 1]),
+    )
+    policy_loss(tokens, made(changes), denominator=1).loss.backward()
+    assert logprobs.grad is not None
+    expected = {"": [0.0, 2.0], "gspo": [0.0, 2.0], "cispo": [-1.3, 1.3]}[changes.get("loss", "")]
+    assert logprobs.grad.tolist() == pytest.approx([0.0, 0.0] if "dual_clip" in changes else expected)
+
+
+def test_a_masked_weight_of_infinity_is_zero_not_nan() -> None:
+    tokens = TrainedTokens(
+        logprobs=torch.zeros(2, requires_grad=True),
+        behaviour=torch.tensor([-2000.0, 0.0]),
+        advantages=torch.ones(2),
+        sequence=torch.tensor([0, 1]),
+        proximal=torch.zeros(2),
+    )
+    result = policy_loss(tokens, made({"correction": "mask"}), denominator=1)
+    assert result.loss.item() == -1.0
+    assert summarize(result.sums, result.maxima)["truncated_fraction"] == 0.5
+
+
+def test_metrics_against_numpy() -> None:
+    tokens = draw(3, proximal=False)
+    result: PolicyLoss = policy_loss(tokens, made({}), denominator=1)
+    found = summarize(result.sums, result.maxima, with_reference=True)
+    log_ratio = (tokens.logprobs.detach() - tokens.behaviour).numpy()
+    ratio, advantages = np.exp(log_ratio), tokens.advantages.numpy()
+    weight = np.minimum(ratio, 2.0)
+    assert tokens.entropy is not None and tokens.kl_reference is not None
+    assert found["ratio_mean"] == pytest.approx(ratio.mean())
+    assert found["ratio_max"] == pytest.approx(ratio.max())
+    assert found["ratio_min"] == pytest.approx(ratio.min())
+    assert found["kl_behaviour"] == pytest.approx((ratio - 1 - log_ratio).mean())
+    assert found["ess"] == pytest.approx(weight.sum() ** 2 / (weight**2).sum() / weight.size)
+    assert found["mismatch_max"] == pytest.approx(np.abs(log_ratio).max())
+    assert found["entropy"] == pytest.approx(tokens.entropy.detach().numpy().mean())
+    clipped = ((ratio > 1.3) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
+    assert found["clip_fraction"] == pytest.approx(clipped.mean())
+    assert found["clip_fraction_low"] == pytest.approx((clipped & (ratio < 1)).mean())
+    assert found["clip_fraction_high"] == pytest.approx((clipped & (ratio > 1)).mean())
+    assert found["clip_fraction_low"] > 0 < found["clip_fraction_high"]
+    assert found["mismatch_tokens"] == 0 and "mismatch_kl" not in found, "no token is known to be of these weights"
+    assert found["truncated_fraction"] == pytest.approx((ratio > 2).mean())
+    gap = (tokens.kl_reference - tokens.logprobs.detach()).numpy()
+    assert found["kl_reference"] == pytest.approx((np.exp(gap) - 1 - gap).mean())
+
+
+@pytest.mark.parametrize("proximal", [True, False])
+def test_server_and_learner_are_compared_where_they_had_the_same_weights(proximal: bool) -> None:
+    tokens = draw(4, proximal=proximal)
+    same = torch.arange(300) % 3 == 0
+    parts = [
+        policy_loss(_part(replace(tokens, same=same), keep), made({}), denominator=1)
+        for keep in (tokens.sequence < 20, tokens.sequence >= 20)
+    ]
+    found = summarize(torch.stack([part.sums for part in parts]).sum(0), torch.stack([part.maxima for part in parts]).amax(0))
+    ours = tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
+    gap = (ours - tokens.behaviour)[same].numpy()
+    assert found["mismatch_tokens"] == pytest.approx(1 / 3)
+    assert found["mismatch_kl"] == pytest.approx((np.exp(gap) - 1 - gap).mean())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dual_clip": 1.2}, {"loss": "gspo", "clip_low": 0.01, "clip_high": 0.01}, {"loss": "cispo", "clip_low": 0.1}]
+)
+def test_the_side_of_a_clip_is_the_side_of_the_ratio_that_was_clipped(changes: dict[str, Any]) -> None:
+    objective, tokens = made(changes), draw(5, proximal=False)
+    result = policy_loss(tokens, objective, denominator=1)
+    found = summarize(result.sums, result.maxima)
+    gap = (tokens.logprobs.detach() - tokens.behaviour).numpy()
+    if objective.loss == "gspo":
+        group = tokens.sequence.numpy()
+        gap = np.array([gap[group == one].mean() for one in group])
+    ratio, advantages = np.exp(gap), tokens.advantages.numpy()
+    above, below = ratio > 1 + objective.clip_high, ratio < 1 - objective.clip_low
+    if objective.loss == "cispo":
+        high, low = above, below
+    else:
+        high, low = above & (advantages > 0), below & (advantages < 0)
+        if objective.dual_clip is not None:
+            high = high | ((advantages < 0) & (ratio > objective.dual_clip))
+    assert found["clip_fraction_high"] == pytest.approx(high.mean()) != 0
+    assert found["clip_fraction_low"] == pytest.approx(low.mean()) != 0
+    assert found["clip_fraction"] == pytest.approx(high.mean() + low.mean())
+
+
+def test_extremes_hold_when_every_ratio_lies_on_one_side() -> None:
+    for shift in (0.5, -0.5, 800.0):
+        tokens = TrainedTokens(
+            **{"logprobs": torch.zeros(3, dtype=torch.float64) + shift, "behaviour": torch.tensor([0.0, 0.1, 0.2], dtype=torch.float64)},
+            **{"advantages": torch.ones(3), "sequence": torch.zeros(3, dtype=torch.long)},
+        )
+        result = policy_loss(tokens, made({}), denominator=1)
+        found = summarize(result.sums, result.maxima)
+        assert found["ratio_min"] == pytest.approx(math.exp(shift - 0.2) if shift < 700 else math.inf)
+        assert found["ratio_max"] == pytest.approx(math.exp(shift) if shift < 700 else math.inf)
+
+
+def test_figures_of_several_optimizer_steps_count_tokens_not_steps() -> None:
+    passes = [
+        {"kl": 1.0, "ratio_max": 2.0, "ratio_min": 0.5, "nan": math.nan},
+        {"kl": 4.0, "ratio_max": 3.0, "ratio_min": 0.9, "once": 7.0},
+    ]
+    assert combine_steps(passes, [200, 100]) == {"kl": 2.0, "ratio_max": 3.0, "ratio_min": 0.5, "once": 7.0}
+    assert combine_steps([], []) == {}
+
+
+def test_denominators_count_the_whole_step() -> None:
+    def sample(trained: int, episode: str) -> Sample:
+        mask = (False, *[True] * trained)
+        zeros = (0.0,) * len(mask)
+        return Sample(
+            episode_id=episode,
+            group_index=0,
+            token_ids=(0,) * len(mask),
+            loss_mask=mask,
+            logprobs=zeros,
+            advantages=zeros,
+            versions=(0,) * len(mask),
+        )
+
+    samples = [sample(3, "a"), sample(1, "b"), sample(0, "c")]
+    assert loss_denominator(samples, "token_mean", length=9) == 4.0
+    assert loss_denominator(samples, "sequence_mean", length=9) == 2.0
+    assert loss_denominator(samples, "constant", length=9) == 18.0
+    assert loss_denominator([*samples, sample(2, "a")], "sequence_mean", length=9) == 2.0, "two trajectories of one rollout"
+    assert loss_denominator([], "sequence_mean", length=9) == 0.0

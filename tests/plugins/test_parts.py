@@ -1,0 +1,332 @@
+"""Parts that a recipe names: words, references, and everything that can be wrong with what a reference gives."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl import protocols
+from agentrl.config import ObjectiveConfig, PolicyConfig, Recipe, TasksConfig
+from agentrl.errors import PluginError, RecipeError
+from agentrl.objective.trial import try_estimator
+from agentrl.plugins import parts, references
+from agentrl.plugins.protocol_checks import protocol_errors, signature_error
+from agentrl.sandbox import BubblewrapBackend, DockerBackend
+from agentrl.session.preflight import check_parts
+from agentrl.testing import ScriptedSandboxes
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Any:
+    """Writes a module of somebody's; gives the reference of a name in it."""
+
+    def write(code: str, attribute: str = "Part") -> str:
+        file = tmp_path / "theirs.py"
+        file.write_text(code)
+        return f"{file}:{attribute}"
+
+    return write
+
+
+@pytest.mark.parametrize("kind", parts.KINDS, ids=lambda kind: kind.key)
+def test_what_ships_fulfils_its_own_protocol_and_is_called_as_anybody_elses(kind: parts.PartKind) -> None:
+    """The one registry: a word is no more than a short reference."""
+    for word, reference in kind.shipped.items():
+        assert parts.check_name(kind, word) == word
+        if kind is parts.ADVANTAGE or kind is parts.LOSS:
+            assert protocol_errors(references.resolve(reference), references.resolve(kind.protocol)) == []
+        elif kind is parts.BACKEND:
+            assert [protocol_errors(one, protocols.SandboxBackend) for one in (BubblewrapBackend, DockerBackend)] == [[], []]
+            assert signature_error(references.resolve(reference), root=Path(), run_label="x") == ""
+        else:
+            assert parts.load_part(kind, reference) is references.resolve(reference), "named by its reference it passes, too"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "sandbox.backend=bublewrap",
+            r"no sandbox backend of that name; did you mean bubblewrap\? known here: auto, docker",
+        ),
+        ("rollout.agent=turn", r"rollout\.agent: no agent of that name; did you mean turns\?"),
+        ('rollout.agent_options={"a": 1}', r"options do nothing with rollout\.agent=turns"),
+        ("serving.weight_transfer=ncll", r"no weight channel of that name; did you mean nccl\?"),
+        ("store=redis", r"store: no experience store of that name; known here: sqlite.*module:attr"),
+        ('trackers=["terminal", "tensorbord"]', r"trackers\.1: no tracker of that name; did you mean tensorboard\?"),
+        ("objective.advantage=rlo", r"objective\.advantage: no advantage estimator of that name; did you mean rloo\?"),
+        ("objective.loss=gsp", r"objective\.loss: no loss of that name; did you mean gspo"),
+        ('sandbox.options={"a": 1}', r"options do nothing with sandbox\.backend=auto"),
+        ('serving.weight_transfer_options={"a": 1}', r"options do nothing with serving\.weight_transfer=file"),
+        ('store_options={"a": 1}', "options do nothing with store=sqlite"),
+        ('objective.loss_options={"a": 1}', r"options do nothing with objective\.loss=clip"),
+        ('objective.advantage_options={"a": 1}', r"options do nothing with objective\.advantage=grpo"),
+        ('tracker_options={"terminal": {"a": 1}}', "options do nothing with trackers=terminal"),
+        ('tracker_options={"a:b": {}}', "'a:b', which is not among trackers"),
+    ],
+)
+def test_a_misspelt_word_and_options_that_do_nothing_stop_as_the_recipe_is_made(override: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        BASE.but(override)
+
+
+def test_options_are_kept_with_the_recipe() -> None:
+    made = BASE.but("store=a:b", store_options={"url": "x", "sizes": [1, 2.5, None]})
+    assert Recipe.model_validate_json(made.model_dump_json()) == made
+    with pytest.raises(RecipeError, match="store_options"):
+        BASE.but("store=a:b", store_options={"what": object()})
+
+
+STORE = """
+from agentrl.experience import SqliteStore
+class Part(SqliteStore):
+    def __init__(self, run_dir, recipe, *, name="x.sqlite"):
+        super().__init__(run_dir / name)
+"""
+
+
+def test_a_store_of_somebodys_is_opened_with_the_run_folder_the_recipe_and_its_options(written: Any, tmp_path: Path) -> None:
+    made = BASE.but(f"store={written(STORE)}", store_options={"name": "mine.sqlite"})
+    check_parts(made)
+    store = parts.make_part(parts.STORE, made.store, made.store_options, tmp_path, made)
+    store.close()
+    assert (tmp_path / "mine.sqlite").is_file()
+
+
+BACKEND = """
+class Part:
+    name = "mine"
+    def __init__(self, *, root, run_label, size=1): ...
+    async def prepare(self, spec): ...
+    async def open(self, spec, *, files=None, snapshot=None, timeout_s=60.0): ...
+    async def close(self): ...
+"""
+
+
+BROKEN_STORE = STORE.replace("from agentrl.experience import SqliteStore", "class SqliteStore:\n def put(self, group): ...")
+INHERITED, INIT = (
+    "from agentrl.protocols import {0}\nclass Part({0}):\n def close(self): ...\n",
+    " def __init__(self, run_dir, recipe): ...",
+)
+TRACKER = "class Part:\n def __init__(self, run_dir, recipe): ...\n def log(self, step, metrics): ..."
+CHANNEL = "class Part:\n def __init__(self, server, *, registry_folder): ...\n async def swap(self, version, folder, probe): ..."
+UNFIT: list[tuple[str, str, dict[str, Any], str, str]] = [
+    (
+        "sandbox.backend",
+        BACKEND.replace("def open", "def opened"),
+        {},
+        "it has no method open",
+        "`async def open(self, spec: SandboxSpec, *,",
+    ),
+    (
+        "sandbox.backend",
+        BACKEND.replace(", timeout_s=60.0", ""),
+        {},
+        "open cannot be called as it will be: timeout_s",
+        "timeout_s: float = 60",
+    ),
+    (
+        "sandbox.backend",
+        BACKEND.replace("(self, spec)", "(self, spec, i)"),
+        {},
+        "missing a required argument: 'i'",
+        "`async def prepare(self,",
+    ),
+    (
+        "sandbox.backend",
+        BACKEND.replace("async def close", "def close"),
+        {},
+        "close is not async, and will be",
+        "`async def close(self) -> None`",
+    ),
+    ("sandbox.backend", BACKEND, {"sice": 3}, "sice: unknown argument; did you mean size?", "takes (*, root, run_label)"),
+    ("sandbox.backend", BACKEND.replace("run_label, ", ""), {}, "run_label: unknown argument", "agentrl.protocols.SandboxBackend"),
+    ("store", BROKEN_STORE, {}, "it has no method commit", "def commit(self, step: int, indices: Sequence[int], checkpoint: str) -> None"),
+    ("store", "Part = 3", {}, "is of type int, and will be called", "takes (run_dir, recipe)"),
+    ("store", "def Part(run_dir, recipe): ...", {}, "does not say what it returns", "annotate it with the class that it makes"),
+    ("store", "async def Part(run_dir, recipe): ...", {}, "is async, and will not be awaited", "takes (run_dir, recipe)"),
+    ("store", "def Part(run_dir, recipe) -> dict: ...", {}, "class dict does not fulfil", "def put(self, group: Group) -> bool"),
+    ("trackers", INHERITED.format("Tracker"), {}, "run_dir", "takes (run_dir, recipe)"),
+    ("store", INHERITED.format("ExperienceStore") + INIT, {}, "it has no method put; it has no method has;", "`def has(self, index: int)"),
+    ("trackers", TRACKER, {}, "it has no method alert; ", "`def alert(self, text: str) -> None`"),
+    ("serving.weight_transfer", CHANNEL, {}, "swap cannot be called as it will be: max_abs_diff", "`async def close(self) -> None`"),
+    ("objective.advantage", "def Part(): ...", {}, "too many positional arguments", "(self, groups: Sequence[Sequence[float]])"),
+    ("objective.advantage", "async def Part(groups): ...", {}, "is async, and will not be awaited", "def __call__"),
+    ("objective.advantage", "class Part:\n def __call__(self, groups): ...", {}, "it is a class", "name an instance"),
+    ("objective.loss", "def Part(tokens, *, width): ...", {}, "missing a required", "(self, tokens: LossTokens)"),
+    ("objective.loss", "def Part(tokens, *, width): ...", {"widht": 1}, "widht: unknown argument; did you mean width", "LossTokens"),
+]
+
+
+@pytest.mark.parametrize(("key", "code", "options", "said", "fix"), UNFIT)
+def test_what_does_not_fulfil_the_protocol_is_refused_with_what_to_write(
+    key: str, code: str, options: dict[str, Any], said: str, fix: str, written: Any
+) -> None:
+    reference = written(code)
+    where = {"sandbox.backend": "sandbox.options", "store": "store_options"}.get(key, f"{key}_options")
+    changes: dict[str, Any] = {key: [reference] if key == "trackers" else reference} | ({where: options} if options else {})
+    with pytest.raises(PluginError) as error:
+        check_parts(BASE.but(changes))
+    assert key in error.value.message and said in error.value.message, error.value.message
+    assert fix in error.value.fix, error.value.fix
+
+
+def test_everything_that_is_wrong_is_told_at_once(written: Any) -> None:
+    reference = written("x = 1", "absent")
+    with pytest.raises(PluginError) as error:
+        check_parts(BASE.but(f"store={reference}", "objective.loss=nowhere.at_all:loss", f'trackers=["{reference}"]'))
+    for said in ("store: ", "trackers: ", "has no attribute 'absent'", "objective.loss: 'nowhere.at_all:loss': no module named 'nowhere'"):
+        assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return [[0.0] * len(g) for g in groups[:-1]]", "3 groups want 3 lists, not a list of 2"),
+        ("return [[0.0] for g in groups]", "group 0 of 4 scores wants 4 advantages, not a list of 1"),
+        ("return 0.5", "3 groups want 3 lists, not a value of type float"),
+        ("return [['0'] * len(g) for g in groups]", "group 0 holds a str of 1 where a float is wanted"),
+        ("return [[(s - sum(g) / len(g)) / (max(g) - min(g)) for s in g] for g in groups]", "it raised ZeroDivisionError"),
+        ("return [[float('nan')] * len(g) for g in groups]", "which is not finite"),
+        ("import random; return [[random.random() for _ in g] for g in groups]", "make it a pure function"),
+        ("raise SystemExit(3)", "it raised SystemExit"),
+    ],
+)
+def test_an_estimator_is_tried_on_a_tiny_step(body: str, said: str, written: Any) -> None:
+    objective = BASE.but(f"objective.advantage={written(f'def Part(groups):{chr(10)} {body}')}").objective
+    with pytest.raises(PluginError, match=r"objective\.advantage .*tried on the scores \[\[0\.0, 1\.0, 0\.0, 1\.0\], \[1\.0") as error:
+        try_estimator(objective, group_size=4)
+    assert said in str(error.value)
+
+
+LOSSES = [
+    ("return tokens.log_ratio.exp() * tokens.advantages", "gave a Tensor"),
+    ("return (tokens.advantages.sum(), tokens.advantages > 0)", "gave shapes [] and [5] for [5] tokens"),
+    ("return (tokens.log_ratio * 2, tokens.advantages)", "gave types torch.float32 and torch.float32"),
+    ("return (tokens.log_ratio / tokens.log_ratio.new_zeros(()), tokens.advantages > 0)", "which is not finite"),
+    ("return (tokens.log_ratio.detach() * tokens.advantages, tokens.advantages > 0)", "its term does not depend on the policy"),
+    ("return (tokens.log_ratio[:, 0], tokens.advantages > 0)", "it raised IndexError"),
+    ("return ((tokens.log_ratio - tokens.log_ratio.detach()).abs().sqrt(), tokens.advantages > 0)", "its gradient is"),
+    ("x = tokens.log_ratio; return (x - x.max(), x > 0)", "tried on 0 tokens: it raised"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "said"), LOSSES)
+def test_a_loss_is_tried_on_a_few_tokens_and_on_none(body: str, said: str, written: Any) -> None:
+    from agentrl.objective.trial import try_loss
+
+    objective = BASE.but(f"objective.loss={written(f'def Part(tokens):{chr(10)} {body}')}").objective
+    with pytest.raises(PluginError, match=r"objective\.loss") as error:
+        try_loss(objective)
+    assert said in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce++", "reinforce++-baseline"])
+def test_what_ships_passes_its_own_trial(loss: str, advantage: str) -> None:
+    from agentrl.objective.trial import try_loss
+
+    objective = ObjectiveConfig(loss=loss, advantage=advantage)
+    try_estimator(objective, group_size=8)
+    try_loss(objective)
+
+
+def test_a_factory_that_breaks_its_word_is_found_out_when_it_is_called(written: Any, tmp_path: Path) -> None:
+    code = "from agentrl.protocols import ExperienceStore\ndef Part(run_dir, recipe) -> ExperienceStore:\n return 3"
+    reference = written(code)
+    check_parts(BASE.but(f"store={reference}"))
+    with pytest.raises(PluginError, match="what it made, of class int, does not fulfil"):
+        parts.make_part(parts.STORE, reference, {}, tmp_path, BASE)
+
+
+def test_what_a_factory_raises_is_told_with_its_place(written: Any, tmp_path: Path) -> None:
+    reference = written(STORE + "        raise KeyError('REDIS_URL')\n")
+    with pytest.raises(PluginError, match=r"store .* could not be opened: KeyError: 'REDIS_URL' \(.*theirs\.py:6\)"):
+        parts.make_part(parts.STORE, reference, {}, tmp_path, BASE)
+
+
+def test_a_wrong_reference_ends_the_command_at_once_with_exit_code_2(tmp_path: Path) -> None:
+    """Before a model is looked at, a sandbox is opened or torch is imported."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "agentrl", "train", "recipes/quickstart.py", "store=agentrl.records:Group", "--run-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert re.search(
+        r"store 'agentrl\.records:Group' cannot be called with .*\n  fix: name a class or function that takes \(run_dir, recipe\)",
+        done.stderr,
+    )
+    assert time.monotonic() - began < 10, "3 s on a quiet machine"
+    assert not (tmp_path / "recipe.json").exists()
+
+
+@given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=6), max_size=5))
+def test_an_estimator_from_outside_gives_what_the_same_one_inside_gives(scores: list[list[float]]) -> None:
+    named = parts.load_part(parts.ADVANTAGE, "agentrl.objective.advantages:rloo", {"normalize_std": True})
+    assert named(scores) == parts.load_part(parts.ADVANTAGE, "rloo", {"normalize_std": True})(scores)
+
+
+async def test_a_backend_with_nothing_but_the_protocol_is_pooled() -> None:
+    from agentrl.records import ExecResult, SandboxSpec
+    from agentrl.sandbox import WarmPool
+    from agentrl.sandbox.plain import PoolAdapter
+
+    inner = ScriptedSandboxes(lambda code: ExecResult(exit_code=0, stdout=code, stderr="", wall_s=0.0))
+    pool = WarmPool(PoolAdapter(inner), warm=1, max_open=1)
+    spec = SandboxSpec(image="i")
+    await pool.prepare(spec)
+    first = await pool.open(spec, files={"a": b"1"})
+    assert (await first.read("a", max_bytes=9), pool.name) == (b"1", inner.name)
+    waiting = asyncio.create_task(pool.open(spec, timeout_s=5.0))
+    await asyncio.sleep(0.02)
+    assert not waiting.done(), "one may be in use"
+    await first.close()
+    second = await waiting
+    assert (await second.python("x", timeout_s=1.0)).stdout == "x"
+    await pool.close()
+
+
+def test_a_tracker_that_raises_costs_nothing_but_its_own_figures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from agentrl.observe import RunTracker
+
+    class Bad(protocols.Tracker):
+        def log(self, step: int, metrics: Any) -> None:
+            raise ConnectionError("no route to the dashboard")
+
+    heard: list[Any] = []
+    good = SimpleNamespace(log=lambda *what: heard.append(what), close=lambda: heard.append("closed"))
+    tracker = RunTracker(tmp_path, [Bad(), good])  # type: ignore[list-item]  # hears of two things
+    tracker.log(1, {"loss": 0.5})
+    tracker.close()
+    assert heard == [(1, {"loss": 0.5}), "closed"] and "tracker Bad: ConnectionError: no route" in caplog.text
+    assert '"loss": 0.5' in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_an_entry_point_is_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "somebody-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: somebody\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[agentrl.plugins]\nbest-of-group = somebody_elses:best\nbroken = somebody_elses:absent\n")
+    (tmp_path / "somebody_elses.py").write_text("def best(groups):\n return [[s - max(g) for s in g] for g in groups]\n")
+    with pytest.raises(RecipeError, match="no advantage estimator of that name"):
+        BASE.but("objective.advantage=best-of-group")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = BASE.but("objective.advantage=best-of-group")
+    check_parts(made)
+    assert parts.load_part(parts.ADVANTAGE, made.objective.advantage)([[1.0, 0.0]]) == [[0.0, -1.0]]
+    with pytest.raises(RecipeError, match=r"did you mean best-of-group\? known here: sqlite, best-of-group, broken"):
+        BASE.but("store=best-of-groups")
+    with pytest.raises(PluginError, match=r"objective\.loss: .*absent"):
+        check_parts(BASE.but("objective.loss=broken"))

@@ -1,0 +1,199 @@
+"""What a record can hold, the store can store: whatever can be made goes through every file that it is kept in, and comes back equal."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agentrl import records
+from agentrl.agent.tools import ToolOutcome
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
+from agentrl.experience import FolderCheckpoints, SqliteStore
+from agentrl.failure.quarantine import Quarantine, count_quarantined
+from agentrl.learner.failure_log import UpdateFailureLog
+from agentrl.learner.update_guard import FailureCounts, UpdateFailure
+from agentrl.observe import RunTracker, write_report
+from agentrl.observe.rundata import read_run
+from agentrl.records import Blame, EpisodeState, Failure, Group, PolicyVersion, ScoredEpisode, Task, VersionState, codec
+from agentrl.records.fields import Record
+from agentrl.rollout.group import excluded_group
+from agentrl.session import measure
+from agentrl.session.transcript import append_transcripts, transcript
+from agentrl.version import FolderRegistry
+from tests import strategies
+from tests.strategies import anything, numbers, utf8_text
+
+KINDS = [kind for kind in vars(records).values() if isinstance(kind, type) and issubclass(kind, Record) and kind is not Record]
+KINDS += [ToolOutcome, UpdateFailure, FailureCounts]
+drawn = settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    deadline=None,
+    max_examples=max(12, settings.default.max_examples // 4),
+)
+
+
+def same(found: Any, made: Any) -> bool:
+    """Equal, also where a figure is NaN, which equals nothing."""
+    return repr(found) == repr(made) and (found == made or "nan" in repr(made))
+
+
+def test_every_dataclass_of_the_records_is_checked() -> None:
+    assert {kind.__name__ for kind in KINDS} >= {
+        name for name, kind in vars(records).items() if dataclasses.is_dataclass(kind) and kind.__module__ == records.__name__
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@drawn
+def test_a_record_is_read_back_equal(kind: type[Any], data: st.DataObject) -> None:
+    read_back(kind, data)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@drawn
+def test_a_field_holds_what_can_be_stored_or_is_refused(kind: type[Any], data: st.DataObject) -> None:
+    refused_or_read_back(kind, data)
+
+
+@pytest.mark.slow
+@given(kind=st.sampled_from(KINDS), data=st.data())
+@settings(drawn, max_examples=1000)
+def test_records_of_all_kinds_at_length(kind: type[Any], data: st.DataObject) -> None:
+    read_back(kind, data)
+    refused_or_read_back(kind, data)
+
+
+def read_back(kind: type[Any], data: st.DataObject) -> None:
+    made = data.draw(strategies.records(kind))
+    assert same(codec.from_json(kind, codec.to_json(made)), made)
+    json.dumps(codec.to_data(made)).encode()
+
+
+def refused_or_read_back(kind: type[Any], data: st.DataObject) -> None:
+    """One field of a record gets what it should not hold."""
+    made = data.draw(strategies.records(kind))
+    field = data.draw(st.sampled_from(dataclasses.fields(kind)))
+    try:
+        other = dataclasses.replace(made, **{field.name: data.draw(anything)})
+    except ValueError as error:
+        str(error).encode()
+        assert len(str(error)) < 1000
+        return
+    assert same(codec.from_json(kind, codec.to_json(other)), other)
+
+
+groups = strategies.records(Group).filter(lambda group: group.index >= 0)
+
+
+@given(groups)
+@drawn
+def test_groups_come_back_from_the_store(group: Group) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = SqliteStore(Path(folder) / "experience.sqlite")
+        try:
+            assert store.put(group) and not store.put(group)
+            assert same(store.groups([group.index])[0], group)
+        finally:
+            store.close()
+
+
+@given(strategies.records(EpisodeState) | strategies.records(ScoredEpisode))
+@drawn
+def test_running_episodes_are_found_as_they_were_kept(record: EpisodeState | ScoredEpisode) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        running = FolderCheckpoints(Path(folder))
+        kept = running.save_state(1, 2, record) if isinstance(record, EpisodeState) else running.save_scored(1, 2, record)
+        asyncio.run(_both(kept))
+        assert same(asyncio.run(_both(running.load(1, 2))), record)
+
+
+async def _both(awaitable: Any) -> Any:
+    return await awaitable
+
+
+@given(strategies.records(Task), strategies.records(ScoredEpisode))
+@drawn
+def test_every_episode_can_be_read_by_people(task: Task, scored: ScoredEpisode) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for phase in ("before", "after", "train"):
+            append_transcripts(folder / "episodes" / f"{phase}.jsonl", [transcript(task, scored, phase=phase, step=0)] * 2)
+        run = read_run(folder)
+        assert not [note for note in run.notes if "unreadable" in note]
+        found = run.episodes["train"][0]
+        lines = scored.episode.trajectories
+        told = (lines[0].prompt if lines else ()) or task.prompt
+        assert [message["content"] for message in found["messages"]][: len(told)] == [message.content for message in told]
+        assert found["answer"] == scored.episode.answer
+        write_report(folder).read_text(encoding="utf-8")
+
+
+@given(strategies.records(Failure), utf8_text, utf8_text)
+@drawn
+def test_a_quarantined_task_is_known_when_the_run_goes_on(failure: Failure, task_id: str, task_key: str) -> None:
+    fault = dataclasses.replace(failure, blame=Blame.TASK)
+    with tempfile.TemporaryDirectory() as name:
+        Quarantine(Path(name), limit=9).add(excluded_group(3, task_id, task_key, fault, size=2))
+        known = Quarantine(Path(name), limit=9).known_fault(task_key)
+        assert known is not None and known.message == fault.message and count_quarantined(Path(name)) == 1
+
+
+@given(strategies.records(PolicyVersion), st.dictionaries(utf8_text, numbers.filter(lambda value: value == value), max_size=3))
+@drawn
+def test_versions_come_back_from_the_registry(version: PolicyVersion, evals: Mapping[str, float]) -> None:
+    version = dataclasses.replace(version, number=abs(version.number) % 10**6, state=VersionState.CANDIDATE)
+    with tempfile.TemporaryDirectory() as name:
+        registry = FolderRegistry(Path(name) / "versions")
+        registry.add(version)
+        registry.set_evals(version.number, evals)
+        assert same(registry.get(version.number), dataclasses.replace(version, evals={**version.evals, **evals}))
+
+
+@given(st.lists(strategies.records(UpdateFailure), min_size=1, max_size=3).map(tuple))
+@drawn
+def test_setbacks_come_back_and_are_told(setbacks: tuple[UpdateFailure, ...]) -> None:
+    setbacks = tuple(dataclasses.replace(setback, action="skip", step=abs(setback.step) >> 1) for setback in setbacks)
+    with tempfile.TemporaryDirectory() as name:
+        log = UpdateFailureLog(Path(name))
+        log.append(setbacks)
+        assert same(log.read(), setbacks)
+        assert len(measure.step_alerts(Path(name), setbacks[0].step)) >= 1
+        write_report(Path(name))
+
+
+def test_a_step_without_a_finite_figure_is_summed_up() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        tracker = RunTracker(Path(name))
+        for step, figure in enumerate((float("inf"), 2.0)):
+            tracker.log(step, {"reward_mean": figure, "swap_stall_ms": figure, "swap_probe_max_abs_diff": figure, "episodes": figure})
+        tracker.close()
+        recipe = Recipe(name="r", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
+        summary = measure.summarize(Path(name), recipe, {}, backend="docker", interrupted=False)
+        assert (summary.episodes, summary.swap_stall_ms_p50, summary.swap_probe_max_abs_diff) == (2, 2.0, 2.0)
+
+
+METRICS = ("reward_mean", "episodes", "tokens_trained", "swap_stall_ms", "swap_probe_max_abs_diff", "loss", "heldout", "ratio_max")
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # TensorBoard keeps float32
+@given(st.lists(st.dictionaries(st.sampled_from(METRICS) | utf8_text, numbers, max_size=5), min_size=1, max_size=3))
+@drawn
+def test_metrics_of_any_size_are_summed_up_and_reported(steps: list[dict[str, float]]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        tracker = RunTracker(Path(name), steps=len(steps))
+        for step, metrics in enumerate(steps):
+            tracker.log(step, metrics)
+        tracker.close()
+        assert len(read_run(Path(name)).metrics) == len(steps)
+        write_report(Path(name))

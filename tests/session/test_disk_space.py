@@ -1,0 +1,70 @@
+"""A run says before it starts what it will keep on its disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
+from agentrl.errors import UserError
+from agentrl.session.disk_space import check_disk_space, required_disk_space
+
+RECIPE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
+GIB = 1 << 30
+
+
+def model_of(folder: Path, *shapes: tuple[int, ...]) -> Path:
+    """A model folder of headers alone."""
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for number, shape in enumerate(shapes):
+        size = 4 * math.prod(shape)
+        header[f"w{number}"] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}  # type: ignore[dict-item]
+        at += size
+    text = json.dumps(header).encode()
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    return folder
+
+
+def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size))
+
+
+def test_what_a_135m_model_needs_is_said_and_a_small_one_is_not_worth_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, run = model_of(tmp_path / "m", (135_000, 1000)), tmp_path / "run"
+    found = required_disk_space(RECIPE, model)
+    assert (found.version, found.checkpoint, found.base) == (540_000_000, 2_160_000_000, 540_000_000)
+    assert found.total == 2 * 540_000_000 + 5 * 540_000_000 + 3 * 2_160_000_000
+    free(monkeypatch, 100 * GIB)
+    (note,) = check_disk_space(RECIPE, model, run)
+    assert note.startswith("the run keeps up to 9.6 GiB") and "3 checkpoints of 2.0 GiB" in note and "fix" not in note
+    free(monkeypatch, 5 * GIB)
+    (note,) = check_disk_space(RECIPE, model, run)
+    assert "needs up to 9.6 GiB" in note and "5.0 GiB are free" in note and "lower learner.keep_checkpoints" in note
+    free(monkeypatch, 2 * GIB)
+    with pytest.raises(UserError, match=r"the first step needs about 3\.0 GiB, and 2\.0 GiB are free"):
+        check_disk_space(RECIPE, model, run)
+    free(monkeypatch, 2 * GIB)
+    assert check_disk_space(RECIPE, model_of(tmp_path / "small", (1000, 1000)), run) == ()
+
+
+def test_a_resumed_run_replaces_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, run = model_of(tmp_path / "m", (1000, 1000)), tmp_path / "run"
+    (run / "checkpoints" / "000001").mkdir(parents=True)
+    with (run / "checkpoints" / "000001" / "state").open("wb") as file:
+        file.truncate(required_disk_space(RECIPE, model).total)
+    free(monkeypatch, 0)
+    assert check_disk_space(RECIPE, model, run) == ()
+
+
+def test_an_adapter_and_a_critic_are_counted(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "m", (1000, 500), (1000,))
+    lora = required_disk_space(RECIPE.but({"learner.lora.rank": 4}), model)
+    assert (lora.version, lora.checkpoint, lora.base) == (4 * 4 * 1500, 16 * 4 * 1500, 4 * 501_000)
+    half = required_disk_space(RECIPE.but({"policy.dtype": "bfloat16"}), model)
+    assert (half.version, half.checkpoint) == (2 * 501_000, 14 * 501_000)

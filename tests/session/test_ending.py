@@ -1,0 +1,193 @@
+"""One error, one cause, in a few lines, and the traceback where it can be read."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import multiprocessing
+import os
+import shutil
+import sqlite3
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from agentrl.errors import LearnerError, SandboxError, StoreError, UserError
+from agentrl.learner.driver_reports import ExitReason, Mailbox, send_exit_reason
+from agentrl.session.ending import close_after, closing_stack, ended_by_user, report_error, warn_on_error
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    return tmp_path
+
+
+def test_a_bug_in_a_run_is_one_line_with_its_place_and_the_log_has_the_rest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = ExceptionGroup("unhandled errors in a TaskGroup", [raised(KeyError("lost"))])
+    assert report_error(error, folder=run, go_on="agentrl train r.py --resume") == 1
+    told = capsys.readouterr().err
+    assert told.splitlines()[0].startswith("failed: KeyError: 'lost' (") and "test_ending.py:" in told
+    assert "continue with: agentrl train r.py --resume" in told and str(run / "logs" / "driver.log") in told
+    assert "Traceback" not in told and len(told.splitlines()) == 3
+    assert "KeyError: 'lost'" in (run / "logs" / "driver.log").read_text() and "Traceback" in (run / "logs" / "driver.log").read_text()
+
+
+def test_without_a_run_folder_a_bug_shows_its_traceback_and_ours_never_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report_error(raised(KeyError("lost"))) == 1
+    assert "Traceback" in capsys.readouterr().err
+    assert report_error(raised(KeyError("lost")), folder=tmp_path) == 1, "no logs/ in it: the run has not begun"
+    assert "Traceback" in capsys.readouterr().err
+    for error, code in ((UserError("wrong", fix="right"), 2), (StoreError("damaged"), 1), (FULL, 1)):
+        assert report_error(raised(error)) == code
+        assert "Traceback" not in capsys.readouterr().err
+
+
+def test_what_the_system_refuses_is_one_line_and_no_name_reaches_the_terminal_raw(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report_error(raised(OSError(errno.ENAMETOOLONG, "File name too long", "runs/a"))) == 1
+    assert report_error(raised(UserError("no run folder a\x1b[31m\tb\u202e", fix="give\r one"))) == 2
+    told = capsys.readouterr().err
+    assert "Traceback" not in told and "File name too long: 'runs/a'" in told
+    assert "a\ufffd[31m" in told and told.count("\n") == 3 and all(one.isprintable() or one == "\n" for one in told)
+
+
+def test_a_full_disk_is_told_as_that_whatever_it_broke_first(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        try:
+            raise FULL
+        except OSError as error:
+            raise StoreError(f"experience store {run}/x: the disk is full\n  fix: free space") from error
+    except StoreError as error:
+        assert report_error(ExceptionGroup("g", [LearnerError("gone too"), error]), folder=run, go_on="again") == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith(f"failed: the disk of {run} is full (") and "experience store" in told[0]
+    assert told[1] == "  fix: free space there; what was finished is kept" and told[2] == "  continue with: again"
+    assert len(told) == 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LearnerError("the learner ended with exit code -7: it gave no reason\n  fix: see there\n  all of its output: logs/learner.log"),
+        sqlite3.OperationalError("disk I/O error"),
+        LearnerError(""),
+    ],
+)
+def test_what_fails_beside_a_full_disk_is_put_down_to_it(
+    error: Exception, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report_error(error, folder=run, go_on="again")
+    first = capsys.readouterr().err.splitlines()
+    assert "full" not in first[0]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=(16 << 20) - 1))
+    report_error(error, folder=run, go_on="again")
+    told = capsys.readouterr().err.splitlines()
+    cause = first[0].removeprefix("failed: ")
+    assert told[0] == f"failed: the disk of {run} is full (15 MiB free), which is likely why: {cause or 'LearnerError'}"
+    assert told[1:3] == ["  fix: free space there; what was finished is kept", "  continue with: again"] and len(told) == 4
+
+
+async def test_errors_on_the_way_out_never_take_the_place_of_the_first(run: Path) -> None:
+    async def closed_badly() -> None:
+        raise FULL
+
+    with pytest.raises(KeyError, match="the first"):
+        async with closing_stack(run) as stack:
+            stack.push_async_callback(closed_badly)
+            try:
+                raise KeyError("the first")
+            except KeyError:
+                with warn_on_error(run, "the summary and the report"):
+                    raise StoreError("the second")  # noqa: B904
+                raise
+    log = (run / "logs" / "driver.log").read_text()
+    assert "a further error, in the summary and the report" in log and "StoreError: the second" in log
+    assert "a further error, in closing what was open" in log and "No space left" in log
+
+
+async def test_an_error_in_closing_alone_is_a_warning_and_the_rest_is_closed(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    closed: list[str] = []
+
+    async def closed_badly() -> None:
+        raise SandboxError("Docker daemon: connection refused")
+
+    async with closing_stack(run) as stack:
+        stack.callback(closed.append, "the first to be opened")
+        stack.push_async_callback(closed_badly)
+        stack.callback(closed.append, "the last")
+    assert closed == ["the last", "the first to be opened"]
+    assert (
+        "sandboxes may be left behind (agentrl sandbox prune removes them): SandboxError: Docker daemon: connection refused" in caplog.text
+    )
+    log = (run / "logs" / "driver.log").read_text()
+    assert "in closing what was open" in log and "Traceback" in log
+
+    async with close_after(closed_badly):
+        closed.append("made")
+    assert closed[-1] == "made" and caplog.text.count("connection refused") == 2
+    with pytest.raises(KeyError, match="the first"):
+        async with close_after(closed_badly):
+            raise KeyError("the first")
+
+
+async def test_a_person_who_does_not_wait_for_closing_is_obeyed(run: Path) -> None:
+    async def never() -> None:
+        await asyncio.sleep(3600)
+
+    async def closing() -> None:
+        async with closing_stack(run) as stack:
+            stack.push_async_callback(never)
+
+    task = asyncio.create_task(closing())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_a_step_that_no_result_depends_on_is_a_warning(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with warn_on_error(run, "the report"):
+        raise KeyError("a template")
+    assert "the report: KeyError: 'a template'" in caplog.text and "Traceback" in (run / "logs" / "driver.log").read_text()
+
+
+def test_a_person_who_stopped_it_is_no_error() -> None:
+    assert ended_by_user(KeyboardInterrupt()) and ended_by_user(BaseExceptionGroup("g", [asyncio.CancelledError(), KeyboardInterrupt()]))
+    assert not ended_by_user(BaseExceptionGroup("g", [asyncio.CancelledError(), KeyError()]))
+
+
+def test_a_learner_s_reason_crosses_to_its_driver_typed(tmp_path: Path) -> None:
+    """Two ranks: the one that refused says why, the other only that it lost its peer, and said so first."""
+    box = Mailbox()
+    assert box.best() is None
+    refusal = ExitReason(kind="user", message="no model", fix="take another")
+    for word in (ExitReason(kind="other", message="RuntimeError: peer is gone"), refusal):
+        rank = multiprocessing.get_context("fork").Process(target=send_exit_reason, args=(box.address, word))
+        rank.start()
+        rank.join()
+    found = box.best()
+    assert found == refusal
+    error = found.to_error(tmp_path / "learner.log")
+    assert isinstance(error, UserError) and error.fix == "take another"
+    box.discard()
+    assert box.best() is None
+
+
+def test_a_word_too_long_is_cut_and_rubbish_is_passed_over(tmp_path: Path) -> None:
+    box = Mailbox()
+    send_exit_reason(box.address, ExitReason.from_error(ValueError("x" * 10**6)))
+    with Path(box.address).open("ab") as file:
+        file.write(b'{"kind": "other"\n[]\n')
+    assert box.best() is not None and len(box.best().message) < 5000  # type: ignore[union-attr]
+    send_exit_reason(str(tmp_path / "gone" / "fd"), ExitReason(kind="other", message="nobody hears it"))
+    send_exit_reason(None, ExitReason(kind="other", message="nobody hears it"))

@@ -1,0 +1,195 @@
+"""Which folder a run gets, whether a resumed run is the same run, and the command that goes on with it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.base.run_lock import DRIVER
+from agentrl.config import PolicyConfig, Recipe, TasksConfig, apply_overrides
+from agentrl.config.section import Section, named_section_of, resumable_keys, section_of
+from agentrl.errors import RecipeError, UserError
+from agentrl.observe import Summary, sessions
+from agentrl.session.folder import (
+    RunStart,
+    check_resumed_recipe,
+    claim_run_folder,
+    finished_summary,
+    merge_overrides,
+    recorded_overrides,
+    write_start,
+)
+
+RECIPE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
+
+
+def folder_for(runs: Path, *, resume: bool = False, wanted: Path | None = None) -> Path:
+    with claim_run_folder(wanted, runs, "q", resume=resume, command="test") as folder:
+        return folder
+
+
+def hold_run(folder: Path, overrides: Sequence[str] = (), recipe: Recipe = RECIPE) -> RunStart:
+    start = RunStart(recipe=Path("recipes/mine.py"), folder=folder, overrides=tuple(overrides))
+    write_start(folder, apply_overrides(recipe, list(overrides)), start)
+    return start
+
+
+def test_a_fresh_run_gets_the_first_free_folder_and_resume_the_last_that_holds_one(tmp_path: Path) -> None:
+    assert folder_for(tmp_path) == tmp_path / "q"
+    for name in ("q", "q-2"):
+        hold_run(tmp_path / name)
+    assert folder_for(tmp_path) == tmp_path / "q-3"
+    (tmp_path / "q-3").mkdir()
+    (tmp_path / "q-3" / DRIVER).write_text("")  # of one that was stopped before it started
+    assert folder_for(tmp_path, resume=True) == tmp_path / "q-2"
+    assert folder_for(tmp_path) == tmp_path / "q-3"
+
+
+def test_a_finished_run_is_finished_under_its_own_recipe_alone(tmp_path: Path) -> None:
+    """Else `--resume` starts a server, evaluates and exports everything a second time."""
+    hold_run(tmp_path)
+    assert finished_summary(tmp_path, RECIPE) is None, "the driver was killed"
+    sessions.record_end(tmp_path, "finished")
+    assert finished_summary(tmp_path, RECIPE) is None, "there is no summary"
+    made = Summary(
+        name="x", finished=True, steps=1, episodes=1, episodes_left_out=0, tokens_trained=1, weight_swaps=1, sandbox_backend="b", seed=0
+    )
+    made.write(tmp_path)
+    assert finished_summary(tmp_path, RECIPE) == made
+    further = RECIPE.but({"steps": RECIPE.steps + 1})
+    assert finished_summary(tmp_path, further) is None, "more steps are to be made"
+    hold_run(tmp_path, recipe=further)
+    assert finished_summary(tmp_path, further) is None, "and this start has not ended yet"
+    sessions.record_end(tmp_path, "failed", why="no model")
+    assert finished_summary(tmp_path, further) is None and finished_summary(tmp_path, RECIPE) is None
+    assert [one.ended for one in sessions.read_sessions(tmp_path)] == ["finished", "failed"]
+
+
+def test_a_run_folder_is_not_reused_by_accident(tmp_path: Path) -> None:
+    hold_run(tmp_path / "run")
+    with pytest.raises(UserError, match="already holds a run") as error:
+        folder_for(tmp_path, wanted=tmp_path / "run")
+    assert "--resume" in error.value.fix
+    assert folder_for(tmp_path, wanted=tmp_path / "run", resume=True) == tmp_path / "run"
+
+
+def test_resume_needs_a_run_and_makes_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run to resume"):
+        folder_for(tmp_path, wanted=tmp_path / "none", resume=True)
+    assert not (tmp_path / "none").exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no run to resume"):
+        folder_for(tmp_path, wanted=tmp_path / "empty", resume=True)
+
+
+def test_a_resumed_run_has_its_overrides_again_and_says_what_changes(tmp_path: Path) -> None:
+    hold_run(tmp_path, ["steps=24", "learner.lr=1e-3", "critic={}", "objective.advantage=gae"])
+    before = recorded_overrides(tmp_path)
+    assert check_resumed_recipe(tmp_path, apply_overrides(RECIPE, list(before))) == []
+    longer = merge_overrides(before, ["steps=30", "learner.ranks=2"])
+    assert check_resumed_recipe(tmp_path, apply_overrides(RECIPE, list(longer))) == ["steps 24 -> 30", "learner.ranks 1 -> 2"]
+    with pytest.raises(RecipeError, match=r"differs from the run's: learner\.lr 0\.001 -> 0\.002") as error:
+        check_resumed_recipe(tmp_path, apply_overrides(RECIPE, list(merge_overrides(before, ["learner.lr=2e-3"]))))
+    assert "steps" in error.value.fix and "docs/" not in str(error.value)
+
+
+def test_a_damaged_record_of_the_start_is_told(tmp_path: Path) -> None:
+    assert recorded_overrides(tmp_path) == ()
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(UserError, match=r"run\.json is damaged"):
+        recorded_overrides(tmp_path)
+
+
+HARD = ['tasks.options={"a b": "it\'s $HOME"}', "policy.model=./my model", "name=a;b", "steps=3", "sandbox.backend=bubblewrap"]
+
+
+def test_the_resume_command_is_the_one_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell takes it apart into what was given, --resume added."""
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/agentrl", "train"])
+    start = RunStart(recipe=Path("my recipes/r.py"), folder=tmp_path / "a run", overrides=tuple(HARD))
+    words = shlex.split(start.command(resume=True))
+    assert words == ["/somewhere/bin/agentrl", "train", "my recipes/r.py", *HARD[:4], "--run-dir", str(tmp_path / "a run"),
+                     "--sandbox", "bubblewrap", "--resume"]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["recipes/mine.py"])
+    assert shlex.split(start.command())[:4] == [sys.executable, "-m", "agentrl", "train"]
+    kept = json.loads((hold_run(tmp_path / "kept", ["steps=3"]).folder / "run.json").read_text())
+    assert kept["resume"].endswith(f"train recipes/mine.py steps=3 --run-dir {tmp_path}/kept --resume")
+
+
+KEYS = st.sampled_from(["steps", "learner.lr", "critic", "critic.lam", "critic.gamma", "objective.advantage", "learner.limits.max_kl"])
+VALUES = {
+    "steps": ["1", "7"],
+    "learner.lr": ["1e-3", "0.5"],
+    "critic": ["{}", '{"lam": 0.5}'],
+    "critic.lam": ["0.25", "1"],
+    "critic.gamma": ["0.5", "1"],
+    "objective.advantage": ["gae"],
+    "learner.limits.max_kl": ['{"at": 1}'],
+}
+OVERRIDES = st.lists(KEYS.flatmap(lambda key: st.sampled_from([f"{key}={value}" for value in VALUES[key]])), max_size=6)
+
+
+@given(OVERRIDES, OVERRIDES)
+def test_merged_overrides_mean_what_both_mean_one_after_the_other(earlier: list[str], later: list[str]) -> None:
+    frame = ["objective.advantage=gae", "critic={}"]
+    one_by_one = apply_overrides(RECIPE, [*frame, *earlier, *later])
+    assert apply_overrides(RECIPE, list(merge_overrides([*frame, *earlier], later))) == one_by_one
+    assert merge_overrides(merge_overrides(earlier, later), later) == merge_overrides(earlier, later)
+
+
+def leaves(kind: type[Section], prefix: str = "") -> Iterator[str]:
+    """Every key that has a value of its own, sections by name included under the name `x`."""
+    for name, found in kind.model_fields.items():
+        inner, several = section_of(found.annotation), named_section_of(found.annotation)
+        if inner is not None or several is not None:
+            yield from leaves(inner or several, f"{prefix}{name}." if inner else f"{prefix}{name}.x.")  # type: ignore[arg-type]
+        else:
+            yield f"{prefix}{name}"
+
+
+DECIDES = (
+    *("name", "seed", "max_staleness", "device", "store", "store_options"),
+    *("policy.*", "tasks.*", "tools.*", "memory.*", "objective.*", "critic.*"),
+    *("learner.lr", "learner.warmup_steps", "learner.lr_schedule", "learner.weight_decay", "learner.max_grad_norm", "learner.lora.*"),
+    *("learner.minibatches", "learner.share_prefixes", "learner.kernels", "learner.offload"),
+    *("judge_servers.x.model", "judge_servers.x.dtype", "judge_servers.x.max_model_len"),
+    *("rollout.agent", "rollout.agent_options", "rollout.delegation.*", "rollout.compaction.*", "rollout.instructions"),
+    *("rollout.group_size", "rollout.groups_per_step", "rollout.spare_attempts", "rollout.stop_equal_after", "rollout.extra_groups"),
+    *("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p", "rollout.min_group_size", "rollout.branching.*"),
+)
+"""Keys that decide what is sampled, judged or learned, or what a checkpoint holds. A new key is put here, or declared `resumable`."""
+
+
+def test_every_key_is_either_resumable_or_decides_what_a_run_learns() -> None:
+    may = resumable_keys(Recipe)
+    for key in leaves(Recipe):
+        free = any(fnmatchcase(key, pattern) for pattern in may)
+        decides = any(fnmatchcase(key, pattern) for pattern in DECIDES)
+        assert free != decides, f"{key}: is it resumable ({free}), or does it decide what a run learns ({decides})?"
+
+
+def test_what_helps_a_slow_server_may_change_on_a_resume(tmp_path: Path) -> None:
+    hold_run(tmp_path)
+    faster = ["serving.threads=2", "rollout.concurrency=8", "serving.request_timeout_s=300", "rollout.max_retries=5"]
+    assert len(check_resumed_recipe(tmp_path, apply_overrides(RECIPE, faster))) == 4
+    with pytest.raises(RecipeError, match=r"rollout\.temperature 1\.0 -> 0\.5") as error:
+        check_resumed_recipe(tmp_path, apply_overrides(RECIPE, [*faster, "rollout.temperature=0.5"]))
+    assert "rollout.concurrency" in error.value.fix and "serving.*" in error.value.fix
+
+
+def test_servers_of_judges_may_be_given_more_but_not_other_weights(tmp_path: Path) -> None:
+    recipe = apply_overrides(RECIPE, ['judge_servers.small={"model": "m"}'])
+    hold_run(tmp_path, recipe=recipe)
+    assert check_resumed_recipe(tmp_path, apply_overrides(recipe, ["judge_servers.small.threads=2"])) == [
+        "judge_servers.small.threads 1 -> 2"
+    ]
+    with pytest.raises(RecipeError, match=r"judge_servers\.small\.model"):
+        check_resumed_recipe(tmp_path, apply_overrides(recipe, ["judge_servers.small.model=other"]))

@@ -1,0 +1,159 @@
+"""The judges' servers of a run: started, waited for, started again when they die, ended; and what a recipe may not say of them.
+
+In place of vLLM a few lines of Python answer; tests/serving/test_judge_server.py has the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import agentrl.session.judge_servers as judge_servers_module
+from agentrl.config import Recipe
+from agentrl.errors import RecipeError, ServingError, UserError
+from agentrl.judge import Endpoint, Judge, served, servers
+from agentrl.judge.forms import CORRECT
+from agentrl.judge.reward_record import save_record
+from agentrl.serving.judge_server import JudgeServer
+from agentrl.session.judge_servers import (
+    check_judge_servers_used,
+    check_reward_model_vocabulary,
+    declare_judge_servers,
+    running_judge_servers,
+)
+from tests.judge.judge_parts import TASK, episode
+from tests.waiting import until
+
+ANSWERS = """
+import http.server, json, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({})
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        said = json.dumps({"reasoning": "", "scores": {"correct": 1}, "abstain": False})
+        self.answer({"choices": [{"message": {"content": said}, "finish_reason": "stop"}]})
+    def answer(self, body):
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+    def log_message(self, *args): pass
+
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def recipe(**judge: object) -> Recipe:
+    section = {"model": "m", "startup_timeout_s": 60, **judge}
+    return Recipe.model_validate({"name": "x", "policy": {"model": "m"}, "tasks": {"family": "f:F"}, "judge_servers": {"small": section}})
+
+
+@pytest.fixture(autouse=True)
+def undeclared() -> Iterator[None]:
+    yield
+    servers.register_servers({})
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JudgeServer, "_command", lambda self, port: [sys.executable, "-c", ANSWERS, str(port)])
+    monkeypatch.setattr("agentrl.serving.server.serving_device", lambda recipe: "cpu")
+    monkeypatch.setattr(judge_servers_module, "_WATCH_S", 0.05)
+    servers.register_servers({"small": servers.JudgeServer(folder=Path("m"), weights="", reward_model=False)})
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_server_that_dies_is_started_again_and_its_judges_wait(tmp_path: Path) -> None:
+    judge = Judge(endpoint=Endpoint(url=served("small"), model="small"), form=CORRECT)
+    known = servers.registered_servers()["small"]
+    async with running_judge_servers(recipe(max_restarts=1), {"small": Path("m")}, folder=tmp_path) as running:
+        assert (await judge(TASK, episode())).value == 1.0, "asked before the server was up"
+        await running.ready()
+        first = running.pid("small")
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: running.restarts["small"] == 1)
+        assert (await judge(TASK, episode("Paris, again"))).value == 1.0
+        second = running.pid("small")
+        assert second is not None and second != first
+        os.kill(second, signal.SIGKILL)
+        await until(lambda: bool(known.refused))
+        refused = await judge(TASK, episode("Paris, once more"))
+        assert refused.value is None and "died 2 times" in refused.reason
+    with pytest.raises(ProcessLookupError):
+        os.kill(second, 0)
+    assert known.url == "" and (tmp_path / "logs" / "judge-small.log").exists()
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_one_that_cannot_be_started_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JudgeServer, "_command", lambda self, port: [sys.executable, "-c", "raise SystemExit('no such model')"])
+    async with running_judge_servers(recipe(), {"small": Path("m")}, folder=tmp_path) as running:
+        with pytest.raises(ServingError, match="the judge's server small ended with code 1"):
+            await running.ready()
+        assert "cannot be started" in servers.registered_servers()["small"].refused
+    async with running_judge_servers(recipe(), {}, folder=tmp_path) as none:
+        await asyncio.wait_for(none.ready(), 1)
+
+
+def test_what_a_recipe_says_of_its_judges_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 512, "architectures": ["Qwen3ForCausalLM"]}')
+    with pytest.raises(UserError, match=r"judge_servers\.small\.model: .* lacks"):
+        declare_judge_servers(recipe(), {"small": tmp_path})
+    for name, text in (("tokenizer_config.json", "{}"), ("tokenizer.json", "{}"), ("chat_template.jinja", "x")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(UserError, match=r"judge_servers\.small\.max_model_len=2048, and the model has 512 positions"):
+        declare_judge_servers(recipe(), {"small": tmp_path})
+    declare_judge_servers(recipe(max_model_len=512), {"small": tmp_path})
+    assert not servers.registered_servers()["small"].reward_model and len(servers.registered_servers()["small"].weights) == 64
+    before = servers.registered_servers()["small"].weights
+    (tmp_path / "chat_template.jinja").write_text("y")
+    declare_judge_servers(recipe(max_model_len=512), {"small": tmp_path})
+    assert servers.registered_servers()["small"].weights != before
+    servers.register_servers({"nobody-asks": servers.JudgeServer(folder=tmp_path, weights="", reward_model=False)})
+    with pytest.raises(UserError, match=r"judge_servers\.nobody-asks would start a server that no judge"):
+        check_judge_servers_used()
+
+
+def test_a_reward_model_that_reads_tokens_has_the_policys_vocabulary(tmp_path: Path) -> None:
+    policy, model = tmp_path / "policy", tmp_path / "model"
+    for folder, vocab in ((policy, {"a": 0}), (model, {"b": 0})):
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+    (model / "model.safetensors").write_bytes(b"weights")
+    servers.register_servers({"mine": servers.JudgeServer(folder=model, weights="", reward_model=True)})
+    save_record(model, shows=("answer",), offset=0.0, scale=1.0, max_tokens=8)
+    check_reward_model_vocabulary(policy)
+    save_record(model, shows=(), offset=0.0, scale=1.0, max_tokens=8)
+    with pytest.raises(UserError, match="another vocabulary"):
+        check_reward_model_vocabulary(policy)
+    check_reward_model_vocabulary(model)
+
+
+def test_keys_of_one_of_several_sections_are_overridden_one_by_one() -> None:
+    made = recipe().but("judge_servers.small.threads=2", "judge_servers.other.model=m2")
+    assert (
+        made.judge_servers["small"].threads == 2 and made.judge_servers["small"].model == "m" and made.judge_servers["other"].model == "m2"
+    )
+    assert made.but("judge_servers={}").judge_servers == {}
+    for odd in ("judge_servers.small.thread=2", "judge_servers.a b.model=m", "judge_servers.small=3", "judge_servers.other.threads=1"):
+        with pytest.raises(RecipeError):
+            recipe().but(odd)
+    for odd in ("tasks.group_weight=0.5", 'tasks={"family": "f:F", "group_judge": "a:b", "group_weight": 0}'):
+        with pytest.raises(RecipeError, match="group_weight"):
+            recipe().but(odd)
+    with pytest.raises(RecipeError, match="compares the attempts"):
+        recipe().but(
+            {"tasks.group_judge": "a:b", "rollout.group_size": 1, "rollout.min_group_size": 1, "objective.advantage": "reinforce++"}
+        )

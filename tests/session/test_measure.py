@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from agentrl.cli import suites
+from agentrl.cli.train import describe
+from agentrl.judge import Judge, Prices
+from agentrl.judge.forms import CORRECT
+from agentrl.observe import Summary
+from agentrl.observe.report import _tiles
+from agentrl.records import Cancelled, Episode, Group, Score, ScoredEpisode, Trajectory
+from agentrl.session.measure import cancelled_metrics, judge_costs
+from agentrl.testing import ChatServer, ScriptedAnswer
+from tests.judge.judge_parts import RIGHT, TASK, endpoint, episode
+
+
+def group(index: int, *wall_s: float, cancelled: tuple[Cancelled, ...] = ()) -> Group:
+    line = (Trajectory(agent="main", turns=()),)
+    episodes = [Episode(id=f"{index}-{n}", task_id="t", task_key="k", trajectories=line, wall_s=s) for n, s in enumerate(wall_s)]
+    scored = tuple(ScoredEpisode(episode=one, score=Score(value=1.0)) for one in episodes)
+    return Group(index=index, task_id="t", task_key="k", episodes=scored, cancelled=cancelled)
+
+
+def test_what_groups_went_on_without_is_counted_beside_what_they_have() -> None:
+    assert cancelled_metrics([group(0, 1.0), group(1, 1.0)]) == {}, "a run without further attempts has no such figures"
+    slow = Cancelled(episode_id="a", reason="spare", turns=2, tokens=300, wall_s=9.0)
+    lazy = Cancelled(episode_id="b", reason="spare", turns=0, tokens=0, wall_s=5.0)
+    idle = Cancelled(episode_id="c", reason="equal", begun=False)
+    assert cancelled_metrics([group(0, 1.0, 3.0, cancelled=(slow, idle)), group(1, 2.0, cancelled=(lazy,))]) == {
+        "attempts_cancelled": 2,
+        "attempts_not_begun": 1,
+        "tokens_cancelled": 300,
+        "groups_stopped": 1,
+        "cancelled_tokens_mean": 150,
+        "cancelled_wall_s_mean": 7,
+        "counted_wall_s_mean": 2,
+    }
+
+
+async def test_what_judges_have_cost_is_told_and_a_damaged_ledger_costs_nothing_else(tmp_path: Path) -> None:
+    assert judge_costs(tmp_path) == {} and not list(tmp_path.iterdir()), "a run without judges has no such figures, and no ledger"
+    with ChatServer([ScriptedAnswer(RIGHT), ScriptedAnswer("I am sorry.")]) as server:
+        for name in ("one", "other"):
+            priced = endpoint(server.url, model=name, prices=Prices(prompt=1e6, completion=1e6))
+            judge = Judge(endpoint=priced, form=CORRECT)
+            judge.prepare(root=tmp_path, folder=tmp_path)
+            await judge(TASK, episode())
+            await judge(TASK, episode())
+            await judge.close()
+    spent = judge_costs(tmp_path)
+    figures = {name: spent[name] for name in ("calls", "cached", "unreadable", "prompt_tokens", "completion_tokens")}
+    assert figures == {"calls": 3, "cached": 1, "unreadable": 2, "prompt_tokens": 300, "completion_tokens": 30} and spent["money"] == 330
+    told = Summary(
+        name="x", finished=True, steps=1, episodes=1, episodes_left_out=0, tokens_trained=1, weight_swaps=1, sandbox_backend="b", seed=0,
+        judges=spent,
+    )  # fmt: skip
+    line = "3 questions to judges, 1 answered before, 330 tokens, money 330; 2 unreadable"
+    assert line in describe(told, tmp_path)
+    assert suites.told("a table", spent) == f"a table\njudges  {line}" and suites.told("a table", {}) == "a table"
+    assert {("3", "questions to judges"), ("330", "money for judges"), ("2", "questions without a verdict")} <= {*_tiles(told)}
+    for file in tmp_path.glob("judges.sqlite*"):
+        file.unlink()
+    (tmp_path / "judges.sqlite").write_bytes(b"no database" * 100)
+    assert judge_costs(tmp_path) == {}

@@ -1,0 +1,232 @@
+"""Runs in which nothing is scored, or nothing can be learned: the real loop, groups, verifiers and batches around a scripted policy."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from agentrl.errors import InfrastructureError, SandboxError
+from agentrl.evaluation import held_out
+from agentrl.objective import assemble
+from agentrl.observe import Summary, sessions
+from agentrl.protocols import SandboxBackend
+from agentrl.records import Episode, Score, Task
+from agentrl.reward import TaskScorer
+from agentrl.run import loop
+from agentrl.session import measure
+from agentrl.session.folder import RunStart
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+from tests.driving import Family, Journaled, make_recipe, make_task, opened
+
+
+async def in_words(task: Task, episode: Episode) -> str:
+    return "looks right to me"
+
+
+async def same_for_all(task: Task, episode: Episode) -> Score:
+    return Score(value=1.0)
+
+
+async def broken_for_all(task: Task, episode: Episode) -> Score:
+    raise ZeroDivisionError("no rows")
+
+
+class Dead(ScriptedSandboxes):
+    async def open(self, *arguments: Any, **options: Any) -> Any:
+        raise SandboxError("the daemon is gone")
+
+
+def judged_by(verifier: Callable[..., Any], **changes: Any) -> Family:
+    reference = f"tests.session.test_no_result:{verifier.__name__}"
+    return Family(lambda index: replace(make_task(index), verifiers=(reference,), **changes))
+
+
+async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> Summary:
+    """One step of two groups, with the figures that the learner's batch gives; then the run's summary."""
+    recipe = make_recipe(checkpoint_turns=False, max_retries=0)
+    async with opened(folder, Journaled(folder / "journal.jsonl"), sandboxes, recipe, family) as run:
+        run.groups = replace(run.groups, score=TaskScorer())
+        await loop._roll_out(run)
+        groups = run.store.groups(range(2))
+        made = assemble(0, groups, recipe)
+        dropped = Counter(f"groups_{reason.partition(':')[0]}" for reason in made.drop_reasons.values())
+        changed = float(bool(made.batch.samples))
+        update = {"tokens_trained": made.batch.denominator, "weights_changed": changed, "updates_left_out": 0.0, **dropped}
+        (folder / "update.json").write_text(json.dumps(update))
+        metrics = measure.step_metrics(groups, folder, None, step=0, wall_s=1.0)
+        measure.record_excluded(folder, 1, groups)
+        run.tracker.log(1, metrics)
+    return measure.summarize(folder, recipe, {}, backend="scripted", interrupted=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "dead", "left_out", "problem"),
+    [
+        (
+            judged_by(in_words),
+            False,
+            {"tests.session.test_no_result:in_words: verifier gave str, not a Score": 6},
+            "nothing was scored: all 6 episodes of 1 step were left out (6 x tests.session.test_no_result:in_words: verifier gave str",
+        ),
+        (
+            judged_by(broken_for_all),
+            False,
+            {"tests.session.test_no_result:broken_for_all: verifier raised ZeroDivisionError: no rows": 6},
+            "nothing was scored: all 6 episodes of 1 step were left out (6 x tests.session.test_no_result:broken_for_all: verifier raised",
+        ),
+        (
+            judged_by(same_for_all),
+            False,
+            {},
+            "nothing was learned: no token was trained in 1 step (2 groups: all attempts scored alike, so there was nothing to prefer;"
+            " mean reward 1.000)",
+        ),
+        (
+            judged_by(same_for_all, tools=("pyhton",)),
+            False,
+            {
+                "task: TaskError: unknown tool 'pyhton' fix: use python, python_session, shell, submit, view, create, replace, insert,"
+                " search, or a reference such as mytools:search": 6
+            },
+            "nothing was scored: all 6 episodes of 1 step were left out (6 x task: TaskError: unknown tool 'pyhton'",
+        ),
+        (
+            judged_by(same_for_all),
+            True,
+            {"infrastructure: SandboxError: the daemon is gone": 6},
+            "nothing was scored: all 6 episodes of 1 step were left out (6 x infrastructure: SandboxError: the daemon is gone)",
+        ),
+    ],
+    ids=["verifier gives text", "verifier raises", "groups never differ", "all quarantined", "no sandbox opens"],
+)
+async def test_a_run_without_a_result_says_why(tmp_path: Path, family: Family, dead: bool, left_out: dict[str, int], problem: str) -> None:
+    summary = await one_step(tmp_path, family, Dead(printing("3")) if dead else ScriptedSandboxes(printing("3")))
+    (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert line.get("reward_mean") == (None if left_out else 1.0), "no score is not zero"
+    assert summary.left_out_reasons == left_out and summary.episodes_left_out == sum(left_out.values())
+    (told,) = summary.problems
+    assert told.startswith(problem) and not measure.weights_changed(tmp_path)
+    if left_out:
+        (kept,) = [json.loads(text) for text in (tmp_path / "failures" / "left_out.jsonl").read_text().splitlines()]
+        assert kept["step"] == 1 and [len(ids) for ids in kept["left_out"].values()] == [6]
+
+
+async def test_a_step_that_is_made_again_is_counted_once(tmp_path: Path) -> None:
+    await one_step(tmp_path, judged_by(in_words), ScriptedSandboxes(printing("3")))
+    (tmp_path / "experience.sqlite").unlink()
+    summary = await one_step(tmp_path, judged_by(broken_for_all), ScriptedSandboxes(printing("3")))
+    assert list(summary.left_out_reasons.values()) == [6] and "ZeroDivisionError" in next(iter(summary.left_out_reasons))
+
+
+@pytest.mark.parametrize("phase", ["before", "after"])
+async def test_an_evaluation_without_a_score_has_no_rate(tmp_path: Path, phase: str) -> None:
+    """Before training it ends the run; later it must not cost what was learned, so it is told and the run goes on to its end."""
+    recipe = make_recipe(max_retries=0).but({"evaluation.heldout": 3, "evaluation.heldout_real": 0})
+    async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, judged_by(in_words)) as run:
+        run.groups = replace(run.groups, score=TaskScorer())
+        run.registry = Registry()  # type: ignore[assignment]
+        told = "evaluation .*: 3 of 3 episodes on heldout excluded: 3 x tests.session.test_no_result:in_words: verifier gave str"
+        if phase == "before":
+            with pytest.raises(InfrastructureError, match=told):
+                await held_out.evaluate_served(run, phase, step=0)
+        else:
+            assert await held_out.evaluate_served(run, phase, step=0) == {}
+    saved = json.loads((tmp_path / "evaluations.json").read_text())[phase]["heldout"]
+    assert "value" not in saved and saved["left_out"] == 3 and list(saved["left_out_reasons"].values()) == [3]
+    assert len((tmp_path / "episodes" / f"{phase}.jsonl").read_text().splitlines()) == 3, "they can be read"
+    summary = measure.summarize(tmp_path, recipe, {}, backend="scripted", interrupted=False)
+    assert summary.heldout_before is None and summary.heldout_after is None
+    (problem,) = summary.problems
+    assert problem.startswith(f"evaluation {phase}: none of 3 episodes on heldout tasks was scored (3 x ")
+
+
+class Registry:
+    def set_evals(self, number: int, evals: dict[str, float]) -> None:
+        assert evals == {}
+
+
+async def test_an_evaluation_that_is_complete_is_not_made_again(tmp_path: Path) -> None:
+    """Of the same weights, under the same settings. A stop in the first step would repeat the one before training."""
+    recipe = make_recipe(max_retries=0).but({"steps": 4, "evaluation.heldout": 3, "evaluation.heldout_real": 0})
+
+    async def evaluated(**changes: Any) -> int:
+        policy = Journaled(tmp_path / "j")
+        now = recipe.but({name: value for name, value in changes.items() if "." in name})
+        async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), now, judged_by(same_for_all)) as run:
+            run.groups = replace(run.groups, score=TaskScorer())
+            run.registry = Rates()  # type: ignore[assignment]
+            run.served.sha256 = changes.get("sha256", "a" * 64)  # type: ignore[misc]
+            before = len((tmp_path / "j").read_text().splitlines()) if (tmp_path / "j").exists() else 0
+            assert await held_out.evaluate_once(run, "before", step=0) == {"heldout": 1.0}
+            assert run.registry.rates == {"heldout": 1.0}  # type: ignore[attr-defined]
+        return len((tmp_path / "j").read_text().splitlines()) - before
+
+    assert await evaluated() > 0
+    assert await evaluated() == 0
+    assert await evaluated(**{"evaluation.every": 2}) == 0, "which is not about this one"
+    assert await evaluated(sha256="b" * 64) > 0, "other weights"
+    assert await evaluated(**{"sha256": "b" * 64, "evaluation.heldout": 4}) > 0, "other settings"
+
+
+class Rates:
+    rates: dict[str, float] | None = None
+
+    def set_evals(self, number: int, evals: dict[str, float]) -> None:
+        self.rates = evals
+
+
+async def test_a_fault_that_ends_a_run_is_in_its_summary_and_what_was_begun_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(max_retries=0)
+
+    @asynccontextmanager
+    async def fake(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        sessions.record_start(tmp_path)
+        async with opened(tmp_path, Journaled(tmp_path / "j"), Dead(printing("3")), recipe, judged_by(same_for_all)) as run:
+            yield run
+
+    async def pipeline(run: Any) -> None:
+        await loop._roll_out(run)
+        raise ExceptionGroup("parts", [InfrastructureError("the run pauses: too many faults")])
+
+    monkeypatch.setattr(loop, "open_run", fake)
+    monkeypatch.setattr(loop, "_pipeline", pipeline)
+    start = RunStart(recipe=Path("r.py"), folder=tmp_path, overrides=())
+    with pytest.raises(ExceptionGroup):
+        await loop.train(recipe, start, cast(Any, None), root=tmp_path, console=False)
+    summary = Summary.read(tmp_path)
+    assert summary.interrupted and not summary.finished
+    assert summary.problems[0] == "the run ended early: InfrastructureError: the run pauses: too many faults"
+    assert (summary.steps, summary.episodes, summary.episodes_left_out, summary.attempts_failed) == (0, 6, 6, 6)
+    assert [one.ended for one in summary.sessions] == ["failed"]
+
+    async def nothing(run: Any) -> None:
+        return None
+
+    monkeypatch.setattr(loop, "_pipeline", nothing)
+    summary = await loop.train(recipe, start, cast(Any, None), root=tmp_path, console=False)
+    assert [one.ended for one in summary.sessions] == ["failed", "finished"] and not summary.interrupted
+    assert not any("ended early" in problem for problem in summary.problems)
+
+
+async def test_a_start_that_fails_before_it_begins_says_nothing_of_the_driver_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise InfrastructureError("no sandboxes")
+
+    sessions.record_start(tmp_path)  # and was killed
+    monkeypatch.setattr(loop, "open_run", fails)
+    start = RunStart(recipe=Path("r.py"), folder=tmp_path, overrides=())
+    with pytest.raises(InfrastructureError):
+        await loop.train(make_recipe(), start, cast(Any, None), root=tmp_path, console=False)
+    assert [one.ended for one in sessions.read_sessions(tmp_path)] == ["killed"]

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from agentrl.cluster.gpus import Placement
+from agentrl.records import Blame, Failure
+from agentrl.serving.server_pool import ServerPool
+from agentrl.serving.supervisor import SupervisedServer
+from agentrl.session.opening import fault_rate, open_policy_server
+from agentrl.version import FolderRegistry
+from tests.driving import make_recipe
+
+
+def test_a_run_gets_as_many_servers_as_its_recipe_says_each_with_its_gpu(tmp_path: Path) -> None:
+    recipe, registry = make_recipe(), FolderRegistry(tmp_path / "versions")
+    alone = open_policy_server(recipe, tmp_path, registry, Placement(server="3"))
+    assert isinstance(alone, SupervisedServer) and (alone._gpus, alone._name, alone.figures()) == ("3", "", {})
+    several = open_policy_server(recipe.but("serving.replicas=3"), tmp_path, registry, Placement(replicas=("4", "5", "6")))
+    assert isinstance(several, ServerPool)
+    assert [(one._gpus, one._name) for one in several._replicas] == [("4", "0"), ("5", "1"), ("6", "2")]
+
+
+async def test_one_death_of_a_daemon_under_rollouts_and_the_gates_attempts_does_not_pause_a_run() -> None:
+    recipe = make_recipe().but({"rollout.concurrency": 64, "gate.suite": "evals/x", "gate.server": "own"})
+    faults, died = fault_rate(recipe), Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="lost", message="the daemon died")
+    watching = asyncio.create_task(faults.watch())
+    for failure in (died, None):  # all in flight fail, and their next attempts do not
+        for _ in range(2 * 64):
+            faults.record_attempt(failure)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not watching.done()
+    watching.cancel()

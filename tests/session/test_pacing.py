@@ -1,0 +1,66 @@
+"""The usual pace of a server outlives the driver: after a resume a slow server does not count as usual."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import Recipe
+from agentrl.rollout import Pace
+from agentrl.session.pacing import PACE_FILE, restore_pace, save_pace
+from tests.driving import make_recipe
+
+RECIPE = make_recipe()
+
+
+def begun(folder: Path, recipe: Recipe = RECIPE) -> Pace:
+    pace, now = restore_pace(recipe, folder), 0.0
+    for _ in range(20):
+        pace.end(pace.begin(now), now + 10.0, tokens=100, at_most=100)
+        now += 10.0
+    save_pace(pace, recipe, folder)
+    return pace
+
+
+def lost_s(pace: Pace) -> float:
+    return pace.end(pace.begin(0.0), 100.0, tokens=100, at_most=100).lost_s
+
+
+def test_a_resumed_run_compares_the_server_with_the_whole_run(tmp_path: Path) -> None:
+    begun(tmp_path)
+    assert lost_s(restore_pace(RECIPE, tmp_path)) == pytest.approx(90.0)
+    assert lost_s(restore_pace(RECIPE, tmp_path / "another")) == 0.0
+    slots = restore_pace(make_recipe(), tmp_path).slots
+    assert slots == RECIPE.serving.max_num_seqs * RECIPE.serving.replicas
+
+
+@pytest.mark.parametrize("key", ["serving.threads", "serving.max_num_seqs"])
+def test_settings_that_change_the_pace_begin_a_new_history(tmp_path: Path, key: str, caplog: pytest.LogCaptureFixture) -> None:
+    begun(tmp_path)
+    other = RECIPE.but({key: 7})
+    with caplog.at_level(logging.WARNING):
+        assert not restore_pace(other, tmp_path).known
+    assert "machine or settings differ from those of" in caplog.text
+    assert restore_pace(RECIPE.but({"serving.request_timeout_s": 77.0}), tmp_path).known
+
+
+def test_another_machine_begins_a_new_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun(tmp_path)
+    monkeypatch.setattr(platform, "node", lambda: "another")
+    assert not restore_pace(RECIPE, tmp_path).known
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"of": 3}', '{"of": "x", "history": {}}', "[" * 100_000, "\x00"])
+def test_a_file_that_cannot_be_read_begins_a_new_history(tmp_path: Path, text: str) -> None:
+    (tmp_path / PACE_FILE).write_text(text)
+    assert not restore_pace(RECIPE, tmp_path).known
+    begun(tmp_path)
+    assert restore_pace(RECIPE, tmp_path).known
+
+
+def test_what_is_not_known_is_not_written(tmp_path: Path) -> None:
+    save_pace(Pace(), RECIPE, tmp_path)
+    assert list(tmp_path.iterdir()) == []

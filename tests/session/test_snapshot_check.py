@@ -1,0 +1,72 @@
+"""A backend of somebody's that a run needs copies from: tried once, and refused with what to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
+from agentrl.errors import RecipeError, UserError
+from agentrl.records import Task
+from agentrl.session.preflight import check_delegation
+from agentrl.session.snapshot_check import check_snapshots
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.sandboxes import ScriptedSandbox, printing
+from tests.episodes import task
+
+__all__ = ["task"]
+
+BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F")).but({"sandbox.backend": "mine:Backend"})
+OWN = {"rollout.agent": "delegating", "rollout.delegation.sandbox": "own", "rollout.concurrency": 8}
+
+
+class NoSnapshot(ScriptedSandbox):
+    async def snapshot(self) -> bytes:
+        raise NotImplementedError("not yet")
+
+
+class Backend(ScriptedSandboxes):
+    """One that has every way of making no copies, and one that is none of them."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(printing(""))
+        self.way = way
+
+    async def open(self, spec: Any, *, files: Any = None, snapshot: Any = None, timeout_s: float = 60.0) -> Any:
+        kept = b"{}" if snapshot is not None and self.way == "forgets" else snapshot
+        made = await super().open(spec, files=files, snapshot=kept, timeout_s=timeout_s)
+        if self.way == "cannot":
+            made = self.opened[-1] = NoSnapshot(made.id, printing(""), made.files)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("way", "said"), [("cannot", "NotImplementedError: not yet"), ("forgets", "a file of it is missing"), ("does", None)]
+)
+async def test_a_backend_is_tried_before_a_run_is_built_on_its_copies(way: str, said: str | None, task: Task) -> None:
+    for key, changes in {
+        "rollout.delegation.sandbox=own": OWN,
+        "rollout.checkpoint_turns": {"rollout.checkpoint_turns": True},
+        "rollout.branching": {"rollout.branching": {}},
+    }.items():
+        recipe, backend = BASE.but(changes), Backend(way)
+        if said is None:
+            await check_snapshots(recipe, task, backend)
+        else:
+            with pytest.raises(UserError, match=rf"{key} needs copies .* sandbox\.backend=mine:Backend makes none: .*{said}"):
+                await check_snapshots(recipe, task, backend)
+        assert backend.opened and all(one.closed for one in backend.opened)
+    backend = Backend(way)
+    await check_snapshots(BASE, task, backend)
+    await check_snapshots(BASE.but({**OWN, "sandbox.backend": "docker"}), task, backend)
+    assert not backend.opened, "nobody needs them, or they are proven elsewhere"
+
+
+def test_sub_agents_that_use_no_sandbox_need_none_of_their_own() -> None:
+    recipe = BASE.but(OWN)
+    with pytest.raises(RecipeError, match=r"sandbox=own does nothing: none of rollout\.delegation\.tools"):
+        check_delegation(recipe.but({"rollout.delegation.tools": ["submit"]}), root=Path())
+    for tools in (["submit", "python"], None):
+        check_delegation(recipe.but({"rollout.delegation.tools": tools}), root=Path())

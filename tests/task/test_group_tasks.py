@@ -1,0 +1,143 @@
+"""The tasks of a run's groups: the same for the same index, however often the run died, and whatever became of `tasks.jsonl`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.base.files import read_json_lines
+from agentrl.config import Recipe, build
+from agentrl.errors import StoreError
+from agentrl.experience import SqliteStore, StepGroups
+from agentrl.records import Episode, Group, Score, ScoredEpisode, Split, Task
+from agentrl.task import GroupSchedule
+from agentrl.task.group_tasks import TASKS_FILE, GroupTasks
+from tests.task.test_weighting import Kinds
+
+STEPS = 12
+
+
+class Practised:
+    """Every fifth group practises."""
+
+    def task(self, group_index: int) -> Task | None:
+        return replace(Kinds().task(Split.TRAIN, 0), id="practice") if group_index % 5 == 4 else None
+
+    def before(self, group_index: int) -> int:
+        return group_index // 5
+
+
+def recipe_of(**rollout: Any) -> Recipe:
+    staleness = rollout.pop("max_staleness", 1)
+    return build(
+        {
+            "name": "taught",
+            "max_staleness": staleness,
+            "policy": {"model": "m"},
+            "tasks": {"family": "a:b", "weighting": {"window": 3}},
+            "rollout": {"groups_per_step": 4, "group_size": 2, **rollout},
+        }
+    )
+
+
+def played(task: Task, index: int) -> Group:
+    """What became of a group: `even` teaches in most of its groups, the others seldom; one in eight has lost its attempts."""
+    luck = random.Random(index)
+    differ = luck.random() < (0.8 if task.kind == "even" else 0.1)
+    scores = [0.0, 1.0 if differ else 0.0] if luck.random() < 7 / 8 else [None, None]
+    episode = Episode(id="e", task_id=task.id, task_key=task.key, trajectories=())
+    scored = tuple(ScoredEpisode(episode=episode, score=Score(value=value, reason="lost" if value is None else "")) for value in scores)
+    return Group(index=index, task_id=task.id, task_key=task.key, episodes=scored)
+
+
+class Run:
+    """The rollouts of a run that may be taken up again: as `agentrl.run.rollouts` calls the parts, without episodes."""
+
+    def __init__(self, folder: Path, recipe: Recipe, size: int | None, practice: bool) -> None:
+        self.recipe, self.steps = recipe, StepGroups.from_config(recipe.rollout)
+        self.store = SqliteStore(folder / "experience.sqlite")
+        schedule = GroupSchedule(Kinds(size), seed=3, practice=Practised() if practice else None)
+        self.taught = GroupTasks(recipe, folder, self.store, schedule, self.steps)
+
+    async def step(self, step: int) -> list[str]:
+        await self.taught.prepare_step(step)
+        given = []
+        waiting = iter(self.steps.indices(step))
+        made = [next(waiting) for _ in range(self.recipe.rollout.groups_per_step)]
+        for index in made:
+            task = self.taught.task(index)
+            given.append(task.id)
+            if not self.store.has(index):
+                self.store.put(played(task, index))
+                self.taught.record(task, self.store.groups([index])[0])
+            if not self.steps.preference(self.store.groups([index])[0]) and (another := next(waiting, None)) is not None:
+                made.append(another)
+        return given
+
+
+@contextmanager
+def opened(folder: Path, *args: Any) -> Iterator[Run]:
+    run = Run(folder, *args)
+    try:
+        yield run
+    finally:
+        run.store.close()
+
+
+def through(folder: Path, recipe: Recipe, size: int | None, practice: bool, *, begin: int = 0, end: int = STEPS) -> list[list[str]]:
+    async def all_steps() -> list[list[str]]:
+        with opened(folder, recipe, size, practice) as run:
+            return [await run.step(step) for step in range(begin, end)]
+
+    return asyncio.run(all_steps())
+
+
+@pytest.mark.parametrize("practice", [False, True])
+@pytest.mark.parametrize("size", [None, 30])
+@pytest.mark.parametrize("rollout", [{}, {"extra_groups": 3, "max_staleness": 0}, {"max_staleness": 3}], ids=["plain", "extra", "stale"])
+def test_a_run_that_died_gives_each_group_the_task_that_it_had(
+    tmp_path: Path, rollout: dict[str, Any], size: int | None, practice: bool
+) -> None:
+    recipe = recipe_of(**rollout)
+    whole = through(tmp_path / "whole", recipe, size, practice)
+    file = tmp_path / "died" / TASKS_FILE
+    assert through(tmp_path / "died", recipe, size, practice, end=5) == whole[:5]
+    file.write_bytes(file.read_bytes()[:-30])  # a torn line
+    assert through(tmp_path / "died", recipe, size, practice, begin=5, end=9) == whole[5:9]
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[::3]) + b'{"group": "?"}\n\xff{\n' + lines[0])  # lost, foreign, and written twice
+    assert through(tmp_path / "died", recipe, size, practice, begin=9) == whole[9:]
+    file.unlink()
+    assert through(tmp_path / "died", recipe, size, practice, begin=10) == whole[10:]
+    kinds = Counter(task for step in whole[6:] for task in step)
+    assert kinds.total() >= 4 * (STEPS - 6)
+
+
+def test_kinds_that_teach_come_more_often_and_practice_is_not_counted(tmp_path: Path) -> None:
+    through(tmp_path, recipe_of(), None, True)
+    lines = read_json_lines(tmp_path / TASKS_FILE)
+    assert len(lines) == STEPS * 4 * 4 // 5 + 1
+    late = Counter(line["kind"] for line in lines if line["group"] >= 24)
+    assert late["even"] > late["easy"] + late["hard"], late
+    assert not [line for line in lines if line["task"] == "practice"]
+
+
+def test_groups_that_should_be_there_and_are_not_end_the_run(tmp_path: Path) -> None:
+    with opened(tmp_path, recipe_of(), None, False) as run, pytest.raises(StoreError, match="step 0 taught"):
+        asyncio.run(run.taught.prepare_step(2))
+
+
+def test_without_weighting_the_schedule_decides_and_the_lines_are_written(tmp_path: Path) -> None:
+    recipe = recipe_of().but("tasks.weighting=null")
+    ids = [task for step in through(tmp_path, recipe, 30, False) for task in step]
+    schedule = GroupSchedule(Kinds(30), seed=3)
+    assert ids == [schedule.task(n).id for n in range(len(ids))]
+    assert len(read_json_lines(tmp_path / TASKS_FILE)) == len(ids)

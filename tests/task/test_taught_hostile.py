@@ -1,0 +1,103 @@
+"""What is written of past tasks is lost or wrong, and families break: the tasks of a run's groups all the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.errors import TaskError
+from agentrl.experience import SqliteStore, StepGroups
+from agentrl.records import Blame, Failure, Group, Split, Task
+from agentrl.rollout import excluded_group
+from agentrl.task import GroupSchedule
+from agentrl.task.group_tasks import TASKS_FILE, GroupTasks
+from tests.task.test_group_tasks import played, recipe_of
+from tests.task.test_weighting import Kinds
+
+BROKEN = Failure(stage="task", blame=Blame.TASK, kind="quarantined", message="no such image")
+
+
+class Breaking(Kinds):
+    """A family that raises for some tasks: `RuntimeError`, which is no error of agentrl."""
+
+    broken: frozenset[int] = frozenset()
+
+    def task(self, split: Split, index: int) -> Task:
+        if index in self.broken:
+            raise RuntimeError(f"no task {index} today")
+        return super().task(split, index)
+
+
+def taught_of(folder: Path, store: SqliteStore, family: Kinds, **rollout: Any) -> GroupTasks:
+    recipe = recipe_of(max_staleness=0, **rollout)
+    return GroupTasks(recipe, folder, store, GroupSchedule(family, seed=3), StepGroups.from_config(recipe.rollout))
+
+
+def step(taught: GroupTasks, store: SqliteStore, number: int) -> list[Group]:
+    """Makes and stores the four groups of a step, as a run does; one whose task cannot be made is left out."""
+    asyncio.run(taught.prepare_step(number))
+    for index in range(4 * number, 4 * number + 4):
+        try:
+            task = taught.task(index)
+        except RuntimeError:
+            store.put(excluded_group(index, f"task of group {index}", f"group {index}", BROKEN, size=2))
+            continue
+        lost = excluded_group(index, task.id, task.key, BROKEN, size=2)
+        store.put(lost if task.kind == "hard" else played(task, index))
+        taught.record(task, store.groups([index])[0])
+    return list(store.groups(range(4 * number, 4 * number + 4)))
+
+
+def test_a_run_without_its_lines_goes_on_past_tasks_that_could_not_be_made(tmp_path: Path) -> None:
+    family = Breaking(12)
+    family.broken = frozenset({2, 5})
+    store = SqliteStore(tmp_path / "experience.sqlite")
+    try:
+        whole = taught_of(tmp_path, store, family)
+        groups = [group for number in range(6) for group in step(whole, store, number)]
+        assert any(group.task_key.startswith("group ") for group in groups)
+        asyncio.run(whole.prepare_step(6))
+        wanted = [whole.task(index).id for index in range(24, 28) if _makes(whole, index)]
+        (tmp_path / TASKS_FILE).unlink()
+        again = taught_of(tmp_path, store, family)
+        asyncio.run(again.prepare_step(6))
+        assert [again.task(index).id for index in range(24, 28) if _makes(again, index)] == wanted
+        family.broken = frozenset(range(12))  # of a project that was changed meanwhile
+        with pytest.raises(TaskError, match=r"cannot be made again.*no task \d+ today"):
+            asyncio.run(taught_of(tmp_path, store, family).prepare_step(6))
+    finally:
+        store.close()
+
+
+def test_a_resumed_run_reads_no_group_again_of_which_it_has_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SqliteStore(tmp_path / "experience.sqlite")
+    try:
+        rollout = {"groups_per_step": 3, "extra_groups": 1, "min_group_size": 2}
+        family = Kinds(12)
+        first = taught_of(tmp_path, store, family, **rollout)
+        for number in range(4):
+            step(first, store, number)
+        read: list[int] = []
+        groups = store.groups
+
+        def counted(indices: Iterable[int]) -> tuple[Group, ...]:
+            read.extend(wanted := list(indices))
+            return groups(wanted)
+
+        monkeypatch.setattr(store, "groups", counted)
+        asyncio.run(taught_of(tmp_path, store, family, **rollout).prepare_step(4))
+        assert not read
+    finally:
+        store.close()
+
+
+def _makes(taught: GroupTasks, index: int) -> bool:
+    try:
+        taught.task(index)
+    except RuntimeError:
+        return False
+    return True

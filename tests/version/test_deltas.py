@@ -1,0 +1,218 @@
+"""Deltas: the same bytes come out, or an error; never other weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from agentrl.base.files import sha256_file
+from agentrl.errors import StoreError
+from agentrl.records import PolicyVersion, VersionState
+from agentrl.records.sampling import Sampling
+from agentrl.session.models import SAMPLING_FILE, copy_base_version, export_model, find_model
+from agentrl.version import FolderRegistry, deltas
+from agentrl.version.weight_files import WeightCopy
+
+
+def weights(path: Path, seed: int, *, changed: float = 0.05, dtype: type = np.float32) -> None:
+    """Numbers of which a share `changed` depends on the seed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    base = np.random.default_rng(0).normal(size=(64, 33)).astype(dtype)
+    rng = np.random.default_rng(seed)
+    made = np.where(rng.random(base.shape) < changed, base + rng.normal(size=base.shape).astype(dtype) / 1000, base)
+    save_file({"a": made.astype(dtype), "b": np.arange(7, dtype=np.int64)}, path, {"format": "pt"})
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> Path:
+    """Version 0 whole, 1 to 3 each a delta of the one before, as the learner leaves them."""
+    folder = tmp_path / "versions"
+    weights(folder / "000000" / deltas.WEIGHTS, 0)
+    for number in (1, 2, 3):
+        weights(tmp_path / "whole" / str(number), number)
+        home = folder / f"{number:06d}"
+        home.mkdir()
+        before = folder / "000000" / deltas.WEIGHTS if number == 1 else tmp_path / "whole" / str(number - 1)
+        assert deltas.write_delta(before, tmp_path / "whole" / str(number), home, number=number - 1) is not None
+    return folder
+
+
+def whole(versions: Path, number: int) -> bytes:
+    return (versions.parent / "whole" / str(number)).read_bytes()
+
+
+def sha(versions: Path, number: int) -> str:
+    return hashlib.sha256(whole(versions, number)).hexdigest()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), size=st.integers(0, 300), stride=st.sampled_from([1, 2, 4, 8]), chunk=st.sampled_from([7, 64, 300]))
+def test_any_bytes_come_back(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, size: int, stride: int, chunk: int) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    old, new = (data.draw(st.binary(min_size=size, max_size=size)) for _ in range(2))
+    (folder / "old").write_bytes(old)
+    (folder / "new").write_bytes(new)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deltas, "CHUNK", chunk)
+        patch.setattr(deltas, "_stride", lambda _: stride)
+        delta = deltas.write_delta(folder / "old", folder / "new", folder, number=4)
+        assert delta is not None and (delta.size, delta.stride, delta.parent) == (size, stride, 4)
+        deltas.apply_delta(folder, folder / "old")
+    assert (folder / "old").read_bytes() == new
+
+
+def test_the_numbers_of_a_file_decide_how_it_is_split(tmp_path: Path) -> None:
+    for dtype, stride in ((np.float32, 4), (np.float16, 2), (np.float64, 8)):
+        weights(tmp_path / "w", 0, dtype=dtype)
+        assert deltas._stride(tmp_path / "w") == stride
+    (tmp_path / "w").write_bytes(b"\xff" * 40)
+    assert deltas._stride(tmp_path / "w") == 1
+
+
+def test_files_of_different_lengths_have_no_delta(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"1")
+    (tmp_path / "b").write_bytes(b"12")
+    assert deltas.write_delta(tmp_path / "a", tmp_path / "b", tmp_path, number=0) is None
+    assert not (tmp_path / deltas.DELTA_FILE).exists() and deltas.read_delta(tmp_path) is None
+
+
+def test_a_delta_of_few_changes_is_small(versions: Path) -> None:
+    for number in (1, 2, 3):
+        assert (versions / f"{number:06d}" / deltas.DELTA_FILE).stat().st_size < 0.25 * len(whole(versions, number))
+
+
+def test_a_chain_is_made_whole_and_stays_whole(versions: Path) -> None:
+    made = deltas.materialize(versions / "000003")
+    assert made.read_bytes() == whole(versions, 3)
+    deltas.verify_weights(versions / "000002", sha(versions, 2))
+    assert [path.name for path in deltas.delta_chain(versions / "000002")] == ["000000", "000001", "000002"]
+    shutil.rmtree(versions / "000001")
+    assert deltas.materialize(versions / "000003") == made, "it needs its parents no more"
+    assert [path.name for path in deltas.delta_chain(versions / "000003")] == ["000003"]
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor a delta"):
+        deltas.materialize(versions / "000002")
+    assert sorted(path.name for path in (versions / "000002").iterdir()) == [deltas.DELTA_RECORD, deltas.DELTA_FILE]
+
+
+def test_the_learners_own_copy_saves_the_chain_and_is_not_believed_blindly(versions: Path) -> None:
+    shutil.rmtree(versions / "000001")
+    (versions / deltas.NEWEST_WEIGHTS).write_bytes(b"x" * len(whole(versions, 3)))
+    with pytest.raises(ValueError, match="neither"):
+        deltas.materialize(versions / "000003")
+    (versions / deltas.NEWEST_WEIGHTS).write_bytes(whole(versions, 3))
+    assert deltas.materialize(versions / "000003").read_bytes() == whole(versions, 3)
+
+
+@pytest.mark.parametrize("what", ["frames", "cut", "parent", "record", "older"])
+def test_damage_anywhere_is_found(versions: Path, what: str) -> None:
+    frames, record = versions / "000002" / deltas.DELTA_FILE, versions / "000002" / deltas.DELTA_RECORD
+    if what == "frames":
+        data = bytearray(frames.read_bytes())
+        data[20] ^= 1
+        frames.write_bytes(data)
+    elif what == "cut":
+        frames.write_bytes(frames.read_bytes()[:-3])
+    elif what == "parent":
+        weights(versions / "000000" / deltas.WEIGHTS, 99)
+    else:
+        told = json.loads(record.read_text())
+        told |= {"sha256": "0" * 64} if what == "record" else {"parent": 2}
+        record.write_text(json.dumps(told))
+    with pytest.raises(ValueError, match=r"sha256 differs|not what was registered|not older"):
+        deltas.verify_weights(versions / "000003", sha(versions, 3))
+    with pytest.raises(ValueError, match=r"damaged|sha256 differs|not older"):
+        deltas.materialize(versions / "000002")
+    assert not (versions / "000002" / deltas.WEIGHTS).exists()
+
+
+def test_what_a_frame_holds_is_bounded_by_the_file(versions: Path) -> None:
+    """A record that vouches for a hostile frame: it may not grow beyond the piece it changes."""
+    import zstandard
+
+    home = versions / "000001"
+    bomb = zstandard.ZstdCompressor().compress(b"\0" * (1 << 28))
+    (home / deltas.DELTA_FILE).write_bytes(len(bomb).to_bytes(4, "little") + bomb)
+    told = json.loads((home / deltas.DELTA_RECORD).read_text())
+    (home / deltas.DELTA_RECORD).write_text(json.dumps(told | {"delta_sha256": sha256_file(home / deltas.DELTA_FILE)}))
+    with pytest.raises(ValueError, match="damaged"):
+        deltas.materialize(home)
+
+
+def test_the_server_follows_deltas_in_place_and_refuses_what_does_not_belong(versions: Path, tmp_path: Path) -> None:
+    copy = WeightCopy(tmp_path)
+    for number in (1, 2):
+        assert copy.apply_delta(versions / f"{number:06d}").read_bytes() == whole(versions, number)
+    stranger = WeightCopy(tmp_path / "other")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ValueError, match="not the delta's parent"):
+        stranger.apply_delta(versions / "000003")
+    deltas.materialize(versions / "000002")
+    assert stranger.apply_delta(versions / "000003").read_bytes() == whole(versions, 3), "a whole parent helps"
+    frames = versions / "000003" / deltas.DELTA_FILE
+    good = frames.read_bytes()
+    frames.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(ValueError, match="damaged"):
+        copy.apply_delta(versions / "000003")
+    frames.write_bytes(good)
+    (versions / "000002" / deltas.WEIGHTS).unlink()
+    with pytest.raises(ValueError, match="not the delta's parent"):
+        copy.apply_delta(versions / "000003")  # after a refusal what it holds is in doubt
+    with pytest.raises(ValueError, match="no delta"):
+        copy.apply_delta(versions / "000000")
+    copy.remove()
+    stranger.remove()
+    copy.remove()
+    assert not list(tmp_path.glob("**/agentrl-weights-*"))
+
+
+@pytest.fixture
+def registry(versions: Path) -> FolderRegistry:
+    made = FolderRegistry(versions)
+    hashes = [sha256_file(versions / "000000" / deltas.WEIGHTS), *(sha(versions, number) for number in (1, 2, 3))]
+    for number, sha256 in enumerate(hashes):
+        made.add(PolicyVersion(number=number, parent=number - 1 if number else None, folder=f"versions/{number:06d}", sha256=sha256))
+    return made
+
+
+def test_the_registry_proves_deltas_and_keeps_what_they_need(registry: FolderRegistry) -> None:
+    for version in registry.versions():
+        registry.verify(version)
+    assert registry.prune(1) == ()
+    deltas.materialize(registry.folder / "000003")
+    assert registry.prune(1) == (1, 2)
+    registry.verify(registry.versions()[3])
+    with pytest.raises(StoreError, match="No such file"):
+        registry.verify(registry.versions()[2])
+    assert [path.name for path in (registry.folder / "000002").iterdir()] == ["version.json"]
+
+
+def test_a_serving_delta_keeps_its_parents_whatever_is_pruned(registry: FolderRegistry) -> None:
+    registry.set_state(2, VersionState.SERVING)
+    deltas.materialize(registry.folder / "000003")
+    assert registry.prune(1) == ()
+    registry.set_state(3, VersionState.SERVING)
+    assert registry.prune(1) == (1, 2)
+
+
+def test_an_export_and_an_evaluation_get_a_whole_model(registry: FolderRegistry, tmp_path: Path) -> None:
+    home = registry.folder / "000002"
+    kept = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    for name in (*kept, "update.json"):
+        if name != deltas.WEIGHTS:
+            (home / name).write_text("{}")
+    export_model(home, tmp_path / "model", base=registry.folder / "000000", sampling=Sampling())
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [SAMPLING_FILE, *kept]
+    assert (tmp_path / "model" / deltas.WEIGHTS).read_bytes() == whole(registry.folder, 2)
+    (home / deltas.WEIGHTS).unlink()
+    assert find_model(str(home), tmp_path) == home
+    copy_base_version(home, tmp_path / "base")
+    assert sorted(path.name for path in (tmp_path / "base").iterdir()) == kept
+    assert (home / deltas.WEIGHTS).read_bytes() == whole(registry.folder, 2)
