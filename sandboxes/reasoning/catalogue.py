@@ -1,7 +1,7 @@
-"""Which of the package's datasets are in, and which are left out, by name and with the reason.
+"""Available and excluded datasets of the package, with reasons.
 
-`docs/generate_reasoning_table.py` measures all of this again: that the gold answer scores 1, that nothing else does, that a problem is
-the same in every process, and that a scorer stands anything.
+`docs/generate_reasoning_table.py` verifies that the gold answer scores 1 and nothing else does, that a problem is the same in every
+process, and that a scorer survives any answer.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from agentrl.errors import UserError
 from sandboxes.reasoning.mixture import Source
 from sandboxes.reasoning.notation import says_the_same
 
-EVALUATES = "its scorer evaluates the answer as a program (sympy's parse_expr), and no bound on its letters makes that safe and quick"
-OTHERWISE = "another process makes other problems of the same seed: their order is that of a set"
-UNPROVEN = "its problems come without an answer, so that nothing proves that they can be solved"
+EVALUATES = "the scorer evaluates the answer with sympy's parse_expr, which no alphabet makes safe and fast"
+OTHERWISE = "problems of a seed differ between processes (the order of a set)"
+UNPROVEN = "problems have no answer, so nothing proves that they can be solved"
 
 LEFT_OUT: Mapping[str, str] = {
     "boxnet": UNPROVEN,
-    "circuit_logic": "one answer, 0 or 1, is right in more than half of its problems",
+    "circuit_logic": "one answer, 0 or 1, is right in more than half of the problems",
     "codeio": OTHERWISE,
-    "coin_flip": "its scorer has a tolerance of 0.0001, and most of its probabilities are that small: 0 is right nearly always",
-    "composite": "it is a mixture of other datasets, which tasks.options.datasets is too",
-    "course_schedule": "one answer, True or False, is right in more than half of its problems",
-    "game_of_life_halting": "its scorer gives full marks for any answer, or for none but the empty one",
+    "coin_flip": "the scorer's tolerance is 0.0001 and most probabilities are that small, so 0 is nearly always right",
+    "composite": "a mixture of datasets; use tasks.options.datasets",
+    "course_schedule": "one answer, True or False, is right in more than half of the problems",
+    "game_of_life_halting": "the scorer gives full marks for any answer, or only for an empty one",
     "graph_color": UNPROVEN,
     "intermediate_integration": EVALUATES,
     "isomorphic_strings": OTHERWISE,
-    "knight_swap": "a problem takes more than a second to make, while every episode waits",
+    "knight_swap": "generating a problem takes more than a second, during which every episode waits",
     "list_functions": OTHERWISE,
     "polynomial_multiplication": EVALUATES,
     "propositional_logic": UNPROVEN,
-    "puzzle24": "its scorer takes any four numbers that make 24: one answer is right in all of its problems",
+    "puzzle24": "the scorer accepts any four numbers that make 24, so one answer is always right",
     "ransom_note": OTHERWISE,
     "rubiks_cube": UNPROVEN,
     "rush_hour": UNPROVEN,
-    "self_reference": "one answer, 2, is right in about half of its problems",
+    "self_reference": "one answer, 2, is right in about half of the problems",
     "simple_integration": EVALUATES,
-    "syllogism": "one answer, Yes, is right in three quarters of its problems",
+    "syllogism": "one answer, Yes, is right in three quarters of the problems",
     "word_ladder": OTHERWISE,
 }
 
