@@ -453,13 +453,13 @@ def measured(size: str, repeat: int, *, made: list[Case], clock: Callable[[], fl
 
 
 def times_ours(result: dict[str, Any], name: str) -> list[float]:
-    """A contender's time over ours, by repetition."""
+    """The ratio of a contender's time to ours, by repetition."""
     return [theirs / mine for theirs, mine in zip(result["seconds"][name], result["seconds"][Ours.name], strict=True)]
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| batch | | tokens computed | seconds, median (range) | trained tokens/s | times ours, median (range) | FLOP bound | reached |",
+        "| batch | | tokens computed | seconds, median (range) | trained tokens/s | ratio to agentrl, median (range) | FLOP bound | reached |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for result in results:

@@ -40,7 +40,7 @@ def tables(results: Path) -> str:
 def summary(found: Mapping[str, Comparison]) -> str:
     """Markdown: the ratios of each comparison and peer."""
     rows = [[name, NAMES[peer], *ratios(one, peer)] for name, one in found.items() for peer in one.sides[1:]]
-    return _table(["comparison", "peer", "its time to the target over ours: median (range, pairs)", "without the start"], rows)
+    return _table(["comparison", "peer", "time to the target / agentrl's: median (range, pairs)", "without the start"], rows)
 
 
 def ratios(comparison: Comparison, peer: str) -> tuple[str, str]:

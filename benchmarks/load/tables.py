@@ -44,7 +44,7 @@ def _turns(found: dict[str, Any]) -> tuple[str, bool]:
         " (range). CPU time is the driver's with 16 concurrent episodes. Latency is that of one turn without load, minus the"
         f" {bare:.2f} ms of a bare exchange with the server. Ratios are medians over paired repeats.",
         "",
-        "| side | CPU ms a turn | times ours | latency ms a turn | times ours |",
+        "| side | CPU ms a turn | ratio to agentrl | latency ms a turn | ratio to agentrl |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     met = True
