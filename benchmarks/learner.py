@@ -459,7 +459,7 @@ def times_ours(result: dict[str, Any], name: str) -> list[float]:
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| batch | | tokens computed | seconds, median (range) | trained tokens/s | ratio to agentrl, median (range) | FLOP bound | reached |",
+        "| batch | | tokens computed | seconds, median (range) | trained tokens/s | ratio to agentrl (range) | FLOP bound | reached |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for result in results:
