@@ -22,10 +22,9 @@ class GateConfig(Section):
     repeats: int = Field(4, ge=1, le=1000)
     """Attempts per case and version, unless the case sets them."""
     confirm: int = Field(24, ge=0, le=1000)
-    """Further attempts at a case that looks worse, before it can block. 0: only the suite as a whole can block. Needs a case with 3
-    attempts or more."""
+    """Further attempts at a case that looks worse, before it can block. 0: only the suite can block."""
     alpha: float = Field(0.05, gt=0, lt=0.5)
-    """Largest share of evaluations over a run that block a version that is no worse. Half is for the suite, half for single cases."""
+    """Largest share of evaluations over a run that block a version that is no worse."""
     margin: float = Field(0.0, ge=0, lt=1)
     """Largest drop of the suite's mean score that never blocks."""
     threshold: float = 1.0
@@ -34,8 +33,7 @@ class GateConfig(Section):
     """block: a worse version is not promoted, and training continues from it. rollback: server and learner also return to the last promoted
     version."""
     server: Literal["shared", "own"] = "shared"
-    """shared: the policy's servers run the attempts, and load no newer version meanwhile. own: an additional server runs them; it needs
-    another GPU, or a share of cores and memory."""
+    """shared: the policy's servers run the attempts, and load no newer version meanwhile. own: an additional server runs them."""
     max_rollbacks: int = Field(2, ge=1)
     """Rollbacks by the gate over the run. After them it only blocks."""
 

@@ -102,8 +102,7 @@ class LearnerConfig(Section):
     lora: LoraConfig | None = None
     """Trains low-rank adapters instead of the weights. Use a learning rate about ten times higher. `{}` uses the defaults."""
     offload: Annotated[Literal["none", "optimizer", "parameters"], _ON_GPU] = "none"
-    """State in CPU memory. optimizer: master weights, Adam's moments and step (zero_stage 1 to 3). parameters: the weights too, fetched
-    layer by layer (zero_stage 3)."""
+    """State in CPU memory. optimizer: optimizer state and its step (zero_stage 1 to 3). parameters: the weights too (zero_stage 3)."""
     sequence_parallel: int = resumable(1, ge=1)
     """Ranks that share each sequence (Ulysses), for long contexts. Must divide ranks and the model's key heads."""
     minibatches: int = Field(1, ge=1)

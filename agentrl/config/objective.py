@@ -25,14 +25,12 @@ class ObjectiveConfig(Section):
     """Which algorithm: docs/objectives.md says which settings make which."""
 
     advantage: parts.Advantage = "grpo"
-    """Baseline of a score. grpo: mean of its group. rloo: mean of the others in its group. reinforce++: mean of the batch.
-    reinforce++-baseline: mean of its group, scaled over the batch. gae: values of a critic (PPO)."""
+    """Baseline of a score. grpo: mean of the group. rloo: mean of the others. reinforce++: mean of the batch. reinforce++-baseline: mean of
+    the group, scaled over the batch. gae: values of a critic (PPO)."""
     advantage_options: parts.Options = Field({})
     """Keyword arguments of an estimator given by reference."""
     credit: Literal["episode", "branches", "roles", "verifier", "counterfactual", "siblings"] = "episode"
-    """Advantage of each trajectory if an episode has several. episode: the episode's. branches: the episode's divided by their number.
-    roles: against rollouts with the same role. verifier: from `Score.branches`. counterfactual: from `Score.without`. siblings: against the
-    attempts at its branch point."""
+    """Advantage of each trajectory if an episode has several (docs/objectives.md)."""
     normalize_std: bool | None = None
     """Divides by the standard deviation of the group (grpo, rloo) or the batch (reinforce++, gae). None: true, except for rloo."""
     turn_coef: float = Field(0.0, ge=0)
@@ -52,8 +50,8 @@ class ObjectiveConfig(Section):
     constant_length: int | None = Field(None, ge=1)
     """Tokens per rollout in the denominator of aggregation=constant. None: policy.max_model_len."""
     proximal: Literal["auto", "behaviour", "recompute"] = "auto"
-    """Denominator of the ratio. behaviour: logprobs at sampling. recompute: logprobs of the weights at the start of the step. auto:
-    recompute if learner.minibatches is above 1."""
+    """Denominator of the ratio. behaviour: logprobs at sampling. recompute: those of the weights at the start of the step. auto: recompute
+    if learner.minibatches is above 1."""
     correction: Literal["truncate", "mask", "none"] = "truncate"
     """Importance weights from behaviour policy to proximal policy. truncate: capped. mask: 0 outside [is_floor, is_cap]. none: 1."""
     is_level: Literal["token", "sequence"] = "token"

@@ -71,8 +71,7 @@ class Recipe(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Name of the run. Its folder is `runs/NAME` unless `--run-dir` is given."""
     seed: int = Field(0, ge=0)
-    """Seed of the task order, the server's sampler and the learner. Sampling is not bitwise repeatable, because batching is
-    asynchronous."""
+    """Seed of task order, sampler and learner. Sampling is not bitwise repeatable, because batching is asynchronous."""
     steps: int = resumable(16, ge=1)
     """Learner steps."""
     max_staleness: Annotated[int, _LAGS] = Field(1, ge=0)

@@ -61,8 +61,8 @@ class DelegationConfig(Section):
     """shared: sub-agents work in the episode's sandbox. own: each gets a sandbox that starts with a copy of the caller's working
     directory."""
     returns: tuple[str, ...] = ()
-    """File patterns, such as out/**, copied from a sub-agent's sandbox to the caller's folder helper-N (N: trajectory). Needs sandbox=own.
-    Bounds are those of task outputs."""
+    """File patterns, such as out/**, copied from a sub-agent's sandbox to the caller's folder helper-N (N: trajectory). Needs
+    sandbox=own."""
 
     @property
     def at_once(self) -> int:
@@ -131,7 +131,7 @@ class RolloutConfig(Section):
     """Additional attempts per group. When group_size attempts count, the rest are cancelled. Favours short episodes
     (docs/objectives.md)."""
     stop_equal_after: int = Field(0, ge=0)
-    """Attempts per group that start first. If all of them score the same, the others are not started, which misses rare successes
+    """Attempts per group that start first. If all score the same, the others are not started, which misses rare successes
     (docs/objectives.md). 0 disables it."""
     extra_groups: int = Field(0, ge=0)
     """Additional groups per step, one for each group whose attempts all score the same."""
@@ -154,11 +154,10 @@ class RolloutConfig(Section):
     max_quarantined: int = resumable(8, ge=0)
     """Broken tasks to quarantine before the run stops and lists them."""
     max_fault_rate: float = resumable(0.5, ge=0, le=1)
-    """Share of faults not caused by the policy among the newest attempts (4 * concurrency, at least 64) above which the run pauses. 1
-    disables it."""
+    """Share of faults not caused by the policy, among the newest attempts, above which the run pauses. 1 disables it."""
     checkpoint_turns: bool = resumable(False)
-    """Saves each running episode after every turn, so that --resume continues it. Costs milliseconds per turn, and up to 64 MiB of disk per
-    episode in flight."""
+    """Saves each running episode after every turn, so that --resume continues it. Costs milliseconds per turn, and up to 64 MiB per
+    episode."""
     branching: BranchingConfig | None = None
     """Tree rollouts: attempts share their first turns. None: every attempt starts at the prompt; `{}` uses the defaults."""
 
@@ -222,8 +221,7 @@ class EvalConfig(Section):
     attempts: Annotated[int, _HELD_OUT] = Field(1, ge=1, le=1024)
     """Attempts per task. With more than one, the report has pass@k and success against compute."""
     thinking_tokens: Annotated[tuple[int, ...], _HELD_OUT] = Field((), max_length=16)
-    """Limits on thinking tokens per turn. Held-out tasks run once more with each, and the report plots success against compute. The success
-    rates use the limits of the tasks."""
+    """Limits on thinking tokens per turn. Held-out tasks run once more with each."""
     temperature: Annotated[float, _EVALUATED] = Field(1.0, ge=0, le=2)
     """Sampling temperature. 0: greedy."""
     top_k: Annotated[int, _EVALUATED] = Field(0, ge=0)

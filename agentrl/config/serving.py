@@ -47,8 +47,8 @@ class ServingConfig(Section):
     threads: Annotated[int, ON_CPU] = Field(0, ge=0)
     """CPU threads per server. 0: all cores divided by replicas (CPU only)."""
     weight_transfer: parts.Channel = "file"
-    """file: the server maps safetensors, on one machine. delta: file, but most versions hold only changes, with checksums; pays in bfloat16
-    with a small learning rate. nccl: from the learner's GPUs to the server's."""
+    """file: the server maps safetensors, on one machine. delta: file, with changes only; pays in bfloat16 with a small learning rate. nccl:
+    from the learner's GPUs to the server's."""
     weight_transfer_options: parts.Options = Field({})
     """Keyword arguments of a weight channel given by reference."""
     startup_timeout_s: float = Field(600.0, gt=0)
@@ -79,7 +79,7 @@ class JudgeServerConfig(Section):
     """A vLLM server on loopback that the run starts for judges, beside the policy's. docs/judges.md says how a judge names it."""
 
     model: str = Field(min_length=1)
-    """Hugging Face model id or folder (relative to the project root) of a chat model, or of a reward model from `agentrl tune reward`."""
+    """Model id or folder of a chat model, or of a reward model from `agentrl tune reward`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and arithmetic. Use float32 on CPUs without AMX."""
     max_model_len: int = Field(2048, ge=16)

@@ -38,8 +38,7 @@ class GroupJudging(Section):
     """The keys of `tasks` on judging groups as a whole."""
 
     group_judge: str | None = Field(None, min_length=1)
-    """Judge that scores all attempts of a training group together, such as `rewards.mine:ranked`. None: each attempt is scored separately.
-    Evaluations and cases use the verifiers."""
+    """Judge that scores all attempts of a training group together, such as `rewards.mine:ranked`. None: no group judge."""
     group_weight: float = Field(1.0, gt=0, le=1)
     """Share of the group judge in a training score; the verifiers have the rest. 1: no verifier runs."""
 
@@ -52,8 +51,7 @@ class GroupJudging(Section):
 
 class TasksConfig(GroupJudging):
     family: str
-    """Folder of task folders such as `sandboxes/chores`, or reference to a callable that takes `seed=` and returns a TaskFamily, such as
-    `sandboxes.tables:Tables`."""
+    """Folder of task folders, such as `sandboxes/chores`, or reference to a callable that takes `seed=` and returns a TaskFamily."""
     options: dict[str, str | int | float | bool] = Field({})
     """Keyword arguments of the family. For a folder: `heldout`, the held-out share of tasks that declare no split."""
     verifiers: tuple[str, ...] = Field(())

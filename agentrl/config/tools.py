@@ -43,8 +43,7 @@ class MCPConfig(Section):
     url: str = Field("", pattern=r"^(https?://[^\s/?#@]+.*)?$")
     """HTTP address. Redirects are not followed."""
     env: dict[str, str] = Field({})
-    """Environment of host_command, by reference: `env:NAME` or `file:/PATH`. PATH, HOME, TMPDIR and the locale are set; no other variable
-    is passed."""
+    """Environment of host_command, by reference: `env:NAME` or `file:/PATH`. PATH, HOME, TMPDIR and the locale are set too."""
     key_env: str = Field("", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
     """Environment variable that holds the bearer token of `url`."""
     only: tuple[str, ...] = ()
@@ -145,4 +144,4 @@ class MemoryConfig(Section):
     min_score: float | None = None
     """Minimum score of the episodes whose notes can be found. None: all."""
     heldout_rounds: int = Field(1, ge=1, le=1000)
-    """Rounds of an evaluation. An episode finds the notes of earlier rounds of the same evaluation and split. 1: evaluations find none."""
+    """Rounds of an evaluation. An episode finds notes of earlier rounds of the same evaluation and split. 1: none."""
