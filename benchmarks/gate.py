@@ -101,7 +101,7 @@ def main() -> int:
         for name, (before, now) in policies(given.cases).items()
     }
     mixed, _ = policies(given.cases)["unchanged, from 0.05 to 1"]
-    found["unchanged, from 0.05 to 1, each promoted one the next reference"] = block_rate_in_a_run(
+    found["unchanged, from 0.05 to 1, each promoted one the next baseline"] = block_rate_in_a_run(
         rule, mixed, evaluations=given.evaluations, seed=given.seed
     )
     standard = (given.cases, given.repeats, given.confirm, given.alpha) == (50, 4, 24, 0.05)

@@ -1,24 +1,24 @@
-"""From a failure to practice, and no way back: a weakness is planted, found, named, trained away, and kept away by the gate.
+"""Plants a weakness, captures and tags it, trains it away with practice, and lets the gate keep it away.
 
     python benchmarks/weakness.py --seeds 0 1 2 --out docs/failures-experiment.md
-    python benchmarks/weakness.py --seeds 0 --phases plant capture          # the first phases alone
-    python benchmarks/weakness.py --seeds 0 --short                         # all of them in minutes, held to no figure
+    python benchmarks/weakness.py --seeds 0 --phases plant capture          # only the first phases
+    python benchmarks/weakness.py --seeds 0 --short                         # all phases in minutes, without targets
 
-For each seed, in a folder of its own under --work:
+Each seed has a folder below --work:
 
-    plant     SFT teaches the quickstart's base policy good work, and one bad habit: asked for a total, it hands in the whole part
-    capture   the planted policy is evaluated on held-out totals; its failures are captured and named by the shipped rules
-    promote   failures that are named right become cases of a suite
-    vary      `agentrl practice` makes tasks from the cases, and proves each
-    before    success of the planted policy on other held-out totals
-    train     a run, half of whose groups practise
-    after     success of its result on the same totals
-    imitate   a light round of SFT on demonstrations of which a few have the habit, as a later round of imitation brings along
-    relapse   a run from there whose reward pays for the habit, held to the suite by a gate that rolls back
-    final     success of what the gate let through
+    plant     SFT teaches the base policy careful work and one bad habit: asked for a total, it submits the whole part
+    capture   the policy is evaluated on held-out totals; failures are captured and tagged by the shipped rules
+    promote   correctly tagged failures become cases of a suite
+    vary      `agentrl practice` derives tasks from the cases and proves them
+    before    success of the policy on other held-out totals
+    train     a run in which half of the groups use practice tasks
+    after     success of the result on the same totals
+    imitate   a short round of SFT on demonstrations of which a few have the habit
+    relapse   a run from there whose reward pays for the habit, with a gate that rolls back
+    final     success of the version that the gate promoted
 
-A phase that is done is read from its file, so that an interrupted experiment goes on where it stopped. Everything else is the real
-thing: `agentrl` commands in processes of their own. The figures are held to `TARGETS`; exit status 1 where one is missed.
+A finished phase is read from its file, so an interrupted experiment continues. All phases run real `agentrl` commands in separate
+processes. The figures are compared with `TARGETS`; the exit status is 1 if one is missed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,12 +59,11 @@ HABIT = 0.85  # share of the demonstrations of the kind that have the habit: eno
 LEFTOVER = 0.15  # share of the demonstrations of a later round that have it: seldom enough for a greedy policy to do without
 OTHER_TASKS = 7_000  # added to the seed for the tasks that failures are captured on: cases are none of those that are measured with
 STORY = """\
-The quickstart's small policy is taught a bad habit in one kind of question. Its failures are captured and named, cases and practice
-are made of them, and it trains until the habit is gone. Then a later round of imitation brings along a little of it, and a run whose
-reward pays for it would bring it back; a gate over the cases is what stands in the way."""
+This experiment shows the cycle from a failure to a gate: the quickstart's policy learns a bad habit, practice removes it, and a gate keeps
+it away from a later run that rewards it."""
 LENGTH = """\
-A seed takes 15 to 20 minutes on two cores; an interrupted experiment goes on where it stopped. `--short` goes through all phases in two
-minutes with little of everything, and is held to no figure; CI does that (`tests/e2e/test_weakness.py`)."""
+A seed takes 15 to 20 minutes on two cores; an interrupted experiment continues. `--short` runs all phases in two minutes without targets,
+as CI does (`tests/e2e/test_weakness.py`)."""
 TARGETS = {"tagged right": 0.9, "before": 0.3, "after": 0.85}
 
 
@@ -332,7 +332,10 @@ def row(seed: int, found: dict[str, dict[str, Any]]) -> list[str]:
         one = found[phase]
         return f"{one['value']:.2f} [{one['ci_low']:.2f}, {one['ci_high']:.2f}]"
 
-    caught, refused = found["capture"], found["relapse"]["refused"]
+    caught, alarms = found["capture"], Counter(found["relapse"]["alarms"])
+    refused: dict[str, list[str]] = {}
+    for version, outcome, _ in found["relapse"]["refused"]:
+        refused.setdefault(outcome, []).append(str(version))
     return [
         str(seed),
         f"{caught['right']} of {caught['planted']}",
@@ -340,10 +343,10 @@ def row(seed: int, found: dict[str, dict[str, Any]]) -> list[str]:
         str(found["vary"]["tasks"]),
         rate("before"),
         rate("after"),
-        ", ".join(f"{version} {outcome}" for version, outcome, _ in refused) or "none",
+        "; ".join(f"{', '.join(versions)} {outcome}" for outcome, versions in refused.items()) or "none",
         rate("final"),
         str(sum(found[phase]["against"] for phase in ("before", "after", "final"))),
-        ", ".join(found["relapse"]["alarms"]) or "none",
+        ", ".join(f"{alarm} x{count}" for alarm, count in alarms.items()) or "none",
         ", ".join(missed(found)) or "none",
     ]
 
@@ -381,23 +384,22 @@ def main() -> int:
     if given.short:
         print(table(experiments))
         return 0
-    phases = inspect.cleandoc((__doc__ or "").partition("--work:\n\n")[2].partition("\n\nA phase")[0])
+    phases = inspect.cleandoc((__doc__ or "").partition("--work:\n\n")[2].partition("\n\nA finished")[0])
     text = "\n\n".join(
         [
-            "# A weakness that is found, trained away, and kept away",
+            "# A planted weakness, trained away",
             STORY,
             f"```sh\npython benchmarks/weakness.py --seeds {seeds}\n```",
             LENGTH,
             f"```text\n{phases}\n```",
-            f"Before and after are success rates on held-out questions of kind `{KIND}`, one greedy attempt each, with 95% intervals."
-            " Versions of the later run are judged every four steps; after two rollbacks the gate only blocks (`gate.max_rollbacks`).",
+            f"Before and after are success rates on held-out questions of kind `{KIND}`: one greedy attempt each, 95% intervals."
+            " The gate evaluates every fourth version; after two rollbacks it only blocks (`gate.max_rollbacks`).",
             table(experiments) + (f"\n\nMade with `{' '.join(given.overrides)}`." if given.overrides else ""),
-            "`tagged by the rule` counts the failures in which the whole part was submitted, and those of them that triage tags"
-            f" `{CAUSE}`. The rule looks for the same sign, so the column shows that capture and triage work together. It does not show how"
-            " often a tag is right on other failures.",
-            f"Targets: at least {TARGETS['tagged right']:.0%} of the planted failures tagged {CAUSE}; success from below"
-            f" {TARGETS['before']} to above {TARGETS['after']}, and still there after the gate, which rolls back; no contradiction by the"
-            " audit. The alarms are those of the later run: the reward rises while the audit falls (docs/verifiers.md).",
+            f"`tagged by the rule`: failures that submitted the whole part, and those of them tagged `{CAUSE}`. The rule checks the same"
+            " condition, so the column does not show how often a tag is right on other failures.",
+            f"Targets: at least {TARGETS['tagged right']:.0%} tagged {CAUSE}; success from below {TARGETS['before']} to above"
+            f" {TARGETS['after']}, also after the gate, which rolls back; no contradiction by the audit. Alarms are those of the relapse:"
+            " the reward rises while the audit falls ([verifiers.md](verifiers.md#an-audit)).",
         ]
     )
     print(text)

@@ -1,12 +1,12 @@
-"""Measures every dataset of reasoning-gym and writes what is found between the marks of docs/reasoning.md.
+"""Measures every dataset of reasoning-gym and writes the lists of docs/reasoning.md and docs/reasoning-datasets.json.
 
-    python docs/generate_reasoning_table.py            # writes the tables; about five minutes
-    python docs/generate_reasoning_table.py --check    # only says whether they are up to date
-    python docs/generate_reasoning_table.py --only gcd countdown      # prints what is measured of these
+    python docs/generate_reasoning_table.py            # writes both; about five minutes
+    python docs/generate_reasoning_table.py --check    # exits with 1 if either is out of date
+    python docs/generate_reasoning_table.py --only gcd countdown      # prints the measurements of these datasets
 
-It runs itself twice more, with other hash seeds, to see whether a dataset makes the same problems there (`--digests`).
+It runs itself twice more with other hash seeds, to check that a dataset generates the same problems there (`--digests`).
 
-A dataset that is in (`sandboxes/reasoning/catalogue.py`) and does not do as it should ends this with exit code 1 and the reason.
+The exit code is 1, with the reason, if a dataset of `sandboxes/reasoning/catalogue.py` does not meet its requirements.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -38,17 +39,18 @@ from sandboxes.reasoning.problems import Problem  # noqa: E402
 from sandboxes.reasoning.worked import PROGRAMS  # noqa: E402
 
 PAGE = ROOT / "docs" / "reasoning.md"
-BEGIN, END = "<!-- tables: docs/generate_reasoning_table.py -->", "<!-- end of tables -->"
+RESULTS = ROOT / "docs" / "reasoning-datasets.json"
+BEGIN, END = "<!-- lists: docs/generate_reasoning_table.py -->", "<!-- end of lists -->"
 PROBLEMS = 6
-"""Problems of each part that are judged with every answer."""
+"""Problems per part that are scored with every answer."""
 DRAWN = 60
-"""Problems that are drawn to see how often questions and answers repeat."""
+"""Problems drawn to count repeated questions and answers."""
 SLOW_S = 0.5
-"""Seconds for a problem from which a dataset is left out: the driver makes them while every episode waits."""
+"""Seconds per problem above which a dataset is excluded, because every episode waits for its problem."""
 GUESSED = 0.45
-"""Share of the problems for which one answer is right, from which a dataset is left out."""
+"""Share of problems with one right answer above which a dataset is excluded."""
 FAVOURED = 0.6
-"""Share of the judged problems for which one of `CONSTANTS` gets full marks; they are fewer, so that it lies higher."""
+"""The same for `CONSTANTS`, over the scored problems. It is higher because these are fewer."""
 NOTHING: Mapping[str, str | None] = {
     **cheats.ANSWERS,
     **malformed.ANSWERS,
@@ -62,27 +64,27 @@ NOTHING: Mapping[str, str | None] = {
     "a move so many times": "R99999999",
     "a call": "__import__('os').getpid()",
 }
-"""Answers in which there is no work. No scorer may give full marks for one, or fail at it."""
+"""Answers without work. No scorer may give full marks for one, or fail at it."""
 CONSTANTS = (
     *("null", "None", "[]", "{}", "()", "''", "[[]]", "[0]", "0", "1", "-1", "2", "10", "100", "0.5", "0.0", "1e9", "1e99999999", "-inf"),
     *("a", "x", "A", "C", "True", "False", "yes", "no", "Yes", "No", "on", "off", "Monday", "0 days", "00:00", "0, 0", "1 1", "0x0", "i"),
 )
-"""Answers that are sometimes right, as those to other problems are. No scorer may fail at one, and none may be right too often."""
+"""Answers that are sometimes right, as are those to other problems. No scorer may fail at one, and none may be right too often."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was found of one dataset."""
+    """The measurements of one dataset."""
 
     name: str
     wrong: tuple[str, ...] = ()
-    """Why it cannot be in."""
+    """Reasons against the dataset."""
     category: str = ""
     distinct: int = 0
     drawn: int = 0
     commonest: float = 0.0
     paid: float = 0.0
-    """The highest mark that an answer to nothing got."""
+    """The highest mark of an answer without work."""
     paid_for: str = ""
     seconds: float = 0.0
     levels: bool = field(default=False)
@@ -225,30 +227,56 @@ async def _all(names: Sequence[str], show: bool) -> list[Measured]:
     return found
 
 
-def tables(found: Sequence[Measured]) -> str:
-    """Both tables in Markdown."""
-    inside = [one for one in found if one.name not in catalogue.LEFT_OUT]
-    lines = [
-        f"{len(inside)} datasets are in:",
-        "",
-        "| dataset | subject | levels | program | different questions | commonest answer | highest mark for nothing |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for one in inside:
-        paid = f"{one.paid:.2f} for {one.paid_for}" if one.paid >= 0.005 else "0"
-        cells = (
-            f"`{one.name}`",
-            one.category,
-            "yes" if one.levels else "no",
-            "yes" if one.name in PROGRAMS else "no",
-            f"{one.distinct} of {one.drawn}",
-            f"{one.commonest:.0%}",
-            paid.replace("|", "\\|"),
-        )
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", f"{len(catalogue.LEFT_OUT)} are left out:", "", "| dataset | why |", "| --- | --- |"]
-    lines += [f"| `{name}` | {reason} |" for name, reason in sorted(catalogue.LEFT_OUT.items())]
-    return "\n".join(lines)
+Figures = dict[str, dict[str, Any]]
+
+
+def figures(found: Sequence[Measured]) -> Figures:
+    """Returns the measurements of the available datasets, by name."""
+    return {
+        one.name: {
+            "subject": one.category,
+            "levels": one.levels,
+            "program": one.name in PROGRAMS,
+            "different_questions": one.distinct,
+            "questions": one.drawn,
+            "most_frequent_answer": round(one.commonest, 2),
+            "highest_mark_without_work": round(one.paid, 2),
+            "answer_without_work": one.paid_for if one.paid >= 0.005 else "",
+        }
+        for one in found
+        if one.name not in catalogue.LEFT_OUT
+    }
+
+
+def lists(measured: Figures) -> str:
+    """Returns the lists of available and of excluded datasets in Markdown."""
+    subjects = sorted({one["subject"] for one in measured.values()})
+    frequent = max(measured, key=lambda name: measured[name]["most_frequent_answer"])
+    paid = max(measured, key=lambda name: measured[name]["highest_mark_without_work"])
+    reasons: dict[str, list[str]] = {}
+    for name, reason in sorted(catalogue.LEFT_OUT.items()):
+        reasons.setdefault(reason, []).append(name)
+    return "\n".join(
+        [
+            f"{len(measured)} datasets are available:",
+            "",
+            *(f"- {subject}: {_names(name for name, one in measured.items() if one['subject'] == subject)}" for subject in subjects),
+            "",
+            f"Without levels: {_names(name for name, one in measured.items() if not one['levels'])}.",
+            f"With a program for solved problems: {_names(name for name, one in measured.items() if one['program'])}.",
+            f"The most frequent answer is right in at most {measured[frequent]['most_frequent_answer']:.0%} of the problems"
+            f" (`{frequent}`). The highest mark of a scorer for an answer without work is"
+            f" {measured[paid]['highest_mark_without_work']:.2f} (`{paid}`).",
+            "",
+            f"{len(catalogue.LEFT_OUT)} are excluded:",
+            "",
+            *(f"- {_names(names)}: {reason}" for reason, names in reasons.items()),
+        ]
+    )
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _no_more(found: Sequence[Measured]) -> Iterator[str]:
@@ -266,7 +294,7 @@ def _faults(found: Sequence[Measured]) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when the page is not up to date")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a file is out of date")
     logging.getLogger("agentrl").setLevel(logging.CRITICAL)  # scorers that raise are in what is found
     parser.add_argument("--only", nargs="+", default=[], help="datasets to measure and print")
     parser.add_argument("--digests", action="store_true", help="only print a hash of some problems of each")
@@ -284,10 +312,13 @@ def main() -> int:
         return 1 if faults else 0
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
-    wanted = f"{before}{BEGIN}\n{tables(found)}\n{END}{rest.partition(END)[2]}"
+    measured = figures(found)
+    wanted = f"{before}{BEGIN}\n{lists(measured)}\n{END}{rest.partition(END)[2]}"
+    results = json.dumps(measured, indent=1) + "\n"
     if arguments.check:
-        return int(wanted != text)
+        return int(wanted != text or not RESULTS.is_file() or results != RESULTS.read_text(encoding="utf-8"))
     PAGE.write_text(wanted, encoding="utf-8")
+    RESULTS.write_text(results, encoding="utf-8")
     return 0
 
 

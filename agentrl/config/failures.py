@@ -11,13 +11,13 @@ class CaptureConfig(Section):
     """Failures of training and evaluation, kept as traces in the run folder. docs/failures.md says what is done with them."""
 
     below: float = 1.0
-    """An episode with a score below this has failed."""
+    """Score below which an episode counts as failed."""
     keep: int = Field(500, ge=0)
-    """Traces kept in each phase (training, and every evaluation); all failures are counted. 0: nothing is captured."""
+    """Traces kept per phase (training, each evaluation). All failures are counted. 0 disables capture."""
     keep_mb: int = Field(256, ge=1)
-    """MiB that the traces of a phase may take, compressed."""
+    """MiB of compressed traces per phase."""
     rules: tuple[str, ...] = ()
-    """Triage rules of your own, as references; they are asked before those that ship."""
+    """User-supplied triage rules. They run before the built-in rules."""
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> CaptureConfig:

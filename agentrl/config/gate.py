@@ -16,28 +16,26 @@ class GateConfig(Section):
     """A suite of cases that versions must not get worse at, compared with the last version that was promoted."""
 
     suite: str = Field(min_length=1)
-    """Folder of the suite (relative to the project root): `suite.toml` and `cases/`."""
+    """Folder of the suite, relative to the project root."""
     every: int = Field(1, ge=1)
-    """Every so many versions one is judged; version 0, the first reference, and the last one always are."""
+    """Versions between evaluations. Version 0, the first baseline version, and the last version are always evaluated."""
     repeats: int = Field(4, ge=1, le=1000)
-    """Attempts by each version at each case that does not say how many it takes."""
+    """Attempts per case and version, unless the case sets them."""
     confirm: int = Field(24, ge=0, le=1000)
-    """Further attempts at a case that looks worse, before it may block; 0: only the suite as a whole may. Needs cases that are tried 3
-    times or more."""
+    """Further attempts at a case that looks worse, before it can block. 0: only the suite can block."""
     alpha: float = Field(0.05, gt=0, lt=0.5)
-    """Largest share of judgements, over a run, that block a version that is no worse. Half is for the suite, half for single cases."""
+    """Largest share of evaluations over a run that block a version that is no worse."""
     margin: float = Field(0.0, ge=0, lt=1)
-    """A drop of the suite's mean score of no more than this never blocks."""
+    """Largest drop of the suite's mean score that never blocks."""
     threshold: float = 1.0
-    """Score from which an attempt has passed, at a case without a threshold of its own."""
+    """Score from which an attempt passes, unless the case sets it."""
     action: Literal["block", "rollback"] = "rollback"
-    """What happens to a version that is worse. block: it is not promoted, and training goes on from it. rollback: server and learner
-    return to the last promoted version as well."""
+    """block: a worse version is not promoted, and training continues from it. rollback: server and learner also return to the last promoted
+    version."""
     server: Literal["shared", "own"] = "shared"
-    """Who answers a version's attempts. shared: the policy's servers, which take no newer version in meanwhile. own: one more server, so
-    that the others go on with newer ones; on GPUs it needs a GPU of its own, on a CPU its share of cores and memory."""
+    """shared: the policy's servers run the attempts, and load no newer version meanwhile. own: an additional server runs them."""
     max_rollbacks: int = Field(2, ge=1)
-    """Rollbacks by the gate in the whole run; after them it only blocks."""
+    """Rollbacks by the gate over the run. After them it only blocks."""
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> GateConfig:

@@ -25,53 +25,47 @@ class ObjectiveConfig(Section):
     """Which algorithm: docs/objectives.md says which settings make which."""
 
     advantage: parts.Advantage = "grpo"
-    """Baseline of an episode's score. grpo: its group's mean. rloo: the mean of the rest of its group. reinforce++: the batch's mean.
-    reinforce++-baseline: its group's mean, scaled over the batch. gae: a critic's values, token by token (PPO; needs `critic`)."""
+    """Baseline of a score. grpo: mean of the group. rloo: mean of the others. reinforce++: mean of the batch. reinforce++-baseline: mean of
+    the group, scaled over the batch. gae: values of a critic (PPO)."""
     advantage_options: parts.Options = Field({})
-    """Keyword arguments of an estimator that is named by reference."""
+    """Keyword arguments of an estimator given by reference."""
     credit: Literal["episode", "branches", "roles", "verifier", "counterfactual", "siblings"] = "episode"
-    """What each trajectory of an episode is given: the contexts of its sub-agents and summaries, and attempts that branched. episode: the
-    episode's advantage. branches: the same, divided by their number. roles: the episode's score against a baseline of those that have
-    the role. verifier: what a verifier says that it is worth by itself. counterfactual: what the score loses without it, where a verifier
-    says so. siblings: the mean from this turn on against that of the attempts at its branch point (needs rollout.branching)."""
+    """Advantage of each trajectory if an episode has several (docs/objectives.md)."""
     normalize_std: bool | None = None
-    """Divide by the standard deviation, of the group (grpo, rloo) or of the batch (reinforce++, gae). None: as the estimator's paper does,
-    which is yes, but for rloo."""
+    """Divides by the standard deviation of the group (grpo, rloo) or the batch (reinforce++, gae). None: true, except for rloo."""
     turn_coef: float = Field(0.0, ge=0)
-    """Weight of turn-level advantages, added where verifiers reward single turns (`Score.turn_rewards`)."""
+    """Weight of turn-level advantages, from `Score.turn_rewards`."""
     loss: parts.LossName = "clip"
-    """clip: PPO's, ratio by token. gspo: ratio by sequence. cispo: clipped weight, full gradient."""
+    """clip: PPO, ratio per token. gspo: ratio per sequence. cispo: clipped weight, full gradient."""
     loss_options: parts.Options = Field({})
-    """Keyword arguments of a loss that is named by reference."""
+    """Keyword arguments of a loss given by reference."""
     clip_low: float = Field(0.2, gt=0, le=1)
-    """Distance below 1 at which the importance ratio is clipped; 1: never from below."""
+    """Distance below 1 at which the importance ratio is clipped. 1: never from below."""
     clip_high: float = Field(0.2, gt=0)
-    """The importance ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """Distance above 1 at which the importance ratio is clipped."""
     dual_clip: float | None = Field(None, gt=1)
-    """Ratio above which a token with a negative advantage stops contributing (loss=clip)."""
+    """Ratio above which a token with a negative advantage is clipped (loss=clip)."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """token_mean: every trained token counts the same. sequence_mean: every rollout does, with all its trajectories. constant: each token,
-    whatever the batch's tokens: sum / (rollouts * constant_length)."""
+    """token_mean: equal weight per token. sequence_mean: equal weight per rollout. constant: sum / (rollouts * constant_length)."""
     constant_length: int | None = Field(None, ge=1)
-    """Tokens that aggregation=constant divides by for each rollout. None: policy.max_model_len."""
+    """Tokens per rollout in the denominator of aggregation=constant. None: policy.max_model_len."""
     proximal: Literal["auto", "behaviour", "recompute"] = "auto"
-    """What the ratio is taken against. behaviour: the logprobs of sampling. recompute: those of the weights at the start of the step
-    (decoupled). auto: recompute when learner.minibatches is above 1."""
+    """Denominator of the ratio. behaviour: logprobs at sampling. recompute: those of the weights at the start of the step. auto: recompute
+    if learner.minibatches is above 1."""
     correction: Literal["truncate", "mask", "none"] = "truncate"
-    """Importance weights from the behaviour policy to the proximal one. truncate: capped. mask: 0 outside [is_floor, is_cap]. none: 1."""
+    """Importance weights from behaviour policy to proximal policy. truncate: capped. mask: 0 outside [is_floor, is_cap]. none: 1."""
     is_level: Literal["token", "sequence"] = "token"
-    """Whether these weights are ratios of tokens or of whole sequences."""
+    """Whether these weights are ratios per token or per sequence."""
     is_cap: float = Field(2.0, gt=0)
-    """Truncated importance sampling: cap on behaviour-policy correction weights."""
+    """Maximum of these weights, and of the ratio unless loss=cispo or correction=none."""
     is_floor: float = Field(0.0, ge=0)
     """Smallest weight that correction=mask keeps."""
     staleness_decay: Annotated[float, _GROUPED, _STALE] = Field(1.0, gt=0, le=1)
-    """A token's advantage is multiplied by this for each version it lags behind the learner."""
+    """Factor on a token's advantage per version that it lags behind the learner."""
     kl: Literal["none", "k1", "k2", "k3", "k1_reward"] = "none"
-    """Estimator of the divergence from version 0: in the loss (k1, k2, k3), or summed over the episode and taken off its score
-    (k1_reward)."""
+    """Estimator of the KL divergence from version 0. k1, k2, k3: in the loss. k1_reward: subtracted from the episode's score."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of that divergence."""
+    """Weight of the KL divergence."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus in the loss."""
 
@@ -126,25 +120,25 @@ class CriticConfig(Section):
     """The value model of `objective.advantage=gae`, in the learner's processes: docs/objectives.md says which trunk to choose."""
 
     trunk: Literal["separate", "shared"] = "separate"
-    """separate: a model of its own that starts from the policy's weights. shared: a head on the policy, one forward pass for both."""
+    """separate: another model, initialised from the policy. shared: a value head on the policy."""
     lr: float = Field(1e-3, gt=0)
-    """Learning rate of its AdamW, at its highest (trunk=shared: of the head); everything else about its optimizer is the learner's."""
+    """Peak learning rate of AdamW (trunk=shared: of the head). Other optimizer settings are those of the learner."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount from one sampled token to the next; tool output takes no time."""
+    """Discount per sampled token. Tool output is not discounted."""
     lam: float = Field(1.0, ge=0, le=1)
-    """GAE's trace: 1 trusts only what was scored, 0 only the next token's value."""
+    """Lambda of GAE."""
     value_clip: Annotated[float | None, _MOVES] = Field(0.2, gt=0)
-    """A value gains nothing from moving further than this away from what it was before the step; None: no clip."""
+    """Change of a value per step beyond which the value loss is clipped. None disables it."""
     epochs: int = Field(1, ge=1)
-    """Passes over each step's batch (trunk=separate)."""
+    """Passes over each batch (trunk=separate)."""
     minibatches: int = Field(1, ge=1)
-    """Optimizer steps of the critic for each of learner.minibatches, in each pass (trunk=separate)."""
+    """Optimizer steps per pass and learner minibatch (trunk=separate)."""
     warmup_steps: int = Field(0, ge=0)
-    """First steps in which only the critic learns; with trunk=shared only its head."""
+    """First steps in which only the critic learns (trunk=shared: only its head)."""
     vf_coef: float = Field(0.1, gt=0)
-    """Weight of the value loss beside the policy's (trunk=shared)."""
+    """Weight of the value loss (trunk=shared)."""
     detach: bool = False
-    """The value loss trains the head alone; the trunk learns from the policy's loss only (trunk=shared)."""
+    """Stops the gradient of the value loss at the head (trunk=shared)."""
 
     @property
     def shared(self) -> bool:

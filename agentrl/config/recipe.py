@@ -69,42 +69,41 @@ class Recipe(Section):
     """Everything a run needs. `Recipe(name=..., policy=..., tasks=...)`."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """Name of the run; its folder is `runs/NAME` unless --run-dir says otherwise."""
+    """Name of the run. Its folder is `runs/NAME` unless `--run-dir` is given."""
     seed: int = Field(0, ge=0)
-    """Fixes the tasks and seeds the server's sampler and the learner. Sampling is not repeatable bit for bit: batching is asynchronous."""
+    """Seed of task order, sampler and learner. Sampling is not bitwise repeatable, because batching is asynchronous."""
     steps: int = resumable(16, ge=1)
     """Learner steps."""
     max_staleness: Annotated[int, _LAGS] = Field(1, ge=0)
-    """Learner versions an episode may lag behind. 0: strictly on-policy, rollouts wait for each update."""
+    """Learner versions that an episode may lag behind. 0: on-policy; rollouts wait for each update."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where server and learner compute. auto: cuda where torch finds a GPU, else cpu."""
+    """Device of server and learner. auto: cuda if torch finds a GPU, else cpu."""
     policy: PolicyConfig
     tasks: TasksConfig
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvalConfig = resumable(EvalConfig())
     tools: ToolsConfig = ToolsConfig()
     memory: MemoryConfig | None = None
-    """Notes that agents write for later episodes and find again; None: there are none. `{}` takes its defaults."""
+    """Notes that agents write for later episodes. None disables memory; `{}` uses the defaults."""
     capture: CaptureConfig = resumable(CaptureConfig())
     store: parts.Store = "sqlite"
-    """Where scored groups wait for the learner. sqlite: a file in the run folder."""
+    """Store of scored groups between rollouts and learner. sqlite: a file in the run folder."""
     store_options: parts.Options = Field({})
-    """Keyword arguments of a store that is named by reference."""
+    """Keyword arguments of a store given by reference."""
     trackers: tuple[parts.TrackerName, ...] = resumable(("terminal", "tensorboard"))
-    """Who hears of the run's figures, besides `metrics.jsonl`, which is always written. terminal: progress, where a person can see it.
-    tensorboard: event files in logs/tensorboard."""
+    """Receivers of metrics, in addition to `metrics.jsonl`. terminal: progress. tensorboard: event files in logs/tensorboard."""
     tracker_options: dict[str, parts.Options] = resumable({})
-    """Keyword arguments of trackers that are named by reference, by that name."""
+    """Keyword arguments of trackers given by reference, by tracker name."""
     sandbox: SandboxConfig = resumable(SandboxConfig())
     serving: ServingConfig = resumable(ServingConfig())
     objective: ObjectiveConfig = ObjectiveConfig()
     critic: CriticConfig | None = None
-    """The value model that objective.advantage=gae needs, and nothing else uses; `{}` takes its defaults."""
+    """Value model of objective.advantage=gae, which requires it. `{}` uses the defaults."""
     learner: LearnerConfig = LearnerConfig()
     judge_servers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], JudgeServerConfig] = Field({})
-    """Servers that the run starts for its judges, by the name that `agentrl.judge.served(NAME)` takes."""
+    """Servers that the run starts for its judges, by name. A judge refers to one with `agentrl.judge.served(NAME)`."""
     gate: GateConfig | None = resumable(None)
-    """Regression cases that every version is held to before it is promoted; None: the last version is promoted unjudged."""
+    """Evaluates versions on a suite before promotion. None: the last version is promoted without evaluation."""
 
     @model_validator(mode="after")
     def _no_secrets_by_value(self) -> Recipe:

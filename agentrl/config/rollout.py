@@ -33,9 +33,9 @@ class BranchingConfig(Section):
     """Groups as forests: some attempts run to a turn, and from the state of each, files and context, others go on."""
 
     turn: int = Field(1, ge=1)
-    """The attempts part after this turn. One that ends before has nothing to part from: attempts of their own fill the group."""
+    """Turn after which attempts branch. If an attempt ends earlier, independent attempts fill the group."""
     branches: int = Field(2, ge=2)
-    """Attempts that go on from one state, the one that came there included; rollout.group_size is a multiple of it."""
+    """Attempts per branch point, including the first. Must divide rollout.group_size."""
 
 
 class DelegationConfig(Section):
@@ -44,26 +44,25 @@ class DelegationConfig(Section):
     depth: Annotated[
         int, Needs("a sub-agent for each level: set total to at least as many", lambda recipe, own: own.depth <= own.total)
     ] = Field(1, ge=1, le=8)
-    """How far down sub-agents may be started: with 1 only the main agent has the tool, with 2 its sub-agents have it too."""
+    """Levels of sub-agents. 1: only the main agent starts them."""
     width: int = Field(4, ge=1, le=64)
-    """Sub-agents that one turn may start side by side."""
+    """Sub-agents that one turn can start in parallel."""
     total: int = Field(16, ge=1, le=1024)
-    """Sub-agents in one episode, at every depth together."""
+    """Sub-agents per episode, at all depths."""
     turns: int = Field(4, ge=1)
-    """Turns of one sub-agent. They count in the task's `Limits.turns`, too, which is of all agents together."""
+    """Turns per sub-agent. They count towards the task's `Limits.turns` too."""
     tokens: int | None = Field(None, ge=1)
-    """Tokens that one sub-agent may sample; None: what its turns allow."""
+    """Sampled tokens per sub-agent. None: bounded by its turns only."""
     tools: tuple[str, ...] | None = None
-    """Tools of the sub-agents, by the names that tasks use; None: those of the task. With `submit` among them they hand in their answer
-    to the agent that called, else their last message is it."""
+    """Tools of sub-agents. None: those of the task. With `submit` they return the submitted answer, otherwise their last message."""
     instruction: str = ""
-    """System message of the sub-agents; empty: none."""
+    """System message of sub-agents. Empty: none."""
     sandbox: Literal["shared", "own"] = "shared"
-    """Where sub-agents work. shared: in the sandbox of their episode, side by side on its files. own: each in a sandbox of its own, of the
-    task's spec, which begins with a copy of its caller's working directory and ends with it."""
+    """shared: sub-agents work in the episode's sandbox. own: each gets a sandbox that starts with a copy of the caller's working
+    directory."""
     returns: tuple[str, ...] = ()
-    """Patterns of files, such as out/**, that come back from a sandbox of a sub-agent's own: they are put into a folder of its caller's
-    working directory, helper-1 for trajectory 1, which its answer names. Patterns and bounds are those of a task's outputs."""
+    """File patterns, such as out/**, copied from a sub-agent's sandbox to the caller's folder helper-N (N: trajectory). Needs
+    sandbox=own."""
 
     @property
     def at_once(self) -> int:
@@ -91,20 +90,19 @@ class CompactionConfig(Section):
     """When the context of an agent begins anew, from a summary that it writes itself. docs/agents.md says how that works."""
 
     share: float = Field(0.75, gt=0, lt=1)
-    """Share of its room from which on an agent is asked for a summary: of policy.max_model_len, or of the task's Limits.episode_tokens
-    where that is less. It is asked between two turns, when the tools have answered."""
+    """Share of policy.max_model_len, or of the task's `Limits.episode_tokens` if less, at which a summary is requested."""
     tokens: int | None = Field(None, ge=1)
-    """Tokens of the context from which on it is asked, in place of the share."""
+    """Context tokens at which a summary is requested, in place of share."""
     summary_tokens: int = Field(256, ge=1)
-    """Most tokens of a summary; one that is cut off there is rejected, as is an empty one and one with a tool call."""
+    """Maximum tokens of a summary. A truncated or empty one, or one with a tool call, is rejected."""
     attempts: int = Field(2, ge=1, le=16)
-    """Attempts at a summary, each from the same place, before the agent ends with token_limit. Each is a turn of the task's limits."""
+    """Attempts at a summary before the agent ends with token_limit. Each counts as a turn."""
     request: str = Field(
         "The room for this conversation is nearly used up. Answer with a summary of what you know and what is left to do, without a tool"
         " call. You go on with that summary alone.",
         min_length=1,
     )
-    """What the agent reads after the last tool output."""
+    """Prompt that requests the summary."""
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> CompactionConfig:
@@ -115,58 +113,53 @@ class CompactionConfig(Section):
 
 class RolloutConfig(Section):
     agent: parts.AgentName = "turns"
-    """What acts in an episode. turns: samples, calls the task's tools, shows their output, until the agent submits or answers.
-    delegating: so too, with a tool that starts sub-agents."""
+    """Agent of each episode. turns: samples and calls tools until the agent submits or answers. delegating: turns, with a tool that starts
+    sub-agents."""
     agent_options: parts.Options = Field({})
-    """Keyword arguments of an agent that is named by reference."""
+    """Keyword arguments of an agent given by reference."""
     delegation: DelegationConfig | None = None
-    """What the sub-agents of agent=delegating may do; None: the defaults of these keys."""
+    """Bounds of sub-agents (agent=delegating). None: the defaults."""
     compaction: CompactionConfig | None = None
-    """When an agent that ships goes on from a summary of its own; None: a full context ends the episode. `{}` takes its defaults."""
+    """Continues a full context from a summary that the agent writes. None: a full context ends the episode; `{}` uses the defaults."""
     instructions: str | None = Field(None, min_length=1)
-    """What the main agent is told first, in place of the system messages of its task; None: as the task says. docs/tools.md says how two
-    wordings are compared."""
+    """Replaces the system messages of the tasks for the main agent. None: no replacement."""
     group_size: int = Field(8, ge=1)
-    """Attempts at one task; they share a baseline."""
+    """Attempts per task; they share a baseline."""
     groups_per_step: int = Field(16, ge=1)
-    """Tasks in one learner step."""
+    """Tasks per learner step."""
     spare_attempts: int = Field(0, ge=0)
-    """Attempts that each group begins beyond group_size, so that it need not wait for its slowest: when group_size of them count, the rest
-    are cancelled. Episodes that end early are then preferred: docs/objectives.md says what that does."""
+    """Additional attempts per group. When group_size attempts count, the rest are cancelled. Favours short episodes
+    (docs/objectives.md)."""
     stop_equal_after: int = Field(0, ge=0)
-    """Attempts of a group that begin first; where so many count and all score the same, the others are not begun. This saves hopeless
-    groups, at the price of rare successes: docs/objectives.md says how much of which. 0: all attempts begin at once."""
+    """Attempts per group that start first. If all score the same, the others are not started, which misses rare successes
+    (docs/objectives.md). 0 disables it."""
     extra_groups: int = Field(0, ge=0)
-    """Groups that a step may have beyond these: one is made for each whose attempts all score the same, which teaches nothing. 0: a step
-    trains on what is left."""
+    """Additional groups per step, one for each group whose attempts all score the same."""
     concurrency: int = resumable(64, ge=1)
     """Episodes in flight at once."""
     max_cache_use: float = resumable(0.9, gt=0, le=1)
-    """Share of the server's key/value cache up to which further episodes begin, by what those in flight take; a server that runs out of it
-    computes contexts again. 1: as many as `concurrency` says."""
+    """Share of the KV cache above which no further episode starts. 1: only concurrency limits them."""
     temperature: float = Field(1.0, ge=_COLDEST, le=2)
-    """Sampling temperature of training episodes; logprobs and losses are taken at it."""
+    """Sampling temperature of training episodes. Logprobs and losses use it too."""
     top_k: int = Field(0, ge=0, le=MAX_TOP_K)
-    """Only the so many likeliest tokens are sampled; 0 (or None): off. What each token could have been is kept with it, and the learner
-    scores it over the same tokens: docs/objectives.md says what that means."""
+    """Samples from the k most likely tokens. The learner scores each token over the same set. 0 or None disables it."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Of these, only the fewest likeliest that together have this share of their probability; 1: off. Needs top_k, which bounds them."""
+    """Samples from the fewest most likely of these tokens that have this share of their probability. Needs top_k; 1 disables it."""
     min_p: float = Field(0.0, ge=0, lt=1)
-    """Only tokens with at least this share of the likeliest one's probability; 0: off. Needs top_k, which bounds what is kept."""
+    """Minimum probability of a token, relative to the most likely one. Needs top_k; 0 disables it."""
     max_retries: int = resumable(2, ge=0)
-    """Fresh attempts after an infrastructure failure, before the episode is left out."""
+    """Retries after an infrastructure fault, before the episode is excluded."""
     min_group_size: int = Field(2, ge=1)
-    """A group with fewer counted episodes is dropped."""
+    """Minimum counted episodes of a group. A smaller group is dropped."""
     max_quarantined: int = resumable(8, ge=0)
-    """Broken tasks that are quarantined, and their groups left out, before the run stops with their list."""
+    """Broken tasks to quarantine before the run stops and lists them."""
     max_fault_rate: float = resumable(0.5, ge=0, le=1)
-    """Largest share of the newest attempts (four times `concurrency`, at least 64) that may fail by no doing of the policy before the
-    run pauses and says why. 1: it never does."""
+    """Share of faults not caused by the policy, among the newest attempts, above which the run pauses. 1 disables it."""
     checkpoint_turns: bool = resumable(False)
-    """Keep every running episode's state in the run folder after each turn, so that --resume goes on from there. Costs a snapshot of the
-    working directory and a file a turn: some milliseconds with little in it, and up to 64 MiB of disk for each episode in flight."""
+    """Saves each running episode after every turn, so that --resume continues it. Costs milliseconds per turn, and up to 64 MiB per
+    episode."""
     branching: BranchingConfig | None = None
-    """Tree rollouts; None: every attempt runs from the beginning. `{}` takes its defaults."""
+    """Tree rollouts: attempts share their first turns. None: every attempt starts at the prompt; `{}` uses the defaults."""
 
     @model_validator(mode="after")
     def _options_act(self) -> RolloutConfig:
@@ -222,24 +215,23 @@ class EvalConfig(Section):
     """Evaluation before and after training: same tasks, same sandboxes, same verifier."""
 
     heldout: int = Field(160, ge=0)
-    """Held-out tasks in each evaluation."""
+    """Held-out tasks per evaluation."""
     heldout_real: int = Field(96, ge=0)
-    """Held-out tasks on real data in each evaluation."""
+    """Held-out tasks on real data per evaluation."""
     attempts: Annotated[int, _HELD_OUT] = Field(1, ge=1, le=1024)
-    """Attempts at each of these tasks. With more than one there is pass@k, too, and success against compute for several attempts."""
+    """Attempts per task. With more than one, the report has pass@k and success against compute."""
     thinking_tokens: Annotated[tuple[int, ...], _HELD_OUT] = Field((), max_length=16)
-    """Bounds on what may be thought in a turn: with each of them the held-out tasks are played once more, and the report draws success
-    against compute over these bounds. The rates are those of the tasks' own limits. Empty: nothing is played again."""
+    """Limits on thinking tokens per turn. Held-out tasks run once more with each."""
     temperature: Annotated[float, _EVALUATED] = Field(1.0, ge=0, le=2)
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature. 0: greedy."""
     top_k: Annotated[int, _EVALUATED] = Field(0, ge=0)
-    """Only the so many likeliest tokens are sampled; 0 (or None): off."""
+    """Samples from the k most likely tokens. 0 or None disables it."""
     top_p: Annotated[float, _EVALUATED] = Field(1.0, gt=0, le=1)
-    """Only the fewest likeliest tokens that together have this probability; 1: off."""
+    """Samples from the fewest most likely tokens that have this probability. 1 disables it."""
     min_p: Annotated[float, _EVALUATED] = Field(0.0, ge=0, lt=1)
-    """Only tokens with at least this share of the likeliest one's probability; 0: off."""
+    """Minimum probability of a token, relative to the most likely one. 0 disables it."""
     every: Annotated[int, _HELD_OUT, _BETWEEN] = Field(0, ge=0)
-    """Also evaluate after every so many steps; 0: only before and after."""
+    """Steps between evaluations during training. 0: only before and after."""
 
     _off = field_validator("top_k", "top_p", "min_p", mode="before")(_off_by_none)
 

@@ -17,44 +17,44 @@ class PolicyConfig(Section):
     model: str
     """Hugging Face model id, or a folder (relative to the project root) with model, tokenizer and chat template."""
     chat_template: str | None = Field(None, min_length=1)
-    """A chat template in place of the model's own: a word such as `hermes` (docs/chat-formats.md), or a file (relative to the project)."""
+    """Replaces the model's chat template: a shipped name such as `hermes` (docs/chat-formats.md), or a file relative to the project
+    root."""
     tool_format: str | None = Field(None, min_length=1)
-    """The form of tool calls that is read, such as `hermes` (docs/chat-formats.md). None: the one that the chat template writes."""
+    """Tool-call format to parse, such as `hermes`. None: the format of the chat template."""
     rewritten_context: Literal["refuse", "restart"] = "refuse"
-    """A chat template that cannot be extended exactly is refused; restart: a context that it would write anew begins another trajectory."""
+    """For chat templates that rewrite earlier context. refuse: an error. restart: a rewritten context starts another trajectory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Weights and arithmetic of server and learner. Use float32 on CPUs without AMX."""
+    """Type of weights and arithmetic in server and learner. Use float32 on CPUs without AMX."""
     max_model_len: int = Field(1024, ge=16)
-    """Longest context in tokens, prompt and completions together."""
+    """Tokens of the longest context: prompt plus completions."""
 
 
 class ServingConfig(Section):
     replicas: int = Field(1, ge=1)
-    """Servers of the policy, each with a process, a port and a key/value cache of its own, and on GPUs with a GPU of its own. An episode
-    stays with the one that has its context cached, unless that one dies."""
+    """Servers of the policy, each with a process, a port, a KV cache and, on GPUs, a GPU."""
     host: str = "127.0.0.1"
-    """Address the server binds to. Requests carry the server's key in plain HTTP: keep it on loopback or a private network."""
+    """Address that the servers bind to. Requests carry the server's key in plain HTTP: use loopback or a private network."""
     port: int = Field(0, ge=0, le=65535)
     """0: any free port."""
     max_num_seqs: int = Field(128, ge=1)
     """Sequences that a server decodes at once."""
     gpu_memory_utilization: Annotated[float, ON_GPU] = Field(0.5, gt=0, le=1)
-    """Share of GPU memory for the server (GPU only)."""
+    """Share of GPU memory per server (GPU only)."""
     kv_cache_gb: Annotated[float, ON_CPU] = Field(0.5, gt=0)
-    """Key/value cache of a server in GiB (CPU only)."""
+    """GiB of KV cache per server (CPU only)."""
     threads: Annotated[int, ON_CPU] = Field(0, ge=0)
-    """CPU threads of a server's engine; 0: all cores, divided by `replicas` (CPU only)."""
+    """CPU threads per server. 0: all cores divided by replicas (CPU only)."""
     weight_transfer: parts.Channel = "file"
-    """file: safetensors mapped by the server, single machine. delta: so too, but most versions are only what changed since their parent,
-    with checksums (pays in bfloat16 with a small learning rate). nccl: from the learner's GPUs to another one, the server's."""
+    """file: the server maps safetensors, on one machine. delta: file, with changes only; pays in bfloat16 with a small learning rate. nccl:
+    from the learner's GPUs to the server's."""
     weight_transfer_options: parts.Options = Field({})
-    """Keyword arguments of a weight channel that is named by reference."""
+    """Keyword arguments of a weight channel given by reference."""
     startup_timeout_s: float = Field(600.0, gt=0)
-    """Deadline for the server to answer after a start; requests wait as long for one that is being restarted."""
+    """Seconds for a started server to answer. Requests wait as long for a restart."""
     request_timeout_s: float = Field(120.0, gt=0)
-    """Time that one turn may lose to a slow server, and deadline of one weight swap."""
+    """Seconds that a turn may lose to a slow server, and deadline of a weight swap."""
     probe_max_abs_diff: float = Field(1e-3, gt=0)
-    """A swap whose logprob probe differs by more (nats) is refused. Use about 0.15 with bfloat16."""
+    """Maximum logprob difference (nats) in the probe of a swap. Use about 0.15 with bfloat16."""
 
     @model_validator(mode="after")
     def _replicas_fit(self) -> ServingConfig:
@@ -77,22 +77,22 @@ class JudgeServerConfig(Section):
     """A vLLM server on loopback that the run starts for judges, beside the policy's. docs/judges.md says how a judge names it."""
 
     model: str = Field(min_length=1)
-    """Hugging Face model id, or a folder (relative to the project root): a chat model, or a reward model of `agentrl tune reward`."""
+    """Model id or folder of a chat model, or of a reward model from `agentrl tune reward`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Weights and arithmetic. Use float32 on CPUs without AMX."""
+    """Type of weights and arithmetic. Use float32 on CPUs without AMX."""
     max_model_len: int = Field(2048, ge=16)
-    """Longest context in tokens, question and verdict together."""
+    """Tokens of the longest context: question plus verdict."""
     port: int = resumable(0, ge=0, le=65535)
     """0: any free port."""
     max_num_seqs: int = resumable(16, ge=1)
     """Questions answered at once."""
     threads: Annotated[int, ON_CPU] = resumable(1, ge=1)
-    """CPU threads of the engine (CPU only)."""
+    """CPU threads (CPU only)."""
     kv_cache_gb: Annotated[float, ON_CPU] = resumable(0.25, gt=0)
-    """Key/value cache in GiB (CPU only)."""
+    """GiB of KV cache (CPU only)."""
     gpu_memory_utilization: Annotated[float, ON_GPU] = resumable(0.2, gt=0, le=1)
-    """Share of GPU memory for the server (GPU only)."""
+    """Share of GPU memory (GPU only)."""
     startup_timeout_s: float = resumable(600.0, gt=0)
-    """Deadline for the server to answer after a start."""
+    """Seconds for a started server to answer."""
     max_restarts: int = resumable(5, ge=0)
-    """Times in a row that it is started again after it died; questions wait meanwhile. Then they are refused."""
+    """Restarts in a row after the server died. Questions wait meanwhile; then they fail."""

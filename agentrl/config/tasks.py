@@ -17,31 +17,30 @@ MOST_WEIGHT = 1000
 
 
 class PracticeConfig(Section):
-    """Tasks made from the cases of suites by `agentrl practice`, mixed into training. docs/practice.md says how they are made."""
+    """Training tasks that `agentrl practice` derives from the cases of suites. docs/failures.md describes them."""
 
     suites: dict[str, Annotated[int, Field(ge=1, le=MOST_WEIGHT)]] = Field(min_length=1)
-    """Suites, as folders relative to the project root, and how often each takes its turn. None of their cases is ever trained on."""
+    """Folders of suites, relative to the project root, and their weights. Their cases are never trained on."""
     share: float = Field(0.3, ge=0.001, le=1)
-    """Share of the groups that practise; the others have tasks of the family."""
+    """Share of groups with practice tasks."""
 
 
 class WeightingConfig(Section):
     """Training tasks that teach are given more often than those whose attempts all score the same. docs/recipes.md, "Which tasks"."""
 
     least: float = Field(0.1, ge=0.01, lt=1)
-    """Weight of a task that teaches nothing, against one that always does: it comes back now and then, as the policy changes."""
+    """Minimum probability that a drawn task is accepted."""
     window: int = Field(8, ge=1, le=1000)
-    """Newest groups of a task, and of a kind of tasks, by which it is weighed."""
+    """Newest groups, per task and per kind of task, that determine the weight."""
 
 
 class GroupJudging(Section):
     """The keys of `tasks` on judging groups as a whole."""
 
     group_judge: str | None = Field(None, min_length=1)
-    """Who judges all attempts of a training group together once they are done, as a reference such as `rewards.mine:ranked`; None: each
-    attempt is judged by itself. Evaluations and cases are judged by the verifiers, as ever. docs/judges.md."""
+    """Judge that scores all attempts of a training group together, such as `rewards.mine:ranked`. None: no group judge."""
     group_weight: float = Field(1.0, gt=0, le=1)
-    """Share of the group judge in a training score. 1: it alone, and the verifiers are not asked; below, they have the rest."""
+    """Share of the group judge in a training score; the verifiers have the rest. 1: no verifier runs."""
 
     @model_validator(mode="after")
     def _weight_acts(self) -> GroupJudging:
@@ -52,20 +51,19 @@ class GroupJudging(Section):
 
 class TasksConfig(GroupJudging):
     family: str
-    """A folder of task folders, e.g. `sandboxes/chores`, or the plugin reference of a callable that takes `seed=` and returns a TaskFamily,
-    e.g. `sandboxes.tables:Tables`."""
+    """Folder of task folders, such as `sandboxes/chores`, or reference to a callable that takes `seed=` and returns a TaskFamily."""
     options: dict[str, str | int | float | bool] = Field({})
-    """Further keyword arguments of the family. Of a folder: `heldout`, the share of tasks without a split of their own that is held out."""
+    """Keyword arguments of the family. For a folder: `heldout`, the held-out share of tasks that declare no split."""
     verifiers: tuple[str, ...] = Field(())
-    """Who judges, as references such as `rewards.close:close_number`, in place of the verifiers that the tasks name. Empty: those."""
+    """Verifiers that replace those of the tasks, such as `rewards.close:close_number`. Empty: those of the tasks."""
     withhold: tuple[str, ...] = Field(())
-    """Suites, as folders relative to the project root: no case of theirs, nor a near twin of one, is ever trained on."""
+    """Folders of suites, relative to the project root. Their cases and near twins are never trained on."""
     practice: PracticeConfig | None = None
-    """Tasks made from the cases of suites, for a share of the groups; None: every group has a task of the family."""
+    """Training tasks derived from the cases of suites. None disables practice."""
     weighting: Annotated[WeightingConfig | None, _TAUGHT] = None
-    """Give tasks more often that teach; None: all as often. `{}` takes its defaults."""
+    """Samples tasks that have a training signal more often. None: all tasks equally often; `{}` uses the defaults."""
     audit: tuple[str, ...] = Field(())
-    """Verifiers that judge every episode beside the others, as references: logged and plotted, never trained on. docs/verifiers.md."""
+    """Verifiers whose scores are logged and plotted, but never trained on."""
 
     @field_validator("audit")
     @classmethod

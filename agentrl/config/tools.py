@@ -15,17 +15,17 @@ from agentrl.plugins import parts
 
 class SandboxConfig(Section):
     backend: parts.Backend = "auto"
-    """auto: docker when a daemon answers, bubblewrap otherwise. There is no host backend."""
+    """auto: docker if a daemon answers, else bubblewrap. There is no host backend."""
     options: parts.Options = Field({})
-    """Keyword arguments of a backend that is named by reference."""
+    """Keyword arguments of a backend given by reference."""
     max_open: int = Field(64, ge=1)
     """Sandboxes open at once."""
     open_timeout_s: float = Field(60.0, gt=0)
-    """Deadline for opening one sandbox."""
+    """Seconds to open a sandbox."""
     warm: Annotated[
         int, Needs("as many sandboxes that may be in use: set max_open to at least as many", lambda recipe, own: own.warm <= own.max_open)
     ] = Field(8, ge=0)
-    """Sandboxes kept ready ahead of need (used once, then destroyed)."""
+    """Sandboxes opened ahead of use. Each is used once."""
 
     @model_validator(mode="after")
     def _options_act(self) -> SandboxConfig:
@@ -39,20 +39,19 @@ class MCPConfig(Section):
     command: tuple[str, ...] = ()
     """Program and arguments, started in the sandbox of each episode that calls the server."""
     host_command: tuple[str, ...] = ()
-    """Program and arguments, started on this machine with the rights of the run, once for each episode that calls the server."""
+    """Program and arguments, started on the host with the rights of the run, once per episode that calls the server."""
     url: str = Field("", pattern=r"^(https?://[^\s/?#@]+.*)?$")
-    """Where it answers over HTTP. Nothing else is reached: redirects are not followed."""
+    """HTTP address. Redirects are not followed."""
     env: dict[str, str] = Field({})
-    """Variables of the program on this machine, each by reference: `env:NAME` for a variable of the run, `file:/PATH` for a file's content.
-    In addition, the program gets PATH, HOME, TMPDIR and the locale, and no other variable of the run."""
+    """Environment of host_command, by reference: `env:NAME` or `file:/PATH`. PATH, HOME, TMPDIR and the locale are set too."""
     key_env: str = Field("", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
-    """Environment variable that holds the bearer token for `url`."""
+    """Environment variable that holds the bearer token of `url`."""
     only: tuple[str, ...] = ()
-    """The tools that are offered; empty: all that it has, at most 64."""
+    """Tools to offer. Empty: all, at most 64."""
     together: bool = False
-    """Whether its calls may run at the same time within a turn (`url` only: a program is asked one thing at a time)."""
+    """Runs calls of one turn in parallel (`url` only)."""
     start_timeout_s: float = Field(60.0, gt=0, le=600)
-    """Seconds that it may take to be started and to list its tools."""
+    """Seconds to start and to list the tools."""
 
     @model_validator(mode="after")
     def _one_place(self) -> MCPConfig:
@@ -80,11 +79,11 @@ class ToolBounds(Section):
     """What the calls of one tool may take, in place of the task's limits."""
 
     timeout_s: float | None = Field(None, gt=0, le=3600)
-    """Seconds of one call."""
+    """Seconds per call."""
     output_chars: int | None = Field(None, ge=1)
-    """Characters shown of one call."""
+    """Characters shown per call."""
     calls: int | None = Field(None, ge=1)
-    """Calls in one episode."""
+    """Calls per episode."""
 
     @model_validator(mode="after")
     def _bounds_something(self) -> ToolBounds:
@@ -97,9 +96,9 @@ class ToolWords(Section):
     """What agents are told of one tool, in place of what it says itself."""
 
     description: str = ""
-    """What it does and when to use it; empty: as the tool says."""
+    """What the tool does and when to use it. Empty: unchanged."""
     arguments: dict[str, str] = Field({})
-    """By the argument's name: what it means."""
+    """Descriptions by argument name."""
 
     @model_validator(mode="after")
     def _says_something(self) -> ToolWords:
@@ -112,11 +111,11 @@ class ToolsConfig(Section):
     """Tools beyond those that a task can name by itself. docs/tools.md."""
 
     mcp: dict[str, MCPConfig] = Field({})
-    """MCP servers by name, as sections; a task's tool `mcp:NAME` stands for all tools of one, `mcp:NAME/TOOL` for one."""
+    """MCP servers by name. The task tool `mcp:NAME` stands for all tools of a server, `mcp:NAME/TOOL` for one."""
     bounds: dict[str, ToolBounds] = Field({})
-    """By the tool's name: `timeout_s`, `output_chars` and `calls` (in an episode) in place of the task's limits."""
+    """Bounds by tool name, in place of the task's limits."""
     words: dict[str, ToolWords] = Field({})
-    """By the tool's name: other words for what it does and what it takes. Tasks stay the same, so that two wordings can be compared."""
+    """Descriptions by tool name, in place of the tool's description."""
 
     @field_validator("mcp")
     @classmethod
@@ -131,19 +130,18 @@ class MemoryConfig(Section):
     """Notes that agents write for later episodes of the run, and find again. docs/memory.md says who sees which."""
 
     scope: Literal["family", "project"] = "family"
-    """Which tasks share notes. family: those of one family. project: those whose data name the same `project`, whatever their family."""
+    """Tasks that share notes. family: those of one family. project: those with the same `project` in their data."""
     notes: int = Field(4, ge=1, le=64)
-    """Notes that one episode may write, with all its agents."""
+    """Notes per episode, over all its agents."""
     note_chars: int = Field(400, ge=1, le=10_000)
-    """Most characters of a note; a longer one is refused, which the agent is told."""
+    """Maximum characters of a note. A longer one is an error that the agent reads."""
     results: Annotated[int, Needs("as many kept notes: set keep to at least as many", lambda recipe, own: own.results <= own.keep)] = Field(
         5, ge=1, le=50
     )
-    """Most notes that one search shows."""
+    """Maximum notes per search."""
     keep: int = Field(1000, ge=1, le=100_000)
-    """Newest notes of a scope that are found. Older ones are deleted."""
+    """Newest notes kept per scope. Older ones are deleted."""
     min_score: float | None = None
-    """Only what episodes with at least this score wrote is found; None: whatever the score is."""
+    """Minimum score of the episodes whose notes can be found. None: all."""
     heldout_rounds: int = Field(1, ge=1, le=1000)
-    """Parts in which an evaluation plays its held-out tasks, one after the other; an episode finds what was written in the parts before,
-    of the same evaluation and split, and nothing else. 1: nothing is found in evaluations."""
+    """Rounds of an evaluation. An episode finds notes of earlier rounds of the same evaluation and split. 1: none."""

@@ -287,9 +287,7 @@ class GroupRunner:
         fork, since = member.stem_of, user_code.cancellation_count()
         try:
             if isinstance(found, ScoredEpisode):
-                waits = (
-                    self.group_scoring is None and found.score.reason == AWAITING_GROUP_JUDGE
-                )  # the recipe no longer has a group scorer
+                waits = self.group_scoring is None and found.score.reason == AWAITING_GROUP_JUDGE  # the recipe no longer has a group scorer
                 return replace(found, score=await self.scorer(task, found.episode)) if waits else found
             if fork is not None and found is not None and found.turn_count >= fork.turn:
                 fork.settle(found if found.turn_count == fork.turn < task.limits.turns else None)  # later, branches have their own states

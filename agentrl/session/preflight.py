@@ -235,7 +235,9 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
 
     with raising_as(lambda error: PluginError(f"tasks.family {named!r} cannot be opened: {said(error)}", fix=_THERE), but=(AgentRLError,)):
         family = open_family(recipe.tasks, seed=recipe.seed, root=root)
-    with raising_as(lambda error: TaskError(f"the first task of {named!r} cannot be created: {said(error)}", fix=_THERE), but=(AgentRLError,)):
+    with raising_as(
+        lambda error: TaskError(f"the first task of {named!r} cannot be created: {said(error)}", fix=_THERE), but=(AgentRLError,)
+    ):
         _check_sizes(family, recipe)
         first = family.task(Split.TRAIN, 0)
     if not isinstance(first, Task):

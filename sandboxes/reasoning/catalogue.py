@@ -19,7 +19,7 @@ UNPROVEN = "its problems have no answer, so it is not proven that they can be so
 
 LEFT_OUT: Mapping[str, str] = {
     "boxnet": UNPROVEN,
-    "circuit_logic": "one answer, 0 or 1, is right in more than half of its problems",
+    "circuit_logic": "one answer, 0 or 1, is right in more than half of the problems",
     "codeio": OTHERWISE,
     "coin_flip": "its scorer has a tolerance of 0.0001, and most of its probabilities are that small: 0 is nearly always right",
     "composite": "it is a mixture of other datasets, which tasks.options.datasets provides",
@@ -36,9 +36,9 @@ LEFT_OUT: Mapping[str, str] = {
     "ransom_note": OTHERWISE,
     "rubiks_cube": UNPROVEN,
     "rush_hour": UNPROVEN,
-    "self_reference": "one answer, 2, is right in about half of its problems",
+    "self_reference": "one answer, 2, is right in about half of the problems",
     "simple_integration": EVALUATES,
-    "syllogism": "one answer, Yes, is right in three quarters of its problems",
+    "syllogism": "one answer, Yes, is right in three quarters of the problems",
     "word_ladder": OTHERWISE,
 }
 

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from agentrl.config import CriticConfig, LoraConfig, PolicyConfig, Recipe, TasksConfig, apply_overrides, load
-from agentrl.config.section import key_docs
+from agentrl.config.section import Needs, Section, key_docs, named_section_of, section_of
 from agentrl.errors import RecipeError
 
+ROOT = Path(__file__).resolve().parents[2]
 BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
 
 
@@ -107,3 +109,29 @@ def test_every_key_of_a_recipe_is_documented() -> None:
             if not is_section and key not in told and key not in obvious:
                 undocumented.append(f"{section.__name__}.{key}")
     assert undocumented == []
+
+
+def test_every_impossible_combination_raises_an_error() -> None:
+    """Each line of the file has overrides that only one check of the recipe rejects, and each check has a line."""
+    rows = (ROOT / "tests" / "config" / "impossible_combinations.txt").read_text().splitlines()
+    sections = [path for path in (ROOT / "agentrl/config").glob("*.py") if path.name != "section.py"]
+    raised = sum(len(re.findall(r"raise ValueError\(|\byield (?!from\b)", path.read_text())) for path in sections)
+    needs = declared_needs()
+    assert len(rows) == raised - 1 + len(needs)
+    messages = set()
+    for row in rows:
+        with pytest.raises(RecipeError) as error:
+            apply_overrides(BASE, row.split())
+        messages.add(str(error.value))
+    assert len(messages) == len(rows), "two lines raise the same error"
+    unsaid = [need.what for need in needs if not any(need.what in message for message in messages)]
+    assert not unsaid, "needs that no line shows"
+
+
+def declared_needs(kind: type[Section] = Recipe) -> set[Needs]:
+    """Returns the conditions (`agentrl.config.section.Needs`) of all keys of a recipe."""
+    declared = {need for field in kind.model_fields.values() for need in field.metadata if isinstance(need, Needs)}
+    for field in kind.model_fields.values():
+        inner = section_of(field.annotation) or named_section_of(field.annotation)
+        declared |= declared_needs(inner) if inner is not None else set()
+    return declared
