@@ -138,7 +138,7 @@ async def test_the_proof_finds_nothing_wrong_and_what_is_wrong_when_there_is(tmp
     for why in ("may know the answer", "of step 3", "no earlier training episode that counts", "x in before-heldout was shown"):
         assert any(why in one for one in told["examples"]), (why, told["examples"])
     printed = CliRunner().invoke(app, ["memory", str(tmp_path / "r")])
-    assert printed.exit_code == 1 and "FAIL  nobody was shown" in printed.output and "words with the answer" in printed.output
+    assert printed.exit_code == 1 and "FAIL  no episode read" in printed.output and "read the answer to their own task" in printed.output
     with pytest.raises(UserError, match="holds no run"):
         audit_memory(tmp_path)
 
