@@ -37,7 +37,7 @@ def test_a_model_is_imported_and_told_of(source: Path, tmp_path: Path) -> None:
         "checking",
     ]
     again = agentrl("model", "import", str(source), str(target))
-    assert again.stdout.splitlines()[0] == f"{target} holds this model already; nothing was done"
+    assert again.stdout.splitlines()[0] == f"{target} already holds this model"
     other = agentrl("model", "import", str(source), str(target), "--chat-template", "hermes", "--json")
     assert other.returncode == 2 and "give --force" in other.stderr
     forced = agentrl("model", "import", str(source), str(target), "--chat-template", "hermes", "--json", "--force")
