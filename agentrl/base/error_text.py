@@ -1,4 +1,4 @@
-"""What went wrong, in a line or two: from an exception, a chain or group of them, or another program's log."""
+"""Short descriptions of errors: of an exception, a chain or group of exceptions, or the log of another program."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from agentrl.errors import AgentRLError, DiskFull, UserError
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "database or disk is full")
 _TORCH_WRITES = re.compile(r"PytorchStreamWriter failed writing|inline_container\.cc:\d+\] \. unexpected pos")  # without the reason
-_LONGEST = 600  # characters of one cause
+_MAX_CAUSE = 600  # characters of one cause
 _INSTALLED = frozenset({"site-packages", "dist-packages"})  # of this environment and of those below it
 _LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
 def group_members(error: BaseException) -> Iterator[BaseException]:
-    """The errors in a group, in its order; any other error by itself."""
+    """Yields the members of a group in order; for any other error, the error."""
     pending = [error]
-    while pending:  # without recursion: groups may be nested deeper than Python's stack
+    while pending:  # without recursion, because groups may be nested deeply
         one = pending.pop()
         if isinstance(one, BaseExceptionGroup):
             pending += reversed(one.exceptions)
@@ -34,7 +34,7 @@ def group_members(error: BaseException) -> Iterator[BaseException]:
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, the members of a group, and every error that each was raised from or while handling."""
+    """Yields an error, the members of a group, and all their causes and contexts."""
     pending, seen = [error], set()
     while pending:
         one = pending.pop(0)
@@ -46,7 +46,7 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def disk_full_error(error: BaseException) -> BaseException | None:
-    """The error in the chain of `error` that reports a full disk (or quota), if any."""
+    """The error in the chain of `error` that reports a full disk or quota; None if there is none."""
     return next((one for one in error_chain(error) if _says_full(one)), None)
 
 
@@ -56,11 +56,11 @@ def _says_full(error: BaseException) -> bool:
     if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF == sqlite3.SQLITE_FULL:
         return True
     text = str(error)
-    return isinstance(error, DiskFull) or any(words in text for words in _FULL_TEXTS) or _TORCH_WRITES.search(text) is not None
+    return isinstance(error, DiskFull) or any(phrase in text for phrase in _FULL_TEXTS) or _TORCH_WRITES.search(text) is not None
 
 
 def main_error(error: BaseException) -> BaseException:
-    """The error to show: a full disk, else the first of ours (a user error before others), else the first."""
+    """The error to show: a full disk, else the first `UserError`, else the first error of agentrl, else the first."""
     errors = list(group_members(error))
     if any(disk_full_error(one) for one in errors):
         return next(one for one in errors if disk_full_error(one))
@@ -72,14 +72,14 @@ def main_error(error: BaseException) -> BaseException:
 
 
 def one_line_error(error: BaseException) -> str:
-    """`Type: message`, cut to fit a terminal."""
+    """`Type: message`, shortened."""
     return clip_text(f"{type(error).__name__}: {error}".removesuffix(": "))
 
 
 def raise_location(error: BaseException) -> str:
-    """`file:line` where an error was raised: the innermost line of the user's code, else of ours, else "".
+    """`file:line` where an error was raised: the innermost line of user-supplied code, else of agentrl, else "".
 
-    For a SyntaxError it is the wrong line.
+    For a SyntaxError, the line with the error.
     """
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{display_path(error.filename)}:{error.lineno}"
@@ -95,7 +95,7 @@ def _of_a_library(path: str) -> bool:
 
 
 def display_path(path: str) -> str:
-    """A path as a person would type it: relative when below the current directory."""
+    """A path for display: relative if it is below the current directory."""
     try:
         return str(Path(path).resolve().relative_to(Path.cwd()))
     except (ValueError, OSError):
@@ -103,9 +103,9 @@ def display_path(path: str) -> str:
 
 
 def clip_text(text: str) -> str:
-    """At most six lines and 600 characters."""
+    """Shortens a text to six lines and 600 characters."""
     kept = "\n".join(text.strip().splitlines()[:6])
-    return kept if len(kept) <= _LONGEST else kept[: _LONGEST - 3] + "..."
+    return kept if len(kept) <= _MAX_CAUSE else kept[: _MAX_CAUSE - 3] + "..."
 
 
 _KNOWN = (  # pattern in a log, its cause, and the fix
@@ -120,20 +120,24 @@ _KNOWN = (  # pattern in a log, its cause, and the fix
         "the machine is out of memory",
         "lower serving.kv_cache_gb or policy.max_model_len, or free memory",
     ),
-    (re.compile(r"Address already in use"), "its port is in use", "set serving.port=0 for any free port, or stop what is using it"),
+    (
+        re.compile(r"Address already in use"),
+        "its port is in use",
+        "set serving.port=0 to use any free port, or stop the program that uses it",
+    ),
 )
 _PREFIX = re.compile(r"^(?:\([^()]*pid=\d+\) ?)?(?:(?:ERROR|CRITICAL|WARNING|INFO) [\d-]+ [\d:.]+ \[[^\]]*\] ?)?")
 _RAISED = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?(?:[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Halted)|OutOfMemoryError)(?::|$)")
-# Errors that only report another process's error.
+# Errors that only refer to an error of another process.
 _WRAPPERS = re.compile(
     r"Engine core initialization failed|See root cause above|ChildFailedError|EngineDeadError|WorkerProc initialization failed"
 )
 
 
 def cause_in_log(text: str) -> tuple[str, str]:
-    """Cause and fix (may be "") by a log: a known cause, else the last traceback's error, else the last line.
+    """The cause in a log and its fix, which may be "": a known cause, else the error of the last traceback, else the last line.
 
-    Errors that only point to another process's are left out. ("", "") when the log says nothing.
+    Ignores errors that only refer to an error of another process. ("", "") for an empty log.
     """
     for pattern, cause, fix in _KNOWN:
         if pattern.search(text):
@@ -147,7 +151,7 @@ def cause_in_log(text: str) -> tuple[str, str]:
 
 
 def _message(lines: list[str], start: int) -> Iterator[str]:
-    """An error's line and the indented lines of its message; for pydantic only the message."""
+    """Yields the line of an error and the indented lines of its message; for pydantic only the message."""
     following = lines[start + 1] if start + 1 < len(lines) else ""
     if "ValidationError" in lines[start] and following.startswith("  Value error, "):
         yield following.removeprefix("  Value error, ")

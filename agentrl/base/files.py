@@ -1,7 +1,4 @@
-"""Files that are replaced whole or not at all, hashed, or kept as lines of JSON. The standard library alone, and no room's rules.
-
-Errors are the operating system's own (`OSError`); who writes knows what they mean, and says so.
-"""
+"""Atomic writes, hashes, and files of JSON lines. Errors are those of the operating system (`OSError`)."""
 
 from __future__ import annotations
 
@@ -23,23 +20,19 @@ _OPENED = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 
 @contextlib.contextmanager
 def replace_file(path: Path, *, tag: str = "", durable: bool = False) -> Iterator[Path]:
-    """A path beside `path` for the block to fill; what it wrote is then synced and takes the place of `path`.
+    """Context that yields a temporary path, and replaces `path` with the file that the block wrote there.
 
-    Whoever looks, also after a power cut, finds the old content or the new one, and no half of it. A block that fails leaves `path` as
-    it was and nothing beside it.
-
-    In a private folder the file is private, too (`is_private`).
-
-    A device, a pipe or a process's own output, as /dev/stdout, is written to: nothing takes its place.
+    Readers see either the old or the new content, even after a power failure. If the block fails, `path` is unchanged. In a private folder
+    (`is_private`) the file becomes private. A device, a pipe or a path such as /dev/stdout is written to instead of being replaced.
 
     Args:
-        tag: tells the files of several writers apart that may replace `path` at once.
-        durable: sync the folder, too, so that the new content survives a power cut from here on.
+        tag: distinguishes writers that may replace `path` at the same time.
+        durable: also sync the folder, so that the new content survives a power failure.
     """
     if _no_file(path):
         with tempfile.TemporaryDirectory() as work:
-            yield (whole := Path(work) / "part")
-            with whole.open("rb") as source, path.open("wb") as sink:
+            yield (complete := Path(work) / "part")
+            with complete.open("rb") as source, path.open("wb") as sink:
                 shutil.copyfileobj(source, sink)
         return
     part = path.with_name(f".{path.name}.{tag}.part" if tag else f".{path.name}.part")
@@ -63,7 +56,7 @@ def is_private(folder: Path) -> bool:
 
 
 def make_private(folder: Path) -> None:
-    """Removes the rights of group and others from a folder and everything below it, so that copies are private too."""
+    """Removes the permissions of group and others from a folder and everything below it."""
     for path in (folder, *folder.rglob("*")):
         with contextlib.suppress(OSError):  # removed meanwhile
             if not path.is_symlink() and (mode := path.stat().st_mode) & 0o077:
@@ -71,15 +64,15 @@ def make_private(folder: Path) -> None:
 
 
 def _no_file(path: Path) -> bool:
-    """Whether something is there that is neither file nor folder, or a link to what a process has open."""
+    """Whether the path is a device, a pipe, or a link to an open file of a process."""
     return path.absolute().parent in _OPENED or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 def write_atomically(path: Path, content: bytes | str, *, tag: str = "", durable: bool = False, private: bool = False) -> None:
-    """Gives a file new content, whole or not at all; text is written as UTF-8. See `replace_file`.
+    """Replaces the content of a file atomically; text is written as UTF-8. See `replace_file`.
 
     Args:
-        private: only this user can read the file, independently of the umask and the folder.
+        private: make the file readable for this user only, whatever the umask and the folder are.
     """
     with replace_file(path, tag=tag, durable=durable) as part:
         if private:
@@ -89,7 +82,7 @@ def write_atomically(path: Path, content: bytes | str, *, tag: str = "", durable
 
 
 def partial_folder(final: Path) -> Path:
-    """An empty folder beside `final` to fill; what an interrupted attempt left there is removed."""
+    """Creates an empty temporary folder next to `final`, and removes one left by an interrupted attempt."""
     part = final.with_name(f".{final.name}.part")
     if part.exists():
         shutil.rmtree(part)
@@ -98,12 +91,12 @@ def partial_folder(final: Path) -> Path:
 
 
 def commit_folder(part: Path, final: Path) -> None:
-    """Gives a filled `partial_folder` its final name, durably. A folder of that name is replaced, and removed only after that."""
+    """Renames a filled `partial_folder` to its final name, durably, replacing an existing folder."""
     for path in sorted(part.rglob("*")):
         fsync_path(path)
     fsync_path(part)
     old = final.with_name(f".{final.name}.old")
-    if old.exists():  # of an attempt that was interrupted right here
+    if old.exists():  # left by an interrupted attempt
         shutil.rmtree(old)
     if final.exists():
         final.rename(old)
@@ -113,7 +106,7 @@ def commit_folder(part: Path, final: Path) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Has a file's content, or a folder's names, survive a power cut."""
+    """Syncs the content of a file or the entries of a folder to disk."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -122,27 +115,26 @@ def fsync_path(path: Path) -> None:
 
 
 def sha256_file(path: Path) -> str:
-    """sha256 (hex) of a file's bytes, read in pieces."""
+    """The sha256 (hex) of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def folder_manifest(folder: Path) -> dict[str, str]:
-    """Relative path -> sha256 of every regular file below `folder`, in sorted order. Links are not followed."""
+    """Relative path -> sha256 of every regular file below `folder`, sorted. Does not follow links."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     return {path.relative_to(folder).as_posix(): sha256_file(path) for path in files}
 
 
 def json_line(value: Any) -> bytes:
-    """A value as one line of JSON, with its end."""
+    """A value as one line of JSON, with a line end."""
     return json.dumps(value, ensure_ascii=False).encode() + b"\n"
 
 
 def append_lines(path: Path, lines: Iterable[bytes], *, durable: bool = False) -> None:
-    """Adds lines, each with its end, to a file of them; one writer at a time. The file and its folder are made where they are missing.
+    """Appends lines, which must include line ends, to a file. Creates the file and its folder. Supports one writer at a time.
 
-    A torn last line, which a killed process may have left, is cut off first: the next line would be lost with it. With `durable` the
-    lines survive a power cut from here on.
+    First removes an incomplete last line, which a killed process may have left. With `durable` the lines survive a power failure.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_torn_line(path)
@@ -166,12 +158,12 @@ def complete_lines(path: Path) -> list[bytes]:
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """The values of `complete_lines`. Raises `ValueError` for a line that is no JSON."""
+    """The values in a file of JSON lines. Raises `ValueError` for a line that is not JSON."""
     return [json.loads(line) for line in complete_lines(path)]
 
 
 def remove_torn_line(path: Path) -> None:
-    """Removes a last line without its end."""
+    """Removes an incomplete last line."""
     with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
         if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             file.seek(0)
@@ -179,7 +171,7 @@ def remove_torn_line(path: Path) -> None:
 
 
 def tail_bytes(path: Path, *, most: int, start: int = 0) -> str:
-    """The last `most` bytes of what a file holds from byte `start` on, as text; empty where there is no file."""
+    """The last `most` bytes of a file after byte `start`, as text; empty if there is no file."""
     try:
         with path.open("rb") as file:
             file.seek(max(start, file.seek(0, os.SEEK_END) - most))

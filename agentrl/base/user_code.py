@@ -1,7 +1,7 @@
-"""Calling user code (tools and verifiers), and describing what went wrong there or anywhere else.
+"""Calls user-supplied code (tools, verifiers, families) and describes exceptions.
 
-Whatever user code does, its caller gets a value or one exception before the deadline. Descriptions of exceptions are bounded,
-printable and never raise, because the text may come from an agent.
+Whatever the code does, its caller gets a value or one exception before the deadline. Descriptions of exceptions are bounded, printable and
+never raise, because their text may come from an agent.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 GRACE_S = 2.0
-_MOST_TEXT = 1 << 20  # characters of an exception's text that are looked at
-"""How long a cancelled call may take to end before it is dropped."""
+"""Time that a cancelled call may take to end before it is abandoned."""
+_MAX_TEXT = 1 << 20  # examined characters of the text of an exception
 HOLD_S = loop_lag.STALL_S
-"""A call that computes for longer than this without awaiting anything has kept every other episode waiting, which is said."""
+"""A call that computes for longer than this without awaiting anything is logged, because it blocks every other episode."""
 MAX_THREADS = 1024
-"""Threads of `run_in_thread` that may run at once, those that nobody waits for included."""
+"""Largest number of threads of `run_in_thread`, including abandoned ones."""
 MAX_TRACEBACK = 8000
-_FRAMES = 40  # of a traceback, the innermost
-_KINDS = 512  # of faults that the log distinguishes
+_FRAMES = 40  # innermost frames of a traceback
+_KINDS = 512  # kinds of faults that the log distinguishes
 
 _seen: dict[tuple[str, ...], int] = {}
 _threads = threading.BoundedSemaphore(MAX_THREADS)
-_theirs: ContextVar[bool] = ContextVar("_theirs", default=False)  # whether code that is not ours runs, or began what runs
+_theirs: ContextVar[bool] = ContextVar("_theirs", default=False)  # whether user-supplied code runs or started the current task
 
 
 class CallTimeout(Exception):
@@ -53,28 +53,26 @@ class DriverStalled(InfrastructureError):
 
 
 class CodeExited(Exception):
-    """A task started by user code raised SystemExit or KeyboardInterrupt, with which asyncio would have left the event loop and ended the
-    run."""
+    """A task started by user-supplied code raised SystemExit or KeyboardInterrupt, which would have ended the event loop and the run."""
 
 
 async def call_user_code(
     code: Callable[[], Awaitable[T]], *, what: str, timeout_s: float, grace_s: float = GRACE_S, within: loop_lag.StallCount | None = None
 ) -> T:
-    """The result of `code()`, run in its own task.
+    """Runs `code()` in a separate task and returns its result.
 
-    A call that ignores its cancellation for `grace_s` is dropped at its next await, and the log says so. Code that neither awaits
-    nor returns cannot be interrupted; when it does, the log says how long it held the event loop.
+    A call that ignores its cancellation for `grace_s` is abandoned at its next await, and this is logged. Code that neither awaits nor
+    returns cannot be interrupted; the time that it blocked the event loop is logged.
 
     Args:
         what: name of the code in the log, such as "tool search".
-        within: a count of stalls that excludes the code's own.
+        within: a stall count that excludes stalls caused by the code itself.
 
     Raises:
-        Overdue: no result after `timeout_s`.
-        Stalled: the same, because the event loop stood still for other reasons than this code.
-        RuntimeError: `code` raised GeneratorExit, which elsewhere means that a coroutine is being closed, or KeyboardInterrupt, which
-            elsewhere means that a person ends the run (`is_interrupt`).
-        BaseException: whatever else `code` raises, including SystemExit and a CancelledError that nobody else requested.
+        CallTimeout: no result after `timeout_s`.
+        DriverStalled: no result after `timeout_s`, because other code blocked the event loop.
+        RuntimeError: `code` raised GeneratorExit or KeyboardInterrupt, which would otherwise look like a closed coroutine or ctrl-C.
+        BaseException: any other exception of `code`, including SystemExit and a CancelledError without a cancellation.
     """
     _contain(asyncio.get_running_loop())
     steps = _Steps(code, what)
@@ -99,11 +97,11 @@ async def call_user_code(
         raise RuntimeError(f"{what} raised {type(error).__name__}{f' ({place})' if place else ''}") from error
     if error is not None:
         raise error
-    return value  # type: ignore[return-value]  # None is T's own here
+    return value  # type: ignore[return-value]  # None only if T allows it
 
 
 async def _caught(steps: Awaitable[T]) -> tuple[T | None, BaseException | None]:
-    """What the code returns or raises, as a value: a task that ends with SystemExit would end the event loop too."""
+    """Returns the result or the exception as a value, because a task that ends with SystemExit would end the event loop."""
     _theirs.set(True)
     try:
         return await steps, None
@@ -118,11 +116,11 @@ async def _caught(steps: Awaitable[T]) -> tuple[T | None, BaseException | None]:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether a person's ctrl-C raised it, and not code that raises KeyboardInterrupt by itself.
+    """Whether ctrl-C caused this exception, and not code that raises KeyboardInterrupt. In a group, all members must come from ctrl-C.
 
-    The one that a person raises begins in the handler of the signal. Python's own handler leaves no frame: where it is in place, every
-    KeyboardInterrupt is a person's. `asyncio.run` puts its own there, and raises in `asyncio.runners` alone. Where the signal is ignored,
-    as in what a shell starts in the background, no person can raise any. In a group all must be a person's.
+    A KeyboardInterrupt of ctrl-C starts in the signal handler. Python's own handler leaves no frame, so with it every KeyboardInterrupt
+    counts. `asyncio.run` installs a handler that raises in `asyncio.runners`. If the signal is ignored, as in a background job of a shell,
+    none counts.
     """
     return all(map(_pressed, group_members(error)))
 
@@ -143,7 +141,7 @@ def _pressed(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def raising_as(make: Callable[[BaseException], Exception], *, but: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-    """Around somebody's code that is not awaited: what it raises becomes what `make` says of it, but for `but` and a person's ctrl-C."""
+    """Context of synchronous user-supplied code. Converts its exceptions with `make`, except `but` and ctrl-C."""
     try:
         yield
     except but:
@@ -155,7 +153,7 @@ def raising_as(make: Callable[[BaseException], Exception], *, but: tuple[type[Ba
 
 
 def _contain(loop: asyncio.AbstractEventLoop) -> None:
-    """Makes tasks that user code starts on this loop raise `CodeExited` instead of what would end the loop."""
+    """Makes tasks that user-supplied code starts on this loop raise `CodeExited` instead of an exception that would end the loop."""
     before = loop.get_task_factory()
     if isinstance(before, _Factory):
         return
@@ -163,7 +161,7 @@ def _contain(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class _Factory:
-    """Makes tasks with the factory `before`, or like asyncio where that is None."""
+    """A task factory on top of the factory `before`, or of asyncio's default if None."""
 
     def __init__(self, before: Any) -> None:
         self._before = before
@@ -179,7 +177,7 @@ class _Factory:
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine that raises `CodeExited` instead of SystemExit, or of a KeyboardInterrupt that is nobody's."""
+    """A coroutine that raises `CodeExited` instead of SystemExit, and of a KeyboardInterrupt that ctrl-C did not cause."""
 
     def __init__(self, code: Coroutine[Any, Any, Any]) -> None:
         self._code = code
@@ -205,7 +203,7 @@ class _Contained(Coroutine[Any, Any, Any]):
 
     @property
     def cr_await(self) -> Any:
-        """What the code waits for, as of any coroutine."""
+        """The awaitable that the code waits for."""
         return getattr(self._code, "cr_await", None)
 
     def __await__(self) -> Generator[Any, Any, Any]:
@@ -222,7 +220,7 @@ async def _end(task: asyncio.Task[Any], steps: _Steps[Any], what: str, grace_s: 
         await asyncio.wait({task}, timeout=grace_s)
     finally:
         if not task.done():
-            log.warning("%s went on although it was cancelled, and was dropped", what)
+            log.warning("%s ignored its cancellation and was abandoned", what)
             steps.dropped = True
             task.cancel()
     await asyncio.wait({task})
@@ -230,14 +228,14 @@ async def _end(task: asyncio.Task[Any], steps: _Steps[Any], what: str, grace_s: 
 
 def _held(what: str, seconds: float) -> None:
     if _again((what, "held")):
-        fix = "await what waits, and run computations in asyncio.to_thread"
-        log.warning("%s held the event loop for %.1f s while every episode waited: %s", what, seconds, fix)
+        fix = "await slow operations, and run computations in asyncio.to_thread"
+        log.warning("%s blocked the event loop and all episodes for %.1f s: %s", what, seconds, fix)
 
 
 class _Steps(Generic[T]):
-    """Awaits `code()`, and measures the longest time that it computed without awaiting.
+    """Awaits `code()` and measures the longest time that it computed without awaiting.
 
-    Once `dropped`, a cancellation ends it whatever the code does.
+    After `dropped` is set, a cancellation ends it even if the code ignores cancellations.
     """
 
     def __init__(self, code: Callable[[], Awaitable[T]], what: str) -> None:
@@ -264,7 +262,7 @@ class _Steps(Generic[T]):
                 yield waits_for
             except BaseException as thrown:  # a cancellation
                 if self.dropped:
-                    with contextlib.suppress(BaseException):  # whatever the code raises then
+                    with contextlib.suppress(BaseException):  # further exceptions of the code
                         steps.close()
                     raise
                 error = thrown
@@ -274,14 +272,17 @@ class _Steps(Generic[T]):
 
 
 async def run_in_thread(code: Callable[[], T], *, what: str) -> T:
-    """What `code()` gives, run in a thread of its own, so that it may block. A thread cannot be stopped: whoever is cancelled here
-    leaves it to itself, and it does not keep the program from ending.
+    """Runs blocking `code()` in a new thread and returns its result.
+
+    A thread cannot be stopped: if this call is cancelled, the thread continues as a daemon.
 
     Raises:
-        InfrastructureError: `MAX_THREADS` of them are still running.
+        InfrastructureError: `MAX_THREADS` threads are running.
     """
     if not _threads.acquire(blocking=False):
-        raise InfrastructureError(f"{MAX_THREADS} threads of tools are still running\n  fix: bound what blocks in the tools with timeouts")
+        raise InfrastructureError(
+            f"{MAX_THREADS} threads of tools are still running\n  fix: add timeouts to blocking operations of the tools"
+        )
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
 
@@ -296,7 +297,7 @@ async def run_in_thread(code: Callable[[], T], *, what: str) -> T:
         except BaseException as raised:
             error = raised
         _threads.release()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, value, error)
 
     try:
@@ -307,26 +308,26 @@ async def run_in_thread(code: Callable[[], T], *, what: str) -> T:
     value, error = await done
     if error is not None:
         raise error
-    return value  # type: ignore[return-value]  # None is T's own here
+    return value  # type: ignore[return-value]  # None only if T allows it
 
 
 def cancellation_count() -> int:
-    """How often the current task was cancelled. Code that raises CancelledError while this does not change is at fault.
+    """Number of cancellations of the current task. A CancelledError without a new cancellation is a bug of the code that raised it.
 
-    Compare it with an earlier count: a TaskGroup whose task failed may leave its parent's count at 1 (Python 3.11).
+    Compare with an earlier count: in Python 3.11, a TaskGroup with a failed task may leave the count of its parent at 1.
     """
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
 
 
 def reraise_if_fatal(error: BaseException, since: int) -> None:
-    """Raises what is no fault of an episode: this machine has no sandboxes at all, or the run is being ended.
+    """Re-raises an error that must end the run instead of one episode: no sandbox backend, ctrl-C, or a cancellation.
 
-    The latter also where code on the way has made another exception of a cancellation. A CancelledError that nobody asked for is a
-    bug like any other, and is not raised.
+    A cancellation is raised even if code in between converted it to another exception. A CancelledError without a cancellation is treated as
+    any other error and not raised.
 
     Args:
-        since: `cancellation_count()` of when the guarded code began.
+        since: `cancellation_count()` at the start of the guarded code.
     """
     if isinstance(error, GeneratorExit | SandboxUnavailable) or is_interrupt(error):
         raise error
@@ -335,9 +336,9 @@ def reraise_if_fatal(error: BaseException, since: int) -> None:
 
 
 def first_cause(error: BaseException, *kinds: type[E]) -> E | None:
-    """The first exception of these kinds: `error` itself, or a member of a TaskGroup's exception group."""
+    """The first exception of these kinds: `error` itself or a member of its exception group."""
     pending = [error]
-    while pending:  # without recursion: groups may be nested deeper than Python's stack
+    while pending:  # without recursion, because groups may be nested deeply
         one = pending.pop()
         if isinstance(one, kinds):
             return one
@@ -355,9 +356,9 @@ def describe_error(error: BaseException, limit: int = 300) -> str:
 
 
 def error_text(error: BaseException, limit: int = 2000) -> str:
-    """The text of an exception, printable and bounded, its lines kept."""
+    """The text of an exception, printable and bounded, with its line breaks."""
     try:
-        return printable(redact(str(error)[:_MOST_TEXT]), limit)
+        return printable(redact(str(error)[:_MAX_TEXT]), limit)
     except BaseException:  # a number too long to print, or a __str__ that raises
         return "(its text cannot be shown)"
 

@@ -130,7 +130,6 @@ def load_command(name: str, command: Command) -> Any:
         single.command(name, epilog=f"Example: agentrl {command.example}")(implementation)
         loaded = typer.main.get_command(single)
     loaded.name = name
-    loaded.context_settings = {**loaded.context_settings, **HELP_OPTIONS}
     return loaded
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from agentrl.cli import HELP_OPTIONS
 from agentrl.cli.options import JsonFlag
 from agentrl.errors import UserError
 from agentrl.plugins.references import add_project_root
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from agentrl.failure.triage import TriageRule
     from agentrl.records import EpisodeState
 
-failures_app = typer.Typer(no_args_is_help=True, add_completion=False)
+failures_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
 
 RunFolder = Annotated[Path, typer.Argument(help="Run folder, or any folder with captured failures.")]
 OfTag = Annotated[str, typer.Option("--tag", help="Only traces with this tag.")]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrl.base.files import sha256_file, write_atomically
+from agentrl.cli import HELP_OPTIONS
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.recipes import load_recipe, project_root
 from agentrl.errors import PluginError, UserError
@@ -23,7 +24,7 @@ from agentrl.plugins.references import add_project_root, resolve
 if TYPE_CHECKING:
     from agentrl.judge.calibrate import CalibrationReport
 
-judge_app = typer.Typer(no_args_is_help=True, add_completion=False)
+judge_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
 
 
 @judge_app.callback()

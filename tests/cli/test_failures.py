@@ -64,7 +64,7 @@ def test_list_counts_and_filters(run: Path) -> None:
 def test_a_list_that_is_cut_says_so(run: Path) -> None:
     assert "newest" not in call("list", str(run))
     told = call("list", str(run), "--most", "2")
-    assert "the newest 2 of 3 traces; all of them: --most 3" in told and "g000000-0-a0" not in told and "g000002-0-a0" in told
+    assert "the newest 2 of 3 traces; to list all: --most 3" in told and "g000000-0-a0" not in told and "g000002-0-a0" in told
     assert "the newest 0 of 1 traces" in call("list", str(run), "--most", "0", "--tag", "wrong_tool")
     found = json.loads(call("list", str(run), "--most", "2", "--json"))
     assert (len(found["traces"]), found["matching"]) == (2, 3)
@@ -113,11 +113,11 @@ def test_a_person_and_rules_name_failures(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("tag", "{run}", "--as", "looped"), "names single traces"),
+        (("tag", "{run}", "--as", "looped"), "needs ids of traces"),
         (("tag", "{run}", "g000000-0-a0", "--as", "Not A Tag"), "is no tag"),
         (("tag", "{run}", "g000000-0-a0", "--turn", "1"), "--as NAME"),
         (("tag", "{run}", "nobody"), "has no trace nobody"),
-        (("promote", "{run}", "--into", "{run}/s"), "which traces"),
+        (("promote", "{run}", "--into", "{run}/s"), "no traces are selected"),
         (("promote", "{run}", "nobody", "--into", "{run}/s"), "has no trace nobody"),
         (("promote", "{run}", "g000002-0-a0", "--into", "{run}/s"), "is a fault"),
         (("promote", "{run}", "--tag", "infrastructure", "--into", "{run}/s"), "can become a case: 1 ended in a fault"),
@@ -158,7 +158,7 @@ def test_traces_of_others_come_in_named_and_go_out_again(run: Path, tmp_path: Pa
     given = tmp_path / "chats.jsonl"
     given.write_text(json.dumps({"messages": chat}) + "\n" + HOSTILE + "\n")
     into = tmp_path / "support"
-    assert json.loads(call("import", str(into), str(given), "--json")) == {"kept": 1, "left_out": 1}
+    assert json.loads(call("import", str(into), str(given), "--json")) == {"stored": 1, "excluded": 1}
     (row,) = json.loads(call("list", str(into), "--json"))["traces"]
     assert (row["why"], row["phase"], row["question"]) == ("imported", "imported", "How many rows?")
     assert row["tag"] == "wrong_tool", "no format says that this answer is an error, but its words do"
@@ -166,12 +166,12 @@ def test_traces_of_others_come_in_named_and_go_out_again(run: Path, tmp_path: Pa
     assert call("import", str(into), str(given)) and len(json.loads(call("list", str(into), "--json"))["traces"]) == 1, "once"
     assert "holds no task" in call("promote", str(into), row["id"], "--into", str(tmp_path / "s"), wrong=True)
     selected = call("promote", str(into), "--tag", "wrong_tool", "--into", str(tmp_path / "s"), wrong=True)
-    assert "none of the 1 traces that match these filters can become a case: 1 hold no task to try again" in selected, selected
+    assert "none of the 1 traces that match these filters can become a case: 1 have no task" in selected, selected
     out = tmp_path / "out.jsonl"
     assert json.loads(call("export", str(run), str(out), "--tag", "misread_output", "--json")) == {"documents": 1}
     assert "421" in out.read_text()
     back = tmp_path / "back"
-    assert json.loads(call("import", str(back), str(out), "--format", "atif", "--json"))["kept"] == 1
+    assert json.loads(call("import", str(back), str(out), "--format", "atif", "--json"))["stored"] == 1
 
 
 def hostile() -> list[Trace]:

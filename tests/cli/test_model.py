@@ -28,8 +28,8 @@ def test_a_model_is_imported_and_told_of(source: Path, tmp_path: Path) -> None:
     first = agentrl("model", "import", str(source), str(target))
     assert first.returncode == 0, first.stderr
     lines = first.stdout.splitlines()
-    assert lines[0] == str(target) and lines[1].startswith("qwen3, ") and "licence: not stated by its source" in lines[1]
-    assert lines[2] == "its chat template shows a model no tools; for tasks with tools: --chat-template hermes"
+    assert lines[0] == str(target) and lines[1].startswith("qwen3, ") and "licence: not stated by the source" in lines[1]
+    assert lines[2] == "the chat template cannot show tools; for tasks with tools add --chat-template hermes"
     assert [line.split("s  ")[1].split()[0] for line in first.stderr.splitlines() if " s  " in line] == [
         "loading",
         "reading",
@@ -37,7 +37,7 @@ def test_a_model_is_imported_and_told_of(source: Path, tmp_path: Path) -> None:
         "checking",
     ]
     again = agentrl("model", "import", str(source), str(target))
-    assert again.stdout.splitlines()[0] == f"{target} holds this model already; nothing was done"
+    assert again.stdout.splitlines()[0] == f"{target} already holds this model"
     other = agentrl("model", "import", str(source), str(target), "--chat-template", "hermes", "--json")
     assert other.returncode == 2 and "give --force" in other.stderr
     forced = agentrl("model", "import", str(source), str(target), "--chat-template", "hermes", "--json", "--force")
@@ -52,7 +52,7 @@ def test_an_import_that_is_interrupted_leaves_nothing(source: Path, tmp_path: Pa
         assert "loading the libraries" in process.stderr.readline() and len(list(tmp_path.iterdir())) == 2, "a part and its lock"
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
-    assert process.returncode == 130 and said.endswith("stopped; nothing was made\n"), said
+    assert process.returncode == 130 and said.endswith("stopped; nothing was written\n"), said
     assert list(tmp_path.iterdir()) == []
 
 

@@ -94,7 +94,7 @@ def test_a_failed_case_is_a_result_and_not_an_error(project: Path) -> None:
     ("arguments", "said"),
     [
         (["--policy", "m"], "is a model"),
-        (["--policy", "./own_policy.py:policy", "--pin"], "do not go with the recipe"),
+        (["--policy", "./own_policy.py:policy", "--pin"], "cannot be combined with the recipe"),
         (["--policy", "./own_policy.py:policy", "evaluation.heldout=0", "evaluation.heldout_real=0"], "no held-out task"),
         (["--policy", "./own_policy.py:nothing"], "nothing"),
     ],

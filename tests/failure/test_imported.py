@@ -66,7 +66,7 @@ def test_a_folder_of_traces_becomes_a_suite_that_tells_policies_apart(project: P
     (row,) = json.loads(agentrl("failures", "list", "support", "--json"))["traces"]
     (project / "truths.jsonl").write_text(json.dumps({"trace": row["id"], "truth": "It is on its way."}) + "\n")
     told = agentrl("failures", "promote", "support", "--phase", "imported", "--into", "evals/support", code=1)
-    assert "can become a case: 1 hold no task" in told and "--verifier" in told
+    assert "can become a case: 1 have no task" in told and "--verifier" in told
     made = ("failures", "promote", "support", "--phase", "imported", "--into", "evals/support", "--verifier", "./judge.py:exact")
     told = agentrl(*made, code=1)
     assert "the right answer: give --truths FILE" in told and row["id"] in told and "keys of its origin: " in told
@@ -75,7 +75,7 @@ def test_a_folder_of_traces_becomes_a_suite_that_tells_policies_apart(project: P
     (case,) = load_suite(project / "evals" / "support").cases
     assert [one.content for one in case.task.prompt] == ["You help customers.", "Where is order 4711?"]
     assert case.task.tools == (RECORDED_TOOLS,) and case.task.data["answer"] == "It is on its way."
-    assert "were there" in agentrl(*made, "--truths", "truths.jsonl"), "once"
+    assert "exist already" in agentrl(*made, "--truths", "truths.jsonl"), "once"
     for policy, code in (("right", 0), ("wrong", 1)):
         found = agentrl(
             "eval", "evals/support", *OVERRIDES, "--policy", f"./policies.py:{policy}", "--run-dir", policy, "--json", code=code

@@ -140,13 +140,13 @@ def test_command_asks_once_about_unsure_failures(tmp_path: Path) -> None:
         assert isinstance(done.exception, PluginError), "no such file"
         done = call("--judge", f"{tmp_path}/reader.py:poor")
         assert (
-            done.exit_code == 0 and "no rule was sure of 2: 1 questions to the judge, 0 answered before, 1 beyond its budget" in done.output
+            done.exit_code == 0 and "no rule was sure about 2 traces: 1 calls of the judge, 0 cached answers, 1 beyond its budget" in done.output
         )
         done = call("--judge", f"{tmp_path}/reader.py:reader", "--json")
         assert set(counted().values()) == {"misread_output"} and json.loads(done.stdout) == counted()
         assert len(server.requests) == 3, "the sure one was not asked about"
         done = call("--judge", f"{tmp_path}/reader.py:reader")
-        assert "0 questions to the judge, 2 answered before" in done.output and len(server.requests) == 3
+        assert "0 calls of the judge, 2 cached answers" in done.output and len(server.requests) == 3
     assert call().exit_code == 0 and set(counted().values()) == {"misread_output"}, "rules alone leave what the judge said"
     assert call("g000000-0-a0", "--as", "looped").exit_code == 0 and call().exit_code == 0 and counted()["g000000-0-a0"] == "looped"
     for wrong in (("--judge", f"{tmp_path}/reader.py:none"), ("g000000-0-a0", "--as", "looped", "--judge", "x")):
@@ -168,13 +168,13 @@ def test_human_tags_survive_a_concurrent_judge(tmp_path: Path) -> None:
         f"        with Collection(Path({str(run)!r})) as other:\n"
         "            if (seen := other.get('g000000-0-a0')) and len(seen.tags) == 1:\n"
         "                other.tag('g000000-0-a0', (*seen.tags, Tag(name='budget', by='person:b')))\n"
-        "                other.forget('train', step=1)\n"
+        "                other.clear_phase('train', step=1)\n"
         "        return Tag(name='looped', by='judge:judge')\n"
         "judge = Slow(endpoint=Endpoint(url='http://127.0.0.1:1/v1', model='m'))\n"
     )
     done = CliRunner().invoke(app, ["failures", "tag", str(run), "--judge", f"{tmp_path}/slow.py:judge", "--json"])
     assert done.exception is None, done.exception
-    assert json.loads(done.stdout) == {"g000000-0-a0": "looped"}, "the other trace made room for newer ones"
+    assert json.loads(done.stdout) == {"g000000-0-a0": "looped"}, "the other trace was dropped"
     with Collection(run) as collection:
         found = collection.get("g000000-0-a0")
     assert found is not None and [tag.name for tag in found.tags] == ["looped", "wrong_answer", "budget"]

@@ -168,6 +168,6 @@ def test_a_run_without_a_result_says_so_in_its_report_and_at_its_end(tmp_path: P
     assert '<td>before, heldout</td><td class="num">7</td><td>infrastructure: died</td>' in page
     text = describe(summary, tmp_path)
     assert text.splitlines()[-1] == f"no result: {problem}"
-    assert f"      64 left out  {TEXT}" in text and "model  none: the weights are still those of version 0" in text
+    assert f"      64 excluded  {TEXT}" in text and "model  none: the weights did not change" in text
     (tmp_path / "model").mkdir()
     assert f"model  {tmp_path / 'model'}" in describe(make_summary(), tmp_path) and "no result" not in describe(make_summary(), tmp_path)
