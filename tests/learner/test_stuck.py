@@ -16,7 +16,6 @@ from agentrl.errors import LearnerError
 from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
 from agentrl.learner.process import _stat
-from agentrl.liveness import Liveness
 from agentrl.run import supervise
 from agentrl.version import FolderRegistry
 from tests.learner.building import random_group, recipe, write_run
