@@ -72,7 +72,7 @@ class Broadcaster:
             except (httpx.HTTPError, ValueError) as error:
                 raise LearnerError(f"cannot read the weight version of the server at {server.url}: {error}") from error
             behind = answer.get("weight_version") != str(number)
-        if self._engine.ranks.decide(int(behind)):
+        if self._engine.ranks.from_first(int(behind)):
             log.info("sending version %d to the server", number)
             self.send(number)
 
@@ -100,7 +100,7 @@ def _connect(engine: PolicyEngine, server: ServerAddress, timeout_s: float) -> t
     from agentrl.serving.trainer_client import PausedServerClient
 
     def waiting() -> None:
-        engine.ranks.pulse("waiting for the server to pause")
+        engine.ranks.report_progress("waiting for the server to pause")
 
     client = PausedServerClient(server.url, key=server.key, timeout_s=timeout_s, waiting=waiting)
     channel = connect(engine, client, master_address="127.0.0.1", master_port=_free_port(), server_ranks=1)

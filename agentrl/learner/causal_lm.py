@@ -19,7 +19,7 @@ TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
 """Largest accepted change of a logprob, in nats: the kernels round in a different order."""
 
 
-def fuse(lm: Any) -> None:
+def use_liger_kernels(lm: Any) -> None:
     """Replaces a Hugging Face model's layers by Liger's kernels, in place, and checks that its logprobs stay the same.
 
     Some replacements affect every model of this type in the process. Raises `UserError` without a GPU or the package, for a model type that

@@ -47,7 +47,7 @@ class CheckpointMeta(Record):
     ranks: int
     zero_stage: int
     parent: int  # version that these weights were trained from: the previous one, except after a rollback
-    counts: Counts = field(default_factory=Counts)
+    counts: FailureCounts = field(default_factory=FailureCounts)
     good: int = 0  # newest checkpoint whose weights passed every check of an update: the target of a rollback
     rolled_back: tuple[int, ...] = ()  # versions that must never serve again
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the latest update; used when its version is published again
@@ -132,7 +132,7 @@ def _load(deepspeed: Any, folder: Path, tag: str, ranks: Ranks, *, same_ranks: b
         raise LearnerError(f"checkpoint {folder} holds no {tag}; resume with the critic settings that wrote it")
     saved = layout_of(folder / tag)
     if saved != layout(deepspeed.zero_optimization_stage()) or not (same_ranks or saved == "whole"):  # whole: not sharded
-        load_reshaped(deepspeed, folder, tag, ranks)
+        load_converted(deepspeed, folder, tag, ranks)
         return
     loaded, _ = deepspeed.load_checkpoint(str(folder), tag=tag)
     if loaded is None:

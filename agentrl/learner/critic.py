@@ -118,7 +118,7 @@ class SharedCritic:
 
 
 @torch.no_grad()
-def credit(batch: MicroBatch, values: Tensor, config: CriticConfig) -> tuple[Tensor, Tensor]:
+def critic_advantages(batch: MicroBatch, values: Tensor, config: CriticConfig) -> tuple[Tensor, Tensor]:
     """Computes advantages and returns [N] of the batch's trained tokens from `batch.rewards` and their values [N]."""
     rewards, mask = rows_of(batch.rewards.to(values.dtype), batch.sequence)
     rows, _ = rows_of(values, batch.sequence)
@@ -126,7 +126,7 @@ def credit(batch: MicroBatch, values: Tensor, config: CriticConfig) -> tuple[Ten
     return advantages[mask], returns[mask]
 
 
-def advantage_scale(advantages: Sequence[Tensor], ranks: Ranks) -> tuple[float, float]:
+def advantage_moments(advantages: Sequence[Tensor], ranks: Ranks) -> tuple[float, float]:
     """Returns mean and standard deviation of the advantages of all tokens on all ranks, for whitening. A collective.
 
     Equal advantages become zeros. A single non-finite advantage makes both results non-finite, so the whole step is skipped.

@@ -10,7 +10,7 @@ from agentrl.errors import DiskFull, LearnerError
 
 
 @contextmanager
-def writing(what: str) -> Iterator[None]:
+def disk_errors_raised(what: str) -> Iterator[None]:
     """Raises `DiskFull` if the block runs out of disk space, and `LearnerError` for any other write error.
 
     `what` names the file in the message. Some libraries report a full disk with an error other than `OSError`.

@@ -26,10 +26,10 @@ class ExitReason:
     fix: str = ""
 
     @classmethod
-    def of(cls, error: BaseException) -> ExitReason:
+    def from_error(cls, error: BaseException) -> ExitReason:
         """Classifies an error."""
-        if (full := disk_full(error)) is not None:
-            return cls(kind="disk", message=str(error) if isinstance(error, AgentRLError) else short(full))
+        if (full := disk_full_error(error)) is not None:
+            return cls(kind="disk", message=str(error) if isinstance(error, AgentRLError) else one_line_error(full))
         if isinstance(error, LearnerHalted):
             return cls(kind="halted", message=str(error))
         if isinstance(error, UserError):
@@ -39,7 +39,7 @@ class ExitReason:
         at = raise_location(error)
         return cls(kind="other", message=one_line_error(error) + (f" ({at})" if at else ""))
 
-    def error(self, log: Path) -> AgentRLError:
+    def to_error(self, log: Path) -> AgentRLError:
         """Returns the error to raise in the driver; `log` is the path of the learner's output."""
         if self.kind == "user":
             return UserError(self.message, fix=self.fix)
@@ -59,7 +59,7 @@ class Mailbox:
         weakref.finalize(self, os.close, self._handle)
         self.address = f"/proc/{os.getpid()}/fd/{self._handle}"
 
-    def empty(self) -> None:
+    def discard(self) -> None:
         """Deletes all reasons."""
         os.ftruncate(self._handle, 0)
 
@@ -78,7 +78,7 @@ class Mailbox:
                 yield ExitReason(**json.loads(line))
 
 
-def send(address: str | None, reason: ExitReason) -> None:
+def send_exit_reason(address: str | None, reason: ExitReason) -> None:
     """Sends a reason to a `Mailbox.address`. Delivery failures are ignored, because the log has the reason too."""
     line = json.dumps(asdict(reason))
     if len(line) > _LONGEST:

@@ -65,7 +65,7 @@ class PolicyEngine:
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns logprobs [N] and entropies [N] at the sampling temperature, over each token's support, both with gradient."""
-        return score(self.deepspeed, batch, self.temperature)
+        return score_tokens(self.deepspeed, batch, self.temperature)
 
     def probe(self, rows: tuple[tuple[int, ...], ...]) -> Probe:
         """Computes the current weights' logprobs of some token rows, and those of the most likely next tokens."""
@@ -104,7 +104,7 @@ class PolicyEngine:
 
     def _row(self, row: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
         """Logprobs of token t+1 given tokens <= t at temperature 1; logprobs and ids of likely next tokens at the rollouts' temperature."""
-        ids, layout = text(row, self.ranks.device)
+        ids, layout = single_sequence(row, self.ranks.device)
         targets = torch.cat((ids[0, 1:], ids[0, :1]))  # the last position's target is a placeholder
         positions = torch.arange(len(row), device=ids.device)
         with torch.no_grad():
@@ -112,7 +112,7 @@ class PolicyEngine:
         return tuple(logprobs[:-1].tolist()), tuple(next_logprobs[0].tolist()), tuple(next_ids[0].tolist())
 
 
-def score(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+def score_tokens(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Returns logprobs and entropies [N] of the batch's trained tokens from a `TokenScorer`, bare or in a DeepSpeed engine."""
     logprobs, entropy, *_ = module(batch.input_ids, batch.layout, batch.positions, batch.targets, temperature, batch.supports)
     if batch.layout.shard is not None:

@@ -48,7 +48,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     return int(different.argmax()) if different.any() else length
 
 
-def lay_out(sequences: Sequence[Sequence[int]]) -> Forest:
+def build_forest(sequences: Sequence[Sequence[int]]) -> Forest:
     """Returns the forest of some non-empty sequences."""
     order = sorted(range(len(sequences)), key=lambda number: tuple(sequences[number]))
     paths: list[Ints] = [np.empty(0, np.int64)] * len(sequences)

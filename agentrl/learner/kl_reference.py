@@ -30,7 +30,7 @@ class ReferencePolicy:
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Returns logprobs [N] of the batch's trained tokens at the sampling temperature, over their supports."""
-        return score(self._scorer, batch, self._temperature)[0]
+        return score_tokens(self._scorer, batch, self._temperature)[0]
 
 
 class PolicyWithoutAdapter:
@@ -46,7 +46,7 @@ class PolicyWithoutAdapter:
             return self._engine.logprobs(batch)[0]
 
 
-def reference_for(engine: PolicyEngine) -> ReferencePolicy | PolicyWithoutAdapter:
+def kl_reference_for(engine: PolicyEngine) -> ReferencePolicy | PolicyWithoutAdapter:
     """Returns the KL reference model of an engine's policy."""
     if engine.recipe.learner.lora is not None:
         return PolicyWithoutAdapter(engine)

@@ -63,7 +63,7 @@ def disabled(lm: Any) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def leave_out_frozen(module: nn.Module) -> None:
+def exclude_frozen_weights(module: nn.Module) -> None:
     """Limits the module's state dict to trained parameters. Loading one keeps the others, and is strict about the trained ones."""
 
     def saved(owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:

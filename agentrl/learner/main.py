@@ -26,11 +26,11 @@ def main() -> int:
     parser.add_argument("--pulse", help="where to report progress to the driver")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
-    hold_part(arguments.run_dir)  # until this process ends
+    hold_shared_lock(arguments.run_dir)  # until this process ends
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     log = logging.getLogger("agentrl.learner")
     try:
-        with imports_kept():
+        with freeze_imports():
             from transformers import AutoModelForCausalLM  # noqa: F401  imported here, because loading the model needs it
 
             from agentrl.learner.worker import run_worker

@@ -27,7 +27,7 @@ class GuardedAdamW(torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=BETAS, eps=EPS, fused=fused)
         self.max_norm = max_norm
         self.grad_norm = float("nan")  # before clipping, of the latest step
-        self.refuse_above = math.inf
+        self.skip_above = math.inf
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Clips and applies the gradients, unless their norm is not finite or above `refuse_above`."""

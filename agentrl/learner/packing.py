@@ -22,7 +22,7 @@ from agentrl.records.sampling import Supports
 Rows = tuple[Sample, ...]
 
 
-def minibatches(batch: Batch, count: int) -> list[Batch]:
+def split_minibatches(batch: Batch, count: int) -> list[Batch]:
     """Deals a batch's groups out to at most `count` batches with their own denominators; empty ones are dropped."""
     part_of = {index: number % count for number, index in enumerate(batch.group_indices)}
     parts: list[Batch] = []
@@ -35,7 +35,7 @@ def minibatches(batch: Batch, count: int) -> list[Batch]:
     return parts
 
 
-def plan(samples: Sequence[Sample], *, rank: int, ranks: int, max_tokens: int) -> list[Rows]:
+def plan_micro_batches(samples: Sequence[Sample], *, rank: int, ranks: int, max_tokens: int) -> list[Rows]:
     """Returns the micro-batches of one rank: at most `max_tokens` tokens each, shared ones counted once.
 
     Samples in lexicographic order share the longest prefixes with their neighbours, so consecutive runs become micro-batches. All ranks get
@@ -92,12 +92,12 @@ class MicroBatch:
     rollout_tokens: Tensor  # [N] int64 trained tokens of all samples of the token's episode
 
 
-def micro_batch(rows: Rows, device: torch.device, numbers: Sequence[int] | None = None, *, team: Team | None = None) -> MicroBatch:
+def build_micro_batch(rows: Rows, device: torch.device, numbers: Sequence[int] | None = None, *, team: Team | None = None) -> MicroBatch:
     """Returns the tensors of some samples. Without samples it holds two untrained tokens, so that the rank still joins collectives.
 
     `numbers` are the samples' indices within the optimizer step; None counts from 0. All ranks of a `team` pass the same samples.
     """
-    forest = lay_out([row.token_ids for row in rows] or [(0, 0)])
+    forest = build_forest([row.token_ids for row in rows] or [(0, 0)])
     lengths = [sum(row.loss_mask) for row in rows]
     rollout_lengths = [length if row.rollout_tokens is None else row.rollout_tokens for row, length in zip(rows, lengths, strict=True)]
 
@@ -144,9 +144,9 @@ def check_vocabulary(samples: Sequence[Sample], size: int) -> None:
                 )
 
 
-def text(row: Sequence[int], device: torch.device) -> tuple[Tensor, ForestLayout]:
+def single_sequence(row: Sequence[int], device: torch.device) -> tuple[Tensor, ForestLayout]:
     """Returns one plain sequence: its ids [1, T] and its layout."""
-    forest = lay_out([row])
+    forest = build_forest([row])
     return torch.from_numpy(forest.token_ids)[None].to(device), ForestLayout(forest, device)
 
 

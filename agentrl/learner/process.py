@@ -107,8 +107,8 @@ class LearnerProcess:
         if code in (None, 0):
             return
         if (reason := self._mailbox.best()) is not None:
-            raise reason.error(self.log_path)
-        cause, fix = in_log(self.log_tail())  # it sent no reason: it was killed or failed early
+            raise reason.to_error(self.log_path)
+        cause, fix = cause_in_log(self.log_tail())  # it sent no reason: it was killed or failed early
         advice = f"\n  fix: {fix}" if fix else ""
         raise LearnerError(
             f"the learner ended with exit code {code}: {cause or 'it gave no reason'}{advice}\n  all of its output: {self.log_path}"
@@ -150,7 +150,7 @@ class LearnerProcess:
 
     def log_tail(self) -> str:
         """Returns the end of the log since the last start."""
-        return tail(self.log_path, most=_TAIL_BYTES, start=self._log_start)
+        return tail_bytes(self.log_path, most=_TAIL_BYTES, start=self._log_start)
 
     def _command(self) -> list[str]:
         torchrun = ["--nnodes=1", f"--nproc-per-node={self.recipe.learner.ranks}", "-m"]
@@ -166,7 +166,7 @@ class LearnerProcess:
             **child_environment(os.environ),
             **({"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus is not None else {}),
             # If server and learner compute at the same time, spinning threads make a step 2 to 9 times longer (measured).
-            **openmp(threads, alone=self.recipe.max_staleness == 0),
+            **openmp_environment(threads, alone=self.recipe.max_staleness == 0),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         }

@@ -18,8 +18,8 @@ _LONGEST = 80  # characters of one kind of work
 _READ_BYTES = 1 << 20  # more than the pipe holds
 
 
-class Pulse:
-    """The learner's end: `pulse("computing a micro-batch", tokens)`. `address` is `Reports.address`; None disables reports."""
+class ProgressReporter:
+    """The learner's end: `pulse("computing a micro-batch", tokens)`. `address` is `ProgressPipe.address`; None disables reports."""
 
     def __init__(self, address: str | None = None) -> None:
         self._pipe: int | None = None
@@ -51,7 +51,7 @@ class ProgressPipe:
         self._lines()
         self._rest = b""
 
-    def pass_on(self, liveness: Liveness) -> None:
+    def forward(self, liveness: Liveness) -> None:
         """Forwards the reports since the last call to `liveness`. Malformed lines are ignored."""
         for line in self._lines():
             with contextlib.suppress(ValueError, TypeError, RecursionError):

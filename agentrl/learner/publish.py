@@ -17,8 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from agentrl import codec
-from agentrl.files import commit_folder, replacing, sha256_file
+from agentrl.base.files import commit_folder, partial_folder, replace_file, sha256_file, write_atomically
 from agentrl.learner import lora
 from agentrl.learner.disk import disk_errors_raised
 from agentrl.learner.engine import PolicyEngine
@@ -40,7 +39,7 @@ def version_folder(run_dir: Path, number: int) -> Path:
     return run_dir / "versions" / f"{number:06d}"
 
 
-def probe_rows(groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int) -> tuple[tuple[int, ...], ...]:
+def select_probe_rows(groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int) -> tuple[tuple[int, ...], ...]:
     """Returns the ends of up to `PROBE_ROWS` contexts from different groups; a fixed row if the groups hold no tokens.
 
     The ends, because contexts of one family often start alike. A row is shorter than the model's context, because a server must sample one
@@ -55,7 +54,7 @@ def probe_rows(groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int
     return tuple(rows[:PROBE_ROWS]) or (tuple(token % vocabulary for token in range(min(16, longest))),)
 
 
-def write_reference(run_dir: Path, engine: PolicyEngine) -> None:
+def write_base_probe(run_dir: Path, engine: PolicyEngine) -> None:
     """Writes the probe of version 0, whose weights the engine holds, unless it exists. All ranks call it.
 
     Servers are compared with it before anything is sampled. Its rows are greedy continuations, because in bfloat16 the logprobs of unlikely
@@ -108,7 +107,7 @@ def publish_version(
     engine.ranks.barrier()
 
 
-def gather(engine: PolicyEngine) -> dict[str, Tensor]:
+def gather_weights(engine: PolicyEngine) -> dict[str, Tensor]:
     """Returns the full CPU tensor of every trained parameter by name, on rank 0; an empty dict elsewhere. A collective."""
     weights: dict[str, Tensor] = {}
     for name, parameter, _ in engine.parameters():
@@ -151,14 +150,14 @@ def _shrink(part: Path, version: PolicyVersion, parent: PolicyVersion | None, *,
     if not whole and parent is not None and newest.exists():
         delta = deltas.write_delta(newest, part / WHOLE_MODEL, part, number=parent.number)
         if delta is not None:
-            size = (part / deltas.FRAMES).stat().st_size
+            size = (part / deltas.DELTA_FILE).stat().st_size
             log.info("version %d: the delta has %.1f %% of the bytes", version.number, 100 * size / delta.size)
             if delta.parent_sha256 == parent.sha256 and size <= _LARGEST_DELTA * delta.size:
                 (part / WHOLE_MODEL).replace(newest)
                 return
-            (part / deltas.FRAMES).unlink()
-            (part / deltas.RECORD).unlink()
-    with replacing(newest) as copy:
+            (part / deltas.DELTA_FILE).unlink()
+            (part / deltas.DELTA_RECORD).unlink()
+    with replace_file(newest) as copy:
         copy.unlink(missing_ok=True)
         try:
             os.link(part / WHOLE_MODEL, copy)

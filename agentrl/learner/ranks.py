@@ -35,20 +35,20 @@ class Ranks:
     device: torch.device
     control: dist.ProcessGroup  # gloo on every device
     team: Team | None = None
-    pulse: Pulse = SILENT  # reports each piece of work before it starts; only rank 0 sends
+    report_progress: ProgressReporter = SILENT  # reports each piece of work before it starts; only rank 0 sends
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
 
     @property
-    def shares(self) -> int:
+    def data_parallel_size(self) -> int:
         """The number of parts that a batch is divided into: one per rank, or per team."""
         return self.size // self.team.size if self.team else self.size
 
     @property
-    def share(self) -> int:
+    def data_parallel_rank(self) -> int:
         """The index of this rank's part."""
         return self.rank // self.team.size if self.team else self.rank
 
@@ -66,7 +66,7 @@ class Ranks:
         dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.control)
         return total
 
-    def decide(self, value: int) -> int:
+    def from_first(self, value: int) -> int:
         """Returns rank 0's value on every rank."""
         tensor = torch.tensor([value])
         dist.broadcast(tensor, src=0, group=self.control)

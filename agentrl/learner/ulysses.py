@@ -21,7 +21,7 @@ from agentrl.errors import UserError
 from agentrl.learner.ranks import COLLECTIVE_TIMEOUT_S, Ranks, Team
 
 
-def in_teams(ranks: Ranks, size: int) -> Ranks:
+def form_teams(ranks: Ranks, size: int) -> Ranks:
     """Returns the same ranks in teams of `size` neighbours. All ranks call it."""
     if size == 1:
         return ranks
@@ -45,7 +45,7 @@ def check_heads(config: Any, team: Team) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class TokenShard:
     """A rank's part of a forest of `length` tokens: `width` of them from `start` on; the last parts may have fewer."""
 
     team: Team
@@ -56,7 +56,7 @@ class Stretch:
     own: slice  # the predictions that this rank computes
 
     @classmethod
-    def of(cls, team: Team, length: int, positions: Tensor) -> Stretch:
+    def of(cls, team: Team, length: int, positions: Tensor) -> TokenShard:
         """Returns this rank's part. `positions` [U]: sorted forest indices of the predicting tokens."""
         width = -(-length // team.size)
         start = team.rank * width
@@ -74,7 +74,9 @@ class Stretch:
         return whole
 
 
-def exchanged(attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, stretch: Stretch) -> Tensor:
+def sharded_attention(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, stretch: TokenShard
+) -> Tensor:
     """Attends over all tokens of a forest, of which each rank holds a part: [1, H, S, D] to [1, S, H, D].
 
     `attend` maps some heads of all tokens, [1, h, T, D], to [1, T, h, D].

@@ -38,7 +38,7 @@ def layout_of(folder: Path) -> str:
     return "states" if any(folder.glob("*_optim_states.pt")) else "whole"
 
 
-def load_reshaped(engine: Any, folder: Path, tag: str, ranks: Ranks) -> None:
+def load_converted(engine: Any, folder: Path, tag: str, ranks: Ranks) -> None:
     """Loads `folder/tag` into a DeepSpeed engine of any stage, through a temporary copy. Use inside `tensors_only`.
 
     Raises `LearnerError` if the checkpoint cannot be converted or has other parameters.
@@ -49,7 +49,7 @@ def load_reshaped(engine: Any, folder: Path, tag: str, ranks: Ranks) -> None:
         if ranks.is_first:
             shutil.rmtree(whole, ignore_errors=True)
             problem = _to_universal(folder / tag, whole / tag, engine)
-        if ranks.decide(int(problem is not None)):
+        if ranks.from_first(int(problem is not None)):
             raise LearnerError(
                 f"checkpoint {folder} cannot be converted to another ZeRO stage or number of ranks: {problem or 'see rank 0'}"
             )

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from agentrl.config.recipe import CriticConfig
-from agentrl.learner.critic import Critic, SharedCritic, critic_metrics
+from agentrl.learner.critic import Critic, SharedCritic, advantage_moments, critic_advantages, critic_metrics
 from agentrl.learner.engine import PolicyEngine
+from agentrl.learner.kl_reference import kl_reference_for
 from agentrl.learner.optimizer import learning_rate
-from agentrl.learner.packing import MicroBatch, check_vocabulary, micro_batch, minibatches, plan
-from agentrl.learner.reference import reference_for
-from agentrl.objective.aggregate import denominator
-from agentrl.objective.combined import TrainedTokens, policy_loss
+from agentrl.learner.packing import MicroBatch, build_micro_batch, check_vocabulary, plan_micro_batches, split_minibatches
+from agentrl.learner.update_guard import UpdateGuard
+from agentrl.objective.aggregate import loss_denominator
 from agentrl.objective.kl import sequence_penalty
-from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, summarize
+from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, combine_steps, summarize
 from agentrl.objective.policy_loss import TrainedTokens, load_loss, policy_loss
 from agentrl.objective.values import value_loss
 from agentrl.records import Batch, Sample
@@ -41,13 +41,13 @@ class PreparedMicroBatch:
     returns: Tensor | None = None  # [N]
     values: Tensor | None = None  # [N] before the step
 
-    def with_advantages(self, config: CriticConfig) -> Prepared:
+    def with_advantages(self, config: CriticConfig) -> PreparedMicroBatch:
         """Returns it with the advantages and returns that the critic's values give."""
         assert self.values is not None, "the critic has computed its values"
-        advantages, returns = credit(self.batch, self.values, config)
+        advantages, returns = critic_advantages(self.batch, self.values, config)
         return replace(self, batch=replace(self.batch, advantages=advantages), returns=returns)
 
-    def whitened(self, mean: float, scale: float) -> Prepared:
+    def whitened(self, mean: float, scale: float) -> PreparedMicroBatch:
         """Returns it with advantages of mean 0 and deviation 1 over the batch."""
         return replace(self, batch=replace(self.batch, advantages=(self.batch.advantages - mean) / scale))
 
@@ -72,7 +72,7 @@ class Updater:
         self._loss = load_loss(self._objective)
         self._learner = engine.recipe.learner
         self._constant_length = self._objective.constant_length or engine.recipe.policy.max_model_len
-        self._reference = reference_for(engine) if self._objective.kl != "none" else None
+        self._reference = kl_reference_for(engine) if self._objective.kl != "none" else None
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Trains on `batch` and returns its metrics. All ranks call it with the same batch and get the same result.
@@ -102,7 +102,7 @@ class Updater:
         metrics["lr"] = learning_rate(self._learner, self.engine.recipe.steps, self._schedule_step(batch.step))
         metrics["optimizer_steps"] = sum(applied)
         metrics["updates_left_out"] = len(applied) - sum(applied)
-        metrics |= over_steps(steps, [minibatch.denominator for minibatch, _ in prepared[: len(steps)]])
+        metrics |= combine_steps(steps, [minibatch.denominator for minibatch, _ in prepared[: len(steps)]])
         packed = [micro.batch for _, micro_batches in prepared for micro in micro_batches]
         tokens = torch.tensor([sum(part.layout.length for part in packed), sum(len(part.behaviour) for part in packed)])
         metrics["tokens_computed"], metrics["tokens_delivered"] = map(float, self.engine.ranks.sum(tokens).tolist())
@@ -110,7 +110,7 @@ class Updater:
         metrics["tokens_per_s"] = metrics["tokens"] / wall_s
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
-    def penalties(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def score_penalties(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Returns what `objective.kl=k1_reward` subtracts from each episode's score, by id; empty for other objectives. A collective."""
         if self._objective.kl != "k1_reward":
             return {}
@@ -135,8 +135,8 @@ class Updater:
         check_vocabulary(samples, self.engine.lm.config.get_text_config().vocab_size)
         numbers = {id(sample): number for number, sample in enumerate(samples)}
         budget = self._learner.max_tokens_per_microbatch * self._learner.sequence_parallel
-        planned = plan(samples, rank=ranks.share, ranks=ranks.shares, max_tokens=budget)
-        return [micro_batch(rows, ranks.device, [numbers[id(row)] for row in rows], team=ranks.team) for rows in planned]
+        planned = plan_micro_batches(samples, rank=ranks.data_parallel_rank, ranks=ranks.data_parallel_size, max_tokens=budget)
+        return [build_micro_batch(rows, ranks.device, [numbers[id(row)] for row in rows], team=ranks.team) for rows in planned]
 
     def _prepare(self, parts: list[Batch]) -> Plan:
         """The micro-batches of each optimizer step, in the order of the critic's smaller steps, with results from before the first step."""
@@ -149,7 +149,7 @@ class Updater:
                 minibatch,
                 [
                     self._before(batch, number, piece.denominator, recomputes)
-                    for number, piece in enumerate(minibatches(minibatch, critic_steps))
+                    for number, piece in enumerate(split_minibatches(minibatch, critic_steps))
                     for batch in self._micro_batches(piece.samples)
                 ],
             )
@@ -157,9 +157,9 @@ class Updater:
         ]
 
     @torch.no_grad()
-    def _before(self, batch: MicroBatch, critic_step: int, critic_tokens: int, recomputes: bool) -> Prepared:
+    def _before(self, batch: MicroBatch, critic_step: int, critic_tokens: int, recomputes: bool) -> PreparedMicroBatch:
         """A micro-batch with the results of policy, critic and KL reference model; a shared trunk runs once for both."""
-        self.engine.ranks.pulse("computing reference logprobs", batch.layout.length)
+        self.engine.ranks.report_progress("computing reference logprobs", batch.layout.length)
         in_loss = self._reference if self._objective.kl != "k1_reward" else None
         proximal, values = None, None
         if recomputes and isinstance(self.critic, SharedCritic):
@@ -182,7 +182,7 @@ class Updater:
         updated = [(minibatch, [micro.with_advantages(critic.config) for micro in micro_batches]) for minibatch, micro_batches in prepared]
         micros = [micro for _, micro_batches in updated for micro in micro_batches]
         metrics = critic_metrics([(micro.returns, micro.values) for micro in micros], ranks)
-        mean, scale = advantage_scale([micro.batch.advantages for micro in micros], ranks)
+        mean, scale = advantage_moments([micro.batch.advantages for micro in micros], ranks)
         if metrics:  # there was at least one token
             metrics["advantage_std"] = scale
         if self._objective.divides_by_std:
@@ -197,25 +197,25 @@ class Updater:
             for _, step in groupby(micro_batches, key=attrgetter("critic_step")):
                 total = torch.zeros((), dtype=torch.float64, device=ranks.device)
                 for micro in step:
-                    ranks.pulse("computing a micro-batch of the critic", micro.batch.layout.length)
+                    ranks.report_progress("computing a micro-batch of the critic", micro.batch.layout.length)
                     assert micro.returns is not None and micro.values is not None, "values are computed before they are learned"
                     total += critic.learn(micro.batch, micro.returns, micro.values, denominator=float(micro.critic_tokens))
-                ranks.pulse("applying the critic's gradient")
+                ranks.report_progress("applying the critic's gradient")
                 applied, norm = critic.step(self._schedule_step(minibatch.step))
                 losses.append(ranks.sum(total).item())
-                self.guard.settle_critic(minibatch, {"value_loss": losses[-1], "value_grad_norm": norm}, applied=applied)
+                self.guard.record_critic_step(minibatch, {"value_loss": losses[-1], "value_grad_norm": norm}, applied=applied)
                 norms.append(norm)
         finite = [norm for norm in norms if math.isfinite(norm)]
         return ({"value_loss": fmean(losses)} if losses else {}) | ({"value_grad_norm": fmean(finite)} if finite else {})
 
-    def _optimize(self, minibatch: Batch, micro_batches: list[Prepared], *, changed: bool) -> dict[str, float]:
+    def _optimize(self, minibatch: Batch, micro_batches: list[PreparedMicroBatch], *, changed: bool) -> dict[str, float]:
         """Takes one optimizer step. `changed`: whether the weights have changed since the start of the batch."""
         ranks = self.engine.ranks
         sums = torch.zeros(len(SUM_NAMES) + 3, dtype=torch.float64, device=ranks.device)  # plus 2 losses, 1 count
         maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=ranks.device)
-        total_weight = denominator(minibatch.samples, self._objective.aggregation, length=self._constant_length)
+        total_weight = loss_denominator(minibatch.samples, self._objective.aggregation, length=self._constant_length)
         for micro in micro_batches:
-            ranks.pulse("computing a micro-batch", micro.batch.layout.length)
+            ranks.report_progress("computing a micro-batch", micro.batch.layout.length)
             if isinstance(self.critic, SharedCritic):
                 logprobs, entropy, values = self.critic.score(micro.batch)
             else:
@@ -241,21 +241,21 @@ class Updater:
         if isinstance(self.critic, SharedCritic):
             metrics["value_loss"] = total[-3].item()
         metrics |= {"loss": total[-2].item(), "advantages_not_finite": total[-1].item()}
-        applied, metrics["grad_norm"] = self.engine.step(self._schedule_step(minibatch.step), refuse_above=self.guard.bound(metrics))
-        self.guard.settle(minibatch, metrics, applied=applied)
+        applied, metrics["grad_norm"] = self.engine.step(self._schedule_step(minibatch.step), refuse_above=self.guard.largest_norm(metrics))
+        self.guard.record_policy_step(minibatch, metrics, applied=applied)
         del metrics["advantages_not_finite"]
         return metrics | {"applied": float(applied)}
 
 
-def _tokens(micro: Prepared, logprobs: Tensor, entropy: Tensor, on_policy: Tensor | None) -> TrainedTokens:
+def _tokens(micro: PreparedMicroBatch, logprobs: Tensor, entropy: Tensor, on_policy: Tensor | None) -> TrainedTokens:
     return TrainedTokens(
         logprobs=logprobs,
         behaviour=micro.batch.behaviour,
         advantages=micro.batch.advantages,
         sequence=micro.batch.sequence,
         proximal=micro.proximal,
-        reference=micro.reference,
-        same=on_policy,
+        kl_reference=micro.reference,
+        on_policy=on_policy,
         entropy=entropy,
         rollout_tokens=micro.batch.rollout_tokens,
     )

@@ -41,7 +41,7 @@ class FailureCounts(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setback(Record):
+class UpdateFailure(Record):
     """A skipped group or optimizer step: a line of `failures/updates.jsonl`."""
 
     step: int
@@ -53,7 +53,7 @@ class Setback(Record):
     metrics: Mapping[str, float | None]  # of the optimizer step; None means not finite
 
 
-class Guard:
+class UpdateGuard:
     """Checks each optimizer step before its gradient is applied, and counts setbacks.
 
     `counts` is saved in the checkpoint, so a run that is resumed repeatedly still stops at its limits.
@@ -62,22 +62,22 @@ class Guard:
     def __init__(self, learner: LearnerConfig, counts: FailureCounts = FailureCounts()) -> None:
         self.counts = counts
         self.rolling_back = False  # the current step must be undone
-        self.sound = False  # the weights at the start of the current step passed every check
+        self.start_weights_passed = False  # the weights at the start of the current step passed every check
         self._learner = learner
         self._limits = learner.limits.named
-        self._setbacks: list[Setback] = []
+        self._setbacks: list[UpdateFailure] = []
         self._checked = 0
 
     def begin_step(self) -> None:
         """Starts a new step."""
-        self.rolling_back, self.sound, self._checked = False, False, 0
+        self.rolling_back, self.start_weights_passed, self._checked = False, False, 0
 
-    def drain(self) -> tuple[Setback, ...]:
+    def take_failures(self) -> tuple[UpdateFailure, ...]:
         """Returns the setbacks since the last call."""
         setbacks, self._setbacks = tuple(self._setbacks), []
         return setbacks
 
-    def leave_out(self, step: int, groups: Sequence[Group], dropped: Mapping[int, str]) -> int:
+    def exclude_groups(self, step: int, groups: Sequence[Group], dropped: Mapping[int, str]) -> int:
         """Records the groups that `assemble` dropped because a number was not finite; returns their number.
 
         Raises `LearnerHalted` once the run has `learner.max_bad_groups` of them.
@@ -103,19 +103,19 @@ class Guard:
             )
         return len(bad)
 
-    def bound(self, metrics: Mapping[str, float]) -> float:
+    def largest_norm(self, metrics: Mapping[str, float]) -> float:
         """Returns the largest gradient norm that may be applied, given the other metrics; negative if no gradient may be."""
         if self._violations(metrics):
             return REFUSE_ALL
         limit = self._limits.get("max_grad_norm")
         return math.inf if limit is None else limit.at
 
-    def settle(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
+    def record_policy_step(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
         """Records an optimizer step of the policy. `metrics` include `grad_norm`, NaN if it is not finite.
 
         Raises `LearnerHalted` if a limit demands it or `learner.max_bad_updates` steps in a row were skipped.
         """
-        self.sound = self.sound or (applied and self._checked == 0)
+        self.start_weights_passed = self.start_weights_passed or (applied and self._checked == 0)
         self._checked += 1
         if applied:
             self.counts = replace(self.counts, bad_in_a_row=0)

@@ -74,9 +74,9 @@ class Worker:
 
     def run(self) -> None:
         """Repairs the state after a crash, then runs steps until `recipe.steps` or a stop request."""
-        self.ranks.pulse("computing version 0's probe")
-        write_reference(self.run_dir, self.engine)
-        self.ranks.pulse("resuming")
+        self.ranks.report_progress("computing version 0's probe")
+        write_base_probe(self.run_dir, self.engine)
+        self.ranks.report_progress("resuming")
         self._resume()
         while self.next_step < self.recipe.steps:
             self.ranks.report_progress("waiting for groups")
@@ -84,7 +84,7 @@ class Worker:
             if groups is None:
                 log.info("stopped before step %d", self.next_step)
                 return
-            self.ranks.pulse("assembling a batch", _tokens(groups))
+            self.ranks.report_progress("assembling a batch", _tokens(groups))
             self._step(groups, self._rejected(self.next_step))
         log.info("all %d steps are done", self.recipe.steps)
 
@@ -99,7 +99,7 @@ class Worker:
         self.consumed[step] = tuple(group.index for group in groups)
         parent, metrics = self._gate_rollback(step, groups) if rejected else self._train(step, groups)
         vocabulary = self.engine.lm.config.get_text_config().vocab_size
-        rows = probe_rows(groups, vocabulary=vocabulary, max_model_len=self.recipe.policy.max_model_len)
+        rows = select_probe_rows(groups, vocabulary=vocabulary, max_model_len=self.recipe.policy.max_model_len)
         meta = self._meta(step + 1, parent=parent, metrics=metrics, rows=rows)
         saving = time.perf_counter()
         self.ranks.report_progress("writing a checkpoint")
@@ -119,7 +119,7 @@ class Worker:
     def _train(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float]]:
         """Makes the step's update, or what a limit of the recipe puts in its place; returns the parent of the version that it makes."""
         assembled, metrics = self._update(step, groups)
-        for index, reason in assembled.dropped.items():
+        for index, reason in assembled.drop_reasons.items():
             log.info("step %d: group %d has no samples: %s", step, index, reason)
         if self.updater.guard.start_weights_passed:
             self.good = step
@@ -150,14 +150,14 @@ class Worker:
             self.failures.append((setback,))
         return parent, {"rollbacks": 1.0, "weights_changed": 1.0}
 
-    def _update(self, step: int, groups: tuple[Group, ...]) -> tuple[Assembled, dict[str, float]]:
+    def _update(self, step: int, groups: tuple[Group, ...]) -> tuple[AssembledBatch, dict[str, float]]:
         """Runs the update of a step, and records setbacks, even if the run halts because of them."""
         guard = self.updater.guard
         penalized = counted_samples(groups, longest=self.recipe.policy.max_model_len) if self.recipe.objective.kl == "k1_reward" else ()
-        penalties = self.updater.penalties(penalized)
+        penalties = self.updater.score_penalties(penalized)
         assembled = assemble(step, groups, self.recipe, penalties=penalties)
         try:
-            excluded = guard.leave_out(step, groups, assembled.dropped)
+            excluded = guard.exclude_groups(step, groups, assembled.drop_reasons)
             metrics = self.updater.update(assembled.batch)
         finally:
             setbacks = guard.take_failures()
@@ -167,11 +167,11 @@ class Worker:
                 self.failures.append(setbacks)
         if penalties and math.isfinite(mean := fmean(penalties.values())):
             metrics["kl_penalty_mean"] = mean
-        reasons = Counter(reason.partition(":")[0].partition(" ")[0] for reason in assembled.dropped.values())  # without details
+        reasons = Counter(reason.partition(":")[0].partition(" ")[0] for reason in assembled.drop_reasons.values())  # without details
         metrics |= {f"groups_{reason}": float(count) for reason, count in reasons.items()}
         metrics |= {"groups_left_out": float(excluded), "rollbacks": 0.0}
         metrics["weights_changed"] = float(metrics["optimizer_steps"] > 0)
-        metrics["tokens_captured"] = float(captured_tokens(groups, assembled.dropped))
+        metrics["tokens_captured"] = float(captured_tokens(groups, assembled.drop_reasons))
         return assembled, metrics
 
     def _roll_back(self, step: int, to: int) -> int:
@@ -208,7 +208,7 @@ class Worker:
     def _save(self, meta: CheckpointMeta) -> str:
         learner = self.recipe.learner
         spare = {self.good} if learner.limits.roll_back else set()
-        if self.ranks.first:
+        if self.ranks.is_first:
             spare |= self._gate_checkpoints()
         root = self.run_dir / "checkpoints"
         return checkpoints.save(root, self.engine, meta, keep=learner.keep_checkpoints, critic=self.critic, spare=spare).name
@@ -259,7 +259,7 @@ class Worker:
 
     def _mark_rolled_back(self) -> None:
         """Marks the undone versions. Called when their successor is published: until then a bad version is better than none."""
-        if self.ranks.first:
+        if self.ranks.is_first:
             for number in self.rolled_back:
                 version = self.registry.get(number)
                 if version is not None and version.state is not VersionState.ROLLED_BACK:
@@ -267,7 +267,7 @@ class Worker:
 
     def _rejected(self, step: int) -> bool:
         """Whether the driver requests a rollback before this step. Rank 0 decides for all ranks."""
-        return bool(self.ranks.decide(int(self.ranks.first and self._rollback_requested(step))))
+        return bool(self.ranks.from_first(int(self.ranks.is_first and self._rollback_requested(step))))
 
     def _rollback_requested(self, step: int) -> bool:
         if self.recipe.gate is None:
@@ -329,7 +329,7 @@ def _tokens(groups: tuple[Group, ...]) -> int:
     return sum(len(turn.prompt_ids) + len(turn.completion_ids) for trajectory in trajectories for turn in trajectory.turns)
 
 
-def work(run_dir: Path, *, root: Path | None = None, pulse: str | None = None) -> None:
+def run_worker(run_dir: Path, *, root: Path | None = None, pulse: str | None = None) -> None:
     """Runs this rank of the learner of `run_dir`, under torchrun, until all steps are done or SIGTERM arrives.
 
     Args:

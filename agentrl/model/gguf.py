@@ -1,7 +1,6 @@
-"""The header of a GGUF file: what it says of the model, and where its tensors lie. No tensor is read, and every count is bounded.
+"""Reads and checks the header of a GGUF file. No tensor is read, and every count is bounded.
 
-The format is at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Libraries that read such a file trust its counts and
-lengths; a file that got past `read_header` holds what it says it holds.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Libraries that read such a file trust its counts and lengths.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from typing import NoReturn
 
 from agentrl.errors import UserError
 
-MAX_VALUES = 10_000  # of metadata; real files have some dozens
+MAX_VALUES = 10_000  # metadata entries; real files have dozens
 MAX_TENSORS = 100_000
-MAX_ITEMS = 1 << 22  # of an array, such as a vocabulary or its merges
-MAX_KEY = 1 << 16  # bytes, by the format
-MAX_DIMENSIONS = 4  # ggml's own
+MAX_ITEMS = 1 << 22  # items of an array, such as a vocabulary
+MAX_KEY = 1 << 16  # bytes, as in the format
+MAX_DIMENSIONS = 4  # as in ggml
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -29,41 +28,47 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _AGAIN = "download or copy it again"
 
 Value = str | int | float | bool
-"""A value of the metadata; of an array its length."""
+"""A metadata value; for an array its length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensor:
+    """A tensor's entry in the header."""
+
     name: str
     shape: tuple[int, ...]  # fastest first
-    kind: int  # ggml's number of how values are stored, such as 3 for Q4_1
-    offset: int  # bytes from where the data begins
+    kind: int  # ggml's number of the storage type, such as 3 for Q4_1
+    offset: int  # bytes from the start of the data
 
     @property
     def values(self) -> int:
+        """The number of elements."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
+    """A checked header."""
+
     path: Path
     architecture: str
     metadata: Mapping[str, Value]
     tensors: tuple[GgufTensor, ...]
-    data: int  # byte of the file at which the tensors' data begins
+    data: int  # byte offset of the tensors' data in the file
 
     @property
     def values(self) -> int:
-        """Numbers that the tensors hold together."""
+        """The number of elements of all tensors."""
         return sum(tensor.values for tensor in self.tensors)
 
     def text(self, key: str) -> str:
+        """Returns a text of the metadata; empty if there is none."""
         value = self.metadata.get(key)
         return value if isinstance(value, str) else ""
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Reads and checks a header. Raises `UserError` for a file that is none, cut off, damaged, or of no model."""
+    """Reads and checks a header. Raises `UserError` for a file that is not GGUF, truncated, damaged, or not a model."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(24)
@@ -82,43 +87,46 @@ def read_header(path: Path) -> GgufHeader:
 
 
 class _Reader:
-    """Goes through a header from byte 24 on."""
+    """Reads a header from byte 24 on."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
         self.path, self.content, self.at, self.size = path, content, 24, len(content)
 
     def header(self, values: int, tensors: int) -> GgufHeader:
+        """Reads metadata and tensor entries."""
         metadata: dict[str, Value] = {}
         for _ in range(values):
             key = self.string(MAX_KEY)
             if key in metadata:
-                _damaged(self.path, f"{key[:80]!r} stands twice")
+                _damaged(self.path, f"key {key[:80]!r} occurs twice")
             metadata[key] = self.value(*self.numbers("I"))
-        found = tuple(self.tensor() for _ in range(tensors))
-        if len({tensor.name for tensor in found}) < len(found):
-            _damaged(self.path, "two tensors have one name")
+        entries = tuple(self.tensor() for _ in range(tensors))
+        if len({tensor.name for tensor in entries}) < len(entries):
+            _damaged(self.path, "two tensors have the same name")
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
             _damaged(self.path, f"an alignment of {alignment!r}")
         data = -(-self.at // alignment) * alignment
         architecture = metadata.get("general.architecture")
         if not isinstance(architecture, str) or not architecture:
-            _damaged(self.path, "it names no architecture")
-        return GgufHeader(path=self.path, architecture=architecture, metadata=metadata, tensors=found, data=data)
+            _damaged(self.path, "it has no general.architecture")
+        return GgufHeader(path=self.path, architecture=architecture, metadata=metadata, tensors=entries, data=data)
 
     def numbers(self, letters: str) -> tuple[int, ...]:
+        """Reads numbers in `struct`'s format."""
         form = struct.Struct(f"<{letters}")
         at = self.take(form.size)
         return form.unpack_from(self.content, at)
 
     def take(self, count: int) -> int:
-        """Goes over so many bytes; returns where they begin."""
+        """Skips `count` bytes; returns their offset."""
         at, self.at = self.at, self.at + count
         if self.at > self.size:
             _cut_off(self.path, self.size)
         return at
 
     def string(self, most: int) -> str:
+        """Reads a string of at most `most` bytes."""
         (length,) = self.numbers("Q")
         if length > most:
             _damaged(self.path, f"a text of {length} bytes")
@@ -129,6 +137,7 @@ class _Reader:
             _damaged(self.path, str(error))
 
     def value(self, kind: int) -> Value:
+        """Reads a metadata value."""
         if kind in _SCALARS:
             return self.numbers(_SCALARS[kind])[0]
         if kind == _STRING:
@@ -148,6 +157,7 @@ class _Reader:
         return int(count)
 
     def tensor(self) -> GgufTensor:
+        """Reads a tensor's entry."""
         name = self.string(MAX_KEY)
         (dimensions,) = self.numbers("I")
         if not 0 < dimensions <= MAX_DIMENSIONS:
@@ -158,7 +168,7 @@ class _Reader:
 
 
 def check_data(header: GgufHeader) -> dict[str, int]:
-    """Checks that every tensor lies within the file; returns how many tensors are stored in which way, such as {"Q4_1": 210, "F32": 61}.
+    """Checks that every tensor lies within the file; returns the number of tensors by storage type, such as {"Q4_1": 210, "F32": 61}.
 
     Needs the package `gguf`. Raises `UserError`.
     """
@@ -169,7 +179,7 @@ def check_data(header: GgufHeader) -> dict[str, int]:
         try:
             kind = GGMLQuantizationType(tensor.kind)
         except ValueError:
-            _damaged(header.path, f"tensor {tensor.name[:80]!r} is stored in the unknown way {tensor.kind}")
+            _damaged(header.path, f"tensor {tensor.name[:80]!r} has the unknown storage type {tensor.kind}")
         block, width = GGML_QUANT_SIZES[kind]
         if tensor.values < 1 or tensor.shape[0] % block:
             _damaged(header.path, f"tensor {tensor.name[:80]!r} has the shape {tensor.shape}")
@@ -180,7 +190,7 @@ def check_data(header: GgufHeader) -> dict[str, int]:
 
 
 def _cut_off(path: Path, size: int) -> NoReturn:
-    raise UserError(f"{path} is cut off: its {size} bytes end before what it says it holds", fix=_AGAIN)
+    raise UserError(f"{path} is cut off: it has only {size} bytes", fix=_AGAIN)
 
 
 def _damaged(path: Path, what: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Makes the folder: finds the source, loads and proves it, writes it beside its final place, and renames it."""
+"""Builds a model folder: finds the source, loads and verifies it, and writes the folder atomically."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RECORD = "agentrl_import.json"
 _FORMAT = 1
 _BYTES = {"float32": 4, "bfloat16": 2}
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # keys of config.json
-_SPARE_BYTES = 256 << 20  # of the disk, left free
+_SPARE_BYTES = 256 << 20  # disk space to leave free
 _SAMPLE = "A tall\n\n1. café, 17*23 =  4096;\n    1: 'π' <x> don't 𝄞"
 _TOOLS = ("transformers", "tokenizers", "torch", "gguf")
 
@@ -41,18 +41,18 @@ _OF_A_MODEL = (
     *(RECORD, "*config.json", "tokenizer*.json", "*tokens*.json", "vocab.*", "merges.txt", "chat_template*", "*.safetensors", "*.model"),
     *("*.safetensors.index.json", "*.bin", "*.bin.index.json", "LICEN[CS]E*", "NOTICE*", "COPYING*", "README*", ".gitattributes"),
 )
-"""Names of what a model folder holds; `--force` removes nothing else."""
+"""Names of the files of a model folder; `--force` deletes no others."""
 
 Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What an import has made, or found there already."""
+    """The result of an import."""
 
     folder: Path
-    record: dict[str, Any]  # what agentrl_import.json holds
-    fresh: bool  # false: the folder held the same import before
+    record: dict[str, Any]  # the content of agentrl_import.json
+    fresh: bool  # False if the folder already held the same import
 
 
 def import_model(
@@ -65,26 +65,26 @@ def import_model(
     root: Path | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Imported:
-    """Makes `target` a model folder of `source`.
+    """Writes the model folder `target` from `source`.
 
     Args:
         source: a Hugging Face folder, a GGUF file, or `package:NAME[/FILE]`.
-        chat_template: a shipped template's word, or a file relative to `root` (default: the current folder). None: the model's own.
-        dtype: of the weights that are written.
-        force: replace a model folder that is there already.
-        tell: called with each stage as it begins.
+        chat_template: name of a shipped template, or a file relative to `root` (default: the current folder). None keeps the model's.
+        dtype: of the written weights.
+        force: whether to replace an existing model folder.
+        tell: called with the name of each stage.
 
     Raises:
-        UserError: what cannot be served or trained exactly, with the reason; a missing package; too little disk; a folder in the way, or
-            one that another import is making.
+        UserError: the model cannot be served or trained exactly, a package is missing, the disk is too small, a folder is in the way, or
+            another import is writing it.
     """
     try:
         return _import(source, target, chat_template, dtype, force, root or Path.cwd(), tell)
     except OSError as error:
         if disk_full_error(error) is not None:
-            raise  # told as such, for every command
+            raise
         where = error.filename or target
-        raise UserError(f"{where}: {error.strerror or error}", fix="see to it, or choose another source or folder") from error
+        raise UserError(f"{where}: {error.strerror or error}", fix="correct it, or choose another source or folder") from error
 
 
 def _import(
@@ -117,7 +117,7 @@ def _import(
 
 @contextlib.contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Around the making of a folder, by one process at a time: two would fill the same part. Raises `UserError`."""
+    """Allows one process at a time to build a folder. Raises `UserError`."""
     path = target.with_name(f".{target.name}.lock")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -127,7 +127,7 @@ def _alone(target: Path) -> Iterator[None]:
         except (BlockingIOError, FileNotFoundError):  # the second: its holder has just ended, and removed it
             there = None
         if there is None or there.st_ino != os.fstat(handle).st_ino:
-            raise UserError(f"{target} is being made by another import", fix="wait until it ends, or choose another folder")
+            raise UserError(f"another import is writing {target}", fix="wait until it ends, or choose another folder")
         try:
             yield
         finally:
@@ -137,7 +137,7 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def _same(target: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """The record of a folder that holds the import that is asked for, whole; else None."""
+    """The record of a folder that already holds the requested import, undamaged; else None."""
     try:
         record = json.loads((target / RECORD).read_text(encoding="utf-8"))
         if record["format"] != _FORMAT or record["asked"] != asked:
@@ -152,23 +152,23 @@ def _same(target: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
 
 def _check_target(target: Path, source: Source, *, force: bool) -> None:
     if target.resolve() in (here := Path.cwd().resolve(), *here.parents):
-        raise UserError(f"{str(target)!r} is the folder you are in, or holds it", fix="name a folder to make, such as models/mine")
+        raise UserError(f"{str(target)!r} is the current folder, or contains it", fix="give a new folder, such as models/mine")
     if not target.exists() and not target.is_symlink():
         return
     if target.is_symlink() or not target.is_dir():
-        raise UserError(f"{target} is there already, and is no folder", fix="choose another folder")
+        raise UserError(f"{target} exists and is not a folder", fix="choose another folder")
     if not any(target.iterdir()):
         return
     if source.path.resolve().is_relative_to(target.resolve()):
-        raise UserError(f"{target} holds the source itself", fix="choose another folder")
+        raise UserError(f"{target} contains the source", fix="choose another folder")
     others = sorted(path.name for path in target.iterdir() if not path.is_file() or not any(fnmatch(path.name, one) for one in _OF_A_MODEL))
     model = any((target / name).is_file() for name in (RECORD, "config.json"))
     if not force or not model:
-        what = "holds another model, or one that was changed" if model else "holds other things than a model"
-        raise UserError(f"{target} is there already, and {what}", fix="choose another folder" + (", or give --force" if model else ""))
+        content = "holds another model, or a changed one" if model else "is not a model folder"
+        raise UserError(f"{target} exists and {content}", fix="choose another folder" + (", or give --force" if model else ""))
     if others:
         held = ", ".join(map(repr, others[:5])) + (", ..." if len(others) > 5 else "")
-        raise UserError(f"{target} holds other things beside a model, which --force does not remove: {held}", fix="choose another folder")
+        raise UserError(f"{target} also holds files that --force does not delete: {held}", fix="choose another folder")
 
 
 def _check_installed(source: Source) -> None:
@@ -177,7 +177,7 @@ def _check_installed(source: Source) -> None:
             fix = f"{install_command('cpu')}, or with [gpu]; agentrl doctor shows what is missing"
             raise UserError(f"{package} is not installed", fix=fix)
     if source.is_gguf and find_spec("gguf") is None:
-        raise UserError("the package gguf, which reads such files, is not installed", fix=install_command("models"))
+        raise UserError("the package gguf is not installed", fix=install_command("models"))
 
 
 def _make(source: Source, part: Path, text: str | None, named: str | None, dtype: Dtype, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _make(source: Source, part: Path, text: str | None, named: str | None, dtype
             kinds = check_data(header)
             _check_header(header)
             values = header.values
-            folder = Path(work)  # with that file alone: what else lies beside it is not looked at
+            folder = Path(work)  # without the other files next to it
             (folder / source.path.name).symlink_to(source.path.resolve())
         else:
             check_model_files(folder, chat_template=False)
@@ -228,21 +228,21 @@ def _make(source: Source, part: Path, text: str | None, named: str | None, dtype
 
 
 def _plain(text: str) -> str:
-    """A stranger's text as a short line that a terminal only shows."""
+    """Third-party text as one short printable line."""
     return "".join(one for one in " ".join(text[:1000].split()) if one.isprintable())[:100]
 
 
 def _check_header(header: GgufHeader) -> None:
     kind = header.text("general.type") or "model"
     if kind != "model":
-        raise UserError(f"{header.path} holds no model but a part of one: {kind[:80]}", fix="give the model's own GGUF file")
+        raise UserError(f"{header.path} holds only a part of a model: {kind[:80]}", fix="give the model's GGUF file")
     if header.metadata.get("split.count", 1) not in (0, 1):
         raise UserError(f"{header.path} is one of several files of a model", fix="join them with llama-gguf-split --merge")
     _check_layers(header.metadata.get(f"{header.architecture}.block_count"), len(header.tensors))
 
 
 def _check_folder(folder: Path) -> int:
-    """Numbers that the safetensors files of a folder hold (`check_model_files` has looked at their headers)."""
+    """The number of elements in a folder's safetensors files, whose headers `check_model_files` has checked."""
     shapes = [entry["shape"] for path in sorted(folder.glob("*.safetensors")) for entry in read_safetensors_header(path).values()]
     config = read_json(folder / "config.json")
     inner = config.get("text_config") or config
@@ -252,9 +252,9 @@ def _check_folder(folder: Path) -> int:
 
 
 def _check_layers(layers: object, tensors: int) -> None:
-    """Before a library makes so many of them."""
+    """Raises `UserError` before a library allocates too many layers."""
     if layers is not None and (not isinstance(layers, int) or layers > tensors):
-        raise UserError(f"the configuration names {layers!r} layers, and the files hold {tensors} tensors", fix="download or copy it again")
+        raise UserError(f"the configuration has {layers!r} layers, but the files hold {tensors} tensors", fix="download or copy it again")
 
 
 def _check_disk(part: Path, weights: int) -> None:
@@ -266,7 +266,7 @@ def _check_disk(part: Path, weights: int) -> None:
 
 
 def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: str | None, config: Any) -> dict[str, Any]:
-    """Writes the tokenizer with its chat template; returns what is recorded of that. Raises `UserError` where they do not go together."""
+    """Writes the tokenizer with its chat template; returns the record of it. Raises `UserError` if they do not fit together."""
     from transformers import AutoTokenizer
 
     from agentrl.agent.chat import ChatFormat
@@ -282,7 +282,7 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except UserError:
         raise
-    except Exception as error:  # of its parsers' many
+    except Exception as error:  # its parsers raise many kinds
         raise UserError(f"the tokenizer cannot be read: {one_line_error(error)}", fix="import the model's Hugging Face folder") from error
     template = text or select_template(tokenizer.chat_template)
     if not template:
@@ -294,7 +294,7 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
     tokenizer.save_pretrained(part)
     saved = AutoTokenizer.from_pretrained(part, trust_remote_code=False, local_files_only=True)
     if saved.encode(_SAMPLE, add_special_tokens=False) != tokenizer.encode(_SAMPLE, add_special_tokens=False):
-        raise UserError("the tokenizer makes other tokens once it is saved and read again", fix="import the model's Hugging Face folder")
+        raise UserError("the tokenizer makes other tokens after it is saved and loaded", fix="import the model's Hugging Face folder")
     try:
         chat = ChatFormat(saved)
     except UserError as error:
@@ -305,7 +305,7 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
 
 
 def _quiet() -> None:
-    """No progress bars of transformers among our lines."""
+    """Disables transformers' progress bars."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

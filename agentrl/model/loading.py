@@ -1,7 +1,7 @@
-"""From a source to a model in memory, and from there to a folder, with proof at each step that nothing got lost.
+"""Loads a source into memory and writes it to a folder, with a check at each step that nothing is lost.
 
-Every number in the source's files must be in the model, and every parameter of the model in the files; the learner must score tokens
-as the model itself does; and the folder, read again, must hold the same bits.
+Every number in the source's files must be in the model, and every parameter of the model in the files; the learner must score tokens as
+the model does; and the written folder must hold the same bits.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from agentrl.version.model_folder import check_architecture
 
 _FOLDER_INSTEAD = "import the model's Hugging Face folder"
 _POSITIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-# Keys of a GGUF, without its architecture, that say again what other keys say, or nothing of how the model computes.
-_TOLD_ELSEWHERE = ("vocab_size", "tensor_data_layout", "attention.key_length", "attention.value_length", "rope.dimension_count")
-_NOTHING = {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scaling.finetuned": False, "use_parallel_residual": True}
+# GGUF keys, without the architecture, that repeat other keys or do not affect the computation.
+_REDUNDANT = ("vocab_size", "tensor_data_layout", "attention.key_length", "attention.value_length", "rope.dimension_count")
+_NEUTRAL = {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scaling.finetuned": False, "use_parallel_residual": True}
 
 
 def read_config(folder: Path, file: str | None, header: GgufHeader | None) -> Any:
-    """The configuration of a folder, or of a GGUF file in it. Raises `UserError` for an architecture that cannot be read or trained."""
+    """Returns the configuration of a folder, or of a GGUF file in it. Raises `UserError` for an unsupported architecture."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, gguf_file=file, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # of its parsers' many
+    except Exception as error:  # its parsers raise many kinds
         if header is not None:
             what = f"transformers cannot read a GGUF file of architecture {header.architecture!r}: {one_line_error(error)}"
             raise UserError(what, fix=f"{_FOLDER_INSTEAD}, or use another model, such as Qwen3 or Llama") from error
@@ -44,7 +44,7 @@ def read_config(folder: Path, file: str | None, header: GgufHeader | None) -> An
 
 
 def _check_all_read(header: GgufHeader, config: Any) -> None:
-    """Raises `UserError` where the file says how the model computes, and transformers would not hear it."""
+    """Raises `UserError` if the file sets something that affects the computation and that transformers ignores."""
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     names = (header.architecture, header.architecture.replace("moe", "_moe"), header.architecture.replace("-", "_"))
@@ -54,23 +54,23 @@ def _check_all_read(header: GgufHeader, config: Any) -> None:
     width = getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads
     for key, value in header.metadata.items():
         name = key.removeprefix(prefix)
-        if name == key or (read.get(name) is not None and name not in _TOLD_ELSEWHERE) or (name in _NOTHING and value == _NOTHING[name]):
+        if name == key or (read.get(name) is not None and name not in _REDUNDANT) or (name in _NEUTRAL and value == _NEUTRAL[name]):
             continue
-        if name not in _TOLD_ELSEWHERE or (("length" in name or "dimension" in name) and value != width):
+        if name not in _REDUNDANT or (("length" in name or "dimension" in name) and value != width):
             raise UserError(
-                f"{header.path.name} sets {key} to {value!r}, and transformers does not read that: the model would compute something else",
+                f"{header.path.name} sets {key} to {value!r}, but transformers ignores that: the model would compute something else",
                 fix=_FOLDER_INSTEAD,
             )
-    if found := [tensor.name for tensor in header.tensors if tensor.name in _POSITIONS]:
+    if scaled := [tensor.name for tensor in header.tensors if tensor.name in _POSITIONS]:
         raise UserError(
-            f"{header.path.name} scales its positions ({', '.join(found)}), and transformers does not read that", fix=_FOLDER_INSTEAD
+            f"{header.path.name} scales its positions ({', '.join(scaled)}), but transformers ignores that", fix=_FOLDER_INSTEAD
         )
 
 
 def check_size(config: Any, *, values: int, exact: bool) -> int:
-    """Parameters of the model that a configuration makes, tied ones once; no memory is taken for them.
+    """Returns the number of parameters of a configuration's model, tied ones once, without allocating them.
 
-    Raises `UserError` when the files hold fewer numbers, or with `exact` more: some would be made up, or left out.
+    Raises `UserError` if the files hold fewer numbers, or with `exact` more.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -79,14 +79,14 @@ def check_size(config: Any, *, values: int, exact: bool) -> int:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             model.tie_weights()
-    except Exception as error:  # whatever a configuration makes of a model's code
+    except Exception as error:  # any error of the model's code
         raise UserError(
             f"the configuration makes no model: {one_line_error(error)}", fix="use another model, such as Qwen3 or Llama"
         ) from error
     wanted: int = sum(parameter.numel() for parameter in model.parameters())
     if wanted > values or (exact and wanted != values):
         raise UserError(
-            f"the files hold {values:,} numbers, and a model of type {config.model_type!r} with this configuration has {wanted:,}:"
+            f"the files hold {values:,} numbers, but a model of type {config.model_type!r} with this configuration has {wanted:,}:"
             " it could not be loaded exactly",
             fix="use another file of this model, or its Hugging Face folder",
         )
@@ -94,7 +94,7 @@ def check_size(config: Any, *, values: int, exact: bool) -> int:
 
 
 def load_model(folder: Path, config: Any, dtype: str, *, file: str | None = None) -> Any:
-    """The model of a folder, or of a GGUF file in it, with the learner's attention. Raises `UserError` unless all of it is in the files."""
+    """Loads the model of a folder, or of a GGUF file in it, with the learner's attention. Raises `UserError` if the files lack a part of it."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -112,7 +112,7 @@ def load_model(folder: Path, config: Any, dtype: str, *, file: str | None = None
             local_files_only=True,
             **({} if file else {"use_safetensors": True}),
         )
-    except Exception as error:  # of its parsers' many
+    except Exception as error:  # its parsers raise many kinds
         raise UserError(f"transformers cannot load the weights: {one_line_error(error)}", fix="use another file of this model") from error
     for what, kind in (("lack", "missing_keys"), ("do not fit", "mismatched_keys"), ("hold, unused,", "unexpected_keys")):
         if keys := sorted(str(key) for key in info.get(kind, ())):
@@ -123,16 +123,16 @@ def load_model(folder: Path, config: Any, dtype: str, *, file: str | None = None
 
 
 def save_model(model: Any, config: Any, folder: Path) -> dict[str, str]:
-    """Writes the weights as one file, with configuration; returns the fingerprints that `check_saved` takes. `model` is used up.
+    """Writes the weights as one file, with configuration; returns the fingerprints for `check_saved`. Consumes `model`.
 
-    A model from a GGUF file cannot be saved as it is, so its tensors go into one without the marks of where it came from.
+    A model from a GGUF file cannot be saved directly, so its tensors move into a new model without the GGUF's attributes.
     """
     import torch
 
     prints = fingerprints(model)
-    kept = {key: value for key, value in model.config.to_dict().items() if key not in ("quantization_config", "_model_name_or_path")}
+    settings = {key: value for key, value in model.config.to_dict().items() if key not in ("quantization_config", "_model_name_or_path")}
     with torch.device("meta"):
-        fresh = type(model)(type(config).from_dict(kept))
+        fresh = type(model)(type(config).from_dict(settings))
     fresh.load_state_dict(model.state_dict(), strict=True, assign=True)
     fresh.tie_weights()
     fresh.generation_config = model.generation_config
@@ -141,7 +141,7 @@ def save_model(model: Any, config: Any, folder: Path) -> dict[str, str]:
 
 
 def fingerprints(model: Any) -> dict[str, str]:
-    """A hash of each parameter's bits, by name."""
+    """Returns a hash of each parameter's bits, by name."""
     import torch
 
     return {
@@ -151,7 +151,7 @@ def fingerprints(model: Any) -> dict[str, str]:
 
 
 def check_saved(folder: Path, dtype: str, prints: Mapping[str, str]) -> None:
-    """Reads a written folder as the learner does. Raises `UserError` unless it holds the same bits, scored as the model itself would."""
+    """Loads a written folder as the learner does. Raises `UserError` unless it holds the same bits and is scored as the model does."""
     from transformers import AutoConfig
 
     from agentrl.learner.token_scorer import TOLERANCE, TokenScorer, check_scorer
@@ -160,5 +160,5 @@ def check_saved(folder: Path, dtype: str, prints: Mapping[str, str]) -> None:
     model = load_model(folder, AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), dtype)
     again = fingerprints(model)
     if changed := sorted(name for name in {*prints, *again} if prints.get(name) != again.get(name)):
-        raise UserError(f"the folder that was written does not hold the same weights: {', '.join(changed)[:500]}", fix="use another model")
+        raise UserError(f"the written folder does not hold the same weights: {', '.join(changed)[:500]}", fix="use another model")
     check_scorer(TokenScorer(model), tolerance=TOLERANCE[dtype])

@@ -1,4 +1,4 @@
-"""Where a model comes from: a folder, a GGUF file, or one that an installed package carries. Nothing that it names is run or imported."""
+"""Finds the source of a model: a folder, a GGUF file, or one in an installed package. Runs and imports none of its code."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ _KINDS = "a Hugging Face folder, a GGUF file, or package:NAME"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _READ = (".safetensors", ".json", ".jinja", ".txt", ".model")
 _LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
-_LISTED = 12  # files of a package that are named when none of them is a GGUF
+_LISTED = 12  # files of a package in an error message
 _LARGEST_LICENCE = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What is imported: one GGUF file, or a folder."""
+    """The source of an import: one GGUF file, or a folder."""
 
     path: Path
-    name: str  # as it is recorded: without the folders of this machine
-    sha256: dict[str, str]  # of each file that is read: name -> hex digest
-    package: str = ""  # name and version of the distribution that carries it
-    licence: str = ""  # an id, as far as the source says
-    licences: tuple[Path, ...] = ()  # files that hold its text
+    name: str  # as recorded, without this machine's folders
+    sha256: dict[str, str]  # file name -> hex digest
+    package: str = ""  # name and version of its distribution
+    licence: str = ""  # an id, if the source has one
+    licences: tuple[Path, ...] = ()  # licence files
 
     @property
     def is_gguf(self) -> bool:
+        """Whether it is a GGUF file."""
         return self.path.suffix == ".gguf"
 
 
 def find_source(text: str) -> Source:
-    """The source that a person names. Raises `UserError` with what is there instead."""
+    """Finds the source that the user names. Raises `UserError`."""
     if text.startswith(PACKAGE):
         return _in_package(text.removeprefix(PACKAGE))
     path = Path(text)
@@ -47,13 +48,13 @@ def find_source(text: str) -> Source:
     except (OSError, ValueError):
         there = folder = False
     if not there:
-        raise UserError(f"no {text} here", fix=f"give {_KINDS}; of a model on a hub, its folder once it is downloaded")
+        raise UserError(f"{text} does not exist", fix=f"give {_KINDS}; download a model from a hub first")
     if folder:
         return _folder(path)
     if path.suffix in _PICKLES:
         raise _pickled(path)
     if path.suffix != ".gguf" or not path.is_file():
-        raise UserError(f"{path} is no GGUF file", fix=f"give {_KINDS}")
+        raise UserError(f"{path} is not a GGUF file", fix=f"give {_KINDS}")
     return Source(path=path, name=path.name, sha256={path.name: sha256_file(path)})
 
 
@@ -64,7 +65,7 @@ def _folder(path: Path) -> Source:
     if not weights and any(file.suffix in _PICKLES for file in path.iterdir()):
         raise _pickled(path)
     if not (path / "config.json").is_file():
-        raise UserError(f"{path} holds no model: it has no config.json", fix=f"give {_KINDS}")
+        raise UserError(f"{path} is not a model: it has no config.json", fix=f"give {_KINDS}")
     read_json(path / "config.json")
     files = [file for file in sorted(path.iterdir()) if file.is_file() and file.suffix in _READ]
     licences = tuple(file for pattern in _LICENCES for file in sorted(path.glob(pattern)) if _is_held(file, path))
@@ -78,18 +79,18 @@ def _folder(path: Path) -> Source:
 
 
 def _is_held(file: Path, folder: Path) -> bool:
-    """Whether a file that is copied as it is lies in this folder, or in the hub's cache beside it; a link may name any file there is."""
+    """Whether a file to copy lies in this folder, or in the hub's cache; a link may point to any file."""
     real, root = file.resolve(), folder.resolve()
     return real.is_relative_to(root) or (root.parent.name == "snapshots" and real.is_relative_to(root.parents[1] / "blobs"))
 
 
 def _pickled(path: Path) -> UserError:
     fix = "use the model's safetensors, or a GGUF file"
-    return UserError(f"{path} holds pickled weights, and loading those may run anything", fix=fix)
+    return UserError(f"{path} holds pickled weights, and loading them can run any code", fix=fix)
 
 
 def _of_card(path: Path) -> str:
-    """The licence that the head of a model card names."""
+    """The licence in the header of a model card."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             head = file.read(1 << 16)
@@ -135,7 +136,7 @@ def _in_package(text: str) -> Source:
 
 
 def _distribution(name: str) -> Distribution:
-    """An installed distribution by its name, or by that of a module it holds."""
+    """An installed distribution by its name, or by that of one of its modules."""
     try:
         return distribution(name)
     except (PackageNotFoundError, ValueError):
@@ -147,11 +148,11 @@ def _distribution(name: str) -> Distribution:
 
 
 def _inside(package: Distribution, path: str) -> Path:
-    """Where a file of a package lies. Raises `UserError` for one outside the folder that the package is installed in."""
+    """The path of a package's file. Raises `UserError` for one outside the package's folder."""
     root = Path(str(package.locate_file(""))).resolve()
     file = Path(str(package.locate_file(path)))
     if PurePosixPath(path).is_absolute() or not file.resolve().is_relative_to(root):
-        raise UserError(f"package {package.metadata['Name']!r} names a file outside of itself: {path}", fix="use another package")
+        raise UserError(f"package {package.metadata['Name']!r} has a file outside its folder: {path}", fix="use another package")
     if not file.is_file():
         raise UserError(f"package {package.metadata['Name']!r} lacks {path}", fix="install it again")
     return file

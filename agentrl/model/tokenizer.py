@@ -1,8 +1,7 @@
-"""The tokenizer of a GGUF file, split the way that the model's own was.
+"""The tokenizer of a GGUF file.
 
-A GGUF names the rule by which text is cut before its vocabulary is applied, and transformers knows some of these names. Under a
-wrong rule every text still becomes tokens, but other ones than the model was trained on, and nobody notices. So a name that nobody
-knows is refused.
+A GGUF names the rule that splits text before the vocabulary is applied, and transformers knows some of these names. With a wrong rule
+every text still becomes tokens, but not those that the model was trained on. So unknown names are rejected.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from agentrl.errors import UserError
 from agentrl.model.gguf import GgufHeader
 
 _PLAIN = ("gpt-2", "phi-2")
-"""Rules that are GPT-2's, which transformers takes where it knows no other."""
+"""Names of GPT-2's rule, transformers' default."""
 
 _DIGITS_ALONE = ("smollm", "starcoder", "refact", "codeshell")
-"""Every digit by itself, then GPT-2's rule. By that one alone, `\\n\\n1` and indented numbers become other tokens."""
+"""Names of the rule that splits off every digit, then applies GPT-2's. It differs for `\\n\\n1` and indented numbers."""
 
 _KEY = "tokenizer.ggml.pre"
 
 
 def load_tokenizer(folder: Path, header: GgufHeader) -> Any:
-    """The tokenizer of the GGUF file in `folder`. Raises `UserError` for one that would not cut text as the model's own does."""
+    """Loads the tokenizer of the GGUF file in `folder`. Raises `UserError` for an unknown splitting rule."""
     from tokenizers import pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
@@ -32,8 +31,7 @@ def load_tokenizer(folder: Path, header: GgufHeader) -> Any:
     known = {*GGUF_PRE_TOKENIZER_SPLITS, *_PLAIN, *_DIGITS_ALONE}
     if byte_level and rule not in known:
         raise UserError(
-            f"{header.path.name} cuts text by the rule {rule!r} ({_KEY}), and no tokenizer here does: the model would see other tokens than"
-            " it was trained on",
+            f"{header.path.name} splits text by the unknown rule {rule!r} ({_KEY}): the model would see other tokens than in training",
             fix="import the model's Hugging Face folder, which has a tokenizer.json",
         )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=header.path.name)

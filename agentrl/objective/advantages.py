@@ -26,12 +26,12 @@ class GroupAdvantages:
     """Advantages of one group, aligned with `Group.episodes`. Either all counted episodes have one, or none."""
 
     values: tuple[float | None, ...]  # [E] None if the episode is excluded or unscored
-    dropped: str = ""  # why the group has no learning signal; empty if it has one
+    drop_reason: str = ""  # why the group has no learning signal; empty if it has one
 
     @property
     def useful(self) -> bool:
         """Whether the group has a learning signal."""
-        return not self.dropped
+        return not self.drop_reason
 
 
 Groups = Sequence[Sequence[float]]
@@ -105,14 +105,14 @@ def batch_advantages(
     scores = [_counted(group, penalties or {}) for group in groups]
     reasons = [_drop_reason(counted, min_group_size) for counted in scores]
     usable = [list(counted.values()) for counted, reason in zip(scores, reasons, strict=True) if not reason]
-    estimates = iter(_estimate(estimator(objective), usable, objective.advantage) if usable else [])
+    estimates = iter(_estimate(load_estimator(objective), usable, objective.advantage) if usable else [])
     advantages = []
     for group, counted, reason in zip(groups, scores, reasons, strict=True):
         estimate = {} if reason else dict(zip(counted, next(estimates), strict=True))
-        if not reason and objective.advantage != "gae" and negligible(estimate.values(), counted.values()):
+        if not reason and objective.advantage != "gae" and all_negligible(estimate.values(), counted.values()):
             reason, estimate = "all_equal", {}
         values = tuple(estimate.get(index) for index in range(len(group.episodes)))
-        advantages.append(GroupAdvantages(values=values, dropped=reason))
+        advantages.append(GroupAdvantages(values=values, drop_reason=reason))
     return advantages
 
 
@@ -133,15 +133,15 @@ def _drop_reason(scores: Mapping[int, float], min_group_size: int) -> str:
     return ""
 
 
-def estimator(objective: ObjectiveConfig) -> AdvantageEstimator:
+def load_estimator(objective: ObjectiveConfig) -> AdvantageEstimator:
     """Returns the estimator in a recipe. Raises `PluginError` if it does not resolve or fulfil the protocol."""
     shipped = objective.advantage in parts.ADVANTAGE.shipped
     options = {"normalize_std": objective.divides_by_std} if shipped else objective.advantage_options
-    function: AdvantageEstimator = parts.load(parts.ADVANTAGE, objective.advantage, options)
+    function: AdvantageEstimator = parts.load_part(parts.ADVANTAGE, objective.advantage, options)
     return function
 
 
-def checked(result: object, groups: Groups) -> list[list[float]]:
+def check_advantages(result: object, groups: Groups) -> list[list[float]]:
     """Returns an estimator's result for these groups as lists of floats. Raises `ValueError` for a wrong shape or type."""
     if not isinstance(result, Sequence) or len(result) != len(groups):
         raise ValueError(f"{len(groups)} groups need {len(groups)} lists, not {_shape(result)}")
@@ -167,7 +167,7 @@ def _estimate(function: AdvantageEstimator, scores: list[list[float]], name: str
     try:
         return check_advantages(function(scores), scores)
     except Exception as error:
-        cause = f"{short(error)} ({location(error)})"
+        cause = f"{one_line_error(error)} ({raise_location(error)})"
         raise PluginError(f"objective.advantage {name!r} failed on {len(scores)} groups: {cause}", fix="correct it there") from error
 
 

@@ -69,7 +69,7 @@ def token_weights(aggregation: Aggregation, segments: Segments, dtype: torch.dty
     return torch.ones_like(segments.index, dtype=dtype)
 
 
-def denominator(samples: Sequence[Sample], aggregation: Aggregation, *, length: int) -> float:
+def loss_denominator(samples: Sequence[Sample], aggregation: Aggregation, *, length: int) -> float:
     """Returns D over all ranks and micro-batches of an optimizer step. `length` is the constant of `constant`, in tokens.
 
     It is 0.0 for a batch without a trained token, for which no step is taken.

@@ -29,22 +29,22 @@ from statistics import fmean
 
 from agentrl.records import Trajectory
 
-Key = tuple[str, int, int, tuple[int, ...], tuple[float, ...]]
+TurnKey = tuple[str, int, int, tuple[int, ...], tuple[float, ...]]
 """Identifies a sampled turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class CreditedTrajectory:
     """A counted trajectory with the credit of each of its turns."""
 
     episode_id: str
-    number: int  # index of the trajectory in its episode
+    index: int  # index of the trajectory in its episode
     trajectory: Trajectory
     credit: Sequence[float]  # [turn] advantage, or reward
     trains: Sequence[bool] = ()  # [turn] whether its tokens are trained here; empty means all
 
 
-def trained_once(lines: Sequence[Line], *, mean: bool) -> list[Line]:
+def assign_shared_turns(lines: Sequence[CreditedTrajectory], *, mean: bool) -> list[CreditedTrajectory]:
     """Returns the lines with `trains` set: the first line with a sampled turn trains it. Lines that train no turn are dropped.
 
     Args:
@@ -56,8 +56,8 @@ def trained_once(lines: Sequence[Line], *, mean: bool) -> list[Line]:
     credits: dict[TurnKey, list[float]] = {}
     for line in lines:
         for number, value in enumerate(line.credit):
-            credits.setdefault(turn_key(line.episode_id, line.number, line.trajectory, number), []).append(value)
-    trained: set[Key] = set()
+            credits.setdefault(turn_key(line.episode_id, line.index, line.trajectory, number), []).append(value)
+    trained: set[TurnKey] = set()
     training = []
     for line in lines:
         keys = [turn_key(line.episode_id, line.index, line.trajectory, number) for number in range(len(line.credit))]
@@ -69,7 +69,7 @@ def trained_once(lines: Sequence[Line], *, mean: bool) -> list[Line]:
     return training
 
 
-def turn_key(episode_id: str, index: int, trajectory: Trajectory, number: int) -> Key:
+def turn_key(episode_id: str, index: int, trajectory: Trajectory, number: int) -> TurnKey:
     """Identifies turn `number` of an episode's trajectory `index` by the episode that sampled it and by its tokens.
 
     The tokens are needed because an episode id may be started twice. They do not suffice: attempts of a confident policy agree by chance.

@@ -43,7 +43,7 @@ Credit = dict[str, list[list[float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
+class CountedEpisode:
     """A counted episode."""
 
     scored: ScoredEpisode
@@ -51,12 +51,12 @@ class Rollout:
     advantage: float
 
     @property
-    def lines(self) -> Sequence[Trajectory]:
+    def trajectories(self) -> Sequence[Trajectory]:
         """The episode's trajectories."""
         return self.scored.episode.trajectories
 
 
-def branch_credit(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Credit:
+def branch_credit(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> Credit:
     """Returns the credit of every turn of a group's rollouts; NaN if the arithmetic overflows.
 
     Raises `RecipeError` if a score lacks what `objective.credit` needs.
@@ -68,16 +68,16 @@ def branch_credit(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Cr
             return _spread(rollouts, _by_role(rollouts, objective))
         if objective.credit == "counterfactual":
             return _spread(rollouts, _counterfactual(rollouts, objective))
-        shares = [max(1, sum(map(_sampled, rollout.lines))) if objective.credit == "branches" else 1 for rollout in rollouts]
-        return _spread(rollouts, [[r.advantage / share] * len(r.lines) for r, share in zip(rollouts, shares, strict=True)])
+        shares = [max(1, sum(map(_sampled, rollout.trajectories))) if objective.credit == "branches" else 1 for rollout in rollouts]
+        return _spread(rollouts, [[r.advantage / share] * len(r.trajectories) for r, share in zip(rollouts, shares, strict=True)])
     except OverflowError:  # in math.fsum or a square
-        return _spread(rollouts, [[math.nan] * len(rollout.lines) for rollout in rollouts])
+        return _spread(rollouts, [[math.nan] * len(rollout.trajectories) for rollout in rollouts])
 
 
-def _spread(rollouts: Sequence[Rollout], values: Sequence[Sequence[float]]) -> Credit:
+def _spread(rollouts: Sequence[CountedEpisode], values: Sequence[Sequence[float]]) -> Credit:
     """Gives each turn the value of its trajectory."""
     return {
-        rollout.scored.episode.id: [[value] * len(trajectory.turns) for trajectory, value in zip(rollout.lines, own, strict=True)]
+        rollout.scored.episode.id: [[value] * len(trajectory.turns) for trajectory, value in zip(rollout.trajectories, own, strict=True)]
         for rollout, own in zip(rollouts, values, strict=True)
     }
 
@@ -86,16 +86,16 @@ def _sampled(trajectory: Trajectory) -> bool:
     return any(turn.completion_ids for turn in trajectory.turns)
 
 
-def _by_role(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> list[list[float]]:
+def _by_role(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> list[list[float]]:
     if objective.credit == "verifier":
         scores = [[r.score if v is None else v for v in _per_trajectory(r, r.scored.score.branches, "branches")] for r in rollouts]
     else:
-        scores = [[rollout.score] * len(rollout.lines) for rollout in rollouts]
-    credit = [[0.0] * len(rollout.lines) for rollout in rollouts]
-    for role in sorted({trajectory.agent for rollout in rollouts for trajectory in rollout.lines}):
+        scores = [[rollout.score] * len(rollout.trajectories) for rollout in rollouts]
+    credit = [[0.0] * len(rollout.trajectories) for rollout in rollouts]
+    for role in sorted({trajectory.agent for rollout in rollouts for trajectory in rollout.trajectories}):
         own_scores: dict[int, dict[int, float]] = {}  # rollout -> trajectory of this role -> score
         for number, rollout in enumerate(rollouts):
-            for index, trajectory in enumerate(rollout.lines):
+            for index, trajectory in enumerate(rollout.trajectories):
                 if trajectory.agent == role and _sampled(trajectory):
                     own_scores.setdefault(number, {})[index] = scores[number][index]
         for number, advantages in _against_role({n: list(own.values()) for n, own in own_scores.items()}, objective).items():
@@ -106,7 +106,7 @@ def _by_role(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> list[li
 
 def _against_role(scores: Mapping[int, list[float]], objective: ObjectiveConfig) -> dict[int, list[float]]:
     """Advantages of the trajectories of one role, by rollout."""
-    if alike([score for own in scores.values() for score in own]):
+    if all_equal([score for own in scores.values() for score in own]):
         return {number: [0.0] * len(own) for number, own in scores.items()}
     means = {number: fmean(own) for number, own in scores.items()}
     mean, n, total = fmean(means.values()), len(means), math.fsum(means.values())
@@ -117,7 +117,7 @@ def _against_role(scores: Mapping[int, list[float]], objective: ObjectiveConfig)
     return {number: [(score - baselines[number]) / scale for score in own] for number, own in scores.items()}
 
 
-def _counterfactual(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> list[list[float]]:
+def _counterfactual(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> list[list[float]]:
     scale, credit = _deviation(rollouts, objective), []
     for rollout in rollouts:
         value, without = rollout.scored.score.value, _per_trajectory(rollout, rollout.scored.score.without, "without")
@@ -126,20 +126,20 @@ def _counterfactual(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> 
     return credit
 
 
-def _per_trajectory(rollout: Rollout, values: Sequence[float | None], name: str) -> Sequence[float | None]:
+def _per_trajectory(rollout: CountedEpisode, values: Sequence[float | None], name: str) -> Sequence[float | None]:
     """The score's value for each trajectory. An episode with a single trajectory needs none."""
-    if not values and sum(map(_sampled, rollout.lines)) > 1:
+    if not values and sum(map(_sampled, rollout.trajectories)) > 1:
         raise RecipeError(
             f"objective.credit: the score of episode {rollout.scored.episode.id}, which has several trajectories, has no {name}",
             fix=f"return Score({name}=...) from the verifier, a number or None for each trajectory, or set objective.credit=episode",
         )
-    return values or [None] * len(rollout.lines)
+    return values or [None] * len(rollout.trajectories)
 
 
-def _siblings(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Credit:
+def _siblings(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> Credit:
     """Compares the rollouts that share a turn with those at its branch point."""
     keys_of = [_keys(rollout) for rollout in rollouts]
-    sharing: dict[Key, set[int]] = {}
+    sharing: dict[TurnKey, set[int]] = {}
     for number, keys in enumerate(keys_of):
         for key in keys.values():
             sharing.setdefault(key, set()).add(number)
@@ -147,7 +147,7 @@ def _siblings(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Credit
     credit: Credit = {}
     for rollout, keys in zip(rollouts, keys_of, strict=True):
         branch_points: dict[tuple[int, int], set[int]] = {}  # turn -> P
-        own = credit[rollout.scored.episode.id] = [[0.0] * len(trajectory.turns) for trajectory in rollout.lines]
+        own = credit[rollout.scored.episode.id] = [[0.0] * len(trajectory.turns) for trajectory in rollout.trajectories]
         for turn, key in keys.items():  # parents come before their children
             before, shared = _before(rollout, turn), sharing[key]
             if before is None:
@@ -161,9 +161,9 @@ def _siblings(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Credit
     return credit
 
 
-def _keys(rollout: Rollout) -> dict[tuple[int, int], Key]:
+def _keys(rollout: CountedEpisode) -> dict[tuple[int, int], TurnKey]:
     """(trajectory, turn) -> identity of the turn across the rollouts that share it."""
-    episode_id, trajectories = rollout.scored.episode.id, rollout.lines
+    episode_id, trajectories = rollout.scored.episode.id, rollout.trajectories
     return {
         (i, turn): turn_key(episode_id, i, trajectory, turn)
         for i, trajectory in enumerate(trajectories)
@@ -171,27 +171,27 @@ def _keys(rollout: Rollout) -> dict[tuple[int, int], Key]:
     }
 
 
-def _before(rollout: Rollout, turn: tuple[int, int]) -> tuple[int, int] | None:
+def _before(rollout: CountedEpisode, turn: tuple[int, int]) -> tuple[int, int] | None:
     """The turn that a turn follows, in its trajectory or in that of its parent."""
     trajectory, number = turn
     if number:
         return trajectory, number - 1
-    parent = rollout.lines[trajectory].parent
+    parent = rollout.trajectories[trajectory].parent
     return None if parent is None else (parent.trajectory, parent.turn)
 
 
 def _difference(score: float, other: float) -> float:
     """Exactly zero if two scores are equal up to rounding."""
-    return 0.0 if alike((score, other)) else score - other
+    return 0.0 if all_equal((score, other)) else score - other
 
 
-def _deviation(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> float:
+def _deviation(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> float:
     """sigma of the rollouts' scores."""
     scores = [rollout.score for rollout in rollouts]
-    return 1.0 if not objective.divides_by_std or alike(scores) else sample_std(scores) + STD_EPS
+    return 1.0 if not objective.divides_by_std or all_equal(scores) else sample_std(scores) + STD_EPS
 
 
-def penalized(scored: ScoredEpisode, penalties: Mapping[str, float]) -> float:
+def penalized_score(scored: ScoredEpisode, penalties: Mapping[str, float]) -> float:
     """Returns s_i: an episode's score minus its penalty."""
     assert scored.score.value is not None, "a counted episode has a score"
     return scored.score.value - penalties.get(scored.episode.id, 0.0)

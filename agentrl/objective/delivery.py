@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from agentrl.objective.branches import Key, turn_key
+from agentrl.objective.branches import TurnKey, turn_key
 from agentrl.records import Group
 
 
@@ -13,7 +13,7 @@ def captured_tokens(groups: Sequence[Group], dropped: Collection[int]) -> int:
 
     The learner counts the tokens that it packed (`tokens_delivered`); the two are equal if every sampled token is trained once.
     """
-    sampled: dict[tuple[int, Key], int] = {}
+    sampled: dict[tuple[int, TurnKey], int] = {}
     for group in groups:
         for scored in group.scored if group.index not in dropped else ():
             for index, trajectory in enumerate(scored.episode.trajectories):

@@ -52,7 +52,7 @@ def cispo(tokens: LossTokens) -> Surrogate:
     return clipped_weight(tokens.log_ratio, tokens.logprobs, tokens.advantages, low=tokens.clip_low, high=tokens.clip_high)
 
 
-def checked(result: object, tokens: LossTokens, name: str) -> Surrogate:
+def check_surrogate(result: object, tokens: LossTokens, name: str) -> Surrogate:
     """Returns a loss's result if it is two tensors of the tokens' shape, float and bool. Raises `PluginError` otherwise."""
     if not isinstance(result, tuple) or len(result) != 2 or not all(isinstance(part, Tensor) for part in result):
         types = f" of {', '.join(type(part).__name__ for part in result)}" if isinstance(result, tuple) else ""

@@ -104,7 +104,7 @@ def summarize(sums: Tensor, maxima: Tensor, *, with_reference: bool = False) -> 
     }
 
 
-def over_steps(steps: Sequence[Mapping[str, float]], tokens: Sequence[int]) -> dict[str, float]:
+def combine_steps(steps: Sequence[Mapping[str, float]], tokens: Sequence[int]) -> dict[str, float]:
     """Combines the metrics of a batch's optimizer steps: means weighted by the steps' `tokens`, and extremes of extremes.
 
     Non-finite values are ignored, and so are metrics that no step has.

@@ -27,8 +27,8 @@ class TrainedTokens:
     advantages: Tensor
     sequence: Tensor  # int64; tokens with the same number are one sequence
     proximal: Tensor | None = None  # of the weights at the start of the step; None uses the behaviour policy's
-    reference: Tensor | None = None  # of the KL reference model, if there is a KL term
-    same: Tensor | None = None  # bool: sampled by the weights at the start of the step; None means unknown
+    kl_reference: Tensor | None = None  # of the KL reference model, if there is a KL term
+    on_policy: Tensor | None = None  # bool: sampled by the weights at the start of the step; None means unknown
     entropy: Tensor | None = None  # of the trained policy, nats; has a gradient if there is an entropy bonus
     rollout_tokens: Tensor | None = None  # trained tokens of the token's rollout; None means that every sequence is one
 
@@ -54,7 +54,7 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
     the start of the step (the decoupled objective): the clip then bounds the change of this step, and w corrects for staleness and for
     numerical differences between server and learner.
 
-    `surrogate` is `loss_of(objective)`, if the caller has loaded it. Raises `ValueError` if the denominator is not positive or a required
+    `surrogate` is `load_loss(objective)`, if the caller has loaded it. Raises `ValueError` if the denominator is not positive or a required
     tensor is missing, and `PluginError` if the loss returns a wrong shape.
     """
     if not denominator > 0:
@@ -103,9 +103,9 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
     return PolicyLoss(loss=loss, sums=sums, maxima=maxima)
 
 
-def loss_of(objective: ObjectiveConfig) -> Loss:
+def load_loss(objective: ObjectiveConfig) -> Loss:
     """Returns the loss in a recipe. Raises `PluginError` if it does not resolve or fulfil the protocol."""
-    loss: Loss = parts.load(parts.LOSS, objective.loss, objective.loss_options)
+    loss: Loss = parts.load_part(parts.LOSS, objective.loss, objective.loss_options)
     return loss
 
 
@@ -125,9 +125,9 @@ def _penalty(tokens: TrainedTokens, objective: ObjectiveConfig) -> Tensor:
     """The KL and entropy terms, [N]."""
     total = torch.zeros_like(tokens.logprobs)
     if objective.kl in ("k1", "k2", "k3"):
-        if tokens.reference is None:
+        if tokens.kl_reference is None:
             raise ValueError(f"objective.kl={objective.kl} needs the logprobs of the KL reference model")
-        total = total + objective.kl_coef * kl_term(objective.kl, tokens.logprobs, tokens.reference.to(total.dtype))
+        total = total + objective.kl_coef * kl_term(objective.kl, tokens.logprobs, tokens.kl_reference.to(total.dtype))
     if objective.entropy_coef:
         if tokens.entropy is None or not (tokens.entropy.requires_grad or not torch.is_grad_enabled()):
             raise ValueError("objective.entropy_coef needs entropies with a gradient")

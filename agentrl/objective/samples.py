@@ -30,7 +30,7 @@ class AssembledBatch:
     drop_reasons: Mapping[int, str]  # group index -> reason
 
 
-def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: Mapping[str, float] | None = None) -> Assembled:
+def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: Mapping[str, float] | None = None) -> AssembledBatch:
     """Returns one sample per trajectory of every counted episode, and the reason for each group without samples.
 
     A group with a non-finite score or logprob, or with a trajectory that starts without a prompt or exceeds the policy's context, is
@@ -103,8 +103,8 @@ def _group_samples(
     group: Group, estimate: GroupAdvantages, objective: ObjectiveConfig, step: int, penalties: Mapping[str, float]
 ) -> tuple[list[Sample], str]:
     """Samples of a group, or the reason for having none. Credit for turns or branches can give a group with equal scores a signal."""
-    if estimate.dropped and estimate.dropped != "all_equal":
-        return [], estimate.dropped
+    if estimate.drop_reason and estimate.drop_reason != "all_equal":
+        return [], estimate.drop_reason
     turns = _turn_credit(group, objective)
     rollouts = [
         CountedEpisode(scored=scored, score=penalized_score(scored, penalties), advantage=value or 0.0)
@@ -114,20 +114,20 @@ def _group_samples(
     critic = objective.advantage == "gae"
     branches = {} if critic else branch_credit(rollouts, objective)
     credits = [value for table in (turns, branches) for rows in table.values() for row in rows for value in row]
-    if not critic and negligible(credits, [rollout.score for rollout in rollouts]):
+    if not critic and all_negligible(credits, [rollout.score for rollout in rollouts]):
         return [], "all_equal"
     lines = []
     for rollout in rollouts:
         name = rollout.scored.episode.id
-        for number, trajectory in enumerate(rollout.lines):
+        for number, trajectory in enumerate(rollout.trajectories):
             if any(turn.completion_ids for turn in trajectory.turns):
                 credit = branches[name][number] if branches else _score_at_end(trajectory, rollout.advantage)
                 if turns:
                     credit = [value + objective.turn_coef * extra for value, extra in zip(credit, turns[name][number], strict=True)]
-                lines.append(Line(episode_id=name, number=number, trajectory=trajectory, credit=credit))
+                lines.append(CreditedTrajectory(episode_id=name, index=number, trajectory=trajectory, credit=credit))
     samples = [
         _sample(line.episode_id, group.index, line.trajectory, line.credit, trains=line.trains, rewards=critic)
-        for line in trained_once(lines, mean=not critic)
+        for line in assign_shared_turns(lines, mean=not critic)
     ]
     if not critic and objective.staleness_decay != 1.0:
         samples = [_aged(sample, step, objective.staleness_decay) for sample in samples]

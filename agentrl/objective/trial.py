@@ -20,7 +20,7 @@ def try_estimator(objective: ObjectiveConfig, *, group_size: int) -> None:
     """
     size = max(group_size, 2)
     groups = [[float(member % 2) for member in range(size)], [1.0] * size, [member / size for member in range(size - 1)]]
-    name, function = objective.advantage, estimator(objective)
+    name, function = objective.advantage, load_estimator(objective)
     first, second = (_advantages(function, name, groups) for _ in range(2))
     if not all(math.isfinite(value) for values in first for value in values):
         raise _estimator_error(name, groups, f"it returned {first}, which is not finite", "return 0 if all scores of a group are equal")
@@ -32,9 +32,9 @@ def _advantages(function: AdvantageEstimator, name: str, groups: Sequence[Sequen
     try:
         result = function([list(scores) for scores in groups])
     except (Exception, SystemExit) as error:
-        raise _estimator_error(name, groups, f"it raised {short(error)} ({location(error)})", "correct it there") from error
+        raise _estimator_error(name, groups, f"it raised {one_line_error(error)} ({raise_location(error)})", "correct it there") from error
     try:
-        return checked(result, groups)
+        return check_advantages(result, groups)
     except ValueError as error:
         raise _estimator_error(name, groups, str(error), "return a list for each group, with a float for each of its scores") from error
 
@@ -74,7 +74,7 @@ def try_loss(objective: ObjectiveConfig) -> None:
         except PluginError as error:
             raise PluginError(f"{error.message}, tried on {count} tokens", fix=error.fix) from error
         except (Exception, SystemExit) as error:
-            raise _loss_error(name, count, f"it raised {short(error)} ({location(error)})", "correct it there") from error
+            raise _loss_error(name, count, f"it raised {one_line_error(error)} ({raise_location(error)})", "correct it there") from error
         if not gain.isfinite().all():
             raise _loss_error(name, count, f"it returned {gain.tolist()}, which is not finite", "keep every token's term finite")
         if logprobs.grad is None or (count and not logprobs.grad.any()):

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-VARIABLE = "AGENTRL_SERVER_KEY"
+KEY_VARIABLE = "AGENTRL_SERVER_KEY"
 """Environment variable with the key of a server process, which removes it before the engine starts."""
 MIDDLEWARE = f"{__name__}.RequireKey"
 """Value of vLLM's option `--middleware`."""
@@ -29,19 +29,19 @@ def new_key() -> str:
     return secrets.token_urlsafe(32)
 
 
-def headers(key: str) -> dict[str, str]:
+def auth_headers(key: str) -> dict[str, str]:
     """Returns the headers of a request to a server with this key; none for an empty key."""
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def take_key() -> None:
+def load_key() -> None:
     """Moves this process's key out of the environment. Raises `KeyError` if there is none."""
     global _expected
     _expected = _digest(os.environ.pop(KEY_VARIABLE).encode())
 
 
 class RequireKey:
-    """ASGI middleware that answers 401 to a request without this process's key. Call `take_key` first."""
+    """ASGI middleware that answers 401 to a request without this process's key. Call `load_key` first."""
 
     def __init__(self, app: _App) -> None:
         if not _expected:

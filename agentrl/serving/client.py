@@ -19,7 +19,7 @@ from agentrl.serving.transport import UnsentError
 from agentrl.serving.weight_state import WeightState
 
 _MAX_CONNECTIONS = 8192  # bounds the process's file descriptors; the recipe bounds the episodes
-CUT_S = 30.0
+CUT_TIMEOUT_S = 30.0
 """Seconds that a server may take to return the tokens of a request that is cut off."""
 _CUT_AGAIN_S = 0.2
 _ABORT = "abort"  # vLLM's finish reason of such a request
@@ -65,8 +65,8 @@ class TokenClient:
         """Samples one completion of `prompt_ids`.
 
         After `timeout_s` the server cuts the request off and returns the tokens sampled so far, with finish reason `CUT`. Raises
-        `ServingError` if the server fails, returns an invalid answer, or takes `CUT_S` longer. Cancellation closes the connection, and vLLM
-        then aborts the request. Only a request that never reached the server is retried.
+        `ServingError` if the server fails, returns an invalid answer, or takes `CUT_TIMEOUT_S` longer. Cancellation closes the
+        connection, and vLLM then aborts the request. Only a request that never reached the server is retried.
         """
         cutting: list[asyncio.Task[None]] = []
 
@@ -132,12 +132,12 @@ def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id:
     }
 
 
-def priority(tokens: int) -> int:
+def request_priority(tokens: int) -> int:
     """Returns the scheduler's priority; lower comes first. The longest context is the most expensive to recompute if the cache is full."""
     return -tokens
 
 
-def distribution(sampling: Sampling) -> dict[str, Any]:
+def sampling_parameters(sampling: Sampling) -> dict[str, Any]:
     """Returns vLLM's sampling parameters; explicit, because a model's generation_config must not change the meaning of logprobs."""
     return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
 
@@ -220,7 +220,7 @@ def _logprobs(choice: _Choice) -> tuple[float, ...]:
     return tuple(entry.logprob for entry in content)
 
 
-def alternatives(answer: Any) -> list[dict[int, float]]:
+def parse_alternatives(answer: Any) -> list[dict[int, float]]:
     """Returns the requested logprobs by token id for each sampled token of an answer. Raises `ServingError`."""
     try:
         content = answer["choices"][0]["logprobs"]["content"]
@@ -233,7 +233,7 @@ def alternatives(answer: Any) -> list[dict[int, float]]:
     return tables
 
 
-def in_support(table: dict[int, float], most: int) -> dict[int, float]:
+def proven_support(table: dict[int, float], most: int) -> dict[int, float]:
     """Returns the entries of `table` that could have been sampled, proven to be complete. Raises `ServingError`.
 
     Args:

@@ -45,7 +45,7 @@ class ControlPlane:
     def __init__(self, url: str, *, key: str = "", max_connections: int = 64) -> None:
         self.url = url
         self.paused = False  # from `pause` to `resume`
-        self._wire = Wire(url, key=key, max_connections=max_connections)
+        self._wire = HttpTransport(url, key=key, max_connections=max_connections)
         # Idle connections are dropped before the server drops them (after 30 s), so no request is lost on a closing connection.
         limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=10.0)
         # trust_env=False: requests to loopback must not pass a proxy. Certificates are read only for https.
@@ -131,7 +131,7 @@ class ControlPlane:
 
     async def version(self) -> str:
         """Returns the version of the serving weights; "default" until one is set."""
-        return weight_version(await self.request("GET", "/weight_info", timeout_s=CONTROL_TIMEOUT_S))
+        return parse_weight_version(await self.request("GET", "/weight_info", timeout_s=CONTROL_TIMEOUT_S))
 
     async def reload(self, folder: str, version: int) -> None:
         """Makes every worker load a Hugging Face folder: slow, but independent of the weight-transfer backend."""
@@ -144,7 +144,7 @@ class ControlPlane:
         if response.status_code != httpx.codes.OK:
             raise ServingError(f"{self.url}/metrics returned status {response.status_code}")
         # Prometheus' text is UTF-8; the header may name an invalid charset.
-        return metrics_in(response.content[:_METRICS_BYTES].decode(errors="replace"))
+        return parse_metrics(response.content[:_METRICS_BYTES].decode(errors="replace"))
 
     def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> Awaitable[Any]:
         """Requests token ids for token ids; `body` is vLLM's `GenerateRequest`. Raises as `request` does."""
@@ -176,7 +176,7 @@ class ControlPlane:
         await self.request("POST", path, timeout_s=CONTROL_TIMEOUT_S, json=json, params=params, headers={"Connection": "close"})
 
 
-def decoded(status: int, content: bytes, where: str) -> Any:
+def decode_answer(status: int, content: bytes, where: str) -> Any:
     """Returns the decoded JSON of a 200 answer, None if it is empty. Raises `ServingError`."""
     if status != httpx.codes.OK:
         raise (RequestRefused if status in _REFUSED else ServingError)(f"{where} returned status {status}: {_excerpt(content)}")
@@ -188,7 +188,7 @@ def decoded(status: int, content: bytes, where: str) -> Any:
         raise ServingError(f"{where} did not return JSON: {_excerpt(content)!r}") from error
 
 
-def metrics_in(text: str) -> dict[str, float]:
+def parse_metrics(text: str) -> dict[str, float]:
     """Parses vLLM's metrics in Prometheus' text format, without histograms. Other lines are ignored."""
     metrics: dict[str, float] = {}
     for name, value in _METRIC.findall(text):
@@ -202,7 +202,7 @@ def _excerpt(content: bytes) -> str:
     return content[:_EXCERPT].decode(errors="replace")
 
 
-def weight_version(answer: Any) -> str:
+def parse_weight_version(answer: Any) -> str:
     """Returns the version in an answer of `/weight_info`. Raises `ServingError`."""
     version = answer.get("weight_version") if isinstance(answer, dict) else None
     if not isinstance(version, str):

@@ -91,7 +91,7 @@ class JudgeServer(ServerProcess):
         diff = await judge_logprob_difference(control, self.name, probe, max_model_len=self.config.max_model_len, timeout_s=WARM_S)
         if not diff <= _TOLERANCE[self.config.dtype]:
             raise ServingError(
-                f"the logprobs of judge server {self.name} differ by {diff:.3g} nats from {self.model / FILE}; the limit with"
+                f"the logprobs of judge server {self.name} differ by {diff:.3g} nats from {self.model / PROBE_FILE}; the limit with"
                 f" dtype={self.config.dtype} is {_TOLERANCE[self.config.dtype]:g}\n  fix: restore the model folder that the run published:"
                 " its weights have changed"
             )

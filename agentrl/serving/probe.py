@@ -28,7 +28,7 @@ def read_probe(folder: Path) -> Probe | None:
         raise ServingError(f"{folder / PROBE_FILE} cannot be read: {error}") from error
 
 
-async def disagreement(server: VLLMServer, number: int, probe: Probe) -> float:
+async def max_logprob_difference(server: VLLMServer, number: int, probe: Probe) -> float:
     """Returns the largest absolute difference (nats) between the server's and the learner's logprobs; inf if one is not finite.
 
     Raises `SwapError` for answers of another version than `number` or without logprobs, and `ServingError` for none.
@@ -46,8 +46,8 @@ async def disagreement(server: VLLMServer, number: int, probe: Probe) -> float:
     return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
 
 
-async def disagreement_of_judge(control: ControlPlane, model: str, probe: Probe, *, max_model_len: int, timeout_s: float) -> float:
-    """Returns what `disagreement` does for a judge's chat model, over the rows' tokens within its context.
+async def judge_logprob_difference(control: ControlPlane, model: str, probe: Probe, *, max_model_len: int, timeout_s: float) -> float:
+    """Returns what `max_logprob_difference` does for a judge's chat model, over the rows' tokens within its context.
 
     Raises `ServingError`.
     """
@@ -76,9 +76,9 @@ async def _row_answer(server: VLLMServer, token_ids: tuple[int, ...], sampling: 
     logprobs = {"prompt_logprobs": 0, "logprobs": sampling.top_k + TIES}
     body = {
         "token_ids": list(token_ids),
-        "sampling_params": {"max_tokens": 1, **distribution(sampling), **logprobs, "detokenize": False},
+        "sampling_params": {"max_tokens": 1, **sampling_parameters(sampling), **logprobs, "detokenize": False},
         "cache_salt": server.weights.cache_salt,
-        "priority": FIRST,  # episodes wait for the result
+        "priority": PROBE_PRIORITY,  # episodes wait for the result
     }
     return await server.control.generate(body, timeout_s=server.recipe.serving.request_timeout_s)
 
@@ -96,7 +96,7 @@ def parse_prompt_logprobs(answer: Any, token_ids: tuple[int, ...], number: int) 
     return logprobs
 
 
-def next_differences(answer: Any, ours: Mapping[int, float], sampling: Sampling, number: int) -> list[float]:
+def next_token_differences(answer: Any, ours: Mapping[int, float], sampling: Sampling, number: int) -> list[float]:
     """Returns the differences (nats) between server and learner for the token after a row, with the sampling settings of rollouts.
 
     The learner's distribution is restricted to the support that the server returns, as in training. A supported token that the learner did
@@ -108,8 +108,8 @@ def next_differences(answer: Any, ours: Mapping[int, float], sampling: Sampling,
     """
     floor = min(ours.values(), default=0.0)
     try:
-        (table,) = alternatives(answer)
-        theirs = in_support(table, sampling.top_k + TIES) if sampling.truncated else table
+        (table,) = parse_alternatives(answer)
+        theirs = proven_support(table, sampling.top_k + TIES) if sampling.truncated else table
     except (ServingError, ValueError) as error:
         raise SwapError(f"version {number}: malformed answer to the logprob probe: {error}") from error
     total = _log_sum_exp([ours.get(token, floor) for token in theirs]) if sampling.truncated else 0.0

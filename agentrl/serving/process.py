@@ -68,7 +68,7 @@ class ServerProcess(ABC):
         self.prompt_token_s = 0.0  # seconds per prompt token, measured at the start
         self._log_start = 0  # bytes in the log before this start
         self.liveness = Liveness(what, first_s=_FIRST_S)
-        self.end = ""  # why it counts as dead; empty while it is alive
+        self.end_reason = ""  # why it counts as dead; empty while it is alive
         self._next_check = 0.0  # on the loop's clock
         self._computed: tuple[float, ...] = ()
         self._answers, self._answers_seen = 0, 0
@@ -99,8 +99,8 @@ class ServerProcess(ABC):
             self.end_reason = "its engine died"
             return False
         await self._check_progress(control, answers=health == "answers")
-        self.end = self.liveness.overdue()
-        return not self.end
+        self.end_reason = self.liveness.overdue()
+        return not self.end_reason
 
     def answered(self) -> None:
         """Records an answer to a client: it is progress, even if other routes are slow under load."""
@@ -109,7 +109,7 @@ class ServerProcess(ABC):
     async def _check_progress(self, control: ControlPlane, *, answers: bool) -> None:
         """Checks whether anything was computed since the last check, and requests a token if not. `answers`: whether its routes answer."""
         if control.paused:  # the pausing operation has a deadline
-            self.liveness.rest()
+            self.liveness.pause()
             return
         if self.liveness.deadline_s == math.inf:  # it was paused
             self.liveness.progress(_COMPUTING)
@@ -160,7 +160,7 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def _environment(self, scratch: Path) -> dict[str, str]:
-        """The variables that its environment adds to the driver's: `environment`."""
+        """The variables that its environment adds to the driver's: `server_environment`."""
 
     @abstractmethod
     async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:
@@ -176,8 +176,8 @@ class ServerProcess(ABC):
         tokens = max(1, min(READ_TOKENS, self.max_tokens - 2))
         start = time.monotonic()
         await self._token(control, tokens=tokens, timeout_s=_FIRST_S)
-        self.read_s = (time.monotonic() - start) / tokens
-        self.liveness.needs_s = self.read_s * self.max_tokens
+        self.prompt_token_s = (time.monotonic() - start) / tokens
+        self.liveness.needs_s = self.prompt_token_s * self.max_tokens
 
     async def _prepare(self, control: ControlPlane) -> None:  # noqa: B027 - optional
         """Prepares a healthy server for its first request."""
@@ -273,7 +273,7 @@ def launch_command(arguments: Mapping[str, str], flags: Sequence[str], *, cpu_th
     return [*launch, *threads, "--", *(part for pair in guarded.items() for part in pair), *flags]
 
 
-def environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, gpus: str | None = None) -> dict[str, str]:
+def server_environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, gpus: str | None = None) -> dict[str, str]:
     """Returns the variables that a vLLM server's environment adds to the driver's.
 
     Args:
@@ -304,7 +304,7 @@ def environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, 
     }
 
 
-def threads_or_all(threads: int, *, servers: int = 1) -> int:
+def thread_count(threads: int, *, servers: int = 1) -> int:
     """Returns a number of CPU threads; 0 becomes this server's share of all cores, at least one."""
     return threads or max(1, len(os.sched_getaffinity(0)) // servers)
 

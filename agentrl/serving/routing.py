@@ -16,7 +16,7 @@ class _Placed:
     tokens: int = 0  # of its longest context so far
 
 
-class Routing:
+class EpisodeRouter:
     """Tracks which episode is on which replica. It does no I/O, so a choice and its record are atomic.
 
     An episode stays on its replica while that is able. Otherwise it goes to a replica that has an episode of the same task, whose prompt is
@@ -41,7 +41,7 @@ class Routing:
         if (placed := self._episodes.pop(episode_id, None)) is not None:
             self._leave(placed)
 
-    def where(self, episode_id: str) -> int | None:
+    def replica_of(self, episode_id: str) -> int | None:
         """Returns the episode's replica, if it has one."""
         placed = self._episodes.get(episode_id)
         return None if placed is None else placed.replica
@@ -68,7 +68,7 @@ class Routing:
         assert placed.replica is not None, "it was placed"
         return placed.replica
 
-    def grow(self, episode_id: str, tokens: int) -> None:
+    def record_context(self, episode_id: str, tokens: int) -> None:
         """Records the current length of an episode's context."""
         placed = self._episodes.get(episode_id)
         if placed is not None and placed.replica is not None and tokens > placed.tokens:

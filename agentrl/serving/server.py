@@ -67,7 +67,7 @@ class VLLMServer(ServerProcess):
         self.end = self._condemned
         return not self._condemned and await super().alive()
 
-    def condemn(self, reason: str) -> None:
+    def mark_unsound(self, reason: str) -> None:
         """Marks the server's weights as unsound: `alive` is False from now on."""
         self._condemned = reason
 
@@ -122,19 +122,19 @@ class VLLMServer(ServerProcess):
         await super()._measure(control)
         start, tokens = time.monotonic(), min(WRITE_TOKENS, max(1, self.max_tokens - 2))
         sampling = {**_SAMPLING, "max_tokens": tokens, "ignore_eos": True}
-        await control.generate({"token_ids": [0, 0], "sampling_params": sampling, "priority": FIRST}, timeout_s=WARM_S)
+        await control.generate({"token_ids": [0, 0], "sampling_params": sampling, "priority": PROBE_PRIORITY}, timeout_s=WARM_S)
         self.token_s = (time.monotonic() - start) / tokens
 
     async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:
         await control.generate({"token_ids": [0] * tokens, "sampling_params": _SAMPLING, "priority": PROBE_PRIORITY}, timeout_s=timeout_s)
 
 
-def title(name: str) -> str:
+def server_title(name: str) -> str:
     """Returns a server's name in messages; `name` as for `VLLMServer`."""
     return f"inference server {name}" if name else "the inference server"
 
 
-def log_name(name: str) -> str:
+def server_log_name(name: str) -> str:
     """Returns the file name in logs/ of a server's output; `name` as for `VLLMServer`."""
     return f"server-{name}.log" if name else "server.log"
 

@@ -22,13 +22,13 @@ from agentrl.serving.supervisor import ServerLost, SupervisedServer, mark_servin
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.1
+POLL_S = 0.1
 """Seconds between two checks for servers that have come back."""
 
 _Take = Callable[[SupervisedServer, PolicyVersion], Awaitable[SwapReport | None]]
 
 
-class ReplicatedPolicy:
+class ServerPool:
     """A `PolicyServer` on `serving.replicas` supervised vLLM servers with the same weights and separate caches.
 
     A request that a dying server never received goes to another one; requests in flight on it fail, as with a single server. A server that
@@ -55,7 +55,7 @@ class ReplicatedPolicy:
             )
             for number in range(count)
         ]
-        self._routing = Routing(count, apart=alike_together(recipe))
+        self._routing = EpisodeRouter(count, apart=max_load_lead(recipe))
         self._sampled = [0] * count  # tokens since the last call of `figures`
         self._floor = -1  # a server with an older version gets no request: `version`, or less during a fall-back
         self._moving = asyncio.Lock()  # one version at a time is loaded
@@ -75,7 +75,7 @@ class ReplicatedPolicy:
     @property
     def cache_use(self) -> CacheUse | None:
         """Cache use of the servers that answer. It counts as a new reading when all of them have been read again."""
-        uses = [replica.cache_use for replica in self._replicas if replica.open and replica.cache_use is not None]
+        uses = [replica.cache_use for replica in self._replicas if replica.accepts_requests and replica.cache_use is not None]
         if not uses:
             return None
         return CacheUse(reading=min(use.reading for use in uses), shares=tuple(share for use in uses for share in use.shares))
@@ -102,7 +102,7 @@ class ReplicatedPolicy:
         while True:
             ready = self._ready() or await self._wait_ready()
             number = self._routing.choose(episode_id, len(prompt_ids), able=ready, full=self._full())
-            completion = await self._replicas[number].answer(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+            completion = await self._replicas[number].try_generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
             if completion is not None:
                 self._routing.record_context(episode_id, len(prompt_ids) + len(completion.token_ids))
                 self._sampled[number] += len(completion.token_ids)
@@ -169,7 +169,7 @@ class ReplicatedPolicy:
 
     def _ready(self) -> list[int]:
         """Servers that may get a request now."""
-        return [number for number, replica in enumerate(self._replicas) if replica.open and replica.version >= self._floor]
+        return [number for number, replica in enumerate(self._replicas) if replica.accepts_requests and replica.version >= self._floor]
 
     def _full(self) -> list[int]:
         """Servers whose caches have no room for another episode, by the newest readings."""
@@ -181,7 +181,7 @@ class ReplicatedPolicy:
         try:
             async with asyncio.timeout(self._recipe.serving.startup_timeout_s), self._looking:
                 while not (ready := self._ready()):
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
                 return ready
         except TimeoutError:
             raise ServerDied("no inference server came back") from None
@@ -201,9 +201,9 @@ class ReplicatedPolicy:
         try:
             async with asyncio.timeout(self._recipe.serving.startup_timeout_s) as deadline:
                 while True:
-                    replica = next((replica for replica in self._replicas if replica.open), None)
+                    replica = next((replica for replica in self._replicas if replica.accepts_requests), None)
                     if replica is None:
-                        await asyncio.sleep(LOOK_S)
+                        await asyncio.sleep(POLL_S)
                         continue
                     deadline.reschedule(None)  # the swap has separate deadlines
                     try:
@@ -214,7 +214,7 @@ class ReplicatedPolicy:
         except TimeoutError:
             raise ServerDied("no inference server came back") from None
 
-    async def _follow(self, replica: ServedPolicy, version: PolicyVersion, take: _Take) -> SwapReport | None:
+    async def _follow(self, replica: SupervisedServer, version: PolicyVersion, take: _Take) -> SwapReport | None:
         """Loads a version that another server serves. Raises `SwapError` if the version was retracted meanwhile."""
         try:
             return await take(replica, version)
@@ -223,8 +223,8 @@ class ReplicatedPolicy:
         except SwapError as error:
             if self._registry.get(version.number) != version:
                 raise
-            log.warning("%s is replaced: it rejects version %d, which another server serves: %s", replica.what, version.number, error)
-            replica.condemn(f"it rejects version {version.number}")
+            log.warning("%s is replaced: it rejects version %d, which another server serves: %s", replica.title, version.number, error)
+            replica.request_replacement(f"it rejects version {version.number}")
             return None
 
     async def _restore(self, former: PolicyVersion | None) -> None:
@@ -235,9 +235,9 @@ class ReplicatedPolicy:
             try:
                 await replica.load_or_restart(former)
             except SwapError as error:
-                replica.condemn(f"it cannot restore version {former.number}: {error}")
+                replica.request_replacement(f"it cannot restore version {former.number}: {error}")
 
-    def _late(self, version: PolicyVersion) -> list[ServedPolicy]:
+    def _late(self, version: PolicyVersion) -> list[SupervisedServer]:
         """Answering servers with another version."""
         wanted = (version.number, version.sha256)
         return [replica for replica in self._replicas if replica.accepts_requests and (replica.version, replica.sha256) != wanted]
@@ -268,15 +268,15 @@ class ReplicatedPolicy:
             abandoned.append(number)
             if len(abandoned) == len(self._replicas):
                 raise
-            self._alert(f"{replica.what} is abandoned, and the run continues without it: {error}")
+            self._alert(f"{replica.title} is abandoned, and the run continues without it: {error}")
 
     def _newest(self) -> PolicyVersion | None:
         """The version that a restarted server loads: what the others serve, or if none answers, what a single server would load."""
         current = self._registry.get(self.version)
         if any(replica.accepts_requests for replica in self._replicas) and current is not None and current.sha256 == self.sha256:
             return current
-        version = to_serve(self._registry)
-        if version is not None and version.number < self.version and not any(replica.open for replica in self._replicas):
+        version = version_to_serve(self._registry)
+        if version is not None and version.number < self.version and not any(replica.accepts_requests for replica in self._replicas):
             self.version, self.sha256, self._floor = version.number, version.sha256, version.number
         return version
 
@@ -287,7 +287,7 @@ class ReplicatedPolicy:
             self._changed.notify_all()
 
 
-def alike_together(recipe: Recipe) -> int:
+def max_load_lead(recipe: Recipe) -> int:
     """Returns how many contexts a server may be ahead and still get an episode of a task that it has.
 
     That is a group, so groups stay together, but at most the server's share of the episodes in flight, so a few large groups are split.

@@ -36,7 +36,7 @@ class ServerLost(SwapError):
     """The server died during a swap."""
 
 
-class ServedPolicy:
+class SupervisedServer:
     """A `PolicyServer` on a supervised vLLM server. Requests wait while the server restarts.
 
     `version` is the number of the serving version. After `_RESTARTS` restarts in a row it raises `ServingError`. `ReplicatedPolicy` uses
@@ -57,7 +57,7 @@ class ServedPolicy:
         """Args:
         gpus: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's.
         name: of one of a run's several servers; empty for the only one, whose address the learner gets.
-        newest: returns the version that a restarted server loads; None uses `to_serve`.
+        newest: returns the version that a restarted server loads; None uses `version_to_serve`.
         alert: called with a message for the user when a server is restarted.
         """
         self.version = -1
@@ -159,7 +159,7 @@ class ServedPolicy:
                 raise
             raise ServerDied(f"{self.title} died: {error}") from error
 
-    async def died(self) -> bool:
+    async def check_died(self) -> bool:
         """Whether the server is dead. If so, it is not `open` until a successor serves."""
         server = self._server
         if server is not None and await server.alive():
@@ -186,7 +186,7 @@ class ServedPolicy:
         await self._start_with(version)
         mark_serving(self._registry, version)
 
-    async def take(self, version: PolicyVersion) -> SwapReport:
+    async def load_version(self, version: PolicyVersion) -> SwapReport:
         """Swaps a version into the current server without recording it in the registry.
 
         Raises `ServerLost` if the server dies meanwhile, and `SwapError` if it rejects the version three times.
@@ -195,21 +195,21 @@ class ServedPolicy:
         await self._set_version(version)
         return report
 
-    async def become(self, version: PolicyVersion) -> SwapReport | None:
+    async def load_or_restart(self, version: PolicyVersion) -> SwapReport | None:
         """Swaps a version in as `take` does, or restarts the server with a version that has no probe; then there is no report."""
         if self._probed(version):
             return await self.load_version(version)
         await self._start_with(version)
         return None
 
-    async def bring(self, version: PolicyVersion) -> None:
+    async def load_with_retries(self, version: PolicyVersion) -> None:
         """Does what `become` does, and continues with the server's successor if it dies meanwhile.
 
         Raises `SwapError` after three attempts on live servers, and `ServingError` if no server comes back.
         """
-        await self._with_successor(self.become, version)
+        await self._with_successor(self.load_or_restart, version)
 
-    def condemn(self, reason: str) -> None:
+    def request_replacement(self, reason: str) -> None:
         """Makes `watch` replace the server."""
         if self._server is not None:
             self._server.mark_unsound(reason)
@@ -217,7 +217,7 @@ class ServedPolicy:
 
     def _probed(self, version: PolicyVersion) -> bool:
         """Whether the version can be swapped in. Version 0 was not published by a learner, so a server is started with it instead."""
-        return version.number > 0 and (self._run_dir / version.folder / FILE).exists()
+        return version.number > 0 and (self._run_dir / version.folder / PROBE_FILE).exists()
 
     async def _start_with(self, version: PolicyVersion) -> None:
         self._ready.clear()
@@ -241,7 +241,7 @@ class ServedPolicy:
             try:
                 async with self._busy:
                     if self._channel is None:
-                        raise ServerLost(f"{self.what} is stopped, so no weights can be swapped in")
+                        raise ServerLost(f"{self.title} is stopped, so no weights can be swapped in")
                     return await self._exchange(self._channel, version, probe)
             except SwapError as error:
                 if await self.check_died():
@@ -254,7 +254,7 @@ class ServedPolicy:
     def _probe_of(self, version: PolicyVersion) -> Probe:
         folder = self._run_dir / version.folder
         if (probe := read_probe(folder)) is None:
-            raise SwapError(f"version {version.number} has no {FILE} in {folder}: it was retracted meanwhile")
+            raise SwapError(f"version {version.number} has no {PROBE_FILE} in {folder}: it was retracted meanwhile")
         return probe
 
     async def _exchange(self, channel: WeightChannel, version: PolicyVersion, probe: Probe) -> SwapReport:
@@ -343,15 +343,15 @@ class ServedPolicy:
             raise ServingError(f"{self.title} returned no logprobs within {serving.request_timeout_s:g} s of its start") from None
         if not diff <= serving.probe_max_abs_diff:
             raise ServingError(
-                f"{self.what} was started with version {version.number}, and its logprobs differ by {diff:.3g} nats from {folder / FILE};"
-                f" the limit is serving.probe_max_abs_diff={serving.probe_max_abs_diff:g}\n  fix: restore the published weights, or set"
-                " policy.dtype to the learner's (bfloat16 needs a limit of about 0.15)"
+                f"{self.title} was started with version {version.number}, and its logprobs differ by {diff:.3g} nats from"
+                f" {folder / PROBE_FILE}; the limit is serving.probe_max_abs_diff={serving.probe_max_abs_diff:g}\n  fix: restore the published"
+                " weights, or set policy.dtype to the learner's (bfloat16 needs a limit of about 0.15)"
             )
 
     async def _stop(self) -> None:
         self._ready.clear()  # a restart may have admitted requests while `fall_back` waited for it
         if not self._name:
-            withdraw(self._run_dir)
+            withdraw_server(self._run_dir)
         closing, self._channel, self._client = (self._channel, self._client), None, None  # requests see that it is gone
         for part in closing:
             if part is not None:
@@ -377,7 +377,7 @@ async def _cache_use(server: VLLMServer, reading: int) -> CacheUse | None:
 
 def open_channel(config: ServingConfig, server: VLLMServer, *, registry_folder: Path) -> WeightChannel:
     """Returns the weight channel in a recipe, on one server. Raises `PluginError`."""
-    channel: WeightChannel = parts.make(
+    channel: WeightChannel = parts.make_part(
         parts.CHANNEL, config.weight_transfer, config.weight_transfer_options, server, registry_folder=registry_folder
     )
     return channel
@@ -394,6 +394,6 @@ def mark_serving(registry: VersionRegistry, version: PolicyVersion) -> None:
         log.warning("version %d was retracted while it was swapped in", version.number)
 
 
-def to_serve(registry: VersionRegistry) -> PolicyVersion | None:
+def version_to_serve(registry: VersionRegistry) -> PolicyVersion | None:
     """Returns the version that a server should load: the serving one, or after its rollback the newest one that was not rolled back."""
     return registry.latest(VersionState.SERVING, VersionState.PROMOTED) or registry.latest(VersionState.CANDIDATE, VersionState.SERVED)

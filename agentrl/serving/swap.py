@@ -99,7 +99,7 @@ class HotSwap(ABC):
                 await control.resume()
         except (ServingError, TimeoutError) as error:
             weights.refuse()
-            self._server.condemn(f"version {weights.number} could not be restored: {error}")
+            self._server.mark_unsound(f"version {weights.number} could not be restored: {error}")
             raise SwapError(f"version {weights.number} could not be restored; the server must be restarted: {error}") from error
 
 

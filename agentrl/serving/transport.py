@@ -27,7 +27,7 @@ class UnsentError(ServingError):
     """The request never reached the server, so a retry is safe."""
 
 
-class Wire:
+class HttpTransport:
     """Requests to one `http://host:port`, at most `max_connections` at once; others wait. Use it from one event loop."""
 
     def __init__(self, url: str, *, key: str = "", max_connections: int) -> None:

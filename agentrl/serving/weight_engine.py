@@ -93,7 +93,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     def shutdown(self) -> None:
         """Deletes the copy that deltas are applied to."""
-        self._copy.drop()
+        self._copy.remove()
 
     def _untied(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         return {name: shape for name, shape in shapes.items() if not (self._tied and name == LM_HEAD)}

@@ -50,7 +50,7 @@ class WeightState:
         self.cache_salt = _salt(self.number)
         self._end_probation()
 
-    async def settle(self, versions: Iterable[int]) -> None:
+    async def wait_verified(self, versions: Iterable[int]) -> None:
         """Waits until none of `versions` is on probation; the caller sets the deadline. Raises `ServingError` if one was rejected."""
         versions = frozenset(versions)
         while self._probation in versions:

@@ -1,4 +1,4 @@
-"""Supervised training on the experience of a run, through TRL: imitation of good episodes, preferences, reward models."""
+"""Supervised training on a run's episodes: imitation, preferences and reward models, through TRL."""
 
 from agentrl.supervised.select import select_demonstrations, select_preferences
 

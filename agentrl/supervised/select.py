@@ -1,7 +1,6 @@
-"""Data for supervised training: token sequences of scored episodes, exactly as they were sampled.
+"""Data for supervised training: the token sequences of scored episodes, exactly as they were sampled.
 
-Nothing is rendered or tokenized again, so these are the ids that were in the context. Tokens that the policy did not write
-(prompts, tool output) are never a target.
+Nothing is rendered or tokenized again. Tokens that the policy did not write (prompts, tool output) are never a target.
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ class Preference:
 
 
 def select_demonstrations(groups: Iterable[Group], *, min_score: float = 1.0, per_task: int = 1) -> list[dict[str, list[int]]]:
-    """Rows `input_ids`, `labels` of the best episodes that score at least `min_score`, at most `per_task` for each task.
+    """Returns rows `input_ids`, `labels` of the best episodes with a score of at least `min_score`, at most `per_task` per task.
 
-    Among equal scores the shortest come first, and duplicate attempts count once. Each trajectory of an episode (sub-agents) is a
-    separate row.
+    Among equal scores the shortest come first; duplicate attempts count once. Each trajectory of an episode is a separate row.
     """
     by_task: dict[str, list[tuple[float, int, list[Sample]]]] = defaultdict(list)
     for group in groups:
@@ -50,11 +48,10 @@ def select_demonstrations(groups: Iterable[Group], *, min_score: float = 1.0, pe
 
 
 def select_preferences(groups: Iterable[Group], *, margin: float = 0.5, per_task: int = 4) -> list[Preference]:
-    """Pairs of attempts at one task whose scores differ, by at least `margin`; at most `per_task` for each task.
+    """Returns pairs of attempts at one task whose scores differ by at least `margin`; at most `per_task` per task.
 
-    Pairs the best with the worst, the second best with the second worst, and so on, so that no attempt is in two pairs. Compares
-    only attempts with the same prompt, token for token, and only episodes of one trajectory, because it is unknown which part of a
-    tree earned a score.
+    The best attempt is paired with the worst, the second best with the second worst, and so on. Only attempts with the same prompt tokens
+    are paired, and only episodes with one trajectory, because it is unknown which part of a tree earned a score.
     """
     attempts: dict[tuple[str, tuple[int, ...]], list[tuple[float, Sample]]] = defaultdict(list)
     for group in groups:
@@ -73,7 +70,7 @@ def select_preferences(groups: Iterable[Group], *, margin: float = 0.5, per_task
 
 
 def _episodes(group: Group) -> list[tuple[float, list[Sample]]]:
-    """Score and samples of the group's episodes that count."""
+    """Score and samples of the counted episodes."""
     samples: dict[str, list[Sample]] = defaultdict(list)
     for sample in counted_samples([group]):
         samples[sample.episode_id].append(sample)
@@ -82,15 +79,15 @@ def _episodes(group: Group) -> list[tuple[float, list[Sample]]]:
 
 
 def _different(attempts: Sequence[list[Sample]]) -> list[list[Sample]]:
-    """Drops attempts that equal an earlier one, token for token."""
+    """Drops duplicate attempts."""
     seen: set[tuple[tuple[int, ...], ...]] = set()
-    kept = []
+    different = []
     for samples in attempts:
         tokens = tuple(sample.token_ids for sample in samples)
         if tokens not in seen:
             seen.add(tokens)
-            kept.append(samples)
-    return kept
+            different.append(samples)
+    return different
 
 
 def _row(sample: Sample) -> dict[str, list[int]]:

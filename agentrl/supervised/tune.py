@@ -16,7 +16,7 @@ from agentrl.judge.labels import TextPreference
 from agentrl.judge.rendering import PromptField
 from agentrl.supervised.select import Preference
 
-_SCALED_ON = 256  # pairs, by which the scale of a reward model's numbers is found
+_SCALE_PAIRS = 256  # pairs that determine the scale of a reward model
 _NOT_COPIED = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -31,12 +31,12 @@ _NOT_COPIED = (
 
 
 def train_sft(rows: Sequence[dict[str, list[int]]], model: Path, out: Path, *, epochs: float, lr: float, batch: int, seed: int) -> float:
-    """Fine-tunes `model` on `rows` (`select.demonstrations`), writes a model folder, returns the last loss (nats per token)."""
+    """Fine-tunes `model` on `rows` (`select_demonstrations`), writes a model folder and returns the last loss (nats per token)."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer
 
-    _need(rows, "an episode with a high enough score", "lower --min-score, or use a run that has trained longer")
+    _require(rows, "an episode with a high enough score", "lower --min-score, or use a run that has trained longer")
     with tempfile.TemporaryDirectory() as work:
         common = _common(work, model, epochs, lr, batch, seed)
         trainer = SFTTrainer(
@@ -51,7 +51,7 @@ def train_sft(rows: Sequence[dict[str, list[int]]], model: Path, out: Path, *, e
 def train_dpo(
     pairs: Sequence[Preference], model: Path, out: Path, *, beta: float, epochs: float, lr: float, batch: int, seed: int
 ) -> float:
-    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) on `pairs`, with `model` as start and reference.
+    """Runs direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) on `pairs`; `model` is the initial model and the reference.
 
     Writes a model folder and returns the last loss.
     """
@@ -59,7 +59,7 @@ def train_dpo(
     from transformers import AutoModelForCausalLM
     from trl import DPOConfig
 
-    _need(pairs, "a task with attempts of different scores", "lower --margin, or use an earlier part of the run")
+    _require(pairs, "a task with attempts of different scores", "lower --margin, or use an earlier part of the run")
     tokenizer = _tokenizer(model)
     with tempfile.TemporaryDirectory() as work:
         trainer = _exact_dpo_trainer()(
@@ -84,20 +84,17 @@ def train_reward_model(
     seed: int,
     shows: tuple[PromptField, ...] = (),
 ) -> float:
-    """Trains a model that gives a whole episode one number, higher for the better of a pair (Bradley-Terry), from `model`'s trunk.
+    """Trains a model that scores an episode, higher for the better of a pair (Bradley-Terry), from `model`'s trunk.
 
-    Writes a folder for `AutoModelForSequenceClassification`, with a record of what the model reads and what its numbers mean
-    (`agentrl.judge.reward_record`), and returns the last loss. Raises `UserError` where it has not learned to tell the pairs apart.
-
-    Args:
-        shows: what the texts of `TextPreference` are made of.
+    Writes a folder for `AutoModelForSequenceClassification` with a record of the model's input and scale, and returns the last loss. Raises
+    `UserError` if the trained model does not separate the pairs. `shows`: the content of the texts of `TextPreference`.
     """
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification, set_seed
     from trl import RewardConfig, RewardTrainer
 
-    _need(pairs, "a task with attempts of different scores", "lower --margin, or use an earlier part of the run")
-    set_seed(seed)  # also for the head, which is initialized when the model is made
+    _require(pairs, "a task with attempts of different scores", "lower --margin, or use an earlier part of the run")
+    set_seed(seed)  # also initializes the head
     tokenizer = _tokenizer(model)
     start = _start(AutoModelForSequenceClassification, model, num_labels=1)
     start.config.pad_token_id = tokenizer.pad_token_id
@@ -113,13 +110,13 @@ def train_reward_model(
         return _train(trainer, model, out, finish=partial(_record_reward_model, rows=rows, shows=shows, longest=longest))
 
 
-def _need(rows: Sequence[Any], what: str, fix: str) -> None:
+def _require(rows: Sequence[Any], what: str, fix: str) -> None:
     if not rows:
         raise UserError(f"the run does not hold {what}", fix=fix)
 
 
 def _start(kind: Any, model: Path, **options: Any) -> Any:
-    """The model with float32 weights: at these learning rates most updates of a bfloat16 weight would be rounded away."""
+    """Loads the model with float32 weights: at these learning rates most updates of a bfloat16 weight would be lost in rounding."""
     import torch
 
     return kind.from_pretrained(model, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **options)
@@ -163,23 +160,23 @@ def _tokenizer(model: Path) -> Any:
 
 
 def _train(trainer: Any, model: Path, out: Path, *, finish: Callable[[Any, Path], None] = lambda trained, folder: None) -> float:
-    """Trains and writes the folder; returns the last loss. `finish` gets the trained model and the folder before it has its name."""
+    """Trains and writes the folder; returns the last loss. `finish` gets the trained model and the unfinished folder."""
     trainer.train()
-    if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):  # TRL's log shows a NaN loss as 0
+    if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):  # TRL logs a NaN loss as 0
         raise UserError("the training diverged: weights are not finite, so no model is written", fix="lower --lr")
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    beside = partial_folder(out)
-    shutil.copytree(model, beside, ignore=shutil.ignore_patterns(*_NOT_COPIED), dirs_exist_ok=True)
+    part = partial_folder(out)
+    shutil.copytree(model, part, ignore=shutil.ignore_patterns(*_NOT_COPIED), dirs_exist_ok=True)
     trainer.model.config.use_cache = True
-    trainer.model.to(_own_dtype(model)).save_pretrained(beside)
-    finish(trainer.model, beside)
-    commit_folder(beside, out)
+    trainer.model.to(_own_dtype(model)).save_pretrained(part)
+    finish(trainer.model, part)
+    commit_folder(part, out)
     tail = losses[-max(1, len(losses) // 10) :]
     return sum(tail) / len(tail)
 
 
 def _reward_row(pair: Preference | TextPreference, tokenizer: Any, longest: int) -> dict[str, list[int]]:
-    """Token ids of both sides, their newest where they are too long; text is tokenized as a server does that is given it."""
+    """Token ids of both sides, truncated to their last `longest`; text is tokenized as a server does."""
     if isinstance(pair, Preference):
         sides = [[*pair.prompt_ids, *pair.chosen_ids], [*pair.prompt_ids, *pair.rejected_ids]]
     else:
@@ -190,22 +187,18 @@ def _reward_row(pair: Preference | TextPreference, tokenizer: Any, longest: int)
 def _record_reward_model(
     trained: Any, folder: Path, *, rows: Sequence[dict[str, list[int]]], shows: tuple[PromptField, ...], longest: int
 ) -> None:
-    """Writes what the model reads, and the scale of its numbers: the middle between the better and the worse sides of the pairs becomes a
-    value of 0.5, their means 0.88 and 0.12 (the logistic function at 2 and -2).
-    """
+    """Records the model's input and scale: the mean score of better sides becomes 0.88, of worse sides 0.12 (logistic(+-2))."""
     import torch
 
     trained.eval()
     with torch.inference_mode():
         numbers = {
-            side: [float(trained(torch.tensor([row[side]], device=trained.device)).logits[0, 0]) for row in rows[:_SCALED_ON]]
+            side: [float(trained(torch.tensor([row[side]], device=trained.device)).logits[0, 0]) for row in rows[:_SCALE_PAIRS]]
             for side in ("chosen_ids", "rejected_ids")
         }
-    better, worse = (sum(some) / len(some) for some in numbers.values())
+    better, worse = (sum(values) / len(values) for values in numbers.values())
     if not better > worse:
-        raise UserError(
-            "the model has not learned to tell the better of a pair, so none is written", fix="raise --epochs or --lr, or label more"
-        )
+        raise UserError("the model does not score the better of a pair higher, so it is not written", fix="raise --epochs or --lr, or label more")
     reward_record.save_record(folder, shows=shows, offset=(better + worse) / 2, scale=(better - worse) / 4, max_tokens=longest)
 
 

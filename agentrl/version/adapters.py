@@ -1,7 +1,7 @@
-"""Merging low-rank adapters into their base weights: W + scaling * B A, one tensor at a time.
+"""Merges low-rank adapters into their base weights: W + scaling * B A, one tensor at a time.
 
-An adapter's file has peft's format (https://huggingface.co/docs/peft/developer_guides/checkpoint), with the scaling in its
-metadata: one file, and one hash over everything that determines the result.
+An adapter's file has peft's format (https://huggingface.co/docs/peft/developer_guides/checkpoint), with the scaling in its metadata, so
+one hash covers everything that determines the result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Adapter:
     layers: frozenset[str]  # names in the model, without ".weight"
 
     def merge(self, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The model's tensors with the adapter merged. Sums are at least float32 and rounded once, to the weight's dtype."""
+        """Yields the model's tensors with the adapter merged. Sums are at least float32 and rounded once, to the weight's dtype."""
         with safe_open(self.path, framework="pt", device="cpu") as file:
             for name, weight in tensors:
                 layer = name.removesuffix(".weight")
@@ -45,7 +45,7 @@ class Adapter:
 
 
 def read_adapter(path: Path, model: Mapping[str, Shape]) -> Adapter:
-    """Checks that an adapter fits a model with tensors of these shapes. Raises `ValueError` naming what does not."""
+    """Checks that an adapter fits a model with tensors of these shapes. Raises `ValueError`."""
     shapes = tensor_shapes([path])
     layers = {name.removeprefix(_PREFIX).removesuffix(_A) for name in shapes if name.startswith(_PREFIX) and name.endswith(_A)}
     if not layers or len(shapes) != 2 * len(layers):
@@ -58,7 +58,7 @@ def read_adapter(path: Path, model: Mapping[str, Shape]) -> Adapter:
 
 
 def merge_folder(base: Path, version: Path, target: Path) -> None:
-    """Writes `base` with the adapter of `version` merged to the file `target`. Raises `ValueError` when they do not fit."""
+    """Writes `base` with the adapter of `version` merged to the file `target`. Raises `ValueError` if they do not fit."""
     from safetensors.torch import save_file
 
     files = sorted(base.glob("*.safetensors"))
@@ -67,14 +67,14 @@ def merge_folder(base: Path, version: Path, target: Path) -> None:
 
 
 def is_zero_adapter(path: Path) -> bool:
-    """Whether an adapter's file leaves its base as it is: every B is zero, as before the first update, or every A."""
+    """Whether an adapter does not change its base: in each layer A or B is zero, as before the first update."""
     with safe_open(path, framework="pt", device="cpu") as file:
         layers = [name.removesuffix(_B) for name in file.keys() if name.endswith(_B)]  # noqa: SIM118 - a handle is not a mapping
         return all(not file.get_tensor(layer + _B).any() or not file.get_tensor(layer + _A).any() for layer in layers)
 
 
 def read_tensors(paths: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of some safetensors files, mapped into memory one at a time."""
+    """Yields every tensor of some safetensors files, mapped into memory one at a time."""
     for path in paths:
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
@@ -89,5 +89,5 @@ def _scaling(path: Path) -> float:
     except ValueError:
         scaling = math.nan
     if not math.isfinite(scaling):
-        raise ValueError(f"{path} does not say in its metadata how the adapter is scaled")
+        raise ValueError(f"{path} has no valid scaling of the adapter in its metadata")
     return scaling

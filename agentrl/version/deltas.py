@@ -1,12 +1,11 @@
-"""Weights as a difference from their parent's, which a version folder holds instead of `model.safetensors` if the recipe says so.
+"""Weights as a difference from their parent's, which a version folder may hold instead of `model.safetensors`.
 
-    delta.json   `Delta`: the parent, and the checksums of both files and of the delta itself
-    model.delta  for each CHUNK of the file the length (uint32, little-endian; 0: nothing changed) of a zstd frame, and the frame: the
-                 bytes XORed with the parent's, grouped by significance, so that the sign and exponent bytes, which rarely change, are
-                 long runs of zeros
+    delta.json   `Delta`: the parent, and the checksums of both files and of the delta
+    model.delta  for each CHUNK of the file the length (uint32, little-endian; 0 if nothing changed) of a zstd frame, and the frame: the
+                 bytes XORed with the parent's, grouped by significance, so that the rarely changing sign and exponent bytes form long
+                 runs of zeros
 
-A version whose chain of parents ends at a whole file can always be made whole again (`materialize`), and every file is checked by
-its sha256.
+A version whose chain of parents ends at a whole file can be made whole (`materialize`). Every file is checked by its sha256.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 WEIGHTS = WHOLE_MODEL
 DELTA_FILE = "model.delta"
 DELTA_RECORD = "delta.json"
-NEWEST_WEIGHTS = ".newest.safetensors"  # in versions/: the whole weights that the learner published last, base of the next delta
+NEWEST_WEIGHTS = ".newest.safetensors"  # in versions/: the last published weights, base of the next delta
 CHUNK = 1 << 24
 _LEVEL = 3
 _HEADER_LIMIT = 100 << 20  # the safetensors format's own bound
@@ -56,7 +55,7 @@ class Delta:
 def write_delta(parent: Path, target: Path, folder: Path, *, number: int) -> Delta | None:
     """Writes `folder/model.delta` and `delta.json`, which turn the file `parent` (of version `number`) into `target`.
 
-    Returns None and writes nothing when the files differ in length.
+    Returns None and writes nothing if the files differ in length.
     """
     size = target.stat().st_size
     if parent.stat().st_size != size:
@@ -85,7 +84,7 @@ def write_delta(parent: Path, target: Path, folder: Path, *, number: int) -> Del
 
 
 def read_delta(folder: Path) -> Delta | None:
-    """The delta of a version folder, or None. Raises `ValueError` when it is damaged."""
+    """Returns the delta of a version folder, or None. Raises `ValueError` if it is damaged."""
     path = folder / DELTA_RECORD
     return codec.from_json(Delta, path.read_bytes()) if path.exists() else None
 
@@ -93,8 +92,7 @@ def read_delta(folder: Path) -> Delta | None:
 def apply_delta(folder: Path, file: Path) -> None:
     """Turns `file` from the parent's weights into those of the version in `folder`, in place.
 
-    Raises `ValueError` when the delta does not match its record (`file` is untouched then), or the result does not (`file` is
-    worthless then).
+    Raises `ValueError` if the delta does not match its record (`file` is unchanged), or the result does not (`file` is unusable).
     """
     delta = read_delta(folder)
     if delta is None:
@@ -124,7 +122,7 @@ def apply_delta(folder: Path, file: Path) -> None:
 
 
 def delta_chain(folder: Path) -> list[Path]:
-    """The version folders from the nearest whole one up to `folder`. Raises `ValueError` when the chain is broken."""
+    """Returns the version folders from the nearest whole one up to `folder`. Raises `ValueError` if the chain is broken."""
     links = [folder]
     while not (links[0] / WEIGHTS).exists():
         delta = read_delta(links[0])
@@ -137,9 +135,9 @@ def delta_chain(folder: Path) -> list[Path]:
 
 
 def materialize(folder: Path) -> Path:
-    """`folder/model.safetensors`, made from the delta when it is missing, atomically.
+    """Returns `folder/model.safetensors`, built from the delta if it is missing, atomically.
 
-    Raises `ValueError` when a link of the chain is missing or damaged.
+    Raises `ValueError` if a link of the chain is missing or damaged.
     """
     whole = folder / WEIGHTS
     delta = None if whole.exists() else read_delta(folder)
@@ -153,25 +151,25 @@ def materialize(folder: Path) -> Path:
             if not part.exists() or sha256_file(part) != delta.sha256:
                 _build(delta_chain(folder), part)
     except OSError as error:
-        raise ValueError(f"{whole} cannot be made from its delta: {error}") from error
+        raise ValueError(f"{whole} cannot be built from its delta: {error}") from error
     return whole
 
 
 def verify_weights(folder: Path, sha256: str) -> None:
-    """Raises `ValueError` unless the weights of `folder`, whole or as a chain of deltas, have the checksum; writes nothing."""
+    """Raises `ValueError` unless the weights of `folder`, whole or as a chain of deltas, have the checksum. Writes nothing."""
     links = delta_chain(folder)
     for link in reversed(links[1:]):
         delta = read_delta(link)
         assert delta is not None, "a chain is made of deltas"
         if delta.sha256 != sha256 or sha256_file(link / DELTA_FILE) != delta.delta_sha256:
-            raise ValueError(f"{link / DELTA_FILE} is not what was registered: its sha256 differs")
+            raise ValueError(f"{link / DELTA_FILE} differs from the registered file (sha256)")
         sha256 = delta.parent_sha256
-    if (found := sha256_file(links[0] / WEIGHTS)) != sha256:
-        raise ValueError(f"{links[0] / WEIGHTS} is not what was registered: sha256 {found[:12]}..., expected {sha256[:12]}...")
+    if (actual := sha256_file(links[0] / WEIGHTS)) != sha256:
+        raise ValueError(f"{links[0] / WEIGHTS} differs from the registered file: sha256 {actual[:12]}..., expected {sha256[:12]}...")
 
 
 def base_folders(folder: Path) -> list[Path]:
-    """The version folders that `folder` is built from; none if the chain is broken."""
+    """Returns the version folders that `folder` is built from; none if the chain is broken."""
     try:
         return delta_chain(folder)[:-1]
     except (ValueError, OSError):
@@ -185,7 +183,7 @@ def _build(links: list[Path], target: Path) -> None:
 
 
 def _stride(path: Path) -> int:
-    """Size in bytes of a safetensors file's most common dtype; 1 when unknown."""
+    """Size in bytes of a safetensors file's most common dtype; 1 if unknown."""
     sizes: Counter[int] = Counter()
     try:
         for entry in read_safetensors_header(path).values():
@@ -197,9 +195,9 @@ def _stride(path: Path) -> int:
 
 
 def read_safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Name -> dtype, shape and data_offsets of each tensor of a safetensors file, from its header; entries are not checked.
+    """Returns dtype, shape and data_offsets of each tensor of a safetensors file by name; entries are not checked.
 
-    Raises `ValueError` when it is not safetensors (format: https://github.com/huggingface/safetensors#format).
+    Raises `ValueError` if it is not safetensors (format: https://github.com/huggingface/safetensors#format).
     """
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -215,13 +213,13 @@ def read_safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _array(data: bytes) -> NDArray[np.uint8]:
-    import numpy as np  # here: who only reads which versions there are needs no numpy
+    import numpy as np  # imported late: reading records needs no numpy
 
     return np.frombuffer(data, np.uint8)
 
 
 def _split(data: NDArray[np.uint8], stride: int) -> NDArray[np.uint8]:
-    """All first bytes of the numbers, then all second ones, and so on; what is left over at the end stays there."""
+    """All first bytes of the numbers, then all second ones, and so on; a remainder stays at the end."""
     import numpy as np
 
     whole = len(data) - len(data) % stride
@@ -229,7 +227,7 @@ def _split(data: NDArray[np.uint8], stride: int) -> NDArray[np.uint8]:
 
 
 def _join(data: NDArray[np.uint8], stride: int) -> NDArray[np.uint8]:
-    """What `_split` was given."""
+    """The inverse of `_split`."""
     import numpy as np
 
     whole = len(data) - len(data) % stride

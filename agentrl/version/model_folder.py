@@ -1,4 +1,4 @@
-"""Checks that a model folder can be served and trained, from its files alone: no heavy imports, no tensor is read."""
+"""Checks that a model folder can be served and trained, from its files only: no heavy imports, no tensor is read."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def check_model_files(folder: Path, *, chat_template: bool = True, key: str = "p
     """Raises `UserError` unless `folder` holds a complete Hugging Face model: configuration, weights, tokenizer, chat template.
 
     Args:
-        chat_template: whether it must have one; false where another takes its place.
-        key: of the recipe, which names the folder.
+        chat_template: whether it must have a chat template.
+        key: of the recipe, for messages.
     """
     if not folder.is_dir():
         raise UserError(f"{key}: no folder {folder}", fix=f"set {key} to an existing folder or a Hugging Face model id")
@@ -81,29 +81,29 @@ def check_growth(path: Path, tokenizer: dict[str, Any]) -> None:
 
 
 def _growth(rule: Any, depth: int) -> float:
-    """The maximum number of characters into which the rule turns one. Infinite for a rule that may match the empty text."""
+    """The maximum number of characters into which the rule turns one; infinite if it may match the empty text."""
     if not isinstance(rule, dict):
         return 1
-    found = 1.0
+    growth = 1.0
     for key in ("normalizers", "pretokenizers", "processors", "decoders"):
         inner = rule.get(key)
-        for one in inner if isinstance(inner, list) else ():
-            found *= _growth(one, depth + 1) if depth < _DEEPEST_RULES else math.inf
+        for part in inner if isinstance(inner, list) else ():
+            growth *= _growth(part, depth + 1) if depth < _DEEPEST_RULES else math.inf
     added = rule.get("prepend")
     if isinstance(added, str):
-        found *= 1 + len(added)
+        growth *= 1 + len(added)
     if rule.get("type") == "Replace":
         pattern, content = rule.get("pattern"), rule.get("content")
         literal = pattern.get("String") if isinstance(pattern, dict) else None
         expression = pattern.get("Regex") if isinstance(pattern, dict) else None
         if literal == "" or (isinstance(expression, str) and _matches_nothing(expression)):
             return math.inf
-        found *= max(1.0, len(str(content)) / (len(literal) if isinstance(literal, str) else 1))
-    return found
+        growth *= max(1.0, len(str(content)) / (len(literal) if isinstance(literal, str) else 1))
+    return growth
 
 
 def _matches_nothing(expression: str) -> bool:
-    """Whether a pattern matches the empty text. False for a pattern that Python cannot compile; the test process checks that one."""
+    """Whether a pattern matches the empty text; False if Python cannot compile it."""
     try:
         return re.match(expression, "") is not None
     except (re.error, RecursionError, OverflowError):
@@ -111,7 +111,7 @@ def _matches_nothing(expression: str) -> bool:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raises `UserError` unless the file has the length in its header, unlike a broken download or copy."""
+    """Raises `UserError` unless the file has the length in its header."""
     again = "download or copy it again, or save the model again with save_pretrained"
     try:
         with untrusted_files.open_file(path) as file:
@@ -172,10 +172,10 @@ def _check_model(folder: Path, recipe: Recipe | None) -> None:
 
 
 def check_architecture(config: dict[str, Any]) -> None:
-    """Refuses early, by config.json, what the learner would refuse after loading (`agentrl.learner.token_scorer.check_scorer`)."""
+    """Rejects by config.json what the learner would reject after loading (`agentrl.learner.token_scorer.check_scorer`)."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
-        raise UserError("policy.model: config.json names no model_type", fix=_SAVE_AGAIN)
+        raise UserError("policy.model: config.json has no model_type", fix=_SAVE_AGAIN)
     if config.get("auto_map"):
         raise UserError(
             f"policy.model: model type {kind!r} brings its own code, which is never run here",
@@ -214,12 +214,13 @@ def _check_index(folder: Path) -> None:
 
 
 def has_chat_template(folder: Path) -> bool:
+    """Whether a model folder has a chat template."""
     names = ("chat_template.jinja", "chat_template.json")
     return any((folder / name).is_file() for name in names) or bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
 
 
 def write_chat_template(folder: Path, text: str) -> None:
-    """Gives a model folder a chat template in place of any that it has."""
+    """Replaces the chat template of a model folder."""
     (folder / "chat_template.json").unlink(missing_ok=True)
     shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
     settings = read_json(folder / "tokenizer_config.json")
@@ -247,7 +248,7 @@ def _largest_token(path: Path) -> int | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model folder. Raises `UserError`."""
+    """Returns the JSON object in a file of a model folder. Raises `UserError`."""
     try:
         content = json.loads(untrusted_files.read_bytes(path, most=_LARGEST_JSON))
     except (ValueError, RecursionError) as error:
@@ -258,7 +259,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _value(config: dict[str, Any], key: str, kind: type[T]) -> T | None:
-    """A value of config.json, or None. Raises `UserError` when it is not a `kind`."""
+    """A value of config.json, or None. Raises `UserError` if it has another type."""
     value = config.get(key)
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         raise UserError(f"policy.model: config.json: {key} is a {type(value).__name__}, not a {kind.__name__}", fix=_SAVE_AGAIN)

@@ -1,4 +1,4 @@
-"""The address of a run's server, in a file in the run folder while there is a server; read by a learner that uses NCCL."""
+"""The address of a run's server: a file in the run folder while the server runs, for a learner that uses NCCL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "server.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAddress:
-    """A running server: its address, its key, and which of the run's servers it is."""
+    """Address and key of a running server; `start` identifies its start."""
 
     url: str
     key: str
@@ -27,12 +27,12 @@ def announce_server(run_dir: Path, url: str, *, key: str) -> None:
 
 
 def withdraw_server(run_dir: Path) -> None:
-    """Records that there is no server."""
+    """Records that no server runs."""
     (run_dir / NAME).unlink(missing_ok=True)
 
 
 def announced_server(run_dir: Path) -> ServerAddress | None:
-    """The current server, or None."""
+    """Returns the current server, or None."""
     try:
         record = json.loads((run_dir / NAME).read_text())
     except FileNotFoundError:

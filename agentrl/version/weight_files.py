@@ -1,4 +1,4 @@
-"""Checks of a version's weight files before a running model loads them, and applying deltas to get such a file."""
+"""Checks a version's weight files before a running model loads them, and applies deltas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentrl.version import deltas
 
 
 def checked_weight_paths(folder: Path, sizes: Mapping[str, int], *, below: Path, first_folder: Path) -> list[Path]:
-    """The files in `folder` that `sizes` names, each checked to be complete. Raises `ValueError`.
+    """Returns the files in `folder` that `sizes` lists, each checked to be complete. Raises `ValueError`.
 
     `folder` must be below `below` (the run's versions folder) or be `first_folder`, with which the server was started.
     """
@@ -34,32 +34,28 @@ def checked_weight_paths(folder: Path, sizes: Mapping[str, int], *, below: Path,
 
 
 def tensor_shapes(paths: Iterable[Path]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor in some safetensors files, from their headers.
-
-    Raises `ValueError` when one is not safetensors (format: https://github.com/huggingface/safetensors#format).
-    """
+    """Returns the shape of every tensor in some safetensors files by name. Raises `ValueError` if one is not safetensors."""
     return {name: _shape(path, entry) for path in paths for name, entry in deltas.read_safetensors_header(path).items()}
 
 
 def check_same_shapes(expected: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises `ValueError` naming the first tensor that is missing, unknown or of another shape."""
+    """Raises `ValueError` for the first tensor that is missing, unknown or of another shape."""
     for name in sorted(expected.keys() | given.keys()):
         if expected.get(name) != given.get(name):
             raise ValueError(f"tensor {name}: the served model has shape {expected.get(name)}, the new version {given.get(name)}")
 
 
 class WeightCopy:
-    """The weights that deltas are applied to: a file in `folder`, made for the first delta and changed in place by each."""
+    """The weights that deltas are applied to: a file in `folder`, created for the first delta and changed in place by each."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"agentrl-weights-{os.getpid()}.safetensors"
-        self._sha256 = ""  # of the file; empty while there is none, or its content is in doubt
+        self._sha256 = ""  # of the file; empty if it is missing or may be incomplete
 
     def apply_delta(self, folder: Path) -> Path:
-        """The whole weights of the delta version in `folder`; the file is valid until the next call.
+        """Returns the whole weights of the delta version in `folder`; the file is valid until the next call.
 
-        Raises `ValueError` when the delta is damaged, when neither these weights nor a whole file of its parent fit it, or when
-        the result is not what was published.
+        Raises `ValueError` if the delta is damaged, if neither these weights nor its parent's file fit it, or if the result has another checksum.
         """
         delta = deltas.read_delta(folder)
         if delta is None:
@@ -72,17 +68,17 @@ class WeightCopy:
         return self._path
 
     def remove(self) -> None:
-        """Removes the file. Idempotent."""
+        """Deletes the file. Idempotent."""
         self._sha256 = ""
         self._path.unlink(missing_ok=True)
 
     def _take(self, parent: Path, sha256: str) -> None:
         if not parent.is_file():
-            raise ValueError(f"the weights held here are not the delta's parent, and {parent} is missing")
+            raise ValueError(f"the loaded weights are not the delta's parent, and {parent} is missing")
         self._sha256 = ""
         shutil.copyfile(parent, self._path)
         if sha256_file(self._path) != sha256:
-            raise ValueError(f"{parent} is not the parent that the delta was made from")
+            raise ValueError(f"{parent} is not the delta's parent")
 
 
 def _shape(path: Path, entry: Mapping[str, Any]) -> tuple[int, ...]:

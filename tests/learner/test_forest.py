@@ -25,7 +25,7 @@ sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_s
 
 @given(sequences)
 def test_paths_read_back_the_sequences_and_nothing_is_there_twice(rows: list[list[int]]) -> None:
-    forest = lay_out(rows)
+    forest = build_forest(rows)
     prefixes = {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
     assert len(forest.token_ids) == len(prefixes)
     for row, path in zip(rows, forest.paths, strict=True):
@@ -35,7 +35,7 @@ def test_paths_read_back_the_sequences_and_nothing_is_there_twice(rows: list[lis
 
 @given(sequences)
 def test_the_intervals_say_who_continues_whom(rows: list[list[int]]) -> None:
-    forest = lay_out(rows)
+    forest = build_forest(rows)
     pairs = {(int(a), int(b)) for path in forest.paths for n, b in enumerate(path) for a in path[: n + 1]}
     size = len(forest.token_ids)
     assert {(k, q) for k in range(size) for q in range(k, size) if q < forest.ends[k]} == pairs
@@ -108,8 +108,8 @@ def _gap(first: torch.Tensor, second: torch.Tensor) -> float:
 def test_logprobs_and_gradients_equal_the_plain_computation(kind: str, budget: int) -> None:
     plain, model = _model(kind, "sdpa"), _model(kind, register())
     scorer, samples, tokens = TokenScorer(model), _samples(1), 0
-    for rows in plan(samples, rank=0, ranks=1, max_tokens=budget):
-        batch = micro_batch(rows, CPU)
+    for rows in plan_micro_batches(samples, rank=0, ranks=1, max_tokens=budget):
+        batch = build_micro_batch(rows, CPU)
         tokens += batch.input_ids.shape[1]
         logprobs, _ = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 0.7)
         found = logprobs[batch.expand]

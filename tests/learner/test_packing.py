@@ -32,12 +32,12 @@ def test_every_sample_is_on_one_rank_once_and_ranks_run_equally_many_micro_batch
     shapes: list[tuple[int, int]], ranks: int, budget: int
 ) -> None:
     samples = [_sample(number, length, first=first) for number, (length, first) in enumerate(shapes)]
-    plans = [plan(samples, rank=rank, ranks=ranks, max_tokens=budget) for rank in range(ranks)]
+    plans = [plan_micro_batches(samples, rank=rank, ranks=ranks, max_tokens=budget) for rank in range(ranks)]
     assert len({len(made) for made in plans}) == 1
     dealt = [sample.episode_id for made in plans for rows in made for sample in rows]
     assert sorted(dealt) == sorted(sample.episode_id for sample in samples)
     for rows in (rows for made in plans for rows in made if rows):
-        assert micro_batch(rows, CPU).input_ids.shape[1] <= budget
+        assert build_micro_batch(rows, CPU).input_ids.shape[1] <= budget
 
 
 def test_micro_batches_are_as_even_as_their_number_allows() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from agentrl.learner.guard import _METRICS as METRICS
-from agentrl.learner.guard import REFUSE_ALL, Guard
-from agentrl.recipe import LearnerConfig, Limit, LimitsConfig
 
+from agentrl.config.recipe import LearnerConfig, Limit, LimitsConfig
+from agentrl.learner.update_guard import _METRICS as METRICS
+from agentrl.learner.update_guard import REFUSE_ALL, UpdateGuard
 from agentrl.records import Batch
 
 PART = Batch(step=3, samples=(), denominator=1, group_indices=(7,))
@@ -18,7 +18,7 @@ PART = Batch(step=3, samples=(), denominator=1, group_indices=(7,))
 def test_a_figure_that_is_no_number_is_beyond_its_limit(name: str) -> None:
     """A model that masks part of its vocabulary with -inf has an entropy of NaN and a finite loss; no comparison would object."""
     bound = 5.0 if name == "max_ratio" else 0.5
-    guard = Guard(LearnerConfig(max_grad_norm=0.1, limits=LimitsConfig(**{name: Limit(at=bound, action="rollback")})))
+    guard = UpdateGuard(LearnerConfig(max_grad_norm=0.1, limits=LimitsConfig(**{name: Limit(at=bound, action="rollback")})))
     metrics = {"loss": 0.1, METRICS[name]: math.nan}
     assert guard.bound(metrics) == REFUSE_ALL
     guard.settle(PART, metrics, applied=False)

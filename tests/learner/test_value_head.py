@@ -54,8 +54,8 @@ def test_one_forward_pass_gives_the_loss_and_gradient_of_the_plain_computation(b
     head.load_state_dict(scorer.value.state_dict())
     trained = sum(sum(sample.loss_mask) for sample in samples)
     found_total, expected_total = 0.0, 0.0
-    for rows in plan(samples, rank=0, ranks=1, max_tokens=budget):
-        batch = micro_batch(rows, CPU)
+    for rows in plan_micro_batches(samples, rank=0, ranks=1, max_tokens=budget):
+        batch = build_micro_batch(rows, CPU)
         logprobs, _, values = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
         logprobs, values = logprobs[batch.expand], values[batch.expand]
         old = values.detach() + torch.linspace(-0.5, 0.5, len(values), dtype=torch.float64)  # so that the value clip binds somewhere

@@ -79,10 +79,10 @@ def test_the_gradient_of_a_step_is_that_of_the_formulas_over_plain_sequences(cha
     samples = _samples(rng)
     batch = Batch(step=3, samples=samples, denominator=sum(sum(one.loss_mask) for one in samples), group_indices=(0, 1, 2))
     ranks = rng.choice((1, 2, 3))
-    for part in minibatches(batch, 2):
-        total, weight = 0.0, denominator(part.samples, objective.aggregation, length=LENGTH)
-        for rows in (rows for rank in range(ranks) for rows in plan(part.samples, rank=rank, ranks=ranks, max_tokens=16)):
-            made = micro_batch(rows, CPU)
+    for part in split_minibatches(batch, 2):
+        total, weight = 0.0, loss_denominator(part.samples, objective.aggregation, length=LENGTH)
+        for rows in (rows for rank in range(ranks) for rows in plan_micro_batches(part.samples, rank=rank, ranks=ranks, max_tokens=16)):
+            made = build_micro_batch(rows, CPU)
             scorer = TokenScorer(ours, logits_at_once=rng.choice((3 * 97, 2**25)))
             logprobs, entropy = scorer(made.input_ids, made.layout, made.positions, made.targets, TEMPERATURE)
             constants = {"behaviour": made.behaviour, "advantages": made.advantages, "sequence": made.sequence}

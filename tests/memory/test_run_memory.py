@@ -138,7 +138,7 @@ async def test_the_memory_audit_finds_exactly_what_is_wrong(tmp_path: Path) -> N
     for why in ("may know the answer", "of step 3", "not an earlier training episode that counts", "x in before-heldout read"):
         assert any(why in one for one in told["examples"]), (why, told["examples"])
     printed = CliRunner().invoke(app, ["memory", str(tmp_path / "r")])
-    assert printed.exit_code == 1 and "FAIL  nobody was shown" in printed.output and "words with the answer" in printed.output
+    assert printed.exit_code == 1 and "FAIL  no episode read" in printed.output and "read the answer to their own task" in printed.output
     with pytest.raises(UserError, match="is not a run folder"):
         audit_memory(tmp_path)
 

@@ -30,7 +30,7 @@ TOKENS = LossInput(
 )
 def test_what_a_loss_may_not_give(made: object, wrong: str) -> None:
     with pytest.raises(PluginError) as caught:
-        checked(made, TOKENS, "mine:loss")
+        check_surrogate(made, TOKENS, "mine:loss")
     assert str(caught.value).splitlines()[0] == f"objective.loss 'mine:loss' returned {wrong}"
 
 

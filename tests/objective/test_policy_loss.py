@@ -77,7 +77,7 @@ def total_weight(tokens: TrainedTokens, objective: ObjectiveConfig) -> float:
 def by_hand(tokens: TrainedTokens, o: ObjectiveConfig, d: float) -> tuple[float, list[float], list[float]]:
     """Loss, its derivative by each logprob and by each entropy, from the formulas of docs/objectives.md."""
     pi, mu, adv, ref, ent = (
-        getattr(tokens, name).detach().tolist() for name in ("logprobs", "behaviour", "advantages", "reference", "entropy")
+        getattr(tokens, name).detach().tolist() for name in ("logprobs", "behaviour", "advantages", "kl_reference", "entropy")
     )
     centre = mu if tokens.proximal is None else tokens.proximal.tolist()
     group = tokens.sequence.tolist()
@@ -190,7 +190,7 @@ def test_a_batch_without_tokens_has_no_loss(d: float) -> None:
 def test_what_an_objective_needs_must_be_there() -> None:
     tokens = draw(0)
     with pytest.raises(ValueError, match="reference"):
-        policy_loss(replace(tokens, reference=None), made({"kl": "k3", "kl_coef": 0.1}), denominator=1)
+        policy_loss(replace(tokens, kl_reference=None), made({"kl": "k3", "kl_coef": 0.1}), denominator=1)
     with pytest.raises(ValueError, match="gradient"):
         policy_loss(replace(tokens, entropy=torch.zeros(300)), made({"entropy_coef": 0.1}), denominator=1)
 
@@ -254,7 +254,7 @@ def test_server_and_learner_are_compared_where_they_had_the_same_weights(proxima
     tokens = draw(4, proximal=proximal)
     same = torch.arange(300) % 3 == 0
     parts = [
-        policy_loss(_part(replace(tokens, same=same), keep), made({}), denominator=1)
+        policy_loss(_part(replace(tokens, on_policy=same), keep), made({}), denominator=1)
         for keep in (tokens.sequence < 20, tokens.sequence >= 20)
     ]
     found = summarize(torch.stack([part.sums for part in parts]).sum(0), torch.stack([part.maxima for part in parts]).amax(0))
