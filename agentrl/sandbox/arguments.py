@@ -2,9 +2,7 @@
 
 Tools pass on what an agent wrote: file names, program arguments, variables. An invalid value raises `ValueError`, a wrong type
 `TypeError`; neither affects the sandbox. The exec server validates requests again (`agentrl.sandbox.inside.requests`).
-
-Text represents bytes as in `os.fsdecode`: UTF-8, with U+DC80 to U+DCFF for single undecodable bytes, so every possible file name
-can be written. Half a surrogate pair represents nothing.
+Text represents bytes as in `os.fsdecode`, so every possible file name can be written; half a surrogate pair represents nothing.
 """
 
 from __future__ import annotations

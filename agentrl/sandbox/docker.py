@@ -1,12 +1,8 @@
 """Sandboxes in containers of this machine's Docker daemon: several per container (`agentrl.sandbox.shared_containers`), or one.
 
-A container has no network, no new privileges, a read-only root, and limits on memory, swap and processes; with one sandbox in it, also
-on CPU time and disk. Starting it takes two daemon calls, using it none. Process 1 inside connects to a socket that is mounted into the
-container. When the driver closes the connection, that process ends, the kernel ends the others, and the daemon removes the container;
-what remains is removed by force.
-
-With one sandbox in it, process 1 is the exec server. It starts as root with the capabilities it needs to become another user, and its
-programs are a third user without capabilities. In a shared container process 1 is a keeper, which creates the sandboxes.
+Starting a container takes two daemon calls, using it none. Process 1 inside connects to a socket that is mounted into the container. When
+the driver closes the connection, that process ends, the kernel ends the others, and the daemon removes the container; what remains is
+removed by force. With one sandbox in it, process 1 is the exec server; in a shared container it is a keeper, which creates the sandboxes.
 
 `NetworkDisabled` halves the CPU time of a container: its network namespace stays empty without a helper process of the daemon.
 """

@@ -1,8 +1,7 @@
 """Removal of images that have not been used for long. An image that is needed again is rebuilt.
 
-An image has a folder in the cache and, for the Docker backend, images in the daemon with tags that end in the folder's name. It was last
-used when a sandbox last got the exec server in its folder (`images.record_use`). Images of the daemon without a folder in this cache are
-kept: they may belong to another cache.
+An image has a folder in the cache and, for the Docker backend, images in the daemon with tags that end in the folder's name. Opening a
+sandbox records its use (`images.record_use`). Images of the daemon without a folder in this cache are kept: another cache may use them.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from agentrl.records import SandboxSpec
 from agentrl.sandbox import BubblewrapBackend, DockerBackend, limits, list_open, select_backend, server_code
 from agentrl.sandbox.attacks import ATTACK_SPEC, load_attacks, run_attacks
 from agentrl.sandbox.attacks.cases import KINDS, PROGRAMS, hostile_server_source, program_attack
-from agentrl.sandbox.attacks.host_steps import STEPS
 from agentrl.sandbox.attacks.hostile_server import SLOW_TRICKS, replies
+from agentrl.sandbox.attacks.suite import STEPS
 from agentrl.sandbox.lease import lease
 
 SPEC = SandboxSpec(

@@ -1,8 +1,7 @@
 """Isolation of one sandbox, built by its first process: control group, namespaces and file tree.
 
-In a shared container, the process has been forked by the keeper (see `keeper`), is the first of a new pid namespace, and has the
-container's rights. It builds the sandbox, hides the container's tree behind the new one, and continues as an exec server, which gives
-those rights up. Meanwhile it reads nothing that others can write, and no program runs.
+In a shared container, the keeper has forked the process into a new pid namespace, with the container's rights. It builds the sandbox and
+continues as an exec server, which gives those rights up. Meanwhile it reads nothing that others can write, and no program runs.
 
 The tree is an overlay of the image, and the devices are new, so their inodes, and with them file locks, pipes and inotify watches, are
 shared with no other sandbox. The daemon's filter refuses `pivot_root`, so the tree is moved over the old one.

@@ -5,8 +5,7 @@
 The host sends requests over a packet socket, each with the sandbox's own connection, in which the keeper takes no part. No program runs as
 the keeper's user, in its namespaces, or where it could send it anything; the keeper reads from the host alone. When the host closes the
 socket it exits, and the kernel ends every process of the container.
-
-A sandbox's first process has the exec server's modules in memory already; loading them is most of what an exec server costs to start.
+A sandbox's first process has the exec server's modules in memory already, which saves most of its start-up time.
 """
 
 from __future__ import annotations

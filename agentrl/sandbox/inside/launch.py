@@ -1,8 +1,7 @@
 """Launch of a program by the waiting child, which then waits again.
 
-A process that turns into a program is forked from the server, and discards its copy of the server's memory: more work than most programs
-do. So the waiting child starts the program with posix_spawn(3), without a copy, waits for its end, reports it, and is ready for the next
-program. If it cannot, it turns into the program itself.
+A child that turns into a program discards its copy of the server's memory: more work than most programs do. So it starts the program with
+posix_spawn(3), without a copy, reports its end, and is ready for the next one. If it cannot, it turns into the program itself.
 
 A program must belong to the agent from its first instruction, and may signal every process of the agent. The kernel keeps user ids per
 thread, and checks signals against the ids of a process's first thread. So a second thread takes the agent's ids and starts the program.
