@@ -142,22 +142,22 @@ class DockerBackend(ChannelBackend):
                 ours.setblocking(False)
                 streams = await asyncio.open_unix_connection(sock=ours, limit=_STREAM_BYTES)  # closes `ours` if it fails
                 start.undo.callback(streams[1].close)
-                description = self._room(start.name, spec)
+                description = self._describe(start.name, spec)
                 listener = start.folder / egress.LINK if start.listener else None
-                room = _request_sandbox(keeper, description, theirs, listener, image.replacement)
+                shared = _request_sandbox(keeper, description, theirs, listener, image.replacement)
 
         async def end(ended: bool) -> None:
             try:
-                await keeper.end(room, PATIENCE_S if ended else 0.0)
+                await keeper.end(shared, PATIENCE_S if ended else 0.0)
             finally:
                 self._shared.release(container)
 
         processes = SandboxProcesses.from_options(description["options"], 0)
         try:
-            sandbox = await self._greeted(start, streams, processes, end, explain=lambda: room.failure)
+            sandbox = await self._greeted(start, streams, processes, end, explain=lambda: shared.failure)
         except SandboxError:
-            if room.refused and not self._has_shared:
-                raise CannotShare(room.failure) from None
+            if shared.refused and not self._has_shared:
+                raise CannotShare(shared.failure) from None
             raise
         self._has_shared = True
         return sandbox
@@ -306,7 +306,7 @@ class DockerBackend(ChannelBackend):
             "HostConfig": host,
         }
 
-    def _room(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
+    def _describe(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
         """The description of one sandbox for a keeper (see `agentrl.sandbox.inside.isolation`)."""
         options = limits.server_options(name, spec)
         if spec.network:

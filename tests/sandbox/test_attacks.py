@@ -86,8 +86,8 @@ class WithAllTerminals(BubblewrapBackend):
 
 
 class WithUnboundedTerminals(DockerBackend):
-    def _room(self, *arguments):
-        return {**super()._room(*arguments), "terminals": "newinstance,ptmxmode=0666,mode=0620"}
+    def _describe(self, *arguments):
+        return {**super()._describe(*arguments), "terminals": "newinstance,ptmxmode=0666,mode=0620"}
 
 
 class WithTheDaemonsTerminals(DockerBackend):
@@ -107,8 +107,8 @@ class ContainerOnTheHostsNetwork(DockerBackend):
 
 
 class SharedContainerOnTheHostsNetwork(DockerBackend):
-    def _room(self, *arguments):
-        return {**super()._room(*arguments), "namespaces": ["mount", "uts", "ipc", "cgroup"], "settings": {}}
+    def _describe(self, *arguments):
+        return {**super()._describe(*arguments), "namespaces": ["mount", "uts", "ipc", "cgroup"], "settings": {}}
 
     def _shared_container(self, *arguments):
         return on_the_hosts_network(super()._shared_container(*arguments))

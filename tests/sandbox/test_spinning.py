@@ -197,7 +197,7 @@ async def test_sandbox_that_ends_slowly_does_not_affect_its_neighbours(root, mon
         await one.close()
         assert "did not end" in caplog.text
         assert (await other.python("print(6 * 7)", timeout_s=10)).stdout == "42\n"
-        assert not container.has_room
+        assert not container.has_free_slot
     finally:
         os.kill(keeper, signal.SIGCONT)
     third = await backend.open(SPEC)

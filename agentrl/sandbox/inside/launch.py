@@ -41,18 +41,18 @@ class Launch:
 
     def __init__(self, child: WaitingChild) -> None:
         self.control = child.control
-        self.said: int | None = None
+        self.status: int | None = None
 
-    def through(self) -> int | None:
+    def read_status(self) -> int | None:
         """The program's status, in the form of waitpid(2), once the child reports it. None if it does not, or becomes the program."""
-        if self.said is None:
+        if self.status is None:
             try:
                 packet = self.control.recv(_STATUS.size)
             except OSError:
                 packet = b""
             if packet:
-                (self.said,) = _STATUS.unpack(packet)
-        return None if self.said == _BECOMES_PROGRAM else self.said
+                (self.status,) = _STATUS.unpack(packet)
+        return None if self.status == _BECOMES_PROGRAM else self.status
 
 
 class Launcher:
