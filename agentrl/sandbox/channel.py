@@ -53,6 +53,11 @@ class Channel:
         self._error: SandboxError | None = None
         self._task: asyncio.Task[bool] | None = None
 
+    @property
+    def broken(self) -> bool:
+        """Whether every further call fails."""
+        return self._error is not None
+
     async def hello(self) -> None:
         """Waits for the server's greeting. The caller sets the deadline."""
         call = self._expect(0, frames.HELLO, 0)

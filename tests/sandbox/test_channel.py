@@ -87,7 +87,7 @@ async def test_invalid_reply_breaks_the_channel_permanently(pair, header):
     channel, peer = pair
     with pytest.raises(SandboxError):
         await answer(channel, peer, header)
-    assert channel._error is not None
+    assert channel.broken
     with pytest.raises(SandboxError, match="gone"):
         await channel.call("op", timeout_s=60.0)
 
@@ -131,7 +131,7 @@ async def test_silence_is_a_timeout_and_breaks_the_channel(pair):
     channel, _ = pair
     with pytest.raises(SandboxTimeout):
         await channel.call("op", timeout_s=0.05)
-    assert channel._error is not None
+    assert channel.broken
 
 
 async def test_closed_connection_fails_calls_in_progress(pair):
