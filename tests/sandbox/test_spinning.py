@@ -163,7 +163,7 @@ async def test_leftover_programs_do_not_block_file_operations(backend, call, mon
 
 def test_reused_pid_is_not_signalled():
     """The kernel may reuse a pid after the processes have been listed."""
-    mine = processes._read(os.getpid())
+    mine = processes.read_process(os.getpid())
     SandboxProcesses(server=1, agent=2)._kill(replace(mine, user=mine.user + 1))
     SandboxProcesses(server=1, agent=2)._kill(replace(mine, inner_pid=mine.inner_pid + 1))
     SandboxProcesses(server=1, agent=2)._kill(Process(pid=2**22 - 1, parent=0, user=0, inner_pid=1, state="R"))
