@@ -79,7 +79,7 @@ class DockerBackend(ChannelBackend):
         self._background: set[asyncio.Task[None]] = set()  # clean-up of failed openings and of shared containers
         self._shared = ContainerPool(self._stop)
         self._has_shared = False  # a sandbox has opened in a shared container
-        self._alone = ""  # why sandboxes cannot share containers here
+        self._sharing_problem = ""  # why sandboxes cannot share containers here
         self._leaving: dict[str, float] = {}  # containers that the daemon should be removing -> since when
 
     async def _close(self) -> None:
@@ -104,14 +104,14 @@ class DockerBackend(ChannelBackend):
         The keeper of a shared container has capabilities that no process has in a sandbox's own container, and the image's python3
         runs it. So only images built from a distribution's packages share containers, never those from a task's Dockerfile.
         """
-        if image.from_packages and not spec.runtime and not self._alone:
+        if image.from_packages and not spec.runtime and not self._sharing_problem:
             try:
                 return await self._start_shared(spec, image)
             except SandboxError as error:
-                if self._has_shared or not (self._alone or isinstance(error, CannotShare | NeverAnswered)):
+                if self._has_shared or not (self._sharing_problem or isinstance(error, CannotShare | NeverAnswered)):
                     raise
-                if not self._alone:  # otherwise another opening has noticed, and ended the container of this one
-                    self._alone = str(error)
+                if not self._sharing_problem:  # otherwise another opening has noticed, and ended the container of this one
+                    self._sharing_problem = str(error)
                     self._shared.close()
                     log.warning("containers of this daemon cannot be shared, so each sandbox gets its own, which costs more: %s", error)
         return await self._start_alone(spec, image)
