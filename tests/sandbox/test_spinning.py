@@ -17,6 +17,7 @@ from agentrl.sandbox.processes import Process, SandboxProcesses
 from agentrl.sandbox.shared_containers import KeeperClient
 from benchmarks.sandbox_spin import KINDS, SCORED, spun
 from tests.sandbox.building import ALONE, BOTH, SPEC, processes_of
+from tests.waiting import until
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can stop another user's exec server")
 SPIN = "import os\nos.fork()\nwhile True: pass\n"
@@ -48,12 +49,6 @@ def link_of(pid):
 
 def running(user):
     return [process for process in processes._all() if process.user == user and process.state not in processes.DEAD]
-
-
-async def until(true):
-    async with asyncio.timeout(30):
-        while not true():
-            await asyncio.sleep(0.01)
 
 
 # Priorities ------------------------------------------------------------------------------------------------
