@@ -1,12 +1,8 @@
 """Sandboxes in containers of this machine's Docker daemon: several per container (`agentrl.sandbox.shared_containers`), or one.
 
-A container has no network, no new privileges, a read-only root, and limits on memory, swap and processes; with one sandbox in it, also
-on CPU time and disk. Starting it takes two daemon calls, using it none. Process 1 inside connects to a socket that is mounted into the
-container. When the driver closes the connection, that process ends, the kernel ends the others, and the daemon removes the container;
-what remains is removed by force.
-
-With one sandbox in it, process 1 is the exec server. It starts as root with the capabilities it needs to become another user, and its
-programs are a third user without capabilities. In a shared container process 1 is a keeper, which creates the sandboxes.
+Starting a container takes two daemon calls, using it none. Process 1 inside connects to a socket that is mounted into the container. When
+the driver closes the connection, that process ends, the kernel ends the others, and the daemon removes the container; what remains is
+removed by force. With one sandbox in it, process 1 is the exec server; in a shared container it is a keeper, which creates the sandboxes.
 
 `NetworkDisabled` halves the CPU time of a container: its network namespace stays empty without a helper process of the daemon.
 """
@@ -83,7 +79,7 @@ class DockerBackend(ChannelBackend):
         self._background: set[asyncio.Task[None]] = set()  # clean-up of failed openings and of shared containers
         self._shared = ContainerPool(self._stop)
         self._has_shared = False  # a sandbox has opened in a shared container
-        self._alone = ""  # why sandboxes cannot share containers here
+        self._sharing_problem = ""  # why sandboxes cannot share containers here
         self._leaving: dict[str, float] = {}  # containers that the daemon should be removing -> since when
 
     async def _close(self) -> None:
@@ -108,14 +104,14 @@ class DockerBackend(ChannelBackend):
         The keeper of a shared container has capabilities that no process has in a sandbox's own container, and the image's python3
         runs it. So only images built from a distribution's packages share containers, never those from a task's Dockerfile.
         """
-        if image.from_packages and not spec.runtime and not self._alone:
+        if image.from_packages and not spec.runtime and not self._sharing_problem:
             try:
                 return await self._start_shared(spec, image)
             except SandboxError as error:
-                if self._has_shared or not (self._alone or isinstance(error, CannotShare | NeverAnswered)):
+                if self._has_shared or not (self._sharing_problem or isinstance(error, CannotShare | NeverAnswered)):
                     raise
-                if not self._alone:  # otherwise another opening has noticed, and ended the container of this one
-                    self._alone = str(error)
+                if not self._sharing_problem:  # otherwise another opening has noticed, and ended the container of this one
+                    self._sharing_problem = str(error)
                     self._shared.close()
                     log.warning("containers of this daemon cannot be shared, so each sandbox gets its own, which costs more: %s", error)
         return await self._start_alone(spec, image)
@@ -146,22 +142,22 @@ class DockerBackend(ChannelBackend):
                 ours.setblocking(False)
                 streams = await asyncio.open_unix_connection(sock=ours, limit=_STREAM_BYTES)  # closes `ours` if it fails
                 start.undo.callback(streams[1].close)
-                description = self._room(start.name, spec)
+                description = self._describe(start.name, spec)
                 listener = start.folder / egress.LINK if start.listener else None
-                room = _request_sandbox(keeper, description, theirs, listener, image.replacement)
+                shared = _request_sandbox(keeper, description, theirs, listener, image.replacement)
 
         async def end(ended: bool) -> None:
             try:
-                await keeper.end(room, PATIENCE_S if ended else 0.0)
+                await keeper.end(shared, PATIENCE_S if ended else 0.0)
             finally:
                 self._shared.release(container)
 
         processes = SandboxProcesses.from_options(description["options"], 0)
         try:
-            sandbox = await self._greeted(start, streams, processes, end, explain=lambda: room.failure)
+            sandbox = await self._greeted(start, streams, processes, end, explain=lambda: shared.failure)
         except SandboxError:
-            if room.refused and not self._has_shared:
-                raise CannotShare(room.failure) from None
+            if shared.refused and not self._has_shared:
+                raise CannotShare(shared.failure) from None
             raise
         self._has_shared = True
         return sandbox
@@ -310,7 +306,7 @@ class DockerBackend(ChannelBackend):
             "HostConfig": host,
         }
 
-    def _room(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
+    def _describe(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
         """The description of one sandbox for a keeper (see `agentrl.sandbox.inside.isolation`)."""
         options = limits.server_options(name, spec)
         if spec.network:

@@ -1,8 +1,7 @@
 """Removal of images that have not been used for long. An image that is needed again is rebuilt.
 
-An image has a folder in the cache and, for the Docker backend, images in the daemon with tags that end in the folder's name. It was last
-used when a sandbox last got the exec server in its folder (`images.record_use`). Images of the daemon without a folder in this cache are
-kept: they may belong to another cache.
+An image has a folder in the cache and, for the Docker backend, images in the daemon with tags that end in the folder's name. Opening a
+sandbox records its use (`images.record_use`). Images of the daemon without a folder in this cache are kept: another cache may use them.
 """
 
 from __future__ import annotations
@@ -55,13 +54,18 @@ def evict(*, days: float, dry: bool) -> list[UnusedFile]:
 def _evict(folder: Path, tags: dict[str, int], days: float, dry: bool) -> list[UnusedFile]:
     ages = {path: (time.time() - path.lstat().st_mtime) / _DAY_S for path in sorted(folder.iterdir()) if path.suffix != ".lock"}
     parts = {path for path in ages if _PART.fullmatch(path.name)}
-    age = min((days for path, days in ages.items() if path not in parts), default=float("inf"))
+    age = min((own for path, own in ages.items() if path not in parts), default=float("inf"))
     old_servers = {path for path in ages if path.name.startswith("exec_server-") and ages[path] >= days}
     doomed = list(ages) if age >= days else [path for path in ages if path in parts | old_servers]
     unused = [UnusedFile(name=f"{folder.name}/{path.name}", size=_size(path), days=ages[path]) for path in doomed]
     if not dry:
         for path in doomed:
-            _remove(path)
+            if path.is_symlink() or not path.is_dir():
+                path.unlink(missing_ok=True)
+                continue
+            tree = path.with_name(f"rootfs.{os.getpid()}") if path.name == "rootfs" else path
+            path.rename(tree)  # so that half of it is never mistaken for a complete tree
+            shutil.rmtree(tree, ignore_errors=True)
     if age >= days:
         removed = tags if dry else {tag: size for tag, size in tags.items() if _untag(tag)}
         unused += [UnusedFile(name=tag, size=size, days=age) for tag, size in sorted(removed.items())]
@@ -71,16 +75,6 @@ def _evict(folder: Path, tags: dict[str, int], days: float, dry: bool) -> list[U
 def _size(path: Path) -> int:
     files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
     return sum(file.lstat().st_blocks * 512 for file in [path, *files])
-
-
-def _remove(path: Path) -> None:
-    """Removes a file or a tree. `rootfs` is renamed first, so that half of it is never mistaken for a complete tree."""
-    if not path.is_dir() or path.is_symlink():
-        path.unlink(missing_ok=True)
-        return
-    renamed = path.with_name(f"rootfs.{os.getpid()}") if path.name == "rootfs" else path
-    path.rename(renamed)
-    shutil.rmtree(renamed, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ _stuck: set[Path] = set()
 def lease() -> str:
     """This process's lease."""
     pid = os.getpid()
-    return f"{_boot()}-{pid}-{_start_time(pid)}"
+    return f"{_boot()}-{pid}-{start_time(pid)}"
 
 
 def alive(other: str) -> bool:
@@ -38,7 +38,7 @@ def alive(other: str) -> bool:
     match = _LEASE.fullmatch(other)
     if match is None:
         return True
-    return other.startswith(_boot()) and _start_time(int(match[1])) == int(match[2])
+    return other.startswith(_boot()) and start_time(int(match[1])) == int(match[2])
 
 
 def sandbox_name() -> str:
@@ -101,7 +101,7 @@ def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
 
 
-def _start_time(pid: int) -> int | None:
+def start_time(pid: int) -> int | None:
     """Clock ticks after boot at which the process started. None if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

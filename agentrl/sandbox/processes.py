@@ -86,7 +86,7 @@ class SandboxProcesses:
         with contextlib.suppress(OSError):
             descriptor = os.pidfd_open(process.pid)
             try:
-                now = _read(process.pid)
+                now = read_process(process.pid)
                 if now is not None and (now.user, now.inner_pid) == (process.user, process.inner_pid):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             finally:
@@ -108,10 +108,10 @@ def _processes(age_s: float) -> list[Process]:
 
 
 def _all() -> list[Process]:
-    return [process for name in os.listdir("/proc") if name.isdigit() and (process := _read(int(name))) is not None]
+    return [process for name in os.listdir("/proc") if name.isdigit() and (process := read_process(int(name))) is not None]
 
 
-def _read(pid: int) -> Process | None:
+def read_process(pid: int) -> Process | None:
     """The process `pid`. None if it has ended."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:

@@ -5,9 +5,7 @@ errors are those that programs expect: ENOSYS if libraries have an alternative, 
 the kernel itself would answer so. For some calls the arguments decide: no new namespaces, no socket families except local and IP, no huge
 pages (the machine has one supply), and no socket options, terminal commands or process properties that use kernel memory, load modules
 or affect other processes. A wrong architecture kills the process.
-
-A binary search finds a call's number in about seven steps. For calls that are allowed with any arguments the kernel keeps a bitmap, and
-does not run the filter (Linux 5.11).
+A binary search finds a call's number in about seven steps.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class KeeperClient:
         self.retired = False  # gets no further sandbox; the present ones continue
         self._problem = ""
         self._link = link
-        self._rooms: dict[int, SharedSandbox] = {}
+        self._sandboxes: dict[int, SharedSandbox] = {}
         self._numbers = itertools.count()
         self._ready = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -80,24 +80,24 @@ class KeeperClient:
 
     def open(self, description: Mapping[str, Any], descriptors: Mapping[str, int]) -> SharedSandbox:
         """Requests a sandbox, which gets these descriptors. Its own connection shows whether it starts. Raises `SandboxError`."""
-        room = SharedSandbox(next(self._numbers))
-        if not self._send({"op": "open", "id": room.id, "handed": list(descriptors), **description}, list(descriptors.values())):
+        sandbox = SharedSandbox(next(self._numbers))
+        if not self._send({"op": "open", "id": sandbox.id, "handed": list(descriptors), **description}, list(descriptors.values())):
             raise SandboxError(f"container {self.name} does not read its requests")
-        self._rooms[room.id] = room
-        return room
+        self._sandboxes[sandbox.id] = sandbox
+        return sandbox
 
-    async def end(self, room: SharedSandbox, patience_s: float) -> None:
+    async def end(self, sandbox: SharedSandbox, patience_s: float) -> None:
         """Waits `patience_s` for a sandbox to end, then kills it. Returns once nothing of it is left. Raises `SandboxError`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
-                await room.ended.wait()
-        if room.ended.is_set():
+                await sandbox.ended.wait()
+        if sandbox.ended.is_set():
             return
         try:
             async with asyncio.timeout(ENDING_S):
-                while not self._send({"op": "end", "id": room.id}, []):
+                while not self._send({"op": "end", "id": sandbox.id}, []):
                     await asyncio.sleep(_RETRY_S)
-                await room.ended.wait()
+                await sandbox.ended.wait()
         except TimeoutError:
             self.retired = True
             raise SandboxError(
@@ -111,9 +111,9 @@ class KeeperClient:
             self._link.close()
             self.gone.set()
             self._ready.set()
-            for room in self._rooms.values():
-                room.ended.set()
-            self._rooms.clear()
+            for sandbox in self._sandboxes.values():
+                sandbox.ended.set()
+            self._sandboxes.clear()
 
     def _send(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
         """Sends a request. False if the keeper has too many unread ones, for example because it gets no CPU time."""
@@ -137,8 +137,8 @@ class KeeperClient:
         except BlockingIOError:
             return
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SandboxError) as error:
-            if self._rooms:
-                log.warning("container %s with %d sandboxes is gone: %s", self.name, len(self._rooms), error)
+            if self._sandboxes:
+                log.warning("container %s with %d sandboxes is gone: %s", self.name, len(self._sandboxes), error)
             self.close()
 
     def _handle(self, message: Any) -> None:
@@ -148,12 +148,12 @@ class KeeperClient:
             self._problem = str(message.get("cannot", ""))[:500]
             self._ready.set()
             return
-        room = self._rooms[message["id"]]
+        sandbox = self._sandboxes[message["id"]]
         if "failed" in message:
-            room.failure, room.code = str(message["failed"])[:500], message["errno"]
+            sandbox.failure, sandbox.code = str(message["failed"])[:500], message["errno"]
         else:
-            room.ended.set()
-            del self._rooms[room.id]
+            sandbox.ended.set()
+            del self._sandboxes[sandbox.id]
 
 
 class Container:
@@ -177,7 +177,7 @@ class Container:
         return self.starting.result().gone.is_set() or self.starting.result().retired
 
     @property
-    def has_room(self) -> bool:
+    def has_free_slot(self) -> bool:
         """Whether it can get another sandbox."""
         return self.taken < SLOTS and self.served < LIFETIME and not self.failed
 
@@ -191,7 +191,7 @@ class ContainerPool:
 
     async def acquire(self, key: Hashable, start: Callable[[str], Awaitable[KeeperClient]]) -> Container:
         """A running container with a slot for the caller, who must call `release`. Raises what its start raises."""
-        container = next((container for container in self._containers.get(key, ()) if container.has_room), None)
+        container = next((container for container in self._containers.get(key, ()) if container.has_free_slot), None)
         if container is None:
             name = sandbox_name()
             container = Container(name, start(name))
@@ -211,7 +211,7 @@ class ContainerPool:
         container.used = asyncio.get_running_loop().time()
         every = [other for same_key in self._containers.values() for other in same_key]
         idle = sorted((other for other in every if not other.taken), key=lambda other: other.used)
-        reusable = [other for other in idle if other.has_room][-MAX_IDLE:]
+        reusable = [other for other in idle if other.has_free_slot][-MAX_IDLE:]
         for other in idle:
             if other not in reusable:
                 self._drop(other)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import arguments, frames
+from agentrl.sandbox import frames
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
-from agentrl.sandbox.inside import requests, wire
+from agentrl.sandbox.inside import arguments, wire
 from agentrl.sandbox.inside.wire import Refused
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=12) | st.sampled_from(
@@ -68,7 +68,7 @@ class Taker:
         link = wire.Link(self.theirs)
         request = link.request()
         body = wire.Body(link, request["body"]).read()
-        requests.validate_request(request)
+        arguments.validate_request(request)
         self.judged.append(request)
         return request, body
 
@@ -105,9 +105,9 @@ JSON = st.recursive(ANYTHING.filter(lambda value: type(value) is not bytes), lam
 
 @given(st.dictionaries(st.sampled_from(["op", "argv", "env", "path", "files", "session", "timeout_s", "output_bytes", "max_bytes"]), JSON))
 def test_any_request_is_valid_or_refused(request):
-    for operation in [*requests.FIELDS, request.get("op")]:
+    for operation in [*arguments.VALIDATORS, request.get("op")]:
         try:
-            requests.validate_request({**request, "op": operation})
+            arguments.validate_request({**request, "op": operation})
         except Refused as refused:
             json.dumps(str(refused)).encode()
 
@@ -115,7 +115,7 @@ def test_any_request_is_valid_or_refused(request):
 @pytest.mark.parametrize("name", ["\udcff", "é", "a b", "\x01", "\n", "x" * 255, "é" * 127, "-rf", "\u202e"])
 def test_every_possible_file_name_is_accepted(name):
     assert arguments.plain_path(f"{name}/{name}") == f"{name}/{name}"
-    requests.validate_request({"op": "read", "path": name, "max_bytes": 1})
+    arguments.validate_request({"op": "read", "path": name, "max_bytes": 1})
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a\udfff", "\udc00", "\udc7f", "x" * 256, "é" * 128])

@@ -12,8 +12,8 @@ from agentrl.records import SandboxSpec
 from agentrl.sandbox import BubblewrapBackend, DockerBackend, limits, list_open, select_backend, server_code
 from agentrl.sandbox.attacks import ATTACK_SPEC, load_attacks, run_attacks
 from agentrl.sandbox.attacks.cases import KINDS, PROGRAMS, hostile_server_source, program_attack
-from agentrl.sandbox.attacks.host_steps import STEPS
 from agentrl.sandbox.attacks.hostile_server import SLOW_TRICKS, replies
+from agentrl.sandbox.attacks.suite import STEPS
 from agentrl.sandbox.lease import lease
 
 SPEC = SandboxSpec(
@@ -86,8 +86,8 @@ class WithAllTerminals(BubblewrapBackend):
 
 
 class WithUnboundedTerminals(DockerBackend):
-    def _room(self, *arguments):
-        return {**super()._room(*arguments), "terminals": "newinstance,ptmxmode=0666,mode=0620"}
+    def _describe(self, *arguments):
+        return {**super()._describe(*arguments), "terminals": "newinstance,ptmxmode=0666,mode=0620"}
 
 
 class WithTheDaemonsTerminals(DockerBackend):
@@ -107,8 +107,8 @@ class ContainerOnTheHostsNetwork(DockerBackend):
 
 
 class SharedContainerOnTheHostsNetwork(DockerBackend):
-    def _room(self, *arguments):
-        return {**super()._room(*arguments), "namespaces": ["mount", "uts", "ipc", "cgroup"], "settings": {}}
+    def _describe(self, *arguments):
+        return {**super()._describe(*arguments), "namespaces": ["mount", "uts", "ipc", "cgroup"], "settings": {}}
 
     def _shared_container(self, *arguments):
         return on_the_hosts_network(super()._shared_container(*arguments))

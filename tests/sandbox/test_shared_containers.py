@@ -224,7 +224,7 @@ class FirstFails(DockerBackend):
         if self.asked == 1:
             await until(lambda: self.asked == 3)
             raise shared_containers.CannotShare("not here")
-        await until(lambda: self._alone)
+        await until(lambda: self._sharing_problem)
         raise SandboxError("the exec server ended")
 
 

@@ -17,6 +17,7 @@ from agentrl.sandbox.processes import Process, SandboxProcesses
 from agentrl.sandbox.shared_containers import KeeperClient
 from benchmarks.sandbox_spin import KINDS, SCORED, spun
 from tests.sandbox.building import ALONE, BOTH, SPEC, processes_of
+from tests.waiting import until
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can stop another user's exec server")
 SPIN = "import os\nos.fork()\nwhile True: pass\n"
@@ -48,12 +49,6 @@ def link_of(pid):
 
 def running(user):
     return [process for process in processes._all() if process.user == user and process.state not in processes.DEAD]
-
-
-async def until(true):
-    async with asyncio.timeout(30):
-        while not true():
-            await asyncio.sleep(0.01)
 
 
 # Priorities ------------------------------------------------------------------------------------------------
@@ -163,7 +158,7 @@ async def test_leftover_programs_do_not_block_file_operations(backend, call, mon
 
 def test_reused_pid_is_not_signalled():
     """The kernel may reuse a pid after the processes have been listed."""
-    mine = processes._read(os.getpid())
+    mine = processes.read_process(os.getpid())
     SandboxProcesses(server=1, agent=2)._kill(replace(mine, user=mine.user + 1))
     SandboxProcesses(server=1, agent=2)._kill(replace(mine, inner_pid=mine.inner_pid + 1))
     SandboxProcesses(server=1, agent=2)._kill(Process(pid=2**22 - 1, parent=0, user=0, inner_pid=1, state="R"))
@@ -197,7 +192,7 @@ async def test_sandbox_that_ends_slowly_does_not_affect_its_neighbours(root, mon
         await one.close()
         assert "did not end" in caplog.text
         assert (await other.python("print(6 * 7)", timeout_s=10)).stdout == "42\n"
-        assert not container.has_room
+        assert not container.has_free_slot
     finally:
         os.kill(keeper, signal.SIGCONT)
     third = await backend.open(SPEC)

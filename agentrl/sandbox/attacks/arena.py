@@ -26,6 +26,8 @@ from agentrl.protocols import Sandbox
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import cgroups, reaper
 from agentrl.sandbox.attacks.allowed_server import AllowedServer
+from agentrl.sandbox.lease import start_time
+from agentrl.sandbox.processes import read_process
 
 _NEIGHBOUR_S = 20.0
 _STANDSTILL_S = 5.0
@@ -198,7 +200,8 @@ class Namespace:
     def processes(self) -> list[int]:
         """Host pids of its processes that this user may see. Empty once another namespace has its number."""
         inside = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _link(f"/proc/{entry}/ns/pid") == self.link]
-        reused = any(_inner_pid(pid) == 1 and _started(pid) > self.seen for pid in inside)
+        first = [process.pid for pid in inside if (process := read_process(pid)) is not None and process.inner_pid == 1]
+        reused = any((start_time(pid) or 0) / os.sysconf("SC_CLK_TCK") > self.seen for pid in first)
         return [] if reused else inside
 
 
@@ -240,22 +243,6 @@ def _link(path: str) -> str:
         return os.readlink(path)
     except OSError:  # the process has ended, or belongs to another user
         return ""
-
-
-def _inner_pid(pid: int) -> int:
-    """The number of a process in its own namespace; 0 if it has ended."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("NSpid:"):
-                return int(line.split()[-1])
-    return 0
-
-
-def _started(pid: int) -> float:
-    """Seconds after boot at which a process started; 0 if it has ended."""
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-    return 0.0
 
 
 def _peak_mb() -> int:

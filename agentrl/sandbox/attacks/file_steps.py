@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from agentrl.errors import SandboxError
 from agentrl.sandbox.attacks.arena import Escaped
-from agentrl.sandbox.attacks.host_steps import MEBIBYTE, StepContext, hold, step
+from agentrl.sandbox.attacks.host_steps import MEBIBYTE, StepContext, hold
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.task.outputs import CollectedOutputs, collect_outputs
 
@@ -46,16 +46,14 @@ async def _bytes_or_refusal(work: Awaitable[bytes]) -> bytes | None:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-@step
-async def _read_result_refused(context: StepContext) -> str:
+async def _step_read_result_refused(context: StepContext) -> str:
     data = await _bytes_or_refusal(context.sandbox.read("result", max_bytes=MEBIBYTE))
     hold(data is None, f"read {len(data or b'')} bytes, where {MEBIBYTE} are allowed")
     archive = await _bytes_or_refusal(context.sandbox.snapshot())
     return f"read refused, snapshot {'refused' if archive is None else f'of {len(archive)} bytes'}"
 
 
-@step
-async def _planted_files(context: StepContext) -> str:
+async def _step_planted_files(context: StepContext) -> str:
     names = ("passwd", "etc/passwd", "environ", "loop", "pipe", "folder", "socket", "zero", "unreadable", "etc/new", "loop/x")
     for name in names:
         data = await _bytes_or_refusal(context.sandbox.read(name, max_bytes=MEBIBYTE))
@@ -72,8 +70,7 @@ async def _planted_files(context: StepContext) -> str:
     return f"{len(names)} reads refused"
 
 
-@step
-async def _link_race(context: StepContext) -> str:
+async def _step_link_race(context: StepContext) -> str:
     loop = asyncio.get_running_loop()
     end = loop.time() + _RACE_S
     own = refused = 0
@@ -89,8 +86,7 @@ async def _link_race(context: StepContext) -> str:
     return f"{own} reads of its own files, {refused} refused"
 
 
-@step
-async def _growing_files(context: StepContext) -> str:
+async def _step_growing_files(context: StepContext) -> str:
     loop = asyncio.get_running_loop()
     end = loop.time() + _RACE_S
     count = 0
@@ -106,14 +102,12 @@ async def _growing_files(context: StepContext) -> str:
 # Snapshots ------------------------------------------------------------------------------------------------------------
 
 
-@step
-async def _snapshot_refused(context: StepContext) -> str:
+async def _step_snapshot_refused(context: StepContext) -> str:
     archive = await _bytes_or_refusal(context.sandbox.snapshot())
     return "snapshot refused" if archive is None else f"snapshot of {len(archive)} bytes"
 
 
-@step
-async def _snapshot(context: StepContext) -> str:
+async def _step_snapshot(context: StepContext) -> str:
     loop = asyncio.get_running_loop()
     start = loop.time()
     try:
@@ -124,8 +118,7 @@ async def _snapshot(context: StepContext) -> str:
     raise Escaped("an archive without end was accepted")
 
 
-@step
-async def _snapshot_opens(context: StepContext) -> str:
+async def _step_snapshot_opens(context: StepContext) -> str:
     copy = await context.backend.open(context.arena.spec, snapshot=await context.sandbox.snapshot())
     try:
         names = "import os; print(sorted(os.listdir('.')) == sorted(eval(open('/dev/stdin').read())), os.path.exists('/tmp/x'))"
@@ -138,8 +131,7 @@ async def _snapshot_opens(context: StepContext) -> str:
     return f"a copy with {count} entries"
 
 
-@step
-async def _captured(context: StepContext) -> str:
+async def _step_captured(context: StepContext) -> str:
     """Whatever the modes and names, a snapshot succeeds and opens into the same files."""
     try:
         archive = await _in_time("a snapshot", context.sandbox.snapshot())
@@ -156,8 +148,7 @@ async def _captured(context: StepContext) -> str:
     return f"a snapshot of {len(archive)} bytes opens unchanged; {len(outputs.files)} outputs, {len(outputs.refused)} refused"
 
 
-@step
-async def _captured_or_too_large(context: StepContext) -> str:
+async def _step_captured_or_too_large(context: StepContext) -> str:
     try:
         snapshot = f"a snapshot of {len(await _in_time('a snapshot', context.sandbox.snapshot()))} bytes"
     except ValueError as error:
@@ -168,8 +159,7 @@ async def _captured_or_too_large(context: StepContext) -> str:
     return f"{snapshot}; {len(outputs.files)} outputs, {len(outputs.refused)} refused"
 
 
-@step
-async def _nobody_at_the_outputs(context: StepContext) -> str:
+async def _step_nobody_at_the_outputs(context: StepContext) -> str:
     outputs = await _outputs(context)
     left = await context.other_processes()
     hold(left == "[]", f"processes {left} continued while outputs were collected")
@@ -179,8 +169,7 @@ async def _nobody_at_the_outputs(context: StepContext) -> str:
 # Archives -------------------------------------------------------------------------------------------------------------
 
 
-@step
-async def _hostile_archives(context: StepContext) -> str:
+async def _step_hostile_archives(context: StepContext) -> str:
     archives = _archives()
     refused = 0
     for name, archive in archives.items():
@@ -248,8 +237,7 @@ def _tar(members: list[tarfile.TarInfo], claim: int = 0) -> bytes:
 # Arguments ------------------------------------------------------------------------------------------------------------
 
 
-@step
-async def _odd_arguments(context: StepContext) -> str:
+async def _step_odd_arguments(context: StepContext) -> str:
     """Anything that a model may write, in any argument of a sandbox, gives a result, or an error that does not blame the machine."""
     refused = answered = 0
     for text in _TEXTS:

@@ -1,13 +1,12 @@
-"""What the host does after an attack's program, or instead of one. This module holds the registry, and the steps about processes,
-sessions, limits and neighbours; `file_steps` holds those about files.
+"""Steps of the host after an attack's program, or instead of one: those about processes, sessions, limits and neighbours.
 
-A step returns a line on what held, or raises `Escaped` with the evidence. A typed error is an answer; a hang is not.
+A function `_step_<name>` is a step. It returns a line on what held, or raises `Escaped` with the evidence. A typed error is an answer; a
+hang is not.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,16 +52,6 @@ class StepContext:
         return await self.output(_OTHER_PROCESSES)
 
 
-Step = Callable[[StepContext], Awaitable[str]]
-STEPS: dict[str, Step] = {}
-
-
-def step(function: Step) -> Step:
-    """Registers a step under the name of its function."""
-    STEPS[function.__name__.removeprefix("_")] = function
-    return function
-
-
 def hold(condition: bool, evidence: object) -> None:
     """Raises `Escaped` unless the condition is true."""
     if not condition:
@@ -72,8 +61,7 @@ def hold(condition: bool, evidence: object) -> None:
 # Limits ---------------------------------------------------------------------------------------------------------------
 
 
-@step
-async def _user_quotas(context: StepContext) -> str:
+async def _step_user_quotas(context: StepContext) -> str:
     code = (
         "import ctypes, os, signal\n"
         "libc = ctypes.CDLL(None)\n"
@@ -85,8 +73,7 @@ async def _user_quotas(context: StepContext) -> str:
     return "the neighbour has its own"
 
 
-@step
-async def _terminals(context: StepContext) -> str:
+async def _step_terminals(context: StepContext) -> str:
     """While the attack holds terminals, the neighbour and a fresh sandbox get theirs."""
     code = "import os\nkept = [os.openpty() for _ in range(4)]\nprint(len(kept))"
     fresh = await context.backend.open(context.arena.spec)
@@ -99,22 +86,19 @@ async def _terminals(context: StepContext) -> str:
     return "others have theirs"
 
 
-@step
-async def _asynchronous_io(context: StepContext) -> str:
+async def _step_asynchronous_io(context: StepContext) -> str:
     taken, limit = (int(Path(f"/proc/sys/fs/aio-{name}").read_text()) for name in ("nr", "max-nr"))
     hold(taken < limit // 2, f"{taken} of the machine's {limit} asynchronous I/O requests are taken")
     return f"{taken} of {limit} taken"
 
 
-@step
-async def _filter_budget(context: StepContext) -> str:
+async def _step_filter_budget(context: StepContext) -> str:
     fresh = await context.backend.open(context.arena.spec)
     await fresh.close()
     return "a fresh sandbox has its own"
 
 
-@step
-async def _spin_together(context: StepContext) -> str:
+async def _step_spin_together(context: StepContext) -> str:
     """Runs the program in many sandboxes at once. Each must time out, and answer afterwards."""
     program = (await context.sandbox.read("program.py", max_bytes=MEBIBYTE)).decode()
     context.arena.sandboxes += _TOGETHER
@@ -145,22 +129,19 @@ async def _end_of(sandbox: ChannelSandbox, program: str) -> str:
 # Processes and sessions -----------------------------------------------------------------------------------------------
 
 
-@step
-async def _nobody_is_left(context: StepContext) -> str:
+async def _step_nobody_is_left(context: StepContext) -> str:
     left = await context.other_processes()
     hold(left == "[]", f"processes {left} outlived the timeout")
     return "no process is left"
 
 
-@step
-async def _timeout_leaves_nobody(context: StepContext) -> str:
+async def _step_timeout_leaves_nobody(context: StepContext) -> str:
     result = await context.sandbox.exec(["sleep", "60"], timeout_s=0.5)
     hold(result.reason == "timeout" or result.exit_code == 126, f"sleep ended: {result}")
-    return "it fills its own process limit" if result.exit_code == 126 else await _nobody_is_left(context)
+    return "it fills its own process limit" if result.exit_code == 126 else await _step_nobody_is_left(context)
 
 
-@step
-async def _others_are_out_of_reach(context: StepContext) -> str:
+async def _step_others_are_out_of_reach(context: StepContext) -> str:
     for _ in range(20):
         hold(await context.output("print(1)") == "1", "a program did not run")
         await asyncio.sleep(0.05)
@@ -171,8 +152,7 @@ async def _others_are_out_of_reach(context: StepContext) -> str:
     return f"{seen} processes of the server's were out of reach"
 
 
-@step
-async def _sessions_answer(context: StepContext) -> str:
+async def _step_sessions_answer(context: StepContext) -> str:
     """The attacked session may answer anything, in time. After its end, and in other sessions, answers are correct."""
     own = await context.sandbox.python("6 * 7", timeout_s=5, session=SESSION)
     end = own.reason or f"exit {own.exit_code}"
@@ -186,19 +166,17 @@ async def _sessions_answer(context: StepContext) -> str:
     return f"{end}; correct answers after its end"
 
 
-@step
-async def _session_lies(context: StepContext) -> str:
+async def _step_session_lies(context: StepContext) -> str:
     for number in range(500):
         result = await context.sandbox.python(f"print({number})", timeout_s=5, session=SESSION)
         hold(result.reason != "timeout", f"call {number} of a session that does not read: {result}")
         if result.restarted:
             hold(result.stdout == f"{number}\n", f"a fresh session answers {result}")
-            return f"believed {number} times, then ended; {await _sessions_answer(context)}"
+            return f"believed {number} times, then ended; {await _step_sessions_answer(context)}"
     raise Escaped("calls pile up without end in a session that does not read")
 
 
-@step
-async def _session_heirs(context: StepContext) -> str:
+async def _step_session_heirs(context: StepContext) -> str:
     hold(context.result is not None and context.result.session_ended, "the session continues")
     await asyncio.sleep(0.5)
     for number in range(20):
@@ -211,15 +189,13 @@ async def _session_heirs(context: StepContext) -> str:
     return "the next session answered for itself"
 
 
-@step
-async def _output_is_only_output(context: StepContext) -> str:
+async def _step_output_is_only_output(context: StepContext) -> str:
     result = context.result
     hold(result is not None and result.exit_code == 7 and not result.truncated, f"the host took {result}")
     return "exit code 7 arrived"
 
 
-@step
-async def _run(context: StepContext) -> str:
+async def _step_run(context: StepContext) -> str:
     """A program run by a hostile server gives a typed error, or a result within the limits, in time."""
     try:
         result = await context.sandbox.exec(["cat"], stdin=bytes(4 * MEBIBYTE), timeout_s=1.0)
@@ -235,8 +211,7 @@ async def _run(context: StepContext) -> str:
 # Neighbours -----------------------------------------------------------------------------------------------------------
 
 
-@step
-async def _unseen_by_watchers(context: StepContext) -> str:
+async def _step_unseen_by_watchers(context: StepContext) -> str:
     """While the program watches, the neighbour and a fresh sandbox open files. Then its sandbox opens one, to show that it watches."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _ANSWER_S

@@ -19,16 +19,23 @@ from pathlib import Path
 
 from agentrl.errors import AgentRLError, SandboxError
 from agentrl.records import ExecResult, SandboxSpec
-from agentrl.sandbox.attacks import file_steps  # noqa: F401 - registers its steps
+from agentrl.sandbox.attacks import file_steps, host_steps
 from agentrl.sandbox.attacks.arena import Arena, AttackCutOff, AttackFailed, Escaped, arena, namespace_of, wait_until_gone
 from agentrl.sandbox.attacks.cases import Attack, hostile_server_source, load_attacks
-from agentrl.sandbox.attacks.host_steps import SESSION, STEPS, StepContext
+from agentrl.sandbox.attacks.host_steps import SESSION, StepContext
 from agentrl.sandbox.attacks.hostile_server import SLOW_TRICKS
 from agentrl.sandbox.backend import ChannelBackend
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 
 ATTACK_SPEC = SandboxSpec(image="sandboxes/tables", memory_mb=192, processes=48, disk_mb=24, open_files=128)
 """Small, so that an uncontained bomb hits these limits first."""
+STEPS = {
+    name.removeprefix("_step_"): function
+    for module in (host_steps, file_steps)
+    for name, function in vars(module).items()
+    if name.startswith("_step_")
+}
+"""Functions of the host's steps, by name."""
 BUSY_S = 10.0
 """Additional time for an attack that a busy machine cut off."""
 _OPEN_S = 30.0

@@ -102,7 +102,11 @@ class Proxy:
             if self._left <= 0:
                 raise Refusal(HTTPStatus.FORBIDDEN, f"the sandbox has used up its {self._bounds.total_bytes} bytes")
             request = heads.parse_request(await self._head(program[0]))
-            link = await self._connect(request)
+            try:
+                async with asyncio.timeout(self._bounds.connect_s):
+                    link = await self._allowed.connect(request.host, request.port)
+            except TimeoutError:
+                raise Refusal(HTTPStatus.GATEWAY_TIMEOUT, f"no connection in {self._bounds.connect_s:.0f} s") from None
         except Refusal as refusal:
             if not self.refused:
                 target = f"{request.host}:{request.port}" if request is not None else "a malformed request"
@@ -123,13 +127,6 @@ class Proxy:
             raise Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, reason) from None
         except asyncio.IncompleteReadError:
             raise ConnectionError("closed before the end of the request") from None
-
-    async def _connect(self, request: ProxyRequest) -> socket.socket:
-        try:
-            async with asyncio.timeout(self._bounds.connect_s):
-                return await self._allowed.connect(request.host, request.port)
-        except TimeoutError:
-            raise Refusal(HTTPStatus.GATEWAY_TIMEOUT, f"no connection in {self._bounds.connect_s:.0f} s") from None
 
     async def _forward(self, request: ProxyRequest, program: _Streams, server: _Streams) -> None:
         clock = _Clock(self._bounds, patient=self._allowed.lists_address(request.host, request.port))

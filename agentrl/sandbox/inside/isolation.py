@@ -1,8 +1,7 @@
 """Isolation of one sandbox, built by its first process: control group, namespaces and file tree.
 
-In a shared container, the process has been forked by the keeper (see `keeper`), is the first of a new pid namespace, and has the
-container's rights. It builds the sandbox, hides the container's tree behind the new one, and continues as an exec server, which gives
-those rights up. Meanwhile it reads nothing that others can write, and no program runs.
+In a shared container, the keeper has forked the process into a new pid namespace, with the container's rights. It builds the sandbox and
+continues as an exec server, which gives those rights up. Meanwhile it reads nothing that others can write, and no program runs.
 
 The tree is an overlay of the image, and the devices are new, so their inodes, and with them file locks, pipes and inotify watches, are
 shared with no other sandbox. The daemon's filter refuses `pivot_root`, so the tree is moved over the old one.
@@ -140,10 +139,10 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, setting
         raise last_error(f"mount of {kind or source or 'flags'} on {target}")
 
 
-def isolate(room: Request, groups: Groups, program: bytes) -> None:
-    """Builds the sandbox that `room` describes around this process. Raises `OSError`."""
-    name, namespaces = room["name"], room["namespaces"]
-    groups.create(name, room["bounds"])
+def isolate(sandbox: Request, groups: Groups, program: bytes) -> None:
+    """Builds the sandbox that `sandbox` describes around this process. Raises `OSError`."""
+    name, namespaces = sandbox["name"], sandbox["namespaces"]
+    groups.create(name, sandbox["bounds"])
     groups.add(name)
     flags = 0
     for namespace in namespaces:
@@ -151,10 +150,10 @@ def isolate(room: Request, groups: Groups, program: bytes) -> None:
     if LIBC.unshare(flags) != 0:
         raise last_error(f"new namespaces {namespaces}")
     mount(None, "/", None, _MS_REC | _MS_PRIVATE)
-    _build_tree(room)
-    _add_files(room, groups, program)
-    _add_proc(room)
-    for path, settings in room["tmpfs"].items():
+    _build_tree(sandbox)
+    _add_files(sandbox, groups, program)
+    _add_proc(sandbox)
+    for path, settings in sandbox["tmpfs"].items():
         mount("tmpfs", _TREE + path, "tmpfs", _PLAIN, settings)
     mount(None, f"{_TREE}/dev", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC)
     if "uts" in namespaces:
@@ -203,11 +202,11 @@ def _build_tree(description: Request) -> None:
     mount("devpts", f"{_TREE}/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, description["terminals"])
 
 
-def _add_files(room: Request, groups: Groups, program: bytes) -> None:
+def _add_files(sandbox: Request, groups: Groups, program: bytes) -> None:
     """Adds /agentrl, with this sandbox's own files, some of which replace files of the image or of /sys. All are read-only."""
     own = f"{_TREE}/agentrl"
-    mount(room["name"], own, "tmpfs", _PLAIN, f"size={(1 << 17) + len(program)},mode=0755")
-    for number, (path, text) in enumerate(room["files"].items()):
+    mount(sandbox["name"], own, "tmpfs", _PLAIN, f"size={(1 << 17) + len(program)},mode=0755")
+    for number, (path, text) in enumerate(sandbox["files"].items()):
         _write(f"{own}/{number}", text)
         if path.startswith("/sys/"):
             mount("tmpfs", f"{_TREE}/sys", "tmpfs", _PLAIN | MS_NOEXEC, "size=65536,mode=0755")
@@ -218,7 +217,7 @@ def _add_files(room: Request, groups: Groups, program: bytes) -> None:
         if path.startswith("/sys/"):
             mount(None, f"{_TREE}/sys", None, _READ_ONLY)
     _write(f"{own}/memory", "")
-    mount(groups.memory_events(room["name"]), f"{own}/memory", None, MS_BIND)
+    mount(groups.memory_events(sandbox["name"]), f"{own}/memory", None, MS_BIND)
     mount(None, f"{own}/memory", None, _READ_ONLY)
     if program:
         with open(f"{own}/exec_server.py", "wb") as file:
@@ -226,11 +225,11 @@ def _add_files(room: Request, groups: Groups, program: bytes) -> None:
     mount(None, own, None, MS_REMOUNT | MS_BIND | MS_RDONLY | _PLAIN)
 
 
-def _add_proc(room: Request) -> None:
+def _add_proc(sandbox: Request) -> None:
     """Adds /proc of the new pid namespace and writes the network settings. As with daemons, parts about the machine are restricted."""
     top = f"{_TREE}/proc"
     mount("proc", top, "proc", _PLAIN | MS_NOEXEC)
-    for name, value in room["settings"].items():
+    for name, value in sandbox["settings"].items():
         _write(f"{top}/sys/{name.replace('.', '/')}", value)
     for path in (f"{top}/{name}" for name in _PROC_READ_ONLY):
         if os.path.exists(path):

@@ -5,8 +5,7 @@
 The host sends requests over a packet socket, each with the sandbox's own connection, in which the keeper takes no part. No program runs as
 the keeper's user, in its namespaces, or where it could send it anything; the keeper reads from the host alone. When the host closes the
 socket it exits, and the kernel ends every process of the container.
-
-A sandbox's first process has the exec server's modules in memory already; loading them is most of what an exec server costs to start.
+A sandbox's first process has the exec server's modules in memory already, which saves most of its start-up time.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Keeper:
         self.host, self.serve = host, serve
         self.groups = Groups()
         self.own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-        self.rooms: dict[int, Request] = {}  # by the pid of each sandbox's first process
+        self.sandboxes: dict[int, Request] = {}  # by the pid of each sandbox's first process
         self.leaving: list[Request] = []  # sandboxes whose control groups are still to be removed
         self.wake, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -59,9 +58,9 @@ class Keeper:
         try:
             self.groups.open_up()
         except OSError as error:
-            self._say({"cannot": str(error), "errno": error.errno})
+            self._report({"cannot": str(error), "errno": error.errno})
             os._exit(1)
-        self._say({"ready": True})
+        self._report({"ready": True})
         gc.freeze()
         poll = select.poll()
         poll.register(self.host, select.POLLIN)
@@ -72,12 +71,12 @@ class Keeper:
                     self._reap()
                 else:
                     self._answer()
-            for room in self.leaving[:]:
-                if self.groups.remove(room["name"]):
-                    self.leaving.remove(room)
-                    self._say({"id": room["id"], "ended": True})
+            for sandbox in self.leaving[:]:
+                if self.groups.remove(sandbox["name"]):
+                    self.leaving.remove(sandbox)
+                    self._report({"id": sandbox["id"], "ended": True})
 
-    def _say(self, message: Request) -> None:
+    def _report(self, message: Request) -> None:
         try:
             self.host.send(json.dumps(message).encode())
         except OSError:  # the host is gone, or does not read
@@ -91,13 +90,13 @@ class Keeper:
         if request["op"] == "open":
             self._open(request, fds)
         else:
-            for pid, room in self.rooms.items():
-                if room["id"] == request["id"]:
+            for pid, sandbox in self.sandboxes.items():
+                if sandbox["id"] == request["id"]:
                     os.kill(pid, signal.SIGKILL)
         for fd in fds:
             os.close(fd)
 
-    def _open(self, room: Request, fds: list[int]) -> None:
+    def _open(self, sandbox: Request, fds: list[int]) -> None:
         """Forks the first process of a sandbox, in a new pid namespace."""
         pid = 0
         try:
@@ -105,15 +104,15 @@ class Keeper:
                 raise last_error("a new pid namespace")
             pid = os.fork()
             if pid == 0:
-                self._become(room, fds)
+                self._become(sandbox, fds)
         except OSError as error:
-            self._say({"id": room["id"], "failed": str(error), "errno": error.errno})
-            self._say({"id": room["id"], "ended": True})
+            self._report({"id": sandbox["id"], "failed": str(error), "errno": error.errno})
+            self._report({"id": sandbox["id"], "ended": True})
         finally:
             if LIBC.setns(self.own, CLONE_NEWPID) != 0:
                 os._exit(1)
         if pid:
-            self.rooms[pid] = room
+            self.sandboxes[pid] = sandbox
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -123,28 +122,28 @@ class Keeper:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
-                if pid in self.rooms:
-                    self.leaving.append(self.rooms.pop(pid))
+                if pid in self.sandboxes:
+                    self.leaving.append(self.sandboxes.pop(pid))
 
-    def _become(self, room: Request, fds: list[int]) -> NoReturn:
+    def _become(self, sandbox: Request, fds: list[int]) -> NoReturn:
         """Builds the sandbox around this process, and continues as its exec server. Reports a failure to the host."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            handed = {name: fds[number] for number, name in enumerate(room["handed"])}
+            handed = {name: fds[number] for number, name in enumerate(sandbox["handed"])}
             program = b""
             if "program" in handed:
                 with open(handed["program"], "rb", closefd=False) as file:
                     program = file.read()
-            isolate(room, self.groups, program)
+            isolate(sandbox, self.groups, program)
             link = self._keep_only(handed)
             if program:
                 for fd in range(HOST_FD, EGRESS_FD + ("egress" in handed)):
                     os.set_inheritable(fd, True)
-                os.execvpe("python3", ["python3", "-I", _REPLACEMENT, f"fd:{HOST_FD}", json.dumps(room["options"])], ENVIRONMENT)
-            self.serve(room["options"], link)
+                os.execvpe("python3", ["python3", "-I", _REPLACEMENT, f"fd:{HOST_FD}", json.dumps(sandbox["options"])], ENVIRONMENT)
+            self.serve(sandbox["options"], link)
         except BaseException as error:  # once the keeper's socket is closed, the end of the sandbox's own connection reports it
-            self._say({"id": room["id"], "failed": str(error), "errno": getattr(error, "errno", None)})
+            self._report({"id": sandbox["id"], "failed": str(error), "errno": getattr(error, "errno", None)})
         finally:
             os._exit(1)
 

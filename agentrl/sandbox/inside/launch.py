@@ -1,8 +1,7 @@
 """Launch of a program by the waiting child, which then waits again.
 
-A process that turns into a program is forked from the server, and discards its copy of the server's memory: more work than most programs
-do. So the waiting child starts the program with posix_spawn(3), without a copy, waits for its end, reports it, and is ready for the next
-program. If it cannot, it turns into the program itself.
+A child that turns into a program discards its copy of the server's memory: more work than most programs do. So it starts the program with
+posix_spawn(3), without a copy, reports its end, and is ready for the next one. If it cannot, it turns into the program itself.
 
 A program must belong to the agent from its first instruction, and may signal every process of the agent. The kernel keeps user ids per
 thread, and checks signals against the ids of a process's first thread. So a second thread takes the agent's ids and starts the program.
@@ -42,18 +41,18 @@ class Launch:
 
     def __init__(self, child: WaitingChild) -> None:
         self.control = child.control
-        self.said: int | None = None
+        self.status: int | None = None
 
-    def through(self) -> int | None:
+    def read_status(self) -> int | None:
         """The program's status, in the form of waitpid(2), once the child reports it. None if it does not, or becomes the program."""
-        if self.said is None:
+        if self.status is None:
             try:
                 packet = self.control.recv(_STATUS.size)
             except OSError:
                 packet = b""
             if packet:
-                (self.said,) = _STATUS.unpack(packet)
-        return None if self.said == _BECOMES_PROGRAM else self.said
+                (self.status,) = _STATUS.unpack(packet)
+        return None if self.status == _BECOMES_PROGRAM else self.status
 
 
 class Launcher:

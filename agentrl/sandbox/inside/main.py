@@ -20,7 +20,7 @@ from agentrl.sandbox.inside.child import reset_interpreter
 from agentrl.sandbox.inside.isolation import isolate_tree
 from agentrl.sandbox.inside.keeper import Keeper
 from agentrl.sandbox.inside.server import Server
-from agentrl.sandbox.inside.users import ENVIRONMENT, drop_root, restrict, single_user
+from agentrl.sandbox.inside.users import ENVIRONMENT, become_server, restrict
 from agentrl.sandbox.inside.wire import Link
 
 TYPE_CHECKING = False
@@ -52,7 +52,7 @@ def serve(options: Request, sock: socket.socket) -> None:
         if "shown" in options:
             isolate_tree(options)
         set_bounds(options)
-    users = drop_root(options) if os.geteuid() == 0 else single_user(options)
+    users = become_server(options)
     restrict(options)
     if os.path.exists("/opt/agentrl/image.json"):  # the variables of the image (see `agentrl.sandbox.layout`)
         with open("/opt/agentrl/image.json", encoding="utf-8") as file:

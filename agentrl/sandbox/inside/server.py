@@ -10,11 +10,11 @@ import select
 import signal
 import time
 
+from agentrl.sandbox.inside.arguments import validate_request
 from agentrl.sandbox.inside.bounds import CHECK_S, IDLE_CHECK_S, Watch
 from agentrl.sandbox.inside.files import send_file, write_files
 from agentrl.sandbox.inside.launch import Launch, can_launch
 from agentrl.sandbox.inside.program import Pause, Program, cannot_start, kernel_status, kill_everything
-from agentrl.sandbox.inside.requests import validate_request
 from agentrl.sandbox.inside.session import MAX_SESSIONS, Session
 from agentrl.sandbox.inside.snapshot import restore_snapshot, send_snapshot
 from agentrl.sandbox.inside.spawn import Pipes, WaitingChild, work
@@ -41,7 +41,7 @@ class Server:
         self.paused_at: float | None = None
         self.pause: Pause | None = None  # while paused
         self.waiting: WaitingChild | None = None
-        self.through: WaitingChild | None = None  # has launched a program that has ended
+        self.launcher: WaitingChild | None = None  # has launched a program that has ended
         self.likely = "python"
         self.sessions: dict[str, Session] = {}
         self.watch = Watch()
@@ -114,11 +114,11 @@ class Server:
             return self._watch_program(program, None)
         launch = Launch(child)
         answer = self._watch_program(program, launch)
-        if launch.through() is not None:
-            self.through = child
+        if launch.read_status() is not None:
+            self.launcher = child
             return answer
         child.control.close()
-        if launch.said is None:  # the child was killed before it reported the program's end
+        if launch.status is None:  # the child was killed before it reported the program's end
             self._kill_all_and_wait()
         return answer
 
@@ -185,10 +185,10 @@ class Server:
 
     def _prepare_child(self) -> None:
         """Forks the next program's process ahead of need. If that fails, the next call tries again."""
-        if self.through is not None:
-            child, self.through = self.through, None
+        if self.launcher is not None:
+            child, self.launcher = self.launcher, None
             with contextlib.suppress(OSError):
-                if child.again():
+                if child.reuse():
                     self.waiting = child
                 else:
                     child.close()
@@ -235,7 +235,7 @@ class Server:
                     self.poll.unregister(fd)
             elif reporter is not None and fd == reporter.control.fileno():
                 self.poll.unregister(fd)  # it reports once per call
-                status = reporter.through()
+                status = reporter.read_status()
                 if status is not None:
                     program.end(status)
         # A program that has ended writes no more. Pipes that others hold open are read only while data is available.

@@ -48,7 +48,7 @@ class Session:
             return False
         return True
 
-    def through(self) -> int | None:
+    def read_status(self) -> int | None:
         """Reads a packet: the call's status, in the form of waitpid(2). None, and the end of the session, for anything else."""
         try:
             packet = self.control.recv(_PACKET.size + 1)

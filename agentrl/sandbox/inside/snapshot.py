@@ -188,7 +188,14 @@ def unpack(archive: ArchiveReader, top: str) -> None:
                 unfinished.append((path, entry))
             _create(entry, archive, *folders.parent(path, create=True), sources)
         for path, entry in reversed(unfinished):  # the mode may close a folder, so its contents come first
-            _finish_folder(entry, *folders.parent(path))
+            folder, name = folders.parent(path)
+            inner = os.open(name, FOLDER, dir_fd=folder)
+            try:
+                os.utime(inner, (entry.mtime, entry.mtime))
+                if entry.mode & _PERMISSIONS != _NEW_FOLDER:
+                    os.fchmod(inner, entry.mode & _PERMISSIONS)
+            finally:
+                os.close(inner)
 
 
 def _create(entry: Entry, archive: ArchiveReader, folder: int, name: str, sources: FolderPath) -> None:
@@ -203,13 +210,3 @@ def _create(entry: Entry, archive: ArchiveReader, folder: int, name: str, source
         os.link(first_name, name, src_dir_fd=first, dst_dir_fd=folder, follow_symlinks=False)
     else:
         write_file(folder, name, archive, entry.size, entry.mode & _PERMISSIONS, entry.mtime)
-
-
-def _finish_folder(entry: Entry, folder: int, name: str) -> None:
-    inner = os.open(name, FOLDER, dir_fd=folder)
-    try:
-        os.utime(inner, (entry.mtime, entry.mtime))
-        if entry.mode & _PERMISSIONS != _NEW_FOLDER:
-            os.fchmod(inner, entry.mode & _PERMISSIONS)
-    finally:
-        os.close(inner)

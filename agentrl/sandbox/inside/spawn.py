@@ -71,7 +71,7 @@ class WaitingChild:
         self.pipes.close_theirs()
         control.close()
 
-    def again(self) -> bool:
+    def reuse(self) -> bool:
         """Sends the pipes of the next program to a child that has launched one. False if it does not accept them."""
         self.pipes = Pipes()
         try:

@@ -118,13 +118,10 @@ def _is_mapped(user: int) -> bool:
     return any(int(first) <= user < int(first) + int(count) for first, _, count in ranges)
 
 
-def single_user(options: Request) -> Users:
-    """The users of a sandbox that was not started by root: server and agent are the same."""
-    return Users(os.geteuid(), os.geteuid(), options["open_files"], grouped=options["grouped"])
-
-
-def drop_root(options: Request) -> Users:
-    """Gives up root irrevocably, except for `rights`. Returns the new users."""
+def become_server(options: Request) -> Users:
+    """Gives up root irrevocably, except for `rights`. Returns the users; the same one twice if this process was not started by root."""
+    if os.geteuid() != 0:
+        return Users(os.geteuid(), os.geteuid(), options["open_files"], grouped=options["grouped"])
     for path, limit in options.get("tmpfs", {}).items():
         if LIBC.mount(b"tmpfs", path.encode(), None, MS_REMOUNT | MS_NOSUID | MS_NODEV, limit.encode()) != 0:
             raise OSError(ctypes.get_errno(), f"remount {path}")

@@ -2,8 +2,7 @@
 
 The last build step of such an image (`agentrl.sandbox.layout.arrange`) moves the files in the WORKDIR (/app without one) to
 /opt/agentrl/start, replaces the WORKDIR by a link to /home/agent, and links /logs, /tests and /solution to folders below /tmp. Each new
-sandbox copies the moved files to its working directory (`agentrl.sandbox.layout.begin`). All of it is part of the image, so it works with
-both backends.
+sandbox copies the moved files to its working directory (`agentrl.sandbox.layout.begin`).
 """
 
 from __future__ import annotations

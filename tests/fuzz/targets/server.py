@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.sandbox import arguments, frames
+from agentrl.sandbox import frames
+from agentrl.sandbox.inside import arguments
 from agentrl.sandbox.inside.spawn import work
 from tests.fuzz import mutators
 from tests.fuzz.target import Check, Target, must
