@@ -29,7 +29,8 @@ from agentrl.learner.disk import disk_errors_raised
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.tensor_files import read, tensors_only
-from agentrl.learner.universal_checkpoint import layout, layout_of
+from agentrl.learner.universal_checkpoint import layout, layout_of, load_converted
+from agentrl.learner.update_guard import FailureCounts
 from agentrl.records import codec
 from agentrl.records.fields import Record
 

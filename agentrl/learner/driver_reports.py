@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from agentrl.base.error_text import one_line_error, raise_location
+from agentrl.base.error_text import disk_full_error, one_line_error, raise_location
 from agentrl.errors import AgentRLError, DiskFull, LearnerError, LearnerHalted, UserError
 
 _LONGEST = 1 << 14  # characters of a line

@@ -16,7 +16,7 @@ from agentrl.config.recipe import Recipe
 from agentrl.learner import causal_lm, forest_attention, lora
 from agentrl.learner.gradient_gate import skip_steps_above
 from agentrl.learner.optimizer import BETAS, EPS, RATE_SCALE, GuardedAdamW, learning_rate, parameter_groups
-from agentrl.learner.packing import MicroBatch
+from agentrl.learner.packing import MicroBatch, single_sequence
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.token_scorer import TOLERANCE, TokenScorer, check_scorer
 from agentrl.learner.ulysses import check_heads

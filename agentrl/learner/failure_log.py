@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentrl.base.files import append_lines
+from agentrl.base.files import append_lines, complete_lines, write_atomically
 from agentrl.learner.disk import disk_errors_raised
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.records import codec

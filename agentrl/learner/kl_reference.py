@@ -9,7 +9,7 @@ from torch import Tensor
 
 from agentrl.config.recipe import Recipe
 from agentrl.learner import lora
-from agentrl.learner.engine import PolicyEngine, load_model
+from agentrl.learner.engine import PolicyEngine, load_model, score_tokens
 from agentrl.learner.packing import MicroBatch
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.token_scorer import TokenScorer

@@ -11,7 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-from agentrl.base.processes import die_with_parent
+from agentrl.base.processes import die_with_parent, freeze_imports
+from agentrl.base.run_lock import hold_shared_lock
 from agentrl.errors import AgentRLError
 from agentrl.learner.driver_reports import ExitReason, send_exit_reason
 

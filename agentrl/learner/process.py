@@ -9,7 +9,10 @@ import signal
 import sys
 from pathlib import Path
 
+from agentrl.base.error_text import cause_in_log
+from agentrl.base.files import tail_bytes
 from agentrl.base.liveness import Liveness
+from agentrl.base.processes import openmp_environment
 from agentrl.base.run_lock import hold_shared_lock
 from agentrl.base.secrets import child_environment
 from agentrl.config.recipe import Recipe

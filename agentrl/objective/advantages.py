@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from agentrl.base.scores import all_equal
+from agentrl.base.error_text import one_line_error, raise_location
+from agentrl.base.scores import all_equal, all_negligible
 from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import PluginError
 from agentrl.plugins import parts

@@ -32,10 +32,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from agentrl.base.scores import all_equal
 from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import RecipeError
 from agentrl.objective.advantages import STD_EPS, sample_std
-from agentrl.objective.branches import turn_key
+from agentrl.objective.branches import TurnKey, turn_key
 from agentrl.records import ScoredEpisode, Trajectory
 
 Credit = dict[str, list[list[float]]]

@@ -10,9 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from agentrl.base.scores import all_negligible
 from agentrl.config.recipe import ObjectiveConfig, Recipe
 from agentrl.errors import RecipeError
 from agentrl.objective.advantages import GroupAdvantages, batch_advantages
+from agentrl.objective.branches import CreditedTrajectory, assign_shared_turns
 from agentrl.objective.credit import CountedEpisode, branch_credit, penalized_score
 from agentrl.objective.staleness import staleness_weight
 from agentrl.objective.turns import turn_advantages

@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from agentrl.base.error_text import one_line_error, raise_location
 from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import PluginError
+from agentrl.objective.advantages import check_advantages, load_estimator
 from agentrl.protocols import AdvantageEstimator
 
 

@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from agentrl.errors import RequestRefused, ServingError
 from agentrl.serving.access import auth_headers as access
-from agentrl.serving.transport import UnsentError
+from agentrl.serving.transport import HttpTransport, UnsentError
 
 log = logging.getLogger(__name__)
 

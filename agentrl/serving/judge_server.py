@@ -7,7 +7,7 @@ from pathlib import Path
 from agentrl.config.recipe import JudgeServerConfig
 from agentrl.errors import ServingError
 from agentrl.serving.control import ControlPlane
-from agentrl.serving.probe import judge_logprob_difference, read_probe
+from agentrl.serving.probe import PROBE_FILE, judge_logprob_difference, read_probe
 from agentrl.serving.process import WARM_S, ServerProcess, launch_command, server_environment
 
 HOST = "127.0.0.1"

@@ -12,8 +12,9 @@ from typing import Any
 from agentrl.errors import ServingError, SwapError
 from agentrl.records import Probe, codec
 from agentrl.records.sampling import TIES, Sampling
+from agentrl.serving.client import parse_alternatives, proven_support, sampling_parameters
 from agentrl.serving.control import ControlPlane
-from agentrl.serving.server import VLLMServer
+from agentrl.serving.server import PROBE_PRIORITY, VLLMServer
 
 PROBE_FILE = "probe.json"
 

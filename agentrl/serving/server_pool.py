@@ -18,7 +18,8 @@ from agentrl.config.recipe import Recipe
 from agentrl.errors import ServerDied, ServingError, SwapError
 from agentrl.protocols import CacheUse, VersionRegistry
 from agentrl.records import Completion, PolicyVersion, SamplingParams, SwapReport
-from agentrl.serving.supervisor import ServerLost, SupervisedServer, mark_serving
+from agentrl.serving.routing import EpisodeRouter
+from agentrl.serving.supervisor import ServerLost, SupervisedServer, mark_serving, version_to_serve
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from agentrl.serving import TokenClient, UnsentError, VLLMServer
 from agentrl.serving.probe import PROBE_FILE, max_logprob_difference, read_probe
 from agentrl.serving.server import server_log_name, server_title
 from agentrl.version import deltas
-from agentrl.version.server_address import announce_server
+from agentrl.version.server_address import announce_server, withdraw_server
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from torch import nn
 from agentrl.learner import forest_attention
 from agentrl.learner.forest import build_forest
 from agentrl.learner.forest_attention import ForestLayout, register
-from agentrl.learner.packing import build_micro_batch
+from agentrl.learner.packing import build_micro_batch, plan_micro_batches
 from agentrl.learner.token_scorer import TokenScorer
 from agentrl.records import Sample
 from tests.learner.building import VOCABULARY, tiny_config

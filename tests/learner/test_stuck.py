@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from agentrl.liveness import Liveness
 
 from agentrl.base.liveness import Liveness
 from agentrl.errors import LearnerError

@@ -39,7 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def imported(source: Path) -> Path:
     """The folder that an import has made of it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentrl.agent.template._run_child", tried)
+        patch.setattr("agentrl.agent.template._tried", tried)
         import_model(str(source), source.with_name("imported"), chat_template="hermes")
     return source.with_name("imported")
 
