@@ -287,5 +287,5 @@ class Scalar:
         return node
 
 
-def _times(one: Node, other: Node) -> Node:
-    return Node("mul", (*(one.parts if one.kind == "mul" else (one,)), *(other.parts if other.kind == "mul" else (other,))))
+def _times(left: Node, right: Node) -> Node:
+    return Node("mul", (*(left.parts if left.kind == "mul" else (left,)), *(right.parts if right.kind == "mul" else (right,))))

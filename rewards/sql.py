@@ -82,12 +82,14 @@ class Sql(ConfiguredVerifier):
         query = strip_code_fence(text, "sql", "sqlite")
         request = {"truth": truth, "answer": query, "databases": scripts, "ordered": rules.ordered, "relative": rules.relative}
         try:
-            told = await _worker.evaluate(request, sound=request | {"answer": truth})
+            result = await _worker.evaluate(request, sound=request | {"answer": truth})
         except AnswerFault as error:
             return zero_score(f"answer {text[:EVIDENCE_CHARS]!r}: it {error}")
-        if told["task"]:
-            raise TaskError(f"task {task.id}: {told['task']}")
-        return Score(value=float(not told["wrong"]), evidence=f"answer {text[:EVIDENCE_CHARS]!r}{told['wrong'] and ': ' + told['wrong']}")
+        if result["task"]:
+            raise TaskError(f"task {task.id}: {result['task']}")
+        return Score(
+            value=float(not result["wrong"]), evidence=f"answer {text[:EVIDENCE_CHARS]!r}{result['wrong'] and ': ' + result['wrong']}"
+        )
 
 
 class Refused(Exception):
@@ -276,23 +278,23 @@ def differ(given: Result, wanted: Result, *, ordered: bool, relative: float) -> 
         return "it reads no table"
     cells = _cells(relative)
     if ordered:
-        same = all(bags.near_rows(one, other, cells) for one, other in zip(given.rows, wanted.rows, strict=True))
+        same = all(bags.near_rows(row, true_row, cells) for row, true_row in zip(given.rows, wanted.rows, strict=True))
         return "" if same else "other rows, or in another order"
     return "" if bags.same_bag(given.rows, wanted.rows, cells) else "other rows"
 
 
 def _cells(relative: float) -> bags.Cells:
-    return bags.Cells(near=lambda one, other: _same(one, other, relative), number=_number, relative=relative)
+    return bags.Cells(near=lambda cell, true_cell: _same(cell, true_cell, relative), number=_number, relative=relative)
 
 
 def _number(cell: Any) -> float | None:
     return float(cell) if isinstance(cell, int | float) and math.isfinite(cell) else None
 
 
-def _same(one: Any, other: Any, relative: float) -> bool:
-    if isinstance(one, int | float) and isinstance(other, int | float):
-        return same_number(one, other, relative=relative)
-    return type(one) is type(other) and bool(one == other)
+def _same(cell: Any, true_cell: Any, relative: float) -> bool:
+    if isinstance(cell, int | float) and isinstance(true_cell, int | float):
+        return same_number(cell, true_cell, relative=relative)
+    return type(cell) is type(true_cell) and bool(cell == true_cell)
 
 
 _worker = SubprocessWorker(verdict, deadline_s=DEADLINE_S, memory=1 << 30, processes=2)

@@ -45,7 +45,7 @@ def changed_copies(origin: sqlite3.Connection, query: str, columns: Iterable[tup
     columns = list(columns)
     read = _read(tables, columns)
     used = sorted({table for table, _ in columns if table in tables})[:MAX_TABLES]
-    removed = [_without(some, share) for share in _REMOVED for some in (tables, *([table] for table in used))]
+    removed = [_without(chosen, share) for share in _REMOVED for chosen in (tables, *([table] for table in used))]
     doubled = [_doubled([table]) for table in used]
     others = [_other(table, column, known) for table, column in read]
     for number, change in enumerate([*removed, *doubled, *others, *others]):

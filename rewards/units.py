@@ -163,8 +163,8 @@ def unit(text: str) -> Unit | None:
     """
     if len(text) > LONGEST:
         return None
-    found = _quotient(unicodedata.normalize("NFC", text).translate(_SIGNS))
-    return found if found is not None and 1 / _LARGEST < found.factor < _LARGEST else None
+    parsed = _quotient(unicodedata.normalize("NFC", text).translate(_SIGNS))
+    return parsed if parsed is not None and 1 / _LARGEST < parsed.factor < _LARGEST else None
 
 
 def _quotient(text: str) -> Unit | None:
@@ -180,14 +180,14 @@ def _quotient(text: str) -> Unit | None:
 
 
 def _product(text: str) -> Unit | None:
-    whole = ONE
+    product = ONE
     for piece in re.split(r"[*.\s]+", text.replace("**", "^").strip()):
         match = _FACTOR.fullmatch(piece)
-        found = _named(match[1]) if match else None
-        if match is None or found is None or abs(power := int(match[2] or 1)) > LARGEST_POWER:
+        factor = _named(match[1]) if match else None
+        if match is None or factor is None or abs(power := int(match[2] or 1)) > LARGEST_POWER:
             return None
-        whole = _times(whole, found, power)
-    return whole
+        product = _times(product, factor, power)
+    return product
 
 
 def _named(name: str) -> Unit | None:
@@ -198,8 +198,8 @@ def _named(name: str) -> Unit | None:
         rest = name.removeprefix(prefix) if name.startswith(prefix) else ""
         if rest in _PREFIXED and (scale >= 1 if rest in ("B", "bit") else prefix not in _BINARY):
             factor, base = _PREFIXED[rest]
-            whole = _made(factor, base)
-            return Unit(whole.factor * Fraction(repr(scale)), whole.powers)
+            base_unit = _made(factor, base)
+            return Unit(base_unit.factor * Fraction(repr(scale)), base_unit.powers)
     return None
 
 
@@ -212,5 +212,5 @@ def _made(factor: float, base: str) -> Unit:
     return Unit(Fraction(repr(factor)), tuple(powers.values()))
 
 
-def _times(one: Unit, other: Unit, power: int) -> Unit:
-    return Unit(one.factor * other.factor**power, tuple(a + power * b for a, b in zip(one.powers, other.powers, strict=True)))
+def _times(left: Unit, right: Unit, power: int) -> Unit:
+    return Unit(left.factor * right.factor**power, tuple(a + power * b for a, b in zip(left.powers, right.powers, strict=True)))

@@ -45,7 +45,7 @@ def split_sizes(family: TaskFamily, count: int | None) -> dict[Split, int]:
         size = family.size(split)
         if size is None and count is None:
             raise ValueError(f"{family.name} has endless tasks")
-        number[split] = min(one for one in (size, count) if one is not None)
+        number[split] = min(limit for limit in (size, count) if limit is not None)
     return number
 
 

@@ -84,16 +84,16 @@ def _equal(drawn: Mapping[Split, list[Task]], seen: Mapping[Split, list[str]], s
     if not pairs:
         return []
     shown = join_examples([f"{task.id} is {other.id}" for task, other in pairs])
-    what = f"{len(pairs):,} of {len(drawn[split]):,} tasks in {split} show the agent the same as a training task: {shown}"
-    return [Finding(severity="failure", what=what, tasks=tuple(task.id for task, _ in pairs))]
+    text = f"{len(pairs):,} of {len(drawn[split]):,} tasks in {split} show the agent the same as a training task: {shown}"
+    return [Finding(severity="failure", what=text, tasks=tuple(task.id for task, _ in pairs))]
 
 
 def _misplaced(split: Split, tasks: list[Task]) -> list[Finding]:
     wrong = [(draw_name((split, index)), task) for index, task in enumerate(tasks) if task.split is not split]
     if not wrong:
         return []
-    what = f"{plural(len(wrong), 'task')} drawn from {split} have split {wrong[0][1].split}"
-    return [Finding(severity="failure", what=what, tasks=tuple(name for name, _ in wrong))]
+    text = f"{plural(len(wrong), 'task')} drawn from {split} have split {wrong[0][1].split}"
+    return [Finding(severity="failure", what=text, tasks=tuple(name for name, _ in wrong))]
 
 
 def _repeats(split: Split, seen: list[str]) -> list[Finding]:
@@ -122,5 +122,5 @@ def _same_names(tasks: list[Task], seen: list[str]) -> list[Finding]:
     twice = [name for name, keys in contents.items() if len(keys) > 1]
     if not twice:
         return []
-    what = f"different tasks have the same id, by which transcripts name them: {join_examples(twice)}"
-    return [Finding(severity="warning", what=what, tasks=tuple(twice))]
+    text = f"different tasks have the same id, by which transcripts name them: {join_examples(twice)}"
+    return [Finding(severity="warning", what=text, tasks=tuple(twice))]

@@ -61,8 +61,8 @@ class Ensemble:
             raise UserError("an ensemble needs two or more judges, with names without slashes", fix='write judges={"strict": a, "mild": b}')
         if any(needs_sandboxes(judge) for judge in self.judges.values()):
             raise UserError("a verifier that needs sandboxes cannot be in an ensemble", fix="add it to tasks.verifiers instead")
-        known = [one for judge in self.judges.values() if (one := getattr(judge, "identity", ""))]
-        if len(set(known)) < len(known):
+        identities = [identity for judge in self.judges.values() if (identity := getattr(judge, "identity", ""))]
+        if len(set(identities)) < len(identities):
             raise UserError(
                 "two judges of an ensemble send the same prompts to the same model, so one would receive the other's cached answers",
                 fix="use different seeds, or different revisions if servers with the same model name serve different weights",
@@ -75,9 +75,9 @@ class Ensemble:
     def identity(self) -> str:
         """A hash of the members' identities and of the settings; empty if a member has no identity."""
         members = {name: getattr(judge, "identity", "") for name, judge in self.judges.items()}
-        how: dict[str, Any] = {"aggregate": self.aggregate, "threshold": self.threshold, "quorum": self._needed}
-        how |= {"max_disagreement": self.max_disagreement, "members": members}
-        return digest(how) if all(members.values()) else ""
+        settings: dict[str, Any] = {"aggregate": self.aggregate, "threshold": self.threshold, "quorum": self._needed}
+        settings |= {"max_disagreement": self.max_disagreement, "members": members}
+        return digest(settings) if all(members.values()) else ""
 
     @property
     def timeout_s(self) -> float:
@@ -132,13 +132,13 @@ class Ensemble:
             if blame is None and len(values) + down + provoked >= self._needed:
                 blame = Blame.POLICY
             return self._none(f"{len(values)} of {len(names)} judges gave a score, but the quorum is {self._needed}", evidence, blame)
-        apart = mean_difference(list(values.values()))
-        if apart > self.max_disagreement:
-            return self._none(f"the judges disagree by {apart:.2f}, but the maximum is {self.max_disagreement:g}", evidence, None)
+        disagreement = mean_difference(list(values.values()))
+        if disagreement > self.max_disagreement:
+            return self._none(f"the judges disagree by {disagreement:.2f}, but the maximum is {self.max_disagreement:g}", evidence, None)
         value = self._joined(list(values.values()))
         if value is None:
             return self._none("the vote of the judges is tied", evidence, None)
-        parts = {**values, "disagreement": apart, "judges": float(len(values))}
+        parts = {**values, "disagreement": disagreement, "judges": float(len(values))}
         for name, score in scores.items():
             if score.value is not None:
                 parts |= {f"{name}/{part}": number for part, number in score.parts.items()}

@@ -19,19 +19,19 @@ _MAX_FILE = 8000
 _MAX_FILES = 16
 
 
-def render_field(what: PromptField, task: Task, episode: Episode, *, reference: str) -> str:
+def render_field(name: PromptField, task: Task, episode: Episode, *, reference: str) -> str:
     """One of the texts that a judge may see.
 
     Args:
         reference: key of `Task.data` that holds the reference answer.
     """
-    if what == "question":
+    if name == "question":
         return question_text(task)
-    if what == "reference":
+    if name == "reference":
         return truncate_middle(reference_text(task, reference) or "(there is none)", MAX_ANSWER)
-    if what == "transcript":
+    if name == "transcript":
         return transcript_text(episode)
-    if what == "outputs":
+    if name == "outputs":
         return outputs_text(episode)
     return answer_text(episode)
 
@@ -63,19 +63,19 @@ def reference_text(task: Task, key: str) -> str | None:
 
 def transcript_text(episode: Episode) -> str:
     """The agent's messages, tool calls and tool results, in order; sub-agents after the main agent."""
-    lines = (line for number, one in enumerate(episode.trajectories) for line in _lines(one, number))
+    lines = (line for number, trajectory in enumerate(episode.trajectories) for line in _lines(trajectory, number))
     return truncate_middle("\n".join(lines) or "(the agent did nothing)", MAX_TRANSCRIPT)
 
 
 def outputs_text(episode: Episode) -> str:
     """The files that the agent left."""
-    some = list(episode.outputs.items())[:_MAX_FILES]
+    files = list(episode.outputs.items())[:_MAX_FILES]
     parts = [
         f"file {path}, {len(data)} bytes:\n{truncate_middle(data[: 4 * _MAX_FILE].decode(errors='replace'), _MAX_FILE)}"
-        for path, data in some
+        for path, data in files
     ]
-    if len(episode.outputs) > len(some):
-        parts.append(f"and {len(episode.outputs) - len(some)} more files")
+    if len(episode.outputs) > len(files):
+        parts.append(f"and {len(episode.outputs) - len(files)} more files")
     return truncate_middle("\n\n".join(parts) or "(the agent left no files)", MAX_TRANSCRIPT)
 
 

@@ -63,14 +63,16 @@ class ServedUrl:
         """The registered server. Raises `UserError` if the recipe starts no such server, or one of the other kind."""
         known = _declared.get(self.name)
         if known is None:
-            there = f"; it has {', '.join(_declared)}" if _declared else ""
+            others = f"; it has {', '.join(_declared)}" if _declared else ""
             raise UserError(
-                f"a judge uses the server {self.name!r}, but the recipe starts no server with that name{there}",
+                f"a judge uses the server {self.name!r}, but the recipe starts no server with that name{others}",
                 fix=f'add judge_servers={{"{self.name}": {{"model": FOLDER}}}} to the recipe; for agentrl judge calibrate, pass --recipe',
             )
         if known.reward_model != reward_model:
-            told = "is a reward model, which needs the judge RewardModel" if known.reward_model else "is a chat model, not a reward model"
-            raise UserError(f"the model of judge_servers.{self.name} {told}", fix="use another model, or the other kind of judge")
+            problem = (
+                "is a reward model, which needs the judge RewardModel" if known.reward_model else "is a chat model, not a reward model"
+            )
+            raise UserError(f"the model of judge_servers.{self.name} {problem}", fix="use another model, or the other kind of judge")
         return known
 
 

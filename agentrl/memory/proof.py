@@ -58,9 +58,9 @@ class MemoryReport:
     def to_data(self) -> dict[str, Any]:
         """The report as JSON data."""
         names = ("version", "episodes", "writers", "readers", "evaluated", "evaluated_readers", "wrong")
-        kept = {scope: {"notes": notes, "writers": writers} for scope, (notes, writers) in self.kept.items()}
-        told = {"examples": list(self.examples), "answers": [dict(one) for one in self.answers]}
-        return {"ok": self.ok, "kept": kept, **{name: getattr(self, name) for name in names}, **told}
+        scopes = {scope: {"notes": notes, "writers": writers} for scope, (notes, writers) in self.kept.items()}
+        lists = {"examples": list(self.examples), "answers": [dict(answer) for answer in self.answers]}
+        return {"ok": self.ok, "kept": scopes, **{name: getattr(self, name) for name in names}, **lists}
 
 
 def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done, total: None) -> MemoryReport:
@@ -116,9 +116,12 @@ class _Readings:
 
     def group(self, group: Group) -> None:
         """Adds a training group."""
-        step, count = self._steps.step_of(group.index), {one.episode for one in notes_to_commit(group.episodes, min_score=self._min_score)}
-        for one in group.episodes:
-            episode, memo = one.episode, one.episode.memory
+        step, count = (
+            self._steps.step_of(group.index),
+            {scored.episode for scored in notes_to_commit(group.episodes, min_score=self._min_score)},
+        )
+        for scored in group.episodes:
+            episode, memo = scored.episode, scored.episode.memory
             self.episodes += 1
             if memo is None:
                 continue
@@ -159,15 +162,15 @@ def _lines(paths: Iterable[Path], required: Mapping[str, type]) -> Iterator[dict
             raise UserError(f"{path}: {error.strerror or error}", fix="make it readable") from None
         for number, line in enumerate(lines, 1):
             try:
-                found = json.loads(line)
+                fields = json.loads(line)
             except (ValueError, RecursionError):
-                found = None
-            if not isinstance(found, dict) or not all(isinstance(found.get(name), kind) for name, kind in required.items()):
+                fields = None
+            if not isinstance(fields, dict) or not all(isinstance(fields.get(name), kind) for name, kind in required.items()):
                 raise UserError(
                     f"{path}: line {number} is damaged, so the reads of its episode are unknown",
                     fix="restore the file from a copy, or delete the line to audit the others",
                 )
-            yield found
+            yield fields
 
 
 def _kept(path: Path, recipe: Recipe) -> tuple[int, Mapping[str, tuple[int, int]]]:

@@ -74,10 +74,12 @@ class NoteMatch:
 def notes_to_commit(episodes: Iterable[ScoredEpisode], *, min_score: float | None) -> list[WrittenNotes]:
     """The notes of those episodes that are not excluded and score at least `min_score`, in order."""
     return [
-        WrittenNotes(episode=one.episode.id, task_key=one.episode.task_key, memo=one.episode.memory)
-        for one in episodes
-        if one.episode.memory is not None and one.episode.memory.notes
-        if not one.episode.left_out and one.score.value is not None and (min_score is None or is_at_least(one.score.value, min_score))
+        WrittenNotes(episode=scored.episode.id, task_key=scored.episode.task_key, memo=scored.episode.memory)
+        for scored in episodes
+        if scored.episode.memory is not None and scored.episode.memory.notes
+        if not scored.episode.left_out
+        and scored.score.value is not None
+        and (min_score is None or is_at_least(scored.score.value, min_score))
     ]
 
 
@@ -126,8 +128,8 @@ class NoteStore:
             if step > have:
                 raise StoreError(f"{self._name}: the notes of step {step} cannot come before those of step {have}")
             db.execute("INSERT INTO steps VALUES (?)", (step,))
-            for one in episodes:
-                _add(db, step, one)
+            for written in episodes:
+                _add(db, step, written)
             _forget(db, version=max(0, step + 1 - self._behind), keep=self.config.keep)
             self._kin.clear()
             return True
@@ -145,14 +147,14 @@ class NoteStore:
             floor = _floor(self._db, scope, version, self.config.keep)
             where, values = "scope = ? AND step < ? AND id >= ?", (scope, version, floor)
             if not terms:
-                found = self._db.execute(f"SELECT id, writer FROM notes WHERE {where} ORDER BY id DESC", values)
-                best = _first((row[0] for row in found if row[1] not in hidden), self.config.results)
+                rows = self._db.execute(f"SELECT id, writer FROM notes WHERE {where} ORDER BY id DESC", values)
+                best = _first((row[0] for row in rows if row[1] not in hidden), self.config.results)
             else:
                 counts = self._db.execute(f"SELECT writer, COUNT(*) FROM notes WHERE {where} GROUP BY writer", values)
                 total = sum(count for writer, count in counts if writer not in hidden)
                 having = {term: self._having(term, where, values, hidden) for term in terms}
                 best = _ranked(having, total)[: self.config.results]
-            return tuple(NoteMatch(*_texts(self._db.execute(_NOTE, (one,)).fetchone())) for one in best)
+            return tuple(NoteMatch(*_texts(self._db.execute(_NOTE, (note_id,)).fetchone())) for note_id in best)
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
         """Scope -> number of stored notes, and of episodes that wrote them."""
@@ -226,15 +228,15 @@ def require_full_text_search() -> None:
             )
 
 
-def _add(db: sqlite3.Connection, step: int, one: WrittenNotes) -> None:
+def _add(db: sqlite3.Connection, step: int, written: WrittenNotes) -> None:
     """Stores the sources and the notes of one episode. Notes that the scope has already are skipped."""
-    writer = db.execute("INSERT INTO writers (episode, task_key) VALUES (?, ?)", (one.episode, one.task_key)).lastrowid
-    sources = [db.execute("SELECT id FROM writers WHERE episode = ?", (episode,)).fetchone() for episode in one.memo.read]
+    writer = db.execute("INSERT INTO writers (episode, task_key) VALUES (?, ?)", (written.episode, written.task_key)).lastrowid
+    sources = [db.execute("SELECT id FROM writers WHERE episode = ?", (episode,)).fetchone() for episode in written.memo.read]
     if None in sources:
-        raise StoreError(f"episode {one.episode} read notes of {one.memo.read[sources.index(None)]}, which wrote none")
+        raise StoreError(f"episode {written.episode} read notes of {written.memo.read[sources.index(None)]}, which wrote none")
     db.executemany("INSERT OR IGNORE INTO sources VALUES (?, ?)", [(writer, source[0]) for source in sources])
-    for text in one.memo.notes:
-        row = (step, writer, one.memo.scope, text)
+    for text in written.memo.notes:
+        row = (step, writer, written.memo.scope, text)
         added = db.execute("INSERT OR IGNORE INTO notes (step, writer, scope, text) VALUES (?, ?, ?, ?)", row)
         if added.rowcount:
             db.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (added.lastrowid, text))

@@ -183,11 +183,11 @@ def _cap(name: str, cap: float | tuple[float, float]) -> tuple[float, float]:
     return _number(least, f"caps: least of {name!r}", above=0.0), _number(most, f"caps: most of {name!r}", most=1.0)
 
 
-def _number(value: Any, what: str, *, above: float | None = None, most: float = math.inf) -> float:
+def _number(value: Any, label: str, *, above: float | None = None, most: float = math.inf) -> float:
     fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not fine or (value <= above if above is not None else value < 0) or value > most:
         wanted = "positive" if above is not None else f"from 0 to {most:g}"
-        raise PluginError(f"{what} is {value!r}", fix=f"use a finite number that is {wanted}")
+        raise PluginError(f"{label} is {value!r}", fix=f"use a finite number that is {wanted}")
     return float(value)
 
 

@@ -260,8 +260,8 @@ def main() -> None:
     replies.flush()
     full = (_size() + memory) // 2
     for line in sys.stdin:
-        asked = json.loads(line)
-        replies.write(_answer(function, asked["request"], asked["number"], deadline_s, full) + "\n")
+        message = json.loads(line)
+        replies.write(_answer(function, message["request"], message["number"], deadline_s, full) + "\n")
         replies.flush()
 
 

@@ -136,26 +136,26 @@ class TaskFolders:
         """The task at an index of the split. Raises `UserError` for an index outside the split."""
         if not 0 <= index < len(self._splits[split]):
             raise UserError(f"{self.name} has {len(self._splits[split])} tasks in split {split}; index {index} is out of range")
-        one = self._splits[split][index]
-        texts, binaries = _texts(one.files)
+        folder_task = self._splits[split][index]
+        texts, binaries = _texts(folder_task.files)
         return Task(
-            id=f"{self.name}/{one.name}",
+            id=f"{self.name}/{folder_task.name}",
             family=self.name,
-            prompt=(Message(role="user", content=one.instruction),),
-            tools=one.tools,
-            sandbox=one.description.sandbox(self._image(one.image)),
+            prompt=(Message(role="user", content=folder_task.instruction),),
+            tools=folder_task.tools,
+            sandbox=folder_task.description.sandbox(self._image(folder_task.image)),
             verifiers=(VERIFIER,),
             data={
-                "kind": str(one.description.metadata.get("category", self.name)),
-                "build_timeout_s": one.description.environment.build_timeout_sec,
-                GRADING_KEY: one.grading.model_dump(mode="json"),
-                **({"build_context": one.context} if one.context else {}),
+                "kind": str(folder_task.description.metadata.get("category", self.name)),
+                "build_timeout_s": folder_task.description.environment.build_timeout_sec,
+                GRADING_KEY: folder_task.grading.model_dump(mode="json"),
+                **({"build_context": folder_task.context} if folder_task.context else {}),
             },
             split=split,
             files=texts,
             binary_files=binaries,
-            outputs=one.outputs,
-            limits=one.description.limits(),
+            outputs=folder_task.outputs,
+            limits=folder_task.description.limits(),
         )
 
     def gold(self, task: Task) -> str:
@@ -193,7 +193,7 @@ def _load_all(folder: Path) -> list[FolderTask]:
         try:
             tasks.append(_load(path))
         except _Mistakes as error:
-            lines += [f"task {text(path.name)}: {one.where}: {one.what}\n  fix: {one.fix}" for one in error.several]
+            lines += [f"task {text(path.name)}: {mistake.where}: {mistake.what}\n  fix: {mistake.fix}" for mistake in error.several]
     if lines:
         raise TaskError("\n".join([f"{folder.name}: {len(folders) - len(tasks)} of {len(folders)} tasks are invalid", *lines]))
     return tasks
@@ -234,19 +234,19 @@ def _check_names(folder: Path) -> None:
     """Checks the names of the folder and of its entries."""
     if not is_plain_path(folder.name):
         raise _Mistake(repr(folder.name), "is not a valid name", "rename the folder")
-    odd = [
+    unknown = [
         p.name for p in sorted(folder.iterdir()) if p.name not in _PARTS and not p.name.startswith((".", "LICENSE")) and p.suffix != ".md"
     ]
-    if odd:
-        what = "does not belong to a task" if len(odd) == 1 else "do not belong to a task"
-        raise _Mistake(", ".join(odd), what, f"a task folder contains {', '.join(sorted(_PARTS))}")
+    if unknown:
+        problem = "does not belong to a task" if len(unknown) == 1 else "do not belong to a task"
+        raise _Mistake(", ".join(unknown), problem, f"a task folder contains {', '.join(sorted(_PARTS))}")
 
 
 def _instruction(folder: Path) -> str:
-    found = _text(folder, "instruction.md", "write the prompt of the agent").strip()
-    if not found:
+    instruction = _text(folder, "instruction.md", "write the prompt of the agent").strip()
+    if not instruction:
         raise _Mistake("instruction.md", "is empty", "write the prompt of the agent")
-    return found
+    return instruction
 
 
 def _outputs(description: TaskDescription) -> None:

@@ -94,7 +94,7 @@ def _hidden(grading: Grading) -> Iterator[Truth]:
         if len(text) >= SOURCE and (name.endswith((".py", ".sh")) or _FILE_NAME.fullmatch(name.partition(".")[0])):
             yield Truth(text=text, origin=path, is_source=True)
         if path.startswith("tests/") and name.endswith(".py"):
-            yield from (Truth(text=one, origin=path, is_compared=True) for one in _compared(text))
+            yield from (Truth(text=compared, origin=path, is_compared=True) for compared in _compared(text))
 
 
 def _solution(gold: str) -> dict[str, bytes]:
@@ -175,8 +175,8 @@ def _begins(rest: str, wanted: str) -> bool:
 def without_truth(value: Any) -> Any:
     """The readable part of a task's JSON data: without values under keys that are named like an answer, and without tests and solution."""
     if isinstance(value, Mapping):
-        kept = (
-            (str(key), one) for key, one in value.items() if key != GRADING_KEY and not _DATA_KEY.fullmatch(str(key).rpartition(".")[2])
+        readable = (
+            (str(key), entry) for key, entry in value.items() if key != GRADING_KEY and not _DATA_KEY.fullmatch(str(key).rpartition(".")[2])
         )
-        return {key: without_truth(one) for key, one in kept}
-    return [without_truth(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: without_truth(entry) for key, entry in readable}
+    return [without_truth(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -2,8 +2,8 @@
 
 A task declares patterns of paths relative to the working directory: `report.json`, `src/*.py`, `site/**`. In a pattern, `*` and `?` match
 characters of one name, and a name `**` matches any number of folders. `WHOLE_DIRECTORY`, used by Harbor's tasks, means every file that
-differs from the image's. Only regular files are collected, never the target of a link, and only within limits. The agent is responsible for the state
-of its files; it is never an infrastructure fault.
+differs from the image's. Only regular files are collected, never the target of a link, and only within limits. The agent is responsible
+for the state of its files; it is never an infrastructure fault.
 """
 
 from __future__ import annotations
@@ -135,12 +135,12 @@ def overlay(below: Mapping[str, bytes], above: Mapping[str, bytes]) -> dict[str,
     The result can be written: none of its paths is a folder of another, if that holds for `above`.
     """
     folders = {parent for path in above for parent in _parents(path)}
-    kept = {
+    remaining = {
         path: data
         for path, data in below.items()
         if path not in above and path not in folders and not any(parent in above for parent in _parents(path))
     }
-    return kept | dict(above)
+    return remaining | dict(above)
 
 
 def _parents(path: str) -> list[str]:

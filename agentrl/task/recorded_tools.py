@@ -42,8 +42,8 @@ class Recording(Record):
 
     def data(self) -> dict[str, Any]:
         """The entry for `Task.data`."""
-        found: dict[str, Any] = codec.to_data(self)
-        return {RECORDED_TOOLS: found}
+        recording: dict[str, Any] = codec.to_data(self)
+        return {RECORDED_TOOLS: recording}
 
     @classmethod
     def of(cls, task: Task) -> Recording:

@@ -77,8 +77,8 @@ class _VariedJudgedBy(_JudgedBy):
     """The same for a family with variants."""
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
-        for how, one in cast(VariedFamily, self._family).variants(task, seed=seed):
-            yield how, replace(one, verifiers=self._verifiers)
+        for kind, variant in cast(VariedFamily, self._family).variants(task, seed=seed):
+            yield kind, replace(variant, verifiers=self._verifiers)
 
 
 def _share(value: object) -> float:

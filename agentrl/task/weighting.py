@@ -44,7 +44,7 @@ class GroupOutcome:
     @classmethod
     def from_group(cls, task: Task, group: Group) -> GroupOutcome:
         """The outcome of a finished group."""
-        scores = [one.score.value for one in group.scored if one.score.value is not None]
+        scores = [scored.score.value for scored in group.scored if scored.score.value is not None]
         return cls(
             group=group.index,
             task=task.id,
@@ -118,11 +118,11 @@ class TaskHistory:
 
     def add(self, groups: Iterable[GroupOutcome]) -> None:
         """Adds groups. Those with fewer scored attempts than the learner needs do not count, except those of broken tasks."""
-        for one in groups:
-            if one.broken or one.counted >= self._counts:
-                self._kinds.note(one.kind, one)
+        for outcome in groups:
+            if outcome.broken or outcome.counted >= self._counts:
+                self._kinds.note(outcome.kind, outcome)
                 if self._by_task:
-                    self._tasks.note(one.key, one)
+                    self._tasks.note(outcome.key, outcome)
 
     def weights(self) -> Weights:
         """The current weights, as a copy."""
@@ -137,8 +137,8 @@ class _Lately:
         self._groups: dict[str, deque[tuple[bool, float]]] = {}
         self.weights: dict[str, float] = {}
 
-    def note(self, name: str, one: GroupOutcome) -> None:
+    def note(self, name: str, outcome: GroupOutcome) -> None:
         groups = self._groups.setdefault(name, deque(maxlen=self._window))
-        groups.append((one.has_spread, one.headroom))
+        groups.append((outcome.has_spread, outcome.headroom))
         likely = (1 + sum(differed for differed, _ in groups)) / (1 + len(groups))
         self.weights[name] = likely * sum(headroom for _, headroom in groups) / len(groups)

@@ -100,17 +100,21 @@ class Reasoning:
         source = Source(name=origin["dataset"], level=origin["level"], keys=origin["config"])
         if source.name not in self._trained:
             return
-        neighbours = [("alike", source), *(("harder", one) for one in _level(source, 1)), *(("easier", one) for one in _level(source, -1))]
+        neighbours = [
+            ("alike", source),
+            *(("harder", near) for near in _level(source, 1)),
+            *(("easier", near) for near in _level(source, -1)),
+        ]
         drawn = int(task.key[:6], 16) + seed
         for number in count():
-            how, one = neighbours[number % len(neighbours)]
+            kind, near = neighbours[number % len(neighbours)]
             name = f"reasoning-like-{task.key[:16]}-{seed}-{number}"
-            yield how, self._asked(one, drawn, Split.TRAIN, number // len(neighbours), name)
+            yield kind, self._asked(near, drawn, Split.TRAIN, number // len(neighbours), name)
 
     def _asked(self, source: Source, seed: int, split: Split, number: int, name: str) -> Task:
         """Problem `number` of a dataset's part of a seed."""
         worked = self._examples(source)
-        one = problems.problem(
+        drawn = problems.problem(
             source, seed=seed, heldout=split is not Split.TRAIN, number=number, but=frozenset(digest(e.question) for e in worked)
         )
         return Task(
@@ -119,14 +123,14 @@ class Reasoning:
             prompt=(
                 Message(role="system", content=ASKED[self.tool]),
                 *(message for example in worked for message in self._solved(example)),
-                Message(role="user", content=one.question),
+                Message(role="user", content=drawn.question),
             ),
             tools=() if self.tool == "none" else (self.tool, "submit"),
             sandbox=SANDBOX,
             verifiers=("rewards.reasoning:own_scorer",),
-            data={"kind": source.name, "answer": one.answer, "origin": one.origin()},
+            data={"kind": source.name, "answer": drawn.answer, "origin": drawn.origin()},
             split=split,
-            limits=replace(self._limits, tool_output_chars=max(LEAST_OUTPUT, 2 * len(one.answer))),
+            limits=replace(self._limits, tool_output_chars=max(LEAST_OUTPUT, 2 * len(drawn.answer))),
         )
 
     def gold(self, task: Task) -> str:
@@ -153,7 +157,7 @@ class Reasoning:
         if program(source.name, drawn.question) is None:
             return ()
         others = (problems.problem(source, seed=_OF_EXAMPLES, heldout=False, number=number) for number in range(1, _CANDIDATES))
-        return telling([drawn, *(one for one in others if program(source.name, one.question) is not None)], count)
+        return telling([drawn, *(candidate for candidate in others if program(source.name, candidate.question) is not None)], count)
 
     def _solved(self, example: Problem) -> tuple[Message, ...]:
         """An example as a conversation: the question, the program, its output and the answer; without a tool only the answer."""

@@ -74,8 +74,8 @@ def problem(source: Source, *, seed: int, heldout: bool, number: int, but: froze
     first = _first_seed(source.name, seed, heldout)
     for attempt in range(ATTEMPTS):
         seed_of_chunk, index = first + attempt * _STRIDE + number // CHUNK * CHUNK, number % CHUNK
-        made = entry(source, seed_of_chunk, index)
-        question, answer = made["question"], made["answer"]
+        drawn = entry(source, seed_of_chunk, index)
+        question, answer = drawn["question"], drawn["answer"]
         if not isinstance(answer, str):
             raise TaskError(f"reasoning-gym's {source.name} generated a problem without an answer")
         if not answer.strip():
@@ -95,10 +95,10 @@ def entry(source: Source, seed: int, index: int) -> Mapping[str, Any]:
     return _drawn(dataset(source, seed), index, source)
 
 
-def _drawn(made: Any, index: int, source: Source) -> Mapping[str, Any]:
+def _drawn(data: Any, index: int, source: Source) -> Mapping[str, Any]:
     try:
         with decimal.localcontext(decimal.Context()):
-            drawn: Mapping[str, Any] = made[index]
+            drawn: Mapping[str, Any] = data[index]
     except Exception as error:
         raise TaskError(
             f"reasoning-gym's {source.name} generated no problem with {_asked(source)}: {type(error).__name__}: {error}",
@@ -113,10 +113,10 @@ def entry_of(origin: Mapping[str, Any], answer: str) -> tuple[Any, Mapping[str, 
     Raises `TaskError` if the package now generates another problem than when the task was created.
     """
     source = Source(name=origin["dataset"], level=origin["level"], keys=origin["config"])
-    made = copy.deepcopy(_kept(json.dumps(origin, sort_keys=True)))  # scorers write into it
-    if made["answer"] != answer or digest(made["question"]) != origin["question"]:
+    drawn = copy.deepcopy(_kept(json.dumps(origin, sort_keys=True)))  # scorers write into it
+    if drawn["answer"] != answer or digest(drawn["question"]) != origin["question"]:
         raise TaskError(f"reasoning-gym's {source.name} no longer generates this problem: its version differs from the task's")
-    return dataset(source, origin["seed"]), made
+    return dataset(source, origin["seed"]), drawn
 
 
 @lru_cache(maxsize=32)
@@ -158,9 +158,9 @@ def check(source: Source) -> None:
 
 def try_out(source: Source) -> None:
     """Generates a dataset's first problems. Raises `UserError` as `check` does, or if one cannot be generated."""
-    made = _made(source, seed=0, size=_TRIED)
+    data = _made(source, seed=0, size=_TRIED)
     for index in range(_TRIED):
-        _drawn(made, index, source)
+        _drawn(data, index, source)
 
 
 def _made(source: Source, *, seed: int, size: int) -> Any:
@@ -168,10 +168,10 @@ def _made(source: Source, *, seed: int, size: int) -> Any:
 
     config = configuration(source)
     try:
-        made = replace(config, seed=seed, size=size)
-        if hasattr(made, "validate"):
-            made.validate()
-        return dataset_class(source.name)(config=made)
+        settings = replace(config, seed=seed, size=size)
+        if hasattr(settings, "validate"):
+            settings.validate()
+        return dataset_class(source.name)(config=settings)
     except (AssertionError, ValueError, TypeError) as error:
         known = ", ".join(sorted(field.name for field in fields(config) if field.name not in ("seed", "size")))
         raise UserError(

@@ -35,12 +35,12 @@ def telling(candidates: Sequence[Problem], count: int) -> tuple[Problem, ...]:
 
     All digits count as one character, and all letters as another. Questions of more than twice the typical length are no candidates.
     """
-    usual = median(len(one.question) for one in candidates)
-    left = [one for one in candidates if len(one.question) <= 2 * usual]
+    usual = median(len(candidate.question) for candidate in candidates)
+    left = [candidate for candidate in candidates if len(candidate.question) <= 2 * usual]
     chosen: list[Problem] = []
     seen: set[str] = set()
     while left and len(chosen) < count:
-        best = max(left, key=lambda one: (*_new(_marks(one.question) - seen), -abs(len(one.question) - usual)))
+        best = max(left, key=lambda candidate: (*_new(_marks(candidate.question) - seen), -abs(len(candidate.question) - usual)))
         chosen.append(best)
         left.remove(best)
         seen |= _marks(best.question)

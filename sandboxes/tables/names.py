@@ -122,13 +122,13 @@ class Names:
     def phrases(self, count: int) -> list[str]:
         """`count` distinct phrases of one to five words over a small vocabulary, so that words recur."""
         vocabulary = [self._cased(self.word()) for _ in range(max(4, count // 3))]
-        found: dict[str, None] = {}
-        while len(found) < count:
+        chosen: dict[str, None] = {}
+        while len(chosen) < count:
             words = [self.rng.choice(vocabulary) for _ in range(self.rng.choice((1, 2, 2, 3, 3, 4, 5) if self.wild else (1, 2, 2, 3)))]
             if len(words) > 2 and self.rng.random() < 0.3:
                 words[1] = self.rng.choice(JOINERS)
-            found[self.rng.choice((" ", " ", " ", ", ")).join(words) if self.rng.random() < 0.15 else " ".join(words)] = None
-        return list(found)
+            chosen[self.rng.choice((" ", " ", " ", ", ")).join(words) if self.rng.random() < 0.15 else " ".join(words)] = None
+        return list(chosen)
 
     def serials(self, count: int) -> list[str]:
         """`count` distinct codes that differ in their number, such as `p17`, `p204` or `Kelm-9`."""
