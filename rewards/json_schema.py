@@ -65,7 +65,7 @@ class JsonSchema(ConfiguredVerifier):
             return zero_score(problem, **nothing)
         request = {"schema": schema, "text": strip_code_fence(text, "json") if rules.fenced else text, "truth": truth}
         try:
-            result = await _worker.evaluate(request, sound=request | {"text": "null"})
+            result = await _worker.evaluate(request, control=request | {"text": "null"})
         except AnswerFault as error:
             return zero_score(f"answer {text[:EVIDENCE_CHARS]!r}: on it the schema {error}", **nothing)
         if result["schema"]:

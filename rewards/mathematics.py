@@ -76,7 +76,7 @@ class Mathematics(ConfiguredVerifier):
         prompt = "\n".join(message.content for message in task.prompt)[-LONGEST_PROMPT:]
         request = {"truth": truth, "answer": answer, "decimals": rules.decimals, "unevaluated": rules.unevaluated, "prompt": prompt}
         try:
-            verdict, why = await _worker.evaluate(request, sound=request | {"answer": truth})
+            verdict, why = await _worker.evaluate(request, control=request | {"answer": truth})
         except AnswerFault as error:
             return zero_score(f"{evidence}: on this answer the comparison {error}")
         if verdict == "no truth":

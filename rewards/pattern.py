@@ -66,7 +66,7 @@ class Pattern(ConfiguredVerifier):
         evidence = f"answer {text[:EVIDENCE_CHARS]!r}, pattern {wanted[:EVIDENCE_CHARS]!r}"
         request = {"pattern": wanted, "text": text, "anywhere": rules.anywhere, "case": rules.case}
         try:
-            matches = await _worker.evaluate(request, sound=request | {"text": ""})
+            matches = await _worker.evaluate(request, control=request | {"text": ""})
         except AnswerFault as error:
             return zero_score(f"{evidence}: matching {error}")
         return Score(value=float(matches), evidence=evidence)

@@ -82,7 +82,7 @@ class Sql(ConfiguredVerifier):
         query = strip_code_fence(text, "sql", "sqlite")
         request = {"truth": truth, "answer": query, "databases": scripts, "ordered": rules.ordered, "relative": rules.relative}
         try:
-            result = await _worker.evaluate(request, sound=request | {"answer": truth})
+            result = await _worker.evaluate(request, control=request | {"answer": truth})
         except AnswerFault as error:
             return zero_score(f"answer {text[:EVIDENCE_CHARS]!r}: it {error}")
         if result["task"]:

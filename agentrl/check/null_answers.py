@@ -187,7 +187,7 @@ def _findings(results: Sequence[_Given], golden: Mapping[str, GoldAttempt]) -> l
         findings.append(Finding(severity="note", what=text, tasks=_ids(perhaps)))
     if silent := [result for result in results if result.score.value is None]:
         why = silent[0].score.reason.replace("\n", " ")[:200]
-        text = f"{results[0].verifier} does not score {join_examples(list(map(_shown, silent)))} ({why}): it exclude attempts"
+        text = f"{results[0].verifier} does not score {join_examples(list(map(_shown, silent)))} ({why}): an agent could exclude attempts"
         findings.append(Finding(severity="warning", what=text, tasks=_ids(silent)))
     return findings
 
