@@ -27,8 +27,7 @@ SHARED_SANDBOX_RISKS = {
 """Modes of grading in which tests and code under test share a sandbox -> the risk."""
 PAGE_BYTES = 1 << 20
 PAGES = 24
-FILE_BYTES = 256 << 10
-"""Maximum number of bytes searched in a file."""
+FILE_BYTES = 256 << 10  # maximum number of bytes searched in a file
 PAGE_S = 60.0
 
 # Prints a page of files as JSON, and where the next page starts. Skips files of Debian packages, and Python's package folders.
@@ -114,11 +113,7 @@ async def prove_unreadable(tasks: Sequence[Task], golden: Mapping[str, GoldAttem
         looked_at=f"files and prompts of {plural(len(tasks), 'task')}, and "
         f"{plural(sum(len(copied.files) for copied in images.values()), 'file')} of {plural(len(images), 'image')}",
         findings=(*_leak_findings(in_task, "in its files or prompt"), *_leak_findings(built_in, "in its image")),
-        unproven=tuple(
-            f"that no answer is in image {image}: {copied.problem}"
-            for (image, _), copied in images.items()
-            if copied.problem
-        ),
+        unproven=tuple(f"that no answer is in image {image}: {copied.problem}" for (image, _), copied in images.items() if copied.problem),
     )
 
 

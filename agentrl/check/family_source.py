@@ -14,8 +14,7 @@ from agentrl.protocols import TaskFamily
 from agentrl.records import Split, Task
 from agentrl.task import open_family
 
-Draw = tuple[Split, int]
-"""A task by split and index."""
+Draw = tuple[Split, int]  # a task by split and index
 _PARTED = ("data", "files", "binary_files")  # fields that are compared entry by entry
 
 

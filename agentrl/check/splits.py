@@ -17,12 +17,9 @@ from agentrl.records import Split, Task
 from agentrl.task import make_task
 
 NAME = "no held-out task is a training task"
-SAMPLE = 2000
-"""Number of tasks to compare of each endless split."""
-DRAW_S = 30.0
-"""Seconds for drawing the tasks of one split; a slow family gets fewer tasks compared."""
-GUESSED = 0.2
-"""Fraction of tasks with the same right answer from which this is reported."""
+SAMPLE = 2000  # number of tasks to compare of each endless split
+DRAW_S = 30.0  # seconds for drawing the tasks of one split; a slow family gets fewer tasks compared
+GUESSED = 0.2  # fraction of tasks with the same right answer from which this is reported
 
 
 def prove_splits(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:

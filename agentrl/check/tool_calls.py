@@ -20,8 +20,7 @@ from agentrl.protocols import Sandbox, SandboxBackend, ToolSource
 from agentrl.records import Task
 
 NAME = "tools of the project's own answer any call"
-CALL_S = 15.0
-"""Maximum duration of one call in this check, regardless of the task's limit."""
+CALL_S = 15.0  # maximum duration of one call in this check, regardless of the task's limit
 _BROKE = "makes its sandbox fail, which excludes the episode"
 _TYPES = {"string", "number", "integer", "boolean", "array", "object", "null"}
 

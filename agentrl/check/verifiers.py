@@ -22,8 +22,7 @@ T = TypeVar("T")
 
 RETRIES = 2
 NAME = "verifiers score anything, and twice alike"
-TASKS = 3
-"""Number of tasks of each verifier that get malformed answers."""
+TASKS = 3  # number of tasks of each verifier that get malformed answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,7 @@ from agentrl.records import Episode, Message, Task, Trajectory
 
 PromptField = Literal["question", "reference", "transcript", "outputs", "answer"]
 
-MAX_ANSWER = 20_000
-"""Maximum length of an answer, a question or a reference, in characters; a longer one is shortened in the middle."""
+MAX_ANSWER = 20_000  # maximum length of an answer, a question or a reference, in characters; a longer one is shortened in the middle
 MAX_TRANSCRIPT = 40_000
 _MAX_MESSAGE = 4000
 _MAX_FILE = 8000

@@ -9,8 +9,7 @@ import secrets
 import unicodedata
 from collections.abc import Mapping
 
-NONCE_PLACEHOLDER = "-"
-"""Replaces the nonce of a delimiter in a prompt that is only compared, as in a cache key."""
+NONCE_PLACEHOLDER = "-"  # replaces the nonce of a delimiter in a prompt that is only compared, as in a cache key
 
 _SPECIAL = (
     "s|bos|eos|pad|unk|mask|cls|sep|sys|system|user|human|assistant|im_start|im_end|endoftext|eot|start_of_turn|end_of_turn|turn"

@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 
 from agentrl.reward.configured import strip_code_fence
 
-MAX_REASONING = 4000
-"""Maximum length of a judge's reasoning, in characters."""
+MAX_REASONING = 4000  # maximum length of a judge's reasoning, in characters
 
 _OPENS = re.compile(r"\s*(<think>|\[THINK\])")
 _MARKS = {"<think>": re.compile(r"(<think>)|</think>"), "[THINK]": re.compile(r"(\[THINK\])|\[/THINK\]")}

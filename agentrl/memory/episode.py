@@ -12,8 +12,7 @@ from agentrl.records import Task
 from agentrl.records.memo import Memo
 
 MAX_PROJECT_CHARS = 200
-NO_NOTES = "no notes"
-"""Result of a search without matches."""
+NO_NOTES = "no notes"  # result of a search without matches
 
 
 def scope_of(task: Task, by: str) -> str:

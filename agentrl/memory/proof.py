@@ -20,8 +20,7 @@ from agentrl.memory import NoteStore, notes_to_commit
 from agentrl.memory.run_memory import ANSWERS_FILE, NOTES_FILE
 from agentrl.records import Group
 
-SHOWN = 20
-"""Maximum number of wrong reads in the report; all are counted."""
+SHOWN = 20  # maximum number of wrong reads in the report; all are counted
 
 _TRANSCRIPT: Mapping[str, type] = {"phase": str, "split": str, "task_id": str}
 _ANSWER: Mapping[str, type] = {"episode": str, "task": str, "how": list}

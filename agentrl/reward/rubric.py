@@ -28,8 +28,7 @@ from agentrl.records import Blame, Episode, Score, Task
 from agentrl.reward.combine import add_branches, named_parts, weighted_turns
 from agentrl.reward.verifier_call import bounds_of, call_verifier, needs_sandboxes, prepare_verifier, timeout_of
 
-AnyVerifier: TypeAlias = Verifier | SandboxVerifier | str
-"""A verifier, or a reference to one."""
+AnyVerifier: TypeAlias = Verifier | SandboxVerifier | str  # a verifier, or a reference to one
 Requirement: TypeAlias = AnyVerifier | float | tuple[AnyVerifier, float]
 """A verifier that must score 1; (verifier, minimum); or only a minimum for the part with this name."""
 

@@ -20,8 +20,7 @@ from agentrl.records import Blame, Episode, Score, Task, Trajectory
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_EVIDENCE = 20_000
-"""Maximum length of a verifier's evidence, in characters."""
+MAX_EVIDENCE = 20_000  # maximum length of a verifier's evidence, in characters
 MAX_PARTS = 1000
 _MAX_FILE = 20_000  # bytes of an output that are searched for text repeated in an error
 _CLOSING_S = 30.0  # time for a verifier to close its sandboxes after its deadline
@@ -142,8 +141,7 @@ def _texts(episode: Episode) -> list[Any]:
     return [episode.answer or "", *(message.content for message in messages), *calls, *files]
 
 
-CONTROL_ANSWERS = (None, "", "0")
-"""Control answers: every working verifier can score them."""
+CONTROL_ANSWERS = (None, "", "0")  # control answers: every working verifier can score them
 
 
 def control_episode(episode: Episode, answer: str | None) -> Episode:

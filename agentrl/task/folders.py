@@ -97,8 +97,7 @@ class FolderTask:
     instruction: str
     files: Mapping[str, bytes]
     grading: Grading
-    context: str
-    """Hash of the Dockerfile's build context; empty without a Dockerfile."""
+    context: str  # hash of the Dockerfile's build context; empty without a Dockerfile
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -23,13 +23,10 @@ from typing import Any
 from agentrl.records import Task
 from agentrl.task.grading import GRADING_KEY, Grading
 
-LONG = 8
-"""Minimum length of a truth that does not appear by chance, in characters."""
-SOURCE = 32
-"""Minimum length of a test or solution that is recognised in another file, in characters."""
+LONG = 8  # minimum length of a truth that does not appear by chance, in characters
+SOURCE = 32  # minimum length of a test or solution that is recognised in another file, in characters
 LONGEST = 10_000
-MAX_FILE = 4 << 20
-"""Maximum number of bytes searched in a file."""
+MAX_FILE = 4 << 20  # maximum number of bytes searched in a file
 
 _TRUE_KEYS = r"answers?|solutions?|expected(?:_\w+)?|ground_?truth|truths?|gold(?:en)?(?:_\w+)?|correct(?:_\w+)?"
 _DATA_KEY = re.compile(rf"(?:{_TRUE_KEYS}|targets?|labels?|results?|references?)", re.IGNORECASE)

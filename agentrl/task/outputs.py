@@ -27,8 +27,7 @@ COLLECT_S = 90.0
 LISTING_S = 20.0
 LISTING_BYTES = 1 << 20
 
-MAX_ODD = 16
-"""Maximum number of invalid names that an episode reports."""
+MAX_ODD = 16  # maximum number of invalid names that an episode reports
 
 # Kills the agent's processes: otherwise files could vanish while they are read, or reading could get no CPU time.
 _ALONE = """

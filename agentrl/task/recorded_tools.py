@@ -14,8 +14,7 @@ from agentrl.errors import TaskError
 from agentrl.records import Task, codec
 from agentrl.records.fields import JsonObject, Record, Text
 
-RECORDED_TOOLS = "recorded"
-"""Name of the recorded tools in `Task.tools`, and their key in `Task.data`."""
+RECORDED_TOOLS = "recorded"  # name of the recorded tools in `Task.tools`, and their key in `Task.data`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,19 +27,14 @@ class GroupOutcome:
     __pydantic_config__: ClassVar[Any] = {"strict": True, "extra": "forbid", "allow_inf_nan": False}  # for agentrl.records.codec
 
     group: int
-    task: str
-    """`Task.id`."""
-    key: str
-    """`Task.key`."""
+    task: str  # `Task.id`
+    key: str  # `Task.key`
     kind: str
-    counted: int
-    """Number of scored attempts."""
+    counted: int  # number of scored attempts
     lowest: float
     mean: float
-    highest: float
-    """Highest score; 0.0 without scores, as for `lowest` and `mean`."""
-    broken: bool
-    """Whether no attempt was scored because of a task fault."""
+    highest: float  # highest score; 0.0 without scores, as for `lowest` and `mean`
+    broken: bool  # whether no attempt was scored because of a task fault
 
     @classmethod
     def from_group(cls, task: Task, group: Group) -> GroupOutcome:
@@ -86,8 +81,7 @@ class Weights:
     """
 
     least: float
-    tasks: Mapping[str, float]
-    """`Task.key` -> weight, of the tasks that were used."""
+    tasks: Mapping[str, float]  # `Task.key` -> weight, of the tasks that were used
     kinds: Mapping[str, float]
 
     def weight_of(self, task: Task) -> float:
