@@ -49,7 +49,7 @@ _FILES = {  # for tasks that grade files, whose tests may take a second: one or 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Given:
+class _Result:
     """One verifier's score for one answer without work to one task."""
 
     verifier: str
@@ -87,43 +87,51 @@ async def prove_null_answers(
             value.
     """
     slots = asyncio.Semaphore(parallel)
-
-    async def ask(verifier: str, task: Task, kind: str, answer: str | None) -> _Given:
-        single = replace(task, verifiers=(verifier,))
-        async with slots:
-            score = await scorer(single, _episode(single, answer, golden.get(task.id)))
-        return _Given(verifier=verifier, task=task, kind=kind, answer=answer, score=score)
-
-    async def compare(judge: GroupJudgeScorer, task: Task, kind: str, answer: str | None) -> _Given:
-        gold = golden[task.id].episode
-        group = [_waiting(gold), _waiting(_episode(task, answer, golden[task.id]))]
-        async with slots:
-            best, score = await judge.score_group(task, group)
-        bottom = 0.0 if best.value is None else best.value - 2 * tolerance(best.value)
-        return _Given(verifier=judge.name, task=task, kind=kind, answer=answer, score=score, bottom=bottom)
-
     chosen = _chosen(tasks, audit)
     compared = [task for task in tasks if task.id in golden][:TASKS] if together is not None else []
-    async with quiet_verifier_log(), asyncio.TaskGroup() as asking:
+    async with quiet_verifier_log(), asyncio.TaskGroup() as group:
         jobs = [
-            asking.create_task(ask(verifier, task, kind, answer))
+            group.create_task(_score(scorer, slots, golden, verifier, task, *probe))
             for verifier, of_verifier in chosen.items()
             for task in of_verifier
-            for kind, answer in _answers(task)
+            for probe in _answers(task)
         ]
         if together is not None:
-            jobs += [asking.create_task(compare(together, task, *single)) for task in compared for single in _answers(task)]
+            jobs += [group.create_task(_compare(together, slots, golden, task, *probe)) for task in compared for probe in _answers(task)]
             chosen[together.name] = compared
     results = [job.result() for job in jobs]
-    findings = [
-        finding for verifier in chosen for finding in _findings([single for single in results if single.verifier == verifier], golden)
-    ]
+    by_verifier = [[result for result in results if result.verifier == verifier] for verifier in chosen]
     return Proof(
         name=NAME,
         looked_at=f"{plural(len(chosen), 'verifier')}: {plural(len(results), 'answer')} of {plural(len(KINDS), 'kind')}",
-        findings=tuple(findings),
+        findings=tuple(finding for of_verifier in by_verifier for finding in _findings(of_verifier, golden)),
         table=_table(results, list(chosen)),
     )
+
+
+async def _score(
+    scorer: TaskScorer,
+    slots: asyncio.Semaphore,
+    golden: Mapping[str, GoldAttempt],
+    verifier: str,
+    task: Task,
+    kind: str,
+    answer: str | None,
+) -> _Result:
+    single = replace(task, verifiers=(verifier,))
+    async with slots:
+        score = await scorer(single, _episode(single, answer, golden.get(task.id)))
+    return _Result(verifier=verifier, task=task, kind=kind, answer=answer, score=score)
+
+
+async def _compare(
+    judge: GroupJudgeScorer, slots: asyncio.Semaphore, golden: _Golden, task: Task, kind: str, answer: str | None
+) -> _Result:
+    group = [_waiting(golden[task.id].episode), _waiting(_episode(task, answer, golden[task.id]))]
+    async with slots:
+        best, score = await judge.score_group(task, group)
+    bottom = 0.0 if best.value is None else best.value - 2 * tolerance(best.value)
+    return _Result(verifier=judge.name, task=task, kind=kind, answer=answer, score=score, bottom=bottom)
 
 
 def _waiting(episode: Episode) -> ScoredEpisode:
@@ -170,7 +178,7 @@ def _episode(task: Task, answer: str | None, golden: GoldAttempt | None) -> Epis
     )
 
 
-def _findings(results: Sequence[_Given], golden: Mapping[str, GoldAttempt]) -> list[Finding]:
+def _findings(results: Sequence[_Result], golden: Mapping[str, GoldAttempt]) -> list[Finding]:
     """The findings about one verifier."""
     if not results:
         return []
@@ -191,7 +199,7 @@ def _findings(results: Sequence[_Given], golden: Mapping[str, GoldAttempt]) -> l
     return findings
 
 
-def _is_truth(result: _Given, golden: Mapping[str, GoldAttempt]) -> bool:
+def _is_truth(result: _Result, golden: Mapping[str, GoldAttempt]) -> bool:
     """Whether the answer is the task's truth, ignoring case and white space."""
     if result.answer is None:
         return False
@@ -203,7 +211,7 @@ def _is_truth(result: _Given, golden: Mapping[str, GoldAttempt]) -> bool:
     return result.answer.strip().casefold() in {text.strip().casefold() for text in known}
 
 
-def _may_be_right(result: _Given, results: Sequence[_Given], paid: Sequence[_Given]) -> bool:
+def _may_be_right(result: _Result, results: Sequence[_Result], paid: Sequence[_Result]) -> bool:
     """Whether a constant may be this task's truth in another form ("1" for 1.0), judging by the scores."""
     if result.kind not in ("constant", "one token"):
         return False
@@ -212,16 +220,16 @@ def _may_be_right(result: _Given, results: Sequence[_Given], paid: Sequence[_Giv
     return alone and any(other.score.value is not None and not other.pays for other in elsewhere)
 
 
-def _shown(result: _Given) -> str:
+def _shown(result: _Result) -> str:
     answer = "no answer" if result.answer is None else repr(result.answer if len(result.answer) <= 30 else f"{result.answer[:30]}...")
     return f"{answer} to {result.task.id}"
 
 
-def _ids(results: Sequence[_Given]) -> tuple[str, ...]:
+def _ids(results: Sequence[_Result]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(result.task.id for result in results))
 
 
-def _table(results: Sequence[_Given], verifiers: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+def _table(results: Sequence[_Result], verifiers: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """A row for each verifier: its highest score for each kind of answer; `-` if it gave no score."""
 
     def cell(verifier: str, kind: str) -> str:

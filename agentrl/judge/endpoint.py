@@ -183,11 +183,7 @@ class Endpoint:
                 return reply
 
     async def _try(self, wire: _Wire, query: _PendingQuery, *, probing: bool = False) -> Reply | None:
-        """Sends one request. Returns None if it should be retried. Raises `JudgeError` as `ask`.
-
-        Args:
-            probing: the server is down, and this is the query that probes it.
-        """
+        """Sends one request, or with `probing` one to a server that is down. Returns None for a retry. Raises `JudgeError` as `ask`."""
         left = query.until - self.clock.monotonic()
         async with wire.slots:
             if wire.down and not probing:  # the server went down while this query waited for its slot
