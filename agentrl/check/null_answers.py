@@ -125,7 +125,7 @@ async def _score(
 
 
 async def _compare(
-    judge: GroupJudgeScorer, slots: asyncio.Semaphore, golden: _Golden, task: Task, kind: str, answer: str | None
+    judge: GroupJudgeScorer, slots: asyncio.Semaphore, golden: Mapping[str, GoldAttempt], task: Task, kind: str, answer: str | None
 ) -> _Result:
     group = [_waiting(golden[task.id].episode), _waiting(_episode(task, answer, golden[task.id]))]
     async with slots:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -58,18 +58,10 @@ class _Mistake(Exception):
 
     def __init__(self, where: str, what: str, fix: str) -> None:
         super().__init__(what)
-        self.where, self.what, self.fix = where, what, fix
+        self.where, self.fix = where, fix
 
 
-class _Mistakes(Exception):
-    """All mistakes of a task."""
-
-    def __init__(self, several: Sequence[_Mistake]) -> None:
-        super().__init__("; ".join(map(str, several)))
-        self.several = tuple(several)
-
-
-class _Look:
+class _Checks:
     """Checks the parts of a task one by one and continues after a mistake."""
 
     def __init__(self) -> None:
@@ -81,10 +73,6 @@ class _Look:
         except _Mistake as error:
             self.mistakes.append(error)
             return None
-
-    def end(self) -> None:
-        if self.mistakes:
-            raise _Mistakes(self.mistakes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,34 +177,36 @@ def _load_all(folder: Path) -> list[FolderTask]:
     tasks: list[FolderTask] = []
     lines: list[str] = []
     for path in folders:
-        try:
-            tasks.append(_load(path))
-        except _Mistakes as error:
-            lines += [f"task {text(path.name)}: {mistake.where}: {mistake.what}\n  fix: {mistake.fix}" for mistake in error.several]
+        loaded = _load(path)
+        if isinstance(loaded, FolderTask):
+            tasks.append(loaded)
+        else:
+            lines += [f"task {text(path.name)}: {mistake.where}: {mistake}\n  fix: {mistake.fix}" for mistake in loaded]
     if lines:
         raise TaskError("\n".join([f"{folder.name}: {len(folders) - len(tasks)} of {len(folders)} tasks are invalid", *lines]))
     return tasks
 
 
-def _load(folder: Path) -> FolderTask:
-    """Raises `_Mistakes`."""
-    look = _Look()
-    look(_check_names, folder)
-    description = look(_parsed, TaskDescription, folder, "task.toml", 'write it, with a line such as outputs = ["answer.txt"]')
-    instruction = look(_instruction, folder)
-    tests, gold = look(_tree, folder, "tests"), look(_gold, folder)
-    runs = look(_runs, folder, tests) if tests is not None else None
-    files = look(_given, folder)
-    image = look(_image, folder, description) if description is not None else None
+def _load(folder: Path) -> FolderTask | list[_Mistake]:
+    """The task of a folder, or all its mistakes."""
+    check = _Checks()
+    check(_check_names, folder)
+    description = check(_parsed, TaskDescription, folder, "task.toml", 'write it, with a line such as outputs = ["answer.txt"]')
+    instruction = check(_instruction, folder)
+    tests, gold = check(_tree, folder, "tests"), check(_gold, folder)
+    runs = check(_runs, folder, tests) if tests is not None else None
+    files = check(_given, folder)
+    image = check(_image, folder, description) if description is not None else None
     mode = (description.verifier.mode or _mode(tests)) if description is not None and tests is not None else None
     if description is not None and mode is not None and mode != "harbor":
-        look(_outputs, description)
+        check(_outputs, description)
     grading = None
     if description is not None and tests is not None and runs is not None:
-        grading = look(_grading, description, mode or _mode(tests), tests, runs, gold or "")
+        grading = check(_grading, description, mode or _mode(tests), tests, runs, gold or "")
     if description is not None and grading is not None and image is not None and gold is not None and mode == "harbor":
-        look(_fits_harbor, folder, description, grading, _from_dockerfile(folder, image))
-    look.end()
+        check(_fits_harbor, folder, description, grading, _from_dockerfile(folder, image))
+    if check.mistakes:
+        return check.mistakes
     assert description is not None and instruction is not None and files is not None and image is not None and grading is not None
     return FolderTask(
         name=folder.name,
