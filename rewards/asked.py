@@ -63,7 +63,7 @@ def names_unit(prompt: str, named: str) -> bool:
     The words after the last "how many" decide, else those after the last "in" before a known unit. If the question has neither, it must
     name the unit anywhere, and the unit must have the dimension of the requested quantity ("What is the area").
     """
-    phrase = _asked(prompt)
+    phrase = _requested_phrase(prompt)
     if (known_unit := unit(named)) is not None and known_unit == unit("$"):
         return (
             _MONEY.search(" ".join(phrase)) is not None if phrase is not None else _MONEY.search(prompt) is not None and not _noun(prompt)
@@ -93,7 +93,7 @@ def names_percent(prompt: str) -> bool:
     return _PERCENT.search(prompt) is not None
 
 
-def _asked(prompt: str) -> list[str] | None:
+def _requested_phrase(prompt: str) -> list[str] | None:
     """The words after the last "how many", else those after the last "in" before a known unit; None if there is neither."""
     many = list(_MANY.finditer(prompt))
     if many and (many[-1][1] or "").lower() != "much":

@@ -118,7 +118,9 @@ def verdict(request: Mapping[str, Any]) -> dict[str, str]:
     ordered = orders(truth) if request["ordered"] is None else request["ordered"]
     with contextlib.ExitStack() as opened:
         try:
-            databases = [_made(script, truth, f"database {number + 1}", opened) for number, script in enumerate(request["databases"])]
+            databases = [
+                _open_database(script, truth, f"database {number + 1}", opened) for number, script in enumerate(request["databases"])
+            ]
         except Refused as error:
             return {"task": str(error), "wrong": ""}
         if not any(database.wanted.rows for database in databases):
@@ -136,7 +138,7 @@ def verdict(request: Mapping[str, Any]) -> dict[str, str]:
 _numbers = count()
 
 
-def _made(script: str, truth: str, where: str, opened: contextlib.ExitStack) -> _Database:
+def _open_database(script: str, truth: str, where: str, opened: contextlib.ExitStack) -> _Database:
     """The database that a script makes. Raises `Refused` when the script or the truth fails."""
     name = f"/agentrl-{next(_numbers)}"
     connection = opened.enter_context(contextlib.closing(sqlite3.connect(f"file:{name}?vfs=memdb", uri=True)))

@@ -183,28 +183,28 @@ def _product(text: str) -> Unit | None:
     product = ONE
     for piece in re.split(r"[*.\s]+", text.replace("**", "^").strip()):
         match = _FACTOR.fullmatch(piece)
-        factor = _named(match[1]) if match else None
+        factor = _parse_name(match[1]) if match else None
         if match is None or factor is None or abs(power := int(match[2] or 1)) > LARGEST_POWER:
             return None
         product = _times(product, factor, power)
     return product
 
 
-def _named(name: str) -> Unit | None:
+def _parse_name(name: str) -> Unit | None:
     name = _WORDS.get(name, _PLURALS.get(name, name))
     if name in _WHOLE:
-        return _made(*_WHOLE[name])
+        return _base_unit(*_WHOLE[name])
     for prefix, scale in (*_PREFIXES.items(), *_BINARY.items()):
         rest = name.removeprefix(prefix) if name.startswith(prefix) else ""
         if rest in _PREFIXED and (scale >= 1 if rest in ("B", "bit") else prefix not in _BINARY):
             factor, base = _PREFIXED[rest]
-            base_unit = _made(factor, base)
+            base_unit = _base_unit(factor, base)
             return Unit(base_unit.factor * Fraction(repr(scale)), base_unit.powers)
     return None
 
 
 @cache
-def _made(factor: float, base: str) -> Unit:
+def _base_unit(factor: float, base: str) -> Unit:
     powers = dict.fromkeys(BASE, 0)
     for piece in base.split():
         name, _, power = piece.partition("^")

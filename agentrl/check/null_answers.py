@@ -187,14 +187,16 @@ def _findings(results: Sequence[_Result], golden: Mapping[str, GoldAttempt]) -> 
     findings = []
     if bad:
         most = max(result.score.value or 0.0 for result in bad)
-        text = f"{results[0].verifier} scores up to {most:g} for answers without work: {join_examples(list(map(_shown, bad)))}"
+        text = f"{results[0].verifier} scores up to {most:g} for answers without work: {join_examples(list(map(_describe, bad)))}"
         findings.append(Finding(severity="failure", what=text, tasks=_ids(bad)))
     if perhaps := [result for result in paid if result not in bad]:
-        text = f"{results[0].verifier} scores {join_examples(list(map(_shown, perhaps)))} above 0; the answer may be right there"
+        text = f"{results[0].verifier} scores {join_examples(list(map(_describe, perhaps)))} above 0; the answer may be right there"
         findings.append(Finding(severity="note", what=text, tasks=_ids(perhaps)))
     if silent := [result for result in results if result.score.value is None]:
         why = silent[0].score.reason.replace("\n", " ")[:200]
-        text = f"{results[0].verifier} does not score {join_examples(list(map(_shown, silent)))} ({why}): an agent could exclude attempts"
+        text = (
+            f"{results[0].verifier} does not score {join_examples(list(map(_describe, silent)))} ({why}): an agent could exclude attempts"
+        )
         findings.append(Finding(severity="warning", what=text, tasks=_ids(silent)))
     return findings
 
@@ -220,7 +222,7 @@ def _may_be_right(result: _Result, results: Sequence[_Result], paid: Sequence[_R
     return alone and any(other.score.value is not None and not other.pays for other in elsewhere)
 
 
-def _shown(result: _Result) -> str:
+def _describe(result: _Result) -> str:
     answer = "no answer" if result.answer is None else repr(result.answer if len(result.answer) <= 30 else f"{result.answer[:30]}...")
     return f"{answer} to {result.task.id}"
 

@@ -36,8 +36,8 @@ def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
     family = source.open()
     draws = [(split, index) for split, size in sizes.items() for index in range(size)]
     draws += [(split, index) for split in Split if family.size(split) is None for index in _FAR]
-    first = {draw: _drawn(family, draw) for draw in draws}
-    again = {draw: _drawn(family, draw) for draw in reversed(draws)}
+    first = {draw: _draw(family, draw) for draw in draws}
+    again = {draw: _draw(family, draw) for draw in reversed(draws)}
     try:
         other = dict(zip(draws, _draw_in_subprocess(source, draws), strict=True))
     except RuntimeError as error:
@@ -56,7 +56,7 @@ def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
     )
 
 
-def _drawn(family: TaskFamily, draw: Draw) -> Drawn:
+def _draw(family: TaskFamily, draw: Draw) -> Drawn:
     try:
         return digests(make_task(family, *draw))
     except Exception as error:  # a family is user code
@@ -77,7 +77,7 @@ def _differences(first: Mapping[Draw, Drawn], second: Mapping[Draw, Drawn], how:
         return []
     draw, names = next(iter(differing.items()))
     drawn, other = first[draw], second[draw]
-    was, now = ("a task", str(other)) if isinstance(drawn, str) or isinstance(other, str) else _apart(drawn, other, names[0])
+    was, now = ("a task", str(other)) if isinstance(drawn, str) or isinstance(other, str) else _first_difference(drawn, other, names[0])
     fields = list(dict.fromkeys(name for differences in differing.values() for name in differences))
     text = (
         f"{plural(len(differing), 'task')} of {len(first):,} differ {how}, in {join_examples(fields)};"
@@ -86,15 +86,15 @@ def _differences(first: Mapping[Draw, Drawn], second: Mapping[Draw, Drawn], how:
     return [Finding(severity="failure", what=text, tasks=tuple(map(draw_name, differing)))]
 
 
-def _apart(first: Mapping[str, tuple[str, str]], second: Mapping[str, tuple[str, str]], name: str) -> tuple[str, str]:
+def _first_difference(first: Mapping[str, tuple[str, str]], second: Mapping[str, tuple[str, str]], name: str) -> tuple[str, str]:
     """A field's two texts, from shortly before their first difference."""
-    old, new = _text(first, name), _text(second, name)
+    old, new = _field_text(first, name), _field_text(second, name)
     same = next((at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     begin = max(0, same - 20)
     return ("..." if begin else "") + old[begin:], ("..." if begin else "") + new[begin:]
 
 
-def _text(drawn: Mapping[str, tuple[str, str]], name: str) -> str:
+def _field_text(drawn: Mapping[str, tuple[str, str]], name: str) -> str:
     return drawn[name][1] if name in drawn else "absent"
 
 
@@ -102,7 +102,7 @@ def _by_seed(source: FamilySource, sizes: Mapping[Split, int]) -> list[Finding]:
     """A note if another seed gives the same training tasks."""
     family, other = source.open(), source.open(seed=source.seed + 1)
     known = [size for size in (sizes[Split.TRAIN], other.size(Split.TRAIN), _SEED_TASKS) if size is not None]
-    pairs = [(_drawn(family, (Split.TRAIN, index)), _drawn(other, (Split.TRAIN, index))) for index in range(min(known))]
+    pairs = [(_draw(family, (Split.TRAIN, index)), _draw(other, (Split.TRAIN, index))) for index in range(min(known))]
     if not pairs or any(_without_id(first) != _without_id(second) for first, second in pairs):
         return []
     return [Finding(severity="note", what="another seed gives the same training tasks: the family does not use its seed")]

@@ -33,7 +33,7 @@ def prove_splits(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
         drawn[split] = _draw(family, split, wanted)
         if len(drawn[split]) < wanted or size is None:
             cut.append(f"{plural(len(drawn[split]), 'task')} of {split}{' of infinitely many' if size is None else f' of {size:,}'}")
-    seen = {split: [_seen(task, source.root) for task in tasks] for split, tasks in drawn.items()}
+    seen = {split: [_agent_view_hash(task, source.root) for task in tasks] for split, tasks in drawn.items()}
     findings = [finding for split in (Split.HELDOUT, Split.HELDOUT_REAL) for finding in _equal(drawn, seen, split)]
     for split, tasks in drawn.items():
         findings += [*_misplaced(split, tasks), *_repeats(split, seen[split]), *_guesses(split, tasks)]
@@ -62,7 +62,7 @@ def _draw(family: TaskFamily, split: Split, count: int) -> list[Task]:
     return tasks
 
 
-def _seen(task: Task, root: Path) -> str:
+def _agent_view_hash(task: Task, root: Path) -> str:
     """Hash of everything that the agent sees of a task."""
     prompt = [asdict(message) for message in task.prompt]
     image = task.data.get("build_context") or _recipe(root / task.sandbox.image / "image.toml") or task.sandbox.image

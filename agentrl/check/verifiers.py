@@ -49,22 +49,22 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, GoldAttemp
 
     async with quiet_verifier_log(), asyncio.TaskGroup() as asking:
         again = [(task, asking.create_task(ask(task, golden[task.id].episode))) for task in reversed(tasks) if task.id in golden]
-        odd_ones = [
+        malformed_jobs = [
             (f"{description} for {task.id}", asking.create_task(ask(task, episode)))
             for task in (chosen_task for tasks_of in chosen.values() for chosen_task in tasks_of)
-            for description, episode in _odd_episodes(task, golden.get(task.id))
+            for description, episode in _malformed_episodes(task, golden.get(task.id))
         ]
     bad: dict[str, list[str]] = {}
-    for case, job in odd_ones:
+    for case, job in malformed_jobs:
         if problem := _problem(job.result()):
             bad.setdefault(problem, []).append(case)
     findings = [Finding(severity="failure", what=f"{problem}; submitted: {join_examples(cases)}") for problem, cases in bad.items()]
     pairs = [(task.id, golden[task.id].score, job.result()) for task, job in again]
-    verifiers = {name for task in tasks for name in task.verifiers}
+    verifiers = plural(len({name for task in tasks for name in task.verifiers}), "verifier")
     return Proof(
         name=NAME,
-        looked_at=f"{plural(len(verifiers), 'verifier')}: {len(odd_ones)} malformed answers, {plural(len(pairs), 'gold episode')} twice",
-        findings=(*findings, *_unlike(pairs)),
+        looked_at=f"{verifiers}: {len(malformed_jobs)} malformed answers, {plural(len(pairs), 'gold episode')} twice",
+        findings=(*findings, *_inconsistent(pairs)),
     )
 
 
@@ -91,7 +91,7 @@ async def quiet_verifier_log() -> AsyncIterator[None]:
         scoring_log.setLevel(before)
 
 
-def _odd_episodes(task: Task, golden: GoldAttempt | None) -> list[tuple[str, Episode]]:
+def _malformed_episodes(task: Task, golden: GoldAttempt | None) -> list[tuple[str, Episode]]:
     nothing = Episode(id="check", task_id=task.id, task_key=task.key, trajectories=())
     if not task.outputs:
         return [(case, replace(nothing, answer=answer)) for case, answer in malformed.ANSWERS.items()]
@@ -108,7 +108,7 @@ def _problem(score: Score) -> str:
     return f"a score of {score.value:g} for work that is wrong" if is_above(score.value, 0.0) else ""
 
 
-def _unlike(pairs: Sequence[tuple[str, Score, Score]]) -> list[Finding]:
+def _inconsistent(pairs: Sequence[tuple[str, Score, Score]]) -> list[Finding]:
     differing = [
         (name, first, second)
         for name, first, second in pairs
@@ -120,11 +120,13 @@ def _unlike(pairs: Sequence[tuple[str, Score, Score]]) -> list[Finding]:
     name, first, second = differing[0]
     parts = [part for part in {**first.parts, **second.parts} if first.parts.get(part) != second.parts.get(part)]
     where = (
-        f"{_shown(first)} and {_shown(second)}" if first.value != second.value else f"other {join_examples(parts) or 'turns or branches'}"
+        f"{_score_text(first)} and {_score_text(second)}"
+        if first.value != second.value
+        else f"other {join_examples(parts) or 'turns or branches'}"
     )
     text = f"{plural(len(differing), 'task')} of {len(pairs)} score differently the second time: {name} {where}"
     return [Finding(severity="failure", what=text, tasks=tuple(name for name, _, _ in differing))]
 
 
-def _shown(score: Score) -> str:
+def _score_text(score: Score) -> str:
     return f"{score.value:g}" if score.value is not None else f"no score ({shorten(score.reason)})"

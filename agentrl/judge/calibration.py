@@ -114,21 +114,21 @@ def require_calibration(path: Path, *, identity: str, name: str, min_agreement: 
     if calibration.identity != identity:
         raise UserError(f"judge {name}: the calibration {path} belongs to another model, prompt or setting", fix=fix)
     if calibration.may_be_chance:
-        estimate = f"sensitivity + specificity - 1 is {_told(calibration.informedness)}"
+        estimate = f"sensitivity + specificity - 1 is {_estimate_text(calibration.informedness)}"
         raise UserError(f"judge {name} is not shown to be better than chance: {estimate} ({path})", fix="use another model or prompt")
     if calibration.agreement.low < min_agreement:
         raise UserError(
-            f"judge {name} agrees with human labels in {_told(calibration.agreement)}, but {min_agreement:g} is required ({path})",
+            f"judge {name} agrees with human labels in {_estimate_text(calibration.agreement)}, but {min_agreement:g} is required ({path})",
             fix="improve the prompt, use another model, or label more answers if the interval is wide",
         )
     if min_coverage and calibration.coverage is None:
         raise UserError(f"judge {name}: the calibration {path} has no coverage", fix=fix)
     if calibration.coverage is not None and calibration.coverage.low < min_coverage:
         raise UserError(
-            f"judge {name} gives a verdict on {_told(calibration.coverage)}, but {min_coverage:g} is required ({path})",
+            f"judge {name} gives a verdict on {_estimate_text(calibration.coverage)}, but {min_coverage:g} is required ({path})",
             fix="see why it gave none (agentrl judge calibrate prints it), or label more answers if the interval is wide",
         )
 
 
-def _told(estimate: IntervalEstimate) -> str:
+def _estimate_text(estimate: IntervalEstimate) -> str:
     return f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f}, {estimate.n} answers)"

@@ -21,7 +21,7 @@ KEY_HELP = "[r]ight  [w]rong  [s]kip  [u]ndo  [q]uit"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _LONGEST_LINE = 8 << 20
-_SHOWN = 6000  # characters of one text
+_MAX_SHOWN = 6000  # characters of one text
 
 
 def labels_file(run: Path, by: str) -> Path:
@@ -87,7 +87,7 @@ class LabellingSession:
     def render_item(self, item: AnswerItem) -> str:
         """An answer as text for a terminal, without control characters."""
         number = sum(other.id in self.done for other in self.items) + 1
-        parts = [("question", item.question), *_said(item)]
+        parts = [("question", item.question), *_conversation(item)]
         if item.reference is not None and not self.blind:
             parts.append(("reference", item.reference))
         parts.append(("ANSWER", item.answer))
@@ -113,7 +113,7 @@ class LabellingSession:
         return "nothing to undo"
 
 
-def _said(item: AnswerItem) -> Iterator[tuple[str, str]]:
+def _conversation(item: AnswerItem) -> Iterator[tuple[str, str]]:
     """The conversation after the question."""
     started = False
     for message in item.messages:
@@ -130,7 +130,9 @@ def _said(item: AnswerItem) -> Iterator[tuple[str, str]]:
 
 def _safe(text: str) -> str:
     shortened = (
-        text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}\n[... {len(text) - _SHOWN:,} characters ...]\n{text[-_SHOWN // 2 :]}"
+        text
+        if len(text) <= _MAX_SHOWN
+        else f"{text[: _MAX_SHOWN // 2]}\n[... {len(text) - _MAX_SHOWN:,} characters ...]\n{text[-_MAX_SHOWN // 2 :]}"
     )
     shortened = shortened.expandtabs(4).replace("\r\n", "\n")
     return printable(shortened, len(shortened))

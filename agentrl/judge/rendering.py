@@ -62,7 +62,7 @@ def reference_text(task: Task, key: str) -> str | None:
 
 def transcript_text(episode: Episode) -> str:
     """The agent's messages, tool calls and tool results, in order; sub-agents after the main agent."""
-    lines = (line for number, trajectory in enumerate(episode.trajectories) for line in _lines(trajectory, number))
+    lines = (line for number, trajectory in enumerate(episode.trajectories) for line in _trajectory_lines(trajectory, number))
     return truncate_middle("\n".join(lines) or "(the agent did nothing)", MAX_TRANSCRIPT)
 
 
@@ -78,17 +78,17 @@ def outputs_text(episode: Episode) -> str:
     return truncate_middle("\n\n".join(parts) or "(the agent left no files)", MAX_TRANSCRIPT)
 
 
-def _lines(trajectory: Trajectory, number: int) -> Iterator[str]:
+def _trajectory_lines(trajectory: Trajectory, number: int) -> Iterator[str]:
     if number:
         yield f"--- {trajectory.agent} ---"
-        yield from (_said(message) for message in trajectory.prompt)
+        yield from (_render_message(message) for message in trajectory.prompt)
     for turn in trajectory.turns:
-        yield _said(turn.message)
+        yield _render_message(turn.message)
         for result in turn.tool_results:
             yield f"tool {result.name}{'' if result.ok else ' (failed)'}: {truncate_middle(result.output, _MAX_MESSAGE)}"
 
 
-def _said(message: Message) -> str:
+def _render_message(message: Message) -> str:
     calls = "".join(
         f"\n  calls {call.name}({truncate_middle(json.dumps(call.arguments, ensure_ascii=False), _MAX_MESSAGE)})"
         for call in message.tool_calls

@@ -66,7 +66,7 @@ class EpisodeNotes:
 
     def note(self, text: str) -> tuple[bool, str]:
         """Adds a note. Returns whether that succeeded, and a message for the agent."""
-        config, cleaned_text = self._view.store.config, cleaned(text)
+        config, cleaned_text = self._view.store.config, printable_note(text)
         with self._lock:
             if not cleaned_text:
                 return False, "the note is empty"
@@ -87,10 +87,10 @@ class EpisodeNotes:
         with self._lock:
             read = dict.fromkeys([*self._memo.read, *(match.episode for match in matches)])
             self._memo = replace(self._memo, read=tuple(read))
-        return True, shown(matches)
+        return True, format_notes(matches)
 
 
-def cleaned(text: str) -> str:
+def printable_note(text: str) -> str:
     """The text, stripped, with replacement characters for what cannot be printed."""
     printable = "".join(
         char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text.replace("\r\n", "\n")
@@ -98,7 +98,7 @@ def cleaned(text: str) -> str:
     return printable.strip()
 
 
-def shown(matches: Sequence[NoteMatch]) -> str:
+def format_notes(matches: Sequence[NoteMatch]) -> str:
     """The notes, numbered. All lines of a note but the first are indented, so a line cannot look like another note."""
     if not matches:
         return NO_NOTES

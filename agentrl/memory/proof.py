@@ -75,7 +75,7 @@ def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done
         raise UserError(f"{run} is not a run folder: {str(error)[:500]}", fix="use the folder of a run, such as runs/archive") from None
     if recipe.memory is None:
         raise UserError(f"the run in {run} has no memory", fix="set memory={} in its recipe and start a new run")
-    found = _Readings(recipe)
+    found = _Reads(recipe)
     if (run / "experience.sqlite").is_file() or recipe.store != "sqlite":
         store = open_store(run, recipe)
         try:
@@ -87,7 +87,7 @@ def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done
             store.close()
     for line in _lines(sorted((run / "episodes").glob("*.jsonl")), _TRANSCRIPT):
         found.evaluated(line)
-    version, kept = _kept(run / NOTES_FILE, recipe)
+    version, kept = _stored_notes(run / NOTES_FILE, recipe)
     return MemoryReport(
         version=version,
         kept=kept,
@@ -102,7 +102,7 @@ def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done
     )
 
 
-class _Readings:
+class _Reads:
     """The reads of a run's episodes, group by group in order of their indices."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -172,7 +172,7 @@ def _lines(paths: Iterable[Path], required: Mapping[str, type]) -> Iterator[dict
             yield fields
 
 
-def _kept(path: Path, recipe: Recipe) -> tuple[int, Mapping[str, tuple[int, int]]]:
+def _stored_notes(path: Path, recipe: Recipe) -> tuple[int, Mapping[str, tuple[int, int]]]:
     if not path.is_file() or recipe.memory is None:
         return 0, {}
     store = NoteStore(path, recipe.memory)

@@ -153,7 +153,7 @@ class NoteStore:
                 total = sum(count for writer, count in counts if writer not in hidden)
                 by_term = {term: self._notes_with(term, where, values, hidden) for term in terms}
                 best = _ranked(by_term, total)[: self.config.results]
-            return tuple(NoteMatch(*_texts(self._db.execute(_NOTE, (note_id,)).fetchone())) for note_id in best)
+            return tuple(NoteMatch(*_text_values(self._db.execute(_NOTE, (note_id,)).fetchone())) for note_id in best)
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
         """Scope -> number of stored notes, and of episodes that wrote them."""
@@ -269,7 +269,7 @@ def _ranked(by_term: Mapping[str, Sequence[int]], total: int) -> list[int]:
     return sorted(ranks, key=lambda note: (-ranks[note], -note))
 
 
-def _texts(row: Sequence[object] | None) -> tuple[str, ...]:
+def _text_values(row: Sequence[object] | None) -> tuple[str, ...]:
     """The values of a row, which must be texts. Raises `ForeignDatabase` otherwise, because SQLite stores values of any type."""
     values = tuple(value for value in row or () if isinstance(value, str))
     if row is None or len(values) < len(row):

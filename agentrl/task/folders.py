@@ -124,7 +124,7 @@ class TaskFolders:
         if not 0 <= index < len(self._splits[split]):
             raise UserError(f"{self.name} has {len(self._splits[split])} tasks in split {split}; index {index} is out of range")
         folder_task = self._splits[split][index]
-        texts, binaries = _texts(folder_task.files)
+        texts, binaries = _split_texts(folder_task.files)
         return Task(
             id=f"{self.name}/{folder_task.name}",
             family=self.name,
@@ -195,7 +195,7 @@ def _load(folder: Path) -> FolderTask | list[_Mistake]:
     instruction = check(_instruction, folder)
     tests, gold = check(_tree, folder, "tests"), check(_gold, folder)
     runs = check(_runs, folder, tests) if tests is not None else None
-    files = check(_given, folder)
+    files = check(_given_files, folder)
     image = check(_image, folder, description) if description is not None else None
     mode = (description.verifier.mode or _mode(tests)) if description is not None and tests is not None else None
     if description is not None and mode is not None and mode != "harbor":
@@ -247,7 +247,7 @@ def _from_dockerfile(folder: Path, image: Path) -> bool:
     return image == folder / "environment" and not (image / "image.toml").is_file()
 
 
-def _given(folder: Path) -> dict[str, bytes]:
+def _given_files(folder: Path) -> dict[str, bytes]:
     return _tree(folder, "environment/files") if (folder / "environment" / "files").exists() else {}
 
 
@@ -391,7 +391,7 @@ def _walk(top: Path) -> Iterator[Path]:
             yield path
 
 
-def _texts(files: Mapping[str, bytes]) -> tuple[dict[str, str], dict[str, str]]:
+def _split_texts(files: Mapping[str, bytes]) -> tuple[dict[str, str], dict[str, str]]:
     """The text files, and the other files as base64."""
     texts: dict[str, str] = {}
     binaries: dict[str, bytes] = {}

@@ -27,7 +27,7 @@ COLLECT_S = 90.0
 LISTING_S = 20.0
 LISTING_BYTES = 1 << 20
 
-MAX_ODD = 16  # maximum number of invalid names that an episode reports
+MAX_INVALID_NAMES = 16  # maximum number of invalid names that an episode reports
 
 # Kills the agent's processes: otherwise files could vanish while they are read, or reading could get no CPU time.
 _ALONE = """
@@ -178,7 +178,7 @@ async def _collect(sandbox: Sandbox, patterns: Sequence[str]) -> CollectedOutput
         names = [name for name in listed if any(matches_pattern(pattern, name) for pattern in wild)]
         refused |= dict.fromkeys(wild, problem) if problem else {}
     exact = [pattern for pattern in patterns if is_exact(pattern)]
-    refused |= {_printable(name): _ODD for name in [name for name in names if not is_plain_path(name)][:MAX_ODD]}
+    refused |= {_printable(name): _INVALID_NAME for name in [name for name in names if not is_plain_path(name)][:MAX_INVALID_NAMES]}
     left = OUTPUT_BYTES
     for name in dict.fromkeys([*exact, *filter(is_plain_path, names)]):
         if len(files) == OUTPUT_FILES or len(refused) > OUTPUT_FILES:
@@ -196,7 +196,7 @@ async def _collect(sandbox: Sandbox, patterns: Sequence[str]) -> CollectedOutput
     return CollectedOutputs(files=files, refused=refused, removed=removed)
 
 
-_ODD = f"not a valid path: it is not UTF-8, not below the folder, or has more than {MAX_PATH} characters or {MAX_DEPTH} names"
+_INVALID_NAME = f"not a valid path: it is not UTF-8, not below the folder, or has more than {MAX_PATH} characters or {MAX_DEPTH} names"
 
 
 def _printable(name: str) -> str:

@@ -107,8 +107,8 @@ class TaskHistory:
         self._least = config.least
         self._counts = min_group_size
         self._by_task = by_task
-        self._tasks = _Lately(config.window)
-        self._kinds = _Lately(config.window)
+        self._tasks = _RecentGroups(config.window)
+        self._kinds = _RecentGroups(config.window)
 
     def add(self, groups: Iterable[GroupOutcome]) -> None:
         """Adds groups. Those with fewer scored attempts than the learner needs do not count, except those of broken tasks."""
@@ -123,7 +123,7 @@ class TaskHistory:
         return Weights(self._least, self._tasks.weights.copy(), self._kinds.weights.copy())
 
 
-class _Lately:
+class _RecentGroups:
     """The newest groups by name, as (different scores, headroom), and their weights."""
 
     def __init__(self, window: int) -> None:

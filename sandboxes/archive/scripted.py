@@ -17,7 +17,7 @@ NOWHERE = "unknown"
 
 def alone(context: str, turns: int = 4) -> str:
     """Looks into drawers in an order that depends on the question, and gives up in the last turn."""
-    outputs = _shown(context)
+    outputs = _tool_outputs(context)
     if (amount := _amount(context, outputs)) or len(outputs) >= turns - 1:
         return _call("submit", answer=amount or NOWHERE)
     return _call("look", drawer=_order(context)[len(outputs)])
@@ -25,7 +25,7 @@ def alone(context: str, turns: int = 4) -> str:
 
 def noting(context: str, turns: int = 4) -> str:
     """The same with notes: recalls in the first turn, and writes notes in the last."""
-    kind, outputs = _sought(context)[0], _shown(context)
+    kind, outputs = _sought(context)[0], _tool_outputs(context)
     if not outputs:
         return _call("recall", query=f"drawer {kind}s")
     seen = _drawers(outputs[1:])
@@ -44,7 +44,7 @@ def _sought(context: str) -> tuple[str, str]:
     return matches[0][0], matches[0][1]
 
 
-def _shown(context: str) -> list[str]:
+def _tool_outputs(context: str) -> list[str]:
     return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", context, re.DOTALL)
 
 

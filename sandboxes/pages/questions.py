@@ -56,7 +56,7 @@ class Questions:
         """The task at an index. Raises `UserError` for an index below 0, and for the split of real data, which is empty."""
         if index < 0 or split is Split.HELDOUT_REAL:
             raise UserError(f"questions has no task {index} in split {split}", fix="use train or heldout, and an index from 0")
-        questions = self._asked(split, index)
+        questions = self._page_tasks(split, index)
         files = {f"page{page}.txt": question.prompt[0].content for page, question in enumerate(questions, 1)}
         for question in questions:
             files |= question.files
@@ -84,7 +84,7 @@ class Questions:
         """Python source that prints the right answer when run in the folder of the task's files."""
         return "\n".join(program(question) for question in task.data["questions"])
 
-    def _asked(self, split: Split, index: int) -> list[Task]:
+    def _page_tasks(self, split: Split, index: int) -> list[Task]:
         """A task of `Tables` for each page, with disjoint files."""
         questions: list[Task] = []
         used_files = {f"page{page}.txt" for page in range(1, self.pages + 1)}

@@ -89,7 +89,7 @@ class Reasoning:
         if index < 0 or split not in self._rounds:
             raise UserError(f"reasoning has no task {index} in split {split}", fix="set tasks.options.heldout_kinds")
         source, number = self._rounds[split].at(index)
-        return self._asked(source, self.seed, split, number, f"reasoning-{self.seed}-{split}-{index}")
+        return self._make_task(source, self.seed, split, number, f"reasoning-{self.seed}-{split}-{index}")
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
         """Training problems of the task's dataset: alike, and of the next harder and easier level if the dataset has a level.
@@ -109,9 +109,9 @@ class Reasoning:
         for number in count():
             kind, near = neighbours[number % len(neighbours)]
             name = f"reasoning-like-{task.key[:16]}-{seed}-{number}"
-            yield kind, self._asked(near, drawn, Split.TRAIN, number // len(neighbours), name)
+            yield kind, self._make_task(near, drawn, Split.TRAIN, number // len(neighbours), name)
 
-    def _asked(self, source: Source, seed: int, split: Split, number: int, name: str) -> Task:
+    def _make_task(self, source: Source, seed: int, split: Split, number: int, name: str) -> Task:
         """Problem `number` of a dataset's part of a seed."""
         worked = self._examples(source)
         drawn = problems.problem(
@@ -141,17 +141,17 @@ class Reasoning:
     def _examples(self, source: Source) -> tuple[Problem, ...]:
         """The solved problems in a dataset's prompts, the same for every task and seed. No task has the same question."""
         if source.name not in self._worked:
-            own = self._telling(source, self.examples)
+            own = self._representative(source, self.examples)
             self._worked[source.name] = own or self._of_other_kinds()
         return self._worked[source.name]
 
     def _of_other_kinds(self) -> tuple[Problem, ...]:
         """For datasets without a short program: examples of the datasets in `GENERAL`, in rotation."""
-        kinds = [self._telling(Source(name=name), self.examples) for name in GENERAL]
+        kinds = [self._representative(Source(name=name), self.examples) for name in GENERAL]
         places = [divmod(place, len(kinds)) for place in range(self.examples)]
         return tuple(kinds[turn][number] for number, turn in places)
 
-    def _telling(self, source: Source, count: int) -> tuple[Problem, ...]:
+    def _representative(self, source: Source, count: int) -> tuple[Problem, ...]:
         """`count` representative problems of a dataset; none if no short program solves them."""
         drawn = problems.problem(source, seed=_OF_EXAMPLES, heldout=False, number=0)
         if program(source.name, drawn.question) is None:
