@@ -21,19 +21,10 @@ def render_report(report: CalibrationReport) -> str:
 
 def report_data(report: CalibrationReport) -> dict[str, Any]:
     """The report as JSON data, for the calibration file."""
-    return {
-        "pairs": report.pairs,
-        "disputed": report.disputed,
-        "copies": report.copies,
-        "length_bias": None if report.length_bias is None else asdict(report.length_bias),
-        "position_bias": None if report.position_bias is None else asdict(report.position_bias),
-        "inconsistent": None if report.inconsistent is None else asdict(report.inconsistent),
-        "reliability": [asdict(bucket) for bucket in report.bins],
-        "calibration_error": report.calibration_error,
-        "reasons": dict(report.reasons),
-        "spent": None if report.spent is None else asdict(report.spent),
-        "wall_s": round(report.wall_s, 3),
-    }
+    data = asdict(report)
+    del data["calibration"]
+    data["reliability"] = data.pop("bins")
+    return data | {"wall_s": round(report.wall_s, 3)}
 
 
 def _lines(report: CalibrationReport) -> Iterator[str]:
@@ -50,11 +41,8 @@ def _lines(report: CalibrationReport) -> Iterator[str]:
     yield _row("specificity", calibration.specificity, "share of wrong answers that are judged wrong")
     yield _row("informedness", calibration.informedness, "sensitivity + specificity - 1; 0 is chance")
     if report.position_bias is not None:
-        yield _row(
-            "first place",
-            report.position_bias,
-            f"share of preferences for the first answer; 0.5 is no bias{_off(report.position_bias, 0.5)}",
-        )
+        bias = f"share of preferences for A; 0.5 is no bias{_off(report.position_bias, 0.5)}"
+        yield _row("first place", report.position_bias, bias)
     if report.inconsistent is not None:
         yield _row("inconsistent", report.inconsistent, "share with contradicting verdicts in the two orders")
     if report.length_bias is not None:
