@@ -55,7 +55,7 @@ _ADAPTER = TypeAdapter(RewardRecord)
 
 
 def validate_shows(names: tuple[str, ...]) -> tuple[PromptField, ...]:
-    """Returns the names as `Shown`. Raises `UserError` for unknown or repeated names, or if no name shows the agent's work."""
+    """Returns the names as `PromptField`. Raises `UserError` for unknown or repeated names, or if no name shows the agent's work."""
     known = get_args(PromptField)
     unknown = [name for name in names if name not in known]
     if unknown or len(set(names)) < len(names) or not {*_ANSWERS} & {*names}:
