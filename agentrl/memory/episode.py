@@ -73,11 +73,11 @@ class EpisodeNotes:
             if len(cleaned_text) > config.note_chars:
                 return False, f"not saved: the note has {len(cleaned_text)} characters, but the limit is {config.note_chars}"
             if cleaned_text in self._memo.notes:
-                return True, "already saved"
+                return True, "already noted"
             if len(self._memo.notes) >= config.notes:
                 return False, f"not saved: the limit of {config.notes} notes for this task is reached"
             self._memo = replace(self._memo, notes=(*self._memo.notes, cleaned_text))
-            return True, "saved"
+            return True, "noted"
 
     def recall(self, query: str) -> tuple[bool, str]:
         """Searches notes of earlier episodes. Returns whether that succeeded, and the result for the agent."""
