@@ -87,7 +87,7 @@ class Mathematics(ConfiguredVerifier):
 
 
 def prepare() -> None:
-    """In the process, before anything is asked."""
+    """In the subprocess, before the first request: imports the large modules."""
     import logging
 
     import math_verify  # noqa: F401

@@ -139,7 +139,7 @@ _numbers = count()
 
 
 def _open_database(script: str, truth: str, where: str, opened: contextlib.ExitStack) -> _Database:
-    """The database that a script makes. Raises `Refused` when the script or the truth fails."""
+    """The database that a script creates. Raises `Refused` if the script or the truth fails."""
     name = f"/agentrl-{next(_numbers)}"
     connection = opened.enter_context(contextlib.closing(sqlite3.connect(f"file:{name}?vfs=memdb", uri=True)))
     try:
@@ -165,7 +165,7 @@ def _does_not_follow(truth: str, answer: str, databases: Sequence[_Database], re
 
     A query can return no rows, or only 0, NULL and empty texts, by accident. Such true results count only if there are no others.
     """
-    shared: dict[bool, dict[str, bool]] = {True: {}, False: {}}  # whether it says something -> true result -> whether the answer gives it
+    shared: dict[bool, dict[str, bool]] = {True: {}, False: {}}  # whether it has data -> true result -> whether the answer returns it
     with contextlib.ExitStack() as opened:
         smaller_ones = [_smaller(database, truth, opened) for database in databases]
         for wanted, given in _on_copies(truth, answer, smaller_ones):

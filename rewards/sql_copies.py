@@ -17,7 +17,7 @@ from typing import Any
 from rewards.sql_text import literals
 
 MAX_TABLES = 4  # of the true query, of which rows are removed or added while the others stay as they are
-MAX_COLUMNS = 8  # of the true query, for which copies with other values are made
+MAX_COLUMNS = 8  # of the true query, for which copies with other values are created
 MAX_VALUES = 1000  # of a column that others are chosen from
 MAX_ROWS = 2000
 """Of all tables together, in `smaller`."""

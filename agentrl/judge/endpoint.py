@@ -327,7 +327,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Later:
-    """A retry may succeed, after `backoff_s` if the server (`asked`) or the process that starts it requests a wait."""
+    """A retry may succeed, after `wait_s` if the server (`asked`) or the process that starts it requests a wait."""
 
     why: str
     wait_s: float | None = None

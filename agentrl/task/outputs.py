@@ -85,7 +85,7 @@ class CollectedOutputs:
 
     files: Mapping[str, bytes]
     refused: Mapping[str, str] = field(default_factory=dict)
-    removed: tuple[str, ...] = ()  # only for the pattern WHOLE
+    removed: tuple[str, ...] = ()  # only for the pattern WHOLE_DIRECTORY
 
 
 def is_exact(pattern: str) -> bool:
