@@ -52,15 +52,15 @@ class Comparison:
     def same(self, truth: Node, answer: Node) -> bool:
         """Whether the answer is the truth."""
         if "relation" in (truth.kind, answer.kind) and truth.kind != answer.kind:  # x = 5 cm, and 5 cm
-            truth, answer = (one.parts[1] if is_assignment(one) else one for one in (truth, answer))
+            truth, answer = (node.parts[1] if is_assignment(node) else node for node in (truth, answer))
         if answer.kind == "unit":
             known = _same_unit(truth.value, answer.value) if truth.kind == "unit" else names_unit(self._prompt, str(answer.value))
             return known and self.same(truth.parts[0] if truth.kind == "unit" else truth, answer.parts[0])
-        wanted, given = _percentage(truth), _percentage(answer)
-        if (wanted is None) is not (given is None) and names_percent(self._prompt):  # 18 and 18%
-            if self._same_scalar(wanted or truth, given or answer):
+        truth_percent, answer_percent = _percentage(truth), _percentage(answer)
+        if (truth_percent is None) is not (answer_percent is None) and names_percent(self._prompt):  # 18 and 18%
+            if self._same_scalar(truth_percent or truth, answer_percent or answer):
                 return True
-            if wanted is None and abs(literal(truth) or 0) > 1:  # 18 is not a fraction, so 18% is right and 1800% is not
+            if truth_percent is None and abs(literal(truth) or 0) > 1:  # 18 is not a fraction, so 18% is right and 1800% is not
                 return False
         if truth.kind == "unit":  # a unit may be omitted; only a unit that the question names may be added
             return self.same(truth.parts[0], answer)
@@ -70,7 +70,7 @@ class Comparison:
         if "relation" in (truth.kind, answer.kind):
             return self._same_relation(truth, answer)
         if "ratio" in (truth.kind, answer.kind) and truth.kind != answer.kind:  # 3:2 and 3/2
-            truth, answer = (Node("div", one.parts) if one.kind == "ratio" and len(one.parts) == 2 else one for one in (truth, answer))
+            truth, answer = (Node("div", node.parts) if node.kind == "ratio" and len(node.parts) == 2 else node for node in (truth, answer))
         if {truth.kind, answer.kind} & {"list", "set", "tuple"}:
             return self._same_elements(truth, answer)
         if {truth.kind, answer.kind} & _OTHERS:
@@ -92,10 +92,14 @@ class Comparison:
     def _same_sides(self, truth: Node, answer: Node) -> bool:
         """Whether lhs - rhs of both are proportional; of inequalities with a factor above 0."""
         try:
-            one, other = (built(side.parts[0]) - built(side.parts[1]) for side in (truth, answer))
+            true_difference, given_difference = (built(side.parts[0]) - built(side.parts[1]) for side in (truth, answer))
         except NoScalar:
             return False
-        ratios = [(first, second) for first, second in _at_points(one, other, truth, answer) if first is not None and second]
+        ratios = [
+            (first, second)
+            for first, second in _at_points(true_difference, given_difference, truth, answer)
+            if first is not None and second
+        ]
         values = [first / second for first, second in ratios if second is not None]
         if len(values) < POINTS // 2 or not values[0]:
             return False
@@ -106,22 +110,26 @@ class Comparison:
         ordered = "tuple" in (truth.kind, answer.kind)
         if ordered and "set" in (truth.kind, answer.kind):
             return False
-        wanted = list(truth.parts) if truth.kind in _SEQUENCES else [truth]
-        given = list(answer.parts) if answer.kind in _SEQUENCES else [answer]
-        if len(wanted) != len(given) or len(wanted) > MOST_ELEMENTS or (ordered and {truth.kind, answer.kind} - _SEQUENCES):
+        truth_parts = list(truth.parts) if truth.kind in _SEQUENCES else [truth]
+        answer_parts = list(answer.parts) if answer.kind in _SEQUENCES else [answer]
+        if (
+            len(truth_parts) != len(answer_parts)
+            or len(truth_parts) > MOST_ELEMENTS
+            or (ordered and {truth.kind, answer.kind} - _SEQUENCES)
+        ):
             return False
-        if "list" in (truth.kind, answer.kind) and len(wanted) == 1 and {truth.kind, answer.kind} != {"list"}:
+        if "list" in (truth.kind, answer.kind) and len(truth_parts) == 1 and {truth.kind, answer.kind} != {"list"}:
             return False
-        names = {truth.kind, answer.kind} == {"list"} and all(map(_is_name, wanted))
-        return all(map(self.same, wanted, given)) if ordered or names else self._same_bag(wanted, given)
+        names = {truth.kind, answer.kind} == {"list"} and all(map(_is_name, truth_parts))
+        return all(map(self.same, truth_parts, answer_parts)) if ordered or names else self._same_bag(truth_parts, answer_parts)
 
-    def _same_bag(self, wanted: Sequence[Node], given: list[Node]) -> bool:
-        for one in wanted:
-            place = next((place for place, other in enumerate(given) if self.same(one, other)), None)
+    def _same_bag(self, truth_parts: Sequence[Node], answer_parts: list[Node]) -> bool:
+        for part in truth_parts:
+            place = next((place for place, other in enumerate(answer_parts) if self.same(part, other)), None)
             if place is None:
                 return False
-            given = given[:place] + given[place + 1 :]
-        return not given
+            answer_parts = answer_parts[:place] + answer_parts[place + 1 :]
+        return not answer_parts
 
     def _same_structure(self, truth: Node, answer: Node) -> bool:
         if "word" in (truth.kind, answer.kind):
@@ -133,20 +141,20 @@ class Comparison:
         return truth.value == answer.value and all(map(self.same, truth.parts, answer.parts))
 
     def _same_scalar(self, truth: Node, answer: Node) -> bool:
-        wanted, given = literal(truth), literal(answer)
-        if wanted is not None and given is not None:
-            if wanted == given:
+        truth_number, answer_number = literal(truth), literal(answer)
+        if truth_number is not None and answer_number is not None:
+            if truth_number == answer_number:
                 return True
-            inexact = not (is_whole(wanted) and is_whole(given)) and (_decimal(truth) or _decimal(answer))
-            return inexact and self._close(sympy.Rational(wanted), sympy.Rational(given))
+            inexact = not (is_whole(truth_number) and is_whole(answer_number)) and (_decimal(truth) or _decimal(answer))
+            return inexact and self._close(sympy.Rational(truth_number), sympy.Rational(answer_number))
         ordered = _matrices(truth)
         try:
-            one, other = built(truth, ordered=ordered), built(answer, ordered=ordered)
+            true_value, given_value = built(truth, ordered=ordered), built(answer, ordered=ordered)
         except NoScalar:
             return False
-        if one in (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan):  # 2 * oo is oo too
-            return bool(one.is_extended_real) and alike(truth, answer)
-        equal = bool(sympy.expand(one - other) == 0) if ordered else self._equal(one, other, truth, answer)
+        if true_value in (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan):  # 2 * oo is oo too
+            return bool(true_value.is_extended_real) and alike(truth, answer)
+        equal = bool(sympy.expand(true_value - given_value) == 0) if ordered else self._equal(true_value, given_value, truth, answer)
         return self._finished(truth, answer, equal)
 
     def _finished(self, truth: Node, answer: Node, equal: bool) -> bool:
@@ -157,11 +165,11 @@ class Comparison:
             return False
         return True
 
-    def _equal(self, one: Any, other: Any, truth: Node, answer: Node) -> bool:
-        pairs = list(_at_points(one, other, truth, answer))
+    def _equal(self, true_value: Any, given_value: Any, truth: Node, answer: Node) -> bool:
+        pairs = list(_at_points(true_value, given_value, truth, answer))
         known = [(first, second) for first, second in pairs if first is not None and second is not None]
         if len(known) < (len(pairs) + 1) // 2 or any((first is None) is not (second is None) for first, second in pairs):
-            return bool(one == other)
+            return bool(true_value == given_value)
         if not _decimal(truth) and not _decimal(answer):
             return all(_equal_numbers(first, second) for first, second in known)
         if len(pairs) == 1:
@@ -193,8 +201,8 @@ def _of_same_function(truth: Node, answer: Node) -> Node | None:
     if names[0] == names[1]:
         return truth
     if names[0].kind == names[1].kind == "applied":
-        (one, old), (other, new) = (str(name.value)[:-1].split("(") for name in names)
-        if one != other or old.isdigit() or new.isdigit() or new in symbols(truth.parts[1]):
+        (first, old), (second, new) = (str(name.value)[:-1].split("(") for name in names)
+        if first != second or old.isdigit() or new.isdigit() or new in symbols(truth.parts[1]):
             return None
         return _renamed(truth, old, new)
     if {name.kind for name in names} != {"applied", "symbol"}:
@@ -234,7 +242,7 @@ def _without(points: Sequence[Node]) -> Node | None:
     known = [(value, point) for point in points if (value := literal(point)) is not None]
     if len(known) < len(points) or not points or len({value for value, _ in known}) < len(points):
         return None
-    ends = [Node("neg", (_INFINITE,)), *(point for _, point in sorted(known, key=lambda one: one[0])), _INFINITE]
+    ends = [Node("neg", (_INFINITE,)), *(point for _, point in sorted(known, key=lambda entry: entry[0])), _INFINITE]
     return Node("union", tuple(Node("interval", pair, "()") for pair in pairwise(ends)))
 
 
@@ -254,7 +262,7 @@ def _standard(node: Node) -> Node:
     if node.kind == "interval" and node.value == "()":
         return Node("tuple", node.parts)
     if node.kind in ("list", "set") and len(node.parts) > 1:
-        parts = tuple(one for part in node.parts for one in (_standard(part).parts if _has(part, "pm") else (part,)))
+        parts = tuple(element for part in node.parts for element in (_standard(part).parts if _has(part, "pm") else (part,)))
         return Node(node.kind, parts)
     if _has(node, "pm"):
         return Node("list", tuple(_signed(node, plus) for plus in (True, False)))
@@ -283,8 +291,8 @@ def _letters(node: Node) -> str:
     return str(node.value).casefold() if node.kind == "word" else ""
 
 
-def _same_unit(one: Fraction | str, other: Fraction | str) -> bool:
-    first, second = str(one).strip(), str(other).strip()
+def _same_unit(truth: Fraction | str, answer: Fraction | str) -> bool:
+    first, second = str(truth).strip(), str(answer).strip()
     return first == second or (unit(first) is not None and unit(first) == unit(second))
 
 
@@ -302,8 +310,8 @@ def literal(node: Node) -> Fraction | None:
     if node.kind == "div":
         above, below = node.parts
         if (above.kind == "neg") is not (below.kind == "neg"):
-            bare = tuple(one.parts[0] if one.kind == "neg" else one for one in node.parts)
-            return None if any(one.kind == "neg" for one in bare) or (inner := literal(Node("div", bare))) is None else -inner
+            bare = tuple(part.parts[0] if part.kind == "neg" else part for part in node.parts)
+            return None if any(part.kind == "neg" for part in bare) or (inner := literal(Node("div", bare))) is None else -inner
         if above.kind == below.kind == "number" and isinstance(above.value, Fraction) and isinstance(below.value, Fraction) and below.value:
             return None if (value := above.value / below.value).denominator == 1 else value
         return None
@@ -344,7 +352,7 @@ def _matrices(node: Node) -> bool:
 def _products(node: Node) -> Iterator[tuple[str, str]]:
     if node.kind == "mul":
         yield from (
-            (str(one.value), str(other.value)) for one, other in pairwise(node.parts) if (str(one.value) + str(other.value)).isupper()
+            (str(left.value), str(right.value)) for left, right in pairwise(node.parts) if (str(left.value) + str(right.value)).isupper()
         )
     for part in node.parts:
         yield from _products(part)
@@ -423,14 +431,14 @@ def _root(under: Any, degree: Any) -> Any:
     return sympy.Pow(under, 1 / degree)
 
 
-def _at_points(one: Any, other: Any, truth: Node, answer: Node) -> Iterator[tuple[Any, Any]]:
+def _at_points(true_value: Any, given_value: Any, truth: Node, answer: Node) -> Iterator[tuple[Any, Any]]:
     """Both values at random points, the first negative and the second positive; None for values that are not finite."""
-    names = sorted(one.free_symbols | other.free_symbols, key=str)
+    names = sorted(true_value.free_symbols | given_value.free_symbols, key=str)
     random = Random(hashlib.blake2b(repr((truth, answer)).encode()).digest())
     for number in range(POINTS if names else 1):
         sign = {0: -1, 1: 1}.get(number) or random.choice((-1, 1))
         point = {symbol: sympy.Rational(sign * random.randint(1, 400), 97) for symbol in names}
-        yield _number(one, point), _number(other, point)
+        yield _number(true_value, point), _number(given_value, point)
 
 
 def _number(value: Any, point: Mapping[Any, Any]) -> Any:
@@ -440,26 +448,26 @@ def _number(value: Any, point: Mapping[Any, Any]) -> Any:
     return number if number.is_number and number.is_finite else None
 
 
-def _equal_numbers(one: Any, other: Any) -> bool:
-    if one.is_Rational and other.is_Rational:
-        return bool(one == other)
-    if not one or not other:
-        return bool(abs(one - other) < sympy.Float(10) ** -100)
-    return bool(abs(one - other) <= _EXACT * max(abs(one), abs(other)))
+def _equal_numbers(first: Any, second: Any) -> bool:
+    if first.is_Rational and second.is_Rational:
+        return bool(first == second)
+    if not first or not second:
+        return bool(abs(first - second) < sympy.Float(10) ** -100)
+    return bool(abs(first - second) <= _EXACT * max(abs(first), abs(second)))
 
 
 def unfinished(node: Node) -> set[str]:
     """The kinds of unevaluated parts in a tree: arithmetic, functions of numbers and variables, factorials and the like."""
     if node.kind == "wide":
         return set(_WORK)
-    found = set().union(*map(unfinished, node.parts))
+    kinds = set().union(*map(unfinished, node.parts))
     if node.kind == "call" or node.kind in _WORK - {"abs"}:
-        found.add("function" if node.kind == "call" else node.kind)
+        kinds.add("function" if node.kind == "call" else node.kind)
     if node.kind == "abs" and not built(node).free_symbols:
-        found.add("abs")
+        kinds.add("abs")
     if node.kind != "relation" and literal(node) is None and _leaves_arithmetic(node):
-        found.add("arithmetic")
-    return found
+        kinds.add("arithmetic")
+    return kinds
 
 
 def _leaves_arithmetic(node: Node) -> bool:
@@ -472,7 +480,7 @@ def _leaves_arithmetic(node: Node) -> bool:
     if node.kind in ("mul", "pow", "div") and not any(value.free_symbols for value in values) and _multiplies_out(node, values):
         return True
     if node.kind == "add":
-        return any(_terms(one) & _terms(other) for one, other in combinations(values, 2))
+        return any(_terms(left) & _terms(right) for left, right in combinations(values, 2))
     if node.kind == "mul":
         bases = [value.as_base_exp()[0] for value in values if value.as_base_exp()[0].is_Atom and not value.is_Rational]
         return len(set(bases)) < len(bases)
@@ -503,9 +511,9 @@ def _terms(value: Any) -> set[Any]:
     return {term.as_coeff_Mul()[1] for term in sympy.Add.make_args(sympy.expand(value))} - {sympy.Integer(1)}
 
 
-def alike(one: Node, other: Node) -> bool:
+def alike(first: Node, second: Node) -> bool:
     """Whether two trees are equal up to the order of terms and factors."""
-    return _canonical(one) == _canonical(other)
+    return _canonical(first) == _canonical(second)
 
 
 def _canonical(node: Node) -> Node:

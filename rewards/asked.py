@@ -63,11 +63,13 @@ def names_unit(prompt: str, named: str) -> bool:
     The words after the last "how many" decide, else those after the last "in" before a known unit. If the question has neither, it must
     name the unit anywhere, and the unit must have the dimension of the requested quantity ("What is the area").
     """
-    asked = _asked(prompt)
-    if (found := unit(named)) is not None and found == unit("$"):
-        return _MONEY.search(" ".join(asked)) is not None if asked is not None else _MONEY.search(prompt) is not None and not _noun(prompt)
+    phrase = _requested_phrase(prompt)
+    if (known_unit := unit(named)) is not None and known_unit == unit("$"):
+        return (
+            _MONEY.search(" ".join(phrase)) is not None if phrase is not None else _MONEY.search(prompt) is not None and not _noun(prompt)
+        )
     if named in ("deg", "degree", "degrees"):
-        return _ANGLE.search(prompt if asked is None else " ".join(asked)) is not None
+        return _ANGLE.search(prompt if phrase is None else " ".join(phrase)) is not None
     words = _words(named)
     plain = {_singular(word) for word in words}
     if not words or not words[0].isalpha() or words[0].lower() == "per" or len(named) > LONGEST_UNIT:
@@ -76,12 +78,12 @@ def names_unit(prompt: str, named: str) -> bool:
         return False
     if "unit" in plain and plain <= _NO_SCALE:
         return True
-    if asked is not None:
-        return _within(words, asked)
-    said = _words(_LETTER.sub("|", prompt))
+    if phrase is not None:
+        return _within(words, phrase)
+    prompt_words = _words(_LETTER.sub("|", prompt))
     base = [word for word in words if not word.startswith("^") and word.lower() not in _POWERS]
-    known = _within(words, said) or (
-        base != words and _noun(prompt) != "" and _within(base, said)
+    known = _within(words, prompt_words) or (
+        base != words and _noun(prompt) != "" and _within(base, prompt_words)
     )  # cm^2 for an area if the sides are in cm
     return known and not plain & _SCALES and _fits(words, prompt)
 
@@ -91,7 +93,7 @@ def names_percent(prompt: str) -> bool:
     return _PERCENT.search(prompt) is not None
 
 
-def _asked(prompt: str) -> list[str] | None:
+def _requested_phrase(prompt: str) -> list[str] | None:
     """The words after the last "how many", else those after the last "in" before a known unit; None if there is neither."""
     many = list(_MANY.finditer(prompt))
     if many and (many[-1][1] or "").lower() != "much":
@@ -120,9 +122,9 @@ def _within(words: Sequence[str], phrase: Sequence[str]) -> bool:
 def _prefix(words: Sequence[str]) -> Unit | None:
     """The unit that the longest run of first words names; None if they name none, or only a part of another unit."""
     for end in range(min(len(words), 6), 0, -1):
-        found = _unit(words[:end])
-        if found is not None:
-            return None if any(map(_extends, words[end : end + 1])) else found
+        known = _unit(words[:end])
+        if known is not None:
+            return None if any(map(_extends, words[end : end + 1])) else known
     return None
 
 
@@ -155,15 +157,19 @@ def _unit(words: Sequence[str]) -> Unit | None:
 
 def _fits(words: Sequence[str], prompt: str) -> bool:
     """Whether a unit has a dimension that the answer may have."""
-    found, noun = _unit(words), _noun(prompt)
+    known, noun = _unit(words), _noun(prompt)
     allowed = (unit(name) for name in _NOUNS.get(noun, ()))
-    return found is None or not noun or any(one is not None and found.powers == one.powers for one in allowed)
+    return known is None or not noun or any(candidate is not None and known.powers == candidate.powers for candidate in allowed)
 
 
 def _noun(prompt: str) -> str:
     """The first noun with a dimension in the last question that has one; empty if there is none."""
     sentences = re.findall(r"[^.?!]+[.?!]?", prompt)
-    nouns = [next((word.lower() for word in _words(one) if word.lower() in _NOUNS), "") for one in sentences if _ASKS.search(one.strip())]
+    nouns = [
+        next((word.lower() for word in _words(sentence) if word.lower() in _NOUNS), "")
+        for sentence in sentences
+        if _ASKS.search(sentence.strip())
+    ]
     return next(filter(None, reversed(nouns)), "")
 
 

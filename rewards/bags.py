@@ -35,20 +35,20 @@ class _Item(NamedTuple):
     row: Row
 
 
-def near_rows(one: Row, other: Row, cells: Cells) -> bool:
+def near_rows(row: Row, true_row: Row, cells: Cells) -> bool:
     """Whether every cell of a row is near that of the truth's row."""
-    return all(map(cells.near, one, other))
+    return all(map(cells.near, row, true_row))
 
 
 def same_bag(given: Sequence[Row], wanted: Sequence[Row], cells: Cells) -> bool:
     """Whether the rows of `given` and `wanted` can be paired one to one, each pair near."""
-    one, other = Counter(given), Counter(wanted)
-    ours = _by_texts((one - other).elements(), cells)
-    theirs = _by_texts((other - one).elements(), cells)
+    given_counts, wanted_counts = Counter(given), Counter(wanted)
+    ours = _by_texts((given_counts - wanted_counts).elements(), cells)
+    theirs = _by_texts((wanted_counts - given_counts).elements(), cells)
     return ours.keys() == theirs.keys() and all(
-        len(some) == len(true) and _paired(some, true, cells)
+        len(given_part) == len(wanted_part) and _paired(given_part, wanted_part, cells)
         for texts, side in ours.items()
-        for some, true in _split(side, theirs[texts], cells.relative, pairs=True)
+        for given_part, wanted_part in _split(side, theirs[texts], cells.relative, pairs=True)
     )
 
 
@@ -60,9 +60,9 @@ def crowded(wanted: Sequence[Row], cells: Cells) -> bool:
     """
     wide = min(4 * cells.relative, 0.999)
     return any(
-        len(some) > MAX_CROWD and len(some[0].numbers) > 1 and not _tight(some, cells.relative / 4)
+        len(rows) > MAX_CROWD and len(rows[0].numbers) > 1 and not _tight(rows, cells.relative / 4)
         for side in _by_texts(wanted, cells, whole=True).values()
-        for some, _ in _split(side, [], wide, pairs=False)
+        for rows, _ in _split(side, [], wide, pairs=False)
     )
 
 
@@ -138,9 +138,9 @@ def _tight(some: Sequence[_Item], relative: float) -> bool:
     return all(_close(min(column), max(column), relative) for column in columns)
 
 
-def _close(one: float, other: float, relative: float) -> bool:
+def _close(first: float, second: float, relative: float) -> bool:
     """Whether two numbers are within the tolerance, with a margin for whole numbers that a float cannot hold."""
-    return math.isclose(one, other, rel_tol=relative + 1e-15)
+    return math.isclose(first, second, rel_tol=relative + 1e-15)
 
 
 def _from(column: int, item: _Item) -> tuple[float, ...]:

@@ -35,14 +35,14 @@ class Exact(ConfiguredVerifier):
         rules = self.for_task(task)
         truth = rules.truth_of(task)
         truths = truth if isinstance(truth, list) else [truth]
-        if not truths or not all(isinstance(one, str | int | float) and rules._plain(str(one)) for one in truths):
+        if not truths or not all(isinstance(text, str | int | float) and rules._plain(str(text)) for text in truths):
             raise TaskError(f"task {task.id}: the truth of an exact answer must be a non-empty text, or a list of such texts")
-        if (least := min(len(rules._plain(str(one))) for one in truths)) > rules.longest:
+        if (least := min(len(rules._plain(str(text))) for text in truths)) > rules.longest:
             raise TaskError(f"task {task.id}: its shortest truth has {least} characters, but the maximum of an answer is {rules.longest}")
         answer, problem = answer_of(episode, after=rules.after, longest=rules.longest)
         if problem:
             return zero_score(problem)
-        right = rules._plain(answer) in {rules._plain(str(one)) for one in truths}
+        right = rules._plain(answer) in {rules._plain(str(text)) for text in truths}
         return Score(value=float(right), evidence=f"answer {answer[:EVIDENCE_CHARS]!r}, truth {str(truths[0])[:EVIDENCE_CHARS]!r}")
 
     def _plain(self, text: str) -> str:

@@ -21,8 +21,8 @@ def final(text: str) -> str:
         text = text[hashes + len(_HASHES) :].strip().partition("\n")[0]
     elif box >= 0:
         text = text[box : box + closing(text[box:])] if closing(text[box:]) >= 0 else ""
-    elif said := list(_SAID.finditer(text)):
-        text = text[said[-1].end() :]
+    elif marks := list(_SAID.finditer(text)):
+        text = text[marks[-1].end() :]
     return bare(text)
 
 

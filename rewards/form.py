@@ -78,19 +78,19 @@ class Form(ConfiguredVerifier):
         """Scores the form."""
         rules = self.for_task(task)
         text = rules._plain((episode.answer or "").strip())
-        held = {"not_empty": bool(text)}
+        rules_hold = {"not_empty": bool(text)}
         if rules.starts:
-            held["starts"] = text.startswith(rules._plain(rules.starts.strip()))
+            rules_hold["starts"] = text.startswith(rules._plain(rules.starts.strip()))
         if rules.ends:
-            held["ends"] = text.endswith(rules._plain(rules.ends.strip()))
+            rules_hold["ends"] = text.endswith(rules._plain(rules.ends.strip()))
         for term in rules.contains:
-            held[f"contains {term}"] = rules._plain(term) in text
+            rules_hold[f"contains {term}"] = rules._plain(term) in text
         for term in rules.never:
-            held[f"never {term}"] = rules._plain(term) not in text
+            rules_hold[f"never {term}"] = rules._plain(term) not in text
         for term in rules.once:
-            held[f"once {term}"] = text.count(rules._plain(term)) == 1
-        parts = {name: float(holds) for name, holds in held.items()}
-        missing = [name for name, holds in held.items() if not holds]
+            rules_hold[f"once {term}"] = text.count(rules._plain(term)) == 1
+        parts = {name: float(holds) for name, holds in rules_hold.items()}
+        missing = [name for name, holds in rules_hold.items() if not holds]
         evidence = f"does not hold: {'; '.join(missing)}"[:500] if missing else ""
         return Score(value=float(not missing), parts=parts | {"terms": sum(parts.values()) / len(parts)}, evidence=evidence)
 

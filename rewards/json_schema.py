@@ -65,14 +65,14 @@ class JsonSchema(ConfiguredVerifier):
             return zero_score(problem, **nothing)
         request = {"schema": schema, "text": strip_code_fence(text, "json") if rules.fenced else text, "truth": truth}
         try:
-            told = await _worker.evaluate(request, sound=request | {"text": "null"})
+            result = await _worker.evaluate(request, control=request | {"text": "null"})
         except AnswerFault as error:
             return zero_score(f"answer {text[:EVIDENCE_CHARS]!r}: on it the schema {error}", **nothing)
-        if told["schema"]:
-            raise TaskError(f"task {task.id}: its JSON schema cannot be used: {told['schema']}")
-        right = not told["misfit"] and (told["equal"] or not rules.equal)
-        parts = {"fits": float(not told["misfit"])} | ({"equal": float(told["equal"])} if rules.equal else {})
-        return Score(value=float(right), parts=parts, evidence=told["misfit"] or ("" if right else "it does not equal the truth"))
+        if result["schema"]:
+            raise TaskError(f"task {task.id}: its JSON schema cannot be used: {result['schema']}")
+        right = not result["misfit"] and (result["equal"] or not rules.equal)
+        parts = {"fits": float(not result["misfit"])} | ({"equal": float(result["equal"])} if rules.equal else {})
+        return Score(value=float(right), parts=parts, evidence=result["misfit"] or ("" if right else "it does not equal the truth"))
 
 
 def strict_json(text: str) -> Any:
@@ -82,10 +82,10 @@ def strict_json(text: str) -> Any:
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
             raise ValueError("a key is repeated")
-        return found
+        return fields
 
     def exact(digits: str) -> int | float:
         rounded = float(digits)
@@ -105,17 +105,17 @@ def strict_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def same_json(one: Any, other: Any) -> bool:
+def same_json(first: Any, second: Any) -> bool:
     """Whether two JSON values are equal; true and 1 are not, 1 and 1.0 are."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same_json(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same_json, one, other))
-    if isinstance(one, int | float) and isinstance(other, int | float):
-        return same_number(one, other, relative=0.0)
-    return bool(one == other)
+    if isinstance(first, bool) or isinstance(second, bool):
+        return first is second
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(same_json(first[key], second[key]) for key in first)
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(same_json, first, second))
+    if isinstance(first, int | float) and isinstance(second, int | float):
+        return same_number(first, second, relative=0.0)
+    return bool(first == second)
 
 
 def prepare() -> None:
@@ -131,24 +131,24 @@ def verdict(request: Mapping[str, Any]) -> dict[str, Any]:
 
     schema = request["schema"]
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-    told = {"schema": "", "misfit": "", "equal": False}
+    result = {"schema": "", "misfit": "", "equal": False}
     try:
         kind.check_schema(schema)
         checker = _checker(kind.FORMAT_CHECKER)
         if unknown := sorted(set(_formats(schema)) - set(checker.checkers)):
-            return told | {"schema": f"format {unknown[0][:80]!r} cannot be checked: use a pattern, or remove it"}
+            return result | {"schema": f"format {unknown[0][:80]!r} cannot be checked: use a pattern, or remove it"}
         value = strict_json(request["text"])
         strict = jsonschema.validators.extend(kind, {"pattern": _pattern})
         error = next(iter(strict(schema, registry=Registry(), format_checker=checker).iter_errors(value)), None)
     except jsonschema.SchemaError as problem:
-        return told | {"schema": str(problem.message)[:300]}
+        return result | {"schema": str(problem.message)[:300]}
     except Unresolvable as problem:
-        return told | {"schema": f"$ref {str(problem.ref)[:200]!r} leads out of it"}
+        return result | {"schema": f"$ref {str(problem.ref)[:200]!r} leads out of it"}
     except ValueError as problem:
-        return told | {"misfit": f"it is not valid JSON: {str(problem)[:200]}"}
+        return result | {"misfit": f"it is not valid JSON: {str(problem)[:200]}"}
     misfit = "" if error is None else f"at {error.json_path[:100]}: {error.message[:200]}"
     equal = bool(request["truth"]) and same_json(value, request["truth"][0])
-    return told | {"misfit": misfit, "equal": equal}
+    return result | {"misfit": misfit, "equal": equal}
 
 
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
@@ -158,8 +158,8 @@ _DATA = frozenset({"enum", "const", "default", "examples"})
 def _formats(schema: Any) -> Iterator[str]:
     """The values of `format` in a schema and its nested schemas."""
     if isinstance(schema, list):
-        for one in schema:
-            yield from _formats(one)
+        for entry in schema:
+            yield from _formats(entry)
     elif isinstance(schema, dict):
         for key, inner in schema.items():
             if key == "format" and isinstance(inner, str):

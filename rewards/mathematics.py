@@ -72,22 +72,22 @@ class Mathematics(ConfiguredVerifier):
             return zero_score(problem or "the answer is empty")
         if len(answer) > max(LONGEST_EXPRESSION, 4 * len(truth)):
             return zero_score(f"an expression of {len(answer)} characters is too long")
-        told = f"answer {answer[:EVIDENCE_CHARS]!r}, truth {truth[:EVIDENCE_CHARS]!r}"
+        evidence = f"answer {answer[:EVIDENCE_CHARS]!r}, truth {truth[:EVIDENCE_CHARS]!r}"
         prompt = "\n".join(message.content for message in task.prompt)[-LONGEST_PROMPT:]
         request = {"truth": truth, "answer": answer, "decimals": rules.decimals, "unevaluated": rules.unevaluated, "prompt": prompt}
         try:
-            verdict, why = await _worker.evaluate(request, sound=request | {"answer": truth})
+            verdict, why = await _worker.evaluate(request, control=request | {"answer": truth})
         except AnswerFault as error:
-            return zero_score(f"{told}: on this answer the comparison {error}")
+            return zero_score(f"{evidence}: on this answer the comparison {error}")
         if verdict == "no truth":
             raise TaskError(
                 f"task {task.id}: its truth cannot be read as mathematics: {truth[:EVIDENCE_CHARS]!r}: {why}", fix="write it as LaTeX"
             )
-        return Score(value=float(verdict == "equal"), evidence=f"{told}{why and ': ' + why}"[:500])
+        return Score(value=float(verdict == "equal"), evidence=f"{evidence}{why and ': ' + why}"[:500])
 
 
 def prepare() -> None:
-    """In the process, before anything is asked."""
+    """In the subprocess, before the first request: imports the large modules."""
     import logging
 
     import math_verify  # noqa: F401
@@ -145,8 +145,8 @@ def _restates(given: Node, answer: str, prompt: str) -> bool:
 
     if not given.parts or (given.kind == "neg" and not given.parts[0].parts):
         return False
-    said = f"{_LOOSE}*".join(map(re.escape, _squeezed(answer)))
-    if re.search(rf"(?<![\w.^\\])(?:{said})(?![\w^]|\.\d)", _starred(prompt), re.ASCII):
+    pattern = f"{_LOOSE}*".join(map(re.escape, _squeezed(answer)))
+    if re.search(rf"(?<![\w.^\\])(?:{pattern})(?![\w^]|\.\d)", _starred(prompt), re.ASCII):
         return True
     written = formulas(prompt)[:MOST_FORMULAS]
     return any(alike(given, tree) for tree, _ in (_read(text[:LONGEST_EXPRESSION], wide=False) for text in written) if tree is not None)

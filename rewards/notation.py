@@ -23,8 +23,8 @@ def read(text: str) -> Node:
     text = plain(text)
     if matrix := _MATRIX.fullmatch(_unwrapped(text)):
         return _matrix(matrix[2])
-    if (digits := NUMERAL.fullmatch(text)) and (found := numeral(*digits.groups())):
-        return found
+    if (digits := NUMERAL.fullmatch(text)) and (node := numeral(*digits.groups())):
+        return node
     if label := _label(text):
         return Node("word", value=label)
     return _whole(tokenized(text))
@@ -69,7 +69,7 @@ def _whole(tokens: Sequence[Token]) -> Node:
     if len(pieces) == 1:
         return _element(pieces[0])
     elements = [_element(piece) for piece in pieces]
-    if elements[0].kind == "relation" and all(one.kind != "relation" for one in elements[1:]) and is_assignment(elements[0]):
+    if elements[0].kind == "relation" and all(element.kind != "relation" for element in elements[1:]) and is_assignment(elements[0]):
         elements[0] = elements[0].parts[1]  # x = 1, 2
     return Node("list", tuple(elements))
 

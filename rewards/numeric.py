@@ -125,24 +125,24 @@ class Numeric(ConfiguredVerifier):
         if problem:
             return zero_score(problem)
         text = final(text)
-        told = f"answer {text[:EVIDENCE_CHARS]!r}, truth {truth!r}"
+        evidence = f"answer {text[:EVIDENCE_CHARS]!r}, truth {truth!r}"
         given = amount(text)
         if given is None:
-            return zero_score(f"{told}: the answer is not a number")
+            return zero_score(f"{evidence}: the answer is not a number")
         if not given.name and rules.must_name_unit:
-            return zero_score(f"{told}: the answer has no unit")
+            return zero_score(f"{evidence}: the answer has no unit")
         prompt = "\n".join(message.content for message in task.prompt)[-LONGEST_PROMPT:]
         meant = list(_meant(given, written, prompt)) if not rules.unit else [_in_base_units(given)]
-        fitting = [one for one in meant if one is not None and (one.unit or written_in).powers == written_in.powers]
+        fitting = [candidate for candidate in meant if candidate is not None and (candidate.unit or written_in).powers == written_in.powers]
         if not fitting:
-            return zero_score(f"{told}: the answer's unit is neither the truth's nor one that the question asks for")
-        return Score(value=float(any(rules._same(one, wanted, written_in) for one in fitting)), evidence=told)
+            return zero_score(f"{evidence}: the answer's unit is neither the truth's nor one that the question asks for")
+        return Score(value=float(any(rules._same(candidate, wanted, written_in) for candidate in fitting)), evidence=evidence)
 
     def _same(self, given: Quantity, wanted: Quantity, written_in: Unit) -> bool:
-        one, other = (each.value / written_in.factor if each.unit else each.value for each in (given, wanted))
+        given_value, wanted_value = (each.value / written_in.factor if each.unit else each.value for each in (given, wanted))
         if self.relative is not None or self.absolute:
-            return is_near(one, other, relative=self.relative or 0.0, absolute=self.absolute)
-        return one == other if given.whole and wanted.whole else same_number(one, other, relative=RELATIVE)
+            return is_near(given_value, wanted_value, relative=self.relative or 0.0, absolute=self.absolute)
+        return given_value == wanted_value if given.whole and wanted.whole else same_number(given_value, wanted_value, relative=RELATIVE)
 
 
 def _meant(given: Amount, truth: Amount, prompt: str) -> Iterator[Quantity | None]:
@@ -174,8 +174,8 @@ def quantity(text: str) -> Quantity | None:
 
 
 def _in_base_units(written: Amount) -> Quantity | None:
-    found = unit(written.name)
-    return None if found is None else Quantity(written.value * found.factor, found if written.name else None)
+    known = unit(written.name)
+    return None if known is None else Quantity(written.value * known.factor, known if written.name else None)
 
 
 def amount(text: str) -> Amount | None:
@@ -183,10 +183,10 @@ def amount(text: str) -> Amount | None:
     text = _without_latex(text.strip().removesuffix(".").translate(_MINUS))
     accounts = text.startswith("(") and text.endswith(")")
     sign, currency, text = _opening(text[1:-1] if accounts else text)
-    found = _number(text) if len(text) <= LONGEST_NUMBER else None
-    if found is None or sign is None or (accounts and (sign or not currency)):
+    parsed = _number(text) if len(text) <= LONGEST_NUMBER else None
+    if parsed is None or sign is None or (accounts and (sign or not currency)):
         return None
-    value, rest = found
+    value, rest = parsed
     if currency and rest and unit(rest) != unit(currency):  # $5 USD is a number, $5 m is not
         return None
     return Amount(-value if accounts or sign == "-" else value, currency or rest)

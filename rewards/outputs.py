@@ -63,24 +63,24 @@ class Outputs(ConfiguredVerifier):
                     f"task {task.id}: {path} must be absent, but only a pattern in Task.outputs matches it",
                     fix="add the path itself to Task.outputs, because * does not match folders",
                 )
-        told = await asyncio.to_thread(rules._problems, task.id, truth, episode)  # a large table takes a while to compare
-        wrong = {path: problem for path, problem in told.items() if problem}
-        share = 1 - len(wrong) / len(told)
+        problems = await asyncio.to_thread(rules._problems, task.id, truth, episode)  # a large table takes a while to compare
+        wrong = {path: problem for path, problem in problems.items() if problem}
+        share = 1 - len(wrong) / len(problems)
         evidence = "; ".join(f"{path}: {problem}" for path, problem in wrong.items())
         return Score(value=float(not wrong), parts={"files": share}, evidence=evidence[:2000])
 
     def _problems(self, task_id: str, truth: Mapping[str, Any], episode: Episode) -> dict[str, str]:
         """Path -> what is wrong with the file; empty if it is right. Raises `TaskError`."""
-        told: dict[str, str] = {}
+        problems: dict[str, str] = {}
         for path, due in truth.items():
             if not isinstance(due, Mapping) or len(due) != 1 or not set(due) <= set(KINDS):
                 raise TaskError(f"task {task_id}: the truth of {path} is none of {', '.join(KINDS)}")
             ((kind, content),) = due.items()
             try:
-                told[path] = _not_absent(episode, path) if kind == "absent" else self._problem(kind, content, episode.outputs.get(path))
+                problems[path] = _not_absent(episode, path) if kind == "absent" else self._problem(kind, content, episode.outputs.get(path))
             except _BadTruth as error:
                 raise TaskError(f"task {task_id}: the truth of {path}: {error}") from None
-        return told
+        return problems
 
     def _problem(self, kind: str, due: Any, data: bytes | None) -> str:
         """What is wrong with a file; empty if it is right."""
@@ -182,10 +182,10 @@ def _lines(text: str) -> str:
     return text.replace("\r\n", "\n").rstrip()
 
 
-def _same_cell(one: str, other: str, *, relative: float) -> bool:
-    if one == other:
+def _same_cell(cell: str, true_cell: str, *, relative: float) -> bool:
+    if cell == true_cell:
         return True
-    given, wanted = parse_number(one), parse_number(other)
+    given, wanted = parse_number(cell), parse_number(true_cell)
     return given is not None and wanted is not None and same_number(given, wanted, relative=relative)
 
 

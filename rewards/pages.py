@@ -43,8 +43,8 @@ async def answered(task: Task, episode: Episode) -> Score:
         None if page is None else float(_right(task, page, _answer(line) or ""))
         for page, line in zip(pages, episode.trajectories, strict=True)
     ]
-    good = [page for page, one in zip(pages, worth, strict=True) if one == 1.0]
-    judged = [one for one in worth if one is not None]
+    good = [page for page, score in zip(pages, worth, strict=True) if score == 1.0]
+    judged = [score for score in worth if score is not None]
     split = len({page for page in pages if page is not None and 1 <= page <= len(task.data["answers"])}) / len(task.data["answers"])
     return Score(
         value=value,
@@ -52,7 +52,8 @@ async def answered(task: Task, episode: Episode) -> Score:
         evidence=f"answer {(episode.answer or '')[:80]!r}, truth {task.data['answer'][:80]!r}",
         branches=tuple(worth),
         without=tuple(
-            None if one is None else 0.0 if one == 1.0 and good.count(page) == 1 else value for page, one in zip(pages, worth, strict=True)
+            None if score is None else 0.0 if score == 1.0 and good.count(page) == 1 else value
+            for page, score in zip(pages, worth, strict=True)
         ),
     )
 
@@ -69,10 +70,10 @@ def _right(task: Task, page: int, answer: str) -> bool:
 
 
 def _worth(line: Trajectory, truth: str, page: int) -> float | None:
-    given, answer = _page(line), _answer(line)
-    if given is None:
+    asked_page, answer = _page(line), _answer(line)
+    if asked_page is None:
         return None
-    return float(answer == truth) if given == page else float(answer is not None and parse_number(answer.replace(",", "")) is None)
+    return float(answer == truth) if asked_page == page else float(answer is not None and parse_number(answer.replace(",", "")) is None)
 
 
 def _page(line: Trajectory) -> int | None:
@@ -80,10 +81,10 @@ def _page(line: Trajectory) -> int | None:
     return page_asked(line.prompt[-1].content) if line.prompt and line.parent is not None and line.parent.call is not None else None
 
 
-def page_asked(told: str) -> int | None:
+def page_asked(request: str) -> int | None:
     """The one page that a request mentions; None for none or several."""
-    pages = {int(number) for number in re.findall(r"\bpages? (\d{1,6})\b", told)}
-    return pages.pop() if len(pages) == 1 and " to " not in told else None
+    pages = {int(number) for number in re.findall(r"\bpages? (\d{1,6})\b", request)}
+    return pages.pop() if len(pages) == 1 and " to " not in request else None
 
 
 def _answer(line: Trajectory) -> str | None:

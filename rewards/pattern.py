@@ -63,13 +63,13 @@ class Pattern(ConfiguredVerifier):
         text, problem = answer_of(episode, longest=rules.longest)
         if problem:
             return zero_score(problem)
-        told = f"answer {text[:EVIDENCE_CHARS]!r}, pattern {wanted[:EVIDENCE_CHARS]!r}"
+        evidence = f"answer {text[:EVIDENCE_CHARS]!r}, pattern {wanted[:EVIDENCE_CHARS]!r}"
         request = {"pattern": wanted, "text": text, "anywhere": rules.anywhere, "case": rules.case}
         try:
-            matches = await _worker.evaluate(request, sound=request | {"text": ""})
+            matches = await _worker.evaluate(request, control=request | {"text": ""})
         except AnswerFault as error:
-            return zero_score(f"{told}: matching {error}")
-        return Score(value=float(matches), evidence=told)
+            return zero_score(f"{evidence}: matching {error}")
+        return Score(value=float(matches), evidence=evidence)
 
 
 def verdict(request: Mapping[str, Any]) -> bool:

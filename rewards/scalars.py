@@ -232,7 +232,7 @@ class Scalar:
         if sign == "\\binom":
             return Node("binomial", (self._argument(), self._argument()))
         if sign == "\\exp":
-            return Node("pow", (Node("constant", value="e"), self._called()))
+            return Node("pow", (Node("constant", value="e"), self._function_argument()))
         return self._root() if sign == "\\sqrt" else self._refuse(token)
 
     @staticmethod
@@ -271,13 +271,13 @@ class Scalar:
         if name == "log" and self._take("_"):
             base = (self._argument(),)
         power = self._exponent() if self._take("^") else None
-        node = Node("call", (self._called(), *base), name)
+        node = Node("call", (self._function_argument(), *base), name)
         inverse = power == Node("neg", (Node("number", value=Fraction(1)),))
         if inverse and f"arc{name}" in FUNCTIONS:
             return node._replace(value=f"arc{name}")
         return node if power is None else Node("pow", (node, power))
 
-    def _called(self) -> Node:
+    def _function_argument(self) -> Node:
         """The argument of a function: in brackets, or the product that follows."""
         if self._next() in ("(", "{", "["):
             return self._group(self._next())
@@ -287,5 +287,5 @@ class Scalar:
         return node
 
 
-def _times(one: Node, other: Node) -> Node:
-    return Node("mul", (*(one.parts if one.kind == "mul" else (one,)), *(other.parts if other.kind == "mul" else (other,))))
+def _times(left: Node, right: Node) -> Node:
+    return Node("mul", (*(left.parts if left.kind == "mul" else (left,)), *(right.parts if right.kind == "mul" else (right,))))

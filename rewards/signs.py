@@ -96,12 +96,12 @@ def _vulgar(letter: str) -> str:
 
 def tokenized(text: str) -> list[Token]:
     """The tokens of a text. Raises `Unreadable`."""
-    found: list[Token] = []
+    tokens: list[Token] = []
     at, spaced = 0, False
 
     def add(kind: str, value: str) -> None:
         nonlocal spaced
-        found.append(Token(kind, value, spaced))
+        tokens.append(Token(kind, value, spaced))
         spaced = False
 
     while at < len(text):
@@ -115,20 +115,20 @@ def tokenized(text: str) -> list[Token]:
             run = re.compile(r"[A-Za-z]+").match(text, at)
             assert run is not None
             known = run[0] in FUNCTIONS or run[0] in ("sqrt", "pi", "exp", "infinity", "and", "or")
-            for one in [run[0]] if known else run[0]:
-                add("command" if known else "letter", {"infinity": "infty"}.get(one, one))
+            for name in [run[0]] if known else run[0]:
+                add("command" if known else "letter", {"infinity": "infty"}.get(name, name))
             at = run.end()
         elif letter == "\\":
-            at, spaced = _command(text, at, found, spaced)
+            at, spaced = _command(text, at, tokens, spaced)
         elif letter in "+-*/^_=<>()[]{}|!,;:%$&":
             add("sign", letter)
             at += 1
         else:
             raise Unreadable(f"the sign {letter!r}")
-    return found
+    return tokens
 
 
-def _command(text: str, at: int, found: list[Token], spaced: bool) -> tuple[int, bool]:
+def _command(text: str, at: int, tokens: list[Token], spaced: bool) -> tuple[int, bool]:
     """Adds the token of a command. Returns its end, and whether it was a space."""
     match = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL).match(text, at)
     if match is None:
@@ -137,7 +137,7 @@ def _command(text: str, at: int, found: list[Token], spaced: bool) -> tuple[int,
     if name in _NOTHING:
         return end, True
     if name in _ACCENTS and (letters := re.compile(r"\s*\{\s*([A-Za-z]+)\s*\}").match(text, end)):
-        found.append(Token("letter", f"{name} {letters[1]}", spaced))  # a variable of that name
+        tokens.append(Token("letter", f"{name} {letters[1]}", spaced))  # a variable of that name
         return letters.end(), False
     if name in _TEXT:
         inside = re.compile(r"\s*\{([^{}\\$]*)\}").match(text, end)
@@ -145,20 +145,20 @@ def _command(text: str, at: int, found: list[Token], spaced: bool) -> tuple[int,
             raise Unreadable(f"\\{name} without a text")
         words = " ".join(inside[1].split())
         if match[1] == "operatorname" and words in FUNCTIONS:
-            found.append(Token("command", words, spaced))
+            tokens.append(Token("command", words, spaced))
         elif words.lower() in ("and", "or"):
-            found.append(Token("command", words.lower(), spaced))
-        elif len(words) == 1 and words.isalpha() and words.isascii() and not (found and found[-1].kind == "number"):
-            found.append(Token("letter", words if name != "mathbb" else f"mathbb {words}", spaced))
+            tokens.append(Token("command", words.lower(), spaced))
+        elif len(words) == 1 and words.isalpha() and words.isascii() and not (tokens and tokens[-1].kind == "number"):
+            tokens.append(Token("letter", words if name != "mathbb" else f"mathbb {words}", spaced))
         elif words:
-            found.append(Token("text", words, spaced))
+            tokens.append(Token("text", words, spaced))
         return inside.end(), spaced and not words
     if len(name) == 1 < len(match[1]) and name in "*/<>|()[]:":
-        found.append(Token("sign", name, spaced))
+        tokens.append(Token("sign", name, spaced))
     elif name in ("angle", "triangle"):
-        found.append(Token("text", name, spaced))
+        tokens.append(Token("text", name, spaced))
     elif name in "{}$" or name in FUNCTIONS or name in GREEK or name in _COMMANDS:
-        found.append(Token("command", name, spaced))
+        tokens.append(Token("command", name, spaced))
     else:
         raise Unreadable(f"\\{name}")
     return end, False

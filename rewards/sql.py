@@ -82,12 +82,14 @@ class Sql(ConfiguredVerifier):
         query = strip_code_fence(text, "sql", "sqlite")
         request = {"truth": truth, "answer": query, "databases": scripts, "ordered": rules.ordered, "relative": rules.relative}
         try:
-            told = await _worker.evaluate(request, sound=request | {"answer": truth})
+            result = await _worker.evaluate(request, control=request | {"answer": truth})
         except AnswerFault as error:
             return zero_score(f"answer {text[:EVIDENCE_CHARS]!r}: it {error}")
-        if told["task"]:
-            raise TaskError(f"task {task.id}: {told['task']}")
-        return Score(value=float(not told["wrong"]), evidence=f"answer {text[:EVIDENCE_CHARS]!r}{told['wrong'] and ': ' + told['wrong']}")
+        if result["task"]:
+            raise TaskError(f"task {task.id}: {result['task']}")
+        return Score(
+            value=float(not result["wrong"]), evidence=f"answer {text[:EVIDENCE_CHARS]!r}{result['wrong'] and ': ' + result['wrong']}"
+        )
 
 
 class Refused(Exception):
@@ -116,7 +118,9 @@ def verdict(request: Mapping[str, Any]) -> dict[str, str]:
     ordered = orders(truth) if request["ordered"] is None else request["ordered"]
     with contextlib.ExitStack() as opened:
         try:
-            databases = [_made(script, truth, f"database {number + 1}", opened) for number, script in enumerate(request["databases"])]
+            databases = [
+                _open_database(script, truth, f"database {number + 1}", opened) for number, script in enumerate(request["databases"])
+            ]
         except Refused as error:
             return {"task": str(error), "wrong": ""}
         if not any(database.wanted.rows for database in databases):
@@ -134,8 +138,8 @@ def verdict(request: Mapping[str, Any]) -> dict[str, str]:
 _numbers = count()
 
 
-def _made(script: str, truth: str, where: str, opened: contextlib.ExitStack) -> _Database:
-    """The database that a script makes. Raises `Refused` when the script or the truth fails."""
+def _open_database(script: str, truth: str, where: str, opened: contextlib.ExitStack) -> _Database:
+    """The database that a script creates. Raises `Refused` if the script or the truth fails."""
     name = f"/agentrl-{next(_numbers)}"
     connection = opened.enter_context(contextlib.closing(sqlite3.connect(f"file:{name}?vfs=memdb", uri=True)))
     try:
@@ -161,7 +165,7 @@ def _does_not_follow(truth: str, answer: str, databases: Sequence[_Database], re
 
     A query can return no rows, or only 0, NULL and empty texts, by accident. Such true results count only if there are no others.
     """
-    shared: dict[bool, dict[str, bool]] = {True: {}, False: {}}  # whether it says something -> true result -> whether the answer gives it
+    shared: dict[bool, dict[str, bool]] = {True: {}, False: {}}  # whether it has data -> true result -> whether the answer returns it
     with contextlib.ExitStack() as opened:
         smaller_ones = [_smaller(database, truth, opened) for database in databases]
         for wanted, given in _on_copies(truth, answer, smaller_ones):
@@ -276,23 +280,23 @@ def differ(given: Result, wanted: Result, *, ordered: bool, relative: float) -> 
         return "it reads no table"
     cells = _cells(relative)
     if ordered:
-        same = all(bags.near_rows(one, other, cells) for one, other in zip(given.rows, wanted.rows, strict=True))
+        same = all(bags.near_rows(row, true_row, cells) for row, true_row in zip(given.rows, wanted.rows, strict=True))
         return "" if same else "other rows, or in another order"
     return "" if bags.same_bag(given.rows, wanted.rows, cells) else "other rows"
 
 
 def _cells(relative: float) -> bags.Cells:
-    return bags.Cells(near=lambda one, other: _same(one, other, relative), number=_number, relative=relative)
+    return bags.Cells(near=lambda cell, true_cell: _same(cell, true_cell, relative), number=_number, relative=relative)
 
 
 def _number(cell: Any) -> float | None:
     return float(cell) if isinstance(cell, int | float) and math.isfinite(cell) else None
 
 
-def _same(one: Any, other: Any, relative: float) -> bool:
-    if isinstance(one, int | float) and isinstance(other, int | float):
-        return same_number(one, other, relative=relative)
-    return type(one) is type(other) and bool(one == other)
+def _same(cell: Any, true_cell: Any, relative: float) -> bool:
+    if isinstance(cell, int | float) and isinstance(true_cell, int | float):
+        return same_number(cell, true_cell, relative=relative)
+    return type(cell) is type(true_cell) and bool(cell == true_cell)
 
 
 _worker = SubprocessWorker(verdict, deadline_s=DEADLINE_S, memory=1 << 30, processes=2)

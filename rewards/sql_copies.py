@@ -17,7 +17,7 @@ from typing import Any
 from rewards.sql_text import literals
 
 MAX_TABLES = 4  # of the true query, of which rows are removed or added while the others stay as they are
-MAX_COLUMNS = 8  # of the true query, for which copies with other values are made
+MAX_COLUMNS = 8  # of the true query, for which copies with other values are created
 MAX_VALUES = 1000  # of a column that others are chosen from
 MAX_ROWS = 2000
 """Of all tables together, in `smaller`."""
@@ -45,7 +45,7 @@ def changed_copies(origin: sqlite3.Connection, query: str, columns: Iterable[tup
     columns = list(columns)
     read = _read(tables, columns)
     used = sorted({table for table, _ in columns if table in tables})[:MAX_TABLES]
-    removed = [_without(some, share) for share in _REMOVED for some in (tables, *([table] for table in used))]
+    removed = [_without(chosen, share) for share in _REMOVED for chosen in (tables, *([table] for table in used))]
     doubled = [_doubled([table]) for table in used]
     others = [_other(table, column, known) for table, column in read]
     for number, change in enumerate([*removed, *doubled, *others, *others]):
@@ -88,7 +88,7 @@ def _without(tables: list[str], share: float) -> Change:
 
     def change(copy: sqlite3.Connection, random: Random) -> None:
         for table in tables:
-            _per_row(copy, "agentrl_gone", _some(copy, table, random, share, all_but_one=True))
+            _per_row(copy, "agentrl_gone", _random_choice(copy, table, random, share, all_but_one=True))
             _try(copy, f"DELETE FROM {_quoted(table)} WHERE agentrl_gone()")
 
     return change
@@ -102,7 +102,7 @@ def _doubled(tables: list[str]) -> Change:
             described = copy.execute(f"PRAGMA table_info({_quoted(table)})").fetchall()
             keys = [name for _, name, kind, *_, key in described if key and str(kind).upper() == "INTEGER"]
             names = ", ".join(_quoted(name) for _, name, *_ in described if [name] != keys)
-            _per_row(copy, "agentrl_twice", _some(copy, table, random, 0.5))
+            _per_row(copy, "agentrl_twice", _random_choice(copy, table, random, 0.5))
             _try(copy, f"INSERT OR IGNORE INTO {_quoted(table)} ({names}) SELECT {names} FROM {_quoted(table)} WHERE agentrl_twice()")
 
     return change
@@ -116,7 +116,7 @@ def _other(table: str, column: str, known: list[Any]) -> Change:
         values = [value for (value,) in _rows(copy, f"SELECT DISTINCT {place} FROM {at} WHERE {place} NOT NULL LIMIT {MAX_VALUES}")]
         kinds = {type(value) for value in values}
         named = [value for value in known if type(value) in kinds]
-        chosen = _some(copy, table, random, 0.5)
+        chosen = _random_choice(copy, table, random, 0.5)
 
         def other(value: Any) -> Any:
             if value is None or not chosen():
@@ -147,7 +147,7 @@ def _altered(table: str, column: str) -> Change:
     return change
 
 
-def _some(copy: sqlite3.Connection, table: str, random: Random, share: float, *, all_but_one: bool = False) -> Callable[[], bool]:
+def _random_choice(copy: sqlite3.Connection, table: str, random: Random, share: float, *, all_but_one: bool = False) -> Callable[[], bool]:
     """A function that returns for each row in turn whether it is chosen. At least one row is chosen, or at least one is not."""
     sure, numbers = random.randrange(max(_size(copy, table), 1)), count()
 

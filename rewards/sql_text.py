@@ -18,15 +18,15 @@ _TOKEN = re.compile(
 
 def statements(text: str) -> list[str]:
     """The statements of a text, without semicolons and without comments around them."""
-    found: list[str] = []
+    texts: list[str] = []
     start = stop = -1
     for kind, match in _tokens(text):
         if kind == "end":
-            found += [text[start:stop]] if start >= 0 else []
+            texts += [text[start:stop]] if start >= 0 else []
             start = -1
         elif kind != "blank":
             start, stop = (match.start() if start < 0 else start), match.end()
-    return found + ([text[start:stop]] if start >= 0 else [])
+    return texts + ([text[start:stop]] if start >= 0 else [])
 
 
 def orders(query: str) -> bool:
@@ -43,14 +43,14 @@ def orders(query: str) -> bool:
 
 def literals(query: str) -> list[str | int | float]:
     """The texts and numbers in a query."""
-    found: list[str | int | float] = []
+    values: list[str | int | float] = []
     for kind, match in _tokens(query):
         token = match[0]
         if kind == "text":
-            found.append(token[1:].removesuffix("'").replace("''", "'"))
+            values.append(token[1:].removesuffix("'").replace("''", "'"))
         elif kind == "number" and len(token) < 19:
-            found.append(int(token) if token.isdigit() else float(token))
-    return found
+            values.append(int(token) if token.isdigit() else float(token))
+    return values
 
 
 def _tokens(text: str) -> Iterator[tuple[str, re.Match[str]]]:

@@ -48,18 +48,18 @@ class ToolUse(ConfiguredVerifier):
         rules = self.for_task(task)
         if not any(trajectory.turns for trajectory in episode.trajectories):
             return Score(value=None, reason="the episode has no turns, so its tool calls are unknown")
-        made = list(_calls(episode, succeeded=False))
-        counted = list(_calls(episode, succeeded=True)) if rules.succeeded else made
-        times = Counter(made)
-        held = {f"must {name}": name in counted for name in rules.must}
-        held |= {f"never {name}": name not in times for name in rules.never}
-        held |= {f"at most {most} {name}": times[name] <= most for name, most in rules.at_most.items()}
+        all_calls = list(_calls(episode, succeeded=False))
+        counted = list(_calls(episode, succeeded=True)) if rules.succeeded else all_calls
+        times = Counter(all_calls)
+        rules_hold = {f"must {name}": name in counted for name in rules.must}
+        rules_hold |= {f"never {name}": name not in times for name in rules.never}
+        rules_hold |= {f"at most {most} {name}": times[name] <= most for name, most in rules.at_most.items()}
         if rules.calls is not None:
-            held[f"at most {rules.calls} calls"] = len(made) <= rules.calls
+            rules_hold[f"at most {rules.calls} calls"] = len(all_calls) <= rules.calls
         if rules.order:
-            held["order"] = _in_order(rules.order, counted)
-        parts = {name: float(holds) for name, holds in held.items()}
-        broken = [name for name, holds in held.items() if not holds]
+            rules_hold["order"] = _in_order(rules.order, counted)
+        parts = {name: float(holds) for name, holds in rules_hold.items()}
+        broken = [name for name, holds in rules_hold.items() if not holds]
         share = sum(parts.values()) / len(parts) if parts else 1.0
         return Score(
             value=float(not broken), parts=parts | {"rules": share}, evidence=f"broken: {'; '.join(broken)}"[:500] if broken else ""
@@ -75,28 +75,28 @@ def _calls(episode: Episode, *, succeeded: bool) -> Iterator[str]:
     for index, trajectory in enumerate(episode.trajectories):
         if (parent := trajectory.parent) is not None:
             children.setdefault((parent.trajectory, parent.turn, parent.call), []).append(index)
-    pending: list[int | str] = [index for index, one in reversed(list(enumerate(episode.trajectories))) if one.parent is None]
+    pending: list[int | str] = [index for index, candidate in reversed(list(enumerate(episode.trajectories))) if candidate.parent is None]
     while pending:
         item = pending.pop()
         if isinstance(item, str):
             yield item
             continue
-        found: list[int | str] = []
+        items: list[int | str] = []
         for number, turn in enumerate(episode.trajectories[item].turns):
             for place in range(max(len(turn.message.tool_calls), len(turn.tool_results))):
                 if succeeded:
-                    found += [result.name for result in turn.tool_results[place : place + 1] if result.ok]
+                    items += [result.name for result in turn.tool_results[place : place + 1] if result.ok]
                 else:
-                    found += [call.name for call in turn.message.tool_calls[place : place + 1]]
-                found += children.get((item, number, place), [])
-            found += children.get((item, number, None), [])
-        pending += reversed(found)
+                    items += [call.name for call in turn.message.tool_calls[place : place + 1]]
+                items += children.get((item, number, place), [])
+            items += children.get((item, number, None), [])
+        pending += reversed(items)
 
 
-def _in_order(names: Sequence[str], made: Sequence[str]) -> bool:
-    if not set(names) <= set(made):
+def _in_order(names: Sequence[str], calls: Sequence[str]) -> bool:
+    if not set(names) <= set(calls):
         return False
-    first = [made.index(name) for name in names]
+    first = [calls.index(name) for name in names]
     return first == sorted(first)
 
 

@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import cache
 from typing import NamedTuple
 
-BASE = ("m", "kg", "s", "A", "K", "mol", "cd", "rad", "B", "$", "EUR", "GBP")  # angles, bytes and currencies are dimensions of their own
+BASE = ("m", "kg", "s", "A", "K", "mol", "cd", "rad", "B", "$", "EUR", "GBP")  # angles, bytes and currencies count as dimensions
 LONGEST = 64  # characters of a unit
 LARGEST_POWER = 12
 
@@ -163,8 +163,8 @@ def unit(text: str) -> Unit | None:
     """
     if len(text) > LONGEST:
         return None
-    found = _quotient(unicodedata.normalize("NFC", text).translate(_SIGNS))
-    return found if found is not None and 1 / _LARGEST < found.factor < _LARGEST else None
+    parsed = _quotient(unicodedata.normalize("NFC", text).translate(_SIGNS))
+    return parsed if parsed is not None and 1 / _LARGEST < parsed.factor < _LARGEST else None
 
 
 def _quotient(text: str) -> Unit | None:
@@ -180,31 +180,31 @@ def _quotient(text: str) -> Unit | None:
 
 
 def _product(text: str) -> Unit | None:
-    whole = ONE
+    product = ONE
     for piece in re.split(r"[*.\s]+", text.replace("**", "^").strip()):
         match = _FACTOR.fullmatch(piece)
-        found = _named(match[1]) if match else None
-        if match is None or found is None or abs(power := int(match[2] or 1)) > LARGEST_POWER:
+        factor = _parse_name(match[1]) if match else None
+        if match is None or factor is None or abs(power := int(match[2] or 1)) > LARGEST_POWER:
             return None
-        whole = _times(whole, found, power)
-    return whole
+        product = _times(product, factor, power)
+    return product
 
 
-def _named(name: str) -> Unit | None:
+def _parse_name(name: str) -> Unit | None:
     name = _WORDS.get(name, _PLURALS.get(name, name))
     if name in _WHOLE:
-        return _made(*_WHOLE[name])
+        return _base_unit(*_WHOLE[name])
     for prefix, scale in (*_PREFIXES.items(), *_BINARY.items()):
         rest = name.removeprefix(prefix) if name.startswith(prefix) else ""
         if rest in _PREFIXED and (scale >= 1 if rest in ("B", "bit") else prefix not in _BINARY):
             factor, base = _PREFIXED[rest]
-            whole = _made(factor, base)
-            return Unit(whole.factor * Fraction(repr(scale)), whole.powers)
+            base_unit = _base_unit(factor, base)
+            return Unit(base_unit.factor * Fraction(repr(scale)), base_unit.powers)
     return None
 
 
 @cache
-def _made(factor: float, base: str) -> Unit:
+def _base_unit(factor: float, base: str) -> Unit:
     powers = dict.fromkeys(BASE, 0)
     for piece in base.split():
         name, _, power = piece.partition("^")
@@ -212,5 +212,5 @@ def _made(factor: float, base: str) -> Unit:
     return Unit(Fraction(repr(factor)), tuple(powers.values()))
 
 
-def _times(one: Unit, other: Unit, power: int) -> Unit:
-    return Unit(one.factor * other.factor**power, tuple(a + power * b for a, b in zip(one.powers, other.powers, strict=True)))
+def _times(left: Unit, right: Unit, power: int) -> Unit:
+    return Unit(left.factor * right.factor**power, tuple(a + power * b for a, b in zip(left.powers, right.powers, strict=True)))

@@ -27,8 +27,7 @@ SHARED_SANDBOX_RISKS = {
 """Modes of grading in which tests and code under test share a sandbox -> the risk."""
 PAGE_BYTES = 1 << 20
 PAGES = 24
-FILE_BYTES = 256 << 10
-"""Maximum number of bytes searched in a file."""
+FILE_BYTES = 256 << 10  # maximum number of bytes searched in a file
 PAGE_S = 60.0
 
 # Prints a page of files as JSON, and where the next page starts. Skips files of Debian packages, and Python's package folders.
@@ -98,7 +97,7 @@ def prove_separation(tasks: Sequence[Task]) -> Proof:
 async def prove_unreadable(tasks: Sequence[Task], golden: Mapping[str, GoldAttempt], sandboxes: SandboxBackend) -> Proof:
     """Searches each task's files, its prompt and the files of its image for the task's truth."""
     images: dict[tuple[str, str], ImageFiles] = {}
-    given: dict[str, list[Leak]] = {}
+    in_task: dict[str, list[Leak]] = {}
     built_in: dict[str, list[Leak]] = {}
     for task in tasks:
         image = (task.sandbox.image, task.sandbox.runtime)
@@ -107,33 +106,33 @@ async def prove_unreadable(tasks: Sequence[Task], golden: Mapping[str, GoldAttem
         printed = golden[task.id].episode.answer if task.id in golden else None
         wanted = hidden_truths(task, printed or "")
         prompt = {"its prompt": "\n".join(message.content for message in task.prompt).encode("utf-8", "replace")}
-        given[task.id] = find_leaks(task.contents(), wanted) + [replace(leak, certain=False) for leak in find_leaks(prompt, wanted)]
+        in_task[task.id] = find_leaks(task.contents(), wanted) + [replace(leak, certain=False) for leak in find_leaks(prompt, wanted)]
         built_in[task.id] = find_leaks(images[image].files, wanted)
     return Proof(
         name="no answer is readable in what the agent is given",
         looked_at=f"files and prompts of {plural(len(tasks), 'task')}, and "
-        f"{plural(sum(len(one.files) for one in images.values()), 'file')} of {plural(len(images), 'image')}",
-        findings=(*_leak_findings(given, "in its files or prompt"), *_leak_findings(built_in, "in its image")),
-        unproven=tuple(f"that no answer is in image {image}: {one.problem}" for (image, _), one in images.items() if one.problem),
+        f"{plural(sum(len(copied.files) for copied in images.values()), 'file')} of {plural(len(images), 'image')}",
+        findings=(*_leak_findings(in_task, "in its files or prompt"), *_leak_findings(built_in, "in its image")),
+        unproven=tuple(f"that no answer is in image {image}: {copied.problem}" for (image, _), copied in images.items() if copied.problem),
     )
 
 
 def _leak_findings(leaks_of: Mapping[str, list[Leak]], where: str) -> list[Finding]:
     """Findings over all tasks (id -> leaks): one for certain leaks, one for the others."""
     findings: list[Finding] = []
-    for sure in (True, False):
-        of_kind = {task: [leak for leak in some if leak.certain is sure] for task, some in leaks_of.items()}
-        of_kind = {task: some for task, some in of_kind.items() if some}
+    for certain in (True, False):
+        of_kind = {task: [leak for leak in leaks if leak.certain is certain] for task, leaks in leaks_of.items()}
+        of_kind = {task: leaks for task, leaks in of_kind.items() if leaks}
         if not of_kind:
             continue
         texts = [
             f"{task}: {leak.path} {leak.how} {leak.truth.origin} {shorten(leak.truth.text, 40)!r}"
-            for task, some in of_kind.items()
-            for leak in some[:1]
+            for task, leaks in of_kind.items()
+            for leak in leaks[:1]
         ]
-        more = "" if sure else ", which is right if the agent should look it up"
-        what = f"the truth of {plural(len(of_kind), 'task')} is {where}{more} ({join_examples(unique(texts))})"
-        findings.append(Finding(severity="failure" if sure else "note", what=what, tasks=tuple(of_kind)))
+        more = "" if certain else ", which is right if the agent should look it up"
+        text = f"the truth of {plural(len(of_kind), 'task')} is {where}{more} ({join_examples(unique(texts))})"
+        findings.append(Finding(severity="failure" if certain else "note", what=text, tasks=tuple(of_kind)))
     return findings
 
 
@@ -175,7 +174,7 @@ async def image_files(spec: SandboxSpec, sandboxes: SandboxBackend) -> ImageFile
 def _page(text: str) -> tuple[dict[str, bytes], int | None, bool] | None:
     try:
         files, more, big = json.loads(text)
-        taken = {str(path): base64.b64decode(data, validate=True) for path, data in files.items()}
+        contents = {str(path): base64.b64decode(data, validate=True) for path, data in files.items()}
     except (ValueError, TypeError, AttributeError, RecursionError, binascii.Error):
         return None
-    return (taken, more, bool(big)) if more is None or isinstance(more, int) else None
+    return (contents, more, bool(big)) if more is None or isinstance(more, int) else None

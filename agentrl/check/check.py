@@ -152,7 +152,7 @@ def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence
         if size is None or size > done:
             of = "infinitely many" if size is None else f"{size:,}"
             yield f"that tasks of {split} beyond the first {done:,} of {of} can be solved, and only without cheating"
-    yield from (one for proof in proofs for one in proof.unproven)
+    yield from (claim for proof in proofs for claim in proof.unproven)
     if hosts := sorted({host for task in tasks for host in task.sandbox.network}):
         yield f"that the network that tasks may reach ({', '.join(hosts)}) stays the same: gold solutions worked today"
     yield from NEVER_PROVEN

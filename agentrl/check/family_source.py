@@ -14,8 +14,7 @@ from agentrl.protocols import TaskFamily
 from agentrl.records import Split, Task
 from agentrl.task import open_family
 
-Draw = tuple[Split, int]
-"""A task by split and index."""
+Draw = tuple[Split, int]  # a task by split and index
 _PARTED = ("data", "files", "binary_files")  # fields that are compared entry by entry
 
 
@@ -45,7 +44,7 @@ def split_sizes(family: TaskFamily, count: int | None) -> dict[Split, int]:
         size = family.size(split)
         if size is None and count is None:
             raise ValueError(f"{family.name} has endless tasks")
-        number[split] = min(one for one in (size, count) if one is not None)
+        number[split] = min(limit for limit in (size, count) if limit is not None)
     return number
 
 

@@ -48,9 +48,9 @@ def arguments(properties: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "huge text": "x" * 300_000,
         "a path that leaves": "../../etc/passwd",
     }
-    odd = {f"{what} for everything": dict.fromkeys(names, value) for what, value in values.items()}
-    odd["no arguments"] = {}
-    odd["an unknown argument"] = {**dict.fromkeys(names, "x"), "unheard_of": 1}
+    cases = {f"{description} for everything": dict.fromkeys(names, value) for description, value in values.items()}
+    cases["no arguments"] = {}
+    cases["an unknown argument"] = {**dict.fromkeys(names, "x"), "unheard_of": 1}
     if len(names) > 1:
-        odd |= {f"{name} missing": {other: "x" for other in names if other != name} for name in names}
-    return odd
+        cases |= {f"{name} missing": {other: "x" for other in names if other != name} for name in names}
+    return cases

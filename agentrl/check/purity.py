@@ -36,18 +36,18 @@ def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
     family = source.open()
     draws = [(split, index) for split, size in sizes.items() for index in range(size)]
     draws += [(split, index) for split in Split if family.size(split) is None for index in _FAR]
-    first = {draw: _drawn(family, draw) for draw in draws}
-    again = {draw: _drawn(family, draw) for draw in reversed(draws)}
+    first = {draw: _draw(family, draw) for draw in draws}
+    again = {draw: _draw(family, draw) for draw in reversed(draws)}
     try:
         other = dict(zip(draws, _draw_in_subprocess(source, draws), strict=True))
     except RuntimeError as error:
         findings = [Finding(severity="failure", what=f"the family cannot be opened in another process: {error}")]
     else:
         findings = _differences(first, other, "in another process, with another hash seed")
-    cannot = [draw for draw, one in first.items() if isinstance(one, str)]
+    cannot = [draw for draw, drawn in first.items() if isinstance(drawn, str)]
     if cannot:
-        what = f"{plural(len(cannot), 'task')} cannot be created: {first[cannot[0]]}"
-        findings.insert(0, Finding(severity="failure", what=what, tasks=tuple(map(draw_name, cannot))))
+        text = f"{plural(len(cannot), 'task')} cannot be created: {first[cannot[0]]}"
+        findings.insert(0, Finding(severity="failure", what=text, tasks=tuple(map(draw_name, cannot))))
     findings += _differences(first, again, "drawn again in another order")
     return Proof(
         name=NAME,
@@ -56,7 +56,7 @@ def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
     )
 
 
-def _drawn(family: TaskFamily, draw: Draw) -> Drawn:
+def _draw(family: TaskFamily, draw: Draw) -> Drawn:
     try:
         return digests(make_task(family, *draw))
     except Exception as error:  # a family is user code
@@ -66,43 +66,43 @@ def _drawn(family: TaskFamily, draw: Draw) -> Drawn:
 def _differences(first: Mapping[Draw, Drawn], second: Mapping[Draw, Drawn], how: str) -> list[Finding]:
     """One finding for all tasks that differ, with the fields and the first difference."""
     differing: dict[Draw, list[str]] = {}
-    for draw, one in first.items():
+    for draw, drawn in first.items():
         other = second[draw]
-        if isinstance(one, str):
+        if isinstance(drawn, str):
             continue
-        names = ["the whole task"] if isinstance(other, str) else [n for n in {**one, **other} if one.get(n, "") != other.get(n, "")]
+        names = ["the whole task"] if isinstance(other, str) else [n for n in {**drawn, **other} if drawn.get(n, "") != other.get(n, "")]
         if names:
             differing[draw] = names
     if not differing:
         return []
     draw, names = next(iter(differing.items()))
-    one, other = first[draw], second[draw]
-    was, now = ("a task", str(other)) if isinstance(one, str) or isinstance(other, str) else _apart(one, other, names[0])
-    fields = list(dict.fromkeys(name for some in differing.values() for name in some))
-    what = (
+    drawn, other = first[draw], second[draw]
+    was, now = ("a task", str(other)) if isinstance(drawn, str) or isinstance(other, str) else _first_difference(drawn, other, names[0])
+    fields = list(dict.fromkeys(name for differences in differing.values() for name in differences))
+    text = (
         f"{plural(len(differing), 'task')} of {len(first):,} differ {how}, in {join_examples(fields)};"
         f" {draw_name(draw)}: {names[0]} was {shorten(was)} and is {shorten(now)}"
     )
-    return [Finding(severity="failure", what=what, tasks=tuple(map(draw_name, differing)))]
+    return [Finding(severity="failure", what=text, tasks=tuple(map(draw_name, differing)))]
 
 
-def _apart(first: Mapping[str, tuple[str, str]], second: Mapping[str, tuple[str, str]], name: str) -> tuple[str, str]:
+def _first_difference(first: Mapping[str, tuple[str, str]], second: Mapping[str, tuple[str, str]], name: str) -> tuple[str, str]:
     """A field's two texts, from shortly before their first difference."""
-    one, other = _text(first, name), _text(second, name)
-    same = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    old, new = _field_text(first, name), _field_text(second, name)
+    same = next((at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     begin = max(0, same - 20)
-    return ("..." if begin else "") + one[begin:], ("..." if begin else "") + other[begin:]
+    return ("..." if begin else "") + old[begin:], ("..." if begin else "") + new[begin:]
 
 
-def _text(drawn: Mapping[str, tuple[str, str]], name: str) -> str:
+def _field_text(drawn: Mapping[str, tuple[str, str]], name: str) -> str:
     return drawn[name][1] if name in drawn else "absent"
 
 
 def _by_seed(source: FamilySource, sizes: Mapping[Split, int]) -> list[Finding]:
     """A note if another seed gives the same training tasks."""
-    one, other = source.open(), source.open(seed=source.seed + 1)
+    family, other = source.open(), source.open(seed=source.seed + 1)
     known = [size for size in (sizes[Split.TRAIN], other.size(Split.TRAIN), _SEED_TASKS) if size is not None]
-    pairs = [(_drawn(one, (Split.TRAIN, index)), _drawn(other, (Split.TRAIN, index))) for index in range(min(known))]
+    pairs = [(_draw(family, (Split.TRAIN, index)), _draw(other, (Split.TRAIN, index))) for index in range(min(known))]
     if not pairs or any(_without_id(first) != _without_id(second) for first, second in pairs):
         return []
     return [Finding(severity="note", what="another seed gives the same training tasks: the family does not use its seed")]
@@ -137,7 +137,7 @@ def _draw_in_subprocess(source: FamilySource, draws: Sequence[Draw]) -> list[dic
         if done.returncode:
             raise RuntimeError(done.stderr.strip()[-600:] or f"exit code {done.returncode}")
         drawn: list[Any] = json.loads(answer.read())
-    return [one if isinstance(one, str) else {name: (pair[0], pair[1]) for name, pair in one.items()} for one in drawn]
+    return [entry if isinstance(entry, str) else {name: (pair[0], pair[1]) for name, pair in entry.items()} for entry in drawn]
 
 
 def main() -> None:

@@ -115,12 +115,12 @@ def _wrong_cases(cases: Sequence[CaseResult]) -> Table:
     causes: dict[tuple[float, str | None], list[CaseResult]] = {}
     for case in wrong:
         causes.setdefault((case.wanted, _cause(case) if case.value is None else None), []).append(case)
-    for (due, _), some in sorted(causes.items(), key=lambda item: -len(item[1])):
-        values = [case.value for case in some if case.value is not None]
+    for (due, _), of_cause in sorted(causes.items(), key=lambda item: -len(item[1])):
+        values = [case.value for case in of_cause if case.value is not None]
         scored = "-" if not values else f"{min(values):g}" if min(values) == max(values) else f"{min(values):g} to {max(values):g}"
-        kinds = [f"{name} ({times})" if times > 1 else name for name, times in Counter(case.case for case in some).most_common()]
-        whys = list({_cause(case): case.detail for case in reversed(some)}.values())[::-1]
-        row = (join_examples(unique(case.task for case in some)), join_examples(kinds), f"{due:g}", scored, join_examples(whys))
+        kinds = [f"{name} ({times})" if times > 1 else name for name, times in Counter(case.case for case in of_cause).most_common()]
+        whys = list({_cause(case): case.detail for case in reversed(of_cause)}.values())[::-1]
+        row = (join_examples(unique(case.task for case in of_cause)), join_examples(kinds), f"{due:g}", scored, join_examples(whys))
         table.add_row(*map(printable_text, row))
     return table
 

@@ -17,12 +17,9 @@ from agentrl.records import Split, Task
 from agentrl.task import make_task
 
 NAME = "no held-out task is a training task"
-SAMPLE = 2000
-"""Number of tasks to compare of each endless split."""
-DRAW_S = 30.0
-"""Seconds for drawing the tasks of one split; a slow family gets fewer tasks compared."""
-GUESSED = 0.2
-"""Fraction of tasks with the same right answer from which this is reported."""
+SAMPLE = 2000  # number of tasks to compare of each endless split
+DRAW_S = 30.0  # seconds for drawing the tasks of one split; a slow family gets fewer tasks compared
+GUESSED = 0.2  # fraction of tasks with the same right answer from which this is reported
 
 
 def prove_splits(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
@@ -36,7 +33,7 @@ def prove_splits(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
         drawn[split] = _draw(family, split, wanted)
         if len(drawn[split]) < wanted or size is None:
             cut.append(f"{plural(len(drawn[split]), 'task')} of {split}{' of infinitely many' if size is None else f' of {size:,}'}")
-    seen = {split: [_seen(task, source.root) for task in tasks] for split, tasks in drawn.items()}
+    seen = {split: [_agent_view_hash(task, source.root) for task in tasks] for split, tasks in drawn.items()}
     findings = [finding for split in (Split.HELDOUT, Split.HELDOUT_REAL) for finding in _equal(drawn, seen, split)]
     for split, tasks in drawn.items():
         findings += [*_misplaced(split, tasks), *_repeats(split, seen[split]), *_guesses(split, tasks)]
@@ -65,7 +62,7 @@ def _draw(family: TaskFamily, split: Split, count: int) -> list[Task]:
     return tasks
 
 
-def _seen(task: Task, root: Path) -> str:
+def _agent_view_hash(task: Task, root: Path) -> str:
     """Hash of everything that the agent sees of a task."""
     prompt = [asdict(message) for message in task.prompt]
     image = task.data.get("build_context") or _recipe(root / task.sandbox.image / "image.toml") or task.sandbox.image
@@ -84,16 +81,16 @@ def _equal(drawn: Mapping[Split, list[Task]], seen: Mapping[Split, list[str]], s
     if not pairs:
         return []
     shown = join_examples([f"{task.id} is {other.id}" for task, other in pairs])
-    what = f"{len(pairs):,} of {len(drawn[split]):,} tasks in {split} show the agent the same as a training task: {shown}"
-    return [Finding(severity="failure", what=what, tasks=tuple(task.id for task, _ in pairs))]
+    text = f"{len(pairs):,} of {len(drawn[split]):,} tasks in {split} show the agent the same as a training task: {shown}"
+    return [Finding(severity="failure", what=text, tasks=tuple(task.id for task, _ in pairs))]
 
 
 def _misplaced(split: Split, tasks: list[Task]) -> list[Finding]:
     wrong = [(draw_name((split, index)), task) for index, task in enumerate(tasks) if task.split is not split]
     if not wrong:
         return []
-    what = f"{plural(len(wrong), 'task')} drawn from {split} have split {wrong[0][1].split}"
-    return [Finding(severity="failure", what=what, tasks=tuple(name for name, _ in wrong))]
+    text = f"{plural(len(wrong), 'task')} drawn from {split} have split {wrong[0][1].split}"
+    return [Finding(severity="failure", what=text, tasks=tuple(name for name, _ in wrong))]
 
 
 def _repeats(split: Split, seen: list[str]) -> list[Finding]:
@@ -122,5 +119,5 @@ def _same_names(tasks: list[Task], seen: list[str]) -> list[Finding]:
     twice = [name for name, keys in contents.items() if len(keys) > 1]
     if not twice:
         return []
-    what = f"different tasks have the same id, by which transcripts name them: {join_examples(twice)}"
-    return [Finding(severity="warning", what=what, tasks=tuple(twice))]
+    text = f"different tasks have the same id, by which transcripts name them: {join_examples(twice)}"
+    return [Finding(severity="warning", what=text, tasks=tuple(twice))]

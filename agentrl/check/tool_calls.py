@@ -20,8 +20,7 @@ from agentrl.protocols import Sandbox, SandboxBackend, ToolSource
 from agentrl.records import Task
 
 NAME = "tools of the project's own answer any call"
-CALL_S = 15.0
-"""Maximum duration of one call in this check, regardless of the task's limit."""
+CALL_S = 15.0  # maximum duration of one call in this check, regardless of the task's limit
 _BROKE = "makes its sandbox fail, which excludes the episode"
 _TYPES = {"string", "number", "integer", "boolean", "array", "object", "null"}
 
@@ -40,19 +39,19 @@ async def prove_tools(tasks: Sequence[Task], sandboxes: SandboxBackend, run: Too
         for name in task.tools:
             if ":" in name:
                 users.setdefault(name, task)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for name, task in users.items():
-        found += await _prove(name, task, sandboxes, run)
-    found += _clashes(tasks, run)
+        findings += await _prove(name, task, sandboxes, run)
+    findings += _clashes(tasks, run)
     looked_at = f"{plural(len(users), 'tool')}: {join_examples(list(users))}" if users else "no tool is named by reference"
-    return Proof(name=NAME, looked_at=looked_at, findings=tuple(found))
+    return Proof(name=NAME, looked_at=looked_at, findings=tuple(findings))
 
 
 def _clashes(tasks: Sequence[Task], run: ToolSource | None) -> list[Finding]:
     clashing = []
     for tools in {task.tools for task in tasks}:
         try:
-            names = [one for name in tools for one in load_tools([name], None, run)]
+            names = [tool_name for name in tools for tool_name in load_tools([name], None, run)]
         except Exception:  # a tool is user code; one that does not load is reported elsewhere
             continue
         clashing += [name for name in dict.fromkeys(names) if names.count(name) > 1]
@@ -70,33 +69,33 @@ async def _prove(reference: str, task: Task, sandboxes: SandboxBackend, run: Too
     except (Exception, SystemExit) as error:  # a tool is user code
         return [Finding(severity="failure", what=f"tool {reference} does not load: {type(error).__name__}: {error}")]
     try:
-        fresh = [await _fresh(kept.kind) for kept in tools.instances.values() for _ in range(2)]
-        found: list[Finding] = []
+        fresh = [await _fresh(instance.kind) for instance in tools.instances.values() for _ in range(2)]
+        findings: list[Finding] = []
         for tool in tools.values():
             name = f"{reference}, method {tool.name}," if tools.instances else reference
             if reference.startswith(MCP_PREFIX) and not tool.needs_sandbox:
-                found += [Finding(severity="failure", what=f"tool {reference}: {one}") for one in wrong[tool.name]]
+                findings += [Finding(severity="failure", what=f"tool {reference}: {problem}") for problem in wrong[tool.name]]
                 continue
-            found += await _prove_calls(tool, name, wrong[tool.name], task, sandboxes)
-        for kept in tools.instances.values():
-            found += await _prove_state(reference, kept, fresh)
-        return found
+            findings += await _prove_calls(tool, name, wrong[tool.name], task, sandboxes)
+        for instance in tools.instances.values():
+            findings += await _prove_state(reference, instance, fresh)
+        return findings
     finally:
         await tools.close(timeout_s=CALL_S)
 
 
 async def _prove_calls(tool: Tool, reference: str, wrong: Sequence[str], task: Task, sandboxes: SandboxBackend) -> list[Finding]:
     """Checks one tool: its schema, and calls with arguments that no schema allows."""
-    found = [Finding(severity="failure", what=f"tool {reference}: {one}") for one in wrong]
+    findings = [Finding(severity="failure", what=f"tool {reference}: {schema_problem}") for schema_problem in wrong]
     properties = {} if wrong else tool.schema["function"].get("parameters", {}).get("properties", {})
     bad: dict[str, list[str]] = {}
     sandbox: Sandbox | None = None
     try:
-        for what, arguments in malformed.arguments(properties).items():
+        for case, arguments in malformed.arguments(properties).items():
             if sandbox is None and tool.needs_sandbox:
                 sandbox = await sandboxes.open(task.sandbox, files=task.contents())
             if problem := await _call(tool, arguments, sandbox, task):
-                bad.setdefault(problem, []).append(what)
+                bad.setdefault(problem, []).append(case)
             if problem.startswith(_BROKE) and sandbox is not None:
                 await sandbox.close()
                 sandbox = None
@@ -106,43 +105,43 @@ async def _prove_calls(tool: Tool, reference: str, wrong: Sequence[str], task: T
     for problem, cases in bad.items():
         raises = problem.startswith("raises")
         more = " (the agent sees only a tool error; return a ToolOutcome that explains the problem)" if raises else ""
-        found.append(
+        findings.append(
             Finding(severity="warning" if raises else "failure", what=f"tool {reference} {problem}, given {join_examples(cases)}{more}")
         )
-    return found
+    return findings
 
 
 async def _fresh(kind: Any) -> Any:
     """The state of a new tool object that was never called; None if it cannot be opened."""
-    kept = ToolInstance(kind)
+    instance = ToolInstance(kind)
     try:
-        await user_code.call_user_code(kept.open, what=f"opening {kept.kind.__name__}", timeout_s=CALL_S)
-        return await kept.state(timeout_s=CALL_S)
+        await user_code.call_user_code(instance.open, what=f"opening {instance.kind.__name__}", timeout_s=CALL_S)
+        return await instance.state(timeout_s=CALL_S)
     except (Exception, SystemExit):  # a tool is user code
         return None
     finally:
-        await kept.close(timeout_s=CALL_S)
+        await instance.close(timeout_s=CALL_S)
 
 
-async def _prove_state(reference: str, kept: ToolInstance, fresh: Sequence[Any]) -> list[Finding]:
+async def _prove_state(reference: str, instance: ToolInstance, fresh: Sequence[Any]) -> list[Finding]:
     """Checks that the state of tool objects can be saved and restored, and does not leak into other episodes."""
     try:
-        state = await kept.state(timeout_s=CALL_S)
+        state = await instance.state(timeout_s=CALL_S)
     except ValueError as error:
         return [Finding(severity="failure", what=f"tool {reference}: {shorten(str(error), 200)}; its episodes cannot be captured")]
-    found = []
-    again = ToolInstance(kept.kind, state, restored=True)
+    problems = []
+    restored = ToolInstance(instance.kind, state, restored=True)
     try:
-        await user_code.call_user_code(again.open, what=f"restoring {kept.kind.__name__}", timeout_s=CALL_S)
-        if await again.state(timeout_s=CALL_S) != state:
-            found.append("its restored state differs from the saved one, so a resumed episode has other tools")
+        await user_code.call_user_code(restored.open, what=f"restoring {instance.kind.__name__}", timeout_s=CALL_S)
+        if await restored.state(timeout_s=CALL_S) != state:
+            problems.append("its restored state differs from the saved one, so a resumed episode has other tools")
     except (Exception, SystemExit) as error:  # a tool is user code
-        found.append(f"its state cannot be restored ({shorten(user_code.describe_error(error), 200)})")
+        problems.append(f"its state cannot be restored ({shorten(user_code.describe_error(error), 200)})")
     finally:
-        await again.close(timeout_s=CALL_S)
-    if fresh[0] == fresh[1] != await _fresh(kept.kind):
-        found.append("its state leaks into the next episode: keep state in self, set in __init__, not in the class or module")
-    return [Finding(severity="failure", what=f"tool {reference}: {one}") for one in found]
+        await restored.close(timeout_s=CALL_S)
+    if fresh[0] == fresh[1] != await _fresh(instance.kind):
+        problems.append("its state leaks into the next episode: keep state in self, set in __init__, not in the class or module")
+    return [Finding(severity="failure", what=f"tool {reference}: {problem}") for problem in problems]
 
 
 def _wrong_schema(tool: Tool) -> list[str]:
@@ -170,10 +169,10 @@ def _wrong_parameters(parameters: Any) -> list[str]:
     if not isinstance(parameters, Mapping) or parameters.get("type") != "object" or not isinstance(parameters.get("properties"), Mapping):
         return ['its parameters are not {"type": "object", "properties": {...}}']
     wrong = []
-    for name, one in parameters["properties"].items():
-        kinds = one.get("type", []) if isinstance(one, Mapping) else None
+    for name, schema in parameters["properties"].items():
+        kinds = schema.get("type", []) if isinstance(schema, Mapping) else None
         if kinds is None or not set([kinds] if isinstance(kinds, str) else kinds) <= _TYPES:
-            wrong.append(f"its parameter {name!r} has no type of JSON Schema: {shorten(repr(one))}")
+            wrong.append(f"its parameter {name!r} has no type of JSON Schema: {shorten(repr(schema))}")
     required = parameters.get("required", [])
     if not isinstance(required, list) or not set(required) <= set(parameters["properties"]):
         wrong.append(f"it requires parameters that it does not have: {shorten(repr(required))}")

@@ -22,8 +22,7 @@ T = TypeVar("T")
 
 RETRIES = 2
 NAME = "verifiers score anything, and twice alike"
-TASKS = 3
-"""Number of tasks of each verifier that get malformed answers."""
+TASKS = 3  # number of tasks of each verifier that get malformed answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +38,9 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, GoldAttemp
     scorer = replace(scorer, controls=False)  # every failure of a verifier counts, also a provoked one
     chosen: dict[tuple[str, ...], list[Task]] = {}
     for task in tasks:
-        some = chosen.setdefault(task.verifiers, [])
-        if len(some) < TASKS:
-            some.append(task)
+        tasks_of = chosen.setdefault(task.verifiers, [])
+        if len(tasks_of) < TASKS:
+            tasks_of.append(task)
     slots = asyncio.Semaphore(parallel)
 
     async def ask(task: Task, episode: Episode) -> Score:
@@ -50,22 +49,22 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, GoldAttemp
 
     async with quiet_verifier_log(), asyncio.TaskGroup() as asking:
         again = [(task, asking.create_task(ask(task, golden[task.id].episode))) for task in reversed(tasks) if task.id in golden]
-        odd_ones = [
-            (f"{what} for {task.id}", asking.create_task(ask(task, episode)))
-            for task in (one for some in chosen.values() for one in some)
-            for what, episode in _odd_episodes(task, golden.get(task.id))
+        malformed_jobs = [
+            (f"{description} for {task.id}", asking.create_task(ask(task, episode)))
+            for task in (chosen_task for tasks_of in chosen.values() for chosen_task in tasks_of)
+            for description, episode in _malformed_episodes(task, golden.get(task.id))
         ]
     bad: dict[str, list[str]] = {}
-    for case, job in odd_ones:
+    for case, job in malformed_jobs:
         if problem := _problem(job.result()):
             bad.setdefault(problem, []).append(case)
     findings = [Finding(severity="failure", what=f"{problem}; submitted: {join_examples(cases)}") for problem, cases in bad.items()]
     pairs = [(task.id, golden[task.id].score, job.result()) for task, job in again]
-    verifiers = {name for task in tasks for name in task.verifiers}
+    verifiers = plural(len({name for task in tasks for name in task.verifiers}), "verifier")
     return Proof(
         name=NAME,
-        looked_at=f"{plural(len(verifiers), 'verifier')}: {len(odd_ones)} malformed answers, {plural(len(pairs), 'gold episode')} twice",
-        findings=(*findings, *_unlike(pairs)),
+        looked_at=f"{verifiers}: {len(malformed_jobs)} malformed answers, {plural(len(pairs), 'gold episode')} twice",
+        findings=(*findings, *_inconsistent(pairs)),
     )
 
 
@@ -92,12 +91,12 @@ async def quiet_verifier_log() -> AsyncIterator[None]:
         scoring_log.setLevel(before)
 
 
-def _odd_episodes(task: Task, golden: GoldAttempt | None) -> list[tuple[str, Episode]]:
+def _malformed_episodes(task: Task, golden: GoldAttempt | None) -> list[tuple[str, Episode]]:
     nothing = Episode(id="check", task_id=task.id, task_key=task.key, trajectories=())
     if not task.outputs:
-        return [(what, replace(nothing, answer=answer)) for what, answer in malformed.ANSWERS.items()]
+        return [(case, replace(nothing, answer=answer)) for case, answer in malformed.ANSWERS.items()]
     paths = list(golden.episode.outputs) if golden is not None else []
-    return [(what, replace(nothing, outputs=dict.fromkeys(paths[:4], data))) for what, data in malformed.FILES.items()] if paths else []
+    return [(case, replace(nothing, outputs=dict.fromkeys(paths[:4], data))) for case, data in malformed.FILES.items()] if paths else []
 
 
 def _problem(score: Score) -> str:
@@ -109,21 +108,25 @@ def _problem(score: Score) -> str:
     return f"a score of {score.value:g} for work that is wrong" if is_above(score.value, 0.0) else ""
 
 
-def _unlike(pairs: Sequence[tuple[str, Score, Score]]) -> list[Finding]:
+def _inconsistent(pairs: Sequence[tuple[str, Score, Score]]) -> list[Finding]:
     differing = [
-        (name, one, other)
-        for name, one, other in pairs
-        if (one.value, one.parts, one.turn_rewards, one.branches, one.without)
-        != (other.value, other.parts, other.turn_rewards, other.branches, other.without)
+        (name, first, second)
+        for name, first, second in pairs
+        if (first.value, first.parts, first.turn_rewards, first.branches, first.without)
+        != (second.value, second.parts, second.turn_rewards, second.branches, second.without)
     ]
     if not differing:
         return []
-    name, one, other = differing[0]
-    parts = [part for part in {**one.parts, **other.parts} if one.parts.get(part) != other.parts.get(part)]
-    where = f"{_shown(one)} and {_shown(other)}" if one.value != other.value else f"other {join_examples(parts) or 'turns or branches'}"
-    what = f"{plural(len(differing), 'task')} of {len(pairs)} score differently the second time: {name} {where}"
-    return [Finding(severity="failure", what=what, tasks=tuple(name for name, _, _ in differing))]
+    name, first, second = differing[0]
+    parts = [part for part in {**first.parts, **second.parts} if first.parts.get(part) != second.parts.get(part)]
+    where = (
+        f"{_score_text(first)} and {_score_text(second)}"
+        if first.value != second.value
+        else f"other {join_examples(parts) or 'turns or branches'}"
+    )
+    text = f"{plural(len(differing), 'task')} of {len(pairs)} score differently the second time: {name} {where}"
+    return [Finding(severity="failure", what=text, tasks=tuple(name for name, _, _ in differing))]
 
 
-def _shown(score: Score) -> str:
+def _score_text(score: Score) -> str:
     return f"{score.value:g}" if score.value is not None else f"no score ({shorten(score.reason)})"

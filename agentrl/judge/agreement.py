@@ -67,15 +67,15 @@ class DesignEffects:
     @classmethod
     def from_pairs(cls, tasks: Sequence[str], pairs: Sequence[tuple[bool, bool]]) -> DesignEffects:
         """Design effects of pairs of ratings (see `AgreementTable.of`), each on an answer to the task in `tasks`."""
-        every = [(task, first, float(first == second)) for task, (first, second) in zip(tasks, pairs, strict=True)]
-        groups = [[(task, same) for task, first, same in every if first is label] for label in (True, False)]
+        rated = [(task, first, float(first == second)) for task, (first, second) in zip(tasks, pairs, strict=True)]
+        groups = [[(task, same) for task, first, same in rated if first is label] for label in (True, False)]
         rates = [statistics.fmean(same for _, same in group) if group else 0.0 for group in groups]
         # Each answer's contribution to sensitivity + specificity, to first order.
         parts = [(task, (same - rate) / len(group)) for group, rate in zip(groups, rates, strict=True) for task, same in group]
         alone = sum(rate * (1 - rate) / len(group) for group, rate in zip(groups, rates, strict=True) if group)
         sensitivity, specificity = (design_effect(group) for group in groups)
         return cls(
-            agreement=design_effect([(task, same) for task, _, same in every]),
+            agreement=design_effect([(task, same) for task, _, same in rated]),
             sensitivity=sensitivity,
             specificity=specificity,
             informedness=_effect(parts, alone),
@@ -102,7 +102,7 @@ def _effect(parts: Sequence[tuple[str, float]], alone: float) -> float:
         return 1.0
     if tasks == 1 or alone <= 0:
         return answers / tasks
-    between = tasks / (tasks - 1) * math.fsum(one * one for one in sums.values())
+    between = tasks / (tasks - 1) * math.fsum(total * total for total in sums.values())
     return min(max(1.0, between / alone) * (student_t_quantile(tasks - 1) / _Z) ** 2, float(answers))
 
 
@@ -130,14 +130,14 @@ def kappa(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
     value = _kappa(cells)
     if value is None:
         raise ValueError("both raters give every answer the same rating")
-    draw = random.Random(0)
-    drawn = []
+    rng = random.Random(0)
+    samples = []
     for _ in range(_DRAWS):
-        found = _kappa([draw.gammavariate(cell / effect + 0.5, 1.0) for cell in cells])
-        if found is not None:
-            drawn.append(found)
-    drawn.sort()
-    low, high = drawn[int(_TAIL * len(drawn))], drawn[int((1 - _TAIL) * len(drawn))]
+        sample = _kappa([rng.gammavariate(cell / effect + 0.5, 1.0) for cell in cells])
+        if sample is not None:
+            samples.append(sample)
+    samples.sort()
+    low, high = samples[int(_TAIL * len(samples))], samples[int((1 - _TAIL) * len(samples))]
     return IntervalEstimate(value=value, low=min(low, value), high=max(high, value), n=table.n)
 
 
@@ -191,7 +191,7 @@ def partial_correlation(xs: Sequence[float], ys: Sequence[float], groups: Sequen
     """Pearson's correlation within the groups, with Fisher's interval; None for fewer than 10 points or without any spread."""
     centred: list[tuple[float, float]] = []
     for group in (True, False):
-        inside = [(x, y) for x, y, one in zip(xs, ys, groups, strict=True) if one is group]
+        inside = [(x, y) for x, y, label in zip(xs, ys, groups, strict=True) if label is group]
         if inside:
             mean_x, mean_y = statistics.fmean(x for x, _ in inside), statistics.fmean(y for _, y in inside)
             centred += [(x - mean_x, y - mean_y) for x, y in inside]
@@ -223,14 +223,14 @@ def reliability(scores: Sequence[float], labels: Sequence[bool], *, most: int = 
     for score, label in zip(scores, labels, strict=True):
         bins.setdefault(place(score), []).append((score, label))
     return tuple(
-        Bin(score=statistics.fmean(score for score, _ in one), right=share(sum(label for _, label in one), len(one)))
-        for _, one in sorted(bins.items())
+        Bin(score=statistics.fmean(score for score, _ in members), right=share(sum(label for _, label in members), len(members)))
+        for _, members in sorted(bins.items())
     )
 
 
 def calibration_error(bins: Sequence[Bin]) -> float:
     """The mean distance between score and share of right answers, over all answers (Naeini et al. 2015), for scores from 0 to 1."""
-    return sum(one.right.n * abs(one.score - one.right.value) for one in bins) / sum(one.right.n for one in bins)
+    return sum(bucket.right.n * abs(bucket.score - bucket.right.value) for bucket in bins) / sum(bucket.right.n for bucket in bins)
 
 
 def _kappa(cells: Sequence[float]) -> float | None:

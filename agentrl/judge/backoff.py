@@ -18,8 +18,7 @@ TRANSIENT = frozenset({408, 409, 425, 429, *range(500, 600)})
 _FIRST_S = 1.0
 _LEAST_S = 0.25  # minimum wait after a second consecutive rejection, even if the server requests less
 _LONGEST_S = 60.0  # maximum wait that the server did not request
-PROBE_S = 60.0
-"""Seconds after which one query probes the server, if the server requested a wait longer than `patience_s`."""
+PROBE_S = 60.0  # seconds after which one query probes the server, if the server requested a wait longer than `patience_s`
 _SPREAD = 0.1  # random fraction added to a requested wait, so that callers do not return at the same time
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(?:[0-9]{1,9}(?:\.[0-9]{1,9})?(?:ms|s|m|h|d))+")

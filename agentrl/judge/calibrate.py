@@ -99,27 +99,34 @@ async def calibrate(
     finally:
         if hasattr(measured, "close"):
             await measured.close()
+    return _report(
+        _calibration(measured, verdicts, reference=reference, labels_sha256=labels_sha256, threshold=threshold),
+        verdicts,
+        pairs=pairs,
+        disputed=len(distinct) - len(answers),
+        copies=len(labelled) - len(distinct),
+        spent=after.minus(before) if after is not None and before is not None else None,
+        wall_s=time.monotonic() - started,
+    )
+
+
+def _report(calibration: Calibration, verdicts: Sequence[LabelledVerdict], **fields: Any) -> CalibrationReport:
     scored = [(verdict.score, verdict) for verdict in verdicts if verdict.score is not None]
     scores, labels = [score for score, _ in scored], [verdict.label for _, verdict in scored]
     lengths = [math.copysign(math.log1p(abs(verdict.chars)), verdict.chars) for _, verdict in scored]
     sides = Counter(side for verdict in verdicts for side in verdict.sides)
     in_both_orders = [verdict for verdict in verdicts if len(verdict.sides) == 2]
     contradicting = sum(verdict.score is None and set(verdict.sides) != {"tie"} for verdict in in_both_orders)
-    calibration = _calibration(measured, verdicts, reference=reference, labels_sha256=labels_sha256, threshold=threshold)
     bins = stats.reliability(scores, labels)
     return CalibrationReport(
         calibration=calibration,
-        pairs=pairs,
-        disputed=len(distinct) - len(answers),
-        copies=len(labelled) - len(distinct),
         length_bias=stats.partial_correlation(lengths, scores, labels),
         position_bias=stats.share(sides["A"], sides["A"] + sides["B"]) if sides["A"] + sides["B"] else None,
         inconsistent=stats.share(contradicting, len(in_both_orders)) if in_both_orders else None,
         bins=bins,
         calibration_error=stats.calibration_error(bins) if all(0 <= score <= 1 for score in scores) else None,
         reasons=_reasons(verdicts),
-        spent=after.minus(before) if after is not None and before is not None else None,
-        wall_s=time.monotonic() - started,
+        **fields,
     )
 
 

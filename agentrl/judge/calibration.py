@@ -89,8 +89,8 @@ def load_calibration(path: Path) -> Calibration:
         raise UserError(f"no calibration {path}", fix=fix) from None
     except ValidationError as error:
         first = error.errors()[0]
-        told = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise UserError(f"{path} is no calibration: {printable(told, 300)}", fix=fix) from None
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise UserError(f"{path} is no calibration: {printable(problem, 300)}", fix=fix) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no calibration: {printable(str(error), 300)}", fix=fix) from None
 
@@ -110,25 +110,25 @@ def require_calibration(path: Path, *, identity: str, name: str, min_agreement: 
     The lower ends of the intervals of agreement and coverage must be at least `min_agreement` and `min_coverage`, so a few labels are not
     enough. A judge that abstains on hard answers would otherwise agree with people on the rest.
     """
-    found, again = load_calibration(path), f"agentrl judge calibrate JUDGE LABELS --out {path}"
-    if found.identity != identity:
-        raise UserError(f"judge {name}: the calibration {path} belongs to another model, prompt or setting", fix=again)
-    if found.may_be_chance:
-        told = f"sensitivity + specificity - 1 is {_told(found.informedness)}"
-        raise UserError(f"judge {name} is not shown to be better than chance: {told} ({path})", fix="use another model or prompt")
-    if found.agreement.low < min_agreement:
+    calibration, fix = load_calibration(path), f"agentrl judge calibrate JUDGE LABELS --out {path}"
+    if calibration.identity != identity:
+        raise UserError(f"judge {name}: the calibration {path} belongs to another model, prompt or setting", fix=fix)
+    if calibration.may_be_chance:
+        estimate = f"sensitivity + specificity - 1 is {_estimate_text(calibration.informedness)}"
+        raise UserError(f"judge {name} is not shown to be better than chance: {estimate} ({path})", fix="use another model or prompt")
+    if calibration.agreement.low < min_agreement:
         raise UserError(
-            f"judge {name} agrees with human labels in {_told(found.agreement)}, but {min_agreement:g} is required ({path})",
+            f"judge {name} agrees with human labels in {_estimate_text(calibration.agreement)}, but {min_agreement:g} is required ({path})",
             fix="improve the prompt, use another model, or label more answers if the interval is wide",
         )
-    if min_coverage and found.coverage is None:
-        raise UserError(f"judge {name}: the calibration {path} has no coverage", fix=again)
-    if found.coverage is not None and found.coverage.low < min_coverage:
+    if min_coverage and calibration.coverage is None:
+        raise UserError(f"judge {name}: the calibration {path} has no coverage", fix=fix)
+    if calibration.coverage is not None and calibration.coverage.low < min_coverage:
         raise UserError(
-            f"judge {name} gives a verdict on {_told(found.coverage)}, but {min_coverage:g} is required ({path})",
+            f"judge {name} gives a verdict on {_estimate_text(calibration.coverage)}, but {min_coverage:g} is required ({path})",
             fix="see why it gave none (agentrl judge calibrate prints it), or label more answers if the interval is wide",
         )
 
 
-def _told(one: IntervalEstimate) -> str:
-    return f"{one.value:.3f} ({one.low:.3f} to {one.high:.3f}, {one.n} answers)"
+def _estimate_text(estimate: IntervalEstimate) -> str:
+    return f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f}, {estimate.n} answers)"

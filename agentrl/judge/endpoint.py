@@ -183,11 +183,7 @@ class Endpoint:
                 return reply
 
     async def _try(self, wire: _Wire, query: _PendingQuery, *, probing: bool = False) -> Reply | None:
-        """Sends one request. Returns None if it should be retried. Raises `JudgeError` as `ask`.
-
-        Args:
-            probing: the server is down, and this is the query that probes it.
-        """
+        """Sends one request, or with `probing` one to a server that is down. Returns None for a retry. Raises `JudgeError` as `ask`."""
         left = query.until - self.clock.monotonic()
         async with wire.slots:
             if wire.down and not probing:  # the server went down while this query waited for its slot
@@ -331,7 +327,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Later:
-    """A retry may succeed, after `backoff_s` if the server (`asked`) or the process that starts it requests a wait."""
+    """A retry may succeed, after `wait_s` if the server (`asked`) or the process that starts it requests a wait."""
 
     why: str
     wait_s: float | None = None
@@ -417,33 +413,33 @@ def error_in(content: bytes) -> tuple[int, str] | None:
 
 def parse_completion(content: bytes, most: int, messages: Sequence[Mapping[str, Any]]) -> Reply:
     """Parses the answer in the body of a 200. Unreadable content is kept as text, with the problem."""
-    asked = sum(len(message["content"]) for message in messages) // CHARS_PER_TOKEN
+    prompt_tokens = sum(len(message["content"]) for message in messages) // CHARS_PER_TOKEN
     text = content[:most].decode(errors="replace")
-    guess: dict[str, Any] = {"prompt_tokens": asked, "completion_tokens": len(text) // CHARS_PER_TOKEN, "counted": False}
+    guess: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": len(text) // CHARS_PER_TOKEN, "counted": False}
     if len(content) > most:
         return Reply(text=text, problem=f"an answer of more than {most:,} bytes", **guess)
     try:
         body = json.loads(text)
         choice = body["choices"][0]
-        said, refusal, ended = choice["message"].get("content"), choice["message"].get("refusal"), choice.get("finish_reason")
+        answer, refusal, finish_reason = choice["message"].get("content"), choice["message"].get("refusal"), choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return Reply(text=text, problem="an answer that is not a chat completion", **guess)
-    cost = token_usage(body.get("usage"), asked, said)
-    if not isinstance(said, str):
+    cost = token_usage(body.get("usage"), prompt_tokens, answer)
+    if not isinstance(answer, str):
         problem = "the model refused" if isinstance(refusal, str) else "an answer without text"
         return Reply(text=encodable(refusal) if isinstance(refusal, str) else text, problem=problem, **cost)
-    problem = "the answer was cut off by its length" if ended == "length" else ""
+    problem = "the answer was cut off by its length" if finish_reason == "length" else ""
     thought = choice["message"].get("reasoning_content") or choice["message"].get("reasoning")
-    return Reply(text=encodable(said), problem=problem, separate_reasoning=bool(thought), **cost)
+    return Reply(text=encodable(answer), problem=problem, separate_reasoning=bool(thought), **cost)
 
 
-def token_usage(told: Any, asked: int, said: Any) -> dict[str, Any]:
+def token_usage(reported: Any, prompt_tokens: int, answer: Any) -> dict[str, Any]:
     """Token counts of the server if they are credible, else an estimate."""
-    counts = [told.get(name) for name in ("prompt_tokens", "completion_tokens")] if isinstance(told, dict) else []
+    counts = [reported.get(name) for name in ("prompt_tokens", "completion_tokens")] if isinstance(reported, dict) else []
     if counts and all(type(count) is int and 0 <= count < _MOST_TOKENS for count in counts):
         return {"prompt_tokens": counts[0], "completion_tokens": counts[1]}
-    length = len(said) if isinstance(said, str) else 0
-    return {"prompt_tokens": asked, "completion_tokens": length // CHARS_PER_TOKEN, "counted": False}
+    length = len(answer) if isinstance(answer, str) else 0
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": length // CHARS_PER_TOKEN, "counted": False}
 
 
 def _without(key: str, text: str) -> str:

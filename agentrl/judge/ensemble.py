@@ -19,11 +19,12 @@ from agentrl.judge.ledger import JudgeUsage
 from agentrl.judge.query import digest
 from agentrl.protocols import Verifier
 from agentrl.records import Blame, Episode, Score, Task
+from agentrl.reward.combine import named_parts
 from agentrl.reward.verifier_call import call_verifier, needs_sandboxes, prepare_verifier, timeout_of
 
 _TIMEOUT_S = 30.0  # for a member without a deadline
 _OTHER_PARTS = ("", "disagreement", "judges")
-_MAX_SAID = 2000  # maximum length of each member's evidence, in characters
+_MAX_EVIDENCE = 2000  # maximum length of each member's evidence, in characters
 
 
 @dataclass(slots=True)
@@ -61,8 +62,8 @@ class Ensemble:
             raise UserError("an ensemble needs two or more judges, with names without slashes", fix='write judges={"strict": a, "mild": b}')
         if any(needs_sandboxes(judge) for judge in self.judges.values()):
             raise UserError("a verifier that needs sandboxes cannot be in an ensemble", fix="add it to tasks.verifiers instead")
-        known = [one for judge in self.judges.values() if (one := getattr(judge, "identity", ""))]
-        if len(set(known)) < len(known):
+        identities = [identity for judge in self.judges.values() if (identity := getattr(judge, "identity", ""))]
+        if len(set(identities)) < len(identities):
             raise UserError(
                 "two judges of an ensemble send the same prompts to the same model, so one would receive the other's cached answers",
                 fix="use different seeds, or different revisions if servers with the same model name serve different weights",
@@ -75,9 +76,9 @@ class Ensemble:
     def identity(self) -> str:
         """A hash of the members' identities and of the settings; empty if a member has no identity."""
         members = {name: getattr(judge, "identity", "") for name, judge in self.judges.items()}
-        how: dict[str, Any] = {"aggregate": self.aggregate, "threshold": self.threshold, "quorum": self._needed}
-        how |= {"max_disagreement": self.max_disagreement, "members": members}
-        return digest(how) if all(members.values()) else ""
+        settings: dict[str, Any] = {"aggregate": self.aggregate, "threshold": self.threshold, "quorum": self._needed}
+        settings |= {"max_disagreement": self.max_disagreement, "members": members}
+        return digest(settings) if all(members.values()) else ""
 
     @property
     def timeout_s(self) -> float:
@@ -121,37 +122,36 @@ class Ensemble:
         """Scores the episode with all members concurrently."""
         if not self._state.ready:
             self.prepare(root=Path(), folder=None)
-        names = list(self.judges)
-        scores = dict(zip(names, await asyncio.gather(*(self._one(name, task, episode) for name in names)), strict=True))
+        gathered = await asyncio.gather(*(self._member_score(name, task, episode) for name in self.judges))
+        scores = dict(zip(self.judges, gathered, strict=True))
         values = {name: score.value for name, score in scores.items() if score.value is not None}
-        evidence = "\n".join(f"{name}: {(score.reason or score.evidence)[:_MAX_SAID]}" for name, score in scores.items())
+        evidence = "\n".join(f"{name}: {(score.reason or score.evidence)[:_MAX_EVIDENCE]}" for name, score in scores.items())
         if len(values) < self._needed:
             down = sum(score.blame is Blame.INFRASTRUCTURE for score in scores.values())
             provoked = sum(score.blame is Blame.POLICY for score in scores.values())  # `TaskScorer` checks it
             blame = Blame.INFRASTRUCTURE if len(values) + down >= self._needed else None
             if blame is None and len(values) + down + provoked >= self._needed:
                 blame = Blame.POLICY
-            return self._none(f"{len(values)} of {len(names)} judges gave a score, but the quorum is {self._needed}", evidence, blame)
-        apart = mean_difference(list(values.values()))
-        if apart > self.max_disagreement:
-            return self._none(f"the judges disagree by {apart:.2f}, but the maximum is {self.max_disagreement:g}", evidence, None)
-        value = self._joined(list(values.values()))
+            return self._unscored(f"{len(values)} of {len(scores)} judges gave a score, but the quorum is {self._needed}", evidence, blame)
+        disagreement = mean_difference(list(values.values()))
+        if disagreement > self.max_disagreement:
+            return self._unscored(
+                f"the judges disagree by {disagreement:.2f}, but the maximum is {self.max_disagreement:g}", evidence, None
+            )
+        value = self._aggregate(list(values.values()))
         if value is None:
-            return self._none("the vote of the judges is tied", evidence, None)
-        parts = {**values, "disagreement": apart, "judges": float(len(values))}
-        for name, score in scores.items():
-            if score.value is not None:
-                parts |= {f"{name}/{part}": number for part, number in score.parts.items()}
+            return self._unscored("the vote of the judges is tied", evidence, None)
+        parts = named_parts({name: scores[name] for name in values}) | {"disagreement": disagreement, "judges": float(len(values))}
         return Score(value=value, parts=parts, evidence=evidence)
 
     @property
     def _needed(self) -> int:
         return len(self.judges) // 2 + 1 if self.quorum is None else self.quorum
 
-    def _none(self, reason: str, evidence: str, blame: Blame | None) -> Score:
+    def _unscored(self, reason: str, evidence: str, blame: Blame | None) -> Score:
         return Score(value=None, reason=f"{self.name}: {reason}", evidence=evidence, blame=blame)
 
-    def _joined(self, values: Sequence[float]) -> float | None:
+    def _aggregate(self, values: Sequence[float]) -> float | None:
         if self.aggregate == "median":
             return statistics.median(values)
         if self.aggregate == "mean":
@@ -159,7 +159,7 @@ class Ensemble:
         yes = sum(is_at_least(value, self.threshold) for value in values)
         return None if 2 * yes == len(values) else float(2 * yes > len(values))
 
-    async def _one(self, name: str, task: Task, episode: Episode) -> Score:
+    async def _member_score(self, name: str, task: Task, episode: Episode) -> Score:
         """A member's score; if it fails, the others still count."""
         judge = self.judges[name]
         try:

@@ -24,8 +24,7 @@ from agentrl.judge.query import WORDING, ChatQuery, digest
 from agentrl.judge.untrusted import truncate_middle
 from agentrl.plugins.references import resolve
 
-MAX_TRACE = 40_000
-"""Maximum length of the trace in the prompt, in characters."""
+MAX_TRACE = 40_000  # maximum length of the trace in the prompt, in characters
 _MOST_TURN = 100_000
 
 

@@ -21,7 +21,7 @@ KEY_HELP = "[r]ight  [w]rong  [s]kip  [u]ndo  [q]uit"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _LONGEST_LINE = 8 << 20
-_SHOWN = 6000  # characters of one text
+_MAX_SHOWN = 6000  # characters of one text
 
 
 def labels_file(run: Path, by: str) -> Path:
@@ -42,10 +42,10 @@ def run_answers(run: Path, *, phase: str = "") -> list[AnswerItem]:
     folder = run / "episodes"
     if not folder.is_dir():
         raise UserError(f"{run} has no episodes", fix="use the folder of a run, such as runs/quickstart")
-    found = {item.id: item for path in sorted(folder.glob("*.jsonl")) if phase in ("", path.stem) for item in _items(path)}
-    if not found:
+    answers = {item.id: item for path in sorted(folder.glob("*.jsonl")) if phase in ("", path.stem) for item in _items(path)}
+    if not answers:
         raise UserError(f"{folder} has no answers{f' of phase {phase}' if phase else ''}", fix="use another run, or another --phase")
-    return sorted(found.values(), key=lambda item: hashlib.sha256(item.id.encode()).digest())
+    return sorted(answers.values(), key=lambda item: hashlib.sha256(item.id.encode()).digest())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class LabellingSession:
             keys: single characters; white space is ignored.
         """
         pressed = iter(keys)
-        while (item := next((one for one in self.items if one.id not in self.done), None)) is not None:
+        while (item := next((candidate for candidate in self.items if candidate.id not in self.done), None)) is not None:
             show(f"{self.render_item(item)}\n\n{KEY_HELP}")
             key = next((key.lower() for key in pressed if not key.isspace()), QUIT)
             if key == QUIT:
@@ -86,8 +86,8 @@ class LabellingSession:
 
     def render_item(self, item: AnswerItem) -> str:
         """An answer as text for a terminal, without control characters."""
-        number = sum(one.id in self.done for one in self.items) + 1
-        parts = [("question", item.question), *_said(item)]
+        number = sum(other.id in self.done for other in self.items) + 1
+        parts = [("question", item.question), *_conversation(item)]
         if item.reference is not None and not self.blind:
             parts.append(("reference", item.reference))
         parts.append(("ANSWER", item.answer))
@@ -106,32 +106,36 @@ class LabellingSession:
     def _undo(self) -> str:
         while self._order:
             last = self._order.pop()
-            item = next((one for one in self.items if one.id == last), None)
+            item = next((candidate for candidate in self.items if candidate.id == last), None)
             if item is not None and last in self.done:
                 self._keep(item, WITHDRAWN)
                 return "-> withdrawn"
         return "nothing to undo"
 
 
-def _said(item: AnswerItem) -> Iterator[tuple[str, str]]:
+def _conversation(item: AnswerItem) -> Iterator[tuple[str, str]]:
     """The conversation after the question."""
-    began = False
+    started = False
     for message in item.messages:
         role = str(message.get("role", "?"))
-        began = began or role == "assistant"
-        if not began:
+        started = started or role == "assistant"
+        if not started:
             continue
         calls = [call for call in message.get("tool_calls") or [] if isinstance(call, dict)]
-        told = [f"calls {call.get('name', '?')}: {json.dumps(call.get('arguments'), ensure_ascii=False)}" for call in calls]
-        text = "\n".join([str(message.get("content") or ""), *told]).strip()
+        call_texts = [f"calls {call.get('name', '?')}: {json.dumps(call.get('arguments'), ensure_ascii=False)}" for call in calls]
+        text = "\n".join([str(message.get("content") or ""), *call_texts]).strip()
         if text:
             yield ("agent" if role == "assistant" else printable(role, 40)), text
 
 
 def _safe(text: str) -> str:
-    cut = text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}\n[... {len(text) - _SHOWN:,} characters ...]\n{text[-_SHOWN // 2 :]}"
-    cut = cut.expandtabs(4).replace("\r\n", "\n")
-    return printable(cut, len(cut))
+    shortened = (
+        text
+        if len(text) <= _MAX_SHOWN
+        else f"{text[: _MAX_SHOWN // 2]}\n[... {len(text) - _MAX_SHOWN:,} characters ...]\n{text[-_MAX_SHOWN // 2 :]}"
+    )
+    shortened = shortened.expandtabs(4).replace("\r\n", "\n")
+    return printable(shortened, len(shortened))
 
 
 def _items(path: Path) -> Iterator[AnswerItem]:

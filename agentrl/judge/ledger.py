@@ -16,8 +16,7 @@ from typing import Any
 from agentrl.base.database import connect, enter_wal, make_tables, query_deadline
 from agentrl.errors import JudgeError, StoreError, UserError
 
-FILE = "judges.sqlite"
-"""File name in a run folder."""
+FILE = "judges.sqlite"  # file name in a run folder
 
 _BUSY_S = 20.0
 _QUERY_S = 60.0

@@ -17,8 +17,7 @@ from agentrl.judge.untrusted import truncate_middle
 from agentrl.protocols.group_judge import GroupJudge as GroupJudge
 from agentrl.records import Episode, Score, Task
 
-MOST = 16
-"""Maximum number of different answers that are ranked together."""
+MOST = 16  # maximum number of different answers that are ranked together
 _MAX_ANSWERS = 40_000  # maximum length of all answers together, in characters
 
 

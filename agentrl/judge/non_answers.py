@@ -50,10 +50,10 @@ def non_answer_reason(answer: str | None, *, question: str = "", reference: str 
 
 def _echoes(answer: str, question: str) -> bool:
     """Whether an answer is the question, once or repeated, ignoring case and punctuation."""
-    said, wanted = (" ".join(_AROUND.sub("", text[:_LONGEST_ECHO].casefold()).split()) for text in (answer, question))
-    if not wanted:
+    plain_answer, plain_question = (" ".join(_AROUND.sub("", text[:_LONGEST_ECHO].casefold()).split()) for text in (answer, question))
+    if not plain_question:
         return question.strip() != "" and answer.strip() == question.strip()
-    return said != "" and not said.replace(wanted, "").strip()
+    return plain_answer != "" and not plain_answer.replace(plain_question, "").strip()
 
 
 def _plain(text: str) -> str:

@@ -20,13 +20,11 @@ T = TypeVar("T")
 WORDING = 1
 """Version of the prompt text below. It is part of a judge's identity, so a new version needs a new calibration."""
 
-SHORTER = 8
-"""If a prompt is rejected, each of its texts is shortened to this fraction, but not below `LEAST` characters."""
+SHORTER = 8  # if a prompt is rejected, each of its texts is shortened to this fraction, but not below `LEAST` characters
 LEAST = 400
 TIMES_SHORTER = 2
 
-MAX_KEPT = 4000
-"""Maximum length of a stored answer that could not be parsed, in characters."""
+MAX_KEPT = 4000  # maximum length of a stored answer that could not be parsed, in characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

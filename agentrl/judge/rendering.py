@@ -11,27 +11,26 @@ from agentrl.records import Episode, Message, Task, Trajectory
 
 PromptField = Literal["question", "reference", "transcript", "outputs", "answer"]
 
-MAX_ANSWER = 20_000
-"""Maximum length of an answer, a question or a reference, in characters; a longer one is shortened in the middle."""
+MAX_ANSWER = 20_000  # maximum length of an answer, a question or a reference, in characters; a longer one is shortened in the middle
 MAX_TRANSCRIPT = 40_000
 _MAX_MESSAGE = 4000
 _MAX_FILE = 8000
 _MAX_FILES = 16
 
 
-def render_field(what: PromptField, task: Task, episode: Episode, *, reference: str) -> str:
+def render_field(name: PromptField, task: Task, episode: Episode, *, reference: str) -> str:
     """One of the texts that a judge may see.
 
     Args:
         reference: key of `Task.data` that holds the reference answer.
     """
-    if what == "question":
+    if name == "question":
         return question_text(task)
-    if what == "reference":
+    if name == "reference":
         return truncate_middle(reference_text(task, reference) or "(there is none)", MAX_ANSWER)
-    if what == "transcript":
+    if name == "transcript":
         return transcript_text(episode)
-    if what == "outputs":
+    if name == "outputs":
         return outputs_text(episode)
     return answer_text(episode)
 
@@ -63,33 +62,33 @@ def reference_text(task: Task, key: str) -> str | None:
 
 def transcript_text(episode: Episode) -> str:
     """The agent's messages, tool calls and tool results, in order; sub-agents after the main agent."""
-    lines = (line for number, one in enumerate(episode.trajectories) for line in _lines(one, number))
+    lines = (line for number, trajectory in enumerate(episode.trajectories) for line in _trajectory_lines(trajectory, number))
     return truncate_middle("\n".join(lines) or "(the agent did nothing)", MAX_TRANSCRIPT)
 
 
 def outputs_text(episode: Episode) -> str:
     """The files that the agent left."""
-    some = list(episode.outputs.items())[:_MAX_FILES]
+    files = list(episode.outputs.items())[:_MAX_FILES]
     parts = [
         f"file {path}, {len(data)} bytes:\n{truncate_middle(data[: 4 * _MAX_FILE].decode(errors='replace'), _MAX_FILE)}"
-        for path, data in some
+        for path, data in files
     ]
-    if len(episode.outputs) > len(some):
-        parts.append(f"and {len(episode.outputs) - len(some)} more files")
+    if len(episode.outputs) > len(files):
+        parts.append(f"and {len(episode.outputs) - len(files)} more files")
     return truncate_middle("\n\n".join(parts) or "(the agent left no files)", MAX_TRANSCRIPT)
 
 
-def _lines(trajectory: Trajectory, number: int) -> Iterator[str]:
+def _trajectory_lines(trajectory: Trajectory, number: int) -> Iterator[str]:
     if number:
         yield f"--- {trajectory.agent} ---"
-        yield from (_said(message) for message in trajectory.prompt)
+        yield from (_render_message(message) for message in trajectory.prompt)
     for turn in trajectory.turns:
-        yield _said(turn.message)
+        yield _render_message(turn.message)
         for result in turn.tool_results:
             yield f"tool {result.name}{'' if result.ok else ' (failed)'}: {truncate_middle(result.output, _MAX_MESSAGE)}"
 
 
-def _said(message: Message) -> str:
+def _render_message(message: Message) -> str:
     calls = "".join(
         f"\n  calls {call.name}({truncate_middle(json.dumps(call.arguments, ensure_ascii=False), _MAX_MESSAGE)})"
         for call in message.tool_calls

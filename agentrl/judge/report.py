@@ -21,39 +21,28 @@ def render_report(report: CalibrationReport) -> str:
 
 def report_data(report: CalibrationReport) -> dict[str, Any]:
     """The report as JSON data, for the calibration file."""
-    return {
-        "pairs": report.pairs,
-        "disputed": report.disputed,
-        "copies": report.copies,
-        "length_bias": None if report.length_bias is None else asdict(report.length_bias),
-        "position_bias": None if report.position_bias is None else asdict(report.position_bias),
-        "inconsistent": None if report.inconsistent is None else asdict(report.inconsistent),
-        "reliability": [asdict(one) for one in report.bins],
-        "calibration_error": report.calibration_error,
-        "reasons": dict(report.reasons),
-        "spent": None if report.spent is None else asdict(report.spent),
-        "wall_s": round(report.wall_s, 3),
-    }
+    data = asdict(report)
+    del data["calibration"]
+    data["reliability"] = data.pop("bins")
+    return data | {"wall_s": round(report.wall_s, 3)}
 
 
 def _lines(report: CalibrationReport) -> Iterator[str]:
-    made = report.calibration
-    judged = made.agreement.n
-    what = "pairs of a right and a wrong answer" if report.pairs else "labelled answers"
-    yield f"{printable(made.judge, 200)}: a verdict on {judged} of {judged + made.abstained} {what}, of {made.tasks} tasks"
-    if made.coverage is not None:
-        yield _row("coverage", made.coverage, "share with a verdict")
-    yield _row("agreement", made.agreement)
-    yield _row("Cohen's kappa", made.kappa, "0 is chance")
-    yield _row("sensitivity", made.sensitivity, "share of right answers that are judged right")
-    yield _row("specificity", made.specificity, "share of wrong answers that are judged wrong")
-    yield _row("informedness", made.informedness, "sensitivity + specificity - 1; 0 is chance")
+    calibration = report.calibration
+    judged = calibration.agreement.n
+    kind = "pairs of a right and a wrong answer" if report.pairs else "labelled answers"
+    counts = f"{judged} of {judged + calibration.abstained} {kind}, of {calibration.tasks} tasks"
+    yield f"{printable(calibration.judge, 200)}: a verdict on {counts}"
+    if calibration.coverage is not None:
+        yield _row("coverage", calibration.coverage, "share with a verdict")
+    yield _row("agreement", calibration.agreement)
+    yield _row("Cohen's kappa", calibration.kappa, "0 is chance")
+    yield _row("sensitivity", calibration.sensitivity, "share of right answers that are judged right")
+    yield _row("specificity", calibration.specificity, "share of wrong answers that are judged wrong")
+    yield _row("informedness", calibration.informedness, "sensitivity + specificity - 1; 0 is chance")
     if report.position_bias is not None:
-        yield _row(
-            "first place",
-            report.position_bias,
-            f"share of preferences for the first answer; 0.5 is no bias{_off(report.position_bias, 0.5)}",
-        )
+        bias = f"share of preferences for A; 0.5 is no bias{_off(report.position_bias, 0.5)}"
+        yield _row("first place", report.position_bias, bias)
     if report.inconsistent is not None:
         yield _row("inconsistent", report.inconsistent, "share with contradicting verdicts in the two orders")
     if report.length_bias is not None:
@@ -66,24 +55,24 @@ def _lines(report: CalibrationReport) -> Iterator[str]:
     if report.copies:
         yield f"  {report.copies} labelled answers are copies and do not count again"
     yield from (f"  no verdict, {count} times: {reason}" for reason, count in report.reasons.items())
-    if made.tasks < judged:
-        one = f"the design effect of informedness is {made.design_effect:.1f}"
-        yield f"  {judged} answers to {made.tasks} tasks: answers to one task are correlated, and {one}"
+    if calibration.tasks < judged:
+        effect = f"the design effect of informedness is {calibration.design_effect:.1f}"
+        yield f"  {judged} answers to {calibration.tasks} tasks: answers to one task are correlated, and {effect}"
     yield _cost(report)
-    if made.may_be_chance:
+    if calibration.may_be_chance:
         yield "NOT SHOWN TO BE BETTER THAN CHANCE: a recipe that requires this calibration fails"
 
 
-def _row(name: str, one: IntervalEstimate, note: str = "") -> str:
-    return f"  {name:<15} {one.value:6.3f}   95% interval {one.low:6.3f} to {one.high:.3f}{note and f'   {note}'}"
+def _row(name: str, estimate: IntervalEstimate, note: str = "") -> str:
+    return f"  {name:<15} {estimate.value:6.3f}   95% interval {estimate.low:6.3f} to {estimate.high:.3f}{note and f'   {note}'}"
 
 
-def _off(one: IntervalEstimate, none: float) -> str:
-    return "" if one.low <= none <= one.high else " -- BIASED"
+def _off(estimate: IntervalEstimate, unbiased: float) -> str:
+    return "" if estimate.low <= unbiased <= estimate.high else " -- BIASED"
 
 
-def _bin(one: Bin) -> str:
-    return f"{one.score:.2f} -> {one.right.value:.2f} ({one.right.n})"
+def _bin(bucket: Bin) -> str:
+    return f"{bucket.score:.2f} -> {bucket.right.value:.2f} ({bucket.right.n})"
 
 
 def _cost(report: CalibrationReport) -> str:
@@ -103,13 +92,13 @@ _STYLE = (
 
 def render_svg(report: CalibrationReport) -> str:
     """An SVG: the reliability curve, and the measurements with their intervals."""
-    made = report.calibration
+    calibration = report.calibration
     width, height = _EDGE + _SIDE + 60 + _BARS + 20, _SIDE + 2 * _EDGE + 10
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">',
-        f"<title>{escape(printable(made.judge, 200))}</title><style>{_STYLE}</style>",
+        f"<title>{escape(printable(calibration.judge, 200))}</title><style>{_STYLE}</style>",
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
-        f'<text x="{_EDGE}" y="24">{escape(printable(made.judge, 100))}: {made.agreement.n} answers</text>',
+        f'<text x="{_EDGE}" y="24">{escape(printable(calibration.judge, 100))}: {calibration.agreement.n} answers</text>',
         *_curve(report),
         *_rows(report),
         "</svg>",
@@ -118,7 +107,7 @@ def render_svg(report: CalibrationReport) -> str:
 
 
 def _curve(report: CalibrationReport) -> Iterator[str]:
-    largest = max(one.right.n for one in report.bins)
+    largest = max(bucket.right.n for bucket in report.bins)
     for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
         at, up = _x(tick), _y(tick)
         yield f'<line class="grid" x1="{_EDGE}" x2="{_EDGE + _SIDE}" y1="{up}" y2="{up}"/>'
@@ -127,21 +116,21 @@ def _curve(report: CalibrationReport) -> Iterator[str]:
     yield f'<line class="ideal" x1="{_x(0)}" y1="{_y(0)}" x2="{_x(1)}" y2="{_y(1)}"/>'
     yield f'<text x="{_x(0.5)}" y="{_y(0) + 36}" text-anchor="middle">score of the judge</text>'
     yield f'<text x="{_EDGE - 34}" y="{_y(0.5)}" text-anchor="middle" transform="rotate(-90 {_EDGE - 34} {_y(0.5)})">share right</text>'
-    for one in report.bins:
-        at = _x(min(1.0, max(0.0, one.score)))
-        yield f'<path class="whisker" d="M{at} {_y(one.right.low)}V{_y(one.right.high)}"/>'
-        radius = round(3 + 6 * (one.right.n / largest) ** 0.5, 1)
-        yield f'<circle class="mark" cx="{at}" cy="{_y(one.right.value)}" r="{radius}"><title>{escape(_bin(one))}</title></circle>'
+    for bucket in report.bins:
+        at = _x(min(1.0, max(0.0, bucket.score)))
+        yield f'<path class="whisker" d="M{at} {_y(bucket.right.low)}V{_y(bucket.right.high)}"/>'
+        radius = round(3 + 6 * (bucket.right.n / largest) ** 0.5, 1)
+        yield f'<circle class="mark" cx="{at}" cy="{_y(bucket.right.value)}" r="{radius}"><title>{escape(_bin(bucket))}</title></circle>'
 
 
 def _rows(report: CalibrationReport) -> Iterator[str]:
-    made = report.calibration
+    calibration = report.calibration
     named = {
-        "agreement": made.agreement,
-        "kappa": made.kappa,
-        "sensitivity": made.sensitivity,
-        "specificity": made.specificity,
-        "informedness": made.informedness,
+        "agreement": calibration.agreement,
+        "kappa": calibration.kappa,
+        "sensitivity": calibration.sensitivity,
+        "specificity": calibration.specificity,
+        "informedness": calibration.informedness,
         "first place": report.position_bias,
         "length": report.length_bias,
     }
@@ -151,10 +140,11 @@ def _rows(report: CalibrationReport) -> Iterator[str]:
         return round(left + (min(1.0, max(-1.0, value)) + 1) / 2 * width, 1)
 
     yield f'<line class="ideal" x1="{at(0)}" x2="{at(0)}" y1="{_EDGE - 6}" y2="{_EDGE + 40 * len(named)}"/>'
-    for number, (name, one) in enumerate((name, one) for name, one in named.items() if one is not None):
+    for number, (name, estimate) in enumerate((name, estimate) for name, estimate in named.items() if estimate is not None):
         up = _EDGE + 14 + 40 * number
-        yield f'<text x="{left - 10}" y="{up + 4}" text-anchor="end">{name} {one.value:.2f}</text>'
-        yield f'<path class="whisker" d="M{at(one.low)} {up}H{at(one.high)}"/><circle class="mark" cx="{at(one.value)}" cy="{up}" r="5"/>'
+        yield f'<text x="{left - 10}" y="{up + 4}" text-anchor="end">{name} {estimate.value:.2f}</text>'
+        yield f'<path class="whisker" d="M{at(estimate.low)} {up}H{at(estimate.high)}"/>'
+        yield f'<circle class="mark" cx="{at(estimate.value)}" cy="{up}" r="5"/>'
 
 
 def _x(value: float) -> float:

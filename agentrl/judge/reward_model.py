@@ -37,9 +37,9 @@ class ScoreEndpoint(Endpoint):
 
     def __post_init__(self) -> None:
         Endpoint.__post_init__(self)
-        usual = {"temperature": None, "structured": "never", "max_tokens": 1024, "tokens_name": "max_tokens", "seed": None}
-        if odd := [name for name, value in usual.items() if getattr(self, name) != value]:
-            raise UserError(f"ScoreEndpoint.{odd[0]} has no effect: a reward model does not sample", fix="remove it")
+        defaults = {"temperature": None, "structured": "never", "max_tokens": 1024, "tokens_name": "max_tokens", "seed": None}
+        if changed := [name for name, value in defaults.items() if getattr(self, name) != value]:
+            raise UserError(f"ScoreEndpoint.{changed[0]} has no effect: a reward model does not sample", fix="remove it")
 
     def _address(self) -> str:
         return f"{self._base().removesuffix('/v1')}/{_ROUTE}"
@@ -54,7 +54,7 @@ class ScoreEndpoint(Endpoint):
         return parse_classification(content, self.max_bytes, asked=len(messages[0]["content"]) // CHARS_PER_TOKEN)
 
 
-def parse_classification(content: bytes, most: int, *, asked: int) -> Reply:
+def parse_classification(content: bytes, most: int, *, query_tokens: int) -> Reply:
     """Parses the body of a 200 of `/classify` into the JSON object `{"number": ...}`. Unreadable content is kept as text, with the problem.
 
     Args:
@@ -62,15 +62,15 @@ def parse_classification(content: bytes, most: int, *, asked: int) -> Reply:
         asked: tokens of the query, as an estimate.
     """
     text = content[:most].decode(errors="replace")
-    nothing: dict[str, Any] = {"prompt_tokens": asked, "completion_tokens": 0, "counted": False}
+    nothing: dict[str, Any] = {"prompt_tokens": query_tokens, "completion_tokens": 0, "counted": False}
     if len(content) > most:
         return Reply(text=text, problem=f"an answer of more than {most:,} bytes", **nothing)
     try:
         body = json.loads(text)
-        numbers = [one["probs"] for one in body["data"]]
+        numbers = [entry["probs"] for entry in body["data"]]
     except (ValueError, LookupError, TypeError, RecursionError):
         return Reply(text=text, problem="an answer that is not a classification", **nothing)
-    cost = token_usage(body.get("usage"), asked, "")
+    cost = token_usage(body.get("usage"), query_tokens, "")
     if len(numbers) != 1 or not isinstance(numbers[0], list) or len(numbers[0]) != 1:
         return Reply(text=text, problem="an answer that is not a single number", **cost)
     number = numbers[0][0]
@@ -121,10 +121,10 @@ class RewardModel(ModelJudge):
 
     def __post_init__(self) -> None:
         ModelJudge.__post_init__(self)
-        ours = isinstance(self.endpoint.url, ServedUrl)
-        if ours == (self.folder is not None):
-            fix = "remove folder: the recipe sets it" if ours else 'set folder="models/reward", which agentrl tune reward has written'
-            raise UserError(f"RewardModel {self.name}: {'folder is set twice' if ours else 'folder is missing'}", fix=fix)
+        served = isinstance(self.endpoint.url, ServedUrl)
+        if served == (self.folder is not None):
+            fix = "remove folder: the recipe sets it" if served else 'set folder="models/reward", which agentrl tune reward has written'
+            raise UserError(f"RewardModel {self.name}: {'folder is set twice' if served else 'folder is missing'}", fix=fix)
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
         """See `ModelJudge.prepare`. Also raises `UserError` if the model has no valid record."""

@@ -55,24 +55,24 @@ _ADAPTER = TypeAdapter(RewardRecord)
 
 
 def validate_shows(names: tuple[str, ...]) -> tuple[PromptField, ...]:
-    """Returns the names as `Shown`. Raises `UserError` for unknown or repeated names, or if no name shows the agent's work."""
+    """Returns the names as `PromptField`. Raises `UserError` for unknown or repeated names, or if no name shows the agent's work."""
     known = get_args(PromptField)
-    odd = [name for name in names if name not in known]
-    if odd or len(set(names)) < len(names) or not {*_ANSWERS} & {*names}:
+    unknown = [name for name in names if name not in known]
+    if unknown or len(set(names)) < len(names) or not {*_ANSWERS} & {*names}:
         raise UserError(
             f"a reward model cannot be shown {','.join(names) or 'nothing'!r}",
             fix=f"use some of {', '.join(known)}, each once, with at least one of {', '.join(_ANSWERS)}",
         )
-    return tuple(one for name in names for one in known if one == name)
+    return tuple(field for name in names for field in known if field == name)
 
 
 def reward_model_text(shows: Sequence[PromptField], task: Task, episode: Episode, *, reference: str) -> str:
-    """The input of a reward model that reads text, in training and as a judge. Control tokens are broken up (`quoting.neutral`).
+    """The input of a reward model that reads text, in training and as a judge. Control tokens are broken up (`neutralize`).
 
     Args:
         reference: key of `Task.data` that holds the reference answer.
     """
-    return "\n\n".join(f"## {what}\n{neutralize(render_field(what, task, episode, reference=reference))}" for what in shows)
+    return "\n\n".join(f"## {field}\n{neutralize(render_field(field, task, episode, reference=reference))}" for field in shows)
 
 
 def episode_tokens(episode: Episode) -> list[int]:
@@ -86,16 +86,16 @@ def episode_tokens(episode: Episode) -> list[int]:
 def save_record(folder: Path, *, shows: tuple[PromptField, ...], offset: float, scale: float, max_tokens: int) -> RewardRecord:
     """Writes the record of the model in `folder`."""
     weights = sha256_file(folder / "model.safetensors")
-    made = RewardRecord(shows=shows, offset=offset, scale=scale, max_tokens=max_tokens, weights=weights)
-    write_atomically(folder / FILE, json.dumps(asdict(made), indent=1) + "\n")
-    return made
+    record = RewardRecord(shows=shows, offset=offset, scale=scale, max_tokens=max_tokens, weights=weights)
+    write_atomically(folder / FILE, json.dumps(asdict(record), indent=1) + "\n")
+    return record
 
 
 def load_record(folder: Path) -> RewardRecord:
     """Reads a model's record. Raises `UserError` if it is missing or invalid, or does not match the weights next to it."""
     path, fix = folder / FILE, "use a folder that agentrl tune reward has written"
     try:
-        made = _ADAPTER.validate_json(read_bytes(path, most=_LARGEST))
+        record = _ADAPTER.validate_json(read_bytes(path, most=_LARGEST))
     except FileNotFoundError:
         raise UserError(f"{folder} has no {FILE}, so the input of this model is unknown", fix=fix) from None
     except ValidationError as error:
@@ -104,6 +104,6 @@ def load_record(folder: Path) -> RewardRecord:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {printable(str(error), 300)}", fix=fix) from None
     weights = folder / "model.safetensors"
-    if not weights.is_file() or sha256_file(weights) != made.weights:
+    if not weights.is_file() or sha256_file(weights) != record.weights:
         raise UserError(f"{path} does not match the weights next to it", fix=fix)
-    return made
+    return record

@@ -48,15 +48,17 @@ class Form:
     @property
     def schema(self) -> dict[str, Any]:
         """JSON schema of a verdict."""
-        numbers = {one.name: {"type": "integer", "minimum": 0, "maximum": one.high} for one in self.criteria}
+        numbers = {criterion.name: {"type": "integer", "minimum": 0, "maximum": criterion.high} for criterion in self.criteria}
         scores = {"type": "object", "properties": numbers, "required": list(numbers), "additionalProperties": False}
         return verdict.schema({"scores": scores})
 
     @property
     def text(self) -> str:
         """The instructions with the criteria."""
-        asked = "\n".join(f"- {one.name}, from 0 (worst) to {one.high} (best): {one.asks}" for one in self.criteria)
-        return f"{self.instructions}\n\nGive a whole number for each of these, and keep the reasoning short:\n{asked}"
+        criteria = "\n".join(
+            f"- {criterion.name}, from 0 (worst) to {criterion.high} (best): {criterion.asks}" for criterion in self.criteria
+        )
+        return f"{self.instructions}\n\nGive a whole number for each of these, and keep the reasoning short:\n{criteria}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,7 +94,7 @@ class Judge(ModelJudge):
 
     def question(self, task: Task, episode: Episode) -> ChatQuery:
         """The query about an episode."""
-        data: dict[str, str] = {what: render_field(what, task, episode, reference=self.reference) for what in self.form.shows}
+        data: dict[str, str] = {field: render_field(field, task, episode, reference=self.reference) for field in self.form.shows}
         return ChatQuery(instructions=self.form.text, data=data, schema=self.form.schema)
 
     def _asks(self) -> dict[str, Any]:

@@ -38,63 +38,63 @@ class ServedUrl:
 
     def __call__(self) -> str:
         """Raises `ServerStarting` while the server is starting, and `JudgeError` if no process starts it."""
-        known = _declared.get(self.name)
-        if known is None:
+        server = _registered.get(self.name)
+        if server is None:
             raise JudgeError(f"there is no judge server {self.name!r}: the recipe has no judge_servers.{self.name}")
-        if known.refused:
-            raise JudgeError(known.refused)
-        if not known.url:
+        if server.refused:
+            raise JudgeError(server.refused)
+        if not server.url:
             raise ServerStarting(f"the judge server {self.name} is starting")
-        return f"{known.url}/v1"
+        return f"{server.url}/v1"
 
     @property
     def key(self) -> str:
         """The key of the running server; empty if there is none."""
-        known = _declared.get(self.name)
-        return "" if known is None else known.key
+        return _registered[self.name].key if self.name in _registered else ""
 
     @property
     def weights(self) -> str:
         """sha256 of the server's weights; empty before it is registered."""
-        known = _declared.get(self.name)
-        return "" if known is None else known.weights
+        return _registered[self.name].weights if self.name in _registered else ""
 
     def server(self, *, reward_model: bool) -> JudgeServer:
         """The registered server. Raises `UserError` if the recipe starts no such server, or one of the other kind."""
-        known = _declared.get(self.name)
-        if known is None:
-            there = f"; it has {', '.join(_declared)}" if _declared else ""
+        server = _registered.get(self.name)
+        if server is None:
+            others = f"; it has {', '.join(_registered)}" if _registered else ""
             raise UserError(
-                f"a judge uses the server {self.name!r}, but the recipe starts no server with that name{there}",
+                f"a judge uses the server {self.name!r}, but the recipe starts no server with that name{others}",
                 fix=f'add judge_servers={{"{self.name}": {{"model": FOLDER}}}} to the recipe; for agentrl judge calibrate, pass --recipe',
             )
-        if known.reward_model != reward_model:
-            told = "is a reward model, which needs the judge RewardModel" if known.reward_model else "is a chat model, not a reward model"
-            raise UserError(f"the model of judge_servers.{self.name} {told}", fix="use another model, or the other kind of judge")
-        return known
+        if server.reward_model != reward_model:
+            problem = (
+                "is a reward model, which needs the judge RewardModel" if server.reward_model else "is a chat model, not a reward model"
+            )
+            raise UserError(f"the model of judge_servers.{self.name} {problem}", fix="use another model, or the other kind of judge")
+        return server
 
 
-_declared: dict[str, JudgeServer] = {}
-_named: set[str] = set()
+_registered: dict[str, JudgeServer] = {}
+_used: set[str] = set()
 
 
 def served(name: str) -> ServedUrl:
     """The judge server `name` of the recipe's `judge_servers`, as the url of an endpoint."""
-    _named.add(name)
+    _used.add(name)
     return ServedUrl(name)
 
 
 def register_servers(servers: Mapping[str, JudgeServer]) -> None:
     """Registers the servers of this process; replaces earlier ones."""
-    _declared.clear()
-    _declared.update(servers)
+    _registered.clear()
+    _registered.update(servers)
 
 
 def registered_servers() -> Mapping[str, JudgeServer]:
     """The registered servers by name. The code that starts them sets `url`, `key` and `refused`."""
-    return _declared
+    return _registered
 
 
 def unused_servers() -> list[str]:
     """Registered servers that no judge uses so far."""
-    return sorted(set(_declared) - _named)
+    return sorted(set(_registered) - _used)

@@ -9,8 +9,7 @@ import secrets
 import unicodedata
 from collections.abc import Mapping
 
-NONCE_PLACEHOLDER = "-"
-"""Replaces the nonce of a delimiter in a prompt that is only compared, as in a cache key."""
+NONCE_PLACEHOLDER = "-"  # replaces the nonce of a delimiter in a prompt that is only compared, as in a cache key
 
 _SPECIAL = (
     "s|bos|eos|pad|unk|mask|cls|sep|sys|system|user|human|assistant|im_start|im_end|endoftext|eot|start_of_turn|end_of_turn|turn"
@@ -28,7 +27,7 @@ _BEGINS = re.compile(
     r"|<(?=<<)|>(?=>>)"  # the delimiters below
 )
 _DOT = "\N{MIDDLE DOT}"
-_KEPT = frozenset("\n\t")
+_WHITE_SPACE = frozenset("\n\t")
 _JOINERS = frozenset("\u200c\u200d")  # part of Persian words and of emoji
 
 
@@ -79,7 +78,7 @@ class _Visible(dict[int, str]):
 
     def __missing__(self, number: int) -> str:
         char = chr(number)
-        hidden = char not in _KEPT and char not in _JOINERS and unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co")
+        hidden = char not in _WHITE_SPACE and char not in _JOINERS and unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co")
         self[number] = "\N{REPLACEMENT CHARACTER}" if hidden else char
         return self[number]
 

@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 
 from agentrl.reward.configured import strip_code_fence
 
-MAX_REASONING = 4000
-"""Maximum length of a judge's reasoning, in characters."""
+MAX_REASONING = 4000  # maximum length of a judge's reasoning, in characters
 
 _OPENS = re.compile(r"\s*(<think>|\[THINK\])")
 _MARKS = {"<think>": re.compile(r"(<think>)|</think>"), "[THINK]": re.compile(r"(\[THINK\])|\[/THINK\]")}
@@ -113,22 +112,22 @@ def ranking(verdict: Mapping[str, Any], count: int) -> tuple[int, ...]:
     order = verdict.get("ranking")
     if not isinstance(order, list) or len(order) != count:
         raise Unreadable(f"does not rank {count} answers")
-    places = tuple(whole_number(one, low=1, high=count, name="a place") for one in order)
-    if len(set(places)) != count:
+    ranks = tuple(whole_number(entry, low=1, high=count, name="a place") for entry in order)
+    if len(set(ranks)) != count:
         raise Unreadable("ranks an answer twice")
-    return places
+    return ranks
 
 
 def reasoning(verdict: Mapping[str, Any]) -> str:
     """The reasoning of a verdict; empty if there is none."""
-    said = verdict.get("reasoning")
-    return said[:MAX_REASONING] if isinstance(said, str) else ""
+    text = verdict.get("reasoning")
+    return text[:MAX_REASONING] if isinstance(text, str) else ""
 
 
 def schema(properties: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON schema of a verdict. The reasoning comes first, so that it is written before the numbers; abstaining comes last."""
-    every = {"reasoning": {"type": "string"}, **properties, "abstain": {"type": "boolean"}}
-    return {"type": "object", "properties": every, "required": list(every), "additionalProperties": False}
+    fields = {"reasoning": {"type": "string"}, **properties, "abstain": {"type": "boolean"}}
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
 
 
 def _may_abstain(verdict: Mapping[str, Any]) -> None:
@@ -140,10 +139,10 @@ def _may_abstain(verdict: Mapping[str, Any]) -> None:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         raise Unreadable("repeats a key")
-    return found
+    return fields
 
 
 def _no_number(text: str) -> NoReturn:

@@ -12,8 +12,7 @@ from agentrl.records import Task
 from agentrl.records.memo import Memo
 
 MAX_PROJECT_CHARS = 200
-NO_NOTES = "no notes"
-"""Result of a search without matches."""
+NO_NOTES = "no notes"  # result of a search without matches
 
 
 def scope_of(task: Task, by: str) -> str:
@@ -67,38 +66,40 @@ class EpisodeNotes:
 
     def note(self, text: str) -> tuple[bool, str]:
         """Adds a note. Returns whether that succeeded, and a message for the agent."""
-        config, kept = self._view.store.config, cleaned(text)
+        config, cleaned_text = self._view.store.config, printable_note(text)
         with self._lock:
-            if not kept:
+            if not cleaned_text:
                 return False, "the note is empty"
-            if len(kept) > config.note_chars:
-                return False, f"not saved: the note has {len(kept)} characters, but the limit is {config.note_chars}"
-            if kept in self._memo.notes:
-                return True, "already saved"
+            if len(cleaned_text) > config.note_chars:
+                return False, f"not saved: the note has {len(cleaned_text)} characters, but the limit is {config.note_chars}"
+            if cleaned_text in self._memo.notes:
+                return True, "already noted"
             if len(self._memo.notes) >= config.notes:
                 return False, f"not saved: the limit of {config.notes} notes for this task is reached"
-            self._memo = replace(self._memo, notes=(*self._memo.notes, kept))
-            return True, "saved"
+            self._memo = replace(self._memo, notes=(*self._memo.notes, cleaned_text))
+            return True, "noted"
 
     def recall(self, query: str) -> tuple[bool, str]:
         """Searches notes of earlier episodes. Returns whether that succeeded, and the result for the agent."""
         if len(query) > QUERY_CHARS:
             return False, f"the query has {len(query)} characters, but the limit is {QUERY_CHARS}"
-        found = self._view.search(query)
+        matches = self._view.search(query)
         with self._lock:
-            read = dict.fromkeys([*self._memo.read, *(one.episode for one in found)])
+            read = dict.fromkeys([*self._memo.read, *(match.episode for match in matches)])
             self._memo = replace(self._memo, read=tuple(read))
-        return True, shown(found)
+        return True, format_notes(matches)
 
 
-def cleaned(text: str) -> str:
+def printable_note(text: str) -> str:
     """The text, stripped, with replacement characters for what cannot be printed."""
-    kept = "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in text.replace("\r\n", "\n"))
-    return kept.strip()
+    printable = "".join(
+        char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text.replace("\r\n", "\n")
+    )
+    return printable.strip()
 
 
-def shown(found: Sequence[NoteMatch]) -> str:
+def format_notes(matches: Sequence[NoteMatch]) -> str:
     """The notes, numbered. All lines of a note but the first are indented, so a line cannot look like another note."""
-    if not found:
+    if not matches:
         return NO_NOTES
-    return "\n".join(f"{number}. " + "\n   ".join(one.text.split("\n")) for number, one in enumerate(found, 1))
+    return "\n".join(f"{number}. " + "\n   ".join(match.text.split("\n")) for number, match in enumerate(matches, 1))

@@ -20,8 +20,7 @@ from agentrl.memory import NoteStore, notes_to_commit
 from agentrl.memory.run_memory import ANSWERS_FILE, NOTES_FILE
 from agentrl.records import Group
 
-SHOWN = 20
-"""Maximum number of wrong reads in the report; all are counted."""
+SHOWN = 20  # maximum number of wrong reads in the report; all are counted
 
 _TRANSCRIPT: Mapping[str, type] = {"phase": str, "split": str, "task_id": str}
 _ANSWER: Mapping[str, type] = {"episode": str, "task": str, "how": list}
@@ -58,9 +57,9 @@ class MemoryReport:
     def to_data(self) -> dict[str, Any]:
         """The report as JSON data."""
         names = ("version", "episodes", "writers", "readers", "evaluated", "evaluated_readers", "wrong")
-        kept = {scope: {"notes": notes, "writers": writers} for scope, (notes, writers) in self.kept.items()}
-        told = {"examples": list(self.examples), "answers": [dict(one) for one in self.answers]}
-        return {"ok": self.ok, "kept": kept, **{name: getattr(self, name) for name in names}, **told}
+        scopes = {scope: {"notes": notes, "writers": writers} for scope, (notes, writers) in self.kept.items()}
+        lists = {"examples": list(self.examples), "answers": [dict(answer) for answer in self.answers]}
+        return {"ok": self.ok, "kept": scopes, **{name: getattr(self, name) for name in names}, **lists}
 
 
 def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done, total: None) -> MemoryReport:
@@ -76,7 +75,7 @@ def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done
         raise UserError(f"{run} is not a run folder: {str(error)[:500]}", fix="use the folder of a run, such as runs/archive") from None
     if recipe.memory is None:
         raise UserError(f"the run in {run} has no memory", fix="set memory={} in its recipe and start a new run")
-    found = _Readings(recipe)
+    found = _Reads(recipe)
     if (run / "experience.sqlite").is_file() or recipe.store != "sqlite":
         store = open_store(run, recipe)
         try:
@@ -88,7 +87,7 @@ def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done
             store.close()
     for line in _lines(sorted((run / "episodes").glob("*.jsonl")), _TRANSCRIPT):
         found.evaluated(line)
-    version, kept = _kept(run / NOTES_FILE, recipe)
+    version, kept = _stored_notes(run / NOTES_FILE, recipe)
     return MemoryReport(
         version=version,
         kept=kept,
@@ -103,7 +102,7 @@ def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done
     )
 
 
-class _Readings:
+class _Reads:
     """The reads of a run's episodes, group by group in order of their indices."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -116,9 +115,12 @@ class _Readings:
 
     def group(self, group: Group) -> None:
         """Adds a training group."""
-        step, count = self._steps.step_of(group.index), {one.episode for one in notes_to_commit(group.episodes, min_score=self._min_score)}
-        for one in group.episodes:
-            episode, memo = one.episode, one.episode.memory
+        step, count = (
+            self._steps.step_of(group.index),
+            {scored.episode for scored in notes_to_commit(group.episodes, min_score=self._min_score)},
+        )
+        for scored in group.episodes:
+            episode, memo = scored.episode, scored.episode.memory
             self.episodes += 1
             if memo is None:
                 continue
@@ -159,18 +161,18 @@ def _lines(paths: Iterable[Path], required: Mapping[str, type]) -> Iterator[dict
             raise UserError(f"{path}: {error.strerror or error}", fix="make it readable") from None
         for number, line in enumerate(lines, 1):
             try:
-                found = json.loads(line)
+                fields = json.loads(line)
             except (ValueError, RecursionError):
-                found = None
-            if not isinstance(found, dict) or not all(isinstance(found.get(name), kind) for name, kind in required.items()):
+                fields = None
+            if not isinstance(fields, dict) or not all(isinstance(fields.get(name), kind) for name, kind in required.items()):
                 raise UserError(
                     f"{path}: line {number} is damaged, so the reads of its episode are unknown",
                     fix="restore the file from a copy, or delete the line to audit the others",
                 )
-            yield found
+            yield fields
 
 
-def _kept(path: Path, recipe: Recipe) -> tuple[int, Mapping[str, tuple[int, int]]]:
+def _stored_notes(path: Path, recipe: Recipe) -> tuple[int, Mapping[str, tuple[int, int]]]:
     if not path.is_file() or recipe.memory is None:
         return 0, {}
     store = NoteStore(path, recipe.memory)

@@ -1,7 +1,7 @@
 """Notes by scope and version, in one SQLite file. Each version adds all notes of a step's episodes in one transaction.
 
 A search result is a pure function of version, scope, task and query: later notes and notes of other scopes change neither the result nor
-its order. Attempts at a task never see notes of other attempts at it, nor notes that were written after reading such notes (see `_kin`).
+its order. Attempts at a task never see notes of other attempts at it, nor notes written after reading such notes.
 So an answer cannot return through the memory, even indirectly.
 """
 
@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,12 @@ from agentrl.errors import StoreError, UserError
 from agentrl.records import ScoredEpisode
 from agentrl.records.memo import Memo
 
-QUERY_CHARS = 200
-"""Maximum length of a query, in characters."""
-QUERY_WORDS = 16
-"""Number of words of a query that are searched; further words are ignored."""
+QUERY_CHARS = 200  # maximum length of a query, in characters
+QUERY_WORDS = 16  # number of words of a query that are searched; further words are ignored
 
 _QUERY_S = 60.0
 _LONGEST = 1 << 28  # maximum size of a value in bytes
-_KIN_KEPT = 256  # task keys in the cache, more than there are groups in flight
+_CACHED_TASKS = 256  # task keys in the cache, more than there are groups in flight
 _APPLICATION_ID = 0x41474D4D  # "AGMM"
 _SCHEMA_VERSION = 1
 _SCHEMA = (
@@ -48,9 +47,9 @@ _SCHEMA = (
     f"PRAGMA application_id = {_APPLICATION_ID}",
     f"PRAGMA user_version = {_SCHEMA_VERSION}",
 )
-_KIN = (
-    "WITH RECURSIVE kin(id) AS (SELECT id FROM writers WHERE task_key = ? UNION SELECT writer FROM sources JOIN kin ON source = kin.id)"
-    " SELECT id FROM kin"
+_INFORMED = (
+    "WITH RECURSIVE informed(id) AS (SELECT id FROM writers WHERE task_key = ?"
+    " UNION SELECT writer FROM sources JOIN informed ON source = informed.id) SELECT id FROM informed"
 )
 
 
@@ -74,35 +73,37 @@ class NoteMatch:
 def notes_to_commit(episodes: Iterable[ScoredEpisode], *, min_score: float | None) -> list[WrittenNotes]:
     """The notes of those episodes that are not excluded and score at least `min_score`, in order."""
     return [
-        WrittenNotes(episode=one.episode.id, task_key=one.episode.task_key, memo=one.episode.memory)
-        for one in episodes
-        if one.episode.memory is not None and one.episode.memory.notes
-        if not one.episode.left_out and one.score.value is not None and (min_score is None or is_at_least(one.score.value, min_score))
+        WrittenNotes(episode=scored.episode.id, task_key=scored.episode.task_key, memo=scored.episode.memory)
+        for scored in episodes
+        if scored.episode.memory is not None and scored.episode.memory.notes
+        if not scored.episode.left_out
+        and scored.score.value is not None
+        and (min_score is None or is_at_least(scored.score.value, min_score))
     ]
 
 
 class NoteStore:
     """The notes of a run. Thread-safe; only one process may write.
 
+    Every method raises `StoreError` if the file is damaged, full or of another version. The notes can be rebuilt from the run's groups.
+
     Args:
         path: the database file; created with its folder if missing. None: in memory.
         behind: how many versions before the newest may still be read. Notes that none of these versions shows are deleted.
-
-    Every method raises `StoreError` if the file is damaged, full or of another version. The notes can be rebuilt from the run's groups.
     """
 
     def __init__(self, path: Path | None, config: MemoryConfig, *, behind: int = 0) -> None:
         self.config = config
         self.path = path
         self._behind = behind
-        self._kin: dict[str, set[int]] = {}  # task key -> writers whose notes are hidden from its attempts
+        self._informed: dict[str, set[int]] = {}  # task key -> writers whose notes are hidden from its attempts
         self._lock = threading.Lock()  # one connection, used by one thread at a time
-        with self._translated():
+        with self._translate_errors():
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._db = connect(path, _SCHEMA, timeout_s=30.0, longest=_LONGEST)
         try:
-            with self._asked():
+            with self._access():
                 self._prepare()
         except BaseException:
             self._db.close()
@@ -119,17 +120,17 @@ class NoteStore:
 
         Raises `StoreError` for a step that does not follow the last one.
         """
-        with self._lock, self._asked(), transaction(self._db) as db:
-            have = int(db.execute("SELECT COALESCE(MAX(step) + 1, 0) FROM steps").fetchone()[0])
-            if step < have:
+        with self._lock, self._access(), transaction(self._db) as db:
+            next_step = int(db.execute("SELECT COALESCE(MAX(step) + 1, 0) FROM steps").fetchone()[0])
+            if step < next_step:
                 return False
-            if step > have:
-                raise StoreError(f"{self._name}: the notes of step {step} cannot come before those of step {have}")
+            if step > next_step:
+                raise StoreError(f"{self._name}: the notes of step {step} cannot come before those of step {next_step}")
             db.execute("INSERT INTO steps VALUES (?)", (step,))
-            for one in episodes:
-                _add(db, step, one)
-            _forget(db, version=max(0, step + 1 - self._behind), keep=self.config.keep)
-            self._kin.clear()
+            for written in episodes:
+                _add(db, step, written)
+            _delete_old(db, version=max(0, step + 1 - self._behind), keep=self.config.keep)
+            self._informed.clear()
             return True
 
     def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[NoteMatch, ...]:
@@ -140,19 +141,19 @@ class NoteStore:
         without accents. An empty query returns the newest notes.
         """
         terms = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:QUERY_WORDS]
-        with self._lock, self._asked():
+        with self._lock, self._access():
             hidden = self._hidden(task_key)
-            floor = _floor(self._db, scope, version, self.config.keep)
-            where, values = "scope = ? AND step < ? AND id >= ?", (scope, version, floor)
+            oldest = _oldest_shown(self._db, scope, version, self.config.keep)
+            where, values = "scope = ? AND step < ? AND id >= ?", (scope, version, oldest)
             if not terms:
-                found = self._db.execute(f"SELECT id, writer FROM notes WHERE {where} ORDER BY id DESC", values)
-                best = _first((row[0] for row in found if row[1] not in hidden), self.config.results)
+                rows = self._db.execute(f"SELECT id, writer FROM notes WHERE {where} ORDER BY id DESC", values)
+                best = list(islice((note_id for note_id, writer in rows if writer not in hidden), self.config.results))
             else:
                 counts = self._db.execute(f"SELECT writer, COUNT(*) FROM notes WHERE {where} GROUP BY writer", values)
                 total = sum(count for writer, count in counts if writer not in hidden)
-                having = {term: self._having(term, where, values, hidden) for term in terms}
-                best = _ranked(having, total)[: self.config.results]
-            return tuple(NoteMatch(*_texts(self._db.execute(_NOTE, (one,)).fetchone())) for one in best)
+                by_term = {term: self._notes_with(term, where, values, hidden) for term in terms}
+                best = _ranked(by_term, total)[: self.config.results]
+            return tuple(NoteMatch(*_text_values(self._db.execute(_NOTE, (note_id,)).fetchone())) for note_id in best)
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
         """Scope -> number of stored notes, and of episodes that wrote them."""
@@ -165,14 +166,17 @@ class NoteStore:
             self._db.close()
 
     def _hidden(self, task_key: str) -> set[int]:
-        """`_kin`, cached until the next commit."""
-        if task_key not in self._kin:
-            if len(self._kin) >= _KIN_KEPT:
-                self._kin.clear()
-            self._kin[task_key] = _kin(self._db, task_key)
-        return self._kin[task_key]
+        """The writers who may know the answer to a task: its attempts, and all who read a note of such a writer.
 
-    def _having(self, term: str, where: str, values: Sequence[Any], hidden: set[int]) -> list[int]:
+        Cached until the next commit.
+        """
+        if task_key not in self._informed:
+            if len(self._informed) >= _CACHED_TASKS:
+                self._informed.clear()
+            self._informed[task_key] = {row[0] for row in self._db.execute(_INFORMED, (task_key,))}
+        return self._informed[task_key]
+
+    def _notes_with(self, term: str, where: str, values: Sequence[Any], hidden: set[int]) -> list[int]:
         """Ids of the visible notes that contain a word.
 
         The cross join makes SQLite look the word up once instead of once for each note of the scope.
@@ -181,7 +185,7 @@ class NoteStore:
         return [note for note, writer in self._db.execute(query, (f'"{term}"', *values)) if writer not in hidden]
 
     def _rows(self, query: str, *values: object) -> list[Any]:
-        with self._lock, self._asked():
+        with self._lock, self._access():
             return self._db.execute(query, values).fetchall()
 
     def _prepare(self) -> None:
@@ -191,29 +195,29 @@ class NoteStore:
         db.execute("PRAGMA synchronous = FULL")
         make_tables(db, _SCHEMA)
         if read_pragma(db, "application_id") != _APPLICATION_ID or read_pragma(db, "user_version") != _SCHEMA_VERSION:
-            raise StoreError(f"{self._name} is not a database of notes, or belongs to another version\n  fix: {_AGAIN}")
+            raise StoreError(f"{self._name} is not a database of notes, or belongs to another version\n  fix: {_REBUILD}")
 
     @property
     def _name(self) -> str:
         return str(self.path or "the notes of an evaluation")
 
     @contextmanager
-    def _asked(self) -> Iterator[None]:
-        with self._translated(), query_deadline(self._db, _QUERY_S):
+    def _access(self) -> Iterator[None]:
+        with self._translate_errors(), query_deadline(self._db, _QUERY_S):
             yield
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.DatabaseError as error:
-            again = is_damaged(error) or isinstance(error, ForeignDatabase)
-            raise StoreError(f"{self._name}: {error}\n  fix: {_AGAIN if again else 'free disk space, then --resume'}") from error
+            rebuild = is_damaged(error) or isinstance(error, ForeignDatabase)
+            raise StoreError(f"{self._name}: {error}\n  fix: {_REBUILD if rebuild else 'free disk space, then --resume'}") from error
         except OSError as error:
             raise StoreError(f"{self._name}: {error}") from error
 
 
-_AGAIN = "delete it; the run rebuilds it from its experience store"
+_REBUILD = "delete it; the run rebuilds it from its experience store"
 _NOTE = "SELECT text, episode FROM notes JOIN writers ON writers.id = writer WHERE notes.id = ?"
 
 
@@ -226,55 +230,48 @@ def require_full_text_search() -> None:
             )
 
 
-def _add(db: sqlite3.Connection, step: int, one: WrittenNotes) -> None:
+def _add(db: sqlite3.Connection, step: int, written: WrittenNotes) -> None:
     """Stores the sources and the notes of one episode. Notes that the scope has already are skipped."""
-    writer = db.execute("INSERT INTO writers (episode, task_key) VALUES (?, ?)", (one.episode, one.task_key)).lastrowid
-    sources = [db.execute("SELECT id FROM writers WHERE episode = ?", (episode,)).fetchone() for episode in one.memo.read]
+    writer = db.execute("INSERT INTO writers (episode, task_key) VALUES (?, ?)", (written.episode, written.task_key)).lastrowid
+    sources = [db.execute("SELECT id FROM writers WHERE episode = ?", (episode,)).fetchone() for episode in written.memo.read]
     if None in sources:
-        raise StoreError(f"episode {one.episode} read notes of {one.memo.read[sources.index(None)]}, which wrote none")
+        raise StoreError(f"episode {written.episode} read notes of {written.memo.read[sources.index(None)]}, which wrote none")
     db.executemany("INSERT OR IGNORE INTO sources VALUES (?, ?)", [(writer, source[0]) for source in sources])
-    for text in one.memo.notes:
-        row = (step, writer, one.memo.scope, text)
+    for text in written.memo.notes:
+        row = (step, writer, written.memo.scope, text)
         added = db.execute("INSERT OR IGNORE INTO notes (step, writer, scope, text) VALUES (?, ?, ?, ?)", row)
         if added.rowcount:
             db.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (added.lastrowid, text))
 
 
-def _forget(db: sqlite3.Connection, *, version: int, keep: int) -> None:
+def _delete_old(db: sqlite3.Connection, *, version: int, keep: int) -> None:
     """Deletes the notes that neither this version nor a later one shows. The sources of later notes are kept."""
     for (scope,) in db.execute("SELECT scope FROM notes GROUP BY scope HAVING COUNT(*) > ?", (keep,)).fetchall():
-        old = db.execute("SELECT id, text FROM notes WHERE scope = ? AND id < ?", (scope, _floor(db, scope, version, keep))).fetchall()
+        old = db.execute(
+            "SELECT id, text FROM notes WHERE scope = ? AND id < ?", (scope, _oldest_shown(db, scope, version, keep))
+        ).fetchall()
         db.executemany("INSERT INTO words (words, rowid, text) VALUES ('delete', ?, ?)", old)
         db.executemany("DELETE FROM notes WHERE id = ?", [(note,) for note, _ in old])
 
 
-def _floor(db: sqlite3.Connection, scope: str, version: int, keep: int) -> int:
+def _oldest_shown(db: sqlite3.Connection, scope: str, version: int, keep: int) -> int:
     """Id of the oldest note of a scope that a version shows: it shows the `keep` newest ones."""
     query = "SELECT id FROM notes WHERE scope = ? AND step < ? ORDER BY id DESC LIMIT 1 OFFSET ?"
     row = db.execute(query, (scope, version, keep - 1)).fetchone()
     return 0 if row is None else int(row[0])
 
 
-def _kin(db: sqlite3.Connection, task_key: str) -> set[int]:
-    """The writers who may know the answer to a task: its attempts, and all who read a note of such a writer."""
-    return {row[0] for row in db.execute(_KIN, (task_key,))}
-
-
-def _ranked(having: Mapping[str, Sequence[int]], total: int) -> list[int]:
+def _ranked(by_term: Mapping[str, Sequence[int]], total: int) -> list[int]:
     ranks: dict[int, float] = defaultdict(float)
-    for notes in having.values():
+    for notes in by_term.values():
         for note in notes:
             ranks[note] += math.log(1.0 + total / len(notes))
     return sorted(ranks, key=lambda note: (-ranks[note], -note))
 
 
-def _texts(row: Sequence[object] | None) -> tuple[str, ...]:
+def _text_values(row: Sequence[object] | None) -> tuple[str, ...]:
     """The values of a row, which must be texts. Raises `ForeignDatabase` otherwise, because SQLite stores values of any type."""
     values = tuple(value for value in row or () if isinstance(value, str))
     if row is None or len(values) < len(row):
         raise ForeignDatabase("a note is not a text, or has no writer")
     return values
-
-
-def _first(ids: Iterator[int], count: int) -> list[int]:
-    return [note for note, _ in zip(ids, range(count), strict=False)]

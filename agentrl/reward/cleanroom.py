@@ -30,15 +30,12 @@ INSIDE = Path(__file__).parent / "inside"
 JUDGE, CALL, CONTAINED, PYTEST, HARBOR = (
     (INSIDE / f"{name}.py").read_text() for name in ("judge", "call", "contained", "pytest_child", "harbor")
 )
-RUN_OUTPUT_BYTES = 128 << 10
-"""Maximum size of stdout, and of stderr, of one run."""
-READ_BYTES = 4 << 20
-"""Maximum total size of the files that runs write."""
+RUN_OUTPUT_BYTES = 128 << 10  # maximum size of stdout, and of stderr, of one run
+READ_BYTES = 4 << 20  # maximum total size of the files that runs write
 REPORT_BYTES = 1 << 20
 PROVEN_TASKS = 4096
 REWARD_KEY = "reward"
-LATE_RETRIES = 1
-"""How often a grading that exceeded a time limit is repeated before it counts."""
+LATE_RETRIES = 1  # how often a grading that exceeded a time limit is repeated before it counts
 OPEN_S = 300.0
 """Deadline for opening a sandbox. A sandbox may become free only when an episode closes its own."""
 
@@ -100,8 +97,7 @@ class CleanRoom:
             raise TaskError(f"task {task.id}: its tests break on the gold solution too: {gold.broken}", fix=fix)
 
 
-grade = CleanRoom()
-"""Tasks refer to this verifier as `agentrl.reward.cleanroom:grade`."""
+grade = CleanRoom()  # tasks refer to this verifier as `agentrl.reward.cleanroom:grade`
 
 
 async def grade_outputs(

@@ -44,16 +44,16 @@ class ConfiguredVerifier(Section):
 
     def for_task(self, task: Task) -> Self:
         """Returns this verifier with the settings of the task. Raises `TaskError` for an unknown setting or an invalid value."""
-        given = task.data.get(self.name)
-        if given is None:
+        settings = task.data.get(self.name)
+        if settings is None:
             return self
-        if not isinstance(given, Mapping):
+        if not isinstance(settings, Mapping):
             raise TaskError(
                 f"task {task.id}: data.{self.name} is not an object of settings", fix=f"see the fields of {type(self).__name__}"
             )
         chosen = {field.alias or key: getattr(self, key) for key, field in type(self).model_fields.items()}
         try:
-            return type(self).model_validate(chosen | dict(given))
+            return type(self).model_validate(chosen | dict(settings))
         except ValidationError as error:
             raise TaskError(f"task {task.id}: data.{self.name}: {validation_text(error)}", fix="correct the settings in the task") from None
 
@@ -77,8 +77,8 @@ def answer_of(episode: Episode, *, after: str = "", longest: int = MAX_ANSWER_CH
     if len(text) > longest:
         return "", f"the answer has {len(text)} characters, more than {longest}"
     if after:
-        _, found, text = text.rpartition(after)
-        if not found:
+        _, separator, text = text.rpartition(after)
+        if not separator:
             return "", f"the answer does not contain {after!r}"
     text = text.strip().strip("\ufeff").strip()  # Python does not count a byte order mark as white space
     return text, "" if text else "the answer is empty"
@@ -115,8 +115,8 @@ def zero_score(evidence: str, **parts: float) -> Score:
 def require_package(package: str, extra: str = "rewards") -> None:
     """Raises `PluginError` unless `package` is installed. Does not import it."""
     try:
-        found = find_spec(package) is not None
+        installed = find_spec(package) is not None
     except (ImportError, ValueError):
-        found = False
-    if not found:
+        installed = False
+    if not installed:
         raise PluginError(f"{package} is not installed", fix=install_command(extra))

@@ -28,8 +28,7 @@ from agentrl.records import Blame, Episode, Score, Task
 from agentrl.reward.combine import add_branches, named_parts, weighted_turns
 from agentrl.reward.verifier_call import bounds_of, call_verifier, needs_sandboxes, prepare_verifier, timeout_of
 
-AnyVerifier: TypeAlias = Verifier | SandboxVerifier | str
-"""A verifier, or a reference to one."""
+AnyVerifier: TypeAlias = Verifier | SandboxVerifier | str  # a verifier, or a reference to one
 Requirement: TypeAlias = AnyVerifier | float | tuple[AnyVerifier, float]
 """A verifier that must score 1; (verifier, minimum); or only a minimum for the part with this name."""
 
@@ -183,11 +182,11 @@ def _cap(name: str, cap: float | tuple[float, float]) -> tuple[float, float]:
     return _number(least, f"caps: least of {name!r}", above=0.0), _number(most, f"caps: most of {name!r}", most=1.0)
 
 
-def _number(value: Any, what: str, *, above: float | None = None, most: float = math.inf) -> float:
+def _number(value: Any, label: str, *, above: float | None = None, most: float = math.inf) -> float:
     fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not fine or (value <= above if above is not None else value < 0) or value > most:
         wanted = "positive" if above is not None else f"from 0 to {most:g}"
-        raise PluginError(f"{what} is {value!r}", fix=f"use a finite number that is {wanted}")
+        raise PluginError(f"{label} is {value!r}", fix=f"use a finite number that is {wanted}")
     return float(value)
 
 

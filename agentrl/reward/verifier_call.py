@@ -20,8 +20,7 @@ from agentrl.records import Blame, Episode, Score, Task, Trajectory
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_EVIDENCE = 20_000
-"""Maximum length of a verifier's evidence, in characters."""
+MAX_EVIDENCE = 20_000  # maximum length of a verifier's evidence, in characters
 MAX_PARTS = 1000
 _MAX_FILE = 20_000  # bytes of an output that are searched for text repeated in an error
 _CLOSING_S = 30.0  # time for a verifier to close its sandboxes after its deadline
@@ -127,14 +126,14 @@ async def call_scoring_code(
         if (task_fault := user_code.first_cause(error, TaskError) or missing_data_error(task, error, what)) is not None:
             log.warning("%s: %s", what, task_fault)
             return Score(value=None, reason=user_code.error_text(task_fault), blame=Blame.TASK)
-        if (outage := outage_of(error, said=[text for episode in episodes for text in _texts(episode)])) is not None:
+        if (outage := outage_of(error, said=[text for episode in episodes for text in _episode_texts(episode)])) is not None:
             kind = VerifierTimeout if outage.late else InfrastructureError
             raise kind(f"{what} reported an outage: {outage.text}") from error
         user_code.log_unexpected(what, error)
         return Score(value=None, reason=f"{role} raised {user_code.describe_error(error, 2000)}", blame=Blame.POLICY)
 
 
-def _texts(episode: Episode) -> list[Any]:
+def _episode_texts(episode: Episode) -> list[Any]:
     """The texts of an episode that a verifier's error message may repeat."""
     messages = [turn.message for trajectory in episode.trajectories for turn in trajectory.turns]
     calls = [call.arguments for message in messages for call in message.tool_calls]
@@ -142,8 +141,7 @@ def _texts(episode: Episode) -> list[Any]:
     return [episode.answer or "", *(message.content for message in messages), *calls, *files]
 
 
-CONTROL_ANSWERS = (None, "", "0")
-"""Control answers: every working verifier can score them."""
+CONTROL_ANSWERS = (None, "", "0")  # control answers: every working verifier can score them
 
 
 def control_episode(episode: Episode, answer: str | None) -> Episode:

@@ -66,9 +66,10 @@ class SubprocessWorker:
     cancelled is never sent.
 
     Args:
-        function: called in the child with one request. It may call `set_deadline` to change its deadline, and raise
-        `TaskError`. prepare: called in a child when it starts, such as to import large modules; the deadline of requests does not apply.
-        deadline_s: seconds for a request. memory: bytes of address space of a child; exceeding it raises MemoryError there.
+        function: called in the child with one request. It may call `set_deadline` to change its deadline, and raise `TaskError`.
+        prepare: called in a child when it starts, such as to import large modules; the deadline of requests does not apply.
+        deadline_s: seconds for a request.
+        memory: bytes of address space of a child; exceeding it raises MemoryError there.
         processes: maximum number of children; each handles one request at a time.
     """
 
@@ -95,7 +96,7 @@ class SubprocessWorker:
         """Returns the function's result for `request`; blocks.
 
         Raises:
-            Raised, Stopped: the function failed on this request.
+            CallFailed, CallTimeout: the function failed on this request.
             TaskError: the function raised it.
             InfrastructureError: there is no process.
         """
@@ -106,30 +107,30 @@ class SubprocessWorker:
             self._free.put(child)
 
     async def call(self, request: Any) -> Any:
-        """Like `ask_now`, for asyncio."""
+        """Like `call_blocking`, for asyncio."""
         with self._starting:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(len(self._children), thread_name_prefix="judging")
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.call_blocking, request)
 
-    async def evaluate(self, request: Any, *, sound: Any) -> Any:
-        """Like `ask`, for a request that contains an agent's text.
+    async def evaluate(self, request: Any, *, control: Any) -> Any:
+        """Like `call`, for a request that contains an agent's text.
 
         An agent that could make the function fail would choose which of its answers count. So a failure is attributed to the answer if
-        the control request `sound` succeeds and the failure happens again (the machine may have been slow).
+        the control request `control` succeeds and the failure happens again (the machine may have been slow).
 
         Args:
-            sound: a control request that must succeed, such as one with the truth as the answer.
+            control: a request that must succeed, such as one with the truth as the answer.
 
         Raises:
-            AtAnswer: the answer is at fault; usually a score of 0.
-            Unsound: the function fails on `sound` too. The episode has no score.
-            TaskError, InfrastructureError: see `ask_now`.
+            AnswerFault: the answer is at fault; usually a score of 0.
+            ControlFailed: the function fails on `control` too. The episode has no score.
+            TaskError, InfrastructureError: see `call_blocking`.
         """
         with contextlib.suppress(CallFailed, CallTimeout):
             return await self.call(request)
         try:
-            await self.call(sound)
+            await self.call(control)
         except (CallFailed, CallTimeout) as error:
             raise ControlFailed(f"the control request fails too: it {error}") from None
         try:
@@ -152,7 +153,7 @@ class _Child:
         self._numbers = count()
 
     def ask(self, request: Any) -> Any:
-        """Sends one request and returns the reply. Raises as `Worker.ask_now`."""
+        """Sends one request and returns the reply. Raises as `SubprocessWorker.call_blocking`."""
         number = next(self._numbers)
         process = self._running()
         rest = memoryview(json.dumps({"number": number, "request": request}).encode() + b"\n")
@@ -260,8 +261,8 @@ def main() -> None:
     replies.flush()
     full = (_size() + memory) // 2
     for line in sys.stdin:
-        asked = json.loads(line)
-        replies.write(_answer(function, asked["request"], asked["number"], deadline_s, full) + "\n")
+        message = json.loads(line)
+        replies.write(_answer(function, message["request"], message["number"], deadline_s, full) + "\n")
         replies.flush()
 
 

@@ -210,6 +210,6 @@ def _table(kind: type[BaseModel], location: tuple[Any, ...]) -> type[BaseModel]:
     for part in location:
         if isinstance(part, str):
             annotation = kind.model_fields[part].annotation
-            inner = [one for one in (annotation, *getattr(annotation, "__args__", ())) if isinstance(one, type)]
-            kind = next((one for one in inner if issubclass(one, BaseModel)), kind)
+            inner = [candidate for candidate in (annotation, *getattr(annotation, "__args__", ())) if isinstance(candidate, type)]
+            kind = next((candidate for candidate in inner if issubclass(candidate, BaseModel)), kind)
     return kind

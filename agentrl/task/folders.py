@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -58,18 +58,10 @@ class _Mistake(Exception):
 
     def __init__(self, where: str, what: str, fix: str) -> None:
         super().__init__(what)
-        self.where, self.what, self.fix = where, what, fix
+        self.where, self.fix = where, fix
 
 
-class _Mistakes(Exception):
-    """All mistakes of a task."""
-
-    def __init__(self, several: Sequence[_Mistake]) -> None:
-        super().__init__("; ".join(map(str, several)))
-        self.several = tuple(several)
-
-
-class _Look:
+class _Checks:
     """Checks the parts of a task one by one and continues after a mistake."""
 
     def __init__(self) -> None:
@@ -82,10 +74,6 @@ class _Look:
             self.mistakes.append(error)
             return None
 
-    def end(self) -> None:
-        if self.mistakes:
-            raise _Mistakes(self.mistakes)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderTask:
@@ -97,8 +85,7 @@ class FolderTask:
     instruction: str
     files: Mapping[str, bytes]
     grading: Grading
-    context: str
-    """Hash of the Dockerfile's build context; empty without a Dockerfile."""
+    context: str  # hash of the Dockerfile's build context; empty without a Dockerfile
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -136,26 +123,26 @@ class TaskFolders:
         """The task at an index of the split. Raises `UserError` for an index outside the split."""
         if not 0 <= index < len(self._splits[split]):
             raise UserError(f"{self.name} has {len(self._splits[split])} tasks in split {split}; index {index} is out of range")
-        one = self._splits[split][index]
-        texts, binaries = _texts(one.files)
+        folder_task = self._splits[split][index]
+        texts, binaries = _split_texts(folder_task.files)
         return Task(
-            id=f"{self.name}/{one.name}",
+            id=f"{self.name}/{folder_task.name}",
             family=self.name,
-            prompt=(Message(role="user", content=one.instruction),),
-            tools=one.tools,
-            sandbox=one.description.sandbox(self._image(one.image)),
+            prompt=(Message(role="user", content=folder_task.instruction),),
+            tools=folder_task.tools,
+            sandbox=folder_task.description.sandbox(self._image(folder_task.image)),
             verifiers=(VERIFIER,),
             data={
-                "kind": str(one.description.metadata.get("category", self.name)),
-                "build_timeout_s": one.description.environment.build_timeout_sec,
-                GRADING_KEY: one.grading.model_dump(mode="json"),
-                **({"build_context": one.context} if one.context else {}),
+                "kind": str(folder_task.description.metadata.get("category", self.name)),
+                "build_timeout_s": folder_task.description.environment.build_timeout_sec,
+                GRADING_KEY: folder_task.grading.model_dump(mode="json"),
+                **({"build_context": folder_task.context} if folder_task.context else {}),
             },
             split=split,
             files=texts,
             binary_files=binaries,
-            outputs=one.outputs,
-            limits=one.description.limits(),
+            outputs=folder_task.outputs,
+            limits=folder_task.description.limits(),
         )
 
     def gold(self, task: Task) -> str:
@@ -190,34 +177,36 @@ def _load_all(folder: Path) -> list[FolderTask]:
     tasks: list[FolderTask] = []
     lines: list[str] = []
     for path in folders:
-        try:
-            tasks.append(_load(path))
-        except _Mistakes as error:
-            lines += [f"task {text(path.name)}: {one.where}: {one.what}\n  fix: {one.fix}" for one in error.several]
+        loaded = _load(path)
+        if isinstance(loaded, FolderTask):
+            tasks.append(loaded)
+        else:
+            lines += [f"task {text(path.name)}: {mistake.where}: {mistake}\n  fix: {mistake.fix}" for mistake in loaded]
     if lines:
         raise TaskError("\n".join([f"{folder.name}: {len(folders) - len(tasks)} of {len(folders)} tasks are invalid", *lines]))
     return tasks
 
 
-def _load(folder: Path) -> FolderTask:
-    """Raises `_Mistakes`."""
-    look = _Look()
-    look(_check_names, folder)
-    description = look(_parsed, TaskDescription, folder, "task.toml", 'write it, with a line such as outputs = ["answer.txt"]')
-    instruction = look(_instruction, folder)
-    tests, gold = look(_tree, folder, "tests"), look(_gold, folder)
-    runs = look(_runs, folder, tests) if tests is not None else None
-    files = look(_given, folder)
-    image = look(_image, folder, description) if description is not None else None
+def _load(folder: Path) -> FolderTask | list[_Mistake]:
+    """The task of a folder, or all its mistakes."""
+    check = _Checks()
+    check(_check_names, folder)
+    description = check(_parsed, TaskDescription, folder, "task.toml", 'write it, with a line such as outputs = ["answer.txt"]')
+    instruction = check(_instruction, folder)
+    tests, gold = check(_tree, folder, "tests"), check(_gold, folder)
+    runs = check(_runs, folder, tests) if tests is not None else None
+    files = check(_given_files, folder)
+    image = check(_image, folder, description) if description is not None else None
     mode = (description.verifier.mode or _mode(tests)) if description is not None and tests is not None else None
     if description is not None and mode is not None and mode != "harbor":
-        look(_outputs, description)
+        check(_outputs, description)
     grading = None
     if description is not None and tests is not None and runs is not None:
-        grading = look(_grading, description, mode or _mode(tests), tests, runs, gold or "")
+        grading = check(_grading, description, mode or _mode(tests), tests, runs, gold or "")
     if description is not None and grading is not None and image is not None and gold is not None and mode == "harbor":
-        look(_fits_harbor, folder, description, grading, _from_dockerfile(folder, image))
-    look.end()
+        check(_fits_harbor, folder, description, grading, _from_dockerfile(folder, image))
+    if check.mistakes:
+        return check.mistakes
     assert description is not None and instruction is not None and files is not None and image is not None and grading is not None
     return FolderTask(
         name=folder.name,
@@ -234,19 +223,19 @@ def _check_names(folder: Path) -> None:
     """Checks the names of the folder and of its entries."""
     if not is_plain_path(folder.name):
         raise _Mistake(repr(folder.name), "is not a valid name", "rename the folder")
-    odd = [
+    unknown = [
         p.name for p in sorted(folder.iterdir()) if p.name not in _PARTS and not p.name.startswith((".", "LICENSE")) and p.suffix != ".md"
     ]
-    if odd:
-        what = "does not belong to a task" if len(odd) == 1 else "do not belong to a task"
-        raise _Mistake(", ".join(odd), what, f"a task folder contains {', '.join(sorted(_PARTS))}")
+    if unknown:
+        problem = "does not belong to a task" if len(unknown) == 1 else "do not belong to a task"
+        raise _Mistake(", ".join(unknown), problem, f"a task folder contains {', '.join(sorted(_PARTS))}")
 
 
 def _instruction(folder: Path) -> str:
-    found = _text(folder, "instruction.md", "write the prompt of the agent").strip()
-    if not found:
+    instruction = _text(folder, "instruction.md", "write the prompt of the agent").strip()
+    if not instruction:
         raise _Mistake("instruction.md", "is empty", "write the prompt of the agent")
-    return found
+    return instruction
 
 
 def _outputs(description: TaskDescription) -> None:
@@ -258,7 +247,7 @@ def _from_dockerfile(folder: Path, image: Path) -> bool:
     return image == folder / "environment" and not (image / "image.toml").is_file()
 
 
-def _given(folder: Path) -> dict[str, bytes]:
+def _given_files(folder: Path) -> dict[str, bytes]:
     return _tree(folder, "environment/files") if (folder / "environment" / "files").exists() else {}
 
 
@@ -402,7 +391,7 @@ def _walk(top: Path) -> Iterator[Path]:
             yield path
 
 
-def _texts(files: Mapping[str, bytes]) -> tuple[dict[str, str], dict[str, str]]:
+def _split_texts(files: Mapping[str, bytes]) -> tuple[dict[str, str], dict[str, str]]:
     """The text files, and the other files as base64."""
     texts: dict[str, str] = {}
     binaries: dict[str, bytes] = {}

@@ -23,17 +23,14 @@ from agentrl.records.fields import json_value
 from agentrl.records.paths import is_plain_path
 
 MAX_RUNS = 64
-MAX_RUN_SECONDS = 300.0
-"""Limit for all runs of a task together, so that a program under test cannot delay the grading for longer."""
-MAX_TEST_SECONDS = 3600.0
-"""Largest deadline that a task can set for its tests."""
+MAX_RUN_SECONDS = 300.0  # limit for all runs of a task together, so that a program under test cannot delay the grading for longer
+MAX_TEST_SECONDS = 3600.0  # largest deadline that a task can set for its tests
 GRADING_KEY = "grading"
 JUDGE_ARGUMENTS = ("outputs", "runs")
 
 Mode = Literal["judge", "pytest", "shell", "harbor"]
 
-SCRIPTED: tuple[Mode, ...] = ("shell", "harbor")
-"""Modes with a single test, the script tests/test.sh."""
+SCRIPTED: tuple[Mode, ...] = ("shell", "harbor")  # modes with a single test, the script tests/test.sh
 
 
 class GradingRun(BaseModel):

@@ -13,8 +13,7 @@ from typing import Any
 from pydantic_core import PydanticCustomError
 
 UNSUPPORTED_KEY = "harbor_refused"
-REWARD_FOLDER = b"/logs/verifier"
-"""The folder of the reward, which the tests of a Harbor folder mention."""
+REWARD_FOLDER = b"/logs/verifier"  # the folder of the reward, which the tests of a Harbor folder mention
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 _MEGABYTES = {"": 2.0**-20, "K": 2.0**-10, "M": 1.0, "G": 2.0**10, "T": 2.0**20}
 

@@ -23,13 +23,10 @@ from typing import Any
 from agentrl.records import Task
 from agentrl.task.grading import GRADING_KEY, Grading
 
-LONG = 8
-"""Minimum length of a truth that does not appear by chance, in characters."""
-SOURCE = 32
-"""Minimum length of a test or solution that is recognised in another file, in characters."""
+LONG = 8  # minimum length of a truth that does not appear by chance, in characters
+SOURCE = 32  # minimum length of a test or solution that is recognised in another file, in characters
 LONGEST = 10_000
-MAX_FILE = 4 << 20
-"""Maximum number of bytes searched in a file."""
+MAX_FILE = 4 << 20  # maximum number of bytes searched in a file
 
 _TRUE_KEYS = r"answers?|solutions?|expected(?:_\w+)?|ground_?truth|truths?|gold(?:en)?(?:_\w+)?|correct(?:_\w+)?"
 _DATA_KEY = re.compile(rf"(?:{_TRUE_KEYS}|targets?|labels?|results?|references?)", re.IGNORECASE)
@@ -94,7 +91,7 @@ def _hidden(grading: Grading) -> Iterator[Truth]:
         if len(text) >= SOURCE and (name.endswith((".py", ".sh")) or _FILE_NAME.fullmatch(name.partition(".")[0])):
             yield Truth(text=text, origin=path, is_source=True)
         if path.startswith("tests/") and name.endswith(".py"):
-            yield from (Truth(text=one, origin=path, is_compared=True) for one in _compared(text))
+            yield from (Truth(text=compared, origin=path, is_compared=True) for compared in _compared(text))
 
 
 def _solution(gold: str) -> dict[str, bytes]:
@@ -175,8 +172,8 @@ def _begins(rest: str, wanted: str) -> bool:
 def without_truth(value: Any) -> Any:
     """The readable part of a task's JSON data: without values under keys that are named like an answer, and without tests and solution."""
     if isinstance(value, Mapping):
-        kept = (
-            (str(key), one) for key, one in value.items() if key != GRADING_KEY and not _DATA_KEY.fullmatch(str(key).rpartition(".")[2])
+        readable = (
+            (str(key), entry) for key, entry in value.items() if key != GRADING_KEY and not _DATA_KEY.fullmatch(str(key).rpartition(".")[2])
         )
-        return {key: without_truth(one) for key, one in kept}
-    return [without_truth(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: without_truth(entry) for key, entry in readable}
+    return [without_truth(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -2,8 +2,8 @@
 
 A task declares patterns of paths relative to the working directory: `report.json`, `src/*.py`, `site/**`. In a pattern, `*` and `?` match
 characters of one name, and a name `**` matches any number of folders. `WHOLE_DIRECTORY`, used by Harbor's tasks, means every file that
-differs from the image's. Only regular files are collected, never the target of a link, and only within limits. The agent is responsible for the state
-of its files; it is never an infrastructure fault.
+differs from the image's. Only regular files are collected, never the target of a link, and only within limits. The agent is responsible
+for the state of its files; it is never an infrastructure fault.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ COLLECT_S = 90.0
 LISTING_S = 20.0
 LISTING_BYTES = 1 << 20
 
-MAX_ODD = 16
-"""Maximum number of invalid names that an episode reports."""
+MAX_INVALID_NAMES = 16  # maximum number of invalid names that an episode reports
 
 # Kills the agent's processes: otherwise files could vanish while they are read, or reading could get no CPU time.
 _ALONE = """
@@ -86,7 +85,7 @@ class CollectedOutputs:
 
     files: Mapping[str, bytes]
     refused: Mapping[str, str] = field(default_factory=dict)
-    removed: tuple[str, ...] = ()  # only for the pattern WHOLE
+    removed: tuple[str, ...] = ()  # only for the pattern WHOLE_DIRECTORY
 
 
 def is_exact(pattern: str) -> bool:
@@ -135,12 +134,12 @@ def overlay(below: Mapping[str, bytes], above: Mapping[str, bytes]) -> dict[str,
     The result can be written: none of its paths is a folder of another, if that holds for `above`.
     """
     folders = {parent for path in above for parent in _parents(path)}
-    kept = {
+    remaining = {
         path: data
         for path, data in below.items()
         if path not in above and path not in folders and not any(parent in above for parent in _parents(path))
     }
-    return kept | dict(above)
+    return remaining | dict(above)
 
 
 def _parents(path: str) -> list[str]:
@@ -179,7 +178,7 @@ async def _collect(sandbox: Sandbox, patterns: Sequence[str]) -> CollectedOutput
         names = [name for name in listed if any(matches_pattern(pattern, name) for pattern in wild)]
         refused |= dict.fromkeys(wild, problem) if problem else {}
     exact = [pattern for pattern in patterns if is_exact(pattern)]
-    refused |= {_printable(name): _ODD for name in [name for name in names if not is_plain_path(name)][:MAX_ODD]}
+    refused |= {_printable(name): _INVALID_NAME for name in [name for name in names if not is_plain_path(name)][:MAX_INVALID_NAMES]}
     left = OUTPUT_BYTES
     for name in dict.fromkeys([*exact, *filter(is_plain_path, names)]):
         if len(files) == OUTPUT_FILES or len(refused) > OUTPUT_FILES:
@@ -197,7 +196,7 @@ async def _collect(sandbox: Sandbox, patterns: Sequence[str]) -> CollectedOutput
     return CollectedOutputs(files=files, refused=refused, removed=removed)
 
 
-_ODD = f"not a valid path: it is not UTF-8, not below the folder, or has more than {MAX_PATH} characters or {MAX_DEPTH} names"
+_INVALID_NAME = f"not a valid path: it is not UTF-8, not below the folder, or has more than {MAX_PATH} characters or {MAX_DEPTH} names"
 
 
 def _printable(name: str) -> str:

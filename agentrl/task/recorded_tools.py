@@ -14,8 +14,7 @@ from agentrl.errors import TaskError
 from agentrl.records import Task, codec
 from agentrl.records.fields import JsonObject, Record, Text
 
-RECORDED_TOOLS = "recorded"
-"""Name of the recorded tools in `Task.tools`, and their key in `Task.data`."""
+RECORDED_TOOLS = "recorded"  # name of the recorded tools in `Task.tools`, and their key in `Task.data`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +41,8 @@ class Recording(Record):
 
     def data(self) -> dict[str, Any]:
         """The entry for `Task.data`."""
-        found: dict[str, Any] = codec.to_data(self)
-        return {RECORDED_TOOLS: found}
+        recording: dict[str, Any] = codec.to_data(self)
+        return {RECORDED_TOOLS: recording}
 
     @classmethod
     def of(cls, task: Task) -> Recording:

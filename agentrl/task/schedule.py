@@ -32,7 +32,7 @@ def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> 
     family = _open(config, seed=seed, root=root or Path.cwd())
     if not config.verifiers:
         return family
-    judged = _VariedJudgedBy if callable(getattr(family, "variants", None)) else _JudgedBy
+    judged = _VariedWithVerifiers if callable(getattr(family, "variants", None)) else _WithVerifiers
     return judged(family, config.verifiers)
 
 
@@ -56,11 +56,11 @@ def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
     return opened
 
 
-class _JudgedBy:
+class _WithVerifiers:
     """A family whose tasks have the recipe's verifiers."""
 
     def __init__(self, family: TaskFamily, verifiers: tuple[str, ...]) -> None:
-        self.name = _named(family)
+        self.name = _family_name(family)
         self._family, self._verifiers = family, verifiers
 
     def size(self, split: Split) -> int | None:
@@ -73,12 +73,12 @@ class _JudgedBy:
         return self._family.gold(task)
 
 
-class _VariedJudgedBy(_JudgedBy):
+class _VariedWithVerifiers(_WithVerifiers):
     """The same for a family with variants."""
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
-        for how, one in cast(VariedFamily, self._family).variants(task, seed=seed):
-            yield how, replace(one, verifiers=self._verifiers)
+        for kind, variant in cast(VariedFamily, self._family).variants(task, seed=seed):
+            yield kind, replace(variant, verifiers=self._verifiers)
 
 
 def _share(value: object) -> float:
@@ -111,13 +111,13 @@ def make_task(family: TaskFamily, split: Split, index: int) -> Task:
         if is_interrupt(error):
             raise
         why = error if isinstance(error, ValueError) else describe_error(error)
-        raise TaskError(f"{_named(family)}: {split} task {index} cannot be created: {why}", fix=fix) from error
+        raise TaskError(f"{_family_name(family)}: {split} task {index} cannot be created: {why}", fix=fix) from error
     if not isinstance(task, Task):
-        raise TaskError(f"{_named(family)}: {split} task {index} is a {type(task).__name__}, not a Task", fix=fix)
+        raise TaskError(f"{_family_name(family)}: {split} task {index} is a {type(task).__name__}, not a Task", fix=fix)
     return task
 
 
-def _named(family: TaskFamily) -> str:
+def _family_name(family: TaskFamily) -> str:
     return str(getattr(family, "name", type(family).__name__))
 
 
@@ -161,11 +161,11 @@ class GroupSchedule:
             group_index -= self.practice.practice_groups_before(group_index)
         size = self.family.size(Split.TRAIN)
         if size == 0:
-            raise RecipeError(f"task family {_named(self.family)!r} has no training tasks")
+            raise RecipeError(f"task family {_family_name(self.family)!r} has no training tasks")
         first = None
         for turn in range(_SUBSTITUTES if size is None else min(size, _SUBSTITUTES)):
             try:
-                task = self._made(self._index(group_index, turn, size))
+                task = self._make(self._index(group_index, turn, size))
             except Exception:
                 if first is None:
                     raise
@@ -177,7 +177,7 @@ class GroupSchedule:
         if first is not None:
             return first
         raise RecipeError(
-            f"task family {_named(self.family)!r}: group {group_index} has no training task outside of tasks.withhold",
+            f"task family {_family_name(self.family)!r}: group {group_index} has no training task outside of tasks.withhold",
             fix="remove the suite from tasks.withhold, or add tasks to the family that are not in it",
         )
 
@@ -192,7 +192,7 @@ class GroupSchedule:
         epoch, position = divmod(group_index, size)
         return self._order(epoch, size)[(position + turn) % size]
 
-    def _made(self, index: int) -> Task:
+    def _make(self, index: int) -> Task:
         return make_task(self.family, Split.TRAIN, index)
 
     def _order(self, epoch: int, size: int) -> list[int]:

@@ -27,24 +27,19 @@ class GroupOutcome:
     __pydantic_config__: ClassVar[Any] = {"strict": True, "extra": "forbid", "allow_inf_nan": False}  # for agentrl.records.codec
 
     group: int
-    task: str
-    """`Task.id`."""
-    key: str
-    """`Task.key`."""
+    task: str  # `Task.id`
+    key: str  # `Task.key`
     kind: str
-    counted: int
-    """Number of scored attempts."""
+    counted: int  # number of scored attempts
     lowest: float
     mean: float
-    highest: float
-    """Highest score; 0.0 without scores, as for `lowest` and `mean`."""
-    broken: bool
-    """Whether no attempt was scored because of a task fault."""
+    highest: float  # highest score; 0.0 without scores, as for `lowest` and `mean`
+    broken: bool  # whether no attempt was scored because of a task fault
 
     @classmethod
     def from_group(cls, task: Task, group: Group) -> GroupOutcome:
         """The outcome of a finished group."""
-        scores = [one.score.value for one in group.scored if one.score.value is not None]
+        scores = [scored.score.value for scored in group.scored if scored.score.value is not None]
         return cls(
             group=group.index,
             task=task.id,
@@ -86,8 +81,7 @@ class Weights:
     """
 
     least: float
-    tasks: Mapping[str, float]
-    """`Task.key` -> weight, of the tasks that were used."""
+    tasks: Mapping[str, float]  # `Task.key` -> weight, of the tasks that were used
     kinds: Mapping[str, float]
 
     def weight_of(self, task: Task) -> float:
@@ -113,23 +107,23 @@ class TaskHistory:
         self._least = config.least
         self._counts = min_group_size
         self._by_task = by_task
-        self._tasks = _Lately(config.window)
-        self._kinds = _Lately(config.window)
+        self._tasks = _RecentGroups(config.window)
+        self._kinds = _RecentGroups(config.window)
 
     def add(self, groups: Iterable[GroupOutcome]) -> None:
         """Adds groups. Those with fewer scored attempts than the learner needs do not count, except those of broken tasks."""
-        for one in groups:
-            if one.broken or one.counted >= self._counts:
-                self._kinds.note(one.kind, one)
+        for outcome in groups:
+            if outcome.broken or outcome.counted >= self._counts:
+                self._kinds.note(outcome.kind, outcome)
                 if self._by_task:
-                    self._tasks.note(one.key, one)
+                    self._tasks.note(outcome.key, outcome)
 
     def weights(self) -> Weights:
         """The current weights, as a copy."""
         return Weights(self._least, self._tasks.weights.copy(), self._kinds.weights.copy())
 
 
-class _Lately:
+class _RecentGroups:
     """The newest groups by name, as (different scores, headroom), and their weights."""
 
     def __init__(self, window: int) -> None:
@@ -137,8 +131,8 @@ class _Lately:
         self._groups: dict[str, deque[tuple[bool, float]]] = {}
         self.weights: dict[str, float] = {}
 
-    def note(self, name: str, one: GroupOutcome) -> None:
+    def note(self, name: str, outcome: GroupOutcome) -> None:
         groups = self._groups.setdefault(name, deque(maxlen=self._window))
-        groups.append((one.has_spread, one.headroom))
+        groups.append((outcome.has_spread, outcome.headroom))
         likely = (1 + sum(differed for differed, _ in groups)) / (1 + len(groups))
         self.weights[name] = likely * sum(headroom for _, headroom in groups) / len(groups)

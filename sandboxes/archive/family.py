@@ -88,10 +88,10 @@ class Archive:
 @lru_cache(maxsize=64)
 def _projects(seed: int, split: Split, count: int) -> tuple[tuple[str, tuple[str, ...]], ...]:
     rng = Random(f"archive:{seed}:{split}")
-    names, found = Names(rng, split, wild=False), dict[str, None]()
-    while len(found) < count:
-        found[names.word()] = None
-    return tuple((name, tuple(rng.sample(KINDS, len(KINDS)))) for name in found)
+    names, chosen = Names(rng, split, wild=False), dict[str, None]()
+    while len(chosen) < count:
+        chosen[names.word()] = None
+    return tuple((name, tuple(rng.sample(KINDS, len(KINDS)))) for name in chosen)
 
 
 def _contents(drawer: int, kind: str, amounts: Mapping[int, int]) -> str:

@@ -17,21 +17,21 @@ NOWHERE = "unknown"
 
 def alone(context: str, turns: int = 4) -> str:
     """Looks into drawers in an order that depends on the question, and gives up in the last turn."""
-    outputs = _shown(context)
-    if (found := _amount(context, outputs)) or len(outputs) >= turns - 1:
-        return _call("submit", answer=found or NOWHERE)
+    outputs = _tool_outputs(context)
+    if (amount := _amount(context, outputs)) or len(outputs) >= turns - 1:
+        return _call("submit", answer=amount or NOWHERE)
     return _call("look", drawer=_order(context)[len(outputs)])
 
 
 def noting(context: str, turns: int = 4) -> str:
     """The same with notes: recalls in the first turn, and writes notes in the last."""
-    kind, outputs = _sought(context)[0], _shown(context)
+    kind, outputs = _sought(context)[0], _tool_outputs(context)
     if not outputs:
         return _call("recall", query=f"drawer {kind}s")
     seen = _drawers(outputs[1:])
-    if (found := _amount(context, outputs[1:])) or len(outputs) >= turns - 1:
+    if (amount := _amount(context, outputs[1:])) or len(outputs) >= turns - 1:
         notes = "".join(_call("note", text=f"drawer {drawer}: {of}s") for drawer, of in seen.items())
-        return notes + _call("submit", answer=found or NOWHERE)
+        return notes + _call("submit", answer=amount or NOWHERE)
     noted = _drawers(outputs[:1])
     known = [drawer for drawer, of in noted.items() if of == kind]
     left = [drawer for drawer in (*known, *_order(context)) if drawer not in seen and noted.get(drawer, kind) == kind]
@@ -40,18 +40,18 @@ def noting(context: str, turns: int = 4) -> str:
 
 def _sought(context: str) -> tuple[str, str]:
     """Kind and number of the record."""
-    found = re.findall(r"amount of (\w+) (\d+) in project", context)
-    return found[0][0], found[0][1]
+    matches = re.findall(r"amount of (\w+) (\d+) in project", context)
+    return matches[0][0], matches[0][1]
 
 
-def _shown(context: str) -> list[str]:
+def _tool_outputs(context: str) -> list[str]:
     return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", context, re.DOTALL)
 
 
 def _amount(context: str, outputs: list[str]) -> str:
     kind, number = _sought(context)
-    found = re.findall(rf"^{kind} {number}: (\d+)$", "\n".join(outputs), re.MULTILINE)
-    return str(found[0]) if found else ""
+    amounts = re.findall(rf"^{kind} {number}: (\d+)$", "\n".join(outputs), re.MULTILINE)
+    return str(amounts[0]) if amounts else ""
 
 
 def _drawers(outputs: list[str]) -> dict[int, str]:

@@ -77,7 +77,7 @@ class Pages:
         )
 
     def _names(self, rng: Random, split: Split) -> list[str]:
-        source, found = Names(rng, split, wild=False), dict[str, None]()
-        while len(found) < self.pages * self.entries:
-            found[source.word()] = None
-        return list(found)
+        source, names = Names(rng, split, wild=False), dict[str, None]()
+        while len(names) < self.pages * self.entries:
+            names[source.word()] = None
+        return list(names)

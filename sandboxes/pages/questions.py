@@ -56,11 +56,11 @@ class Questions:
         """The task at an index. Raises `UserError` for an index below 0, and for the split of real data, which is empty."""
         if index < 0 or split is Split.HELDOUT_REAL:
             raise UserError(f"questions has no task {index} in split {split}", fix="use train or heldout, and an index from 0")
-        asked = self._asked(split, index)
-        files = {f"page{page}.txt": one.prompt[0].content for page, one in enumerate(asked, 1)}
-        for one in asked:
-            files |= one.files
-        answers = [str(one.data["answer"]) for one in asked]
+        questions = self._page_tasks(split, index)
+        files = {f"page{page}.txt": question.prompt[0].content for page, question in enumerate(questions, 1)}
+        for question in questions:
+            files |= question.files
+        answers = [str(question.data["answer"]) for question in questions]
         return Task(
             id=f"questions-{self.seed}-{split}-{index}",
             family=self.name,
@@ -72,8 +72,8 @@ class Questions:
                 "kind": f"{self.pages} questions",
                 "answer": "\n".join(answers),
                 "answers": answers,
-                "tolerances": [float(one.data["tolerance"]) for one in asked],
-                "questions": [{"kind": one.data["kind"], "names": dict(one.data["names"])} for one in asked],
+                "tolerances": [float(question.data["tolerance"]) for question in questions],
+                "questions": [{"kind": question.data["kind"], "names": dict(question.data["names"])} for question in questions],
             },
             split=split,
             files=files,
@@ -84,17 +84,17 @@ class Questions:
         """Python source that prints the right answer when run in the folder of the task's files."""
         return "\n".join(program(question) for question in task.data["questions"])
 
-    def _asked(self, split: Split, index: int) -> list[Task]:
+    def _page_tasks(self, split: Split, index: int) -> list[Task]:
         """A task of `Tables` for each page, with disjoint files."""
-        asked: list[Task] = []
-        taken = {f"page{page}.txt" for page in range(1, self.pages + 1)}
+        questions: list[Task] = []
+        used_files = {f"page{page}.txt" for page in range(1, self.pages + 1)}
         for page in range(self.pages):
             number = index * self.pages + page
-            while taken & set((one := self.tables.task(split, number)).files):
+            while used_files & set((question := self.tables.task(split, number)).files):
                 number += 1_000_000 * len(self.tables.kinds)  # another question of the same kind
-            asked.append(one)
-            taken |= set(one.files)
-        return asked
+            questions.append(question)
+            used_files |= set(question.files)
+        return questions
 
 
 def request(first: int, last: int) -> str:

@@ -18,9 +18,9 @@ _ASK = str(CompactionConfig.model_fields["request"].default)
 
 def alone(context: str) -> str:
     """Reads all pages in order, and gives up after the last."""
-    task, outputs = _told(context), _shown(context)
+    task, outputs = _request(context), _tool_outputs(context)
     name, pages = _sought(task), _pages(task)
-    if number := _found([task.partition(HEAD)[2], *outputs], name):  # in a summary, too
+    if number := _find_number([task.partition(HEAD)[2], *outputs], name):  # in a summary, too
         return _call("submit", answer=number)
     read = _noted(task) + len(outputs)
     return _call("read", page=pages[read]) if read < len(pages) else _call("submit", answer=NOWHERE)
@@ -28,17 +28,17 @@ def alone(context: str) -> str:
 
 def noting(context: str) -> str:
     """The same; its summary is the number, or the pages that it has seen."""
-    outputs = _shown(context)
+    outputs = _tool_outputs(context)
     if not outputs or not outputs[-1].endswith(_ASK):
         return alone(context)
-    task = _told(context)
-    number = _found(outputs, _sought(task))
+    task = _request(context)
+    number = _find_number(outputs, _sought(task))
     return f"{_sought(task)}: {number}" if number else f"{_noted(task) + len(outputs)} pages seen, and it is on none of them."
 
 
 def splitting(context: str) -> str:
     """Delegates each page to a sub-agent, all in one turn; each reads its page."""
-    task, outputs = _told(context), _shown(context)
+    task, outputs = _request(context), _tool_outputs(context)
     if len(_pages(task)) == 1:
         return alone(context)
     if not outputs:
@@ -46,11 +46,11 @@ def splitting(context: str) -> str:
     return _call("submit", answer=next((output for output in outputs if output.isdigit()), NOWHERE))
 
 
-def _told(context: str) -> str:
+def _request(context: str) -> str:
     return str(re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", context, re.DOTALL)[0])
 
 
-def _shown(context: str) -> list[str]:
+def _tool_outputs(context: str) -> list[str]:
     return [output.strip() for output in re.findall(r"<tool_response>\n(.*?)\n</tool_response>", context, re.DOTALL)]
 
 
@@ -69,7 +69,7 @@ def _noted(task: str) -> int:
     return int(seen[0]) if seen else 0
 
 
-def _found(texts: list[str], name: str) -> str:
+def _find_number(texts: list[str], name: str) -> str:
     number = re.findall(rf"^{re.escape(name)}: (\d+)$", "\n".join(texts), re.MULTILINE)
     return number[0] if number else ""
 

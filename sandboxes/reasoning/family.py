@@ -89,7 +89,7 @@ class Reasoning:
         if index < 0 or split not in self._rounds:
             raise UserError(f"reasoning has no task {index} in split {split}", fix="set tasks.options.heldout_kinds")
         source, number = self._rounds[split].at(index)
-        return self._asked(source, self.seed, split, number, f"reasoning-{self.seed}-{split}-{index}")
+        return self._make_task(source, self.seed, split, number, f"reasoning-{self.seed}-{split}-{index}")
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
         """Training problems of the task's dataset: alike, and of the next harder and easier level if the dataset has a level.
@@ -100,17 +100,21 @@ class Reasoning:
         source = Source(name=origin["dataset"], level=origin["level"], keys=origin["config"])
         if source.name not in self._trained:
             return
-        neighbours = [("alike", source), *(("harder", one) for one in _level(source, 1)), *(("easier", one) for one in _level(source, -1))]
+        neighbours = [
+            ("alike", source),
+            *(("harder", near) for near in _level(source, 1)),
+            *(("easier", near) for near in _level(source, -1)),
+        ]
         drawn = int(task.key[:6], 16) + seed
         for number in count():
-            how, one = neighbours[number % len(neighbours)]
+            kind, near = neighbours[number % len(neighbours)]
             name = f"reasoning-like-{task.key[:16]}-{seed}-{number}"
-            yield how, self._asked(one, drawn, Split.TRAIN, number // len(neighbours), name)
+            yield kind, self._make_task(near, drawn, Split.TRAIN, number // len(neighbours), name)
 
-    def _asked(self, source: Source, seed: int, split: Split, number: int, name: str) -> Task:
+    def _make_task(self, source: Source, seed: int, split: Split, number: int, name: str) -> Task:
         """Problem `number` of a dataset's part of a seed."""
         worked = self._examples(source)
-        one = problems.problem(
+        drawn = problems.problem(
             source, seed=seed, heldout=split is not Split.TRAIN, number=number, but=frozenset(digest(e.question) for e in worked)
         )
         return Task(
@@ -119,14 +123,14 @@ class Reasoning:
             prompt=(
                 Message(role="system", content=ASKED[self.tool]),
                 *(message for example in worked for message in self._solved(example)),
-                Message(role="user", content=one.question),
+                Message(role="user", content=drawn.question),
             ),
             tools=() if self.tool == "none" else (self.tool, "submit"),
             sandbox=SANDBOX,
             verifiers=("rewards.reasoning:own_scorer",),
-            data={"kind": source.name, "answer": one.answer, "origin": one.origin()},
+            data={"kind": source.name, "answer": drawn.answer, "origin": drawn.origin()},
             split=split,
-            limits=replace(self._limits, tool_output_chars=max(LEAST_OUTPUT, 2 * len(one.answer))),
+            limits=replace(self._limits, tool_output_chars=max(LEAST_OUTPUT, 2 * len(drawn.answer))),
         )
 
     def gold(self, task: Task) -> str:
@@ -137,23 +141,23 @@ class Reasoning:
     def _examples(self, source: Source) -> tuple[Problem, ...]:
         """The solved problems in a dataset's prompts, the same for every task and seed. No task has the same question."""
         if source.name not in self._worked:
-            own = self._telling(source, self.examples)
+            own = self._representative(source, self.examples)
             self._worked[source.name] = own or self._of_other_kinds()
         return self._worked[source.name]
 
     def _of_other_kinds(self) -> tuple[Problem, ...]:
         """For datasets without a short program: examples of the datasets in `GENERAL`, in rotation."""
-        kinds = [self._telling(Source(name=name), self.examples) for name in GENERAL]
+        kinds = [self._representative(Source(name=name), self.examples) for name in GENERAL]
         places = [divmod(place, len(kinds)) for place in range(self.examples)]
         return tuple(kinds[turn][number] for number, turn in places)
 
-    def _telling(self, source: Source, count: int) -> tuple[Problem, ...]:
+    def _representative(self, source: Source, count: int) -> tuple[Problem, ...]:
         """`count` representative problems of a dataset; none if no short program solves them."""
         drawn = problems.problem(source, seed=_OF_EXAMPLES, heldout=False, number=0)
         if program(source.name, drawn.question) is None:
             return ()
         others = (problems.problem(source, seed=_OF_EXAMPLES, heldout=False, number=number) for number in range(1, _CANDIDATES))
-        return telling([drawn, *(one for one in others if program(source.name, one.question) is not None)], count)
+        return telling([drawn, *(candidate for candidate in others if program(source.name, candidate.question) is not None)], count)
 
     def _solved(self, example: Problem) -> tuple[Message, ...]:
         """An example as a conversation: the question, the program, its output and the answer; without a tool only the answer."""

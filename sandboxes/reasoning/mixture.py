@@ -39,11 +39,11 @@ def parse(text: str, option: str) -> tuple[Source, ...]:
     sources: list[Source] = []
     at = 0
     while at < len(text):
-        found = _ENTRY.match(text, at)
-        if found is None:
+        match = _ENTRY.match(text, at)
+        if match is None:
             raise UserError(f"tasks.options.{option} cannot be parsed from {text[at : at + 40]!r} on", fix=_FORM)
-        at = found.end()
-        name, level, keys, weight = found.groups()
+        at = match.end()
+        name, level, keys, weight = match.groups()
         sources.append(
             Source(
                 name=name,

@@ -35,20 +35,20 @@ def says_the_same(name: str, answer: str, truth: str) -> bool:
     ours, true = _tokens(answer), _tokens(truth)
     if name in ANY_ORDER:
         ours, true = sorted(ours, key=_rank), sorted(true, key=_rank)
-    return all(_same(name, one, other) for one, other in zip_longest(ours, true))
+    return all(_same(name, token, true_token) for token, true_token in zip_longest(ours, true))
 
 
 def _tokens(text: str) -> list[_Token]:
-    found: list[_Token] = []
+    tokens: list[_Token] = []
     for match in _TOKEN.finditer(text.strip().removesuffix(".")):
         token = match[0]
         if match.lastgroup == "number":
-            found.append(_decimal(token))
+            tokens.append(_decimal(token))
         elif token not in _NO_PART:
-            found.append(token.casefold())
-    if found[:1] == ["+"]:
-        del found[0]
-    return found
+            tokens.append(token.casefold())
+    if tokens[:1] == ["+"]:
+        del tokens[0]
+    return tokens
 
 
 def _decimal(token: str) -> _Token:
@@ -58,17 +58,17 @@ def _decimal(token: str) -> _Token:
         return token
 
 
-def _same(name: str, one: _Token | None, other: _Token | None) -> bool:
-    if not isinstance(one, Decimal) or not isinstance(other, Decimal):
-        return one == other
-    if one == other:
+def _same(name: str, token: _Token | None, true_token: _Token | None) -> bool:
+    if not isinstance(token, Decimal) or not isinstance(true_token, Decimal):
+        return token == true_token
+    if token == true_token:
         return True
     if name in ROUNDED:
         places = ROUNDED[name]
-        exponent = other.as_tuple().exponent
+        exponent = true_token.as_tuple().exponent
         assert isinstance(exponent, int), "it is finite"
-        return abs(one - other) <= Decimal(5).scaleb((exponent if places is None else -places) - 1)
-    return other != other.to_integral_value() and abs(one - other) <= SIGNIFICANT.get(name, CLOSE) * abs(other)
+        return abs(token - true_token) <= Decimal(5).scaleb((exponent if places is None else -places) - 1)
+    return true_token != true_token.to_integral_value() and abs(token - true_token) <= SIGNIFICANT.get(name, CLOSE) * abs(true_token)
 
 
 def _rank(token: _Token) -> tuple[bool, Decimal, str]:

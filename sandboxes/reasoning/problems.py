@@ -74,8 +74,8 @@ def problem(source: Source, *, seed: int, heldout: bool, number: int, but: froze
     first = _first_seed(source.name, seed, heldout)
     for attempt in range(ATTEMPTS):
         seed_of_chunk, index = first + attempt * _STRIDE + number // CHUNK * CHUNK, number % CHUNK
-        made = entry(source, seed_of_chunk, index)
-        question, answer = made["question"], made["answer"]
+        drawn = entry(source, seed_of_chunk, index)
+        question, answer = drawn["question"], drawn["answer"]
         if not isinstance(answer, str):
             raise TaskError(f"reasoning-gym's {source.name} generated a problem without an answer")
         if not answer.strip():
@@ -92,16 +92,16 @@ def entry(source: Source, seed: int, index: int) -> Mapping[str, Any]:
 
     Raises `TaskError` if the generator raises.
     """
-    return _drawn(dataset(source, seed), index, source)
+    return _entry(dataset(source, seed), index, source)
 
 
-def _drawn(made: Any, index: int, source: Source) -> Mapping[str, Any]:
+def _entry(data: Any, index: int, source: Source) -> Mapping[str, Any]:
     try:
         with decimal.localcontext(decimal.Context()):
-            drawn: Mapping[str, Any] = made[index]
+            drawn: Mapping[str, Any] = data[index]
     except Exception as error:
         raise TaskError(
-            f"reasoning-gym's {source.name} generated no problem with {_asked(source)}: {type(error).__name__}: {error}",
+            f"reasoning-gym's {source.name} generated no problem with {_settings_text(source)}: {type(error).__name__}: {error}",
             fix="change them, or use another dataset",
         ) from error
     return drawn
@@ -113,14 +113,14 @@ def entry_of(origin: Mapping[str, Any], answer: str) -> tuple[Any, Mapping[str, 
     Raises `TaskError` if the package now generates another problem than when the task was created.
     """
     source = Source(name=origin["dataset"], level=origin["level"], keys=origin["config"])
-    made = copy.deepcopy(_kept(json.dumps(origin, sort_keys=True)))  # scorers write into it
-    if made["answer"] != answer or digest(made["question"]) != origin["question"]:
+    drawn = copy.deepcopy(_cached_entry(json.dumps(origin, sort_keys=True)))  # scorers write into it
+    if drawn["answer"] != answer or digest(drawn["question"]) != origin["question"]:
         raise TaskError(f"reasoning-gym's {source.name} no longer generates this problem: its version differs from the task's")
-    return dataset(source, origin["seed"]), made
+    return dataset(source, origin["seed"]), drawn
 
 
 @lru_cache(maxsize=32)
-def _kept(origin: str) -> Mapping[str, Any]:
+def _cached_entry(origin: str) -> Mapping[str, Any]:
     """Cached entries of the newest problems: the episodes of a group need the same one, and some are slow to generate."""
     data = json.loads(origin)
     return entry(Source(name=data["dataset"], level=data["level"], keys=data["config"]), data["seed"], data["index"])
@@ -148,38 +148,39 @@ class _Hashed:
 
 @lru_cache(maxsize=256)
 def _dataset(key: _Hashed, seed: int) -> Any:
-    return _made(key.source, seed=seed, size=CHUNK)
+    return _create(key.source, seed=seed, size=CHUNK)
 
 
 def check(source: Source) -> None:
     """Raises `UserError` if the package is missing, or has no such dataset."""
-    _made(source, seed=0, size=1)
+    _create(source, seed=0, size=1)
 
 
 def try_out(source: Source) -> None:
     """Generates a dataset's first problems. Raises `UserError` as `check` does, or if one cannot be generated."""
-    made = _made(source, seed=0, size=_TRIED)
+    data = _create(source, seed=0, size=_TRIED)
     for index in range(_TRIED):
-        _drawn(made, index, source)
+        _entry(data, index, source)
 
 
-def _made(source: Source, *, seed: int, size: int) -> Any:
+def _create(source: Source, *, seed: int, size: int) -> Any:
     from sandboxes.reasoning.package import configuration, dataset_class  # importing reasoning-gym takes seconds
 
     config = configuration(source)
     try:
-        made = replace(config, seed=seed, size=size)
-        if hasattr(made, "validate"):
-            made.validate()
-        return dataset_class(source.name)(config=made)
+        settings = replace(config, seed=seed, size=size)
+        if hasattr(settings, "validate"):
+            settings.validate()
+        return dataset_class(source.name)(config=settings)
     except (AssertionError, ValueError, TypeError) as error:
         known = ", ".join(sorted(field.name for field in fields(config) if field.name not in ("seed", "size")))
         raise UserError(
-            f"reasoning-gym's {source.name} rejects {_asked(source)}: {str(error) or type(error).__name__}", fix=f"its keys are {known}"
+            f"reasoning-gym's {source.name} rejects {_settings_text(source)}: {str(error) or type(error).__name__}",
+            fix=f"its keys are {known}",
         ) from None
 
 
-def _asked(source: Source) -> str:
+def _settings_text(source: Source) -> str:
     """The keys or the level as text."""
     keys = ", ".join(f"{key}={value!r}" for key, value in source.keys.items())
     return keys or ("its default keys" if source.level is None else f"level {source.level}")

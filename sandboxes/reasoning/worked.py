@@ -35,12 +35,12 @@ def telling(candidates: Sequence[Problem], count: int) -> tuple[Problem, ...]:
 
     All digits count as one character, and all letters as another. Questions of more than twice the typical length are no candidates.
     """
-    usual = median(len(one.question) for one in candidates)
-    left = [one for one in candidates if len(one.question) <= 2 * usual]
+    usual = median(len(candidate.question) for candidate in candidates)
+    left = [candidate for candidate in candidates if len(candidate.question) <= 2 * usual]
     chosen: list[Problem] = []
     seen: set[str] = set()
     while left and len(chosen) < count:
-        best = max(left, key=lambda one: (*_new(_marks(one.question) - seen), -abs(len(one.question) - usual)))
+        best = max(left, key=lambda candidate: (*_new(_marks(candidate.question) - seen), -abs(len(candidate.question) - usual)))
         chosen.append(best)
         left.remove(best)
         seen |= _marks(best.question)
@@ -58,7 +58,7 @@ def _new(marks: set[str]) -> tuple[int, int]:
     return sum(len(mark) == 1 for mark in marks), sum(len(mark) == 2 for mark in marks)
 
 
-def _found(pattern: str, question: str) -> tuple[str, ...]:
+def _groups(pattern: str, question: str) -> tuple[str, ...]:
     match = re.search(pattern, question, re.DOTALL)
     if match is None:
         raise _Unlike(f"no {pattern!r} in the question {question[:200]!r}")
@@ -67,7 +67,7 @@ def _found(pattern: str, question: str) -> tuple[str, ...]:
 
 def _expression(question: str) -> str:
     """The formula of an arithmetic question."""
-    (text,) = _found(r"((?:[-(]\s*)*\d[-+*/() .\d]*[\d)])", question)
+    (text,) = _groups(r"((?:[-(]\s*)*\d[-+*/() .\d]*[\d)])", question)
     return text
 
 
@@ -85,42 +85,42 @@ def _decimal(question: str) -> str:
 
 
 def _divisor(question: str) -> str:
-    (numbers,) = _found(r"numbers: ([\d, ]+\d)", question)
+    (numbers,) = _groups(r"numbers: ([\d, ]+\d)", question)
     return f"import math\nprint(math.gcd({numbers}))"
 
 
 def _multiple(question: str) -> str:
-    (numbers,) = _found(r"numbers: ([\d, ]+\d)", question)
+    (numbers,) = _groups(r"numbers: ([\d, ]+\d)", question)
     return f"import math\nprint(math.lcm({numbers}))"
 
 
 def _bits(question: str) -> str:
-    (number,) = _found(r"number (\d+)", question)
+    (number,) = _groups(r"number (\d+)", question)
     return f"print(bin({number}).count('1'))"
 
 
 def _backward(question: str) -> str:
-    (word,) = _found(r": (\S+)\s*$", question)
+    (word,) = _groups(r": (\S+)\s*$", question)
     return f"print({word!r}[::-1])"
 
 
 def _letters(question: str) -> str:
-    letter, text = _found(r'letter "(.)" appear in the text: "(.*)"', question)
+    letter, text = _groups(r'letter "(.)" appear in the text: "(.*)"', question)
     return f"print({text!r}.lower().count({letter!r}))"
 
 
 def _hexadecimal(question: str) -> str:
-    (formula,) = _found(r"\n([^\n]*0x[^\n]*)\s*$", question)
+    (formula,) = _groups(r"\n([^\n]*0x[^\n]*)\s*$", question)
     return f"print(hex({formula}))"
 
 
 def _reversal(question: str) -> str:
-    (words,) = _found(r": ([^:]*?)\s*$", question)
+    (words,) = _groups(r": ([^:]*?)\s*$", question)
     return f"print(', '.join({words!r}.split(', ')[::-1]))"
 
 
 def _sorted(question: str) -> str:
-    order, words = _found(r"in (ascending|descending) order[^:]*: ([^:]*?)\s*$", question)
+    order, words = _groups(r"in (ascending|descending) order[^:]*: ([^:]*?)\s*$", question)
     backward = ", reverse=True" if order == "descending" else ""
     return f"print(', '.join(sorted({words!r}.split(', '){backward})))"
 

@@ -77,7 +77,7 @@ class Tables:
                 f"tables has no task {index} in split {split}", fix=f"use an index from 0 to {'...' if end is None else end - 1}"
             )
         rng = Random(f"tables:{self.seed}:{split}:{index}")
-        return self._asked(rng, self.kinds[index % len(self.kinds)], split, f"tables-{self.seed}-{split}-{index}", Size(wild=self.wild))
+        return self._make_task(rng, self.kinds[index % len(self.kinds)], split, f"tables-{self.seed}-{split}-{index}", Size(wild=self.wild))
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
         """Training questions of the task's kind about other tables: alike, harder (longer tables, more unusual names), and easier.
@@ -89,9 +89,9 @@ class Tables:
         for number in count():
             how = NEIGHBOURS[number % len(NEIGHBOURS)]
             name = f"{task.key[:16]}-{seed}-{number}"
-            yield how, self._asked(Random(f"tables:variant:{name}"), kind, Split.TRAIN, f"tables-like-{name}", sizes[how])
+            yield how, self._make_task(Random(f"tables:variant:{name}"), kind, Split.TRAIN, f"tables-like-{name}", sizes[how])
 
-    def _asked(self, rng: Random, kind: Kind, split: Split, name: str, size: Size) -> Task:
+    def _make_task(self, rng: Random, kind: Kind, split: Split, name: str, size: Size) -> Task:
         """A question of a kind, drawn from `rng`."""
         question = self._question(rng, kind, split, size)
         text = rng.choice(kind.phrasings).format(**question.names)

@@ -1,8 +1,8 @@
-"""The kinds of question: how each is asked, the program that answers it, and the usual sloppy programs that do not.
+"""The kinds of question: phrasings, the program that answers them, and typical sloppy programs that do not.
 
-A kind is one small class. `ask` draws a question about a table and refuses (None) when the table gives no good one: every
-question is such that the sloppy programs print something else than the truth, so that only careful work scores. Programs are
-templates over the question's names; the truth is computed here from the rows, never by running a program.
+`ask` of a kind draws a question about a table, or returns None if the table yields no good one: the sloppy programs must print something
+other than the truth, so that only careful work scores. Programs are templates over the question's names. The truth is computed from the
+rows, never by running a program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROUNDED = 0.0051  # answers to two decimals may differ from the exact value by h
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of text cells, and what the columns are good for. A source of questions, generated or real."""
+    """A source of questions, generated or real: rows of text cells, and the roles of the columns."""
 
     stem: str
     other: str  # stem of a second file, for questions that need two
@@ -35,7 +35,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question drawn from a table: the names its phrasings and programs use, its files, and the truth."""
+    """A question about a table: the names in its phrasings and programs, its files, and the truth."""
 
     names: Mapping[str, str]
     files: Mapping[str, str]

@@ -1,9 +1,9 @@
 """Names for generated tables. Training and held-out tables draw from disjoint word pools, decided by a hash of the word.
 
-A word is an English word from `ENGLISH`, a blend of two, or a made-up one; `belongs` gives each word to exactly one of the two
-splits. Every name has such a word, so no file, or value name can appear in both. Units, joining words, common words
-(`date`, `name`, ...: never a whole name) and bare numbers are shared. Blends matter: a policy that has only seen words it can
-complete from memory does so instead of copying.
+A word is an English word from `ENGLISH`, a blend of two, or an invented one; `belongs` assigns each word to exactly one of the two
+splits. Every name contains such a word, so no file, column or value name appears in both. Units, joining words, common words (`date`,
+`name`, ...: never a full name) and bare numbers are shared. Blends matter: a policy that has only seen words it can complete from memory
+completes them instead of copying.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ ACCENTED = _words("é è ç ã å ö ü ñ í ó ô ā")
 
 
 def belongs(word: str) -> Split:
-    """The split that owns a word, whatever its case: one word in four is held out."""
+    """The split that owns a word, ignoring case; one word in four is held out."""
     return Split.HELDOUT if zlib.crc32(word.lower().encode()) % 4 == 0 else Split.TRAIN
 
 
 class Names:
-    """Random names for one table, made of words that belong to `split`. Never gives the same name twice.
+    """Random names for one table, from words that belong to `split`. Never returns the same name twice.
 
-    Plain names are one or two words, as most tables have them. Wild ones are longer, more often made up and in every style:
-    what the base policy's demonstrations use, so that it learns to copy whatever it reads.
+    Plain names are one or two words, as in most tables. Wild names are longer, more often invented, and in every style; the base policy's
+    demonstrations use them, so that it learns to copy any text.
     """
 
     def __init__(self, rng: Random, split: Split, *, wild: bool) -> None:
@@ -122,13 +122,13 @@ class Names:
     def phrases(self, count: int) -> list[str]:
         """`count` distinct phrases of one to five words over a small vocabulary, so that words recur."""
         vocabulary = [self._cased(self.word()) for _ in range(max(4, count // 3))]
-        found: dict[str, None] = {}
-        while len(found) < count:
+        chosen: dict[str, None] = {}
+        while len(chosen) < count:
             words = [self.rng.choice(vocabulary) for _ in range(self.rng.choice((1, 2, 2, 3, 3, 4, 5) if self.wild else (1, 2, 2, 3)))]
             if len(words) > 2 and self.rng.random() < 0.3:
                 words[1] = self.rng.choice(JOINERS)
-            found[self.rng.choice((" ", " ", " ", ", ")).join(words) if self.rng.random() < 0.15 else " ".join(words)] = None
-        return list(found)
+            chosen[self.rng.choice((" ", " ", " ", ", ")).join(words) if self.rng.random() < 0.15 else " ".join(words)] = None
+        return list(chosen)
 
     def serials(self, count: int) -> list[str]:
         """`count` distinct codes that differ in their number, such as `p17`, `p204` or `Kelm-9`."""

@@ -25,8 +25,8 @@ def test_notes_beyond_the_limits_are_rejected_with_a_message() -> None:
     memory = view().begin()
     assert memory.note("x" * 41) == (False, "not saved: the note has 41 characters, but the limit is 40")
     assert memory.note(" \n\t ")[0] is False and memory.recall("x" * 201)[0] is False
-    assert memory.note("\x1b[2Ja\u202eb\r\nc ") == (True, "saved")
-    assert memory.note("one") == (True, "saved") and memory.note(" one\n") == (True, "already saved")
+    assert memory.note("\x1b[2Ja\u202eb\r\nc ") == (True, "noted")
+    assert memory.note("one") == (True, "noted") and memory.note(" one\n") == (True, "already noted")
     others = [threading.Thread(target=memory.note, args=(f"{number}",)) for number in range(20)]
     for one in others:
         one.start()

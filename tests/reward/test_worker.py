@@ -47,11 +47,11 @@ async def test_failures_are_typed_and_the_next_request_succeeds(
 
 
 async def test_answer_fault_is_distinguished_from_a_broken_function(worker: SubprocessWorker) -> None:
-    assert await worker.evaluate(2, sound=1) == 0.5
+    assert await worker.evaluate(2, control=1) == 0.5
     with pytest.raises(AnswerFault, match="ZeroDivisionError"):
-        await worker.evaluate(0, sound=1)
+        await worker.evaluate(0, control=1)
     with pytest.raises(ControlFailed, match="control request fails too"):
-        await worker.evaluate(0, sound=0)
+        await worker.evaluate(0, control=0)
 
 
 async def test_process_that_cannot_start_is_an_infrastructure_fault() -> None:

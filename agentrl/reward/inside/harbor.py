@@ -50,7 +50,7 @@ def restore(written: Sequence[str], removed: Sequence[str]) -> None:
             os.unlink(os.path.join(HOME, path))
 
 
-def left(name: str) -> str | None:
+def read_reward_file(name: str) -> str | None:
     """The content of a file in the reward folder; None unless it is a regular file of at most `LONGEST` bytes. Does not follow links."""
     fd = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -82,7 +82,7 @@ def main() -> None:
     os.mkdir(EMPTY)  # so that programs find no start-up files of the agent's
     environment = {**os.environ, "HOME": EMPTY, "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     status = subprocess.call(["bash", "/tests/test.sh"], cwd=HOME, stdin=subprocess.DEVNULL, env=environment)
-    said = {"exit": status, "txt": left("reward.txt"), "json": left("reward.json")}
+    said = {"exit": status, "txt": read_reward_file("reward.txt"), "json": read_reward_file("reward.json")}
     report.write(f"{request['secret']} {json.dumps(said)}\n")
     report.close()
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 TESTS, WORK = "/home/agent/tests", "/home/agent/work"
+CHANGING = ("_", "_getini_unknown_type")  # names that change by themselves
 OF_TESTS = ("pytest", "_pytest", "pluggy", "unittest")
 COMMON = "operator json math re collections functools itertools decimal fractions statistics string copy pathlib os io csv datetime random"
 
@@ -47,30 +48,14 @@ def reporter() -> Callable[[str, str], None]:
     return report
 
 
-def guard() -> Callable[[], str]:
-    """Returns a function that describes what the code under test has changed, or returns "". It uses no name that such code can replace."""
-    listed, sort, function_type, text, size, get = list, type, type(guard), str, len, getattr
-    objects, known = gc.get_objects, {id(one) for one in gc.get_objects() if isinstance(one, type)}
-    traced, profiled, nothing = sys.gettrace, sys.getprofile, NotImplemented
+def equality_check() -> Callable[[type, Any], bool]:
+    """Returns a function that says whether an instance of a class equals several different things, or a new object."""
+    nothing, size = NotImplemented, len
     makers = (int, float, str, bytes, list, tuple, dict, set, object)
-    missing, proxy = object(), unittest.mock.MagicProxy
+    missing = object()
     samples = (missing, 7919, -1, 0.5, "a text", b"bytes", [1], (2,), {"a": 3}, {4})
 
-    def parts(module: ModuleType) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:
-        for owner in (module, *(one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__)):
-            for name, value in list(vars(owner).items()):
-                if callable(value) and name not in (
-                    "_",
-                    "_getini_unknown_type",
-                ):  # both change by themselves
-                    yield vars(owner), name, value, getattr(value, "__code__", None)
-
-    common = [importlib.import_module(name) for name in COMMON.split()]
-    watched = [module for name, module in sorted(sys.modules.items()) if name.partition(".")[0] in OF_TESTS]
-    before = [part for module in (builtins, *common, *watched) for part in parts(module)]
-
     def equals(kind: type, compare: Any) -> bool:
-        """Whether an instance is equal to several different things, or to a new object."""
         blanks: list[Any] = [None]
         for maker in makers:
             try:
@@ -90,6 +75,26 @@ def guard() -> Callable[[], str]:
             if size(equal) > 1 or (equal and equal[0] is missing):
                 return True
         return False
+
+    return equals
+
+
+def guard() -> Callable[[], str]:
+    """Returns a function that describes what the code under test has changed, or returns "". It uses no name that such code can replace."""
+    listed, sort, function_type, text, get = list, type, type(guard), str, getattr
+    objects, known = gc.get_objects, {id(one) for one in gc.get_objects() if isinstance(one, type)}
+    traced, profiled = sys.gettrace, sys.getprofile
+    missing, proxy, equals = object(), unittest.mock.MagicProxy, equality_check()
+
+    def parts(module: ModuleType) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:
+        for owner in (module, *(one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__)):
+            for name, value in list(vars(owner).items()):
+                if callable(value) and name not in CHANGING:
+                    yield vars(owner), name, value, getattr(value, "__code__", None)
+
+    common = [importlib.import_module(name) for name in COMMON.split()]
+    watched = [module for name, module in sorted(sys.modules.items()) if name.partition(".")[0] in OF_TESTS]
+    before = [part for module in (builtins, *common, *watched) for part in parts(module)]
 
     def changed() -> str:
         for owner, name, value, code in before:
