@@ -15,7 +15,7 @@ from agentrl.plugins.references import add_project_root, content_root
 from agentrl.records import Episode, ExecResult, SandboxSpec, Score, Task, codec
 from agentrl.records.paths import is_plain_path
 from agentrl.reward import TaskScorer, cleanroom
-from agentrl.reward.rewardfile import reward
+from agentrl.reward.cleanroom import parse_reward
 from agentrl.sandbox.inside import arguments
 from agentrl.task.grading import GRADING_KEY, Grading, Mode, encode_files
 from agentrl.task.outputs import WHOLE_DIRECTORY, collect_outputs, select_files
