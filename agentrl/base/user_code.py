@@ -323,8 +323,8 @@ def cancellation_count() -> int:
 def reraise_if_fatal(error: BaseException, since: int) -> None:
     """Re-raises an error that must end the run instead of one episode: no sandbox backend, ctrl-C, or a cancellation.
 
-    A cancellation is raised even if code in between converted it to another exception. A CancelledError without a cancellation is treated as
-    any other error and not raised.
+    A cancellation is raised even if code in between converted it to another exception. A CancelledError without a cancellation is treated
+    as any other error and not raised.
 
     Args:
         since: `cancellation_count()` at the start of the guarded code.

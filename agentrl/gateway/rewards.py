@@ -64,7 +64,8 @@ class PostedRewards:
             raise RequestError("wrong_key", "Incorrect API key provided.")
 
     def post(self, session: str, body: Any) -> None:
-        """Takes one reward for a session. Raises `RequestError` for one that is none, for a second one, or for a session that is not known."""
+        """Takes one reward for a session. Raises `RequestError` for one that is none, for a second one, or for a session that is not
+        known."""
         asked = known_fields(body, ("value", "parts", "evidence"))
         parts = mapping(asked.get("parts") or {}, "parts")
         if len(parts) > MAX_PARTS:

@@ -94,7 +94,8 @@ def check_size(config: Any, *, values: int, exact: bool) -> int:
 
 
 def load_model(folder: Path, config: Any, dtype: str, *, file: str | None = None) -> Any:
-    """Loads the model of a folder, or of a GGUF file in it, with the learner's attention. Raises `UserError` if the files lack a part of it."""
+    """Loads the model of a folder, or of a GGUF file in it, with the learner's attention. Raises `UserError` if the files lack a part of
+    it."""
     import torch
     from transformers import AutoModelForCausalLM
 

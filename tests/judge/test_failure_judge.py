@@ -140,7 +140,8 @@ def test_command_asks_once_about_unsure_failures(tmp_path: Path) -> None:
         assert isinstance(done.exception, PluginError), "no such file"
         done = call("--judge", f"{tmp_path}/reader.py:poor")
         assert (
-            done.exit_code == 0 and "no rule was sure about 2 traces: 1 calls of the judge, 0 cached answers, 1 beyond its budget" in done.output
+            done.exit_code == 0
+            and "no rule was sure about 2 traces: 1 calls of the judge, 0 cached answers, 1 beyond its budget" in done.output
         )
         done = call("--judge", f"{tmp_path}/reader.py:reader", "--json")
         assert set(counted().values()) == {"misread_output"} and json.loads(done.stdout) == counted()
