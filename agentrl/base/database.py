@@ -27,7 +27,7 @@ _SKIPPED = (0x184D2A50).to_bytes(4, "little")  # starts a frame without content 
 
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """One atomic change. IMMEDIATE takes the write lock first, so what is read inside cannot change before the commit."""
+    """A transaction. It takes the write lock at its start (IMMEDIATE), so that values read in it stay valid until the commit."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield db
@@ -38,9 +38,9 @@ def transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 
 def enter_wal(db: sqlite3.Connection, *, timeout_s: float) -> str:
-    """Turns write-ahead logging on; returns the journal mode, which is another where the file system cannot have it.
+    """Turns write-ahead logging on. Returns the journal mode, which differs if the file system does not support it.
 
-    SQLite's own busy wait does not cover this change, so the wait is here.
+    Waits for locks itself, because the busy timeout of SQLite does not cover this change.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -53,7 +53,7 @@ def enter_wal(db: sqlite3.Connection, *, timeout_s: float) -> str:
 
 
 def make_tables(db: sqlite3.Connection, schema: Sequence[str]) -> None:
-    """Runs the statements of `schema` in a file that is empty. Of several processes that open a new file, one makes the tables."""
+    """Creates the tables of `schema` in an empty file. If several processes open a new file, one of them creates the tables."""
     with transaction(db):
         if read_pragma(db, "user_version") == 0 and not db.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone():
             for statement in schema:
@@ -83,8 +83,8 @@ def connect(path: Path | None, schema: Sequence[str], *, timeout_s: float, longe
 def check_files(path: Path) -> None:
     """Raises `ForeignDatabase` if the file, or one of SQLite's files next to it, is not a regular file in its folder.
 
-    SQLite writes to the files next to it, and follows links: a link would have it overwrite a file of its reader. The files are not
-    opened, because a close would end the locks of other connections of this process.
+    SQLite writes to the files next to it and follows links, so a link could make it overwrite a file of the user. The files are not opened,
+    because closing them would release the locks of other connections of this process.
     """
     for end in ("", "-wal", "-shm", "-journal"):
         try:
@@ -169,7 +169,7 @@ def decompress(body: object, *, most: int | None = None) -> bytes:
 
 
 def is_damaged(error: sqlite3.Error) -> bool:
-    """Whether the file itself is at fault, and not the disk, a lock, the statement, or who uses it: such errors may have no code."""
+    """Whether an error means a damaged file, and not a full disk, a lock or a wrong statement."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 

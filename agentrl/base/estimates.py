@@ -1,4 +1,4 @@
-"""Intervals that more than one room needs: of a share, and Student's distribution for a mean. Standard library only."""
+"""The Wilson interval of a proportion, and Student's t distribution for the interval of a mean. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ LEVEL = 0.95
 
 
 def wilson_interval(share: float, n: float, *, level: float = LEVEL) -> tuple[float, float]:
-    """Wilson's score interval of a share of `n` (Wilson 1927), which stays honest near 0 and 1 and for small n; it holds `share`.
+    """The Wilson score interval of a proportion (Wilson 1927), which is accurate near 0 and 1 and for small n.
 
     Args:
-        n: observations; a fraction where repeats are worth less than so many.
+        share: the observed proportion.
+        n: number of observations; a fraction if repeated observations count less.
     """
     z2 = NormalDist().inv_cdf((1 + level) / 2) ** 2
     center = (share * n + z2 / 2) / (n + z2)
@@ -21,7 +22,7 @@ def wilson_interval(share: float, n: float, *, level: float = LEVEL) -> tuple[fl
 
 
 def student_t_quantile(freedom: int, *, level: float = LEVEL) -> float:
-    """The t that Student's distribution with so many degrees of freedom keeps within, up or down, with probability `level`."""
+    """The t with P(|T| <= t) = `level` for Student's distribution with `freedom` degrees of freedom."""
     low, high = 0.0, 1.0
     while student_t_probability(high, freedom) < level:
         high *= 2
@@ -31,7 +32,7 @@ def student_t_quantile(freedom: int, *, level: float = LEVEL) -> float:
 
 
 def student_t_probability(t: float, freedom: int) -> float:
-    """Probability of |T| <= t: a finite sum for a whole number of degrees of freedom (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4)."""
+    """P(|T| <= t), a finite sum for an integer number of degrees of freedom (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4)."""
     angle = math.atan2(t, math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2

@@ -1,4 +1,4 @@
-"""TOML that somebody else may have written: data, or one kind of error. `tomllib` has three, and takes quadratic time for long keys."""
+"""Parses TOML of third parties with one kind of error. `tomllib` has three, and takes quadratic time for long keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tomllib
 from typing import Any
 
 MAX_LEVELS = 64
-"""Most parts of a dotted key: `a.b.c` has three."""
+"""Largest number of parts of a dotted key: `a.b.c` has three."""
 
 _BITS = 63  # and the sign
 _TEXT = re.compile(r"\"\"\".*?\"\"\"|'''.*?'''|\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'|#[^\n]*", re.DOTALL)
@@ -15,7 +15,7 @@ _KEY = re.compile(r"[\w-]+(?:[ \t]*\.[ \t]*[\w-]+)*")
 
 
 def loads(text: str) -> dict[str, Any]:
-    """The tables of a TOML text. Raises `ValueError`, also for what is nested too deeply and for numbers too long to be read."""
+    """Parses a TOML text. Raises `ValueError`, also for deep nesting and for very long numbers."""
     longest = max((key.count(".") for key in _KEY.findall(_TEXT.sub("x", text))), default=0) + 1
     if longest > MAX_LEVELS:
         raise ValueError(f"has a key of {longest} parts; it may have {MAX_LEVELS}")
@@ -31,7 +31,7 @@ def loads(text: str) -> dict[str, Any]:
 
 
 def _too_long(tables: dict[str, Any]) -> bool:
-    """Whether some integer is none of TOML's (https://toml.io/en/v1.0.0#integer); `tomllib` reads any."""
+    """Whether an integer exceeds 64 bits (https://toml.io/en/v1.0.0#integer), which `tomllib` accepts."""
     left: list[Any] = [tables]
     while left:
         value = left.pop()

@@ -11,7 +11,7 @@ from agentrl.base import secrets
 
 
 def validation_text(error: ValidationError) -> str:
-    """What does not validate, a line for each wrong key; keys of a section alone begin with its class, as in `LearnerConfig.lr`."""
+    """The errors of a validation, one line per key. Keys of a single section start with its class, as in `LearnerConfig.lr`."""
     lines = []
     for item in error.errors(include_url=False):
         path = [str(part) for part in item["loc"]]
@@ -26,13 +26,13 @@ def validation_text(error: ValidationError) -> str:
 
 
 def shortened(value: object) -> str:
-    """A wrong value for an error message, shortened if it is long. A secret is not shown."""
+    """A value for an error message, shortened and without secrets."""
     shown = secrets.HIDDEN if any(secrets.literal_secret_errors(value)) else repr(value)
     return shown if len(shown) <= 200 else f"{shown[:200]}..."
 
 
 def unknown_name(key: str, known: Iterable[str], *, what: str = "key") -> str:
-    """What is said of a key that does not exist."""
+    """The message for an unknown key, with similar and known keys."""
     names = sorted(known)
     near = difflib.get_close_matches(key, names, n=2, cutoff=0.7)
     meant = f"did you mean {' or '.join(near)}? " if near else ""

@@ -72,9 +72,7 @@ def list_failures(
     if as_json:
         print(json.dumps({**digest, "kinds": dict(kinds), "matching": matching, "traces": [asdict(row) for row in rows]}))
         return
-    print(
-        f"{digest['failures']} failures in {digest['episodes']} episodes; {digest['kept']} traces are stored, {digest['dropped']} were dropped"
-    )
+    print(f"{digest['failures']} failures in {digest['episodes']} episodes; {digest['kept']} traces stored, {digest['dropped']} dropped")
     tables = (
         ("tag", digest["tags"]),
         ("reason", digest["why"]),

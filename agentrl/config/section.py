@@ -1,6 +1,6 @@
-"""What the parts of a recipe have in common: they are validated whenever one is made, also from another one, and say what is wrong.
+"""The base class of a recipe and its sections: validation, overrides, and which keys a resumed run may change.
 
-`Section.but` derives a section, or a whole recipe, from another one; overrides of the command line go the same way.
+`Section.but` derives a section or recipe from another one. Overrides of the command line use it too.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class Needs:
 
 
 class Section(BaseModel):
-    """A part of a recipe: frozen, and every unknown key is refused, as is every number that is not finite, which JSON could not keep."""
+    """A section of a recipe. Immutable; unknown keys and infinite or NaN numbers raise an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     def but(self, *overrides: str | Mapping[str, Any], **changes: Any) -> Self:
-        """The same with some keys changed, validated as a whole: `recipe.but("learner.lr=1e-4", name="mine")`.
+        """A validated copy with some keys changed: `recipe.but("learner.lr=1e-4", name="mine")`.
 
         Args:
             overrides: `a.b=value` as on the command line, or a mapping of such dotted keys to values.
-            changes: values by key. A section given whole takes the place of the one before, with its defaults.
+            changes: values by key. A section replaces the previous one, including its defaults.
 
         Raises:
-            RecipeError: a key that does not exist or a value that is not allowed; the message names the key and what is allowed.
+            RecipeError: unknown key or invalid value; the message has the key and the allowed values.
         """
         data = self.model_dump(mode="json")
         for item in (*overrides, changes):
@@ -63,13 +63,13 @@ class Section(BaseModel):
         return build(type(self), data)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy; with `update` it is `but`, so that nothing unknown or impossible gets in (pydantic's own takes anything)."""
+        """A copy; with `update` like `but`, because pydantic's own `model_copy` does not validate."""
         return self.but(update) if update else super().model_copy(deep=deep)
 
     @model_validator(mode="wrap")
     @classmethod
     def _told_well(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Says of an unknown key which ones there are, and which was probably meant. Refuses text that no file could keep."""
+        """Suggests known keys for an unknown one. Rejects text that UTF-8 cannot encode."""
         try:
             made = handler(data)
         except ValidationError as error:
@@ -108,8 +108,8 @@ _RESUMABLE = "resumable"
 
 
 def resumable(default: Any, **bounds: Any) -> Any:
-    """The `Field` of a key that a resumed run may change, with all keys below it. Such a key affects the speed, length, machine or reports
-    of a run, and not what is sampled or learned."""
+    """A `Field` that a resumed run may change, with all keys below it: it affects speed, length, machine or reports, not what is
+    learned."""
     return Field(default, json_schema_extra={_RESUMABLE: True}, **bounds)
 
 
@@ -129,9 +129,9 @@ def resumable_keys(kind: type[Section], prefix: str = "") -> list[str]:
 
 
 def key_docs(kind: type[Section]) -> dict[str, str]:
-    """What the keys of a section do: the text under each in its source, read when it is asked for.
+    """The docstrings of the keys of a section, read from its source.
 
-    pydantic would read it at each import (`use_attribute_docstrings`), a third of what loading a recipe takes.
+    pydantic's `use_attribute_docstrings` would read them at each import, which takes a third of the time to load a recipe.
     """
     told = {}
     for section in reversed(kind.__mro__):
@@ -146,7 +146,7 @@ def key_docs(kind: type[Section]) -> dict[str, str]:
 
 
 def _writable(value: object) -> bool:
-    """Whether UTF-8 can encode all text in it, keys too; sections in it have been asked themselves."""
+    """Whether UTF-8 can encode all text in a value. Nested sections are checked separately."""
     match value:
         case str():
             return encodable(value)
@@ -176,7 +176,7 @@ def build(kind: type[S], data: Mapping[str, Any]) -> S:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field of this type holds, if it holds one, always or optionally."""
+    """The section class of a field with this annotation; None for other fields."""
     if typing.get_origin(annotation) is dict:  # sections by name
         return None
     for one in (annotation, *typing.get_args(annotation)):
@@ -186,12 +186,12 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 
 def named_section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field of this type holds several of, by names that the recipe chooses."""
+    """The section class of a field that maps names to sections; None for other fields."""
     return section_of(typing.get_args(annotation)[1]) if typing.get_origin(annotation) is dict else None
 
 
 def _pair(override: str) -> tuple[str, Any]:
-    """Key and value of `a.b=value`: JSON where it parses as JSON, else text."""
+    """Key and value of `a.b=value`. The value is JSON if it parses as JSON, else text."""
     key, sep, text = override.partition("=")
     if not sep or not key:
         raise RecipeError(f"override {shortened(override)} is not KEY=VALUE", fix="write it as learner.lr=1e-4")
@@ -202,7 +202,7 @@ def _pair(override: str) -> tuple[str, Any]:
 
 
 def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any) -> None:
-    """Lays one value over the data of a section, or raises `RecipeError` for a key that does not exist."""
+    """Sets one value in the data of a section. Raises `RecipeError` for an unknown key."""
     if not isinstance(dotted, str):
         raise RecipeError(f"{shortened(dotted)} is no key", fix='write a key as text, such as "learner.lr"')
     *parents, leaf = dotted.split(".")
@@ -241,7 +241,7 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
 
 
 def _assign_named(node: dict[str, Any], part: str, model: type[Section], names: list[str], value: Any, *, where: str) -> None:
-    """Lays a value over one of several sections of a kind (`judge_servers.small={...}`), or over a key of it."""
+    """Sets a named section (`judge_servers.small={...}`) or a key of it."""
     held = node[part] = dict(node.get(part) or {})
     name, *rest = names
     if not rest:

@@ -1,9 +1,7 @@
-"""The parts of a run that a recipe names: those that ship, by word, and anybody's, by reference. What ships is named in the same way.
+"""The replaceable parts of a run: built-in ones, which a recipe selects by name, and user-supplied ones, by plug-in reference.
 
-A word stands for a reference to a part of agentrl; every other name is resolved by `agentrl.plugins`: `module:attr`, `./file.py:attr`,
-or an entry point of the group `agentrl.plugins`. Whatever a reference gives is held to the protocol of its kind, which says how it is
-called, before anything starts. Docs: "Bring your own parts".
-"""
+The name of a built-in part stands for a plug-in reference into agentrl. Every other name is resolved by `agentrl.plugins.references`.
+Before a run starts, each part is checked against the protocol of its kind. See docs/parts.md."""
 
 from __future__ import annotations
 
@@ -24,19 +22,19 @@ from agentrl.plugins import references
 from agentrl.plugins.protocol_checks import ProtocolError, promised_class, protocol_errors, signature_error
 
 Options = dict[str, JsonValue]
-"""Keyword arguments for a part that is named by reference; JSON, so that `recipe.json` keeps them."""
+"""Keyword arguments of a user-supplied part. They must be JSON, because recipe.json stores them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartKind:
-    """One kind of part: where a recipe names it, what ships, and the protocol that it fulfils."""
+    """A kind of part: its recipe key, the built-in parts, and the protocol."""
 
     key: str
     what: str
-    shipped: Mapping[str, str]  # word -> reference
-    protocol: str  # reference
-    has_defaults: bool = False  # whether a method that is inherited from the protocol will do
-    given: tuple[str, ...] | None = ()  # arguments of its factory, `*` before those by keyword; None: it is no factory, but called itself
+    shipped: Mapping[str, str]  # name of a built-in part -> plug-in reference
+    protocol: str  # plug-in reference
+    has_defaults: bool = False  # whether methods inherited from the protocol count
+    given: tuple[str, ...] | None = ()  # arguments of its factory, `*` before keyword arguments; None: the part is called directly
 
 
 BACKEND = PartKind(
@@ -111,7 +109,7 @@ KINDS = (AGENT, BACKEND, CHANNEL, STORE, TRACKER, ADVANTAGE, LOSS)
 
 
 def check_name(kind: PartKind, name: str) -> str:
-    """The name, if it is a word of this kind, looks like a reference, or is an installed entry point. Imports nothing; `ValueError`."""
+    """Returns the name if it is a built-in part, has the form of a reference, or is an installed entry point; else `ValueError`."""
     if name in kind.shipped or ":" in name or name in references.installed_plugins():
         return name
     known = [*kind.shipped, *references.installed_plugins()]
@@ -121,7 +119,7 @@ def check_name(kind: PartKind, name: str) -> str:
 
 
 def check_options(kind: PartKind, name: str, options: Mapping[str, Any]) -> None:
-    """Raises `ValueError` where options would do nothing."""
+    """Raises `ValueError` if options would have no effect."""
     if options and name in kind.shipped:
         raise ValueError(f"options do nothing with {kind.key}={name}: they are for a part that is named by reference")
 
@@ -136,19 +134,19 @@ LossName = Annotated[str, AfterValidator(partial(check_name, LOSS)), LOSS]
 
 
 def load_part(kind: PartKind, name: str, options: Mapping[str, Any] | None = None) -> Any:
-    """What a name stands for: the factory of a part, or an estimator or loss itself, with its options laid over it.
+    """Loads the factory of a part, or an estimator or loss with its options.
 
-    Raises `PluginError` when it does not resolve, or does not fulfil the protocol of its kind: the message names what is missing; and
-    `UserError` for a secret among the options that is not where they say.
+    Raises `PluginError` if the name does not resolve or does not conform to the protocol, and `UserError` for an option that refers to a
+    missing secret.
     """
     found = references.resolve(kind.shipped[name]) if name in kind.shipped else _held(kind, name, options or {})
     return partial(found, **secrets.resolve_options(options)) if options else found
 
 
 def make_part(kind: PartKind, name: str, options: Mapping[str, Any] | None, *arguments: Any, **named: Any) -> Any:
-    """A part, made by its factory with these arguments and its options, and held to its protocol once more.
+    """Creates a part with its factory and checks it against its protocol.
 
-    Raises `PluginError` as `load_part` does, and for whatever somebody else's factory raises that is no error of ours.
+    Raises `PluginError` as `load_part` does, and for any foreign exception of a user-supplied factory.
     """
     factory = load_part(kind, name, options)
     if name in kind.shipped:
@@ -168,7 +166,7 @@ def make_part(kind: PartKind, name: str, options: Mapping[str, Any] | None, *arg
 
 
 def _held(kind: PartKind, name: str, options: Mapping[str, Any]) -> Any:
-    """Somebody's part, resolved and held to the protocol, as far as can be told without calling it."""
+    """Resolves a user-supplied part and checks it against the protocol without calling it."""
     try:
         found = references.resolve(name)
     except PluginError as error:
@@ -199,7 +197,7 @@ def _held(kind: PartKind, name: str, options: Mapping[str, Any]) -> Any:
 
 
 def _call(kind: PartKind) -> tuple[list[None], dict[str, None]]:
-    """Stand-ins for the arguments that a factory of this kind is called with."""
+    """Placeholders for the arguments of a factory of this kind."""
     names = list(kind.given or ())
     at = names.index("*") if "*" in names else len(names)
     return [None] * at, dict.fromkeys(names[at + 1 :])

@@ -1,6 +1,6 @@
-"""Whether somebody's class, object or function fulfils a protocol of ours: looked at before anything is started, without calling it.
+"""Checks whether a user-supplied class, object or function conforms to a protocol, without calling it.
 
-A missing method is named with the signature to write, a method that cannot be called as we call it with both signatures.
+The message for a missing method has the signature to write; for a method with a wrong signature it has both signatures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from agentrl.base.validation import unknown_name
 
 
 class ProtocolError(NamedTuple):
-    """One thing that keeps a candidate from fulfilling a protocol, and what to write instead."""
+    """One way in which a candidate violates a protocol, and the fix."""
 
     problem: str
     fix: str
@@ -22,11 +22,10 @@ class ProtocolError(NamedTuple):
 def protocol_errors(
     candidate: Any, protocol: type, options: Mapping[str, Any] | None = None, *, has_defaults: bool = False
 ) -> list[ProtocolError]:
-    """What a class, an object, or a function (for a protocol that is called) lacks of `protocol`; empty when it fulfils it.
+    """How a class, an object, or a function (for a callable protocol) violates `protocol`; empty if it conforms.
 
-    Attributes that are no methods are looked for on objects alone: a class may set them when one is made. `options` are keyword
-    arguments besides those of the protocol, for one that is called. A method that is merely inherited from the protocol is no method,
-    unless the protocol `has_defaults`.
+    Data attributes are checked on objects only, because a class may set them in `__init__`. `options` are additional keyword arguments of a
+    callable protocol. A method inherited from the protocol does not count, unless the protocol `has_defaults`.
     """
     found: list[ProtocolError] = []
     for name, wanted in _methods(protocol).items():
@@ -43,7 +42,7 @@ def protocol_errors(
 
 
 def signature_error(function: Callable[..., Any], *given: Any, **named: Any) -> str:
-    """Why `function` cannot be called with these arguments; empty when it can, or when Python cannot tell (a built-in)."""
+    """Why `function` cannot be called with these arguments; empty if it can, or if its signature is unknown."""
     try:
         signature = inspect.signature(_made_by(function))
     except (TypeError, ValueError):
@@ -61,7 +60,7 @@ def signature_error(function: Callable[..., Any], *given: Any, **named: Any) -> 
 
 
 def _made_by(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a call of `function` goes to. A class that has its `__init__` from a Protocol takes no more than `object` does."""
+    """The callable behind `function`. A class that inherits `__init__` from a Protocol takes no arguments."""
     if inspect.isclass(function) and all(getattr(base, "_is_protocol", base is object) for base in _bases_with_init(function)):
         return lambda: None
     return function
@@ -72,7 +71,7 @@ def _bases_with_init(kind: type) -> list[type]:
 
 
 def _methods(protocol: type) -> dict[str, Callable[..., Any]]:
-    """The public methods of a protocol and of those it extends, and `__call__`."""
+    """The public methods of a protocol and its bases, and `__call__`."""
     found: dict[str, Callable[..., Any]] = {}
     for base in reversed(protocol.__mro__):
         if getattr(base, "_is_protocol", False):
@@ -91,7 +90,7 @@ def _counts(name: str) -> bool:
 
 
 def _looked_up(candidate: Any, name: str) -> Any:
-    if name == "__call__" and inspect.isclass(candidate):  # every class has the one of its metaclass
+    if name == "__call__" and inspect.isclass(candidate):  # every class has the `__call__` of its metaclass
         return next((vars(base)[name] for base in candidate.__mro__ if name in vars(base)), None)
     return getattr(candidate, name, None)
 
@@ -102,7 +101,7 @@ def _is_unbound(candidate: Any, name: str) -> bool:
 
 
 def _misfit(name: str, theirs: Callable[..., Any], wanted: Callable[..., Any], *, unbound: bool, options: Mapping[str, Any]) -> str:
-    """Why a method cannot stand in for the protocol's: its arguments, or one of the two is awaited and the other is not."""
+    """Why a method does not match the method of the protocol: other arguments, or only one of them is async."""
     ours = list(inspect.signature(wanted).parameters.values())[1:]
     given = [None] * (len([one for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD]) + unbound)
     fewest = [None] * (len([one for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty]) + unbound)
@@ -122,20 +121,20 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _promises(function: Callable[..., Any]) -> bool:
-    """Whether a plain function says that it gives something to await."""
+    """Whether the annotation of a plain function says that it returns an awaitable."""
     said = str(inspect.signature(function).return_annotation)
     return any(word in said for word in ("Awaitable", "Coroutine", "Future"))
 
 
 class _Raw(str):
-    """An annotation that is shown as it was written."""
+    """An annotation that is printed as it is written."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def _written(name: str, wanted: Callable[..., Any]) -> str:
-    """The protocol's method as its first line in a class body."""
+    """The first line of a method of the protocol, as in a class body."""
     signature = inspect.signature(wanted)
     parameters = [one.replace(annotation=_raw(one.annotation)) for one in signature.parameters.values()]
     shown = signature.replace(parameters=parameters, return_annotation=_raw(signature.return_annotation))
@@ -147,7 +146,7 @@ def _raw(annotation: Any) -> Any:
 
 
 def promised_class(factory: Callable[..., Any]) -> type | None:
-    """The class that a factory function says it returns; None when it says none, or one that cannot be looked up."""
+    """The class in the return annotation of a factory; None if there is none or it cannot be resolved."""
     try:
         said = inspect.signature(factory, eval_str=True).return_annotation
     except (NameError, TypeError, ValueError, AttributeError, SyntaxError):

@@ -1,6 +1,6 @@
-"""Resolves references to user content: `module:attr`, `./file.py:attr`, or the name of an entry point.
+"""Resolves plug-in references: `module:attr`, `./file.py:attr`, or the name of an entry point.
 
-The only place that imports user content. References come from recipes and tasks, never from a sandbox, a judge or a model.
+No other module imports user-supplied code. References come from recipes and tasks, never from a sandbox, a judge or a model.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ CONTENT = (
     "recipes/agents",
     "evals/regressions",
 )
-"""What `agentrl init` copies: a wheel carries it under `agentrl/_project`, an editable install finds it in the repository."""
+"""The files that `agentrl init` copies. A wheel has them under `agentrl/_project`, an editable install in the repository."""
 
 
 def add_project_root(root: Path) -> None:
-    """Puts a project's root first on `sys.path`, so that `rewards.tables:exact_answer` means the project's own file."""
+    """Puts the root of a project first on `sys.path`, so that `rewards.tables:exact_answer` refers to a file of the project."""
     text = str(root.resolve())
     if sys.path[:1] != [text]:
         sys.path.insert(0, text)
 
 
 def project_root(path: Path) -> Path:
-    """The nearest folder above a file or folder that holds a pyproject.toml, else the current directory."""
+    """The nearest folder above a path with a pyproject.toml; else the current directory."""
     for folder in path.resolve().parents:
         if (folder / "pyproject.toml").is_file():
             return folder
@@ -74,7 +74,7 @@ def project_root(path: Path) -> Path:
 
 
 def content_root() -> Path:
-    """The folder that holds `sandboxes`, `rewards`, `recipes` and `evals`. Raises `UserError` if neither location has them."""
+    """The folder with the shipped `sandboxes`, `rewards`, `recipes` and `evals`. Raises `UserError` if it is missing."""
     for root in (PACKAGE / "_project", PACKAGE.parent):
         if all((root / part).exists() for part in CONTENT):
             return root
@@ -82,7 +82,7 @@ def content_root() -> Path:
 
 
 def resolve(reference: str) -> Any:
-    """The object a reference names. Raises `PluginError` that says which half did not resolve.
+    """The object that a reference denotes. Raises `PluginError` with the part that did not resolve.
 
     `pkg.module:attr`   a module on `sys.path` (the project root is on it)
     `./path/file.py:attr`   a file, relative to the current directory
@@ -139,7 +139,7 @@ def _load_file(path_text: str, reference: str) -> ModuleType:
 
 
 def _failed(reference: str, error: BaseException) -> PluginError:
-    """What user code raised while it was imported, at which line of it, and what to do. Errors of ours keep their own fix."""
+    """The error for an exception at the import of user-supplied code, with its location. Errors of agentrl keep their fix."""
     at = raise_location(error) or reference
     if isinstance(error, SyntaxError):
         at = at if error.filename is not None else reference  # of a zero byte Python says neither file nor line
@@ -154,7 +154,7 @@ def _failed(reference: str, error: BaseException) -> PluginError:
 
 
 def installed_plugins() -> tuple[str, ...]:
-    """Names of the entry points of the group `agentrl.plugins` in installed packages; imports none of them."""
+    """The names of installed entry points in the group `agentrl.plugins`, without importing them."""
     return tuple(sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)}))
 
 

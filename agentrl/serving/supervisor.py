@@ -344,8 +344,8 @@ class SupervisedServer:
         if not diff <= serving.probe_max_abs_diff:
             raise ServingError(
                 f"{self.title} was started with version {version.number}, and its logprobs differ by {diff:.3g} nats from"
-                f" {folder / PROBE_FILE}; the limit is serving.probe_max_abs_diff={serving.probe_max_abs_diff:g}\n  fix: restore the published"
-                " weights, or set policy.dtype to the learner's (bfloat16 needs a limit of about 0.15)"
+                f" {folder / PROBE_FILE}; the limit is serving.probe_max_abs_diff={serving.probe_max_abs_diff:g}\n"
+                "  fix: restore the published weights, or set policy.dtype to the learner's (bfloat16 needs a limit of about 0.15)"
             )
 
     async def _stop(self) -> None:
