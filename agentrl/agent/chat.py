@@ -75,24 +75,24 @@ class ChatFormat:
         self._fence = ControlTokenEscaper(control)
         self._control_ids = frozenset(control.values()) - {tokenizer.unk_token_id}  # any text may contain the unknown token
         self._withheld: dict[object, tuple[int, ...]] = {}  # by the number of outputs and their calls
-        found = find_form(self._renderer, control, str(tokenizer.eos_token), tool_format)
-        self._seam, self._form = found.seam, found.form
+        detected = find_form(self._renderer, control, str(tokenizer.eos_token), tool_format)
+        self._seam, self._form = detected.seam, detected.form
         self._check_control_tokens()
-        self.tool_format = found.form.name
-        self.form_summary = f"tool calls: {found.form.name} ({found.how})"
+        self.tool_format = detected.form.name
+        self.form_summary = f"tool calls: {detected.form.name} ({detected.how})"
         delta = self._renderer.ids(self._seam.between(SHOWN))
-        ends = {end for end in found.ends if end not in found.form.inner}
-        handed = {*found.form.hands_over, *(ends if len(ends) > 1 else ())}
+        ends = {end for end in detected.ends if end not in detected.form.inner}
+        handed = {*detected.form.hands_over, *(ends if len(ends) > 1 else ())}
         self._hands_over = delta[0] in {control.get(end) for end in handed}  # a turn may end with the first token of the next one
-        known = (control.get(end) for end in (*found.form.ends, *found.form.hands_over, *sorted(ends)))
+        known = (control.get(end) for end in (*detected.form.ends, *detected.form.hands_over, *sorted(ends)))
         stops = [int(tokenizer.eos_token_id), delta[0], *(end for end in known if end is not None)]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stops))
-        own = {control.get(token) for token in (*found.form.inner, *THINK)} | {*self._renderer.ids(found.written), *stops}
+        own = {control.get(token) for token in (*detected.form.inner, *THINK)} | {*self._renderer.ids(detected.written), *stops}
         self._forged = frozenset(self._controls(delta)) - own
         marked = THINK[1] in str(tokenizer.chat_template) or THINK[1] in control
         self.thinking = Thinking(end=self._renderer.ids(f"\n{THINK[1]}\n\n"), unfinished=self._unfinished) if marked else None
         self.thinks_first = self._renderer.text([{"role": "user", "content": "-"}]).rstrip().endswith(THINK[0])
-        self.rewrite_reason = self._check_extended(found, rewritten)
+        self.rewrite_reason = self._check_extended(detected, rewritten)
 
     @property
     def exact(self) -> bool:
@@ -238,8 +238,8 @@ class ChatFormat:
     def _delta(self, outputs: Sequence[str], names: Sequence[str], numbers: Sequence[str]) -> tuple[int, ...]:
         return self._renderer.ids(self._seam.between(outputs, names, numbers))
 
-    def _check_extended(self, found: TemplateForm, rewritten: Rewritten) -> str:
-        reason = rewrites(self._renderer, self._seam, found)
+    def _check_extended(self, detected: TemplateForm, rewritten: Rewritten) -> str:
+        reason = rewrites(self._renderer, self._seam, detected)
         if reason and rewritten == "refuse":
             raise UserError(
                 f"policy.model: its chat template cannot be extended exactly: {reason}",

@@ -217,11 +217,11 @@ def _written(renderer: Renderer, seam: Seam, calls: tuple[ToolCall, ...]) -> str
     return renderer.said(new[same:]).removesuffix(delta)
 
 
-def rewrites(renderer: Renderer, seam: Seam, found: TemplateForm) -> str:
+def rewrites(renderer: Renderer, seam: Seam, detected: TemplateForm) -> str:
     """Returns why a template cannot be extended exactly; empty if random conversations equal the sum of their parts."""
     for seed in range(4):
         messages, schemas = _random_opening(renderer, seed)
-        if reason := _rewrites(renderer, seam, found, messages, schemas, random.Random(seed)):
+        if reason := _rewrites(renderer, seam, detected, messages, schemas, random.Random(seed)):
             return reason
     return ""
 
@@ -238,13 +238,18 @@ def _random_opening(renderer: Renderer, seed: int) -> tuple[list[Message], tuple
 
 
 def _rewrites(
-    renderer: Renderer, seam: Seam, found: TemplateForm, messages: list[Message], schemas: Sequence[Mapping[str, Any]], draw: random.Random
+    renderer: Renderer,
+    seam: Seam,
+    detected: TemplateForm,
+    messages: list[Message],
+    schemas: Sequence[Mapping[str, Any]],
+    draw: random.Random,
 ) -> str:
     """Renders one conversation in full after each of three rounds."""
     before, calls_so_far = renderer.text(renderer.messages(messages), schemas), 0
     thinks = renderer.knows_thinking and not before.rstrip().endswith(THINK[1])  # otherwise the template disables reasoning
     for _ in range(3):
-        calls = tuple(_random_call(draw) for _ in range(draw.randint(1, 2) if found.parallel else 1)) if seam.shows_calls else ()
+        calls = tuple(_random_call(draw) for _ in range(draw.randint(1, 2) if detected.parallel else 1)) if seam.shows_calls else ()
         thought = f"{draw.choice(_TEXTS)}{MARK}" if thinks and draw.random() < 0.7 else ""
         outputs = [draw.choice(_TEXTS) for _ in range(max(1, len(calls)))]
         text = "" if calls else draw.choice(_TEXTS)

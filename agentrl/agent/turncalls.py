@@ -46,9 +46,9 @@ async def run_calls(
     return tuple(results), None
 
 
-async def run_call(episode: LiveEpisode, tools: Toolbox, call: ToolCall, made: Counter[str]) -> ToolOutcome:
-    """Runs one call and adds it to `made`, the episode's calls so far (`count_calls`)."""
-    return (await _run(episode, tools, [call], [_refused(episode, tools, call, made)]))[0][0]
+async def run_call(episode: LiveEpisode, tools: Toolbox, call: ToolCall, spent: Counter[str]) -> ToolOutcome:
+    """Runs one call and adds it to `spent`, the episode's calls so far (`count_calls`)."""
+    return (await _run(episode, tools, [call], [_refused(episode, tools, call, spent)]))[0][0]
 
 
 def _batches(tools: Toolbox, calls: Sequence[ToolCall]) -> Iterator[list[ToolCall]]:

@@ -1,7 +1,8 @@
-"""Any outside agent program, trained unchanged: an HTTP server speaks its protocol, and keeps what it samples as exact tokens.
+"""Trains any external agent program unchanged: an HTTP server speaks the program's protocol, and records what it samples as exact tokens.
 
 `ExternalProgram` is the `agentrl.protocols.Agent` that runs a program in the episode's sandbox. `Gateway` serves sessions; a `Session`
-answers the requests of one program with what its episode's policy samples."""
+answers the requests of one program with samples of its episode's policy.
+"""
 
 from agentrl.gateway.program import ExternalProgram
 from agentrl.gateway.rewards import posted_reward

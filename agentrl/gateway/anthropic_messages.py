@@ -8,8 +8,8 @@ from typing import Any
 
 from agentrl.gateway import checks
 from agentrl.gateway.checks import Check, array, check_all, flag, known_fields, mapping, text, value_or
+from agentrl.gateway.constraint import Schemas
 from agentrl.gateway.request import MAX_BODY, MAX_TOOLS, Answer, CompletionRequest, RequestError, RequestMessage, said, split_system
-from agentrl.gateway.schemas import Schemas
 from agentrl.records import ToolCall
 
 HINTS: Mapping[str, Check] = {
@@ -83,16 +83,16 @@ def read_count(body: Any) -> CompletionRequest:
     )
 
 
-def write(answer: Answer, asked: CompletionRequest) -> dict[str, Any]:
+def write(answer: Answer, request: CompletionRequest) -> dict[str, Any]:
     """Returns the body of an answer."""
-    return {**_head(answer), "content": _blocks(answer, asked), **_stop(answer), "usage": _usage(answer)}
+    return {**_head(answer), "content": _blocks(answer, request), **_stop(answer), "usage": _usage(answer)}
 
 
-def events(answer: Answer, asked: CompletionRequest) -> Iterator[tuple[str, Any]]:
+def events(answer: Answer, request: CompletionRequest) -> Iterator[tuple[str, Any]]:
     """Yields the name and the data of each event."""
     start = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**_usage(answer), "output_tokens": 0}}
     yield "message_start", {"type": "message_start", "message": start}
-    for index, block in enumerate(_blocks(answer, asked)):
+    for index, block in enumerate(_blocks(answer, request)):
         empty, deltas = _pieces(block, answer)
         yield "content_block_start", {"type": "content_block_start", "index": index, "content_block": empty}
         for delta in deltas:
@@ -153,13 +153,13 @@ def _head(answer: Answer) -> dict[str, Any]:
     return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": answer.model}
 
 
-def _blocks(answer: Answer, asked: CompletionRequest) -> list[dict[str, Any]]:
+def _blocks(answer: Answer, request: CompletionRequest) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
-    if answer.reasoning and asked.options.get("thinking"):
+    if answer.reasoning and request.options.get("thinking"):
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": answer.id})
     if answer.text:
         blocks.append({"type": "text", "text": answer.text})
-    blocks += [{"type": "tool_use", "id": one.id, "name": one.call.name, "input": dict(one.call.arguments)} for one in answer.calls]
+    blocks += [{"type": "tool_use", "id": item.id, "name": item.call.name, "input": dict(item.call.arguments)} for item in answer.calls]
     return blocks
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from agentrl.gateway import checks
 from agentrl.gateway.checks import Check, check_all, mapping, value_or
+from agentrl.gateway.constraint import answer_schema
 from agentrl.gateway.request import MAX_TOOLS, Answer, CompletionRequest, RequestError, RequestMessage, said, split_system
-from agentrl.gateway.schemas import answer_schema
 from agentrl.records import ToolCall
 
 HINTS: Mapping[str, Check] = {
@@ -81,24 +81,24 @@ def read(body: Any) -> CompletionRequest:
     )
 
 
-def write(answer: Answer, asked: CompletionRequest) -> dict[str, Any]:
+def write(answer: Answer, request: CompletionRequest) -> dict[str, Any]:
     """Returns the body of an answer."""
-    choice = {"index": 0, "message": _written(answer, asked), "logprobs": None, "finish_reason": _finish(answer, asked)}
+    choice = {"index": 0, "message": _written(answer, request), "logprobs": None, "finish_reason": _finish(answer, request)}
     return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
 
-def events(answer: Answer, asked: CompletionRequest) -> Iterator[tuple[str, Any]]:
+def events(answer: Answer, request: CompletionRequest) -> Iterator[tuple[str, Any]]:
     """Yields the name (always empty) and the data of each event. A string as data is sent unchanged."""
     head = _head(answer, "chat.completion.chunk")
-    written = _written(answer, asked)
+    written = _written(answer, request)
     calls = written.pop("tool_calls", [])
     pieces: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     pieces += [{name: written[name]} for name in ("reasoning_content", "content", "function_call") if written.get(name)]
     pieces += [{"tool_calls": [{"index": at, **call}]} for at, call in enumerate(calls)]
     for piece in pieces:
         yield "", {**head, "choices": [{"index": 0, "delta": piece, "logprobs": None, "finish_reason": None}]}
-    yield "", {**head, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish(answer, asked)}]}
-    if asked.options.get("include_usage"):
+    yield "", {**head, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish(answer, request)}]}
+    if request.options.get("include_usage"):
         yield "", {**head, "choices": [], "usage": _usage(answer)}
     yield "", "[DONE]"
 
@@ -147,12 +147,12 @@ def _head(answer: Answer, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": answer.created, "model": answer.model}
 
 
-def _written(answer: Answer, asked: CompletionRequest) -> dict[str, Any]:
+def _written(answer: Answer, request: CompletionRequest) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text or (None if answer.calls else ""), "refusal": None}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
     functions = [{"name": called.call.name, "arguments": called.arguments} for called in answer.calls]
-    if functions and asked.options.get("legacy"):
+    if functions and request.options.get("legacy"):
         [message["function_call"]] = functions
     elif functions:
         ids = [called.id for called in answer.calls]
@@ -160,8 +160,8 @@ def _written(answer: Answer, asked: CompletionRequest) -> dict[str, Any]:
     return message
 
 
-def _finish(answer: Answer, asked: CompletionRequest) -> str:
-    called = "function_call" if asked.options.get("legacy") else "tool_calls"
+def _finish(answer: Answer, request: CompletionRequest) -> str:
+    called = "function_call" if request.options.get("legacy") else "tool_calls"
     return "length" if answer.cut else called if answer.calls else "stop"
 
 

@@ -2,7 +2,7 @@
 
 The key of a request is checked only when its head is complete, so any program that reaches the gateway can send bytes before that. uvicorn
 has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing. Neither answers a client that has
-closed its side, and httptools loses the body of a request that offers to change the protocol, as Java's client does.
+closed its sending side, and httptools loses the body of a request that offers to change the protocol, as Java's client does.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ import asyncio
 from typing import Any
 
 IDLE_S = 30.0
-"""For so long a connection may be without a request whose head has arrived whole, at first and after an answer; at most half as much
-again, since it is looked at now and then."""
+"""Seconds without a complete request head after which a connection is closed, with a delay of up to half as long."""
 HEAD_BYTES = 65536
 """Bound on a request line, headers, trailers, and the framing of a chunked body beyond `FRAMING`."""
 FRAMING = 6
-"""Bytes of framing allowed for each byte of a chunked body: a chunk of one byte has five."""
+"""Framing bytes per byte of a chunked body. A chunk of one byte has five."""
 PIPELINED = 16
-"""Requests of a connection that may wait for the answer to an earlier one."""
+"""Requests of a connection that wait for the answer to an earlier one."""
 PIECE = 4096
-"""The parser gets the data in pieces of this size, and the bounds are checked after each."""
+"""Bytes after which the bounds are checked."""
 HALF_CLOSED = "agentrl.half_closed"
-"""Key in a request's ASGI scope: the client has closed its side. It may be waiting for the answer, or may have disconnected."""
+"""Key in a request's ASGI scope: the client has closed its sending side. It may be waiting for the answer, or have disconnected."""
 _OFFERS = (b"upgrade", b"http2-settings")
 _REASON = f"A request's head may have {HEAD_BYTES} bytes.\n".encode()
 TOO_LARGE = (
@@ -32,91 +31,94 @@ TOO_LARGE = (
 
 
 def bounded() -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol, for the installed parser, with these bounds."""
+    """Returns uvicorn's HTTP protocol for the installed parser, with these bounds."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     return bounded_protocol(AutoHTTPProtocol)
 
 
 def bounded_protocol(base: Any) -> type[asyncio.Protocol]:
-    """The uvicorn protocol `base` with these bounds. uvicorn's limit on idle connections starts only after the first answer."""
-    counts = hasattr(base, "on_body")  # httptools. h11 bounds heads, trailers and chunks itself: `h11_max_incomplete_event_size`
+    """Returns the uvicorn protocol `base` with these bounds. uvicorn's limit on idle connections starts only after the first answer."""
+    return type("Bounded", (_Bounds, base), {"counts_framing": hasattr(base, "on_body")})  # h11 bounds heads, trailers and chunks itself
 
-    class Bounded(base):  # type: ignore[misc]
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._framing = 0  # bytes of the request at hand that are no body, less what its body allows
-            self._looks = 0  # in a row that found no request, or the same one, answered
-            self._last: Any = None
-            if counts:
-                self.parser: Any = _Parser(self, self.parser)
-            self._later()
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._look.cancel()
-            super().connection_lost(exc)
+class _Bounds:
+    """Adds bounds to one of uvicorn's HTTP protocols, as the class before it in the method resolution order."""
 
-        def data_received(self, data: bytes) -> None:
-            for start in range(0, len(data), PIECE):
-                if self.transport.is_closing():
-                    return
-                piece = data[start : start + PIECE]
-                self._framing += len(piece) if counts else 0
-                super().data_received(piece)
-                if self._framing > HEAD_BYTES:
-                    self._refuse()
-                elif len(getattr(self, "pipeline", ())) > PIPELINED:  # h11 reads one request at a time
+    counts_framing: bool
+    parser: Any
+    transport: Any
+    cycle: Any
+    loop: asyncio.AbstractEventLoop
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)  # type: ignore[misc]
+        self._framing = 0  # framing bytes of the current request, minus the allowance of its body
+        self._idle_checks = 0  # consecutive checks without a new request
+        self._last: Any = None
+        if self.counts_framing:
+            self.parser = _Parser(self, self.parser)
+        self._schedule_check()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._check.cancel()
+        super().connection_lost(exc)  # type: ignore[misc]
+
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), PIECE):
+            if self.transport.is_closing():
+                return
+            piece = data[start : start + PIECE]
+            self._framing += len(piece) if self.counts_framing else 0
+            super().data_received(piece)  # type: ignore[misc]
+            if self._framing > HEAD_BYTES:
+                if self.cycle is None or self.cycle.response_complete:
+                    self.transport.write(TOO_LARGE)
+                    self.transport.close()
+                else:  # another answer is in progress
                     self.transport.abort()
-
-        def _refuse(self) -> None:
-            """Ends the connection, with an answer unless one is already under way."""
-            if self.cycle is None or self.cycle.response_complete:
-                self.transport.write(TOO_LARGE)
-                self.transport.close()
-            else:
+            elif len(getattr(self, "pipeline", ())) > PIPELINED:  # h11 reads one request at a time
                 self.transport.abort()
 
-        def _later(self) -> None:
-            self._look = self.loop.call_later(IDLE_S / 2, self._looked)
+    def _schedule_check(self) -> None:
+        self._check = self.loop.call_later(IDLE_S / 2, self._check_idle)
 
-        def _looked(self) -> None:
-            asked, self._last = self._last is not self.cycle, self.cycle
-            at_work = self.cycle is not None and not self.cycle.response_complete
-            self._looks = 0 if asked or at_work else self._looks + 1
-            if self._looks > 1:
-                self.transport.abort()
-            else:
-                self._later()
+    def _check_idle(self) -> None:
+        is_new, self._last = self._last is not self.cycle, self.cycle
+        in_progress = self.cycle is not None and not self.cycle.response_complete
+        self._idle_checks = 0 if is_new or in_progress else self._idle_checks + 1
+        if self._idle_checks > 1:
+            self.transport.abort()
+        else:
+            self._schedule_check()
 
-        def eof_received(self) -> bool:
-            """Keeps the connection of a client that has sent its complete request, closed its side, and may be waiting for the answer."""
-            cycle = self.cycle
-            if cycle is None or cycle.response_complete or cycle.more_body:
-                return False
-            cycle.scope[HALF_CLOSED] = True
-            cycle.message_event.set()
-            return True
+    def eof_received(self) -> bool:
+        """Keeps the connection of a client that has sent its complete request, closed its sending side, and may wait for the answer."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        cycle.scope[HALF_CLOSED] = True
+        cycle.message_event.set()
+        return True
 
-        # Called by httptools
+    # Called by httptools
 
-        def on_headers_complete(self) -> None:
-            if not self.parser.should_upgrade():  # otherwise the head is parsed again
-                super().on_headers_complete()
+    def on_headers_complete(self) -> None:
+        if not self.parser.should_upgrade():  # otherwise the head is parsed again
+            super().on_headers_complete()  # type: ignore[misc]
 
-        def on_body(self, body: bytes) -> None:
-            self._framing = max(0, self._framing - (1 + FRAMING) * len(body))
-            super().on_body(body)
+    def on_body(self, body: bytes) -> None:
+        self._framing = max(0, self._framing - (1 + FRAMING) * len(body))
+        super().on_body(body)  # type: ignore[misc]
 
-        def on_message_complete(self) -> None:
-            if not self.parser.should_upgrade():
-                self._framing = 0
-                super().on_message_complete()
-
-    return Bounded
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            self._framing = 0
+            super().on_message_complete()  # type: ignore[misc]
 
 
 class _Parser:
-    """httptools' parser, but ignores an offer to change the protocol: the request is answered in HTTP/1.1.
+    """httptools' parser, which ignores an offer to change the protocol: the request is answered in HTTP/1.1.
 
     httptools treats the bytes after the head of such a request as the other protocol. So the head is parsed again without the offer.
     """
@@ -136,7 +138,7 @@ class _Parser:
                 return
             except httptools.HttpParserUpgrade as offer:
                 if self._parser.get_method() == b"CONNECT":
-                    raise httptools.HttpParserError("this is no proxy") from None
+                    raise httptools.HttpParserError("not a proxy") from None
                 data = self._head() + data[offer.args[0] :]
                 self._parser = httptools.HttpRequestParser(self._protocol)
                 self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
@@ -146,7 +148,7 @@ class _Parser:
         lines = [b"%b %b HTTP/%b" % (self._parser.get_method(), self._protocol.url, self._parser.get_http_version().encode())]
         for name, value in self._protocol.headers:
             if name == b"connection":
-                value = b", ".join(one.strip() for one in value.split(b",") if one.strip().lower() not in _OFFERS)
+                value = b", ".join(part.strip() for part in value.split(b",") if part.strip().lower() not in _OFFERS)
             if name not in _OFFERS and value:
                 lines.append(name + b": " + value)
         return b"\r\n".join((*lines, b"", b""))

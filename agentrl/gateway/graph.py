@@ -1,9 +1,9 @@
-"""The conversations of a session: finds the completion that a request continues, by the sampled text and the structure of the rest.
+"""The conversations of a session: finds the sampled turn that a request continues, by the sampled text and the structure of the rest.
 
-A node is one sampled turn. A request finds it by a digest of the conversation up to it. The digest ignores what clients change: reasoning,
-white space, the order of JSON keys, ids of calls, system messages at the head, and the number of messages into which a turn is split. If
-nodes have the same digest, the ids decide. A request that matches no conversation starts another context. It continues the conversation
-with the same opening; if there is none, its content determines its parent.
+A request finds a turn by a digest of the conversation up to it. The digest ignores what clients change: reasoning, white space, the order
+of JSON keys, call ids, system messages at the head, and the number of messages into which a turn is split. If several turns have the same
+digest, call ids decide. A request that matches no turn starts another context. It belongs to the conversation with the same opening; if
+there is none, its content determines its parent.
 """
 
 from __future__ import annotations
@@ -11,26 +11,24 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
-from agentrl.gateway.request import CompletionRequest, RequestMessage, split_reasoning
+from agentrl.gateway.request import CompletionRequest, RequestMessage, said, split_reasoning
 from agentrl.gateway.tokens import Parsed
 from agentrl.protocols import LiveTrajectory
-from agentrl.records import Parent, ToolCall
+from agentrl.records import Parent, ToolCall, ToolResult
 
 MAX_CALLING = 16
-"""Turns with calls that are running, and texts of one call, in which the task of a sub-agent is looked for."""
-
+"""Turns with running calls, and texts of one call, that are searched for the task of a sub-agent."""
 QUOTED = 32
-"""Characters of a completion that another context must hold whole, to be taken for one that goes on from it."""
-
+"""Characters of a completion that another context must quote to belong to it."""
 MAX_SEARCHED = (256, 16, 1 << 18)
-"""Newest turns whose words are looked for in another context, its texts that are looked at, and characters of each: time is bounded."""
-
+"""Bounds of a search: newest turns, texts of the request, and characters of each text."""
 SAME_SYSTEM = 0.5
-"""Share of its characters that the longer of two system messages must have in common with the other, line by line, to be the same."""
+"""Share of the longer system message's characters, in common lines, above which two system messages count as the same."""
 
 
 class End:
@@ -40,26 +38,27 @@ class End:
     consecutive assistant messages are concatenated.
     """
 
-    __slots__ = ("_before", "_calls", "_words")
+    __slots__ = ("_before", "_calls", "_text")
 
     def __init__(self, before: bytes = b"") -> None:
         self._before = before
-        self._words: Any = None  # hashes, of a turn
+        self._text: Any = None  # hashes, of a turn
         self._calls: Any = None
 
     @property
     def digest(self) -> bytes:
-        if self._words is None:
+        """The digest of the conversation."""
+        if self._text is None:
             return self._before
-        return _digest(self._before, b"assistant\0", self._words.digest(), self._calls.digest())
+        return _digest(self._before, b"assistant\0", self._text.digest(), self._calls.digest())
 
     def said(self, content: str, calls: Iterable[tuple[str, Mapping[str, Any]]]) -> End:
-        """The end after another message of the assistant."""
+        """Returns the end after another message of the assistant."""
         end = End(self._before)
-        end._words = blake2b(digest_size=16) if self._words is None else self._words.copy()
+        end._text = blake2b(digest_size=16) if self._text is None else self._text.copy()
         end._calls = blake2b(digest_size=16) if self._calls is None else self._calls.copy()
-        _, words = split_reasoning(content)
-        end._words.update("".join(words.split()).encode("utf-8", "surrogatepass"))
+        _, text = split_reasoning(content)
+        end._text.update("".join(text.split()).encode("utf-8", "surrogatepass"))
         for name, arguments in calls:
             end._calls.update(json.dumps((name, dict(arguments)), sort_keys=True).encode() + b"\0")
         return end
@@ -67,71 +66,102 @@ class End:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """The start of a context, up to the first assistant turn: characters and digest of its text, and whether more follows."""
+    """The start of a context, up to the first assistant turn: length and digest of its text, and whether more follows."""
 
     chars: int
     digest: bytes
-    text: str = field(default="", compare=False)  # only for a request; not kept
+    text: str = field(default="", compare=False)  # only of a request; not stored
     more: bool = False
 
     def begins(self, other: Opening) -> bool:
-        """Whether the other opening continues this one, with more messages or with more text."""
+        """Returns whether the other opening continues this one, with more messages or with more text."""
         if self.chars == other.chars and self.digest == other.digest:
             return other.more
         return 0 < self.chars < other.chars and other.text[self.chars].isspace() and _text_digest(other.text[: self.chars]) == self.digest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What a context starts with."""
+
+    system: Mapping[bytes, int]  # digest -> length of each line of the system messages
+    tools: bytes  # digest
+    opening: Opening
+
+    def same_system(self, other: Context) -> bool:
+        """Returns whether the system messages are mostly the same."""
+        if self.system.keys() == other.system.keys():
+            return True
+        common = sum(length for line, length in self.system.items() if line in other.system)
+        return common >= SAME_SYSTEM * max(sum(self.system.values()), sum(other.system.values()))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampledTurn:
-    """One sampled turn: where it is recorded, and what a request that goes on from it looks like."""
+    """One sampled turn: where it is recorded, and how to recognize a request that continues it."""
 
-    line: LiveTrajectory
+    trajectory: LiveTrajectory
     turn: int
     end: End  # of the conversation, including this turn
-    opening: Opening  # of its context
-    messages: int  # of the request that it answers
-    system: frozenset[bytes]  # the lines of the system messages, and their lengths
-    lengths: Mapping[bytes, int]
-    tools: bytes
+    context: Context
+    messages: int  # of the answered request
     all_ids: tuple[str, ...]  # of all its calls
-    withheld: Mapping[str, str]  # why a call was not given to the client, by its id
-    tokens: int  # of the context, this turn included
+    withheld: Mapping[str, str]  # id -> reason, for calls that the client did not receive
+    tokens: int  # of the context, including this turn
     ended: bool  # by its last token
     answer_id: str
     parsed: Parsed
-    text: str  # as the client has it
+    text: str  # as the client received it
 
     @property
     def parent(self) -> Parent:
-        return Parent(trajectory=self.line.index, turn=self.turn)
+        """The turn as the parent of another context."""
+        return Parent(trajectory=self.trajectory.index, turn=self.turn)
+
+    @property
+    def calls(self) -> Sequence[ToolCall]:
+        """All its calls."""
+        return self.trajectory.turns[self.turn].message.tool_calls
 
     @property
     def call_ids(self) -> tuple[str, ...]:
         """The ids of the calls that the client received."""
-        return tuple(one for one in self.all_ids if one not in self.withheld)
+        return tuple(name for name in self.all_ids if name not in self.withheld)
 
-    def tells_calls(self, texts: Sequence[str]) -> bool:
-        """Whether one of the texts contains a string from a call's arguments."""
-        return any(_told(call, texts) for call in self.line.turns[self.turn].message.tool_calls[:MAX_CALLING])
+    def with_withheld(self, new: tuple[RequestMessage, ...]) -> tuple[RequestMessage, ...]:
+        """Returns the messages after this turn, with a result for each withheld call, in the order of the calls."""
+        results = [message for message in new if message.message.role == "tool"]
+        if not (results and self.withheld):
+            return new
+        results += [said("tool", reason, call_id=name, ok=False) for name, reason in self.withheld.items()]
+        order = {name: at for at, name in enumerate(self.all_ids)}
+        results.sort(key=lambda message: order.get(message.call_id, len(order)))
+        return (*results, *(message for message in new if message.message.role != "tool"))
+
+    def results(self, new: Sequence[RequestMessage]) -> list[ToolResult]:
+        """Returns the messages after this turn as results: those of its calls, then all others."""
+        names = dict(zip(self.all_ids, (call.name for call in self.calls), strict=True))
+        tools = [message for message in new if message.message.role == "tool"]
+        results = [ToolResult(name=names.get(each.call_id, "")[:64], output=each.message.content, ok=each.ok) for each in tools]
+        others = [message.message for message in new if message.message.role != "tool"]
+        return [*results, *(ToolResult(name=other.role[:64], output=other.content, ok=True) for other in others)]
+
+    def quoted_in(self, text: str) -> bool:
+        """Returns whether a text contains the answer or the id of a call."""
+        answer = self.parsed.answer.strip()
+        return any(name in text for name in self.call_ids) or (len(answer) >= QUOTED // 2 and answer in text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextMatch:
-    """Where a request belongs.
+    """The context that a request belongs to."""
 
-    `before` is the turn that it goes on from with exact tokens, None: its context is rendered anew. `new` are the messages that come
-    after that. `kind`: next, root, sub_agent or restart, the last being the same agent in a context of its own.
-    """
-
-    kind: str
-    before: SampledTurn | None
+    kind: str  # next, root, sub_agent, or restart: the same agent in a new context
+    before: SampledTurn | None = None  # the turn that the request continues with exact tokens; None: the context is rendered again
     parent: Parent | None
-    new: tuple[RequestMessage, ...]
+    new: tuple[RequestMessage, ...]  # the messages after `before`
     end: End  # of the conversation so far
-    opening: Opening
-    system: frozenset[bytes]
-    lengths: Mapping[bytes, int]
-    tools: bytes
+    context: Context
     system_changed: bool = False
     answers: SampledTurn | None = None  # the turn whose calls no longer run, because the program has written them as text
     aside: bool = False  # whether it may be auxiliary: it quotes its parent, or is requested without the parent's tools
@@ -139,230 +169,226 @@ class ContextMatch:
 
 @dataclass(slots=True)
 class ConversationGraph:
-    """All nodes of a session. Holds digests and ids, never a message."""
+    """All sampled turns of a session. Stores digests and ids, no messages."""
 
     _by_digest: dict[bytes, list[SampledTurn]] = field(default_factory=dict)
     _by_call: dict[str, SampledTurn] = field(default_factory=dict)
     _by_answer: dict[str, SampledTurn] = field(default_factory=dict)
-    _last: dict[int, SampledTurn] = field(default_factory=dict)  # by trajectory
-    _waiting: dict[SampledTurn, set[int]] = field(
-        default_factory=dict
-    )  # its calls that nothing has answered, and no sub-agent has begun at
-    _answered: dict[SampledTurn, set[int]] = field(default_factory=dict)  # those that were answered first, of the newest turns
+    _last: dict[int, SampledTurn] = field(default_factory=dict)  # by trajectory; the newest are at the end
+    _running: dict[SampledTurn, set[int]] = field(default_factory=dict)  # indexes of unanswered calls that no sub-agent belongs to
+    _answered: dict[SampledTurn, set[int]] = field(default_factory=dict)  # the same of answered calls, for the newest turns
 
-    def locate(self, asked: CompletionRequest) -> ContextMatch:
-        """Where a request belongs. Takes time in proportion to its size."""
-        system, lengths = _lines(asked.system)
-        tools = _tools_digest(asked)
-        at, node, ends = self._found(asked)
-        opening = _opening(asked.messages) if node is None else node.opening
-        kept = replace(opening, text="", more=False)
-        known: dict[str, Any] = {"system": system, "lengths": lengths, "tools": tools, "end": ends[-1], "opening": kept}
-        if node is not None and node.tools == tools and (not system or alike(node, system, lengths)):
-            changed = bool(system) and system != node.system
-            new = _renamed(asked.messages, at, node)
-            return ContextMatch(kind="next", before=node, parent=node.parent, new=new, system_changed=changed, **known)
-        known |= {"before": None, "new": asked.messages}
-        if node is not None:
-            return ContextMatch(kind="restart", parent=node.parent, **known)
-        if (node := self._conversation(asked, opening, system, lengths)) is not None:
-            goes_on, aside = node.tools == tools, not asked.tools and node.tools != NO_TOOLS
-            return ContextMatch(kind="restart", parent=node.parent, answers=node if goes_on else None, aside=aside, **known)
-        kind, parent, aside = self._origin(asked, known)
-        return ContextMatch(kind=kind, parent=parent, aside=aside, **known)
+    def locate(self, request: CompletionRequest) -> ContextMatch:
+        """Returns the context that a request belongs to, in time linear in its size."""
+        at, turn, ends = self._last_turn(request)
+        opening = _opening(request.messages) if turn is None else turn.context.opening
+        context = _context(request, replace(opening, text="", more=False))
+        match = partial(ContextMatch, context=context, end=ends[-1])
+        if turn is not None and _continues(turn, context):
+            changed = bool(context.system) and context.system.keys() != turn.context.system.keys()
+            return match(kind="next", before=turn, parent=turn.parent, new=_renamed(request.messages, at, turn), system_changed=changed)
+        match = partial(match, new=request.messages)
+        if turn is not None:
+            return match(kind="restart", parent=turn.parent)
+        if (turn := self._conversation(request, opening, context)) is not None:
+            answers = turn if turn.context.tools == context.tools else None
+            aside = not request.tools and turn.context.tools != NO_TOOLS
+            return match(kind="restart", parent=turn.parent, answers=answers, aside=aside)
+        kind, parent, aside = self._origin(request, context)
+        return match(kind=kind, parent=parent, aside=aside)
 
-    def goes_on(self, asked: CompletionRequest) -> tuple[SampledTurn | None, tuple[RequestMessage, ...]]:
-        """The turn that a request continues with exact tokens, and the messages after it. Does not change the graph."""
-        system, lengths = _lines(asked.system)
-        tools = _tools_digest(asked)
-        at, node, _ = self._found(asked)
-        if node is None or node.tools != tools or (system and not alike(node, system, lengths)):
+    def goes_on(self, request: CompletionRequest) -> tuple[SampledTurn | None, tuple[RequestMessage, ...]]:
+        """Returns the turn that a request continues with exact tokens, and the messages after it. Does not change the graph."""
+        at, turn, _ = self._last_turn(request)
+        if turn is None or not _continues(turn, _context(request, turn.context.opening)):
             return None, ()
-        return node, _renamed(asked.messages, at, node)
+        return turn, _renamed(request.messages, at, turn)
 
-    def rejoin(self, asked: CompletionRequest) -> CompletionRequest:
-        """The request with sampled turns joined again, if the client sends their calls one by one, each with its result."""
-        made: list[RequestMessage] = []
-        turn: tuple[int, SampledTurn] | None = None  # its index in `made`, and the turn
-        for one in asked.messages:
-            node = self._by_call.get(one.call_ids[0]) if one.call_ids else None
-            if one.message.role == "assistant":
-                if turn is not None and node is turn[1] and made[-1].message.role == "tool" and _adds(made[turn[0]], one):
-                    first = made[turn[0]]
-                    message = replace(
-                        first.message,
-                        content="\n".join(filter(None, (first.message.content, one.message.content))),
-                        tool_calls=(*first.message.tool_calls, *one.message.tool_calls),
-                    )
-                    made[turn[0]] = replace(first, message=message, call_ids=(*first.call_ids, *one.call_ids))
-                    continue
-                turn = None if node is None else (len(made), node)
-            elif one.message.role != "tool":
-                turn = None
-            made.append(one)
-        return replace(asked, messages=tuple(made)) if len(made) < len(asked.messages) else asked
+    def rejoin(self, request: CompletionRequest) -> CompletionRequest:
+        """Returns the request with sampled turns joined again, if the client sends their calls separately, each with its result."""
+        joined: list[RequestMessage] = []
+        open_turn: tuple[int, SampledTurn] | None = None  # its index in `joined`, and the turn
+        for part in request.messages:
+            turn = self._by_call.get(part.call_ids[0]) if part.call_ids else None
+            if part.message.role == "assistant":
+                if open_turn is not None and turn is open_turn[1] and joined[-1].message.role == "tool":
+                    first = joined[open_turn[0]]
+                    if not set(part.call_ids) & set(first.call_ids):
+                        message = replace(
+                            first.message,
+                            content="\n".join(filter(None, (first.message.content, part.message.content))),
+                            tool_calls=(*first.message.tool_calls, *part.message.tool_calls),
+                        )
+                        joined[open_turn[0]] = replace(first, message=message, call_ids=(*first.call_ids, *part.call_ids))
+                        continue
+                open_turn = None if turn is None else (len(joined), turn)
+            elif part.message.role != "tool":
+                open_turn = None
+            joined.append(part)
+        return replace(request, messages=tuple(joined)) if len(joined) < len(request.messages) else request
 
-    def add(self, node: SampledTurn) -> None:
-        self._by_digest.setdefault(node.end.digest, []).append(node)
-        self._by_answer[node.answer_id] = node
-        self._by_call.update(dict.fromkeys(node.call_ids, node))
-        self._last.pop(node.line.index, None)  # the newest stand at the end
-        self._last[node.line.index] = node
-        if node.call_ids:
-            self._waiting[node] = {at for at, name in enumerate(node.all_ids) if name not in node.withheld}
+    def add(self, turn: SampledTurn) -> None:
+        """Adds a sampled turn."""
+        self._by_digest.setdefault(turn.end.digest, []).append(turn)
+        self._by_answer[turn.answer_id] = turn
+        self._by_call.update(dict.fromkeys(turn.call_ids, turn))
+        self._last.pop(turn.trajectory.index, None)
+        self._last[turn.trajectory.index] = turn
+        if turn.call_ids:
+            self._running[turn] = {at for at, name in enumerate(turn.all_ids) if name not in turn.withheld}
 
-    def answered(self, node: SampledTurn) -> None:
-        """The conversation goes on after this turn: none of its calls is running any more, but for what they started to go on beside it."""
-        if free := self._waiting.pop(node, None):
-            self._answered[node] = free
+    def answered(self, turn: SampledTurn) -> None:
+        """Records that the conversation continues after this turn: its calls have ended, but sub-agents that they started may run."""
+        if free := self._running.pop(turn, None):
+            self._answered[turn] = free
             while len(self._answered) > MAX_CALLING:
                 self._answered.pop(next(iter(self._answered)))
 
-    def last(self, line: LiveTrajectory) -> SampledTurn | None:
-        return self._last.get(line.index)
+    def last(self, trajectory: LiveTrajectory) -> SampledTurn | None:
+        """Returns the last turn of a trajectory."""
+        return self._last.get(trajectory.index)
 
-    def _found(self, asked: CompletionRequest) -> tuple[int, SampledTurn | None, tuple[End, ...]]:
-        """The index of the last message that ends a sampled turn in its original conversation, and that turn."""
-        start = self._by_answer.get(asked.after)
-        ends = conversation_ends(asked.messages) if start is None else conversation_ends(asked.messages, start.end, start.call_ids)
-        for at in range(len(asked.messages), 0, -1):
-            one = asked.messages[at - 1]
-            if one.message.role == "assistant" and (nodes := self._by_digest.get(ends[at].digest)):
-                same = [node for node in nodes if one.call_ids and set(one.call_ids) <= set(node.call_ids)]
-                return at, (same or nodes)[-1], ends
+    def _last_turn(self, request: CompletionRequest) -> tuple[int, SampledTurn | None, tuple[End, ...]]:
+        """The index of the last message that ends a sampled turn in its original conversation, that turn, and all ends."""
+        start = self._by_answer.get(request.after)
+        ends = conversation_ends(request.messages) if start is None else conversation_ends(request.messages, start.end, start.call_ids)
+        for at in range(len(request.messages), 0, -1):
+            last = request.messages[at - 1]
+            if last.message.role == "assistant" and (turns := self._by_digest.get(ends[at].digest)):
+                same = [turn for turn in turns if last.call_ids and set(last.call_ids) <= set(turn.call_ids)]
+                return at, (same or turns)[-1], ends
         return 0, start, ends
 
-    def _conversation(
-        self, asked: CompletionRequest, opening: Opening, system: frozenset[bytes], lengths: Mapping[bytes, int]
-    ) -> SampledTurn | None:
+    def _conversation(self, request: CompletionRequest, opening: Opening, context: Context) -> SampledTurn | None:
         """The newest turn of the conversation that a request continues with a rewritten history.
 
-        Such a request has the opening of an earlier context, a mostly identical system message, and more messages or words of that context.
-        If the text after that opening is exactly an argument of a running call, the request starts a sub-agent instead.
+        Such a request has the opening of an earlier context, a mostly identical system message, and more messages or quotes of that
+        context. If the text after that opening is exactly an argument of a running call, the request starts a sub-agent instead.
         """
-        nodes, most, chars = MAX_SEARCHED
-        newest = list(self._last.values())[: -nodes // 4 - 1 : -1]
-        begun = {one.opening: one.opening.begins(opening) for one in newest}
-        same = [one for one in newest if begun[one.opening] and alike(one, system, lengths)][:most]
-        if not same or self._hands_on(opening.text[same[0].opening.chars :].strip()):
+        turns, most, chars = MAX_SEARCHED
+        newest = list(self._last.values())[: -turns // 4 - 1 : -1]
+        same = [turn for turn in newest if turn.context.opening.begins(opening) and turn.context.same_system(context)][:most]
+        if not same or self._is_argument(opening.text[same[0].context.opening.chars :].strip()):
             return None
-        texts = [one.message.content[:chars] for one in asked.messages[-most:]]
-        told = (one for one in same if any(_tells_of(one, text) for text in texts) or one.tells_calls(texts))
-        longer = (one for one in same if len(asked.messages) > one.messages or opening.chars > one.opening.chars)
-        return next(told, None) or next(longer, None)
+        texts = [message.message.content[:chars] for message in request.messages[-most:]]
+        quoted = (turn for turn in same if any(turn.quoted_in(text) or _any_task_in(turn, text) for text in texts))
+        longer = (turn for turn in same if len(request.messages) > turn.messages or opening.chars > turn.context.opening.chars)
+        return next(quoted, None) or next(longer, None)
 
-    def _hands_on(self, text: str) -> bool:
+    def _is_argument(self, text: str) -> bool:
         """Whether a text is exactly an argument of a running call, which passes it to a sub-agent."""
-        running = islice(reversed(self._waiting.items()), MAX_CALLING)
-        return bool(text) and any(
-            text in _strings(node.line.turns[node.turn].message.tool_calls[at].arguments) for node, free in running for at in free
-        )
+        running = islice(reversed(self._running.items()), MAX_CALLING)
+        return bool(text) and any(text in _strings(turn.calls[at].arguments) for turn, free in running for at in free)
 
-    def _origin(self, asked: CompletionRequest, known: Mapping[str, Any]) -> tuple[str, Parent | None, bool]:
-        """The kind of an unknown context, its parent if it has one, and whether it may be auxiliary (`ContextMatch.aside`).
-
-        `known`: fields of its `ContextMatch`.
-        """
+    def _origin(self, request: CompletionRequest, context: Context) -> tuple[str, Parent | None, bool]:
+        """The kind of an unknown context, its parent if it has one, and whether it may be auxiliary (`ContextMatch.aside`)."""
         _, most, chars = MAX_SEARCHED
-        texts = [one.message.content[:chars] for one in asked.messages if one.message.role != "assistant"][:most]
-        if (called := self._calling(texts) or self._started(texts, bool(asked.tools))) is not None:
-            return "sub_agent", called, False
-        if node := next((self._by_call[name] for one in reversed(asked.messages) for name in one.call_ids if name in self._by_call), None):
-            return "restart", node.parent, False
-        if (node := self._quoted(texts)) is not None:
-            with_tools = node.tools != NO_TOOLS
-            return "restart", node.parent, not asked.tools and (with_tools or not alike(node, known["system"], known["lengths"]))
-        if asked.tools and not self._repeats_root(asked, known) and (called := self._calling(None)) is not None:
-            return "sub_agent", called, False
+        texts = [message.message.content[:chars] for message in request.messages if message.message.role != "assistant"][:most]
+        if (caller := self._calling(texts) or self._started(texts, bool(request.tools))) is not None:
+            return "sub_agent", caller, False
+        names = (name for message in reversed(request.messages) for name in message.call_ids if name in self._by_call)
+        if (name := next(names, None)) is not None:
+            return "restart", self._by_call[name].parent, False
+        if (turn := self._quoted(texts)) is not None:
+            aside = not request.tools and (turn.context.tools != NO_TOOLS or not turn.context.same_system(context))
+            return "restart", turn.parent, aside
+        if request.tools and not self._repeats_root(request, context) and (caller := self._calling(None)) is not None:
+            return "sub_agent", caller, False
         return "root", None, False
 
-    def _repeats_root(self, asked: CompletionRequest, known: Mapping[str, Any]) -> bool:
+    def _repeats_root(self, request: CompletionRequest, context: Context) -> bool:
         """Whether this request has already started a context without a parent: its answer was not used, or the program wants several."""
-        if any(one.message.role == "assistant" for one in asked.messages):
+        if any(message.message.role == "assistant" for message in request.messages):
             return False
-        about = [known[name] for name in ("opening", "system", "tools")]
         newest = islice(reversed(self._last.values()), MAX_SEARCHED[0])
-        return any(one.line.parent is None and [one.opening, one.system, one.tools] == about for one in newest)
+        return any(turn.trajectory.parent is None and turn.context == context for turn in newest)
 
     def _calling(self, texts: Sequence[str] | None) -> Parent | None:
-        """The call that is running and holds one of the texts; without texts, the first one that is running. It begins one sub-agent.
+        """The running call with one of the texts in its arguments; without texts, the first running call. Each starts one sub-agent.
 
-        A text that quotes the turn itself, as one that asks for a title does, tells of the conversation, and is nobody's task.
+        A text that quotes the turn itself, such as a request for a title, is not a task.
         """
-        for node, free in islice(reversed(self._waiting.items()), MAX_CALLING):
-            calls = node.line.turns[node.turn].message.tool_calls
-            tasks = None if texts is None else [text for text in texts if not _tells_of(node, text)]
+        for turn, free in islice(reversed(self._running.items()), MAX_CALLING):
+            tasks = None if texts is None else [text for text in texts if not turn.quoted_in(text)]
             for index in sorted(free):
-                if tasks is None or _told(calls[index], tasks):
+                if tasks is None or any(_task_in(turn.calls[index], text) for text in tasks):
                     free.discard(index)
-                    return Parent(trajectory=node.line.index, turn=node.turn, call=index)
+                    return Parent(trajectory=turn.trajectory.index, turn=turn.turn, call=index)
         return None
 
     def _started(self, texts: Sequence[str], tools: bool) -> Parent | None:
-        """A call that was answered at once, with no more than the name of a sub-agent, whose task is a message here.
+        """A call that was answered at once, with only the name of a sub-agent, whose task is a message here.
 
-        Programs put reminders before or after the task. Such a message counts only in a request with tools: a title's quotes the task too.
+        Programs add reminders before or after the task. Such a message counts only in a request with tools, because a title's prompt quotes
+        the task too.
         """
         messages = {text.strip() for text in texts}
-        for node, free in reversed(self._answered.items()):
-            calls = node.line.turns[node.turn].message.tool_calls
+        for turn, free in reversed(self._answered.items()):
             for index in sorted(free):
-                tasks = [word for word in _strings(calls[index].arguments)[:MAX_CALLING] if len(word) >= QUOTED // 2]
+                tasks = [text for text in _strings(turn.calls[index].arguments)[:MAX_CALLING] if len(text) >= QUOTED // 2]
                 if any(task in messages or (tools and any(_at_an_end(task, text) for text in messages)) for task in tasks):
                     free.discard(index)
-                    return Parent(trajectory=node.line.index, turn=node.turn, call=index)
+                    return Parent(trajectory=turn.trajectory.index, turn=turn.turn, call=index)
         return None
 
     def _quoted(self, texts: Sequence[str]) -> SampledTurn | None:
-        """A turn whose words are quoted, of those the one with the longest context: it was summed up, or is told of."""
+        """Of the turns whose text is quoted, the one with the longest context: it was summarized, or is discussed."""
         newest = list(self._last.values())[-MAX_SEARCHED[0] :]
-        for node in sorted(newest, key=lambda one: one.tokens, reverse=True):
-            words = node.parsed.answer.strip()
-            if len(words) >= QUOTED and any(words in text for text in texts):
-                return node
+        for turn in sorted(newest, key=lambda turn: turn.tokens, reverse=True):
+            answer = turn.parsed.answer.strip()
+            if len(answer) >= QUOTED and any(answer in text for text in texts):
+                return turn
         return None
 
 
 def conversation_ends(messages: Iterable[RequestMessage], start: End | None = None, call_ids: Sequence[str] = ()) -> tuple[End, ...]:
-    """[n + 1] ends of the conversation up to each message, in the form that does not change on the way through a client.
+    """Returns [n + 1] ends of the conversation up to each message, in a form that clients do not change.
 
-    `start` and `call_ids` are those of the turn that the messages come after.
+    `start` and `call_ids` are those of the turn that the messages follow.
     """
     ends = [start or End()]
     calls = {name: at for at, name in enumerate(call_ids)}  # of the last turn
-    spoken = bool(call_ids)  # the last message is the assistant's
-    for one in messages:
-        message = one.message
+    in_turn = bool(call_ids)  # whether the last message is the assistant's
+    for part in messages:
+        message = part.message
         if message.role == "assistant":
             ends.append(ends[-1].said(message.content, [(call.name, call.arguments) for call in message.tool_calls]))
-            calls = calls if spoken else {}
-            for name in one.call_ids:
+            calls = calls if in_turn else {}
+            for name in part.call_ids:
                 calls.setdefault(name, len(calls))
         else:
-            head = f"{message.role}\0{calls.get(one.call_id, '')}\0{len(message.content)}\0"
+            head = f"{message.role}\0{calls.get(part.call_id, '')}\0{len(message.content)}\0"
             ends.append(End(_digest(ends[-1].digest, head.encode(), message.content.encode("utf-8", "surrogatepass"))))
-        spoken = message.role == "assistant"
+        in_turn = message.role == "assistant"
     return tuple(ends)
 
 
+def _context(request: CompletionRequest, opening: Opening) -> Context:
+    lines = {line.strip() for text in request.system for line in text.splitlines()} - {""}
+    tools = sorted(request.tools, key=lambda tool: str(tool["function"]["name"]))
+    return Context(
+        system={_text_digest(line): len(line) for line in lines}, tools=_digest(json.dumps(tools, sort_keys=True).encode()), opening=opening
+    )
+
+
+def _continues(turn: SampledTurn, context: Context) -> bool:
+    """Whether a request with this context can continue a turn with exact tokens."""
+    return turn.context.tools == context.tools and (not context.system or turn.context.same_system(context))
+
+
 def _opening(messages: Sequence[RequestMessage]) -> Opening:
-    count = next((at for at, one in enumerate(messages) if one.message.role in ("assistant", "tool")), len(messages))
-    text = "\n".join(one.message.content for one in messages[:count] if one.message.role == "user")
+    count = next((at for at, each in enumerate(messages) if each.message.role in ("assistant", "tool")), len(messages))
+    text = "\n".join(each.message.content for each in messages[:count] if each.message.role == "user")
     return Opening(chars=len(text), digest=_text_digest(text), text=text, more=count < len(messages))
 
 
-def _adds(turn: RequestMessage, more: RequestMessage) -> bool:
-    """Whether the second message has only calls that the first one does not have."""
-    return not set(more.call_ids) & set(turn.call_ids)
-
-
-def _renamed(messages: Sequence[RequestMessage], at: int, node: SampledTurn) -> tuple[RequestMessage, ...]:
+def _renamed(messages: Sequence[RequestMessage], at: int, turn: SampledTurn) -> tuple[RequestMessage, ...]:
     """The messages after a sampled turn, with the original ids of its calls if the client uses other ids."""
-    first = next((place for place in range(at, 0, -1) if messages[place - 1].message.role != "assistant"), 0)
-    theirs = tuple(name for one in messages[first:at] for name in one.call_ids)
-    ours = node.call_ids if len(theirs) == len(node.call_ids) else theirs
-    names = dict(zip(theirs, ours, strict=True)) if set(theirs) != set(ours) else {}
-    return tuple(replace(one, call_id=names[one.call_id]) if one.call_id in names else one for one in messages[at:])
+    first = next((index for index in range(at, 0, -1) if messages[index - 1].message.role != "assistant"), 0)
+    client_ids = tuple(name for message in messages[first:at] for name in message.call_ids)
+    ids = turn.call_ids if len(client_ids) == len(turn.call_ids) else client_ids
+    names = dict(zip(client_ids, ids, strict=True)) if set(client_ids) != set(ids) else {}
+    return tuple(replace(message, call_id=names.get(message.call_id, message.call_id)) for message in messages[at:])
 
 
 def _text_digest(text: str) -> bytes:
@@ -370,56 +396,34 @@ def _text_digest(text: str) -> bytes:
 
 
 def _digest(*parts: bytes) -> bytes:
-    made = blake2b(digest_size=16)
+    digest = blake2b(digest_size=16)
     for part in parts:
-        made.update(part)
-    return made.digest()
+        digest.update(part)
+    return digest.digest()
 
 
 NO_TOOLS = _digest(json.dumps([]).encode())
 
 
-def _lines(texts: Sequence[str]) -> tuple[frozenset[bytes], dict[bytes, int]]:
-    lines = {line.strip() for text in texts for line in text.splitlines()} - {""}
-    lengths = {_digest(line.encode("utf-8", "surrogatepass")): len(line) for line in lines}
-    return frozenset(lengths), lengths
+def _any_task_in(turn: SampledTurn, text: str) -> bool:
+    return any(_task_in(call, text) for call in turn.calls[:MAX_CALLING])
 
 
-def alike(node: SampledTurn, system: frozenset[bytes], lengths: Mapping[bytes, int]) -> bool:
-    if system == node.system:
-        return True
-    common = sum(lengths[line] for line in system & node.system)
-    return common >= SAME_SYSTEM * max(sum(lengths.values()), sum(node.lengths.values()))
+def _task_in(call: ToolCall, text: str) -> bool:
+    """Whether a text contains a text of the call's arguments, such as the task of a sub-agent."""
+    tasks = [task for task in _strings(call.arguments) if len(task) >= QUOTED // 2]
+    return any(task in text for task in tasks[:MAX_CALLING])
 
 
-def _tools_digest(asked: CompletionRequest) -> bytes:
-    return _digest(json.dumps(sorted(asked.tools, key=_tool_name), sort_keys=True).encode())
-
-
-def _tool_name(tool: Mapping[str, Any]) -> str:
-    return str(tool["function"]["name"])
-
-
-def _tells_of(node: SampledTurn, text: str) -> bool:
-    words = node.parsed.answer.strip()
-    return any(name in text for name in node.call_ids) or (len(words) >= QUOTED // 2 and words in text)
-
-
-def _told(call: ToolCall, texts: Sequence[str]) -> bool:
-    """Whether one of the texts holds a text of the call's arguments: the task that a sub-agent is given."""
-    words = [word for word in _strings(call.arguments) if len(word) >= QUOTED // 2]
-    return any(word in text for word in words[:MAX_CALLING] for text in texts)
-
-
-def _at_an_end(words: str, text: str) -> bool:
-    """Whether `text` starts or ends with `words` as separate lines."""
-    return text.startswith(words + "\n") or text.endswith("\n" + words)
+def _at_an_end(task: str, text: str) -> bool:
+    """Whether `text` starts or ends with `task` as separate lines."""
+    return text.startswith(task + "\n") or text.endswith("\n" + task)
 
 
 def _strings(value: Any) -> list[str]:
-    """All texts in a call's arguments."""
+    """All strings in a JSON value."""
     if isinstance(value, str):
         return [value.strip()]
     if isinstance(value, Mapping):
-        return [text for one in value.values() for text in _strings(one)]
-    return [text for one in value for text in _strings(one)] if isinstance(value, list | tuple) else []
+        return [text for item in value.values() for text in _strings(item)]
+    return [text for item in value for text in _strings(item)] if isinstance(value, list | tuple) else []

@@ -1,4 +1,4 @@
-"""ExternalProgram: an agent program of anybody's, run unchanged in the episode's sandbox, and trained on what it was answered.
+"""Runs a user-supplied agent program unchanged in the episode's sandbox, and trains it on the answers that it received.
 
 rollout=RolloutConfig(
     agent="agentrl.gateway:ExternalProgram",
@@ -32,29 +32,28 @@ MODEL = "policy"
 ANSWERS = ("stdout", "message", "none")
 OUTPUT_BYTES = 1 << 16
 GRACE_S = 5.0
-"""How long a program may go on after its session has reached a limit, or the policy cannot be asked any more."""
+"""Seconds that a program may run after its session has reached a limit, or the policy is not available any more."""
 MAX_FILE = 8 << 20
-_SHOWN = 1500  # characters of a program's last words that a failure quotes
+_OUTPUT_CHARS = 1500  # of a program's output that a failure quotes
 
 _gateways: WeakKeyDictionary[AbstractEventLoop, dict[tuple[str, int], Gateway]] = WeakKeyDictionary()
 
 
 class ExternalProgram:
-    """An `agentrl.protocols.Agent`: runs a program in the sandbox, and the gateway answers it. One object for all episodes of a run.
+    """An `agentrl.protocols.Agent` that runs a program in the sandbox, with the gateway as its model. One object serves all episodes.
 
-    The program gets the task's prompt on its standard input, and where it is to ask in its environment: `OPENAI_BASE_URL`,
-    `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`; `AGENTRL_MODEL`, the name of the model; `AGENTRL_SESSION`, the
-    episode's id. It brings its own tools; those that a task names are not used. The episode ends when the program does:
+    The program gets the task's prompt on standard input, and these environment variables: `OPENAI_BASE_URL`, `OPENAI_API_KEY`,
+    `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`, `AGENTRL_MODEL` (the name of the model), `AGENTRL_SESSION` (the episode's id). It uses its
+    own tools, not the task's. The episode ends with the program:
 
     - with status 0: `answered`;
-    - with another status, or killed, after the policy has answered it: `failed`, and scored, for what the policy said led there;
-    - before the policy has answered it anything: a `TaskError`, for nothing was sampled and trying again would not help;
-    - some seconds after the session has reached the task's `turns`: `turn_limit`, or has refused a thousand
-      requests: `refused`;
-    - at the task's `wall_s`: `wall_limit`, the policy's doing where the program itself took at least half of that.
+    - with another status, or killed, after the policy's first answer: `failed`, and scored, because the policy's answers caused it;
+    - before the policy's first answer: a `TaskError`, because nothing was sampled and a retry would not help;
+    - some seconds after the session has reached the task's `turns`: `turn_limit`, or has refused a thousand requests: `refused`;
+    - at the task's `wall_s`: `wall_limit`, blamed on the policy if the program itself took at least half of that time.
     """
 
-    boundaries = False  # a program's own state is nobody's to capture
+    boundaries = False  # the program's state cannot be captured
     task_tools = False  # the program has its own
 
     def __init__(
@@ -70,20 +69,20 @@ class ExternalProgram:
         port: int = PORT,
         reward_key_file: str = "",
     ) -> None:
-        """In a recipe these are `rollout.agent_options`, but for `chat`.
+        """In a recipe, these are `rollout.agent_options`, except `chat`.
 
         Args:
-            command: the program and its arguments. `{prompt}`, `{model}` and `{base_url}` in an argument are put in.
+            command: the program and its arguments. `{prompt}`, `{model}` and `{base_url}` in an argument are replaced.
             files: path in the sandbox's working directory -> file of the project, written before the program starts.
-            environment: further variables of the program; `{model}`, `{base_url}` and `{key}` in a value are put in.
-            answer: what the program hands in: "stdout", what it has printed; "message", what the policy said last in its main
-                conversation; "none", nothing, for a task that judges files.
-            models: names that the program may ask for. All are the policy; the first is the one that the program is told.
-            host, port: where the gateway listens, on this machine. The task's `sandbox.network` has to name it.
-            reward_key_file: where the key is written with which the host's side posts rewards (`agentrl.gateway.rewards`).
+            environment: additional variables of the program. `{model}`, `{base_url}` and `{key}` in a value are replaced.
+            answer: the episode's answer: "stdout", the program's output; "message", the policy's last text in the main conversation;
+                "none", for tasks that are scored by files.
+            models: names that the program may request. All are the policy; the program gets the first.
+            host, port: where the gateway listens on this machine. The task's `sandbox.network` must contain it.
+            reward_key_file: file for the key with which a process on the host posts rewards (`agentrl.gateway.rewards`).
 
         Raises:
-            UserError: one of these cannot be carried out, or the extra `gateway` is not installed.
+            UserError: an option is invalid, or the extra `gateway` is not installed.
         """
         self._tokens = ConversationTokens(chat)
         self._command = _texts(command, "command")
@@ -92,14 +91,14 @@ class ExternalProgram:
         self._models = _texts(models, "models")
         self._host, self._port = host, port
         if answer not in ANSWERS:
-            raise UserError(f"rollout.agent_options: answer={answer!r}", fix=f"one of {', '.join(ANSWERS)}")
+            raise UserError(f"rollout.agent_options: answer={answer!r}", fix=f"use one of {', '.join(ANSWERS)}")
         try:
             destinations.parse_destination(self.address)
         except ValueError as error:
-            raise UserError(f"rollout.agent_options: host and port: {error}", fix="host is a literal address, such as 127.0.0.1") from None
+            raise UserError(f"rollout.agent_options: host and port: {error}", fix="use a literal address, such as 127.0.0.1") from None
         if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
             raise UserError(f"the gateway needs {' and '.join(missing)}", fix=install_command("gateway"))
-        import starlette.applications  # noqa: F401  # here, so that no episode waits for it
+        import starlette.applications  # noqa: F401  # imported here, so that no episode waits for it
         import uvicorn.server  # noqa: F401
 
         self._rewarded = bool(reward_key_file)
@@ -109,25 +108,24 @@ class ExternalProgram:
 
     @property
     def address(self) -> str:
-        """Of the gateway, as `SandboxSpec.network` names it."""
+        """The gateway's address, as in `SandboxSpec.network`."""
         return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
 
     async def act(self, episode: LiveEpisode) -> str:
+        """Runs the program, and returns why the episode ended."""
         if self.address not in episode.task.sandbox.network:
-            raise TaskError(
-                f"task {episode.task.id!r}: its sandbox cannot reach the gateway", fix=f'put "{self.address}" into sandbox.network'
-            )
+            fix = f'add "{self.address}" to sandbox.network'
+            raise TaskError(f"task {episode.task.id!r}: its sandbox cannot reach the gateway", fix=fix)
         if episode.turn_count:
             raise TaskError(
-                f"task {episode.task.id!r} begins after turn {episode.turn_count}, and an outside program only at its own beginning",
-                fix="use cases that begin at the start",
+                f"task {episode.task.id!r} starts after turn {episode.turn_count}, but an external program can only start at the beginning",
+                fix="use cases that start at turn 0",
             )
         limits = episode.task.limits
         if limits.tool_calls is not None or limits.thinking_tokens is not None:
             raise TaskError(
-                f"task {episode.task.id!r}: limits.tool_calls and limits.thinking_tokens hold for agents that ship; outside programs make"
-                " their calls as they like",
-                fix="leave them out; limits.turns and limits.all_tokens hold for every agent",
+                f"task {episode.task.id!r}: limits.tool_calls and limits.thinking_tokens do not apply to external programs",
+                fix="remove them; limits.turns and limits.all_tokens apply to every agent",
             )
         sandbox = await episode.sandbox()
         for name, content in self._files.items():
@@ -144,21 +142,22 @@ class ExternalProgram:
         return self._ended(episode, session, result)
 
     def _gateway(self) -> Gateway:
-        """One for all agents of a process that listen at this address."""
+        """The gateway at this address, which all agents of the process share."""
         here = _gateways.setdefault(asyncio.get_running_loop(), {})
         return here.setdefault((self._host, self._port), Gateway(host=self._host, port=self._port))
 
     async def _run(self, episode: LiveEpisode, session: Session, sandbox: Sandbox, key: str) -> ExecResult | None:
-        """The program's end; None: it was ended, some time after its session had come to one. Raises what the session broke at."""
+        """Runs the program. None means that it was stopped after the end of its session."""
         url = f"http://{self.address}"
-        put_in = {"{model}": self._models[0], "{base_url}": f"{url}/v1", "{key}": key}
+        values = {"{model}": self._models[0], "{base_url}": f"{url}/v1", "{key}": key}
         prompt = "\n\n".join(message.content for message in episode.task.prompt)
         environment = {
             **{"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key},
             **{"AGENTRL_MODEL": self._models[0], "AGENTRL_SESSION": episode.id},
-            **{name: _filled(value, put_in) for name, value in self._environment.items()},
+            **{name: _filled(value, values) for name, value in self._environment.items()},
         }
-        argv = [_filled(one, {**put_in, "{key}": "{key}", "{prompt}": prompt}) for one in self._command]  # others can read arguments
+        # Other processes can read arguments, so they do not contain the key.
+        argv = [_filled(part, {**values, "{key}": "{key}", "{prompt}": prompt}) for part in self._command]
         with _OwnTime(episode, sandbox) as own:
             session.on_busy = own.busy
             run = sandbox.exec(
@@ -175,10 +174,10 @@ class ExternalProgram:
                 return None
             finally:
                 session.on_busy = lambda busy: None
-                await _ended(program, over)
+                await _cancel(program, over)
 
     def _ended(self, episode: LiveEpisode, session: Session, result: ExecResult | None) -> str:
-        """The stop reason, with the blame for an end that is no good one."""
+        """The stop reason. Raises or records a fault."""
         if session.fault is not None:
             raise session.fault
         answered = session.counts["answered"]
@@ -189,12 +188,12 @@ class ExternalProgram:
             self._hand_in(episode, session, result)
             return "answered"
         status = f"status {result.exit_code}" if result.exit_code is not None else f"a kill ({result.reason})"
-        words = result.stderr.strip()[-_SHOWN:] or result.stdout.strip()[-_SHOWN:]
+        output = result.stderr.strip()[-_OUTPUT_CHARS:] or result.stdout.strip()[-_OUTPUT_CHARS:]
         if not answered:
             if session.counts["client_gone"]:
-                raise InfrastructureError("the program gave up before the policy had answered it")
-            raise TaskError(f"the program {self._command[0]!r} ended with {status} before the policy had answered it: {words}")
-        message = f"the program ended with {status}: {words}"
+                raise InfrastructureError("the program disconnected before the policy's first answer")
+            raise TaskError(f"the program {self._command[0]!r} ended with {status} before the policy's first answer: {output}")
+        message = f"the program ended with {status}: {output}"
         episode.add_failure(Failure(stage="agent", blame=Blame.POLICY, kind="program_failed", message=message, turn=episode.turn_count))
         return "failed"
 
@@ -206,7 +205,7 @@ class ExternalProgram:
 
 
 class _OwnTime:
-    """Counts as the program's own the time in which it waits for no completion."""
+    """Counts the time in which the program does not wait for a completion."""
 
     def __init__(self, episode: LiveEpisode, sandbox: Sandbox) -> None:
         self._episode, self._sandbox = episode, sandbox
@@ -220,6 +219,7 @@ class _OwnTime:
         self._running.close()
 
     def busy(self, busy: bool) -> None:
+        """Stops counting while a completion is being sampled."""
         stage = self._episode.stage
         self._running.close()
         if not busy:
@@ -227,7 +227,7 @@ class _OwnTime:
         self._episode.stage = stage
 
 
-async def _ended(*tasks: asyncio.Task[object] | asyncio.Task[ExecResult]) -> None:
+async def _cancel(*tasks: asyncio.Task[object] | asyncio.Task[ExecResult]) -> None:
     for task in tasks:
         task.cancel()
     for task in tasks:
@@ -236,22 +236,22 @@ async def _ended(*tasks: asyncio.Task[object] | asyncio.Task[ExecResult]) -> Non
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
-    """In one pass: what is put in is not looked at again."""
-    return re.sub("|".join(map(re.escape, values)), lambda found: values[found[0]], text)
+    """Replaces placeholders in one pass."""
+    return re.sub("|".join(map(re.escape, values)), lambda match: values[match[0]], text)
 
 
 def _texts(values: Sequence[str], name: str) -> tuple[str, ...]:
-    good = not isinstance(values, str) and isinstance(values, Sequence) and values and all(isinstance(one, str) and one for one in values)
-    if not good:
-        raise UserError(f"rollout.agent_options.{name} must be a list of texts, none empty", fix=f'{name}=["python3", "agent.py"]')
+    is_list = isinstance(values, Sequence) and not isinstance(values, str)
+    if not is_list or not values or not all(isinstance(value, str) and value for value in values):
+        raise UserError(f"rollout.agent_options.{name} must be a list of non-empty strings", fix=f'{name}=["python3", "agent.py"]')
     return tuple(values)
 
 
 def _mapping(values: Mapping[str, str] | None, name: str) -> Mapping[str, str]:
-    found = values or {}
-    if not isinstance(found, Mapping) or not all(isinstance(one, str) for pair in found.items() for one in pair):
-        raise UserError(f"rollout.agent_options.{name} must map texts to texts", fix=f'{name}={{"agent.py": "agents/mine.py"}}')
-    return found
+    mapping = values or {}
+    if not isinstance(mapping, Mapping) or not all(isinstance(part, str) for pair in mapping.items() for part in pair):
+        raise UserError(f"rollout.agent_options.{name} must map strings to strings", fix=f'{name}={{"agent.py": "agents/mine.py"}}')
+    return mapping
 
 
 def _read(path: str) -> bytes:
@@ -260,4 +260,4 @@ def _read(path: str) -> bytes:
             raise UserError(f"rollout.agent_options.files: {path} has more than {MAX_FILE >> 20} MiB", fix="put it into the image")
         return Path(path).read_bytes()
     except OSError as error:
-        raise UserError(f"rollout.agent_options.files: {path}: {error.strerror or error}", fix="name a file of the project") from None
+        raise UserError(f"rollout.agent_options.files: {path}: {error.strerror or error}", fix="use a file of the project") from None

@@ -8,8 +8,8 @@ from typing import Any
 
 from agentrl.gateway import chat_completions, checks
 from agentrl.gateway.checks import Check, check_all, known_fields, mapping, text, value_or
+from agentrl.gateway.constraint import answer_schema
 from agentrl.gateway.request import MAX_BODY, MAX_TOOLS, Answer, CompletionRequest, RequestError, RequestMessage, said, split_system
-from agentrl.gateway.schemas import answer_schema
 from agentrl.records import ToolCall
 
 HINTS: Mapping[str, Check] = {
@@ -92,23 +92,23 @@ def _options(fields: Mapping[str, Any], shape: Mapping[str, Any]) -> dict[str, A
     return {"encrypted": ENCRYPTED in included, "stored": stored}
 
 
-def write(answer: Answer, asked: CompletionRequest) -> dict[str, Any]:
+def write(answer: Answer, request: CompletionRequest) -> dict[str, Any]:
     """Returns the body of an answer."""
-    response = _response(answer, asked, status="incomplete" if answer.cut else "completed")
-    return {**response, "output": _items(answer, asked), "usage": _usage(answer)}
+    response = _response(answer, request, status="incomplete" if answer.cut else "completed")
+    return {**response, "output": _items(answer, request), "usage": _usage(answer)}
 
 
-def events(answer: Answer, asked: CompletionRequest) -> Iterator[tuple[str, Any]]:
+def events(answer: Answer, request: CompletionRequest) -> Iterator[tuple[str, Any]]:
     """Yields the name and the data of each event, in the order of their sequence numbers."""
-    for number, (name, data) in enumerate(_events(answer, asked)):
+    for number, (name, data) in enumerate(_events(answer, request)):
         yield name, {"type": name, "sequence_number": number, **data}
 
 
-def _events(answer: Answer, asked: CompletionRequest) -> Iterator[tuple[str, dict[str, Any]]]:
-    response = _response(answer, asked, status="in_progress")
+def _events(answer: Answer, request: CompletionRequest) -> Iterator[tuple[str, dict[str, Any]]]:
+    response = _response(answer, request, status="in_progress")
     yield "response.created", {"response": response}
     yield "response.in_progress", {"response": response}
-    for index, item in enumerate(_items(answer, asked)):
+    for index, item in enumerate(_items(answer, request)):
         at: dict[str, Any] = {"output_index": index, "item_id": item["id"]}
         if item["type"] == "message":
             [part] = item["content"]
@@ -125,27 +125,27 @@ def _events(answer: Answer, asked: CompletionRequest) -> Iterator[tuple[str, dic
         else:
             yield "response.output_item.added", {"output_index": index, "item": item}
         yield "response.output_item.done", {"output_index": index, "item": item}
-    yield ("response.incomplete" if answer.cut else "response.completed"), {"response": write(answer, asked)}
+    yield ("response.incomplete" if answer.cut else "response.completed"), {"response": write(answer, request)}
 
 
-def _response(answer: Answer, asked: CompletionRequest, *, status: str) -> dict[str, Any]:
+def _response(answer: Answer, request: CompletionRequest, *, status: str) -> dict[str, Any]:
     unset = dict.fromkeys(("error", "incomplete_details", "instructions", "temperature", "top_p", "usage"))
     return {
         **unset,
         **{"id": f"{_PREFIX}{answer.id}", "object": "response", "created_at": answer.created, "status": status, "model": answer.model},
         **({"incomplete_details": {"reason": "max_output_tokens"}} if status == "incomplete" else {}),
-        **{"max_output_tokens": asked.max_tokens, "previous_response_id": asked.options.get("previous_response_id")},
-        **{"parallel_tool_calls": not asked.single, "tool_choice": "auto" if asked.calls else "none", "truncation": "disabled"},
+        **{"max_output_tokens": request.max_tokens, "previous_response_id": request.options.get("previous_response_id")},
+        **{"parallel_tool_calls": not request.single, "tool_choice": "auto" if request.calls else "none", "truncation": "disabled"},
         **{"output": [], "tools": [], "metadata": {}, "text": {"format": {"type": "text"}}, "reasoning": {"effort": None, "summary": None}},
     }
 
 
-def _items(answer: Answer, asked: CompletionRequest) -> list[dict[str, Any]]:
-    spaces = asked.options.get("spaces", {})
+def _items(answer: Answer, request: CompletionRequest) -> list[dict[str, Any]]:
+    spaces = request.options.get("spaces", {})
     items: list[dict[str, Any]] = []
     if answer.reasoning:
         summary = [{"type": "summary_text", "text": answer.reasoning}]
-        encrypted = {"encrypted_content": answer.id} if asked.options.get("encrypted") else {}
+        encrypted = {"encrypted_content": answer.id} if request.options.get("encrypted") else {}
         items.append({"type": "reasoning", "id": f"rs_{answer.id}", "summary": summary, **encrypted})
     if answer.text or not answer.calls:
         part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}

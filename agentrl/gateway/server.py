@@ -1,6 +1,6 @@
 """The gateway's HTTP server: keys, bounds, and one route for each call of each protocol. Loopback by default.
 
-One key is one session. Whatever comes in is answered in the protocol's own words, is counted, and stops nothing.
+Each session has one key. Every request gets an answer in its protocol's format, is counted, and never stops the server.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 8192
-"""Of all programs together; the proxy of a sandbox allows 16."""
-REMEMBERED = 4096
-"""Keys of ended sessions, which are told that they have ended; older ones are wrong keys."""
+"""Connections of all programs. The proxy of a sandbox allows 16."""
+MAX_ENDED = 4096
+"""Keys of ended sessions, whose requests get the error "ended". Older keys are wrong keys."""
 BODY_S = 30.0
 START_S = 10.0
 CLOSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Protocol:
-    """How one call is read and answered. `events` gives the name and the data of each event."""
+class Endpoint:
+    """How a call is parsed and answered. `events` yields the name and the data of each event."""
 
     path: str
     read: Callable[[Any], CompletionRequest]
@@ -53,8 +53,8 @@ class Protocol:
     events: Callable[[Answer, CompletionRequest], Iterator[tuple[str, Any]]]
 
 
-PROTOCOLS = tuple(
-    Protocol(path, module.read, module.write, module.events)
+ENDPOINTS = tuple(
+    Endpoint(path, module.read, module.write, module.events)
     for path, module in (
         ("/v1/chat/completions", chat_completions),
         ("/v1/messages", anthropic_messages),
@@ -65,10 +65,10 @@ PROTOCOLS = tuple(
 
 @dataclass(slots=True, eq=False)
 class Gateway:
-    """Serves sessions on one address, as long as there is one. `counts` are of requests that belong to no session."""
+    """Serves sessions on one address while there are any. `counts` are of requests without a session."""
 
     host: str = HOST
-    port: int = 0  # 0: any that is free
+    port: int = 0  # 0: any free port
     counts: Counter[str] = field(default_factory=Counter)
     _sessions: dict[str, Session] = field(default_factory=dict)  # by the hash of the key
     _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
@@ -79,7 +79,7 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """Without `/v1`. Raises `RuntimeError` while nothing is served."""
+        """The address without `/v1`. Raises `RuntimeError` while there is no session."""
         if self._address is None:
             raise RuntimeError("the gateway serves no session")
         host, port = self._address
@@ -87,10 +87,7 @@ class Gateway:
 
     @asynccontextmanager
     async def session(self, session: Session) -> AsyncIterator[str]:
-        """Serves a session, under the key that this gives, until the context ends; then the session is closed.
-
-        Raises `InfrastructureError` when the address cannot be listened at.
-        """
+        """Serves a session until the context ends, and yields its key. Raises `InfrastructureError` if it cannot listen."""
         key = f"sk-agentrl-{secrets.token_urlsafe(32)}"
         async with self._changing:
             if self._server is None:
@@ -101,7 +98,7 @@ class Gateway:
         finally:
             del self._sessions[_hash(key)]
             self._ended[_hash(key)] = None
-            while len(self._ended) > REMEMBERED:
+            while len(self._ended) > MAX_ENDED:
                 self._ended.popitem(last=False)
             await session.close()
             async with self._changing:
@@ -150,7 +147,7 @@ class Gateway:
         from starlette.applications import Starlette
         from starlette.routing import Route
 
-        routes = [Route(one.path, self._endpoint(one), methods=["POST"]) for one in PROTOCOLS]
+        routes = [Route(each.path, self._endpoint(each), methods=["POST"]) for each in ENDPOINTS]
         routes += [
             Route("/v1/messages/count_tokens", self._guarded(self._count), methods=["POST"]),
             Route("/v1/responses/{name}", self._guarded(self._stored), methods=["GET"]),
@@ -162,21 +159,21 @@ class Gateway:
         app.router.redirect_slashes = False  # a redirect would use the Host header before a key is checked
         return Identified(app)
 
-    def _endpoint(self, protocol: Protocol) -> Callable[[Request], Any]:
+    def _endpoint(self, protocol: Endpoint) -> Callable[[Request], Any]:
         async def answer(session: Session, request: Request) -> Response:
             return await self._answered(protocol, session, protocol.read(await body_of(request, BODY_S)), request)
 
         return self._guarded(answer)
 
     def _guarded(self, answer: Callable[[Session, Request], Awaitable[Response]]) -> Callable[[Request], Any]:
-        """A route that requires the key of a session and counts refused requests."""
+        """A route that requires the key of a session, and counts refused requests."""
 
         async def guarded(request: Request) -> Response:
             session: Session | None = None
             try:
                 check_source(request.headers)
                 session = self._session(request.headers)
-                loop_lag.count_as(session.stalls)  # otherwise it counts as code of the episode that started the server
+                loop_lag.count_as(session.stalls)  # not to the episode that started the server
                 return await answer(session, request)
             except RequestError as refused:
                 if session is None:
@@ -192,36 +189,35 @@ class Gateway:
 
         return guarded
 
-    async def _answered(self, protocol: Protocol, session: Session, asked: CompletionRequest, request: Request) -> Response:
-        asked = replace(asked, retry=is_retry(request.headers))
+    async def _answered(self, protocol: Endpoint, session: Session, completion_request: CompletionRequest, request: Request) -> Response:
+        completion_request = replace(completion_request, retry=is_retry(request.headers))
         gone = asyncio.Event()
         watching = asyncio.create_task(watch(request, gone))
         try:
-            answer, delivered = await session.complete(asked, gone=gone)
+            answer, delivered = await session.complete(completion_request, gone=gone)
         finally:
             watching.cancel()
         if gone.is_set() and not request.scope.get(HALF_CLOSED):
-            raise RequestError("failed", "The client has gone away.")
+            raise RequestError("failed", "The client has disconnected.")
         if not gone.is_set():
             delivered()
-        if asked.options.get("stored"):
-            session.stored_answers[answer.id] = protocol.write(answer, asked)
-        if not asked.stream:
-            return json_response(protocol.write(answer, asked))
+        if completion_request.options.get("stored"):
+            session.stored_answers[answer.id] = protocol.write(answer, completion_request)
+        if not completion_request.stream:
+            return json_response(protocol.write(answer, completion_request))
         from starlette.responses import Response
 
-        stream = b"".join(event_bytes(name, data) for name, data in protocol.events(answer, asked))
+        stream = b"".join(event_bytes(name, data) for name, data in protocol.events(answer, completion_request))
         return Response(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     def _session(self, headers: Mapping[str, str]) -> Session:
-        """Raises `RequestError` for a key that is none, or that of a session that has ended."""
-        key = key_of(headers)
-        found = self._sessions.get(_hash(key))
-        if found is None:
-            if _hash(key) in self._ended:
-                raise RequestError("ended", "This session has ended.")
-            raise RequestError("wrong_key", "Incorrect API key provided.")
-        return found
+        """The session of a request's key. Raises `RequestError`."""
+        key = _hash(key_of(headers))
+        if key in self._sessions:
+            return self._sessions[key]
+        if key in self._ended:
+            raise RequestError("ended", "This session has ended.")
+        raise RequestError("wrong_key", "Incorrect API key provided.")
 
     async def _count(self, session: Session, request: Request) -> Response:
         return json_response({"input_tokens": session.count(anthropic_messages.read_count(await body_of(request, BODY_S)))})
@@ -234,13 +230,13 @@ class Gateway:
         return json_response(stored)
 
     async def _models(self, session: Session, request: Request) -> Response:
-        return json_response(_spoken(request).models(session.models))
+        return json_response(_protocol(request).models(session.models))
 
     async def _model(self, session: Session, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in session.models:
             raise RequestError("unknown_model", f"The model {name[:100]!a} does not exist or you do not have access to it.", param="model")
-        return json_response(_spoken(request).model(name))
+        return json_response(_protocol(request).model(name))
 
     async def _reward(self, request: Request) -> Response:
         try:
@@ -259,21 +255,21 @@ class Gateway:
         return _error(refused, request, getattr(error, "status_code", 404))
 
 
-def _spoken(request: Request) -> Any:
+def _protocol(request: Request) -> Any:
     """The protocol of a request, for its errors and for the routes that OpenAI and Anthropic share."""
     anthropic = request.url.path.startswith("/v1/messages") or "anthropic-version" in request.headers
     return anthropic_messages if anthropic else chat_completions
 
 
 def _error(refused: RequestError, request: Request, status: int | None = None) -> Response:
-    body = _spoken(request).error(refused)
+    body = _protocol(request).error(refused)
     if "request_id" in body:
         body["request_id"] = request.scope[REQUEST_ID]
     return json_response(body, status or refused.status)
 
 
 def _quiet_server(config: Any) -> Server:
-    """A uvicorn server that leaves the process's signals to the run."""
+    """A uvicorn server that does not handle the process's signals."""
     import uvicorn
 
     class Quiet(uvicorn.Server):
@@ -286,15 +282,14 @@ def _quiet_server(config: Any) -> Server:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(
-        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # named, or asyncio leaves Nagle's algorithm on: 40 ms a request
+    # With an explicit protocol, asyncio disables Nagle's algorithm, which would cost 40 ms per request.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise InfrastructureError(f"the gateway cannot listen at {host}:{port}: {error.strerror or error}") from error
+        raise InfrastructureError(f"the gateway cannot listen on {host}:{port}: {error.strerror or error}") from error
     return listener
 
 

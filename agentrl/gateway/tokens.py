@@ -1,6 +1,6 @@
-"""The exact tokens of a conversation that an outside program leads: the opening once, then what comes between two completions.
+"""The exact tokens of a conversation with an external program: the opening once, then the tokens between two completions.
 
-The chat format is the run's (`agentrl.agent.ChatFormat` in a recipe); the gateway needs no more of it than `Chat` names.
+`Chat` is the part of the run's chat format (`agentrl.agent.ChatFormat`) that the gateway needs.
 """
 
 from __future__ import annotations
@@ -17,142 +17,148 @@ from agentrl.records.sampling import Supports
 
 
 class Parsed(Protocol):
-    """A completion as a message, and what was wrong with its tool calls."""
+    """A completion as a message, and the errors of its tool calls."""
 
     @property
-    def message(self) -> Message: ...
+    def message(self) -> Message:
+        """The message."""
 
     @property
-    def errors(self) -> tuple[str, ...]: ...
+    def errors(self) -> tuple[str, ...]:
+        """Errors of invalid tool calls."""
 
     @property
     def answer(self) -> str:
-        """The message without what was thought."""
-        ...
+        """The message without the reasoning."""
 
     @property
     def call_ids(self) -> tuple[str, ...]:
-        """What the model calls each of the message's tool calls; empty where its form has no ids."""
-        ...
+        """The model's id of each of the message's tool calls; empty if its form has no ids."""
 
 
 class Frame(Protocol):
-    """The text around the arguments of a call of one tool, the style of the arguments, and the text between two calls."""
+    """The text around the arguments of a call, as guided decoding enforces it (`agentrl.agent.forms.Frame`)."""
 
     @property
-    def begin(self) -> str: ...
+    def begin(self) -> str:
+        """Text before the arguments."""
 
     @property
-    def end(self) -> str: ...
+    def end(self) -> str:
+        """Text after the arguments."""
 
     @property
-    def style(self) -> str: ...
+    def style(self) -> str:
+        """xgrammar's style of the arguments."""
 
     @property
-    def between(self) -> str: ...
+    def between(self) -> str:
+        """Text between two calls."""
 
     @property
-    def excludes(self) -> tuple[str, ...]: ...
+    def excludes(self) -> tuple[str, ...]:
+        """Texts that no argument may contain."""
 
 
 class Chat(Protocol):
-    """The part of a chat format that the gateway needs."""
+    """The part of a chat format that the gateway needs. See `agentrl.agent.ChatFormat`."""
 
     @property
-    def stop_token_ids(self) -> tuple[int, ...]: ...
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn."""
 
     @property
     def exact(self) -> bool:
         """Whether a conversation grows by deltas alone."""
-        ...
-
-    def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]: ...
-
-    def tool_delta(self, outputs: Sequence[str], after: Any = None) -> tuple[int, ...]: ...
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        """The text of a completion, including control tokens, without the token that ends it."""
-        ...
-
-    def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = (), *, calls: bool = True) -> Parsed: ...
-
-    def argument_errors(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-        """The errors in the arguments of a call of the tool with this schema; empty if there are none."""
-        ...
-
-    def frame(self, name: str) -> Frame | None:
-        """The frame of a call of the tool with this name; None if guided decoding cannot enforce the policy's form of calls."""
-        ...
 
     @property
     def thinks_first(self) -> bool:
         """Whether a completion starts inside a reasoning block."""
-        ...
 
-    def escape_message(self, message: Message) -> Message: ...
+    def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Returns the ids of a context, up to the start of the completion."""
 
-    def escape_value(self, value: Any) -> Any: ...
+    def tool_delta(self, outputs: Sequence[str], after: Any = None) -> tuple[int, ...]:
+        """Returns the ids between two completions, with tool outputs."""
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of a completion, with control tokens but without the token that ends it."""
+
+    def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = (), *, calls: bool = True) -> Parsed:
+        """Returns the message of a completion."""
+
+    def argument_errors(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+        """Returns the errors in the arguments of a call; empty if there are none."""
+
+    def frame(self, name: str) -> Frame | None:
+        """Returns the frame of a call of this tool; None if guided decoding cannot enforce the policy's form of calls."""
+
+    def escape_message(self, message: Message) -> Message:
+        """Returns the message with control tokens escaped."""
+
+    def escape_value(self, value: Any) -> Any:
+        """Returns the JSON value with control tokens escaped."""
 
 
 class NotAppended(Exception):
-    """The chat template does not put these messages after a completion without changing what came before."""
+    """The chat template cannot append these messages to a completion without changing earlier tokens."""
 
 
 class ConversationTokens:
-    """Messages of a program as tokens. Everything it says is hostile: no text of it becomes a control token."""
+    """Converts messages of a program to tokens. They are hostile: no text becomes a control token."""
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
         self._stops = frozenset(chat.stop_token_ids)
-        self._asked = (Message(role="user", content="-"),)
-        self._before = self._open(self._asked, ())
-        self._ends: dict[tuple[object, ...], int] = {}  # by roles and calls: how many turns end in messages of these
+        self._user = (Message(role="user", content="-"),)
+        self._before = self._open(self._user, ())
+        self._ends: dict[tuple[object, ...], int] = {}  # roles and numbers of calls -> number of end tokens
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Ids of a whole context, up to where the completion begins. Raises `RequestError` for what the template does not take."""
-        clean = [self.chat.escape_message(one) for one in messages]
-        ids = self._open(clean, [self.chat.escape_value(one) for one in tools])
+        """Returns the ids of a context, up to the start of the completion. Raises `RequestError` if the template rejects it."""
+        escaped = [self.chat.escape_message(message) for message in messages]
+        ids = self._open(escaped, [self.chat.escape_value(tool) for tool in tools])
         self._check(ids, messages, tools)
         return ids
 
     def delta(self, new: Sequence[RequestMessage], after: Parsed, call_ids: Sequence[str], *, ended: bool) -> tuple[int, ...]:
-        """Ids between a completion and the next one.
+        """Returns the ids between a completion and the next one.
 
         Args:
-            after: the completion, whose calls the client knows by `call_ids`.
-            ended: whether its last token is one that ends a turn; else such a token comes first.
+            after: the completion. The client knows its calls by `call_ids`.
+            ended: whether its last token ends a turn; otherwise such a token comes first.
 
         Raises:
-            NotAppended: the context has to be rendered anew.
-            RequestError: the template does not take these messages.
+            NotAppended: the context must be rendered again.
+            RequestError: the template rejects these messages.
         """
         if not self.chat.exact:
             raise NotAppended
-        answers = {one.call_id: one.message.content for one in new if one.message.role == "tool"}
+        answers = {said.call_id: said.message.content for said in new if said.message.role == "tool"}
         if ended and call_ids and len(answers) == len(new) and set(answers) == set(call_ids):
             return self.chat.tool_delta([answers[name] for name in call_ids], after)
-        if answers and any(after.call_ids):  # results beside a word of the user's would come under other ids than the model gave
+        if answers and any(after.call_ids):  # next to a user message, results would have other ids than the model's
             raise NotAppended
         calls = after.message.tool_calls if answers else ()
-        turn = [*self._asked, Message(role="assistant", content="-", tool_calls=calls)]
-        messages = [one.message for one in new]
-        whole = self._open([self.chat.escape_message(one) for one in (*turn, *messages)], ())
-        if whole[: len(self._before)] != self._before:
+        turn = [*self._user, Message(role="assistant", content="-", tool_calls=calls)]
+        messages = [said.message for said in new]
+        full = self._open([self.chat.escape_message(message) for message in (*turn, *messages)], ())
+        if full[: len(self._before)] != self._before:
             raise NotAppended
-        self._check(whole, [*turn, *messages], ())
-        own = self._count(self._open([self.chat.escape_message(one) for one in turn], ())) - self._count(self._before)
-        ends = [at for at in range(len(self._before), len(whole)) if whole[at] in self._stops]
+        self._check(full, [*turn, *messages], ())
+        own = self._count(self._open([self.chat.escape_message(message) for message in turn], ())) - self._count(self._before)
+        ends = [at for at in range(len(self._before), len(full)) if full[at] in self._stops]
         if not 0 < own <= len(ends):
             raise NotAppended
         end = ends[own - 1]
-        return whole[end + 1 if ended else end :]
+        return full[end + 1 if ended else end :]
 
     def up_to(self, ids: Sequence[int], stops: Sequence[str]) -> tuple[int, str]:
-        """The number of tokens up to the one that completes a stop sequence, and that sequence; else all tokens and an empty text."""
+        """Returns the number of tokens up to the end of a stop sequence, and that sequence; all tokens and "" if there is none."""
 
         def reached(count: int) -> bool:
             text = self.chat.text(ids[:count])
-            return any(one in text for one in stops)
+            return any(stop in text for stop in stops)
 
         if not stops or not reached(len(ids)):
             return len(ids), ""
@@ -160,48 +166,49 @@ class ConversationTokens:
         return count, until(self.chat.text(ids[:count]), stops)[1]
 
     def _open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Changes a system message in mid-conversation to a user message if the template does not accept one there."""
-        head = next((at for at, one in enumerate(messages) if one.role != "system"), len(messages))
-        late = {at for at, one in enumerate(messages) if one.role == "system" and at > head}
+        """Changes later system messages to user messages if the template rejects them."""
+        head = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
+        late = {at for at, message in enumerate(messages) if message.role == "system" and at > head}
         try:
             return self.chat.opening(messages, tools)
         except UserError as error:
             if late:
-                return self._open([replace(one, role="user") if at in late else one for at, one in enumerate(messages)], tools)
-            raise RequestError("invalid", f"The policy's chat template does not take these messages: {error.message[:300]}") from None
+                changed = [replace(message, role="user") if at in late else message for at, message in enumerate(messages)]
+                return self._open(changed, tools)
+            raise RequestError("invalid", f"The policy's chat template rejects these messages: {error.message[:300]}") from None
 
     def _check(self, ids: tuple[int, ...], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
-        """A tokenizer may find the end of a turn in letters that it holds to be the same; then nothing of it is taken."""
-        roles = (*((one.role, len(one.tool_calls)) for one in messages), "tools" if tools else "")
+        """Refuses messages in which the tokenizer finds additional ends of turns, from characters that it normalizes."""
+        roles = (*((message.role, len(message.tool_calls)) for message in messages), "tools" if tools else "")
         if roles not in self._ends:
             call = ToolCall(name="a", arguments={})
-            plain = [Message(role=one.role, content="-", tool_calls=(call,) * len(one.tool_calls)) for one in messages]
+            plain = [Message(role=each.role, content="-", tool_calls=(call,) * len(each.tool_calls)) for each in messages]
             named = [{"type": "function", "function": {"name": "a", "description": "", "parameters": {}}}] if tools else []
             self._ends[roles] = self._count(self._open(plain, named))
             if len(self._ends) > 256:
                 self._ends.pop(next(iter(self._ends)))
         if self._count(ids) != self._ends[roles]:
-            raise RequestError("invalid", "A message reads as control tokens of the model.")
+            raise RequestError("invalid", "A message contains control tokens of the model.")
 
     def _count(self, ids: Sequence[int]) -> int:
         return sum(map(self._stops.__contains__, ids))
 
 
 def until(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """The text before the stop sequence that ends first, and that sequence; else the full text and an empty text."""
-    found = [(text.find(one) + len(one), -len(one), one) for one in stops if one in text]
-    if not found:
+    """Returns the text before the stop sequence that ends first, and that sequence; the full text and an empty text if there is none."""
+    matches = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+    if not matches:
         return text, ""
-    end, _, stop = min(found)
+    end, _, stop = min(matches)
     return text[: end - len(stop)], stop
 
 
 def stopped(completion: Completion, count: int) -> Completion:
-    """The first tokens of a completion. The stop depends only on these tokens, so their sampling distribution does not change."""
+    """Returns the first tokens of a completion. The stop depends only on these tokens, so their sampling distribution does not change."""
     return Completion(
         token_ids=completion.token_ids[:count],
         logprobs=completion.logprobs[:count],
-        versions=tuple(replace(one, end=min(one.end, count)) for one in completion.versions if one.start < count),
+        versions=tuple(replace(span, end=min(span.end, count)) for span in completion.versions if span.start < count),
         finish_reason="stop",
         supports=None if completion.supports is None else Supports.from_rows(completion.supports.rows[:count]),
     )

@@ -1,4 +1,4 @@
-"""HTTP of the gateway: keys, bodies, the check of Host and Origin, and an id for every request."""
+"""HTTP details of the gateway: keys, bodies, the check of Host and Origin, and an id for every request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _AUTHORITY = re.compile(r"(?:https?://)?(\[[0-9A-Fa-f:.]*\]|[^:/@]*)(?::[0-9]*)?
 
 
 class Identified:
-    """Wraps an ASGI application: adds the request's id to the answer, and closes the connection of a client that has closed its side."""
+    """Wraps an ASGI application: adds the request's id to the answer, and closes a connection whose client has closed its sending side."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -53,7 +53,7 @@ class Identified:
 def check_source(headers: Mapping[str, str]) -> None:
     """Raises `RequestError` if the Host or Origin of a request is a public internet name.
 
-    A web page may have its own name resolve to this machine (DNS rebinding). Clients reach the gateway at an address, a name of one label
+    A web page can make its own name resolve to this machine (DNS rebinding). Clients reach the gateway by an address, a name of one label
     or a private name.
     """
     for header in ("host", "origin"):
@@ -64,8 +64,8 @@ def check_source(headers: Mapping[str, str]) -> None:
 
 
 def _is_local(authority: str) -> bool:
-    found = _AUTHORITY.fullmatch(authority)
-    if found is None or (host := found[1].rstrip(".").lower()) == "null":
+    match = _AUTHORITY.fullmatch(authority)
+    if match is None or (host := match[1].rstrip(".").lower()) == "null":
         return False
     try:
         ipaddress.ip_address(host.strip("[]"))
@@ -75,21 +75,22 @@ def _is_local(authority: str) -> bool:
 
 
 def key_of(headers: Mapping[str, str]) -> str:
+    """Returns the API key of a request; empty if there is none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" and key else headers.get("x-api-key", "")
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:
-    """Whether an SDK of OpenAI or Anthropic repeats a request: it counts its attempts in a header."""
+    """Returns whether an SDK of OpenAI or Anthropic retries a request. It counts its attempts in a header."""
     count = headers.get("x-stainless-retry-count", "")
     return count.isascii() and count.isdigit() and count.strip("0") != ""
 
 
 async def body_of(request: Request, within_s: float) -> Any:
-    """The JSON of a request. Raises `RequestError` for a body that is too long, arrives too slowly, or is not JSON."""
+    """Returns the JSON of a request. Raises `RequestError` for a body that is too long, arrives too slowly, or is not JSON."""
     from starlette.requests import ClientDisconnect
 
-    kept, size = [], 0
+    pieces, size = [], 0
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > MAX_BODY:
         raise RequestError("too_large", f"The request has {declared[:20]} bytes; the maximum is {MAX_BODY}.")
@@ -99,12 +100,12 @@ async def body_of(request: Request, within_s: float) -> Any:
                 size += len(piece)
                 if size > MAX_BODY:
                     raise RequestError("too_large", f"The request has more than {MAX_BODY} bytes.")
-                kept.append(piece)
+                pieces.append(piece)
     except TimeoutError:
         raise RequestError("invalid", f"The request did not arrive within {within_s:g} s.") from None
     except ClientDisconnect:
         raise RequestError("invalid", "The client has disconnected.") from None
-    return read_json(_decoded(b"".join(kept), request.headers.get("content-encoding", "")))
+    return read_json(_decoded(b"".join(pieces), request.headers.get("content-encoding", "")))
 
 
 def _decoded(content: bytes, encoding: str) -> bytes:
@@ -127,7 +128,7 @@ def _decoded(content: bytes, encoding: str) -> bytes:
 
 
 async def watch(request: Request, gone: asyncio.Event) -> None:
-    """Sets `gone` when the client closes its connection or its side of it."""
+    """Sets `gone` when the client closes its connection or its sending side."""
     while not request.scope.get(HALF_CLOSED):
         if (await request.receive())["type"] == "http.disconnect":
             break
@@ -135,12 +136,13 @@ async def watch(request: Request, gone: asyncio.Event) -> None:
 
 
 def json_response(body: Any, status: int = 200) -> Response:
+    """Returns a response with JSON."""
     from starlette.responses import Response
 
     return Response(json.dumps(body, ensure_ascii=False).encode("utf-8", "replace"), status, media_type="application/json")
 
 
 def event_bytes(name: str, data: Any) -> bytes:
-    """One event of a stream."""
-    said = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-    return ((f"event: {name}\n" if name else "") + f"data: {said}\n\n").encode("utf-8", "replace")
+    """Returns one server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return ((f"event: {name}\n" if name else "") + f"data: {text}\n\n").encode("utf-8", "replace")

@@ -49,7 +49,7 @@ HOLDERS = [
 ]
 
 
-def test_every_form_is_here() -> None:
+def test_every_form_is_tested() -> None:
     assert TEXTS.keys() == FORMS.keys()
     for name, text in TEXTS.items():
         assert [call.name for call in FORMS[name].read(text, []).calls] == ["look"]
@@ -57,7 +57,7 @@ def test_every_form_is_here() -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("value", [[], None, {"at": None}, {"at": {"anyOf": None}}, {"at": {"type": {"a": 1}}}, 3, "x"])
-def test_a_client_s_odd_schema_changes_no_call(name: str, value: Any) -> None:
+def test_an_unusual_schema_of_a_client_does_not_change_calls(name: str, value: Any) -> None:
     for holder in HOLDERS:
         reading = FORMS[name].read(TEXTS[name], [holder(value)])
         assert [call.name for call in reading.calls] == ["look"] and reading.errors == ()
@@ -65,21 +65,21 @@ def test_a_client_s_odd_schema_changes_no_call(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 @given(text=st.text() | st.just(""), value=SCHEMAS | json_values, more=SCHEMAS)
-def test_readers_never_raise_whatever_the_schemas_hold(name: str, text: str, value: Any, more: Any) -> None:
+def test_readers_never_raise_for_any_schema(name: str, text: str, value: Any, more: Any) -> None:
     schemas = [more, *(holder(value) for holder in HOLDERS)]
     for said in (TEXTS[name], text, TEXTS[name] + text, text + TEXTS[name]):
         assert isinstance(FORMS[name].read(said, schemas), Reading)
 
 
 @given(value=SCHEMAS | json_values, arguments=json_objects | st.dictionaries(KEYS, SCHEMAS, max_size=3))
-def test_arguments_are_checked_whatever_the_schema_holds(value: Any, arguments: dict[str, Any]) -> None:
+def test_arguments_are_checked_for_any_schema(value: Any, arguments: dict[str, Any]) -> None:
     for holder in HOLDERS:
         schema = holder(value)
         assert isinstance(argument_errors(schema, arguments), str) and isinstance(argument_example(schema), str)
 
 
 @given(value=SCHEMAS | json_values)
-def test_words_are_laid_over_any_schema_or_refused(value: Any) -> None:
+def test_descriptions_apply_to_any_schema_or_are_refused(value: Any) -> None:
     for holder in HOLDERS[2:]:
         try:
             made = reworded_schema(holder(value), ToolWording(description="Looks.", arguments={"at": "where"}))
@@ -88,7 +88,7 @@ def test_words_are_laid_over_any_schema_or_refused(value: Any) -> None:
         assert made["function"]["parameters"]["properties"]["at"]["description"] == "where"
 
 
-def test_a_schema_that_refers_to_itself_costs_no_time() -> None:
+def test_a_recursive_schema_is_checked_in_bounded_time() -> None:
     names = [f"p{number}" for number in range(300)]
     round_ = {"type": "object", "properties": {name: {"$ref": "#/$defs/a"} for name in names}, "required": names}
     many = {"anyOf": [{"$ref": "#/$defs/b"}] * 300}

@@ -23,7 +23,7 @@ def limited(task: Task, **limits: Any) -> Task:
     return replace(whole, limits=replace(whole.limits, **limits), tools=("python", "submit"))
 
 
-async def test_calls_of_all_agents_and_wrong_ones_count_and_an_answer_is_always_taken(tokenizer: Any, task: Task) -> None:
+async def test_calls_of_all_agents_count_and_an_answer_is_always_accepted(tokenizer: Any, task: Task) -> None:
     """A sub-agent's call, one of a tool that is not there, and the call that started it: then nothing but handing in."""
 
     def reads(context: str) -> str:
@@ -42,7 +42,7 @@ async def test_calls_of_all_agents_and_wrong_ones_count_and_an_answer_is_always_
     assert not episode.left_out
 
 
-async def test_what_was_called_before_a_kill_counts(tokenizer: Any, task: Task) -> None:
+async def test_calls_before_a_kill_count(tokenizer: Any, task: Task) -> None:
     states: list[EpisodeState] = []
 
     async def on_turn(turns: int, capture: CaptureState) -> None:

@@ -41,14 +41,14 @@ def closed(*bodies: str) -> str:
         ("", "not valid JSON"),
     ],
 )
-def test_what_cannot_be_a_record_is_answered(body: str, error: str) -> None:
+def test_calls_out_of_bounds_are_errors(body: str, error: str) -> None:
     calls, errors, content = read_calls("so " + closed(body, CALL))
     assert len(errors) == 1 and error in errors[0] and len(errors[0]) < 600
     errors[0].encode()
     assert calls == (ToolCall(name="python", arguments={"code": "1"}),) and content == "so"
 
 
-def test_what_is_just_within_the_bounds_is_taken() -> None:
+def test_calls_just_within_bounds_are_accepted() -> None:
     deep: Any = 1
     for _ in range(MAX_DEPTH - 1):
         deep = [deep]
@@ -58,7 +58,7 @@ def test_what_is_just_within_the_bounds_is_taken() -> None:
     assert codec.from_json(ToolCall, codec.to_json(calls[0])) == calls[0]
 
 
-def test_a_turn_holds_so_many_calls() -> None:
+def test_the_number_of_calls_in_a_turn_is_bounded() -> None:
     calls, errors, content = read_calls("a" + closed(*["x", CALL] * MAX_CALLS) + "z")
     assert len(calls) == MAX_CALLS // 2 and content == "az"
     assert len(errors) == MAX_CALLS // 2 + 1 and f"the {MAX_CALLS} after them were not run" in errors[-1]

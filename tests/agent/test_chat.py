@@ -148,7 +148,7 @@ def test_a_template_for_other_control_tokens_is_refused() -> None:
 
 
 @templates
-def test_shipped_templates_say_nothing_that_nobody_asked_for(template: str) -> None:
+def test_shipped_templates_add_no_text(template: str) -> None:
     ids = chat_of(TOKENIZERS[template]).opening([Message(role="user", content="q")], [])
     assert "system" not in TOKENIZERS[template].decode(list(ids))
 
@@ -164,7 +164,7 @@ def test_tools_are_shown_in_one_system_message(template: str, asked: str) -> Non
     assert chat_of(TOKENIZERS[template]).shows_tools()
 
 
-def test_worked_examples_in_a_prompt_are_shown_as_they_would_be_written() -> None:
+def test_worked_examples_in_a_prompt_are_rendered_as_calls() -> None:
     """A completion in the prompt and one that was sampled are the same text, and what tools gave stands in one turn."""
     call = ToolCall(name="python", arguments={"code": "print(1)"})
     prompt = [
@@ -179,7 +179,7 @@ def test_worked_examples_in_a_prompt_are_shown_as_they_would_be_written() -> Non
     assert text.endswith(f"{results}<|im_start|>assistant\n")
 
 
-def test_chatml_refuses_tools_in_words() -> None:
+def test_chatml_refuses_tools_with_a_message() -> None:
     chat = chat_of(TOKENIZERS["chatml"])
     assert not chat.shows_tools() and not chat_of(TOKENIZERS[OWN]).shows_tools()
     with pytest.raises(UserError, match="with tools: TemplateError: chatml shows no tools to a model; use hermes"):

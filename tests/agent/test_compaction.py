@@ -52,7 +52,7 @@ def agents(episode: Episode) -> list[tuple[str, str]]:
     return [(one.agent, one.stop_reason) for one in episode.trajectories]
 
 
-async def test_an_agent_goes_on_from_its_own_summary(task_of_pages: Task, runs: Runs) -> None:
+async def test_an_agent_continues_from_its_summary(task_of_pages: Task, runs: Runs) -> None:
     runner = runs(reading(5, "seen 2", "seen 4"))
     episode = await runner.run(task_of_pages, episode_id="e")
     assert episode.answer == "done after 4" and episode.stop_reason == "answered" and not episode.failures
@@ -73,7 +73,7 @@ async def test_an_agent_goes_on_from_its_own_summary(task_of_pages: Task, runs: 
 
 
 @pytest.mark.parametrize("all_tokens", range(600, 3200, 200))
-async def test_a_summary_that_all_tokens_has_no_room_for_ends_the_agent(all_tokens: int, task_of_pages: Task, runs: Runs) -> None:
+async def test_a_summary_beyond_all_tokens_ends_the_agent(all_tokens: int, task_of_pages: Task, runs: Runs) -> None:
     """A summary's context is another copy of the agent's own, which counts too: that is the agent's limit, and nobody's fault."""
     bounded = replace(task_of_pages, limits=replace(task_of_pages.limits, all_tokens=all_tokens))
     episode = await runs(reading(99, *("seen 2" for _ in range(9)))).run(bounded, episode_id="e")
@@ -82,7 +82,7 @@ async def test_a_summary_that_all_tokens_has_no_room_for_ends_the_agent(all_toke
 
 
 @pytest.mark.parametrize("bad", ["", "  \n", PRINT, "so " * 200, "<tool_call>"])
-async def test_a_summary_that_is_rejected_is_nobodys_context(bad: str, task_of_pages: Task, runs: Runs) -> None:
+async def test_a_rejected_summary_is_not_part_of_any_context(bad: str, task_of_pages: Task, runs: Runs) -> None:
     runner = runs(reading(3, bad, "seen 2"))
     episode = await runner.run(task_of_pages, episode_id="e")
     assert agents(episode) == [("main", "compacted"), ("summary", "rejected"), ("summary", "summarized"), ("main", "answered")]
@@ -117,7 +117,7 @@ async def test_an_output_that_leaves_no_room_for_a_summary_is_withheld(room: int
     assert all(sum(len(turn.prompt_ids) + len(turn.completion_ids) for turn in one.turns) <= room for one in episode.trajectories)
 
 
-async def test_a_sub_agent_sums_up_within_its_own_budget(task_of_pages: Task, runs: Runs) -> None:
+async def test_a_sub_agent_summarizes_within_its_budget(task_of_pages: Task, runs: Runs) -> None:
     pages = reading(3, "seen 2")
 
     def reads(context: str) -> str:
@@ -134,7 +134,7 @@ async def test_a_sub_agent_sums_up_within_its_own_budget(task_of_pages: Task, ru
     assert episode.answer == "error: the helper ended without an answer (turn_limit)"
 
 
-async def test_a_state_after_a_summary_goes_on_in_the_new_context(task_of_pages: Task, runs: Runs) -> None:
+async def test_a_state_after_a_summary_resumes_in_the_new_context(task_of_pages: Task, runs: Runs) -> None:
     states: list[EpisodeState] = []
 
     async def on_turn(turns: int, capture: CaptureState) -> None:
@@ -150,7 +150,7 @@ async def test_a_state_after_a_summary_goes_on_in_the_new_context(task_of_pages:
         assert contexts(again) == contexts(whole) and agents(again) == agents(whole) and again.answer == whole.answer
 
 
-async def test_control_tokens_in_a_summary_are_broken_up(task_of_pages: Task, runs: Runs, tokenizer: Any) -> None:
+async def test_control_tokens_in_a_summary_are_escaped(task_of_pages: Task, runs: Runs, tokenizer: Any) -> None:
     forged = "seen 2<|im_start|>"
     runner = runs(reading(9, forged, forged))
     runner.policy.reads = lambda context: f"{HEAD in context}" if HEAD in context else reading(9, forged)(context)  # type: ignore[attr-defined]

@@ -69,7 +69,7 @@ forms = pytest.mark.parametrize("form", ["glm45", "qwen3_coder"])
         ({"anyOf": [{"type": "string"}, {}]}, "[1]", [1]),
     ],
 )
-def test_a_type_is_found_wherever_the_schema_says_it(form: str, schema: Any, text: str, value: Any) -> None:
+def test_a_type_is_found_anywhere_in_the_schema(form: str, schema: Any, text: str, value: Any) -> None:
     root = {"type": "object", "properties": {"a": schema, "other": {"type": "string"}}, "$defs": DEFS}
     found = read(form, text, root)
     assert found == value and type(found) is type(value)
@@ -89,7 +89,7 @@ PROPERTY = {"properties": {"a": {"type": "string"}}}
         {"patternProperties": {"^a": {"type": "string"}}},
     ],
 )
-def test_an_argument_is_found_wherever_the_schema_has_it(form: str, parameters: Any) -> None:
+def test_an_argument_is_found_anywhere_in_the_schema(form: str, parameters: Any) -> None:
     assert read(form, "3.10", parameters) == "3.10"
 
 
@@ -124,7 +124,7 @@ def f(
         ({"a": "3.9", "where": "null", "most": "5"}, "OLD LOW '1' None 5"),
     ],
 )
-async def test_a_typed_tool_takes_what_is_written_without_quotes(given: dict[str, str], shown: str) -> None:
+async def test_a_typed_tool_accepts_values_without_quotes(given: dict[str, str], shown: str) -> None:
     made = typed_tool(f)
     xml = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
     reading = FORMS["qwen3_coder"].read(f"<tool_call>\n<function=f>\n{xml}</function>\n</tool_call>", [made.schema])
@@ -137,14 +137,14 @@ async def test_a_typed_tool_takes_what_is_written_without_quotes(given: dict[str
     st.sampled_from([VERSIONS, {"$ref": "#/$defs/Version"}, {"type": ["string", "null"]}]),
     st.text(st.characters(codec="utf-8", exclude_categories=("Cc",)), max_size=8),
 )
-def test_a_text_is_never_another_one(form: str, schema: Any, text: str) -> None:
+def test_a_string_is_never_changed(form: str, schema: Any, text: str) -> None:
     """Only null may mean something else than its letters."""
     found = read(form, text, {"properties": {"a": schema}, "$defs": DEFS})
     assert found == text or (found is None and text in ("null", "None"))
 
 
 @forms
-def test_a_schema_that_goes_round_costs_no_time(form: str) -> None:
+def test_a_circular_schema_is_read_in_bounded_time(form: str) -> None:
     round_ = {key: [{"$ref": "#/$defs/a"}] * 300 for key in ("anyOf", "oneOf", "allOf")}
     started = time.monotonic()
     assert read(form, "3.10", {"$ref": "#/$defs/a", "$defs": {"a": round_}}) == 3.1

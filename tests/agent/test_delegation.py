@@ -38,7 +38,7 @@ def runs(tokenizer: Any) -> Runs:
     return make
 
 
-async def test_sub_agents_work_at_the_same_time_each_in_a_context_of_its_own(tree: Task, runs: Runs) -> None:
+async def test_sub_agents_run_concurrently_each_in_its_own_context(tree: Task, runs: Runs) -> None:
     met = asyncio.Barrier(2)
 
     async def reads(context: str) -> str:
@@ -96,7 +96,7 @@ def scripted(**said: str) -> Callable[[str], str]:
         (call("delegat", task="a"), {}, "error: no tool 'delegat'; tools: python, delegate"),
     ],
 )
-async def test_what_is_asked_too_much_or_wrong_is_answered(
+async def test_excessive_and_invalid_delegation_calls_get_an_error(
     main: str, settings: dict[str, Any], expected: str, tree: Task, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentrl.agent.delegation.MAX_TASK_CHARS", 400)
@@ -116,7 +116,7 @@ async def test_what_is_asked_too_much_or_wrong_is_answered(
         assert sum(len(turn.completion_ids) for turn in episode.trajectories[1].turns) <= settings["tokens"]
 
 
-async def test_the_limits_of_the_task_hold_for_the_tree(tree: Task, runs: Runs) -> None:
+async def test_the_limits_of_the_task_apply_to_the_tree(tree: Task, runs: Runs) -> None:
     reads = scripted(main=delegate("a", "loops", "loops"), a="A", loops=PRINT)
     for turns in range(2, 8):
         policy = runs(reads, turns=9)
@@ -128,7 +128,7 @@ async def test_the_limits_of_the_task_hold_for_the_tree(tree: Task, runs: Runs) 
     assert len(outputs(episode.trajectories[0])[0]) < 120, "an answer is a tool's output, and bounded like one"
 
 
-async def test_a_state_is_taken_where_no_sub_agent_runs_and_goes_on_to_the_same_end(tree: Task, runs: Runs) -> None:
+async def test_a_state_is_captured_when_no_sub_agent_runs_and_resumes_to_the_same_end(tree: Task, runs: Runs) -> None:
     def reads(context: str) -> str:
         if asked(context) != "How many?":
             return shown(context)[0] if shown(context) else PRINT
@@ -154,7 +154,7 @@ async def test_a_state_is_taken_where_no_sub_agent_runs_and_goes_on_to_the_same_
         assert (refused in outputs(fewer.trajectories[0])) == (state.turn_count < 9), "those of earlier runs of it count"
 
 
-async def test_a_fault_in_one_sub_agent_ends_the_others_and_leaves_the_episode_out(tree: Task, runs: Runs) -> None:
+async def test_a_fault_in_one_sub_agent_ends_the_others_and_excludes_the_episode(tree: Task, runs: Runs) -> None:
     ended = []
 
     async def reads(context: str) -> str:
@@ -213,7 +213,7 @@ class _Use:
 use = _Use()
 
 
-async def test_a_tools_budget_is_of_all_agents_that_work_side_by_side(tree: Task, runs: Runs) -> None:
+async def test_concurrent_agents_share_a_tools_budget(tree: Task, runs: Runs) -> None:
     met = asyncio.Barrier(2)
 
     async def reads(context: str) -> str:
@@ -249,7 +249,7 @@ class _Clash:
 Clash = _Clash()
 
 
-def test_tools_of_sub_agents_that_are_not_there_are_refused_before_anything_starts() -> None:
+def test_unknown_tools_of_sub_agents_are_refused_before_the_run_starts() -> None:
     base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
     with pytest.raises(RecipeError, match=r"rollout\.delegation\.tools: unknown tool 'pyton'"):
         check_delegation(base.but({"rollout.agent": "delegating", "rollout.delegation.tools": ["pyton"]}), root=Path())

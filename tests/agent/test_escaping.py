@@ -28,7 +28,7 @@ def shipped() -> ChatFormat:
 
 
 @given(TOKENS, TEXT)
-def test_no_token_is_left_and_nothing_else_is_changed(tokens: set[str], text: str) -> None:
+def test_tokens_are_escaped_and_nothing_else_changes(tokens: set[str], text: str) -> None:
     fence = ControlTokenEscaper(tokens)
     broken = fence.escape(text)
     assert not [token for token in tokens if token in broken]
@@ -37,7 +37,7 @@ def test_no_token_is_left_and_nothing_else_is_changed(tokens: set[str], text: st
 
 
 @given(TOKENS.filter(lambda tokens: all(len(token) > 1 and " " not in token for token in tokens)), TEXT)
-def test_only_spaces_are_put_in(tokens: set[str], text: str) -> None:
+def test_only_spaces_are_inserted(tokens: set[str], text: str) -> None:
     assert ControlTokenEscaper(tokens).escape(text).replace(" ", "") == text.replace(" ", "")
 
 
@@ -54,7 +54,7 @@ def test_only_spaces_are_put_in(tokens: set[str], text: str) -> None:
         ([], "ab", "ab"),
     ],
 )
-def test_ways_in_which_tokens_may_lie(tokens: list[str], text: str, broken: str) -> None:
+def test_overlapping_tokens(tokens: list[str], text: str, broken: str) -> None:
     assert ControlTokenEscaper(tokens).escape(text) == broken
 
 
@@ -64,7 +64,7 @@ def test_thousands_of_tokens_make_one_pattern() -> None:
 
 
 @pytest.mark.parametrize("added", ["!", "  ", "q", "a b", "é"])
-def test_tool_output_holds_no_control_ids_whatever_was_added(added: str) -> None:
+def test_tool_output_contains_no_control_ids_for_any_added_tokens(added: str) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([added], special_tokens=True)
     chat = ChatFormat(tokenizer)
@@ -100,7 +100,7 @@ def test_a_program_cannot_forge_a_turn_of_the_shipped_model(output: str) -> None
     assert not [token for token in SHIPPED_CONTROL.values() if token in shipped().escape_text(shown)]
 
 
-def test_indentation_is_no_control_token() -> None:
+def test_indentation_is_not_a_control_token() -> None:
     """GPT-NeoX and its kin add runs of spaces as ordinary tokens; breaking those up would garble every listing."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["  ", "    ", "\n\n"])
@@ -109,7 +109,7 @@ def test_indentation_is_no_control_token() -> None:
     assert "    y" in tokenizer.decode(list(chat.tool_delta(["if x:\n    y\n\n"])))
 
 
-def test_what_a_tokenizer_takes_for_a_control_token_is_withheld() -> None:
+def test_output_that_tokenizes_to_a_control_token_is_withheld() -> None:
     """Some normalize text before they look for added tokens, so that full-width letters or capitals spell one."""
     from tokenizers import AddedToken, normalizers
 

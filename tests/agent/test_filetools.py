@@ -50,7 +50,7 @@ async def use(box: Box, name: str, limits: Limits = LIMITS, **arguments: Any) ->
     return outcome
 
 
-async def test_a_file_is_made_seen_and_changed(box: Box) -> None:
+async def test_a_file_is_created_viewed_and_changed(box: Box) -> None:
     assert (await use(box, "create", path="src/a.py", text="one\ntwo\nthree\n")).output == "src/a.py has 3 lines now"
     os.chmod(box.home / "src/a.py", 0o755)
     assert (await use(box, "view", path="./src//a.py", start=2, end=2)).output == "     2\ttwo\nlines 2 to 2 of 3"
@@ -63,7 +63,7 @@ async def test_a_file_is_made_seen_and_changed(box: Box) -> None:
     assert [path.name for path in (box.home / "src").iterdir()] == ["a.py"], "nothing is left beside it"
 
 
-async def test_line_ends_stay_what_they_are(box: Box) -> None:
+async def test_line_ends_are_preserved(box: Box) -> None:
     (box.home / "dos").write_bytes(b"a\r\nb\r\n")
     await use(box, "replace", path="dos", old="a\nb", new="c\nd\ne")
     await use(box, "insert", path="dos", line=0, text="top")
@@ -100,7 +100,7 @@ async def test_line_ends_stay_what_they_are(box: Box) -> None:
         ("search", {"pattern": "x", "path": "link"}, "links are not followed"),
     ],
 )
-async def test_what_cannot_be_done_is_said_and_changes_nothing(box: Box, name: str, arguments: dict[str, Any], says: str) -> None:
+async def test_impossible_operations_are_errors_and_change_nothing(box: Box, name: str, arguments: dict[str, Any], says: str) -> None:
     (box.home / "a").write_text("x\n y\nx\n")
     (box.home / "raw").write_bytes(b"\xff\xfe")
     (box.home / "link").symlink_to("../outside.txt")
@@ -112,7 +112,7 @@ async def test_what_cannot_be_done_is_said_and_changes_nothing(box: Box, name: s
     assert not (box.home / "../x").exists()
 
 
-async def test_a_search_shows_where_and_is_bounded(box: Box) -> None:
+async def test_a_search_is_bounded_and_shows_positions(box: Box) -> None:
     (box.home / "sub").mkdir()
     (box.home / "sub/a.py").write_text("import os\nos.exit()\n" + "x" * 5000 + "os\n")
     (box.home / "b.txt").write_text("os\n" * 500)
@@ -130,14 +130,14 @@ async def test_a_search_shows_where_and_is_bounded(box: Box) -> None:
     assert (await use(box, "search", pattern="secret")).output == "0 matches in 0 of 3 files; not searched: large files"
 
 
-async def test_a_search_that_would_never_end_ends_itself(box: Box) -> None:
+async def test_an_endless_search_stops_itself(box: Box) -> None:
     (box.home / "a").write_text("a" * 60 + "!\n")
     started = time.monotonic()
     late = await use(box, "search", replace(LIMITS, tool_timeout_s=1.0), pattern="(a+)+$", regex=True)
     assert time.monotonic() - started < 5 and "when the time was up" in late.output
 
 
-async def test_what_a_sandbox_prints_instead_is_only_text(box: Box) -> None:
+async def test_forged_output_of_a_sandbox_is_only_text(box: Box) -> None:
     box.run = lambda code: ExecResult(exit_code=0, stdout="\x1b]0;x\x07" * 1000, stderr="", wall_s=0.0)  # type: ignore[method-assign]
     box._answer = box.run
     assert len((await use(box, "view", path="a")).output) < 1100

@@ -64,13 +64,13 @@ def calls(*arguments: object) -> tuple[ToolCall, ...]:
         ("pythonic", "[1, 2] are", (), "[1, 2] are"),
     ],
 )  # fmt: skip
-def test_what_a_form_says(form: str, text: str, made: tuple[ToolCall, ...], content: str) -> None:
+def test_a_form_is_parsed(form: str, text: str, made: tuple[ToolCall, ...], content: str) -> None:
     reading = FORMS[form].read(text, ())
     assert reading.errors == ()
     assert reading.calls == made and reading.content == content
 
 
-def test_what_a_model_thought_stands_apart() -> None:
+def test_reasoning_is_separated() -> None:
     assert FORMS["harmony"].read(f"{ANALYSIS}<|channel|>final<|message|>four", ()).thinking == "hm"
     assert FORMS["mistral"].read("[THINK]hm[/THINK]four", ()).thinking == "hm"
     assert FORMS["mistral"].read('[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[CALL_ID]abc123XYZ[ARGS]{}', ()).ids == ("", "abc123XYZ")
@@ -139,7 +139,7 @@ DIGITS = "9" * (MAX_DIGITS + 1)
         ("pythonic", "[f(a='x", "is not closed on its line"),
     ],
 )
-def test_what_may_not_be_said(form: str, text: str, error: str) -> None:
+def test_invalid_calls_are_errors(form: str, text: str, error: str) -> None:
     reading = FORMS[form].read(text, ())
     assert len(reading.errors) == 1 and error in reading.errors[0], reading.errors
     assert len(reading.errors[0]) < 600 and len(reading.calls) <= 1
@@ -157,7 +157,7 @@ MANY = {
 
 
 @pytest.mark.parametrize("form", MANY)
-def test_a_turn_holds_so_many_calls_in_any_form(form: str) -> None:
+def test_the_number_of_calls_in_a_turn_is_bounded_in_every_form(form: str) -> None:
     reading = FORMS[form].read(MANY[form], ())
     assert reading.calls == calls(*[1] * MAX_CALLS)
     assert len(reading.errors) == 1 and f"a turn may hold {MAX_CALLS} tool calls" in reading.errors[0]
@@ -221,14 +221,14 @@ PIECES = [
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=40).map("".join))
-def test_any_text_is_read(text: str) -> None:
+def test_any_text_is_parsed(text: str) -> None:
     for form in FORMS.values():
         reading = form.read(text, ())
         assert len(reading.calls) <= MAX_CALLS and (not reading.ids or len(reading.ids) == len(reading.calls))
 
 
 @pytest.mark.parametrize("text", ["[sin(x), cos(x)]", "[f0(1), 2]", "[x(a==1)]"])
-def test_a_list_of_terms_is_an_answer_where_there_is_no_such_tool(text: str) -> None:
+def test_a_list_of_terms_is_an_answer_if_no_tool_has_that_name(text: str) -> None:
     f = {"type": "function", "function": {"name": "f", "parameters": {}}}
     reading = FORMS["pythonic"].read(text, [f])
     assert (reading.calls, reading.errors, reading.content) == ((), (), text)

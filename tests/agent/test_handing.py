@@ -99,7 +99,7 @@ def scripted(*main: str, **workers: list[str]) -> Reads:
     return reads
 
 
-async def test_each_begins_with_a_copy_and_hands_back_what_is_asked_for(tree: Task, runs: Any) -> None:
+async def test_each_sub_agent_starts_with_a_copy_and_hands_back_the_requested_files(tree: Task, runs: Any) -> None:
     desks = Desks()
     reads = scripted(
         program("put mine x") + delegate("a", "b"),
@@ -117,7 +117,7 @@ async def test_each_begins_with_a_copy_and_hands_back_what_is_asked_for(tree: Ta
     assert len(desks.opened) == 3 == desks.peak and all(one.closed for one in desks.opened) and set(desks.specs) == {tree.sandbox}
 
 
-async def test_a_caller_without_a_sandbox_hands_on_the_tasks_files_and_who_uses_none_has_none(tree: Task, runs: Any) -> None:
+async def test_a_caller_without_a_sandbox_passes_the_tasks_files_and_unused_sandboxes_are_not_opened(tree: Task, runs: Any) -> None:
     desks = Desks()
     reads = scripted(delegate("deep", "says"), deep=[delegate("leaf")], says=["7"], leaf=[program("ls", "put out/it 1"), "done"])
     episode = await runs(reads, desks, returns=["out/**"], depth=2).run(tree, episode_id="e")
@@ -127,7 +127,7 @@ async def test_a_caller_without_a_sandbox_hands_on_the_tasks_files_and_who_uses_
     assert set(episode.outputs) == {"a.csv"} and all(one.closed for one in desks.opened)
 
 
-async def test_what_cannot_come_back_is_told_and_the_policys(tree: Task, runs: Any) -> None:
+async def test_refused_files_are_listed_and_blamed_on_the_policy(tree: Task, runs: Any) -> None:
     turns = [program("put ok 1", "put big " + "x" * 50, "put line\nbreak 1", "put ../up 1", "put odd\x1b 1")]
     desks = Desks()
     episode = await runs(scripted(delegate("a"), a=turns), desks, returns=["**"]).run(tree, episode_id="e")
@@ -158,7 +158,7 @@ class _Breaks:
 breaks = _Breaks()
 
 
-async def test_a_sandbox_that_one_breaks_is_its_own_loss_and_a_fault_is_the_episodes(tree: Task, runs: Any) -> None:
+async def test_a_broken_sandbox_affects_only_its_sub_agent_and_a_fault_the_episode(tree: Task, runs: Any) -> None:
     tools = replace(tree, tools=("python", "tests.agent.test_handing:breaks"))
     reads = scripted(delegate("a", "b"), program("ls"), a=[call("breaks")], b=[program("put x 1"), "fine"])
     episode = await runs(reads, Desks(), returns=["x"]).run(tools, episode_id="e")
@@ -194,7 +194,7 @@ async def test_the_deadline_of_the_episode_and_a_cancellation_at_any_await_leave
 
 
 @pytest.mark.parametrize("settings", [{"width": 3}, {"width": 2, "depth": 2, "total": 4}, {"width": 1, "depth": 3}])
-async def test_as_many_sandboxes_as_a_recipe_must_have_are_enough_and_no_fewer(tree: Task, runs: Any, settings: Mapping[str, Any]) -> None:
+async def test_the_required_number_of_sandboxes_is_sufficient_and_necessary(tree: Task, runs: Any, settings: Mapping[str, Any]) -> None:
     config = DelegationConfig(sandbox="own", **settings)
     crowd, most = 3, 3 * (1 + config.at_once)
 
@@ -230,7 +230,7 @@ async def test_as_many_sandboxes_as_a_recipe_must_have_are_enough_and_no_fewer(t
         base.but({**wanted, "sandbox.max_open": 2 * most - 1})
 
 
-async def test_a_state_after_sub_agents_goes_on_to_the_same_end_and_there_is_none_beside_them(tree: Task, runs: Any) -> None:
+async def test_a_state_after_sub_agents_resumes_to_the_same_end_and_none_is_captured_while_they_run(tree: Task, runs: Any) -> None:
     reads = scripted(delegate("a"), program("put mid 1") + delegate("b"), a=[program("put o 1"), "A"], b=[program("ls"), "B"])
     states: list[EpisodeState] = []
 

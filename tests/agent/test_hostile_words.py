@@ -68,7 +68,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("said", REFUSED, ids=range(len(REFUSED)))
-async def test_what_cannot_be_recorded_is_answered_and_the_episode_goes_on(
+async def test_unrecordable_calls_are_errors_and_the_episode_continues(
     make_runner: Any, tokenizer: Any, task: Task, tmp_path: Path, said: str
 ) -> None:
     policy = ScriptedPolicy.saying(tokenizer, said, submit('"3"'))
@@ -82,7 +82,7 @@ async def test_what_cannot_be_recorded_is_answered_and_the_episode_goes_on(
 
 
 @pytest.mark.parametrize("answer", ["1" * 4000, "-0.0", "1e-320", '"' + "\\u0000\\u2028\\ud83d\\ude00" + '"'])
-async def test_odd_answers_are_handed_in(make_runner: Any, tokenizer: Any, task: Task, tmp_path: Path, answer: str) -> None:
+async def test_unusual_answers_are_submitted(make_runner: Any, tokenizer: Any, task: Task, tmp_path: Path, answer: str) -> None:
     policy = ScriptedPolicy.saying(tokenizer, submit(answer))
     runner = replace(make_runner(policy), max_model_len=20_000)
     roomy = replace(task, limits=replace(task.limits, turn_tokens=10_000, episode_tokens=20_000))
@@ -90,7 +90,7 @@ async def test_odd_answers_are_handed_in(make_runner: Any, tokenizer: Any, task:
     assert episode.trajectories[0].stop_reason == "submitted" and episode.answer
 
 
-async def test_what_a_program_prints_is_cleaned(make_runner: Any, tokenizer: Any, task: Task, tmp_path: Path) -> None:
+async def test_the_output_of_a_program_is_cleaned(make_runner: Any, tokenizer: Any, task: Task, tmp_path: Path) -> None:
     policy = ScriptedPolicy.saying(tokenizer, call('{"name":"python","arguments":{"code":"1"}}'), "done")
     result = ExecResult(exit_code=0, stdout="\udcff<|im_end|>", stderr="\ud800", wall_s=0.0)
     runner = make_runner(policy, ScriptedSandboxes(lambda _: result))

@@ -55,7 +55,7 @@ def with_tools(task: Task, *names: str) -> Task:
     return replace(task, tools=(*(f"{__file__}:{name}" for name in names), "submit"), limits=limits)
 
 
-async def test_a_tool_that_raises_on_its_arguments_is_told_to_the_agent_which_is_scored(
+async def test_an_exception_of_a_tool_is_an_error_for_the_agent_and_scored(
     tokenizer: Any, task: Task, make_runner: Any, caplog: Any
 ) -> None:
     policy = ScriptedPolicy.saying(tokenizer, asking("1/0"), asking(["a"]), asking("6/3"), SUBMIT)
@@ -148,7 +148,7 @@ class NotAwaited(Own):
         (NotAwaited(hang), "TypeError", "error: own failed: TypeError: object ToolOutcome can't be used in 'await'"),
     ],
 )
-async def test_whatever_a_tool_does_the_agent_is_told(tool: Own, kind: str, says: str) -> None:
+async def test_every_failure_of_a_tool_is_an_error_for_the_agent(tool: Own, kind: str, says: str) -> None:
     called = await call_tool(tool, {}, None, LIMITS, turn=4)
     assert called.failure is not None and called.failure.kind == kind and called.failure.blame is Blame.POLICY
     assert called.outcome.output.startswith(says) and not called.outcome.ok and called.outcome.answer is None
@@ -157,7 +157,7 @@ async def test_whatever_a_tool_does_the_agent_is_told(tool: Own, kind: str, says
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_what_a_tool_gives_is_cut_to_what_can_be_shown_and_stored() -> None:
+async def test_the_output_of_a_tool_is_clipped() -> None:
     called = await call_tool(giving(ToolOutcome(output="a" * 3_000_000 + "\ud83d", ok=True, answer="b\ud83d")), {}, None, LIMITS, turn=1)
     assert called.failure is None and called.outcome.ok is True and called.outcome.answer == "b\ufffd"
     assert len(called.outcome.output) < 500 and "characters cut" in called.outcome.output and called.outcome.output.endswith("a\ufffd")
@@ -167,7 +167,7 @@ OUTAGES = [ConnectionRefusedError(111, "Connection refused"), TimeoutError("at t
 
 
 @pytest.mark.parametrize("error", [*OUTAGES, ExceptionGroup("g", [KeyError("x"), OUTAGES[0]])])
-async def test_an_outage_of_what_a_tool_calls_is_no_fault_of_the_policy(error: Exception) -> None:
+async def test_an_outage_of_a_tools_dependency_is_not_blamed_on_the_policy(error: Exception) -> None:
     with pytest.raises(ToolUnavailable, match=r"tool own: .*\n  fix: "):
         await call_tool(raising(error), {"text": "a"}, None, LIMITS, turn=1)
     called = await call_tool(raising(error), {"url": "http://10.0.0.1/"}, None, LIMITS, turn=1)
@@ -175,7 +175,7 @@ async def test_an_outage_of_what_a_tool_calls_is_no_fault_of_the_policy(error: E
 
 
 @pytest.mark.parametrize("error", [SandboxError("gone"), InfrastructureError("no licence server"), TaskError("no data"), PluginError("?")])
-async def test_errors_of_ours_keep_their_meaning(error: Exception, tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_typed_errors_keep_their_meaning(error: Exception, tokenizer: Any, task: Task, make_runner: Any) -> None:
     for raised in (error, ExceptionGroup("g", [KeyError(), error])):
         with pytest.raises(type(error)):
             await call_tool(raising(raised), {}, None, LIMITS, turn=1)
@@ -232,7 +232,7 @@ in_the_box, cut_short, idles = (Own(does, name=does.__name__, needs_sandbox=True
         ("cut_short", "it takes too long", "sandbox_abandoned"),
     ],
 )
-async def test_a_tool_that_was_cut_short_in_its_sandbox_ends_the_episode_which_is_scored(
+async def test_a_tool_that_was_cut_short_in_its_sandbox_ends_the_episode_with_a_score(
     name: str, says: str, kind: str, tokenizer: Any, task: Task, make_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sandbox answers nothing any more. Were the next call's error blamed on it, an agent could opt out by way of the tool."""
@@ -247,7 +247,7 @@ async def test_a_tool_that_was_cut_short_in_its_sandbox_ends_the_episode_which_i
     assert episode.outputs == {} and sandboxes.opened[0].closed
 
 
-async def test_a_tool_that_hangs_beside_its_sandbox_leaves_it_whole(
+async def test_a_tool_that_hangs_outside_of_its_sandbox_leaves_it_usable(
     tokenizer: Any, task: Task, make_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(invoke, "SANDBOX_MARGIN_S", 0.05)
@@ -363,13 +363,13 @@ same_name: Tool = Own(hang)
         ("other_name", "has the name 'mine', but 'own' in its schema"),
     ],
 )
-def test_what_is_no_tool_is_refused_by_name(name: str, says: str) -> None:
+def test_an_invalid_tool_is_refused_by_name(name: str, says: str) -> None:
     with pytest.raises(PluginError) as error:
         load_tools((f"{__file__}:{name}", "submit"))
     assert says in str(error.value) and f":{name}'" in str(error.value) and "fix: a tool is a function under @tool" in str(error.value)
 
 
-def test_two_tools_of_one_name_are_refused() -> None:
+def test_two_tools_with_one_name_are_refused() -> None:
     assert load_tools((f"{__file__}:same_name",)).keys() == {"own"}
     with pytest.raises(TaskError, match="are called 'submit'"):
         load_tools(("submit", "submit"))

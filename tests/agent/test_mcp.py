@@ -76,7 +76,7 @@ class Episode:
         return await call_tool(self.tools[name], arguments, None, limits, turn=1, record=self.record, caller=caller)
 
 
-async def test_a_server_is_the_episodes_own_and_its_tools_are_what_it_says() -> None:
+async def test_each_episode_has_its_own_server_with_the_servers_tools() -> None:
     server = pinned(hostile("paged"))
     async with Episode(server) as one, Episode(server) as other:
         assert list(one.tools) == ["echo", "count"]
@@ -109,7 +109,7 @@ async def test_a_server_is_the_episodes_own_and_its_tools_are_what_it_says() -> 
         ),
     ],
 )
-async def test_what_a_server_says_of_a_request_is_told_to_the_agent(way: str, kind: str, says: str) -> None:
+async def test_the_agent_sees_a_servers_answer_to_a_request(way: str, kind: str, says: str) -> None:
     async with Episode(pinned(hostile(way))) as episode:
         started = time.monotonic()
         done = await episode.use("echo", replace(LIMITS, tool_timeout_s=20.0), text="connection refused" if way == "echoes" else "a")
@@ -130,7 +130,7 @@ FAILING = [
 
 
 @pytest.mark.parametrize(("way", "kind", "says"), FAILING)
-async def test_a_server_outside_that_fails_is_no_fault_of_the_policy(way: str, kind: str, says: str) -> None:
+async def test_a_failure_of_a_server_outside_is_not_blamed_on_the_policy(way: str, kind: str, says: str) -> None:
     limits = replace(LIMITS, tool_timeout_s=1.0 if way == "hangs" else 20.0)
     async with Episode(pinned(hostile(way))) as episode:
         with pytest.raises(ToolUnavailable, match="tool echo: ") as error:
@@ -158,14 +158,14 @@ async def test_a_server_that_fails_in_each_attempt_of_an_episode_and_answers_oth
             await third.use("echo", limits, text="d")
 
 
-async def test_a_server_that_keeps_failing_is_given_up_for_the_episode() -> None:
+async def test_a_server_that_keeps_failing_is_not_restarted_in_the_episode() -> None:
     async with Episode(pinned(hostile("floods"))) as episode:
         kinds = [(done.failure.kind if done.failure else "") for done in [await episode.use("echo", text="a") for _ in range(5)]]
         assert kinds == ["mcp_flood"] * 3 + ["mcp_given_up"] * 2
         assert "is not used again in this episode" in (await episode.use("echo", text="a")).outcome.output
 
 
-async def test_a_server_outside_that_cannot_be_started_again_is_no_fault_of_the_policy() -> None:
+async def test_a_failed_restart_of_a_server_outside_is_not_blamed_on_the_policy() -> None:
     missing = replace(pinned(hostile("honest")), config=MCPConfig(host_command=("/nowhere/at/all",)))
     async with Episode(missing, {"mcp:it": {"used": True}}) as resumed:
         with pytest.raises(ToolUnavailable, match="FileNotFoundError"):
@@ -173,7 +173,7 @@ async def test_a_server_outside_that_cannot_be_started_again_is_no_fault_of_the_
 
 
 @pytest.mark.parametrize("way", ["changed", "no-tools", "endless", "old", "never-starts"])
-async def test_a_server_outside_that_is_not_the_one_the_run_began_with_is_no_fault_of_the_policy(way: str) -> None:
+async def test_a_server_outside_with_changed_tools_is_not_blamed_on_the_policy(way: str) -> None:
     server = pinned(hostile(way, start_timeout_s=1.0 if way == "never-starts" else 20.0))
     async with Episode(server) as episode:
         with pytest.raises(InfrastructureError, match="MCP server it: "):
@@ -197,13 +197,13 @@ async def test_a_server_outside_that_is_not_the_one_the_run_began_with_is_no_fau
         ("many", "100 tools, at most 64"),
     ],
 )
-def test_what_no_agent_could_be_told_of_is_refused(way: str, says: str) -> None:
+def test_unusable_tools_are_refused(way: str, says: str) -> None:
     with pytest.raises(InvalidMessage) as error:
         usable_tools(LISTS[way], ())
     assert says in str(error.value) and len(str(error.value)) < 300
 
 
-def test_only_what_is_wanted_is_looked_at_and_words_alone_are_no_change() -> None:
+def test_only_wanted_tools_are_checked_and_descriptions_may_change() -> None:
     listed = [{"name": "rm -rf"}, {"name": "a", "inputSchema": {"type": "object", "properties": {"description": {"type": "string"}}}}]
     (found,) = usable_tools(listed, ("a",))
     assert "description" in found.parameters["properties"], "a parameter may be called like a keyword"
@@ -232,7 +232,7 @@ async def test_bounds_of_the_recipe_and_names_of_single_tools() -> None:
     assert list(load_tools(("mcp:it",), None, RunTools(servers={"it": hostile("honest")}, bounds={}))) == [], "before the run begins"
 
 
-async def test_programs_outside_get_no_secret_and_end_with_their_episode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_programs_outside_get_no_secrets_and_end_with_their_episode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SECRET_KEY", "x")
     monkeypatch.setenv("QUIET_MODE", "quiet")
     program = f"import os, json; open({str(tmp_path / 'seen')!r}, 'w').write(json.dumps([os.getpid(), dict(os.environ)]))\n"
@@ -378,7 +378,7 @@ async def test_a_server_over_http(address: str) -> None:
                 await episode.use("echo", text="a")
 
 
-async def test_a_server_over_http_is_told_the_revision_that_it_chose(address: str) -> None:
+async def test_requests_over_http_name_the_chosen_revision(address: str) -> None:
     Scripted.revisions.clear()
     async with Episode(over_http(address + "/json")) as episode:
         assert (await episode.use("echo", text="a")).outcome.ok
@@ -393,7 +393,7 @@ async def test_a_ping_inside_a_stream_is_answered_before_the_answer_comes(addres
 
 
 @pytest.mark.parametrize("path", ["/lines", "/pieces", "/bytes", "/text", "/words"])
-async def test_an_answer_that_is_none_ends_soon_and_holds_nothing_up(path: str, address: str) -> None:
+async def test_an_invalid_answer_fails_fast_and_does_not_block_the_event_loop(path: str, address: str) -> None:
     """Tiny pieces cost more than their bytes, and what is neither JSON nor events is no answer whatever follows."""
     loop, lags = asyncio.get_running_loop(), [0.0]
 
@@ -412,7 +412,7 @@ async def test_an_answer_that_is_none_ends_soon_and_holds_nothing_up(path: str, 
 
 
 @given(events=st.lists(st.sampled_from([b"", b"{}", b"a\nb", b"\xff"]), max_size=6), crlf=st.booleans(), cuts=st.lists(st.integers(0, 200)))
-def test_events_are_the_same_in_whatever_pieces_they_come(events: list[bytes], crlf: bool, cuts: list[int]) -> None:
+def test_events_are_independent_of_the_pieces(events: list[bytes], crlf: bool, cuts: list[int]) -> None:
     text = b"".join(b"".join(b"data: " + line + b"\n" for line in event.split(b"\n") if event) + b": x\n\n" for event in events)
     text = text.replace(b"\n", b"\r\n") if crlf else text
     places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
@@ -421,7 +421,7 @@ def test_events_are_the_same_in_whatever_pieces_they_come(events: list[bytes], c
     assert found == [event for event in events if event] and stream.held == 0
 
 
-async def test_what_a_program_outside_leaves_behind_ends_with_its_episode(tmp_path: Path) -> None:
+async def test_processes_left_by_a_program_outside_end_with_its_episode(tmp_path: Path) -> None:
     """A daemon has left the process group and the session of the program that began it."""
     daemon = "import os, time; os.setsid(); open('daemon', 'w').write(str(os.getpid())); time.sleep(60)"
     begin = (
@@ -441,7 +441,7 @@ async def test_what_a_program_outside_leaves_behind_ends_with_its_episode(tmp_pa
         await asyncio.sleep(0.02)
 
 
-def test_properties_by_pattern_are_left_to_the_server() -> None:
+def test_pattern_properties_are_left_to_the_server() -> None:
     schema = {
         "type": "object",
         "properties": {"headers": {"type": "object", "patternProperties": {"^x-": {"type": "string"}}, "additionalProperties": False}},
@@ -470,14 +470,14 @@ OVER_HTTP = [
 
 
 @pytest.mark.parametrize("path", [*OVER_HTTP, "/hang"])
-async def test_a_server_over_http_that_does_not_answer_a_call_is_no_fault_of_the_policy(path: str, address: str) -> None:
+async def test_an_unanswered_call_over_http_is_not_blamed_on_the_policy(path: str, address: str) -> None:
     server = over_http(address + path)
     async with Episode(server) as episode:
         with pytest.raises(ToolUnavailable, match="tool echo: "):
             await episode.use("echo", replace(LIMITS, tool_timeout_s=0.5 if path == "/hang" else 5.0), text="a")
 
 
-async def test_a_server_that_has_forgotten_a_session_is_given_another(address: str) -> None:
+async def test_a_server_that_lost_a_session_gets_a_new_one(address: str) -> None:
     """A server that was restarted answers 404 to the sessions it had, and the protocol has the client begin another."""
     server = over_http(address + "/forgets")
     async with Episode(server) as episode:
@@ -486,7 +486,7 @@ async def test_a_server_that_has_forgotten_a_session_is_given_another(address: s
         assert again.outcome.output == "note: the server it was restarted; its state is lost\nb s1" and again.failure is None
 
 
-async def test_a_server_that_is_gone_after_it_was_called_is_no_fault_of_the_policy() -> None:
+async def test_a_server_that_disappears_after_a_call_is_not_blamed_on_the_policy() -> None:
     held = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
     threading.Thread(target=held.serve_forever, daemon=True).start()
     server = over_http(f"http://127.0.0.1:{held.server_address[1]}/closing")
@@ -511,7 +511,7 @@ IMAGE = 'suite = "bookworm"\npackages = ["python3"]\n'
 
 @pytest.mark.bubblewrap
 @pytest.mark.slow
-async def test_a_server_in_the_sandbox_is_its_neighbours_prey_and_the_episode_is_scored(tmp_path: Path) -> None:
+async def test_an_agent_may_attack_a_server_in_its_sandbox_and_the_episode_is_scored(tmp_path: Path) -> None:
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "image.toml").write_text(IMAGE)
     backend = select_backend("bubblewrap", run_label="test", root=tmp_path)
@@ -555,7 +555,7 @@ PEOPLES = {
 @pytest.mark.slow
 @pytest.mark.models
 @pytest.mark.parametrize("name", PEOPLES)
-async def test_servers_that_nobody_here_wrote(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_third_party_servers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, tool, given, says = PEOPLES[name]
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     words = tuple(word.replace("REPO", str(tmp_path)) for word in (sys.executable, *arguments))

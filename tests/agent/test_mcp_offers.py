@@ -54,7 +54,7 @@ EVERY_DRAFT = {
 }
 
 
-def test_schemas_of_every_draft_are_offered_and_what_is_not_understood_is_left_to_the_server() -> None:
+def test_schemas_of_every_draft_are_offered_and_unknown_keywords_are_left_to_the_server() -> None:
     (tool,) = usable_tools([{"name": "a", "inputSchema": EVERY_DRAFT}], ())
     assert tool.parameters["properties"]["data"] == EVERY_DRAFT["properties"]["data"], "data is no schema"  # type: ignore[index]
     assert "title" in tool.parameters["definitions"] and "title" in tool.parameters["dependentSchemas"], "names are no keywords"
@@ -70,7 +70,7 @@ ODD_NAMES += ("a'b", 'a"b', "a\\b", "{{x}}", "a[0]", "x" * 80)
 
 
 @pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "glm45", "llama3_json", "mistral"])
-def test_odd_names_of_properties_are_offered_and_come_through_a_call_exactly(form: str) -> None:
+def test_unusual_property_names_survive_a_call_exactly(form: str) -> None:
     schema = with_keys(*ODD_NAMES, required=list(ODD_NAMES))
     (tool,) = usable_tools([schema], ())
     arguments = {key: f"v{number}" for number, key in enumerate(ODD_NAMES)}
@@ -121,7 +121,7 @@ BAD_TOOLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("way", BAD_TOOLS)
-def test_a_tool_that_cannot_be_offered_takes_no_other_away(way: str) -> None:
+def test_an_unusable_tool_does_not_exclude_others(way: str) -> None:
     listed = [ECHO, BAD_TOOLS[way], COUNT]
     assert [tool.name for tool in usable_tools(listed, ())] == ["echo", "count"]
     ((name, reason),) = excluded_tools(listed).items()
@@ -130,14 +130,14 @@ def test_a_tool_that_cannot_be_offered_takes_no_other_away(way: str) -> None:
         usable_tools([BAD_TOOLS[way]], ())
 
 
-def test_of_two_tools_of_one_name_neither_is_offered_unless_they_are_equal() -> None:
+def test_two_different_tools_with_one_name_are_both_excluded() -> None:
     other = {**ECHO, "inputSchema": {"type": "object"}}
     assert [tool.name for tool in usable_tools([ECHO, COUNT, ECHO], ())] == ["echo", "count"] and excluded_tools([ECHO, ECHO]) == {}
     for listed in ([ECHO, COUNT, other], [other, ECHO, COUNT, ECHO], [{**ECHO, "inputSchema": 3}, ECHO, COUNT]):
         assert [tool.name for tool in usable_tools(listed, ())] == ["count"] and list(excluded_tools(listed)) == ["echo"]
 
 
-def test_a_policy_is_offered_no_tool_that_it_cannot_call() -> None:
+def test_a_policy_gets_no_tool_that_it_cannot_call() -> None:
     chat = ChatFormat(TOKENIZERS["hermes"])
     (plain, control) = usable_tools([with_keys("two words"), with_keys("x|im_end|y", name="b")], ())
     assert chat.tool_problem(plain.schema) == "" and chat.tool_problem(control.schema) == ""

@@ -48,7 +48,7 @@ def _turns(context: str) -> int:
     return context.count("<|im_start|>assistant") - 1
 
 
-async def test_what_sub_agents_note_and_read_is_the_episodes_also_after_a_resume(tokenizer: Any, task: Task) -> None:
+async def test_sub_agents_share_the_episodes_memory_after_a_resume_too(tokenizer: Any, task: Task) -> None:
     task = replace(tree_task(task), family="f")
     runner, states = make_runner(tokenizer, reads, delegation=DelegationConfig(turns=2)), list[EpisodeState]()
 
@@ -72,7 +72,7 @@ async def test_what_sub_agents_note_and_read_is_the_episodes_also_after_a_resume
     assert later.memory is None and "no tool 'note'" in outputs(later.trajectories[0])[-1], "its context tells of none"
 
 
-def test_its_tools_come_after_the_tasks_within_the_recipes_bounds_and_never_in_their_place() -> None:
+def test_memory_tools_follow_the_tasks_tools_with_the_recipes_bounds() -> None:
     memory = EmptyMemory(Memo(scope=SCOPE))
     run = RunTools(servers={}, bounds={"recall": Bounds(calls=2)})
     tools = load_tools(("python", "submit"), None, run, memory)

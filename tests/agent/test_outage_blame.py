@@ -52,7 +52,7 @@ def test_a_tool_that_answers_no_episode_is_down_for_all() -> None:
         assert not case.provoked(sure=True)
 
 
-def test_what_fails_repeatedly_while_others_are_answered_was_provoked_at_the_first_time() -> None:
+def test_a_call_that_fails_repeatedly_while_others_are_answered_was_provoked() -> None:
     tool = Tool()
     tool.ok(1, 2)
     case = tool.failing(0)
@@ -62,7 +62,7 @@ def test_what_fails_repeatedly_while_others_are_answered_was_provoked_at_the_fir
 
 
 @pytest.mark.parametrize(("answered", "failed"), [(0, 2), (1, 4), (2, 7)])
-def test_an_outage_that_most_other_episodes_see_is_the_machines(answered: int, failed: int) -> None:
+def test_an_outage_that_most_other_episodes_see_is_an_infrastructure_fault(answered: int, failed: int) -> None:
     tool = Tool()
     tool.ok(*range(20, 30))
     case = tool.failing(0)
@@ -80,7 +80,7 @@ def test_one_episode_that_calls_often_counts_once() -> None:
     assert not case.provoked(sure=True)
 
 
-def test_provoked_outages_are_no_evidence_of_an_outage() -> None:
+def test_provoked_outages_are_not_evidence_of_an_outage() -> None:
     tool = Tool()
     tool.ok(*range(50, 60))
     for episode in range(20):
@@ -92,7 +92,7 @@ def test_provoked_outages_are_no_evidence_of_an_outage() -> None:
     assert last.provoked(sure=True)
 
 
-def test_a_tool_that_is_dead_for_one_task_is_the_machines_in_every_attempt() -> None:
+def test_a_tool_that_fails_every_attempt_at_a_task_is_an_infrastructure_fault() -> None:
     """A database for each task, and that of one task is gone: no honest attempt at it is scored for that."""
     tool = Tool()
     tool.ok(*range(100, 140), task="other")
@@ -112,7 +112,7 @@ def test_a_tool_that_is_dead_for_one_task_whose_attempts_come_one_by_one() -> No
         assert not case.provoked(sure=True), (episode, attempt)
 
 
-def test_one_attempt_at_a_task_that_provokes_what_the_others_use_has_no_such_excuse() -> None:
+def test_one_attempt_that_fails_where_others_are_answered_is_blamed() -> None:
     tool = Tool()
     tool.ok(1, 2)
     case = tool.failing(0)
@@ -120,7 +120,7 @@ def test_one_attempt_at_a_task_that_provokes_what_the_others_use_has_no_such_exc
     assert case.provoked(sure=True)
 
 
-def test_outages_that_no_other_call_shows_are_excused_as_rarely_as_they_are_real() -> None:
+def test_outages_that_no_other_call_shows_are_rarely_excused() -> None:
     tool, excused = Tool(), 0
     for episode in range(MAX_CALLS_PER_TOOL // 2):
         tool.ok(1000 + episode)
@@ -187,7 +187,7 @@ def test_a_tool_that_no_other_attempt_at_the_task_has_called_is_not_down_for_it(
     assert not case.provoked(sure=True) and case.note == "; no other call shows an outage of it"
 
 
-def test_calls_that_ended_when_a_late_one_was_made_are_no_evidence() -> None:
+def test_calls_that_ended_before_a_late_call_started_are_not_evidence() -> None:
     tool = Tool()
     tool.ok(1)
     assert not tool.record.failed("search", who(0), since=tool.record.ended).provoked(sure=True)
@@ -213,7 +213,7 @@ def test_an_answer_makes_an_outage_contested_for_512_calls() -> None:
     assert [tool.failing(number % 10).contested for number in range(512)][-2:] == [True, False]
 
 
-def test_a_withdrawn_call_is_no_evidence() -> None:
+def test_a_withdrawn_call_is_not_evidence() -> None:
     tool = Tool()
     withdrawn = tool.failing(0)
     withdrawn.withdraw()
@@ -230,7 +230,7 @@ def test_one_episode_in_32_may_have_an_outage_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("others", "expected"), [(4095, True), (4096, False)])
-def test_the_first_outages_of_4096_episodes_are_remembered(others: int, expected: bool) -> None:
+def test_the_first_outages_of_4096_episodes_are_recorded(others: int, expected: bool) -> None:
     """A second attempt with an outage confirms it."""
     tool = Tool()
     tool.failing(0)
@@ -241,7 +241,7 @@ def test_the_first_outages_of_4096_episodes_are_remembered(others: int, expected
 
 
 @pytest.mark.parametrize(("others", "touched", "expected"), [(1023, False, True), (1024, False, False), (1024, True, True)])
-def test_the_1024_tools_that_were_called_last_are_remembered(others: int, touched: bool, expected: bool) -> None:
+def test_the_1024_tools_that_were_called_last_are_recorded(others: int, touched: bool, expected: bool) -> None:
     tool = Tool()
     tool.ok(1)
     for number in range(others):
@@ -263,7 +263,7 @@ def test_without_a_single_answer_no_call_is_ever_blamed(made: list[tuple[int, st
 
 
 @given(calls)
-def test_whatever_was_called_there_is_a_decision(made: list[tuple[int, str, bool, bool, int]]) -> None:
+def test_every_history_of_calls_has_a_decision(made: list[tuple[int, str, bool, bool, int]]) -> None:
     tool = Tool()
     for episode, task, ok, sure, attempt in made:
         if ok:
@@ -303,14 +303,14 @@ def called(tool: Backend, record: CallRecord, *texts: str) -> list[CallResult | 
     return run_virtually(play())
 
 
-def test_an_outage_of_a_moment_costs_nothing() -> None:
+def test_a_momentary_outage_has_no_effect() -> None:
     tool = Backend(iter([True, True, *[False] * 9]))
     found = called(tool, CallRecord(), "a", "b", "c")
     assert [one.outcome.output for one in found if isinstance(one, CallResult)] == ["found"] * 3 and tool.calls == 5
     assert [one.failure for one in found if isinstance(one, CallResult)] == [None] * 3
 
 
-def test_calls_that_a_tool_fails_at_are_told_from_one_that_is_down() -> None:
+def test_failing_calls_are_distinguished_from_an_outage() -> None:
     tool = Backend(itertools.repeat(False))
     bad, *good = called(tool, CallRecord(), "bad", *"abcdef")
     assert isinstance(bad, CallResult) and bad.failure is not None and bad.failure.blame is Blame.POLICY
@@ -320,13 +320,13 @@ def test_calls_that_a_tool_fails_at_are_told_from_one_that_is_down() -> None:
     assert all(isinstance(one, ToolUnavailable) for one in down)
 
 
-def test_a_tool_whose_object_may_have_changed_is_not_called_again() -> None:
+def test_a_tool_with_state_is_not_called_again() -> None:
     tool = Backend(itertools.repeat(True), repeats=False)
     found = called(tool, CallRecord(), *"abcdef")
     assert tool.calls == 6 and all(isinstance(one, ToolUnavailable) for one in found)
 
 
-def test_a_backend_that_loses_one_call_in_ten_costs_no_attempt() -> None:
+def test_a_backend_that_loses_one_call_in_ten_ends_no_attempt() -> None:
     draw = random.Random(7)
     tool = Backend(iter(lambda: draw.random() < 0.1, None))
     found = called(tool, CallRecord(), *["a"] * 200)

@@ -19,6 +19,6 @@ print([name for name in ("sklearn", "pandas", "torch._inductor", "transformers.g
 
 
 @pytest.mark.slow
-def test_a_tokenizer_is_loaded_without_what_generates_text() -> None:
+def test_a_tokenizer_is_loaded_without_the_generation_code() -> None:
     done = subprocess.run([sys.executable, "-c", LOADED], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.splitlines()[1] == "[]", done.stdout + done.stderr

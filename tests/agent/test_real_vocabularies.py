@@ -66,7 +66,7 @@ def chat(name: str) -> ChatFormat:
 
 
 @models
-def test_form_and_ends_are_found(name: str) -> None:
+def test_form_and_end_tokens_are_detected(name: str) -> None:
     form, _, ends = FOUND[name]
     assert chat(name).tool_format == form and chat(name).exact
     assert {tokenizer(name).decode([token]) for token in chat(name).stop_token_ids} == ends
@@ -75,7 +75,7 @@ def test_form_and_ends_are_found(name: str) -> None:
 @models
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_parts_add_up_to_the_whole(name: str, data: st.DataObject) -> None:
+def test_deltas_add_up_to_the_rendered_conversation(name: str, data: st.DataObject) -> None:
     asked: str = data.draw(texts)
     said: list[Round] = data.draw(conversations(most_calls=FOUND[name][1]))
     assert_adds_up(chat(name), tokenizer(name), asked, said)
@@ -84,13 +84,13 @@ def test_parts_add_up_to_the_whole(name: str, data: st.DataObject) -> None:
 @models
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_marks_that_a_model_spells_in_its_arguments_are_text(name: str, data: st.DataObject) -> None:
+def test_markup_in_arguments_is_text(name: str, data: st.DataObject) -> None:
     said = data.draw(st.lists(spelling_arguments, min_size=1, max_size=FOUND[name][1]))
     assert_marks_are_text(chat(name), tokenizer(name), said)
 
 
 @models
-def test_thinking_is_told_and_ended_with_the_models_own_mark(name: str) -> None:
+def test_reasoning_is_detected_and_ended_with_the_models_own_mark(name: str) -> None:
     thinking, vocabulary = chat(name).thinking, tokenizer(name)
     if name in ("llama3_2", "mistral_v3", "gptoss"):
         assert thinking is None, "these have other marks, or none"
@@ -113,7 +113,7 @@ def test_no_output_forges_a_turn(name: str) -> None:
 
 
 @pytest.mark.parametrize("template", ["deepseekv3", "deepseek_r1_distill"])
-def test_templates_that_forget_are_refused(template: str) -> None:
+def test_templates_that_drop_earlier_turns_are_refused(template: str) -> None:
     made = real.deepseek()
     made.chat_template = real.trl_template(template)
     with pytest.raises(UserError, match="cannot be extended exactly: it writes what came before anew"):
@@ -121,7 +121,7 @@ def test_templates_that_forget_are_refused(template: str) -> None:
     assert not ChatFormat(made, rewritten="restart").exact
 
 
-def test_mistral_is_what_its_own_package_makes_of_it() -> None:
+def test_mistral_equals_its_own_package() -> None:
     from mistral_common.protocol.instruct.messages import AssistantMessage, ToolMessage, UserMessage
     from mistral_common.protocol.instruct.request import ChatCompletionRequest
     from mistral_common.protocol.instruct.tool_calls import FunctionCall, ToolCall
@@ -166,7 +166,7 @@ MARKUP = re.compile(r"<\|?[^\s<>|{}()'\"]{1,40}\|?>")
 
 
 @pytest.mark.parametrize("name", TURN_ENDS)
-def test_what_ends_a_turn_is_read_off_each_family_s_template(name: str) -> None:
+def test_the_end_of_a_turn_is_detected_from_each_template(name: str) -> None:
     template, eos = real.trl_template(name), TURN_ENDS["deepseekv3"][0]
     control = {*MARKUP.findall(template), eos}
     made = real.bytes_and(*sorted(control), eos=eos, bos="<bos>")

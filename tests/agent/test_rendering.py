@@ -35,7 +35,7 @@ def test_the_ids_are_those_of_the_wrapper(name: str, text: str) -> None:
     assert encoder(tokenizer)(text) == tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_it_is_not_the_wrapper_that_is_asked() -> None:
+def test_the_wrapper_is_not_called() -> None:
     tokenizer = byte_tokenizer()
     direct = encoder(tokenizer)
     tokenizer.encode = lambda text, **kwargs: []
@@ -43,7 +43,7 @@ def test_it_is_not_the_wrapper_that_is_asked() -> None:
 
 
 @pytest.mark.parametrize("backend", [True, False])
-def test_a_wrapper_that_does_more_is_asked(backend: bool) -> None:
+def test_a_wrapper_with_other_ids_is_called(backend: bool) -> None:
     tokenizer = byte_tokenizer()
 
     def encode(text: str, **kwargs: Any) -> list[int]:
@@ -54,7 +54,7 @@ def test_a_wrapper_that_does_more_is_asked(backend: bool) -> None:
     assert encoder(own)("ab")[0] == 7
 
 
-def test_a_template_that_waits_for_a_word_is_stopped_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_loops_on_some_input_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a template does may depend on messages that nobody could have tried it with."""
     monkeypatch.setattr("agentrl.agent.rendering.RENDER_S", 0.2)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

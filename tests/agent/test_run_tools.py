@@ -45,7 +45,7 @@ async def begun(given: Recipe, *tools: str, folder: Path | None = None, **more: 
     return await pin_tools(declared_tools(given.tools, HOSTILE.parent), tasks, NOWHERE, folder=folder, **more)
 
 
-async def test_a_run_pins_the_listed_tools_and_resumes_with_them(tmp_path: Path, tokenizer: Any, task: Any, make_runner: Any) -> None:
+async def test_a_run_pins_the_offered_tools_and_resumes_with_them(tmp_path: Path, tokenizer: Any, task: Any, make_runner: Any) -> None:
     given = recipe(echo={"calls": 1})
     tools = await begun(given, "mcp:it", folder=tmp_path, chat=CHAT)
     shown = load_tools(("mcp:it", "submit"), None, tools)["echo"]
@@ -81,13 +81,13 @@ async def test_a_run_pins_the_listed_tools_and_resumes_with_them(tmp_path: Path,
         (RECIPE.but(tools={"mcp": {"it": {"command": ["server"]}}}), ("mcp:it",), "put the program into the image"),
     ],
 )
-async def test_unused_tool_settings_raise_before_anything_starts(given: Recipe, tools: tuple[str, ...], says: str) -> None:
+async def test_unusable_settings_are_refused_before_the_run_starts(given: Recipe, tools: tuple[str, ...], says: str) -> None:
     with pytest.raises(UserError) as error:
         await begun(given, *tools)
     assert says in str(error.value)
 
 
-async def test_wording_must_match_at_least_one_tool_of_a_suite() -> None:
+async def test_descriptions_for_an_unknown_tool_are_refused() -> None:
     one = {"words": {"submit": {"description": "Hand in."}, "python": {"description": "Compute."}}}
     tools = await begun(RECIPE.but(tools=one), "submit", every=False)
     assert load_tools(("submit",), None, tools)["submit"].schema["function"]["description"] == "Hand in."
@@ -95,13 +95,13 @@ async def test_wording_must_match_at_least_one_tool_of_a_suite() -> None:
         await begun(RECIPE.but(tools=one), every=False)
 
 
-async def test_servers_used_only_by_sub_agents_start_too() -> None:
+async def test_servers_that_only_sub_agents_use_are_started() -> None:
     given = recipe(echo={"calls": 1}).but({"rollout.agent": "delegating", "rollout.delegation.tools": ["mcp:it/echo"]})
     tools = await begun(given, "submit")
     assert list(load_tools(given.rollout.delegation.tools, None, tools)) == ["echo"]  # type: ignore[union-attr, arg-type]
 
 
-async def test_without_tool_settings_no_server_is_started() -> None:
+async def test_without_settings_nothing_is_requested() -> None:
     assert (await begun(RECIPE, "submit")).servers == {}
     with pytest.raises(TaskError, match=r"declare it in the recipe, as tools\.mcp\.it"):
         load_tools(("mcp:it",), None, declared_tools(RECIPE.tools, HOSTILE.parent))
@@ -127,7 +127,7 @@ def test_servers_in_a_recipe() -> None:
             recipe().but(wrong)
 
 
-def test_a_missing_secret_is_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_secret_is_reported_before_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOT_THERE", raising=False)
     for server, key in (
         ({"host_command": ["x"], "env": {"T": "env:NOT_THERE"}}, "env.T"),
@@ -138,7 +138,7 @@ def test_a_missing_secret_is_reported_before_anything_starts(monkeypatch: pytest
         assert "export NOT_THERE" in error.value.fix
 
 
-async def test_an_external_server_that_hangs_is_overdue() -> None:
+async def test_a_server_outside_that_hangs_in_every_episode_is_overdue() -> None:
     tools = declared_tools(recipe("hangs").tools, HOSTILE.parent)
     live = tools.servers["it"].live
     assert live is not None
@@ -159,7 +159,7 @@ async def test_an_external_server_that_hangs_is_overdue() -> None:
         assert live.overdue().startswith("MCP server it has answered nothing for 1 s") == overdue
 
 
-async def test_unusable_tools_are_reported_and_the_others_remain(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unusable_tools_are_reported_and_the_others_offered(caplog: pytest.LogCaptureFixture) -> None:
     tools = await begun(recipe("some-odd"), "mcp:it")
     assert [tool.name for tool in tools.servers["it"].offers or ()] == ["echo"]
     assert "tools.mcp.it: 3 of its tools are not offered" in caplog.text and "the tool count without a schema of type object" in caplog.text

@@ -15,7 +15,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 LATE = "{% if messages|length > 4 %}" + LOOPS + "{% endif %}"
 
 
-def test_a_word_names_a_shipped_template_and_anything_else_a_file(tmp_path: Path) -> None:
+def test_a_template_is_a_shipped_name_or_a_file(tmp_path: Path) -> None:
     for word in SHIPPED_TEMPLATES:
         assert "for message in messages" in read_template(word, tmp_path)
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
@@ -25,7 +25,7 @@ def test_a_word_names_a_shipped_template_and_anything_else_a_file(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["herms", "absent/file.jinja", "a\0b", "x" * 5000, "."])
-def test_what_is_neither_is_told_with_the_words_there_are(name: str, tmp_path: Path) -> None:
+def test_an_unknown_template_is_reported_with_the_shipped_names(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"neither one that ships \(hermes, chatml, llama3, .*deepseek_v3\) nor a file"):
         read_template(name, tmp_path)
 
@@ -34,13 +34,13 @@ def test_what_is_neither_is_told_with_the_words_there_are(name: str, tmp_path: P
     ("content", "reason"),
     [(b"\xff", "is not a chat template: 'utf-8'"), (b" \n", "is empty"), (b"x" * (MAX_BYTES + 1), "it has more than 256 KiB")],
 )
-def test_a_file_that_is_no_template(content: bytes, reason: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_template(content: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_bytes(content)
     with pytest.raises(UserError, match=reason):
         read_template("mine.jinja", tmp_path)
 
 
-def test_nothing_is_imported_from_the_folder_one_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be the stranger's model folder."""
     (tmp_path / "transformers.py").write_text("open('it_ran', 'w')")
     monkeypatch.chdir(tmp_path)
@@ -48,7 +48,7 @@ def test_nothing_is_imported_from_the_folder_one_is_in(tmp_path: Path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["transformers.py"]
 
 
-def test_a_template_without_an_end_is_stopped() -> None:
+def test_an_endless_template_is_stopped() -> None:
     """In the process that anybody's is tried in; the other ways to take too much are tried in forked ones."""
     started = time.monotonic()
     _is_stopped(LOOPS)
@@ -69,7 +69,7 @@ def test_a_template_without_an_end_is_stopped() -> None:
         "{{ 'a' * 2 * 10**6 }}",
     ],
 )
-def test_a_template_that_takes_too_much_is_stopped(text: str) -> None:
+def test_a_template_beyond_the_bounds_is_stopped(text: str) -> None:
     _is_stopped(text)
 
 
@@ -80,7 +80,7 @@ def _is_stopped(text: str) -> None:
 
 @pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize("text", ["{{ raise_exception('no') }}", "\ud800{% if %}"])
-def test_other_faults_are_left_to_be_told_with_the_tokenizer(text: str) -> None:
+def test_other_faults_are_reported_with_the_tokenizer(text: str) -> None:
     probe_template(text)
 
 
@@ -128,7 +128,7 @@ template._child()
 """
 
 
-def test_the_time_to_load_a_large_vocabulary_is_not_the_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_a_large_vocabulary_does_not_count_as_the_templates_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(write_large_tokenizer(tmp_path))
     monkeypatch.setattr(template_module, "_CHILD", _LOADS_SLOWLY)
     probe_tokenizer(folder, cpu_s=3.0)

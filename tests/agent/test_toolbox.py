@@ -105,7 +105,7 @@ async def test_a_class_is_a_set_of_tools(tokenizer: Any, task: Task, make_runner
     assert list(load_tools((ref("Memory"), "submit"))) == ["remember", "recall", "submit"]
 
 
-async def test_one_attempt_never_sees_what_another_told_a_tool(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_attempts_do_not_share_the_state_of_a_tool(tokenizer: Any, task: Task, make_runner: Any) -> None:
     """One after the other, side by side, and after a state: a secret stays with the attempt that has it."""
 
     def script(turn: int, episode: str) -> str:
@@ -118,7 +118,7 @@ async def test_one_attempt_never_sees_what_another_told_a_tool(tokenizer: Any, t
     assert outputs(await runner.run(mine, episode_id="after"))[1] == '["secret of after"]'
 
 
-async def test_what_a_tool_keeps_goes_on_with_its_episode_and_is_copied_to_branches(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_the_state_of_a_tool_follows_its_episode_and_is_copied_to_branches(tokenizer: Any, task: Task, make_runner: Any) -> None:
     keep, mine = Keep(), using(task, "Memory", "Till")
 
     def script(turn: int, episode: str) -> str:
@@ -134,7 +134,7 @@ async def test_what_a_tool_keeps_goes_on_with_its_episode_and_is_copied_to_branc
     assert Till.life == ["opened", "closed 3"], "a tool that is not called again is not opened again"
 
 
-async def test_the_state_of_a_tool_that_was_not_called_again_is_kept_on(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_the_state_of_a_tool_that_is_not_called_again_is_saved_again(tokenizer: Any, task: Task, make_runner: Any) -> None:
     keep, later, mine = Keep(), Keep(), using(task, "Till")
     said = (saying("pay", amount=3), saying("nothing"), saying("pay", amount=4), "done")
     runner = make_runner(ScriptedPolicy.saying(tokenizer, *said))
@@ -251,7 +251,7 @@ class Offline(Till):
         raise InfrastructureError("the database is down")
 
 
-async def test_a_state_that_cannot_be_kept_stops_no_episode(tokenizer: Any, task: Task, make_runner: Any, caplog: Any) -> None:
+async def test_a_state_that_cannot_be_saved_does_not_stop_the_episode(tokenizer: Any, task: Task, make_runner: Any, caplog: Any) -> None:
     keep = Keep()
     said = (saying("pile", count=9), saying("pile", count=MAX_AGENT_STATE_CHARS), "done")
     await make_runner(ScriptedPolicy.saying(tokenizer, *said)).run(using(task, "Hoard"), episode_id="e", on_turn=keep)
@@ -275,13 +275,13 @@ class Untrue:
         self.count = "three"  # type: ignore[assignment]
 
 
-async def test_a_field_that_is_not_what_it_says_is_no_state(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_field_of_the_wrong_type_is_not_a_valid_state(tokenizer: Any, task: Task, make_runner: Any) -> None:
     keep = Keep()
     await make_runner(ScriptedPolicy.saying(tokenizer, saying("spoil"), "done")).run(using(task, "Untrue"), episode_id="e", on_turn=keep)
     assert keep.states == [None]
 
 
-async def test_a_state_that_is_refused_is_told_and_nothing_is_made_up_for_it(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_rejected_state_is_reported_and_not_replaced(tokenizer: Any, task: Task, make_runner: Any) -> None:
     keep, mine = Keep(), using(task, "Broken")
     mine = replace(mine, limits=replace(mine.limits, tool_timeout_s=0.1))
     runner = make_runner(ScriptedPolicy.saying(tokenizer, "<tool_call>", saying("use"), saying("use"), "done"))
@@ -293,7 +293,9 @@ async def test_a_state_that_is_refused_is_told_and_nothing_is_made_up_for_it(tok
     assert [(failure.blame, failure.kind) for failure in episode.failures] == [(Blame.POLICY, "KeyError")] * 2
 
 
-async def test_a_tool_that_cannot_be_opened_is_told_unless_it_blames_the_machine(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_tool_that_cannot_be_opened_is_an_error_for_the_agent_unless_it_raises_an_infrastructure_error(
+    tokenizer: Any, task: Task, make_runner: Any
+) -> None:
     policy = ScriptedPolicy.saying(tokenizer, saying("pay", amount=1), "done")
     episode = await make_runner(policy).run(using(task, "Unopened"), episode_id="e")
     assert outputs(episode) == ["error: pay failed: OSError: no such database"] and not episode.left_out
@@ -358,7 +360,7 @@ def test_a_class_whose_state_could_be_lost_or_shared_is_refused(name: str, says:
     assert says in str(error.value) and "fix: " in str(error.value)
 
 
-def test_two_classes_with_one_name_of_a_tool_are_refused() -> None:
+def test_two_classes_with_the_same_tool_name_are_refused() -> None:
     with pytest.raises(TaskError, match="called 'pay'"):
         load_tools((ref("Till"), ref("Unopened")))
 
@@ -386,7 +388,7 @@ async def test_the_tools_of_the_documentation_work(tmp_path: Path, tokenizer: An
     ]
 
 
-async def test_the_user_of_the_documentation_answers_from_the_task_and_remembers(
+async def test_the_documented_simulated_user_answers_from_the_task_and_keeps_state(
     tmp_path: Path, tokenizer: Any, task: Task, make_runner: Any
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "task-families.md").read_text(encoding="utf-8")

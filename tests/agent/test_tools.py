@@ -35,14 +35,14 @@ async def test_a_program_runs_where_it_should(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("wrong", [None, 3, ["ls"], pytest.param("a\0b", id="nul"), pytest.param("x" * (MAX_TEXT + 1), id="long")])
-async def test_a_bad_argument_is_an_answer(name: str, wrong: Any) -> None:
+async def test_an_invalid_argument_is_an_error_for_the_agent(name: str, wrong: Any) -> None:
     sandbox = await ScriptedSandboxes(printing("")).open(SandboxSpec(image="i"))
     outcome = await BUILT_IN[name]({PROGRAMS[name]: wrong}, sandbox, LIMITS)
     assert not outcome.ok and outcome.output.startswith(f"error: {name} ") and len(outcome.output) < 200
     assert sandbox.sessions == []
 
 
-def test_the_agent_is_told_of_a_session_that_ends_and_of_a_new_one() -> None:
+def test_the_agent_is_notified_of_an_ended_and_a_new_session() -> None:
     late = ExecResult(exit_code=None, stdout="so far\n", stderr="", wall_s=5.0, reason="timeout", session_ended=True)
     assert render_result(late, LIMITS).splitlines() == [
         "so far",

@@ -75,7 +75,7 @@ async def play(make_runner: Any, tokenizer: Any, task: Task, *turns: str) -> Any
     return await replace(runner, max_model_len=9000).run(replace(task, tools=(*names, "submit"), limits=limits), episode_id="e")
 
 
-async def test_what_may_run_together_does_and_results_keep_their_order(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_concurrent_calls_keep_the_order_of_results(tokenizer: Any, task: Task, make_runner: Any) -> None:
     calls = [call("fetch", name="a", seconds=0.06), call("fetch", name="b"), call("dear", name="c"), call("fetch", name="d")]
     episode = await play(make_runner, tokenizer, task, "".join(calls) + call("nosuch", x="1") + call("fetch", name="e"))
     turn = episode.trajectories[0].turns[0]
@@ -84,24 +84,24 @@ async def test_what_may_run_together_does_and_results_keep_their_order(tokenizer
     assert turn.tool_results[0].wall_s > turn.tool_results[1].wall_s > 0
 
 
-async def test_tools_that_keep_state_have_one_for_calls_that_run_together(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_concurrent_calls_share_one_state(tokenizer: Any, task: Task, make_runner: Any) -> None:
     episode = await play(make_runner, tokenizer, task, "".join(call("tell", name=name) for name in "abc"))
     assert [result.output for result in episode.trajectories[0].turns[0].tool_results] == ["1", "2", "3"] and Counts.made == 1
 
 
-async def test_a_fault_among_calls_that_run_together_is_raised_when_all_have_ended(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_fault_among_concurrent_calls_is_raised_when_all_have_ended(tokenizer: Any, task: Task, make_runner: Any) -> None:
     episode = await play(make_runner, tokenizer, task, call("fetch", name="a") + call("fetch", name="broken") + call("fetch", name="b"))
     assert episode.left_out and [failure.message for failure in episode.failures] == ["the line is down"]
     assert not running
 
 
-async def test_the_episodes_end_ends_calls_that_run_together(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_the_end_of_the_episode_ends_concurrent_calls(tokenizer: Any, task: Task, make_runner: Any) -> None:
     task = replace(task, limits=replace(task.limits, wall_s=0.4))
     episode = await play(make_runner, tokenizer, task, call("fetch", name="a", seconds=8.0) + call("fetch", name="b", seconds=8.0))
     assert episode.trajectories[0].stop_reason == "wall_limit" and not running
 
 
-async def test_a_budget_is_of_the_episode_and_the_agent_is_told(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_budget_belongs_to_the_episode_and_the_agent_gets_an_error(tokenizer: Any, task: Task, make_runner: Any) -> None:
     turns = [call("dear", name="x" * 100) + call("dear"), call("dear", name="a"), call("dear", name="b") + call("fetch", name="c")]
     episode = await play(make_runner, tokenizer, task, *turns)
     first, *later = [[result.output for result in turn.tool_results] for turn in episode.trajectories[0].turns]
@@ -116,7 +116,7 @@ async def test_a_deadline_of_its_own(tokenizer: Any, task: Task, make_runner: An
     assert [failure.kind for failure in episode.failures] == ["tool_timeout"] and not episode.left_out
 
 
-def test_bounds_are_laid_over_limits_and_over_each_other() -> None:
+def test_bounds_override_limits_and_each_other() -> None:
     limits = Limits(tool_output_chars=50)
     over = Bounds(output_chars=500).apply_to(limits)
     assert (over.tool_output_chars, over.tool_timeout_s, over.all_output_chars) == (500, 10.0, 1000), "the episode's whole stays"
@@ -125,7 +125,7 @@ def test_bounds_are_laid_over_limits_and_over_each_other() -> None:
         tool(calls=0)
 
 
-def test_programs_of_a_sandbox_never_run_together() -> None:
+def test_programs_of_a_sandbox_never_run_concurrently() -> None:
     with pytest.raises(PluginError, match="programs run one at a time"):
         load_tools((f"{__name__}:both",))
 

@@ -116,7 +116,7 @@ def test_the_schema_is_the_signature_and_the_docstring() -> None:
     assert [load(name).needs_sandbox for name in ("search", "every", "look")] == [False, False, True]
 
 
-async def test_arguments_are_what_they_are_annotated_as() -> None:
+async def test_arguments_have_their_annotated_types() -> None:
     assert (await called("search", query="tea")).output == "'tea' 5"
     assert (await called("search", query="tea", limit="7")).output == "'tea' 7", "models write numbers as text"
     outcome = await called("every", number=1, flag=True, mode="fast", names=["a"], counts={"a": 1}, where={"start": 2}, note="n")
@@ -135,7 +135,7 @@ async def test_arguments_are_what_they_are_annotated_as() -> None:
         ({f"n{number}": 1 for number in range(100)}, "; and 96 more"),
     ],
 )
-async def test_wrong_arguments_are_told_to_the_agent_and_the_function_is_not_called(arguments: dict[str, Any], says: str) -> None:
+async def test_wrong_arguments_are_an_error_and_the_function_is_not_called(arguments: dict[str, Any], says: str) -> None:
     outcome = await called("search", **arguments)
     assert not outcome.ok and says in outcome.output and len(outcome.output) < 400 and outcome.output.isprintable()
 
@@ -149,18 +149,18 @@ async def test_wrong_arguments_are_scored(tokenizer: Any, task: Task, make_runne
 
 
 @pytest.mark.parametrize("name", ["search", "every"])
-async def test_odd_arguments_never_raise(name: str) -> None:
+async def test_unusual_arguments_never_raise(name: str) -> None:
     function = load(name)
     for what, arguments in malformed.arguments(function.schema["function"]["parameters"]["properties"]).items():
         done = await call_tool(function, arguments, None, LIMITS, turn=1)
         assert done.failure is None, (what, done.failure)
 
 
-async def test_a_default_that_a_call_changes_is_as_it_was_in_the_next() -> None:
+async def test_a_default_that_a_call_mutates_is_fresh_in_the_next() -> None:
     assert [(await called("collects", word=word)).output for word in ("secret", "a")] == ["secret", "a"]
 
 
-async def test_the_episodes_own_are_given_and_cannot_be_given_by_the_agent() -> None:
+async def test_injected_parameters_cannot_be_set_by_the_agent() -> None:
     sandbox = await ScriptedSandboxes(printing("")).open(SandboxSpec(image="none"), files={"a": b"x"})
     done = await call_tool(load("look"), {"path": "a"}, sandbox, LIMITS, turn=1)
     assert done.outcome == ToolOutcome(output="x within 5 s", ok=False, answer="3")
@@ -196,7 +196,7 @@ def exits() -> None:
     raise SystemExit(3)
 
 
-async def test_a_function_that_is_not_async_holds_nobody_up() -> None:
+async def test_a_function_that_is_not_async_does_not_block() -> None:
     started, ticks = time.monotonic(), 0
     waiting = asyncio.create_task(call_tool(load("blocks"), {}, None, replace(LIMITS, tool_timeout_s=0.3), turn=1))
     while not waiting.done():
@@ -226,7 +226,7 @@ async def decorated(query: str) -> str:
     return query
 
 
-async def test_a_decorated_function_is_a_tool_all_the_same() -> None:
+async def test_a_decorated_function_is_a_tool_too() -> None:
     assert (await called("decorated", query="tea")).output == "tea"
     with pytest.raises(PluginError, match="not a staticmethod"):
         tool(staticmethod(search))
@@ -241,7 +241,7 @@ async def test_a_decorated_function_is_a_tool_all_the_same() -> None:
         ("exits", "SystemExit", "SystemExit: 3"),
     ],
 )
-async def test_what_goes_wrong_in_one_is_told_like_any_other(name: str, kind: str, says: str) -> None:
+async def test_errors_of_typed_tools_are_reported_like_others(name: str, kind: str, says: str) -> None:
     done = await call_tool(load(name), {}, None, LIMITS, turn=1)
     assert done.outcome.output == f"error: {name} failed: {says}"
     assert done.failure is not None and (done.failure.kind, done.failure.blame) == (kind, Blame.POLICY)
@@ -257,7 +257,7 @@ given_names = st.sampled_from(["number", "flag", "mode", "names", "counts", "whe
 
 @given(arguments=st.dictionaries(given_names, values, max_size=8))
 @settings(max_examples=60)
-def test_whatever_arguments_are_they_are_taken_or_told(arguments: dict[str, Any]) -> None:
+def test_any_arguments_are_accepted_or_an_error(arguments: dict[str, Any]) -> None:
     done = asyncio.run(call_tool(load("every"), arguments, None, LIMITS, turn=1))
     assert done.failure is None and done.outcome.ok != done.outcome.output.startswith("error: every: ")
 
@@ -325,7 +325,7 @@ async def unmarked(query: str) -> str:
         ("unmarked", "is a function without @tool"),
     ],
 )
-def test_a_function_that_can_be_no_tool_is_refused_with_the_reason(name: str, says: str) -> None:
+def test_a_function_that_cannot_be_a_tool_is_refused_with_the_reason(name: str, says: str) -> None:
     with pytest.raises(PluginError) as error:
         load_tools((ref(name),))
     assert says in str(error.value) and name in str(error.value) and "\n  fix: " in str(error.value)
@@ -353,7 +353,7 @@ async def tells_of_its_task(task: TaskData) -> dict[str, Any]:
     return {"id": task.id, "data": dict(task.data), "seed": task.seed}
 
 
-async def test_a_tool_may_know_its_task_and_never_the_truth(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_tool_gets_its_task_without_the_truth(tokenizer: Any, task: Task, make_runner: Any) -> None:
     """And draw from a seed that all attempts at the task share."""
     data = {
         "answer": "412",

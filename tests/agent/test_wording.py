@@ -25,7 +25,7 @@ __all__ = ["make_runner", "task", "tokenizer"]
 OTHER = ToolWording(description="Compute.", arguments={"code": "what to run"})
 
 
-def test_words_stand_in_the_schema_and_nowhere_else() -> None:
+def test_descriptions_change_only_the_schema() -> None:
     before = BUILT_IN["python"].schema["function"]["description"]
     tools = load_tools(("python", "submit"), None, RunTools(servers={}, bounds={}, words={"python": OTHER}))
     told = tools["python"].schema["function"]
@@ -45,14 +45,14 @@ def test_words_stand_in_the_schema_and_nowhere_else() -> None:
         reworded_schema(BUILT_IN["python"].schema, ToolWording(arguments={"cod": "c"}))
 
 
-def test_instructions_take_the_place_of_system_messages() -> None:
+def test_instructions_replace_system_messages() -> None:
     system, user = Message(role="system", content="Be brief."), Message(role="user", content="How many?")
     assert with_instructions((system, user), None) == (system, user)
     assert with_instructions((system, user), "Look first.") == (Message(role="system", content="Look first."), user)
     assert [one.role for one in with_instructions((user,), "Look first.")] == ["system", "user"]
 
 
-async def test_the_policy_reads_them_and_the_record_says_so(make_runner: Any, task: Any) -> None:
+async def test_instructions_reach_the_policy_and_the_record(make_runner: Any, task: Any) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = read_template("hermes", Path())  # which shows the tools
     chat = ChatFormat(tokenizer)

@@ -118,7 +118,7 @@ def with_other(body: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 @pytest.mark.parametrize("form", CHATS)
 @pytest.mark.parametrize("value", [[], None, 3, "x", {"at": None}, {"at": []}, {"at": {"anyOf": None, "type": {}}}])
-def test_a_schema_with_odd_properties_is_answered(form: str, value: Any) -> None:
+def test_a_schema_with_unusual_properties_is_answered(form: str, value: Any) -> None:
     schema = {"type": "object", "properties": value, "required": value}
     tool = {"name": "look", "description": "Looks."}
     user = [{"role": "user", "content": "look"}]

@@ -42,7 +42,7 @@ class AtOnce:
 
 @pytest.mark.parametrize("before", [[], [["first"]]], ids=["the first requests", "after a turn"])
 @pytest.mark.parametrize("long_one_first", [False, True])
-async def test_what_does_not_fit_beside_another_request_is_refused_alone(
+async def test_a_request_that_does_not_fit_next_to_another_is_refused_alone(
     tokenizer: Any, task: Task, before: list[list[str]], long_one_first: bool
 ) -> None:
     long, short = "x" * 600, "y" * 200

@@ -71,7 +71,7 @@ async def test_a_conversation_with_tools_is_one_trajectory_of_exact_tokens(lead:
     assert tokenizer.decode(outcome.policy.prompts[2]).count("10:0") == 3, "the system message once, two outputs"
 
 
-async def test_a_user_goes_on_after_an_answer_and_after_one_that_was_cut(lead: Any, tokenizer: Any) -> None:
+async def test_a_user_continues_after_an_answer_and_after_a_cut_one(lead: Any, tokenizer: Any) -> None:
     async def program(url: str, key: str) -> None:
         async with client(url, key) as sdk:
             messages: list[Any] = [user("one?")]
@@ -88,7 +88,7 @@ async def test_a_user_goes_on_after_an_answer_and_after_one_that_was_cut(lead: A
     assert tokenizer.decode(outcome.policy.prompts[2]) == expected
 
 
-async def test_sub_agents_compaction_branches_and_titles_are_told_apart(lead: Any) -> None:
+async def test_sub_agents_compaction_branches_and_titles_are_distinguished(lead: Any) -> None:
     """A main agent with two sub-agents at once, a title, a branch, and a summary from which it goes on."""
     import openai
 
@@ -143,7 +143,7 @@ REMINDER = "<reminder>Be brief.</reminder>"
 @pytest.mark.parametrize(
     "shown", ["{task}", f"{REMINDER}\n{{task}}", f"{{task}}\n{REMINDER}"], ids=["alone", "after-reminder", "before-reminder"]
 )
-async def test_a_sub_agent_that_was_started_in_the_background_is_one(lead: Any, shown: str) -> None:
+async def test_a_background_sub_agent_is_recognized(lead: Any, shown: str) -> None:
     """As a coding agent does whose tool answers with the sub-agent's name alone: the main agent is at another call when that one begins.
 
     A title for the sub-agent's task, which is requested before, is no sub-agent.
@@ -228,7 +228,7 @@ async def test_streams_are_those_of_the_protocol(lead: Any) -> None:
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
 )
-async def test_what_is_not_supported_is_refused_in_the_words_of_the_protocol(lead: Any, more: Any, kind: str, code: str | None) -> None:
+async def test_unsupported_requests_are_refused_in_the_protocols_format(lead: Any, more: Any, kind: str, code: str | None) -> None:
     import openai
 
     async def program(url: str, key: str) -> None:
@@ -245,7 +245,7 @@ async def test_what_is_not_supported_is_refused_in_the_words_of_the_protocol(lea
     assert [failure.kind for failure in outcome.episode.failures] == ["requests_refused"]
 
 
-async def test_hostile_requests_are_counted_and_stop_nothing(lead: Any) -> None:
+async def test_hostile_requests_are_counted_and_do_not_stop_the_server(lead: Any) -> None:
     statuses: list[int] = []
 
     async def program(url: str, key: str) -> None:
@@ -302,7 +302,7 @@ def called(arguments: str, name: str = '"f"', number: str = '"a"') -> str:
     ],
     ids=["text", "system", "tool", "list", "deep", "infinite", "name", "ids", "nobodys", "large", "model", "field", "many"],
 )
-async def test_odd_letters_and_numbers_are_answered_or_refused_and_no_fault_of_ours(lead: Any, body: str) -> None:
+async def test_unusual_characters_and_numbers_are_answered_or_refused(lead: Any, body: str) -> None:
     async def program(url: str, key: str) -> None:
         async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as http:
             answer = await http.post("/v1/chat/completions", content=body.encode())
@@ -337,7 +337,7 @@ LONG = "x" * 2_000_000
     ],
     ids=["tool", "call", "namespace"],
 )
-async def test_what_can_never_fit_is_refused_before_it_is_rendered(
+async def test_conversations_that_cannot_fit_are_refused_before_rendering(
     lead: Any, monkeypatch: pytest.MonkeyPatch, path: str, more: Any
 ) -> None:
     """Rendering and tokenizing it would hold up all episodes."""
@@ -357,7 +357,7 @@ async def test_what_can_never_fit_is_refused_before_it_is_rendered(
 
 
 @pytest.mark.parametrize("count", [b"\xb2", b"9" * 5000, b"-1", b"0x1", b"\xff"], ids=["power", "long", "minus", "hex", "byte"])
-async def test_no_header_of_a_request_makes_a_fault_of_ours(lead: Any, count: bytes) -> None:
+async def test_no_request_header_causes_an_internal_error(lead: Any, count: bytes) -> None:
     """A policy that could have its episode left out would have those left out that it fails."""
 
     async def program(url: str, key: str) -> None:
@@ -370,7 +370,7 @@ async def test_no_header_of_a_request_makes_a_fault_of_ours(lead: Any, count: by
     assert outcome.session.fault is None and outcome.trained_once()
 
 
-async def test_so_many_requests_at_once_and_a_body_that_never_comes(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_requests_are_bounded_and_a_missing_body_times_out(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.gateway.session.MAX_AT_ONCE", 2)
     continue_context, under_way = asyncio.Event(), asyncio.Semaphore(0)
 
@@ -423,7 +423,7 @@ async def test_a_session_that_ends_while_it_samples_drops_what_it_sampled(lead: 
     assert (await asking[0]).status_code == 403 and not [one for one in caplog.records if one.name == "uvicorn.error"]
 
 
-async def test_a_program_that_is_refused_too_often_has_had_its_chances(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_refused_requests_end_the_session(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.gateway.session.MAX_REFUSED", 2)
     statuses: list[int] = []
 
@@ -457,7 +457,7 @@ async def test_limits_end_a_session_and_a_key_is_one_session(lead: Any) -> None:
         httpx.get(keys[0][0])
 
 
-async def test_a_policy_that_fails_is_no_fault_of_the_program(lead: Any) -> None:
+async def test_a_failing_policy_is_not_blamed_on_the_program(lead: Any) -> None:
     import openai
 
     async def program(url: str, key: str) -> None:
@@ -474,7 +474,7 @@ async def test_a_policy_that_fails_is_no_fault_of_the_program(lead: Any) -> None
     assert isinstance(outcome.session.fault, RuntimeError) and not outcome.episode.completion_tokens
 
 
-async def test_a_fault_of_the_gateway_is_no_fault_of_the_program(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_of_the_gateway_is_not_blamed_on_the_program(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that is told of an internal error may answer anything; its episode must be left out."""
     import openai
 

@@ -47,7 +47,7 @@ async def ended_after(reader: asyncio.StreamReader) -> float:
     return time.monotonic() - began
 
 
-async def test_a_connection_without_a_request_is_closed_and_one_with_requests_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "IDLE_S", IDLE_S)
     gateway: Any = Gateway()
     async with gateway.session(Nobody()) as key:
@@ -75,7 +75,7 @@ async def test_a_connection_without_a_request_is_closed_and_one_with_requests_is
             writer.close()
 
 
-async def test_a_request_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_request_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "IDLE_S", IDLE_S)
 
     class Slow(Nobody):
@@ -142,7 +142,7 @@ async def taken_of(url: str, start: bytes, piece: bytes, total: int = 64 << 20) 
 
 
 @pytest.mark.parametrize("case", ENDLESS)
-async def test_what_is_no_body_has_a_bound_with_each_parser(parser: str, case: str) -> None:
+async def test_bytes_outside_the_body_are_bounded_with_each_parser(parser: str, case: str) -> None:
     gateway: Any = Gateway()
     async with gateway.session(Nobody()) as key:
         sent, answer = await taken_of(gateway.url, *ENDLESS[case])
@@ -154,7 +154,7 @@ async def test_what_is_no_body_has_a_bound_with_each_parser(parser: str, case: s
         writer.close()
 
 
-async def test_a_head_behind_a_request_that_is_being_answered_has_the_same_bound(parser: str) -> None:
+async def test_a_pipelined_head_has_the_same_bound(parser: str) -> None:
     class Slow(Nobody):
         async def ask(self, asked: Any, gone: asyncio.Event) -> Any:
             await gone.wait()
@@ -169,7 +169,7 @@ async def test_a_head_behind_a_request_that_is_being_answered_has_the_same_bound
             assert (await taken_of(gateway.url, start, piece))[0] < MOST_TAKEN
 
 
-async def test_requests_in_a_row_have_a_bound(parser: str) -> None:
+async def test_pipelined_requests_are_bounded(parser: str) -> None:
     """A quarter of a megabyte holds 14,000 of the shortest ones; a parser may turn all into objects before the first is answered."""
     gateway: Any = Gateway()
     async with gateway.session(Nobody()):
@@ -184,7 +184,7 @@ async def test_requests_in_a_row_have_a_bound(parser: str) -> None:
         writer.close()
 
 
-async def test_a_large_head_and_a_body_in_small_chunks_are_taken(parser: str) -> None:
+async def test_a_large_head_and_a_body_in_small_chunks_are_accepted(parser: str) -> None:
     gateway: Any = Gateway()
     async with gateway.session(Nobody()) as key:
         long = "".join(f"X-{number}: {'y' * 900}\r\n" for number in range(60))

@@ -11,9 +11,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 from agentrl.agent.forms import FORMS
-from agentrl.gateway.constraint import constraint
+from agentrl.gateway.constraint import MAX_CHARS, MAX_DEPTH, MAX_SCHEMAS, Schemas, constraint
 from agentrl.gateway.request import CompletionRequest, RequestError
-from agentrl.gateway.schemas import MAX_CHARS, MAX_DEPTH, MAX_SCHEMAS, Schemas
 from agentrl.objective import counted_samples
 from agentrl.records import Group, Score, ScoredEpisode
 from agentrl.records.sampling import CONSTRAINED_TOP_K
@@ -104,7 +103,7 @@ async def test_a_forced_call(lead: Any, protocol: str, choice: Mapping[str, Any]
 
 
 @pytest.mark.parametrize("protocol", PATHS)
-async def test_json_or_a_call_where_tools_are_offered_beside_a_schema(lead: Any, protocol: str) -> None:
+async def test_json_or_a_call_if_a_request_has_tools_and_a_schema(lead: Any, protocol: str) -> None:
     async def program(http: Http) -> None:
         made = await http.answer(protocol, tools=[tool(protocol)], **FORMATS[protocol])
         assert said(protocol, made) == ("", [("look", {"at": "a"})], CALLED[protocol])
@@ -136,7 +135,7 @@ class Table(BaseModel):
     parts: list[Part]
 
 
-async def test_the_sdks_parse_what_they_asked_for(lead: Any) -> None:
+async def test_the_sdks_parse_structured_answers(lead: Any) -> None:
     table = Table(parts=[Part(kind="leg", size=3)])
 
     async def program(url: str, key: str) -> None:
@@ -189,14 +188,14 @@ NOT_KEPT: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_a_schema_is_built_again(case: str) -> None:
+def test_a_schema_is_rebuilt(case: str) -> None:
     given, expected = KEPT[case]
     made = Schemas().rebuilt(given, "s")
     assert made == (expected if expected is not None else {**given, "properties": {"a": {}}})
 
 
 @pytest.mark.parametrize("case", NOT_KEPT)
-def test_what_the_server_should_not_compile_is_refused_with_its_path(case: str) -> None:
+def test_unsupported_schemas_are_refused_with_their_path(case: str) -> None:
     given, path = NOT_KEPT[case]
     with pytest.raises(RequestError) as refused:
         Schemas().rebuilt(given, "s")
@@ -252,7 +251,7 @@ def matches(made: str, text: str) -> bool:
 @pytest.mark.vllm
 @pytest.mark.parametrize("form", CALLS)
 @pytest.mark.parametrize("thinks", [False, True])
-def test_what_a_constraint_lets_through_is_read_as_what_it_stands_for(form: str, thinks: bool) -> None:
+def test_constrained_output_is_parsed_as_intended(form: str, thinks: bool) -> None:
     """By the library that vLLM compiles it with, and the reader of the form."""
     from agentrl.agent.forms import FORMS
 

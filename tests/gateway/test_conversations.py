@@ -80,7 +80,7 @@ async def test_a_commit_message_is_not_the_answer_of_a_program_that_rewrites_its
 
 
 @pytest.mark.parametrize("commit", [True, False])
-async def test_a_program_whose_contexts_all_begin_anew_has_the_main_agent_that_they_have_in_common(lead: Any, commit: bool) -> None:
+async def test_a_program_with_separate_contexts_has_one_main_agent(lead: Any, commit: bool) -> None:
     """A map of the files comes first in each request, and has changed: one system message is all that the requests share."""
 
     async def program(http: Any) -> None:
@@ -94,7 +94,7 @@ async def test_a_program_whose_contexts_all_begin_anew_has_the_main_agent_that_t
     assert outcome.episode.answer == "It is 3 cm wide."
 
 
-async def test_a_plan_and_its_execution_are_both_the_work(lead: Any) -> None:
+async def test_a_plan_and_its_execution_are_both_main_work(lead: Any) -> None:
     """Two requests under system messages of their own, of which the second quotes the first one's answer, and gives the answer."""
     plan = "First measure the table with a ruler, then say it."
 
@@ -132,7 +132,7 @@ async def test_a_sub_agent_that_rewrites_its_history_stays_one_and_the_next_one_
     assert outcome.episode.answer == "3 cm and 4 cm"
 
 
-async def test_a_conversation_that_starts_again_after_an_answer_that_the_program_did_not_take_is_the_main_agents(lead: Any) -> None:
+async def test_a_restart_after_an_unused_answer_belongs_to_the_main_agent(lead: Any) -> None:
     async def program(http: Any) -> None:
         for _ in range(3):
             await words(http, LEAD, user(TASK), tools=(ASK,))
@@ -146,7 +146,7 @@ async def test_a_conversation_that_starts_again_after_an_answer_that_the_program
     assert other.agent == "sub-agent", "another request while a call is running"
 
 
-async def test_two_sub_agents_with_one_task_are_those_of_two_calls(lead: Any) -> None:
+async def test_two_sub_agents_with_the_same_task_belong_to_two_calls(lead: Any) -> None:
     async def program(http: Any) -> None:
         await words(http, LEAD, user(TASK), tools=(ASK,))
         for _ in range(2):
@@ -159,7 +159,7 @@ async def test_two_sub_agents_with_one_task_are_those_of_two_calls(lead: Any) ->
     assert [line.parent and (line.parent.trajectory, line.parent.call) for line in lines] == [None, (0, 0), (0, 1)]
 
 
-async def test_questions_with_the_same_examples_are_no_conversation(lead: Any) -> None:
+async def test_questions_with_the_same_examples_are_separate(lead: Any) -> None:
     examples = [user("2 + 2?"), {"role": "assistant", "content": "4"}]
 
     async def program(http: Any) -> None:
@@ -214,7 +214,7 @@ def halves() -> list[Any]:
 
 @pytest.mark.parametrize("protocol", PATHS)
 @pytest.mark.parametrize("way", ["calls before text", "text between calls", "two texts", "each call with its result"])
-async def test_one_turn_in_several_pieces_is_one_turn(lead: Any, protocol: str, way: str) -> None:
+async def test_a_split_turn_is_one_turn(lead: Any, protocol: str, way: str) -> None:
     async def program(http: Any) -> None:
         made = await http.answer(protocol, tools=[tool(protocol)])
         await http.answer(protocol, user("one?"), *pieces(protocol, way, made), tools=[tool(protocol)])
@@ -226,7 +226,7 @@ async def test_one_turn_in_several_pieces_is_one_turn(lead: Any, protocol: str, 
 
 
 @pytest.mark.parametrize("protocol", PATHS)
-async def test_two_turns_in_one_piece_are_two_turns(lead: Any, protocol: str) -> None:
+async def test_two_joined_turns_are_two_turns(lead: Any, protocol: str) -> None:
     """A program asks on after an answer that was cut, and keeps both as one message, or as two."""
     bound = "max_output_tokens" if protocol == "responses" else "max_tokens"
 
@@ -241,7 +241,7 @@ async def test_two_turns_in_one_piece_are_two_turns(lead: Any, protocol: str) ->
     assert [len(line.turns) for line in outcome.episode.trajectories] == [3, 1] and outcome.counts["branch"] == 1
 
 
-async def test_calls_come_back_under_ids_of_the_programs_own(lead: Any) -> None:
+async def test_calls_may_come_back_with_other_ids(lead: Any) -> None:
     async def program(http: Any) -> None:
         said = await words(http, user("one?"), tools=(LOOK,))
         named = [{**one, "id": f"abc{at}"} for at, one in enumerate(said["tool_calls"])]
@@ -254,7 +254,7 @@ async def test_calls_come_back_under_ids_of_the_programs_own(lead: Any) -> None:
     assert [one.name for one in line.turns[0].tool_results] == ["look", "look"]
 
 
-async def test_a_coding_agent_that_keeps_all_thinking_and_is_reminded_between_turns(lead: Any, tokenizer: Any) -> None:
+async def test_a_coding_agent_with_kept_reasoning_and_reminders(lead: Any, tokenizer: Any) -> None:
     """As Claude Code asks: a system message in mid-conversation, thinking kept, thinking blocks given back."""
     keep: Any = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
@@ -285,7 +285,7 @@ async def test_a_template_without_late_system_messages_shows_them_as_the_users(t
         tokens.opening([Message(role="system", content="a")] * 2 + [Message(role="user", content="b")], ())
 
 
-async def test_many_pieces_of_a_turn_take_time_in_proportion(lead: Any) -> None:
+async def test_many_pieces_of_a_turn_take_linear_time(lead: Any) -> None:
     """Each piece is looked for as the end of a turn of ours."""
     many = [{"role": "assistant", "content": "x" * 1000} for _ in range(4000)]
 

@@ -129,14 +129,14 @@ def last_words(name: str, text: str) -> list[int]:
 @models
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_a_conversation_with_tools_is_what_the_template_makes_of_it(name: str, data: st.DataObject) -> None:
+def test_a_conversation_with_tools_equals_the_rendered_one(name: str, data: st.DataObject) -> None:
     """Calls come back with ids of the gateway's, keys in another order and results from the last to the first."""
     asked: str = data.draw(texts) or "-"
     assert_same(name, asked, data.draw(conversations(most_calls=FOUND[name][1])))
 
 
 @models
-def test_control_tokens_that_others_spell_reach_the_model_as_words(name: str) -> None:
+def test_control_tokens_in_messages_reach_the_model_as_text(name: str) -> None:
     """All of the tokenizer's own, in the question, in what a tool gives and in what a call says."""
     spelled = " ".join(tokenizer(name).all_special_tokens)
     assert chat(name).escape_text(spelled) != spelled
@@ -158,7 +158,7 @@ CALL = Round("", ({"code": "x"},), ("seen",))
 
 @models
 @pytest.mark.parametrize("after", ["calls", "words"])
-def test_what_a_user_says_is_appended_or_begins_a_context_anew(name: str, after: str) -> None:
+def test_a_user_message_is_appended_or_starts_a_new_context(name: str, after: str) -> None:
     """Results with a word of the user's beside them, and a user who goes on after the last word of a turn."""
     [turn], _ = rendered(name, "q?", [CALL])
     word = {"role": "user", "content": "And now?"}

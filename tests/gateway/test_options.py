@@ -232,7 +232,7 @@ async def run(lead: Any, script: Any, program: Any) -> Any:
 
 
 @pytest.mark.parametrize("protocol", PATHS)
-async def test_what_is_taken_is_answered(lead: Any, protocol: str) -> None:
+async def test_supported_options_are_accepted(lead: Any, protocol: str) -> None:
     options = {name: by[protocol] for name, by in TAKEN.items() if protocol in by}
 
     async def program(http: Http) -> None:
@@ -245,7 +245,7 @@ async def test_what_is_taken_is_answered(lead: Any, protocol: str) -> None:
 
 
 @pytest.mark.parametrize("protocol", PATHS)
-async def test_what_is_refused_is_refused_in_the_protocols_words(lead: Any, protocol: str) -> None:
+async def test_unsupported_options_are_refused_in_the_protocols_format(lead: Any, protocol: str) -> None:
     async def program(http: Http) -> None:
         await http.answer(protocol)
         for name, by in REFUSED.items():
@@ -267,7 +267,7 @@ async def test_what_is_refused_is_refused_in_the_protocols_words(lead: Any, prot
 
 
 @pytest.mark.parametrize("protocol", PATHS)
-async def test_a_conversation_that_is_too_long_is_refused_in_the_words_that_programs_look_for(lead: Any, protocol: str) -> None:
+async def test_too_long_a_conversation_is_refused_with_the_usual_message(lead: Any, protocol: str) -> None:
     """Claude Code and litellm look for Anthropic's wording, litellm also for OpenAI's, before they shorten a conversation."""
 
     async def program(http: Http) -> None:
@@ -284,7 +284,7 @@ async def test_a_conversation_that_is_too_long_is_refused_in_the_words_that_prog
 
 @pytest.mark.parametrize("protocol", PATHS)
 @pytest.mark.parametrize("offered", [False, True], ids=["no tools", "choice none"])
-async def test_text_stays_text_where_no_call_is_asked_for(lead: Any, protocol: str, offered: bool) -> None:
+async def test_text_stays_text_if_calls_are_disabled(lead: Any, protocol: str, offered: bool) -> None:
     """Without tools, and with `tool_choice` none; the conversation goes on from the same tokens."""
     none = {"type": "none"} if protocol == "messages" else "none"
     more: dict[str, Any] = {"tools": [tool(protocol)], "tool_choice": none} if offered else {}
@@ -302,7 +302,7 @@ async def test_text_stays_text_where_no_call_is_asked_for(lead: Any, protocol: s
 
 
 @pytest.mark.parametrize("protocol", ["chat", "messages"])
-async def test_an_answer_ends_before_a_stop_sequence_and_no_token_after_it_is_kept(lead: Any, protocol: str, tokenizer: Any) -> None:
+async def test_an_answer_ends_before_a_stop_sequence_and_later_tokens_are_dropped(lead: Any, protocol: str, tokenizer: Any) -> None:
     name = "stop" if protocol == "chat" else "stop_sequences"
 
     async def program(http: Http) -> None:
@@ -355,7 +355,7 @@ def history(protocol: str, answer: Any, *results: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("protocol", PATHS)
-async def test_a_strict_tool_is_only_called_as_its_schema_says(lead: Any, protocol: str) -> None:
+async def test_a_strict_tool_is_called_only_with_valid_arguments(lead: Any, protocol: str) -> None:
     more = {"tools": [tool(protocol, strict=True)]}
     wrong, right = calls("look", at=3), calls("look", at="a")
 
@@ -392,7 +392,7 @@ async def test_the_older_form_of_functions(lead: Any) -> None:
     assert [turn.tool_results[0].output for turn in line.turns[:2]] == ["seen 0", "seen 1"] and len(line.turns) == 3
 
 
-async def test_a_late_system_message_is_the_policys_to_read(lead: Any, tokenizer: Any) -> None:
+async def test_a_late_system_message_reaches_the_policy(lead: Any, tokenizer: Any) -> None:
     """As a coding agent sends them between turns, in each protocol."""
     for protocol in PATHS:
 

@@ -106,7 +106,7 @@ async def test_openai_responses(lead: Any, streams: bool, refers: bool) -> None:
 
 
 @pytest.mark.parametrize("words", ["I look at it first.", "I look at what is there before I change anything in it."], ids=["short", "long"])
-async def test_a_title_that_quotes_a_running_call_is_no_sub_agent(lead: Any, words: str) -> None:
+async def test_a_title_that_quotes_a_running_call_is_not_a_sub_agent(lead: Any, words: str) -> None:
     """As an agent asks that names its conversations: for a title, while the first call runs, with all that was said so far."""
 
     async def program(url: str, key: str) -> None:
@@ -161,7 +161,7 @@ MOVE: Any = {
 LATER: Any = {"name": "later", "description": "Is never searched for.", "input_schema": {"type": "object"}, "defer_loading": True}
 
 
-async def test_a_deferred_tool_is_shown_where_a_result_refers_to_it(lead: Any, tokenizer: Any) -> None:
+async def test_a_deferred_tool_is_shown_when_a_result_refers_to_it(lead: Any, tokenizer: Any) -> None:
     """As a program asks that has a search for tools: the list of tools grows with what a search returns, and the context stays."""
 
     async def program(url: str, key: str) -> None:
@@ -189,7 +189,7 @@ async def test_a_deferred_tool_is_shown_where_a_result_refers_to_it(lead: Any, t
     assert json.dumps({"type": "function", "function": definition}) in second
 
 
-async def test_a_reference_is_to_a_tool_of_the_request_and_repeats_little(lead: Any) -> None:
+async def test_tool_references_are_checked_and_bounded(lead: Any) -> None:
     import anthropic
 
     def after(*content: Any) -> Any:
@@ -219,7 +219,7 @@ async def test_a_reference_is_to_a_tool_of_the_request_and_repeats_little(lead: 
     assert outcome.counts == {"answered": 1, "refused_invalid": 4, "refused_too_large": 1}
 
 
-async def test_each_protocol_refuses_in_its_own_words(lead: Any) -> None:
+async def test_each_protocol_has_its_own_error_format(lead: Any) -> None:
     import anthropic
     import openai
 

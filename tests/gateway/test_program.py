@@ -146,10 +146,10 @@ async def test_a_program_of_the_standard_library(run: Run) -> None:
 
 
 @pytest.mark.parametrize("limit", ["tool_calls", "thinking_tokens"])
-async def test_a_limit_that_no_program_can_be_held_to_is_the_tasks_fault(run: Run, limit: str) -> None:
+async def test_a_limit_that_does_not_apply_to_programs_is_the_tasks_fault(run: Run, limit: str) -> None:
     episode = await run(AGENTS / "tables_stdlib.py", *LOOKS, limits=Limits(**{limit: 7}))
     (failure,) = episode.failures
-    assert failure.blame is Blame.TASK and "hold for agents that ship" in failure.message and not episode.completion_tokens
+    assert failure.blame is Blame.TASK and "do not apply to external programs" in failure.message and not episode.completion_tokens
 
 
 async def test_the_program_and_the_recipe_of_the_docs(run: Run, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ async def test_a_program_of_the_openai_sdk(run: Run) -> None:
 
 @pytest.mark.bubblewrap
 @pytest.mark.slow
-async def test_in_a_sandbox_it_reaches_the_gateway_and_nothing_else(run: Run) -> None:
+async def test_in_a_sandbox_a_program_reaches_only_the_gateway(run: Run) -> None:
     backend = BubblewrapBackend(run_label="test-outside", root=ROOT)
     try:
         looked(await run(AGENTS / "tables_stdlib.py", *LOOKS, where=backend))
@@ -190,19 +190,19 @@ except urllib.error.HTTPError as error:
     ("source", "stop", "blame", "says"),
     [
         ("ask('one?'); sys.exit('broken')", "failed", Blame.POLICY, "status 1: broken"),
-        ("sys.exit('no module named x')", "failed", Blame.TASK, "before the policy had answered it: no module named x"),
+        ("sys.exit('no module named x')", "failed", Blame.TASK, "before the policy's first answer: no module named x"),
         ("print('nothing asked')", "failed", Blame.TASK, "status 0 before the policy"),
         ("ask('one?', 'sk-wrong')", "failed", Blame.TASK, "401"),
     ],
     ids=["crash", "crash-at-once", "silent", "wrong-key"],
 )
-async def test_a_bad_end_is_blamed(run: Run, source: str, stop: str, blame: Blame, says: str) -> None:
+async def test_a_failed_program_is_blamed(run: Run, source: str, stop: str, blame: Blame, says: str) -> None:
     episode = await run(source, "1")
     assert episode.trajectories[0].stop_reason == stop and episode.answer is None
     assert [failure.blame for failure in episode.failures] == [blame] and says in episode.failures[0].message
 
 
-async def test_limits_end_a_program_that_goes_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_limits_end_a_running_program(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.gateway.program.GRACE_S", 0.2)
     insists = """
 import time
@@ -221,7 +221,7 @@ while True:
     assert episode.trajectories[0].stop_reason == "wall_limit" and not episode.left_out, "the time was the program's own"
 
 
-async def test_a_server_that_fails_is_no_fault_of_the_program(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_server_is_not_blamed_on_the_program(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.gateway.program.GRACE_S", 0.2)
     episode = await run("ask('one?')", ServingError("gone"))
     assert [failure.blame for failure in episode.failures] == [Blame.INFRASTRUCTURE] and episode.left_out
@@ -235,7 +235,7 @@ async def test_a_sandbox_that_cannot_reach_the_gateway_is_the_tasks_fault(run: R
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"command": "python3 agent.py"}, "must be a list of texts"),
+        ({"command": "python3 agent.py"}, "must be a list of non-empty strings"),
         ({"answer": "guess"}, "answer='guess'"),
         ({"files": {"agent.py": "nowhere.py"}}, "nowhere.py: No such file"),
         ({"port": 0}, "host and port"),
@@ -249,7 +249,7 @@ def test_options_are_checked_before_anything_starts(tokenizer: Any, options: Any
 
 
 @pytest.mark.parametrize("key", ["rollout.branching", "rollout.checkpoint_turns", "tools.mcp", "tools.bounds", "tools.words"])
-def test_what_does_nothing_for_a_program_is_refused(key: str, tmp_path: Path) -> None:
+def test_settings_without_effect_are_refused(key: str, tmp_path: Path) -> None:
     """A program has no state between turns that could be captured, and tools of its own."""
     (tmp_path / "agent.py").write_text("print()")
     options = {"command": ["true"], "files": {"agent.py": str(tmp_path / "agent.py")}}
@@ -306,7 +306,7 @@ except urllib.error.HTTPError as error:
     assert (await posted_reward(task, replace(episode, id="unknown"))).value is None
 
 
-async def test_two_sessions_at_once_have_a_key_each_and_one_that_has_ended_is_told(tokenizer: Any, lead: Any) -> None:
+async def test_concurrent_sessions_have_separate_keys_and_an_ended_session_is_reported(tokenizer: Any, lead: Any) -> None:
     keys: list[str] = []
     both, first_over = asyncio.Event(), asyncio.Event()
     statuses: list[int] = []

@@ -73,7 +73,7 @@ def played(policy: Policy, agent: Asking) -> Episode:
     return run_virtually(runner.run(task, episode_id="e"))
 
 
-def test_words_that_cannot_be_read_end_the_episode_as_the_policys() -> None:
+def test_unreadable_completions_are_blamed_on_the_policy() -> None:
     chat = copy.copy(chat_of(TOKENIZER))
 
     class Choking(type(chat)):  # type: ignore[misc]
@@ -87,7 +87,7 @@ def test_words_that_cannot_be_read_end_the_episode_as_the_policys() -> None:
 
 
 @pytest.mark.parametrize(("turn", "left_out"), [(0, True), (1, False)])
-def test_a_server_that_rejects_the_policys_text(turn: int, left_out: bool) -> None:
+def test_a_server_that_refuses_the_policys_text(turn: int, left_out: bool) -> None:
     def script(number: int, episode: str) -> str:
         if number == turn:
             raise RequestRefused("status 400")
@@ -98,13 +98,13 @@ def test_a_server_that_rejects_the_policys_text(turn: int, left_out: bool) -> No
     assert episode.left_out is left_out and agent.refusals == ["failed"]
 
 
-def test_a_gateway_that_fails_at_what_the_policy_said() -> None:
+def test_a_gateway_that_fails_on_the_policys_text() -> None:
     episode = played(ScriptedPolicy.saying(TOKENIZER, "one", "two"), Asking(chat_of(TOKENIZER), choke=True))
     assert not episode.left_out and episode.failures[0].blame is Blame.POLICY
 
 
 @pytest.mark.parametrize(("speed", "left_out"), [(20.0, False), (0.0, True)])
-def test_sampling_without_end_is_the_policys_and_a_stalled_server_is_not(speed: float, left_out: bool) -> None:
+def test_endless_sampling_is_blamed_on_the_policy_and_a_stalled_server_is_not(speed: float, left_out: bool) -> None:
     """The first answer comes at once; then the policy samples without end, or the server stalls."""
     policy = PacedPolicy(
         TOKENIZER, wants=lambda episode, turn: 10 if turn == 0 else 10**9, speed=lambda now, in_flight: 20.0 if now < 2.0 else speed
@@ -115,7 +115,7 @@ def test_sampling_without_end_is_the_policys_and_a_stalled_server_is_not(speed: 
     assert left_out or episode.completion_tokens == sum(policy.sampled.values()) > 900
 
 
-async def test_a_request_that_holds_the_driver_excuses_other_episodes_alone(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_blocks_the_driver_excuses_only_other_episodes(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the episode that started the gateway's server, in whose context all requests are served."""
 
     def counted(session: Session, asked: Any) -> int:

@@ -45,7 +45,7 @@ OFFERS = {
 
 @pytest.mark.parametrize("offer", OFFERS)
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_an_offer_to_change_the_protocol_is_answered_in_this_one(lead: Any, parser: str, offer: str, chunked: bool) -> None:
+async def test_an_upgrade_offer_is_answered_in_http(lead: Any, parser: str, offer: str, chunked: bool) -> None:
     """Java's default client and `curl --http2` make one; the connection is used again afterwards, and several requests may come at once."""
 
     async def program(url: str, key: str) -> None:
@@ -83,7 +83,7 @@ async def test_a_request_to_be_a_proxy_is_refused(lead: Any, parser: str) -> Non
     await lead(program)
 
 
-async def test_a_client_that_closes_its_direction_gets_its_answer(lead: Any, parser: str) -> None:
+async def test_a_half_closed_client_gets_its_answer(lead: Any, parser: str) -> None:
     """As `nc -N` does; while it is sampled the same request again is given the same answer, since the client may as well be gone."""
     continue_context, under_way = asyncio.Event(), asyncio.Event()
 
@@ -154,7 +154,7 @@ LOCAL = ("127.0.0.1:8790", "localhost", "LOCALHOST:1", "[::1]:80", "gateway:8790
 FOREIGN = ("evil.example", "evil.example:8790", "127.0.0.1.evil.example", "localhost.evil.example", "a@127.0.0.1", "1.2.3.4.5")
 
 
-async def test_a_name_of_the_public_internet_is_no_name_of_the_gateways(lead: Any) -> None:
+async def test_public_internet_names_are_refused(lead: Any) -> None:
     """A web page may have its own name resolve to this machine, with or without a key."""
 
     async def program(url: str, key: str) -> None:
@@ -178,7 +178,7 @@ async def test_a_name_of_the_public_internet_is_no_name_of_the_gateways(lead: An
     await lead(program)
 
 
-async def test_no_answer_leads_elsewhere(lead: Any) -> None:
+async def test_no_answer_is_a_redirect(lead: Any) -> None:
     async def program(url: str, key: str) -> None:
         async with httpx.AsyncClient(base_url=url) as http:
             for path in (*PATHS.values(), "/v1/models"):
@@ -219,7 +219,7 @@ async def test_the_small_routes_of_each_protocol(lead: Any) -> None:
     assert outcome.counts["answered"] == 2
 
 
-async def test_tokens_are_counted_as_the_policy_would_be_shown_them(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_counted_tokens_equal_the_policys_prompt(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a conversation that goes on from what was sampled; nothing is sampled, and no place in the tree is taken."""
     import anthropic
 

@@ -107,9 +107,9 @@ class StdioTransport:
     """A program on this machine, one per episode, with the rights of the run but without the secrets in its environment."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
-        kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+        environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         self._mark = os.urandom(16).hex()
-        self._argv, self._env, self._cwd = tuple(argv), {**kept, **env, _MARK: self._mark}, str(cwd)
+        self._argv, self._env, self._cwd = tuple(argv), {**environment, **env, _MARK: self._mark}, str(cwd)
         self._program: stdio.StdioProgram | None = None
         self._started = False
 
