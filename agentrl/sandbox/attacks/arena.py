@@ -56,7 +56,8 @@ class AttackCutOff(AttackFailed):
 class AllowedServer:
     """The only server of the host that attacks on the proxy may reach, lax on purpose.
 
-    It answers all requests of a connection, and discards what follows `PUT /sink`. `trouble` describes requests that the proxy must not forward: hidden ones, and ones for another host.
+    Answers all requests of a connection, and discards what follows `PUT /sink`. `trouble` describes requests
+    that the proxy must not forward: hidden ones, and ones for another host.
     """
 
     def __init__(self) -> None:
