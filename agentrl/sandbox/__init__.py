@@ -4,10 +4,9 @@ Everything a sandbox sends is hostile input. Nothing here ever runs an agent's p
 """
 
 from agentrl.sandbox.bubblewrap import BubblewrapBackend
+from agentrl.sandbox.cleanup import OpenSandbox, evict, list_open, prune
 from agentrl.sandbox.docker import DockerBackend
-from agentrl.sandbox.eviction import evict
 from agentrl.sandbox.pool import WarmPool
-from agentrl.sandbox.reaper import OpenSandbox, list_open, prune
 from agentrl.sandbox.select import open_backend, open_sandboxes, select_backend
 
 __all__ = [

@@ -139,5 +139,5 @@ class ChannelSandbox:
         try:
             ended = await self._channel.close(_CLOSE_S)
             await self._destroy(ended)
-        except SandboxError as error:  # what remains has a label, by which agentrl.sandbox.reaper removes it later
+        except SandboxError as error:  # what remains has a label, by which agentrl.sandbox.cleanup removes it later
             log.warning("sandbox %s could not be removed: %s", self.id, error)

@@ -12,7 +12,7 @@ from agentrl.config.recipe import SandboxConfig
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
 from agentrl.plugins import parts
 from agentrl.protocols import SandboxBackend
-from agentrl.sandbox import bubblewrap, docker_client, images, reaper
+from agentrl.sandbox import bubblewrap, cleanup, docker_client, images
 from agentrl.sandbox.bubblewrap import BubblewrapBackend
 from agentrl.sandbox.docker import DockerBackend
 from agentrl.sandbox.pool import WarmPool
@@ -74,7 +74,7 @@ async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path) -
     """Opens the sandboxes of a run: removes what dead drivers left, opens the backend, and puts a warm pool in front of it."""
     backend = await asyncio.to_thread(open_backend, config, run_label=run_label, root=root)
     try:
-        await asyncio.to_thread(reaper.prune)
+        await asyncio.to_thread(cleanup.prune)
     except SandboxError as error:
         if backend.name == "docker":
             raise

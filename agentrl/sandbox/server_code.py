@@ -22,7 +22,7 @@ from agentrl.sandbox.images import Image
 
 FOLDER = Path(inside.__file__).parent
 MODULES = (
-    *("wire", "arguments", "archive", "users", "bounds", "child", "launch", "files", "program", "session", "snapshot", "spawn"),
+    *("wire", "arguments", "archive", "users", "bounds", "child", "files", "program", "session", "snapshot", "spawn"),
     *("server", "isolation", "keeper", "main"),
 )
 """The modules of the exec server, each after those that it imports."""

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from agentrl.sandbox import lease
-from agentrl.sandbox.reaper import lease_in_name
+from agentrl.sandbox.cleanup import lease_in_name
 
 
 def test_lease_of_a_dead_process_is_not_alive():

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import resource
 import secrets
 import socket
@@ -24,8 +25,7 @@ from agentrl.gateway.server import Gateway
 from agentrl.gateway.session import Session
 from agentrl.protocols import Sandbox
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import cgroups, reaper
-from agentrl.sandbox.attacks.allowed_server import AllowedServer
+from agentrl.sandbox import cgroups, cleanup
 from agentrl.sandbox.lease import start_time
 from agentrl.sandbox.processes import read_process
 
@@ -36,6 +36,9 @@ _SPARE_DESCRIPTORS, _DESCRIPTORS_EACH = 64, 4
 _CLEAR_S = 15.0
 _DAEMON = "/docker/"  # in the paths of mounts that a daemon creates and removes for containers, including other drivers'
 _SETTINGS = ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", "/proc/sys/kernel/modprobe", "/proc/swaps")
+
+_MAX_HEAD = 1 << 20
+_FORBIDDEN = b"/forbidden"  # a path that attacks request in hidden requests, or after the end of a request
 
 
 class Escaped(Exception):
@@ -48,6 +51,43 @@ class AttackFailed(Exception):
 
 class AttackCutOff(AttackFailed):
     """The attack's time ended before it took effect, because the machine was busy."""
+
+
+class AllowedServer:
+    """The only server of the host that attacks on the proxy may reach, lax on purpose.
+
+    Answers all requests of a connection, and discards what follows `PUT /sink`. `trouble` describes requests
+    that the proxy must not forward: hidden ones, and ones for another host.
+    """
+
+    def __init__(self) -> None:
+        self.trouble: list[str] = []
+        self.port = 0
+
+    async def __aenter__(self) -> AllowedServer:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=_MAX_HEAD)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            while True:
+                head = await reader.readuntil(b"\n\r\n")
+                hosts = re.findall(rb"(?im)^host:\s*(\S*)", head)
+                if _FORBIDDEN in head or hosts != [b"127.0.0.1:%d" % self.port]:
+                    self.trouble.append(f"the allowed server was sent {head[:200]!r}")
+                if head.startswith(b"PUT /sink"):
+                    while await reader.read(1 << 16):
+                        pass
+                size = re.search(rb"(?im)^content-length:\s*(\d+)", head)
+                if size is not None:
+                    await reader.readexactly(int(size[1]))
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nallowed")
+                await writer.drain()
+        writer.transport.abort()
 
 
 @dataclass(slots=True)
@@ -222,7 +262,7 @@ async def wait_until_gone(sandbox: Sandbox, namespace: Namespace | None) -> None
 
 def _left(name: str, namespace: Namespace | None) -> list[str]:
     left = [f"process {pid}" for pid in namespace.processes()] if namespace is not None else []
-    left += [f"{item.backend} sandbox" for item in reaper.list_open() if item.name == name]
+    left += [f"{item.backend} sandbox" for item in cleanup.list_open() if item.name == name]
     return [*left, *(f"control group {folder}" for folder, _, _ in os.walk(cgroups.MOUNT) if os.path.basename(folder) == name)]
 
 

@@ -13,11 +13,10 @@ import time
 from agentrl.sandbox.inside.arguments import validate_request
 from agentrl.sandbox.inside.bounds import CHECK_S, IDLE_CHECK_S, Watch
 from agentrl.sandbox.inside.files import send_file, write_files
-from agentrl.sandbox.inside.launch import Launch, can_launch
 from agentrl.sandbox.inside.program import Pause, Program, cannot_start, kernel_status, kill_everything
 from agentrl.sandbox.inside.session import MAX_SESSIONS, Session
 from agentrl.sandbox.inside.snapshot import restore_snapshot, send_snapshot
-from agentrl.sandbox.inside.spawn import Pipes, WaitingChild, work
+from agentrl.sandbox.inside.spawn import Launch, Pipes, WaitingChild, can_launch, work
 from agentrl.sandbox.inside.wire import Body, Refused, frame
 
 TYPE_CHECKING = False
