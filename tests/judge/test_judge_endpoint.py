@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from email.utils import formatdate
 
 import pytest
-from judge_parts import RIGHT, endpoint
 
 from agentrl.base.liveness import external_parts
 from agentrl.errors import JudgeError, UserError
 from agentrl.judge import Endpoint, Prices
 from agentrl.judge.backoff import backoff_s, requested_wait_s
 from agentrl.testing import ChatServer, JumpingClock, ScriptedAnswer
+from tests.judge.judge_parts import RIGHT, endpoint
 
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object"}

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judge_parts import RIGHT, TASK, endpoint, episode, task
 
 from agentrl.judge import Judge, Listwise, Pairwise
 from agentrl.judge.forms import CORRECT, HELPFUL
@@ -16,6 +15,7 @@ from agentrl.judge.non_answers import non_answer_reason
 from agentrl.judge.untrusted import begin_marker, end_marker
 from agentrl.records import Message
 from agentrl.testing import ChatServer, ScriptedAnswer
+from tests.judge.judge_parts import RIGHT, TASK, endpoint, episode, task
 
 QUESTION = TASK.prompt[0].content
 HOLLOW = [

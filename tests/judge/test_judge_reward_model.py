@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judge_parts import RIGHT, TASK, episode
 
 from agentrl.errors import UserError
 from agentrl.judge import Endpoint, Judge, RewardModel, ScoreEndpoint, served, servers
@@ -21,6 +20,7 @@ from agentrl.judge.reward_model import parse_classification
 from agentrl.judge.reward_record import RewardRecord, load_record, save_record, validate_shows
 from agentrl.records import Blame, Message, Trajectory, Turn, VersionSpan
 from agentrl.testing import ChatServer, JumpingClock, ScriptedAnswer
+from tests.judge.judge_parts import RIGHT, TASK, episode
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judge_parts import RIGHT, TASK, WRONG, endpoint, episode, scores, task
 
 from agentrl.errors import StoreError, UserError
 from agentrl.judge import Budget, Criterion, Form, Judge, Prices
@@ -18,6 +17,7 @@ from agentrl.judge.forms import CORRECT, GROUNDED, HELPFUL, INSTRUCTIONS
 from agentrl.records import Blame, Message, Score, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.reward import Rubric, TaskScorer
 from agentrl.testing import ChatServer, JumpingClock, ScriptedAnswer
+from tests.judge.judge_parts import RIGHT, TASK, WRONG, endpoint, episode, scores, task
 
 
 async def scored(says: ScriptedAnswer, *, form: Form = CORRECT, answer: str | None = "It is Paris.", **more: object) -> Score:

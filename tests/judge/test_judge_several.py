@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judge_parts import TASK, endpoint, episode, scores, task
 
 from agentrl.errors import JudgeError, UserError
 from agentrl.judge import Ensemble, Judge, Listwise, Pairwise
@@ -21,6 +20,7 @@ from agentrl.judge.forms import CORRECT
 from agentrl.records import Blame, Episode, Score, Task
 from agentrl.reward import TaskScorer
 from agentrl.testing import ChatServer, ScriptedAnswer
+from tests.judge.judge_parts import TASK, endpoint, episode, scores, task
 
 
 class Fixed:
