@@ -19,7 +19,7 @@ from agentrl.evaluation.results import EvaluationInfo
 from agentrl.gate.verdict import FOLDER as GATE
 
 if TYPE_CHECKING:
-    from agentrl.observe.history import SuiteHistory
+    from agentrl.observe.evaluations import SuiteHistory
 
 _NAME = 60  # characters
 _SAME = ("suite_sha256", "sampling", "threshold", "thresholds", "repeats")
@@ -39,7 +39,7 @@ def history(
     A change of suite, sampling or threshold is told, because then it is not the policy alone that differs. agentrl compare tells of two
     of them whether they differ.
     """
-    from agentrl.observe.history import write_history_page
+    from agentrl.observe.evaluations import write_history_page
 
     found = histories([(name, results.load_results(folder)) for one in evaluations for name, folder in _expanded(one)])
     if out is not None:
@@ -54,7 +54,7 @@ def history(
 
 def histories(evaluations: Sequence[tuple[str, SuiteResults]]) -> list[SuiteHistory]:
     """One for each suite, in the order in which they come."""
-    from agentrl.observe.history import HistoryRow, SuiteHistory
+    from agentrl.observe.evaluations import HistoryRow, SuiteHistory
 
     rows: dict[str, list[HistoryRow]] = {}
     before: dict[str, EvaluationInfo] = {}

@@ -162,8 +162,6 @@ def planned(known: SuiteResults | None, rate: float | None, difference: float, *
         here={n: statistics.smallest_detectable(len(scored), noise, repeats=n, alpha=alpha, power=_CHANCE) for n in _PLANNED}
         if known
         else {},
-        if known
-        else {},
         suite_cases=len(scored),
     )
 
