@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from agentrl.evaluation import Scores
+from agentrl.evaluation.comparison import Scores
 from agentrl.gate.rule import GateRule, RuleResult, apply_rule, cases_to_retry
 from benchmarks import stored
 

@@ -95,7 +95,7 @@ def fails_reliably(scores: Sequence[float | None], threshold: float) -> bool:
 
 
 async def search_smaller_case(search: MinimizeSearch, *, model: str, at: str) -> tuple[Case, str]:
-    """Returns the case with the smallest task that was found, and a summary.
+    """Returns the case with the smallest task, and a summary.
 
     Raises `UserError` if the case does not clearly fail, cannot be proven, or starts at a later turn; and if nothing smaller fails.
     """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agentrl.failure.triage import TriageRule
     from agentrl.records import EpisodeState
 
-failures_app = typer.Typer(no_args_is_help=True, help="Captured failures: read them, name them, make them regression cases.")
+failures_app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 RunFolder = Annotated[Path, typer.Argument(help="Run folder, or any that holds captured failures.")]
 OfTag = Annotated[str, typer.Option("--tag", help="Only those with this tag.")]
@@ -274,8 +274,7 @@ def promote_failures(
 
     With --from-turn the episode is played again in a live sandbox up to that turn, and captured there: the case samples from there on.
     """
-    from agentrl.failure.imported import UserParts, describe_excluded_messages, read_truths
-    from agentrl.failure.promote import promote
+    from agentrl.failure.promote import UserParts, describe_excluded_messages, promote, read_truths
 
     if not traces and not (tag or kind or phase or version is not None or most):
         raise UserError("which traces?", fix="give their ids, or filters such as --tag misread_output --most 20")

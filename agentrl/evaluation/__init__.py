@@ -1,6 +1,4 @@
-"""Evaluation of policies on suites and held-out splits, and the paired comparison of two policies."""
+"""Evaluations: held-out splits and suites of cases, their results, and the statistics that compare two of them.
 
-from agentrl.evaluation.comparison import Comparison, ComparisonVerdict, Scores, compare
-from agentrl.evaluation.results import CaseAttempt, EvaluationInfo, SuiteResults
-
-__all__ = ["CaseAttempt", "Comparison", "ComparisonVerdict", "EvaluationInfo", "Scores", "SuiteResults", "compare"]
+The pytest plug-in is part of this package, and pytest imports it in every run: this file imports nothing.
+"""

@@ -17,9 +17,9 @@ from typing import Any
 from agentrl.base.files import read_json_lines
 from agentrl.config.gate import GATE, GateConfig
 from agentrl.errors import StoreError
-from agentrl.evaluation import Scores, SuiteResults, results
-from agentrl.evaluation.comparison import pair_scores
-from agentrl.evaluation.results import attempt_passes
+from agentrl.evaluation import results
+from agentrl.evaluation.comparison import Scores, pair_scores
+from agentrl.evaluation.results import SuiteResults, attempt_passes
 from agentrl.evaluation.suites import (
     SuiteAttempt,
     case_repeats,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agentrl.base.scores import ROUNDING, all_equal, all_negligible, exact_fraction, is_above, is_at_least, tolerance
 from agentrl.config import ObjectiveConfig, build
-from agentrl.evaluation import compare
+from agentrl.evaluation.comparison import compare
 from agentrl.evaluation.results import attempt_passes
 from agentrl.experience.steps import has_preference
 from agentrl.failure.capture import CaptureReason, capture_reason

@@ -91,14 +91,14 @@ async def test_the_budget_is_respected_and_partial_results_count() -> None:
 
 
 async def test_a_case_that_cannot_be_minimized_is_an_error() -> None:
-    for ask, case, budget, said in (
+    for ask, case, budget, message in (
         (Asked([1.0] * 3), None, 400, "the policy passes it too often"),
-        (Asked(), Case(id="x", task=replace(TASK, data={"answer": "96"})), 400, "no proof as it is"),
+        (Asked(), Case(id="x", task=replace(TASK, data={"answer": "96"})), 400, "its proof fails"),
         (Asked(), None, 6, "the budget is too small"),
-        (Asked(), Case(id="x", task=replace(TASK, prompt=TASK.prompt[1:], files={"a.csv": "40\n57\n"})), 400, "nothing smaller"),
-        (Asked([0.0] * 12 + [1.0] * 400), None, 24, "passed when it was asked again"),
+        (Asked(), Case(id="x", task=replace(TASK, prompt=TASK.prompt[1:], files={"a.csv": "40\n57\n"})), 400, "no smaller task"),
+        (Asked([0.0] * 12 + [1.0] * 400), None, 24, "new attempts at the smallest task passed"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             await search_smaller_case(search(ask, case, budget), model="m", at="now")
     turn = Turn(
         prompt_ids=(1,), completion_ids=(), logprobs=(), versions=(), message=Message(role="assistant", content=""), finish_reason=""
@@ -111,8 +111,8 @@ async def test_a_case_that_cannot_be_minimized_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scores", "found"),
+    ("scores", "fails"),
     [([0.0] * 6, True), ([0.0] * 5 + [1.0], False), ([0.0] * 6 + [1.0], True), ([0.0] * 5 + [None], False), ([], False), ([0.9] * 6, True)],
 )
-def test_reliable_failure(scores: list[float | None], found: bool) -> None:
-    assert fails_reliably(scores, 1.0) is found
+def test_reliable_failure(scores: list[float | None], fails: bool) -> None:
+    assert fails_reliably(scores, 1.0) is fails

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from agentrl.evaluation import ComparisonVerdict, Scores, compare
+from agentrl.evaluation.comparison import ComparisonVerdict, Scores, compare
 from agentrl.evaluation.statistics import cases_needed
 
 

@@ -14,7 +14,7 @@ from agentrl.agent import load_tools
 from agentrl.cli import app
 from agentrl.errors import AgentRLError, TaskError, UserError
 from agentrl.failure.case import load_suite
-from agentrl.failure.imported import UserParts, describe_excluded_messages, read_truths, task_from_trace
+from agentrl.failure.promote import UserParts, describe_excluded_messages, read_truths, task_from_trace
 from agentrl.failure.trace import CaptureReason, ImportedMessage, Trace
 from agentrl.records import Limits, Message, ToolCall
 from agentrl.task.recorded_tools import RECORDED_TOOLS, Recording

@@ -102,9 +102,9 @@ def test_practice_is_read_back_and_overlapping_tasks_are_an_error(suite: Path) -
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b"{}", "no task of practice"),
-        (b"[" * 100_000, "no task of practice"),
-        (json.dumps({"case": "c", "how": "x", "key": "0", "task": None}).encode(), "no task of practice"),
+        (b"{}", "no practice task"),
+        (b"[" * 100_000, "no practice task"),
+        (json.dumps({"case": "c", "how": "x", "key": "0", "task": None}).encode(), "no practice task"),
     ],
 )
 def test_the_error_for_damage_has_the_line(suite: Path, line: bytes, said: str) -> None:
@@ -185,5 +185,5 @@ def test_practice_never_overlaps_with_evaluations_and_stays_the_same_on_resume(s
     run_practice.copy_practice_files(run, recipe, root=tmp_path)
     assert len((run / "practice" / "0-suite.jsonl").read_bytes().splitlines()) == 7
     (run / "practice" / "0-suite.jsonl").unlink()
-    with pytest.raises(UserError, match="is the same of case heldout-4, which is measured with"):
+    with pytest.raises(UserError, match="is the same of case heldout-4, which the run is evaluated on"):
         opened()

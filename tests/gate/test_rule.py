@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from agentrl.config.gate import GateConfig
-from agentrl.evaluation import Scores
+from agentrl.evaluation.comparison import Scores
 from agentrl.gate.rule import CaseDrop, GateRule, RuleResult, apply_rule, can_trigger_retry, cases_to_retry
 from benchmarks.gate import block_rate, block_rate_in_a_run
 

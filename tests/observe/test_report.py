@@ -90,7 +90,7 @@ def test_a_complete_run_is_reported(run_dir: Path) -> None:
         "By kind of task",
         "Inside the loop",
         "Time by stage",
-        "Episodes excluded",
+        "Sample episodes",
         "Configuration",
         "Success against compute",
     ):
@@ -311,7 +311,7 @@ def test_failures_are_shown_by_tag_step_phase_and_version(run_dir: Path) -> None
 def test_a_damaged_digest_removes_only_its_section(run_dir: Path, content: str) -> None:
     (run_dir / "failures").mkdir()
     (run_dir / "failures" / "failures.json").write_text(content)
-    assert "Episodes excluded" in Page(write_report(run_dir)).shown
+    assert "Sample episodes" in Page(write_report(run_dir)).shown
 
 
 ODD: tuple[Any, ...] = (5, -1.5, float("inf"), "x", None, [], {}, True, [5], [{"role": 5, "tool_calls": 5}], 10**400, "\ud83d", {"a": 5})
@@ -353,4 +353,4 @@ def test_a_value_of_a_wrong_type_removes_only_its_line(run_dir: Path) -> None:
         (run_dir / "episodes" / f"{name}.jsonl").write_text(lines)
     steps = [altered(step_line(3, random.Random(0)), at, value) for value in ODD for at in places(step_line(3, random.Random(0)))]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
-    assert "Episodes excluded" in Page(write_report(run_dir)).shown
+    assert "Sample episodes" in Page(write_report(run_dir)).shown
