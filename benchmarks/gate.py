@@ -112,7 +112,7 @@ def main() -> int:
     if given.store:
         command = shlex.join(["python", "benchmarks/gate.py", *(word for word in sys.argv[1:] if word != "--store")])
         settings = {name: getattr(given, name) for name in ("cases", "repeats", "confirm", "alpha", "evaluations")}
-        origin = stored.origin(command, ["agentrl/compare", "benchmarks/gate.py"], [given.seed])
+        origin = stored.origin(command, ["agentrl/evaluation", "agentrl/gate", "benchmarks/gate.py"], [given.seed])
         stored.keep(f"gate-{given.cases}x{given.repeats}", origin, **settings, blocked=found)
     if given.json:
         print(json.dumps({"blocked": found, "zero_tolerance": zero, "wrong": wrong, **vars(given)}))

@@ -1,4 +1,4 @@
-"""Evaluation suite: the problems of `recipes/smollm2.py` without the tool, in one message. What is lost of it while the tool is learned?
+"""Evaluation suite: the problems of `recipes/smollm2.py` without the tool, in one message. Shows what is lost while the tool is learned.
 
 agentrl eval evals/smollm2_no_tool.py
 agentrl eval evals/smollm2_no_tool.py --model runs/smollm2/model

@@ -1,8 +1,11 @@
-"""A case made smaller while a policy still fails it, and while it can still be solved.
+"""Minimizes a case: removes parts of its task while the policy still fails it and it can still be solved.
 
-What is smaller may be unsolvable, which every policy fails. So each smaller task is first proven: its gold solution must score 1 as it
-did, doing nothing and the cheats 0. Then the policy is asked, and the upper end of the interval of its share of passes must lie below
-`FAILS_BELOW`. The smallest task is asked once more, with attempts that had no part in choosing it.
+A smaller task may be unsolvable, and every policy fails that. So each smaller task is proven first: its gold solution must score 1, doing
+nothing and the cheats 0. Then the policy attempts it, and the upper end of the interval of its pass rate must be below `FAILS_BELOW`. The
+smallest task is attempted again, with attempts that did not influence its choice.
+
+The search is ddmin (Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002): it tries to remove chunks of the
+parts, the largest first, then smaller ones, down to single parts or to the end of the budget.
 """
 
 from __future__ import annotations
@@ -19,24 +22,32 @@ from agentrl.evaluation.regressions import PreparedEvaluation, open_policy
 from agentrl.evaluation.results import attempt_passes
 from agentrl.evaluation.suites import utc_now
 from agentrl.failure.case import Baseline, Case
-from agentrl.failure.minimize import RemovablePart, describe_size, line_parts, message_and_file_parts, removable_parts, remove_parts
 from agentrl.protocols import SandboxBackend, TaskFamily
 from agentrl.records import Task
 
 FAILS_BELOW = 0.5
-"""A task still fails where the upper end of the 90% interval of its share of passes lies below this."""
+"""A task fails if the upper end of the 90% interval of its pass rate is below this."""
 REPEATS = 6
-"""Attempts at each smaller task: with none that passes the interval ends at 0.31. Of 7 one may pass (0.45)."""
+"""Attempts at each smaller task: if none passes, the interval ends at 0.31. Of 7 one may pass (0.45)."""
 _LEVEL = 0.9
-_PROOFS = 8  # smaller tasks proven for each that is asked of the policy, at most
+_MAX_PROOFS = 8  # for each task that the policy attempts
 
 AttemptTask = Callable[[Task, int], Awaitable[Sequence[float | None]]]
-"""Scores of so many attempts at a task; None: unscored."""
+"""Returns the scores of this number of attempts at a task; None means unscored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemovablePart:
+    """A message before the last, a file, or a line of a file."""
+
+    message: int | None = None
+    file: str = ""
+    line: int | None = None  # counted from 0; None means the whole file
 
 
 @dataclass(slots=True, kw_only=True)
 class MinimizeSearch:
-    """What is spent on one case, and whether a smaller task will do."""
+    """Tests smaller tasks of one case within a budget."""
 
     case: Case
     family: TaskFamily
@@ -51,30 +62,32 @@ class MinimizeSearch:
     _known: dict[str, bool] = field(default_factory=dict)
 
     async def still_fails(self, task: Task) -> bool | None:
-        """Whether a task is solvable, and fails; None where the budget does not last for asking."""
+        """Whether a task is solvable and the policy fails it; None if the budget is spent."""
         if task.key in self._known:
             return self._known[task.key]
-        if self.attempts_used + 2 * self.repeats > self.budget or self.proofs_used >= _PROOFS * (1 + self.budget // self.repeats):
-            return None  # the last attempts are for the smallest task
-        self._known[task.key] = await self._proven(task) and fails_reliably(await self.scores(task), self.threshold)
+        reserved = 2 * self.repeats  # includes the last attempts at the smallest task
+        if self.attempts_used + reserved > self.budget or self.proofs_used >= _MAX_PROOFS * (1 + self.budget // self.repeats):
+            return None
+        self._known[task.key] = await self._prove(task) and fails_reliably(await self.scores(task), self.threshold)
         return self._known[task.key]
 
     async def scores(self, task: Task) -> Sequence[float | None]:
+        """The scores of new attempts at a task."""
         self.attempts_used += self.repeats
         return await self.attempt(task, self.repeats)
 
-    async def _proven(self, task: Task) -> bool:
+    async def _prove(self, task: Task) -> bool:
         self.proofs_used += 1
         try:
             cases, proofs = await prove_tasks(self.family, [task], self.sandboxes, root=self.root)
         except TaskError:
             return False
         failed = any(finding.severity == "failure" for proof in proofs for finding in proof.findings)
-        return bool(cases) and all(one.ok for one in cases) and not failed
+        return bool(cases) and all(result.ok for result in cases) and not failed
 
 
 def fails_reliably(scores: Sequence[float | None], threshold: float) -> bool:
-    """Whether attempts show a failure: all scored, and few enough of them pass."""
+    """Whether attempts show a failure: all are scored, and few enough pass."""
     if not scores or None in scores:
         return False
     passed = sum(attempt_passes(score, threshold) for score in scores)
@@ -82,71 +95,133 @@ def fails_reliably(scores: Sequence[float | None], threshold: float) -> bool:
 
 
 async def search_smaller_case(search: MinimizeSearch, *, model: str, at: str) -> tuple[Case, str]:
-    """The case with the smallest task that was found, and what was done, in words.
+    """Returns the case with the smallest task, and a summary.
 
-    Raises `UserError` where the case does not clearly fail, cannot be proven as it is, or begins in the middle; and where nothing
-    smaller fails.
+    Raises `UserError` if the case does not clearly fail, cannot be proven, or starts at a later turn; and if nothing smaller fails.
     """
     case = search.case
     if case.start is not None:
+        raise UserError(f"case {case.id} begins in the middle of an episode", fix="choose a case that starts with its task")
+    fails = await search.still_fails(case.task)
+    if not fails:
+        why = "the budget is too small" if fails is None else "its proof fails, or the policy passes it too often"
         raise UserError(
-            f"case {case.id} begins in the middle, in a world that is as it is", fix="make a case smaller that begins with its task"
-        )
-    first = await search.still_fails(case.task)
-    if not first:
-        why = "the budget is too small" if first is None else "it has no proof as it is, or the policy passes it too often"
-        raise UserError(
-            f"case {case.id} cannot be made smaller: {why}",
-            fix=f"choose one that is proven by agentrl check and fails nearly always; --budget allows {search.budget} attempts",
+            f"case {case.id} cannot be minimized: {why}",
+            fix=f"choose one that agentrl check proves and that nearly always fails; --budget allows {search.budget} attempts",
         )
     task = case.task
     for parts in (message_and_file_parts, line_parts):
-        task = remove_parts(task, await _gone(search, task, parts(task)))
+        task = await _without_removable(search, task, parts(task))
     if task == case.task:
-        raise UserError(
-            f"case {case.id}: nothing smaller was found that fails and can be solved", fix="raise --budget, or keep it as it is"
-        )
+        raise UserError(f"case {case.id}: no smaller task fails and can be solved", fix="raise --budget, or keep the case unchanged")
     scores = await search.scores(task)
     if not fails_reliably(scores, search.threshold):
-        raise UserError(f"case {case.id}: the smallest task passed when it was asked again", fix="raise --repeats: the policy is not sure")
-    told = f"{describe_size(case.task)} -> {describe_size(task)}; {search.attempts_used} attempts, {search.proofs_used} proofs"
-    origin = {**case.origin, "smaller": told}
+        raise UserError(f"case {case.id}: new attempts at the smallest task passed", fix="raise --repeats: the policy's result varies")
+    sizes = f"{describe_size(case.task)} -> {describe_size(task)}"
+    summary = f"{sizes}; {search.attempts_used} attempts, {search.proofs_used} proofs"
+    origin = {**case.origin, "smaller": summary}
     baseline = Baseline(model=model, scores=tuple(scores), at=at)
-    return replace(case, task=task, original=case.original or case.task, origin=origin, baseline=baseline), told
+    return replace(case, task=task, original=case.original or case.task, origin=origin, baseline=baseline), summary
 
 
-async def _gone(search: MinimizeSearch, task: Task, parts: Sequence[RemovablePart]) -> tuple[RemovablePart, ...]:
-    return await removable_parts(parts, lambda gone: search.still_fails(remove_parts(task, gone)))
+async def _without_removable(search: MinimizeSearch, task: Task, parts: Sequence[RemovablePart]) -> Task:
+    return remove_parts(task, await removable_parts(parts, lambda gone: search.still_fails(remove_parts(task, gone))))
 
 
 async def minimize_case(given: PreparedEvaluation, case: Case, family: TaskFamily, *, repeats: int, budget: int) -> tuple[Case, str]:
-    """`search_smaller_case`, with the policy and in the sandboxes of a prepared evaluation. Raises as that does.
+    """Runs `search_smaller_case` with the policy and sandboxes of a prepared evaluation. Raises like it.
 
     Args:
         repeats: attempts at each smaller task.
         budget: attempts in all.
     """
     if case.task.family != family.name:
-        other = f"case {case.id} is of family {case.task.family!r}, the recipe's is {family.name!r}"
-        raise UserError(other, fix="name a recipe of that family, whose gold solutions prove smaller tasks")
-    async with open_policy(given, console=False) as there:
+        problem = f"case {case.id} belongs to family {case.task.family!r}, the recipe's is {family.name!r}"
+        raise UserError(problem, fix="name a recipe of that family, whose gold solutions prove smaller tasks")
+    async with open_policy(given, console=False) as opened:
         number = 0
 
-        async def ask(task: Task, count: int) -> Sequence[float | None]:
+        async def attempt(task: Task, count: int) -> Sequence[float | None]:
             nonlocal number
             number += 1
-            async with asyncio.TaskGroup() as asking:
-                jobs = [asking.create_task(there.groups.run_episode(task, name=f"smaller{number}-{case.id}-r{n}")) for n in range(count)]
-            return [None if one.result().episode.left_out else one.result().score.value for one in jobs]
+            async with asyncio.TaskGroup() as group:
+                jobs = [group.create_task(opened.groups.run_episode(task, name=f"smaller{number}-{case.id}-r{n}")) for n in range(count)]
+            return [None if job.result().episode.left_out else job.result().score.value for job in jobs]
 
         search = MinimizeSearch(
             case=case,
             family=family,
-            sandboxes=there.sandboxes,
-            attempt=ask,
+            sandboxes=opened.sandboxes,
+            attempt=attempt,
             root=given.root,
             threshold=given.threshold if case.threshold is None else case.threshold,
             repeats=repeats,
             budget=budget,
         )
         return await search_smaller_case(search, model=given.policy.name, at=utc_now())
+
+
+def message_and_file_parts(task: Task) -> tuple[RemovablePart, ...]:
+    """The messages before the last, which is the question, and the files."""
+    messages = (RemovablePart(message=number) for number in range(len(task.prompt) - 1))
+    return (*messages, *(RemovablePart(file=path) for path in sorted({*task.files, *task.binary_files})))
+
+
+def line_parts(task: Task) -> tuple[RemovablePart, ...]:
+    """The lines of files with more than one line."""
+    counts = {path: len(text.splitlines()) for path, text in sorted(task.files.items())}
+    return tuple(RemovablePart(file=path, line=number) for path, lines in counts.items() if lines > 1 for number in range(lines))
+
+
+def remove_parts(task: Task, gone: Sequence[RemovablePart]) -> Task:
+    """The task without these parts."""
+    messages = {part.message for part in gone if part.message is not None}
+    files = {part.file for part in gone if part.file and part.line is None}
+    lines = {(part.file, part.line) for part in gone if part.line is not None}
+    shortened = {path for path, _ in lines}
+
+    def remaining(path: str, text: str) -> str:
+        if path not in shortened:
+            return text
+        return "".join(line for number, line in enumerate(text.splitlines(keepends=True)) if (path, number) not in lines)
+
+    return replace(
+        task,
+        prompt=tuple(message for number, message in enumerate(task.prompt) if number not in messages),
+        files={path: remaining(path, text) for path, text in task.files.items() if path not in files},
+        binary_files={path: text for path, text in task.binary_files.items() if path not in files},
+    )
+
+
+async def removable_parts(
+    parts: Sequence[RemovablePart], fails: Callable[[tuple[RemovablePart, ...]], Awaitable[bool | None]]
+) -> tuple[RemovablePart, ...]:
+    """Returns parts that can be removed together.
+
+    Args:
+        fails: whether the task without these parts still fails; None means that the budget is spent, which ends the search.
+    """
+    removed: tuple[RemovablePart, ...] = ()
+    left, chunks = list(parts), 1
+    while left:
+        size = -(-len(left) // chunks)
+        for first in range(0, len(left), size):
+            chunk = left[first : first + size]
+            still_fails = await fails((*removed, *chunk))
+            if still_fails is None:
+                return removed
+            if still_fails:
+                removed, left, chunks = (*removed, *chunk), [part for part in left if part not in chunk], max(chunks - 1, 1)
+                break
+        else:
+            if chunks >= len(left):
+                return removed
+            chunks = min(2 * chunks, len(left))
+    return removed
+
+
+def describe_size(task: Task) -> str:
+    """Describes the size of a task: `1 message, 2 files, 40 lines`."""
+    lines = sum(len(text.splitlines()) for text in task.files.values())
+    counts = ((len(task.prompt), "message"), (len(task.files) + len(task.binary_files), "file"), (lines, "line"))
+    return ", ".join(f"{number} {name}{'' if number == 1 else 's'}" for number, name in counts)

@@ -1,4 +1,4 @@
-"""Practice for the cases of a suite: made by the family, or by mutation, proven as `agentrl check` proves tasks, and only then kept."""
+"""Generates practice for the cases of a suite, by the family or by mutation, and proves it as `agentrl check` proves tasks."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ from agentrl.check.report import GOLD, CaseResult
 from agentrl.errors import InfrastructureError, TaskError, UserError
 from agentrl.failure.case import Case, Suite
 from agentrl.failure.overlap import WithheldTasks
-from agentrl.failure.practice import PracticeTask, practice_task
-from agentrl.failure.practice_mutants import MUTATED, gold_without_answer, mutate_task
+from agentrl.failure.practice import MUTATED, PracticeTask, gold_without_answer, mutate_task, practice_task
 from agentrl.protocols import SandboxBackend, TaskFamily, VariedFamily
 from agentrl.records import Split, Task
 from agentrl.task.outputs import run_and_collect
 
 DRAWS = 8
-"""Variants drawn for one that is wanted, before a case has as many as it gets."""
+"""Variants drawn for each wanted one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PracticeReport:
-    """The practice that was proven, and what was not taken: the case, and why, for each."""
+    """The proven practice tasks, and the rejected ones as (case, reason)."""
 
     tasks: tuple[PracticeTask, ...]
     rejected: tuple[tuple[str, str], ...]
 
     def by_case(self) -> dict[str, Counter[str]]:
         """Case -> how -> tasks."""
-        found: dict[str, Counter[str]] = {}
+        counts: dict[str, Counter[str]] = {}
         for one in self.tasks:
-            found.setdefault(one.case, Counter())[one.how] += 1
-        return found
+            counts.setdefault(one.case, Counter())[one.how] += 1
+        return counts
 
 
 async def generate_practice(
@@ -57,105 +56,97 @@ async def generate_practice(
     parallel: int = 8,
     quiet: bool = False,
 ) -> PracticeReport:
-    """At most `count` proven tasks for each case of a suite.
+    """Generates at most `count` proven tasks for each case of a suite.
 
     Args:
-        withheld: the tasks that are measured with, those of the suite among them.
+        withheld: the tasks that must not be trained on, including those of the suite.
 
-    Raises `InfrastructureError` when the sandboxes themselves fail. What goes wrong with a case or a task is in the result.
+    Raises `InfrastructureError` if the sandboxes fail. Other errors are in the report.
     """
-    refused: list[tuple[str, str]] = []
+    rejected: list[tuple[str, str]] = []
     drawn: list[PracticeTask] = []
     seen: set[str] = set()
     with Progress(console=Console(stderr=True), disable=quiet) as progress:
         bar = progress.add_task("variants", total=len(suite.cases))
         for case in suite.cases:
             try:
-                drawn += await _drawn(case, family, sandboxes, withheld, seen, count=count, seed=seed, root=root)
+                drawn += await _draw(case, family, sandboxes, withheld, seen, count=count, seed=seed, root=root)
             except InfrastructureError:
                 raise
-            except Exception as error:  # a family is user code, and a case's task may be none of its own
-                refused.append((case.id, user_code.describe_error(error, 500)))
+            except Exception as error:  # a family is user code, and a case's task may belong to another family
+                rejected.append((case.id, user_code.describe_error(error, 500)))
             progress.advance(bar)
         progress.update(bar, total=None)
+        tasks = [one.task for one in drawn]
         cases, proofs = await prove_tasks(
-            family,
-            [one.task for one in drawn],
-            sandboxes,
-            root=root,
-            parallel=parallel,
-            telling=lambda **told: progress.update(bar, **told),
+            family, tasks, sandboxes, root=root, parallel=parallel, telling=lambda **update: progress.update(bar, **update)
         )
-    wrong = _wrong(drawn, cases, proofs)
-    refused += [(one.case, f"{one.how} {one.task.id}: {wrong[one.task.id]}") for one in drawn if one.task.id in wrong]
-    return PracticeReport(tasks=tuple(one for one in drawn if one.task.id not in wrong), rejected=tuple(refused))
-
-
-def _wrong(drawn: Sequence[PracticeTask], cases: Sequence[CaseResult], proofs: Sequence[Proof]) -> dict[str, str]:
-    """Task -> what is wrong with it, for those that are not proven."""
-    wrong: dict[str, str] = {}
-    for result in cases:
-        if not result.ok:
-            scored = "nothing" if result.value is None else f"{result.value:g}"
-            wrong.setdefault(result.task, f"{result.case} scored {scored}, not {result.wanted:g}: {result.detail}"[:500])
-    for finding in (finding for proof in proofs for finding in proof.findings if finding.severity == "failure"):
-        for name in finding.tasks or [one.task.id for one in drawn]:  # one that names no task is about all of them
-            wrong.setdefault(name, finding.what[:500])
-    return wrong
-
-
-async def _drawn(
-    case: Case, family: TaskFamily, sandboxes: SandboxBackend, withheld: WithheldTasks, seen: set[str], *, count: int, seed: int, root: Path
-) -> list[PracticeTask]:
-    """Up to `count` tasks for a case, all different, none of them withheld; not proven yet. Raises `TaskError` where there is none."""
-    if case.task.family != family.name:
-        other = f"case {case.id} is of family {case.task.family!r}, the recipe's is {family.name!r}"
-        raise TaskError(other, fix="name a recipe of that family")
-    if callable(getattr(family, "variants", None)):
-        source = list(islice(cast(VariedFamily, family).variants(case.task, seed=seed), DRAWS * count))
-    else:
-        source = await _mutated(case.task, family, sandboxes, withheld, count=count, seed=seed, root=root)
-    found: list[PracticeTask] = []
-    for how, task in source:
-        if task.split is not Split.TRAIN:
-            raise TaskError(f"{family.name}: variant {task.id!r} is of split {task.split}", fix="make variants of split train")
-        if len(found) < count and task.key not in seen and task not in withheld:
-            seen.add(task.key)
-            found.append(practice_task(case, how, task))
-    if not found:
-        raise TaskError(f"no task could be made that is neither case {case.id} nor a near twin of one")
-    return found
-
-
-async def _mutated(
-    task: Task, family: TaskFamily, sandboxes: SandboxBackend, withheld: WithheldTasks, *, count: int, seed: int, root: Path
-) -> list[tuple[str, Task]]:
-    """Mutants with the truth that the gold program finds; it must be right about the task itself, and say another truth of the mutant."""
-    gold_without_answer(family, task)
-    cases, _ = await prove_tasks(family, [task], sandboxes, root=root)
-    if (wrong := next((one for one in cases if one.case == GOLD and not one.ok), None)) is not None or not cases:
-        raise TaskError(f"the gold solution of the case is not right about it: {wrong.detail if wrong else 'it did not run'}")
-    found: list[tuple[str, Task]] = []
-    for mutant in islice(mutate_task(task, seed=seed), DRAWS * count):
-        if len(found) == count:
-            break
-        truth = await _truth(family, mutant, sandboxes)
-        if truth.strip() and truth.strip() != str(task.data["answer"]).strip():
-            solved = replace(mutant, data={**mutant.data, "answer": truth})
-            if solved not in withheld:
-                found.append((MUTATED, solved))
-    if not found:
-        raise TaskError("no other numbers in its files give another answer", fix="give its family a method variants")
-    return found
-
-
-async def _truth(family: TaskFamily, mutant: Task, sandboxes: SandboxBackend) -> str:
-    """What the gold program prints beside the mutant's files; empty where it fails on them."""
-    result, _ = await run_and_collect(mutant, family.gold(mutant), sandboxes, timeout_s=mutant.limits.tool_timeout_s)
-    return render_result(result, mutant.limits) if result.ok else ""
+    problems = _problems(drawn, cases, proofs)
+    rejected += [(one.case, f"{one.how} {one.task.id}: {problems[one.task.id]}") for one in drawn if one.task.id in problems]
+    return PracticeReport(tasks=tuple(one for one in drawn if one.task.id not in problems), rejected=tuple(rejected))
 
 
 def check_count(count: int, suite: Suite) -> None:
-    """Raises `UserError` for more tasks than one file should hold."""
+    """Raises `UserError` for more than 100,000 tasks."""
     if count * len(suite.cases) > 100_000:
         raise UserError(f"{count} tasks for each of {len(suite.cases)} cases are more than 100,000", fix="give a smaller --count")
+
+
+def _problems(drawn: Sequence[PracticeTask], cases: Sequence[CaseResult], proofs: Sequence[Proof]) -> dict[str, str]:
+    """Task -> problem, for the tasks that are not proven."""
+    problems: dict[str, str] = {}
+    for result in cases:
+        if not result.ok:
+            score = "nothing" if result.value is None else f"{result.value:g}"
+            problems.setdefault(result.task, f"{result.case} scored {score}, not {result.wanted:g}: {result.detail}"[:500])
+    for finding in (finding for proof in proofs for finding in proof.findings if finding.severity == "failure"):
+        for name in finding.tasks or [one.task.id for one in drawn]:  # a finding without tasks is about all of them
+            problems.setdefault(name, finding.what[:500])
+    return problems
+
+
+async def _draw(
+    case: Case, family: TaskFamily, sandboxes: SandboxBackend, withheld: WithheldTasks, seen: set[str], *, count: int, seed: int, root: Path
+) -> list[PracticeTask]:
+    """Draws up to `count` different tasks for a case, none of them withheld, not proven yet. Raises `TaskError` if there is none."""
+    if case.task.family != family.name:
+        problem = f"case {case.id} belongs to family {case.task.family!r}, the recipe's is {family.name!r}"
+        raise TaskError(problem, fix="name a recipe of that family")
+    if callable(getattr(family, "variants", None)):
+        variants = list(islice(cast(VariedFamily, family).variants(case.task, seed=seed), DRAWS * count))
+    else:
+        variants = await _mutants(case.task, family, sandboxes, withheld, count=count, seed=seed, root=root)
+    drawn: list[PracticeTask] = []
+    for how, task in variants:
+        if task.split is not Split.TRAIN:
+            raise TaskError(f"{family.name}: variant {task.id!r} has split {task.split}", fix="make variants of split train")
+        if len(drawn) < count and task.key not in seen and task not in withheld:
+            seen.add(task.key)
+            drawn.append(practice_task(case, how, task))
+    if not drawn:
+        raise TaskError(f"every variant is case {case.id} or a near duplicate of a case")
+    return drawn
+
+
+async def _mutants(
+    task: Task, family: TaskFamily, sandboxes: SandboxBackend, withheld: WithheldTasks, *, count: int, seed: int, root: Path
+) -> list[tuple[str, Task]]:
+    """Mutants with the answers that the gold program computes. It must be right on the task, and give another answer on the mutant."""
+    gold_without_answer(family, task)
+    cases, _ = await prove_tasks(family, [task], sandboxes, root=root)
+    wrong = next((result for result in cases if result.case == GOLD and not result.ok), None)
+    if wrong is not None or not cases:
+        raise TaskError(f"the gold solution is not right on the case: {wrong.detail if wrong else 'it did not run'}")
+    mutants: list[tuple[str, Task]] = []
+    for mutant in islice(mutate_task(task, seed=seed), DRAWS * count):
+        if len(mutants) == count:
+            break
+        result, _ = await run_and_collect(mutant, family.gold(mutant), sandboxes, timeout_s=mutant.limits.tool_timeout_s)
+        answer = render_result(result, mutant.limits) if result.ok else ""
+        if answer.strip() and answer.strip() != str(task.data["answer"]).strip():
+            solved = replace(mutant, data={**mutant.data, "answer": answer})
+            if solved not in withheld:
+                mutants.append((MUTATED, solved))
+    if not mutants:
+        raise TaskError("no other numbers in its files give another answer", fix="give its family a method variants")
+    return mutants

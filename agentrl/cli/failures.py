@@ -279,8 +279,7 @@ def promote_failures(
 
     With --from-turn the episode is replayed in a live sandbox up to that turn, and the case starts there.
     """
-    from agentrl.failure.imported import UserParts, describe_excluded_messages, read_truths
-    from agentrl.failure.promote import promote
+    from agentrl.failure.promote import UserParts, describe_excluded_messages, promote, read_truths
 
     if not traces and not (tag or kind or phase or version is not None or most):
         raise UserError("no traces are selected", fix="give ids, or filters such as --tag misread_output --most 20")

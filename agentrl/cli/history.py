@@ -19,7 +19,7 @@ from agentrl.evaluation.results import EvaluationInfo, SuiteResults
 from agentrl.gate.verdict import FOLDER as GATE
 
 if TYPE_CHECKING:
-    from agentrl.observe.history import SuiteHistory
+    from agentrl.observe.evaluations import SuiteHistory
 
 _NAME = 60  # characters
 _SAME = ("suite_sha256", "sampling", "threshold", "thresholds", "repeats")
@@ -38,7 +38,7 @@ def history(
 
     Changes of suite, sampling or threshold between two rows are marked. agentrl compare tests whether two evaluations differ.
     """
-    from agentrl.observe.history import write_history_page
+    from agentrl.observe.evaluations import write_history_page
 
     found = histories([(name, results.load_results(folder)) for one in evaluations for name, folder in _expanded(one)])
     if out is not None:
@@ -53,7 +53,7 @@ def history(
 
 def histories(evaluations: Sequence[tuple[str, SuiteResults]]) -> list[SuiteHistory]:
     """The history of each suite, in the order of first appearance."""
-    from agentrl.observe.history import HistoryRow, SuiteHistory
+    from agentrl.observe.evaluations import HistoryRow, SuiteHistory
 
     rows: dict[str, list[HistoryRow]] = {}
     before: dict[str, EvaluationInfo] = {}

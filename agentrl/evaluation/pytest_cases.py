@@ -1,6 +1,4 @@
-"""Regression cases as pytest items. The policy and the sandboxes are opened once; all selected cases are asked side by side, and each
-item waits for its own.
-"""
+"""Regression cases as pytest items. One evaluation runs all selected cases concurrently, and each item waits for the result of its case."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ from agentrl.evaluation.request_options import RequestOptions
 from agentrl.failure.case import Case, Suite, load_suite, load_suites
 from agentrl.failure.render import one_line
 
-_LOOK_S = 0.5  # between two looks while an item waits, so that ctrl-C is heard
+_POLL_S = 0.5  # interval of waiting, so that ctrl-C takes effect
 _STOP_S = 120.0  # for servers and sandboxes to end
 
 
 class CaseNotPassed(Exception):
-    """A case that failed, or that could not be scored."""
+    """A case that failed, or is unscored."""
 
     def __init__(self, outcome: CaseOutcome) -> None:
         super().__init__(summary_line(outcome))
@@ -39,12 +37,12 @@ class CaseNotPassed(Exception):
 
 
 class BackgroundEvaluation:
-    """The evaluation behind the items, in a thread of its own with its own event loop."""
+    """The evaluation of all items, in a separate thread with its own event loop."""
 
     def __init__(self, given: PreparedEvaluation) -> None:
         self.given = given
         self.done: tuple[SuiteEvaluation, ...] = ()
-        self.error: BaseException | None = None  # that ended it
+        self.error: BaseException | None = None  # ended the evaluation
         self._outcomes: dict[tuple[str, str], Future[CaseOutcome]] = {
             (suite.name, case.id): Future() for suite in given.suites for case in suite.cases
         }
@@ -54,20 +52,20 @@ class BackgroundEvaluation:
         self._begun = threading.Event()
 
     def outcome(self, suite: str, case: str) -> CaseOutcome:
-        """Waits for a case. Raises what ended the evaluation before it was scored."""
+        """Waits for a case. Raises the error that ended the evaluation before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="agentrl-cases", daemon=True)
             self._thread.start()
         future = self._outcomes[suite, case]
         while True:
             try:
-                return future.result(timeout=_LOOK_S)
+                return future.result(timeout=_POLL_S)
             except TimeoutError:
                 if future.done():
                     raise
 
     def finish(self) -> None:
-        """Waits until the results are written where every case has been scored, and stops the rest otherwise."""
+        """Waits until the results are written if all cases are done; otherwise cancels the evaluation."""
         if self._thread is None:
             return
         self._begun.wait(_STOP_S)
@@ -78,7 +76,7 @@ class BackgroundEvaluation:
     def _run(self) -> None:
         try:
             asyncio.run(self._evaluate())
-        except BaseException as error:  # given to the items that wait: nothing else hears of this thread
+        except BaseException as error:  # raised in the items that wait
             self.error = main_error(error)
             for future in self._outcomes.values():
                 if not future.done():
@@ -96,7 +94,7 @@ class BackgroundEvaluation:
 
 
 class CaseItem(pytest.Item):
-    """One case. It is asked in its set-up, so that one which cannot be scored is an error of pytest's, never a failure."""
+    """One case. Its set-up waits for the result, so an unscored case is a pytest error, not a failure."""
 
     def __init__(self, *, suite: Suite, case: Case, cases: SuitePlugin, **more: Any) -> None:
         super().__init__(**more)
@@ -104,38 +102,42 @@ class CaseItem(pytest.Item):
         self.outcome: CaseOutcome | None = None
 
     def setup(self) -> None:
-        assert self.cases.asked is not None, "collection is over"
-        self.outcome = self.cases.asked.outcome(self.suite.name, self.case.id)
+        """Waits for the result of the case."""
+        assert self.cases.evaluation is not None, "collection is over"
+        self.outcome = self.cases.evaluation.outcome(self.suite.name, self.case.id)
         if self.outcome.status is CaseStatus.UNSCORED:
             raise CaseNotPassed(self.outcome)
 
     def runtest(self) -> None:
+        """Raises `CaseNotPassed` if the case failed."""
         assert self.outcome is not None, "it was set up"
         if self.outcome.status is not CaseStatus.PASSED:
             raise CaseNotPassed(self.outcome)
 
-    def words(self, error: BaseException) -> str:
-        """What pytest shows of an error in place of frames; empty: the frames, since it is a bug."""
+    def error_text(self, error: BaseException) -> str:
+        """The text that pytest shows for an error; empty for a bug, for which it shows the stack."""
         if isinstance(error, CaseNotPassed):
-            return "\n".join(self._told(error.outcome))
+            return "\n".join(self._report_lines(error.outcome))
         return f"{type(error).__name__}: {error}" if isinstance(error, AgentRLError) else ""
 
     def reportinfo(self) -> tuple[Path, int, str]:
+        """The case's file and name, for pytest."""
         return self.suite.folder / "cases" / f"{self.case.id}.json", 0, f"{one_line(self.suite.name, 60)}: {self.case.id}"
 
-    def _told(self, outcome: CaseOutcome) -> Iterator[str]:
+    def _report_lines(self, outcome: CaseOutcome) -> Iterator[str]:
         yield f"{outcome.status}  {summary_line(outcome)}"
         yield from detail_lines(outcome)
-        if outcome.example is not None and self.cases.asked is not None:
-            yield from ("", outcome.example.tail, "", f"more: {show_command(outcome, self.cases.asked.given.start.folder)}")
+        if outcome.example is not None and self.cases.evaluation is not None:
+            yield from ("", outcome.example.tail, "", f"more: {show_command(outcome, self.cases.evaluation.given.start.folder)}")
 
 
 class SuiteFolder(pytest.Directory):
-    """A suite's folder, whose items are its cases."""
+    """A suite's folder. Its items are the cases."""
 
     cases: SuitePlugin
 
     def collect(self) -> Iterator[CaseItem]:
+        """Yields the cases."""
         try:
             suite = load_suite(self.path)
         except UserError as error:
@@ -145,12 +147,12 @@ class SuiteFolder(pytest.Directory):
 
 
 class SuitePlugin:
-    """What pytest asks where `--agentrl-suite` is given."""
+    """The pytest plug-in for suites that are given by option or argument."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._stack = ExitStack()
-        self.asked: BackgroundEvaluation | None = None
+        self.evaluation: BackgroundEvaluation | None = None
         try:
             named = [*suite_arguments(config), *map(Path, config.getoption("agentrl_suite"))]
             suites = {suite.folder.resolve(): suite for folder in named for suite in load_suites(folder)}
@@ -164,17 +166,19 @@ class SuitePlugin:
         config.args = [*(config.args if explicit else []), *further]  # tests run in addition to suites if they are arguments
 
     def pytest_report_header(self) -> str:
-        return f"agentrl: {len(self._folders)} suite{'s' if len(self._folders) > 1 else ''}, asked of {one_line(self._policy.name, 200)}"
+        """The number of suites, and the policy."""
+        return f"agentrl: {len(self._folders)} suite{'s' if len(self._folders) > 1 else ''}, policy {one_line(self._policy.name, 200)}"
 
     def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        """Collects a suite's folder."""
         if path.resolve() not in self._folders:
             return None
-        made = SuiteFolder.from_parent(parent, path=path)
-        made.cases = self
-        return made
+        folder = SuiteFolder.from_parent(parent, path=path)
+        folder.cases = self
+        return folder
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Checks what can be checked, of the cases that are selected; nothing is started yet."""
+        """Validates options and selected cases; starts nothing."""
         items = [item for item in session.items if isinstance(item, CaseItem)]
         if not items or self._config.option.collectonly:
             return
@@ -193,33 +197,36 @@ class SuitePlugin:
             )
         except UserError as error:
             raise pytest.UsageError(str(error)) from None
-        self.asked = BackgroundEvaluation(given)
+        self.evaluation = BackgroundEvaluation(given)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+        """Replaces the stack of a failed case by its report."""
         report = yield
-        if isinstance(item, CaseItem) and call.excinfo is not None and (words := item.words(call.excinfo.value)):
-            report.longrepr = words
+        if isinstance(item, CaseItem) and call.excinfo is not None and (text := item.error_text(call.excinfo.value)):
+            report.longrepr = text
         return report
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.asked is not None:
-            self.asked.finish()
-            if self.asked.error is not None and session.exitstatus == pytest.ExitCode.OK:
+        """Ends the evaluation."""
+        if self.evaluation is not None:
+            self.evaluation.finish()
+            if self.evaluation.error is not None and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
         self._stack.close()
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if self.asked is not None and self.asked.error is not None:
-            terminalreporter.write_line(f"agentrl: the evaluation did not end well, and is not kept: {describe_error(self.asked.error)}")
-        for one in () if self.asked is None else self.asked.done:
+        """Prints the result of each suite."""
+        if self.evaluation is not None and self.evaluation.error is not None:
+            terminalreporter.write_line(f"agentrl: the evaluation failed and is not stored: {describe_error(self.evaluation.error)}")
+        for one in () if self.evaluation is None else self.evaluation.done:
             passed = sum(outcome.status is CaseStatus.PASSED for outcome in one.outcomes)
             name = one_line(one.suite.name, 80)
             terminalreporter.write_line(f"agentrl: {name}: {passed} of {len(one.outcomes)} cases passed; evaluation {one.folder}")
 
 
 def _policy_of(config: pytest.Config, suites: Sequence[Suite]) -> NamedPolicy:
-    """The policy of the options, or the one that the suites record. Raises `UserError` if there is none."""
+    """The policy of the options, or the one recorded in the suites. Raises `UserError` if there is none."""
     option = config.getoption
     requests = RequestOptions.parse(option("agentrl_request"), option("agentrl_header"), option("agentrl_tokens_name"))
     if (policy := option("agentrl_policy")) is None:
@@ -231,8 +238,8 @@ def _policy_of(config: pytest.Config, suites: Sequence[Suite]) -> NamedPolicy:
 
 def _selected(items: Sequence[CaseItem]) -> list[Suite]:
     """The suites with the cases that were not deselected."""
-    kept: dict[Path, list[Case]] = {}
+    selected: dict[Path, list[Case]] = {}
     for item in items:
-        kept.setdefault(item.suite.folder, []).append(item.case)
+        selected.setdefault(item.suite.folder, []).append(item.case)
     suites = {item.suite.folder: item.suite for item in items}
-    return [replace(suites[folder], cases=tuple(cases)) for folder, cases in kept.items()]
+    return [replace(suites[folder], cases=tuple(cases)) for folder, cases in selected.items()]

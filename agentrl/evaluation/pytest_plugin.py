@@ -1,7 +1,6 @@
 """The pytest plug-in: suites of regression cases as tests. `pytest evals/reading --agentrl-policy runs/quickstart@12`.
 
-If agentrl is installed, every pytest run imports this entry point. So this module imports nothing else of agentrl
-before one of its options, or the folder of a suite, is given.
+Every pytest run with agentrl installed imports this module, so it imports other modules of agentrl only if a suite is given.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ _WORKERS = "--agentrl-policy evaluates all cases concurrently in one process: ru
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options."""
     group = parser.getgroup("agentrl", "regression suites of agentrl")
     group.addoption(
         "--agentrl-suite", action="append", default=[], metavar="FOLDER", help="a suite, or a folder of suites; may be given again"
@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--agentrl-request", action="append", default=[], metavar="KEY=VALUE", help="additional key of each request to a URL")
     group.addoption("--agentrl-header", action="append", default=[], metavar="NAME=REFERENCE", help="additional header of each request")
     group.addoption("--agentrl-tokens-name", default="", metavar="NAME", help="the name of max_tokens at the server of a URL")
-    group.addoption("--agentrl-repeats", type=int, metavar="N", help="attempts at each case (default: what the case says, else its suite)")
+    group.addoption("--agentrl-repeats", type=int, metavar="N", help="attempts at each case (default: as the case or its suite says)")
     group.addoption(
         "--agentrl-threshold",
         type=float,
@@ -49,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    """Registers the plug-in for suites if one is given."""
     suites = config.getoption("agentrl_suite") or suite_arguments(config)
     if not suites:
         if config.getoption("agentrl_policy") is not None:

@@ -105,8 +105,7 @@ def e_value(differences: Sequence[float]) -> float:
     """Evidence for a drop that may be inspected after each new case: the mean over stakes of the product over cases of 1 - stake * d.
 
     The stakes are 0.05, 0.15, ..., 0.95 (Waudby-Smith and Ramdas 2024). If cases are no worse on average, given those before them, the
-    probability that the value ever reaches 1/alpha is at most alpha (Ville 1939). This holds for new cases, not for repeats of earlier
-    ones.
+    probability that the value ever reaches 1/alpha is at most alpha (Ville 1939). This holds for new cases, not for repeats.
 
     Args:
         differences: [N] after minus before, each within [-1, 1], in the order in which the cases were tried.

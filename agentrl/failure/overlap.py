@@ -104,7 +104,7 @@ def load_withheld(suites: Sequence[str | Path], *, root: Path) -> WithheldTasks:
 
 
 class WithholdingLog:
-    """Wraps `WithheldTasks` and records each task that was found in it, once, in `withheld.jsonl` of a run folder."""
+    """Wraps `WithheldTasks` and records each matching task once in `withheld.jsonl` of a run folder."""
 
     def __init__(self, run_dir: Path, withheld: WithheldTasks) -> None:
         self._path, self._withheld = run_dir / FILE, withheld

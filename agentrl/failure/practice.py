@@ -1,43 +1,61 @@
-"""The practice of a suite: `practice.jsonl` beside its cases, a line for every task that was made from one and proven.
+"""Practice: training tasks derived from the cases of a suite, stored in `practice.jsonl` of its folder and mixed into a run's schedule.
 
-{"format": 1, "suite": "pricing", "family": "tables", "seed": 0, ...}              where it comes from
+{"format": 1, "suite": "pricing", "family": "tables", "seed": 0, ...}              settings
 {"case": "join-0f3a9c", "how": "harder", "key": "9c1e...", "task": {...}}          a task
+
+`agentrl.check.practice` generates and proves the tasks. None of them is a case or a near duplicate of one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import count
 from pathlib import Path
+from random import Random
+from types import MappingProxyType
 from typing import Any
 
 from agentrl.base.files import write_atomically
 from agentrl.base.untrusted_files import read_bytes
-from agentrl.errors import UserError
+from agentrl.config.tasks import PracticeConfig
+from agentrl.errors import TaskError, UserError
 from agentrl.failure.case import Case
 from agentrl.failure.overlap import WithheldTasks
+from agentrl.protocols import TaskFamily
 from agentrl.records import Split, Task, codec
 from agentrl.records.fields import Record
 
 FILE = "practice.jsonl"
 FORMAT = 1
-_LARGEST = 512 << 20  # bytes of a file
-_MAKE = "make it again: agentrl practice SUITE RECIPE"
+MUTATED = "mutated"
+_MAX_BYTES = 512 << 20  # of a file
+_FIX = "generate it again: agentrl practice SUITE RECIPE"
+_NUMBER = re.compile(r"(?<![\w.:/-])\d+(?:\.\d+)?(?![\w:/-]|\.\w)")  # a separate one: not part of an id, date or time
+_UNKNOWN = "\x00the answer is not known\x00"
+_DRAWS = 20  # for a number that differs from all others of the task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PracticeTask(Record):
-    """A task, the case that it was made from, and how it stands to that (alike, harder, easier, mutated, ...)."""
+    """A task, the case that it was derived from, and its relation to the case (alike, harder, easier, mutated, ...)."""
 
     case: str
     how: str
     task: Task
-    key: str  # of the task, as it was proven
+    key: str  # of the task that was proven
+
+
+def practice_task(case: Case, how: str, task: Task) -> PracticeTask:
+    """A practice task for a case."""
+    return PracticeTask(case=case.id, how=how, task=task, key=task.key)
 
 
 def save_practice(suite: Path, tasks: Sequence[PracticeTask], about: Mapping[str, Any]) -> Path:
-    """Writes the practice of the suite in a folder, in place of what there is. Returns the file."""
+    """Writes the practice of the suite in a folder, replacing an existing file. Returns the file."""
     path = suite / FILE
     lines = [json.dumps({"format": FORMAT, **about}).encode(), *map(codec.to_json, tasks)]
     write_atomically(path, b"".join(line + b"\n" for line in lines), durable=True)
@@ -45,53 +63,150 @@ def save_practice(suite: Path, tasks: Sequence[PracticeTask], about: Mapping[str
 
 
 def load_practice(suite: Path, *, withheld: WithheldTasks | None = None, file: Path | None = None) -> tuple[PracticeTask, ...]:
-    """The practice of a suite, in the order in which it was written.
+    """Reads the practice of a suite, in order.
 
     Args:
         withheld: the tasks that must not be trained on.
-        file: read in place of the suite's own.
+        file: read instead of the suite's file.
 
-    Raises `UserError` that names the file and line: for damage, a task that was changed after its proof, one that is not for training,
-    and one that is a case or a near twin of one.
+    Raises `UserError` that names the file and line: for damage, and for a task that was changed after its proof, is not for training, or
+    overlaps with a case.
     """
     path = file or suite / FILE
     try:
-        head, *lines = read_bytes(path, most=_LARGEST).splitlines() or [b""]
+        head, *lines = read_bytes(path, most=_MAX_BYTES).splitlines() or [b""]
     except FileNotFoundError:
-        raise UserError(f"suite {suite} has no practice", fix=f"make some: agentrl practice {suite} RECIPE") from None
+        raise UserError(f"suite {suite} has no practice", fix=f"generate it: agentrl practice {suite} RECIPE") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}", fix=_MAKE) from None
-    _check_head(path, head)
-    found = tuple(_practiced(f"{path}, line {number}", line, withheld) for number, line in enumerate(lines, 2))
-    if not found:
-        raise UserError(f"{path} holds no task", fix=_MAKE)
-    return found
-
-
-def _check_head(path: Path, line: bytes) -> None:
+        raise UserError(f"{path} cannot be read: {error}", fix=_FIX) from None
     try:
-        known = json.loads(line)["format"]
+        known = json.loads(head)["format"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{path} is no file of practice: its first line does not say its format", fix=_MAKE) from None
+        raise UserError(f"{path} is no practice file: its first line has no format", fix=_FIX) from None
     if known != FORMAT:
-        raise UserError(f"{path} has format {str(known)[:40]}; this version reads {FORMAT}", fix=_MAKE)
+        raise UserError(f"{path} has format {str(known)[:40]}; this version reads {FORMAT}", fix=_FIX)
+    tasks = tuple(_parse(f"{path}, line {number}", line, withheld) for number, line in enumerate(lines, 2))
+    if not tasks:
+        raise UserError(f"{path} holds no task", fix=_FIX)
+    return tasks
 
 
-def _practiced(where: str, line: bytes, withheld: WithheldTasks | None) -> PracticeTask:
+@dataclass(frozen=True, slots=True)
+class PracticeSchedule:
+    """Schedules the practice of suites, each with a weight, in a share of all groups: a pure function of seed and group index.
+
+    Of the first `n` groups `floor(n * share)` practise, evenly spread. Suites take turns by weight; the tasks of a suite come in a seeded
+    order, with a new order in each epoch.
+    """
+
+    tasks: Sequence[Sequence[Task]]  # [suite][task]
+    weights: Sequence[int]  # [suite]
+    share: Fraction
+    seed: int
+    _round: list[tuple[int, int]] = field(default_factory=list, repr=False)  # (suite, its earlier turns in the round)
+
+    def __post_init__(self) -> None:
+        turns = sorted(((turn + 0.5) / weight, suite) for suite, weight in enumerate(self.weights) for turn in range(weight))
+        seen = [0] * len(self.weights)
+        for _, suite in turns:
+            self._round.append((suite, seen[suite]))
+            seen[suite] += 1
+
+    def practice_groups_before(self, group_index: int) -> int:
+        """The number of practice groups before a group."""
+        return group_index * self.share.numerator // self.share.denominator
+
+    def task_of_group(self, group_index: int) -> Task | None:
+        """The practice task of a group; None for a group of the family's schedule."""
+        number = self.practice_groups_before(group_index)
+        if self.practice_groups_before(group_index + 1) == number:
+            return None
+        rounds, turn = divmod(number, len(self._round))
+        suite, before = self._round[turn]
+        tasks = self.tasks[suite]
+        epoch, position = divmod(rounds * self.weights[suite] + before, len(tasks))
+        order = list(range(len(tasks)))
+        Random(f"practice:{self.seed}:{suite}:{epoch}").shuffle(order)
+        return tasks[order[position]]
+
+
+def open_practice(
+    config: PracticeConfig, *, seed: int, root: Path, withheld: WithheldTasks, files: Mapping[str, Path] = MappingProxyType({})
+) -> PracticeSchedule:
+    """Loads the practice of a recipe. Raises `UserError` as `load_practice` does.
+
+    Args:
+        files: suite -> file to read instead of the suite's.
+    """
+    tasks = [[one.task for one in load_practice(root / suite, withheld=withheld, file=files.get(suite))] for suite in config.suites]
+    return PracticeSchedule(tasks, tuple(config.suites.values()), Fraction(config.share).limit_denominator(1000), seed)
+
+
+def gold_without_answer(family: TaskFamily, task: Task) -> str:
+    """The task's gold program, which computes the answer from the files.
+
+    Raises `TaskError` if the program depends on the answer, or the task has no answer.
+    """
+    fix = "give its family a method variants"
+    if not isinstance(task.data.get("answer"), str):
+        raise TaskError(f"task {task.id!r} has no answer in its data that could be recomputed", fix=fix)
+    program = family.gold(task)
+    if program != family.gold(replace(task, data={**task.data, "answer": _UNKNOWN})):
+        raise TaskError(f"task {task.id!r}: its gold solution is made from the answer, so it proves none", fix=fix)
+    return program
+
+
+def mutate_task(task: Task, *, seed: int) -> Iterator[Task]:
+    """Yields copies of a task with other numbers in its files, for families without variants. The answer must be recomputed.
+
+    Numbers in the prompt or the task's data stay, and equal numbers stay equal in all files. A pure function of the task's content and the
+    seed; endless, or empty if there is no number to change.
+    """
+    about = [*(message.content for message in task.prompt), *(repr(value) for key, value in task.data.items() if key != "answer")]
+    fixed = set(_NUMBER.findall(" ".join(about).replace("'", " ").replace(",", " ")))
+    for number in count():
+        other = _other_numbers(Random(f"mutant:{task.key}:{seed}:{number}"), fixed)
+        files = {path: _NUMBER.sub(other, text) for path, text in task.files.items()}
+        if files == dict(task.files):
+            return
+        yield replace(task, id=f"mutant-{task.key[:16]}-{seed}-{number}", files=files, split=Split.TRAIN)
+
+
+def _parse(where: str, line: bytes, withheld: WithheldTasks | None) -> PracticeTask:
     try:
         one = codec.from_json(PracticeTask, line)
     except ValueError as error:
-        raise UserError(f"{where} is no task of practice: {error}"[:2000], fix=_MAKE) from None
+        raise UserError(f"{where} is no practice task: {error}"[:2000], fix=_FIX) from None
     if one.task.key != one.key:
-        raise UserError(f"{where}: task {one.task.id!r} is not the one that was proven", fix=_MAKE)
+        raise UserError(f"{where}: task {one.task.id!r} is not the one that was proven", fix=_FIX)
     if one.task.split is not Split.TRAIN:
-        raise UserError(f"{where}: task {one.task.id!r} is of split {one.task.split}, and never trained on", fix=_MAKE)
-    if withheld is not None and (found := withheld.match(one.task)) is not None:
-        case, likeness = found
-        raise UserError(f"{where}: task {one.task.id!r} is the {likeness} of case {case.id}, which is measured with", fix=_MAKE)
+        raise UserError(f"{where}: task {one.task.id!r} belongs to split {one.task.split}, which is never trained on", fix=_FIX)
+    if withheld is not None and (match := withheld.match(one.task)) is not None:
+        case, overlap = match
+        raise UserError(f"{where}: task {one.task.id!r} is the {overlap} of case {case.id}, which the run is evaluated on", fix=_FIX)
     return one
 
 
-def practice_task(case: Case, how: str, task: Task) -> PracticeTask:
-    """A task of practice for a case."""
-    return PracticeTask(case=case.id, how=how, task=task, key=task.key)
+def _other_numbers(rng: Random, fixed: set[str]) -> Callable[[re.Match[str]], str]:
+    """Replaces each number by another of its length: equal ones by equal ones, different ones by different ones."""
+    replacements: dict[str, str] = {number: number for number in fixed}
+    taken = set(fixed)
+
+    def other(match: re.Match[str]) -> str:
+        number = match.group()
+        if number not in replacements:
+            drawn = next((draw for draw in (_draw(rng, number) for _ in range(_DRAWS)) if draw not in taken), number)
+            replacements[number] = drawn
+            taken.add(drawn)
+        return replacements[number]
+
+    return other
+
+
+def _draw(rng: Random, number: str) -> str:
+    digits = [str(rng.randint(0, 9)) if sign.isdigit() else sign for sign in number]
+    if number[0] != "0":
+        digits[0] = str(rng.randint(1, 9))
+    elif len(number) == 1 or number[1] == ".":
+        digits[0] = "0"
+    return "".join(digits)

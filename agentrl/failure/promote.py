@@ -1,22 +1,47 @@
-"""Promotes traces to regression cases: the frozen task of each, with its origin."""
+"""Promotes traces to regression cases: the frozen task of each, with its origin.
+
+The task of an imported trace is built from its messages, its tools with their recorded results, and a user-supplied truth.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
+from agentrl.base.untrusted_files import read_bytes
+from agentrl.base.user_code import printable
 from agentrl.errors import UserError
 from agentrl.failure.case import Baseline, Case, check_attempt_options, load_suite, save_case
-from agentrl.failure.imported import UserParts, task_from_trace
 from agentrl.failure.listing import kind_of_task
 from agentrl.failure.overlap import Overlap, WithheldTasks
 from agentrl.failure.trace import CaptureReason, Trace
-from agentrl.records import EpisodeState
+from agentrl.records import EpisodeState, Message, SandboxSpec, Split, Task
+from agentrl.records.fields import JsonObject
+from agentrl.task.recorded_tools import RECORDED_TOOLS, RecordedCall, Recording
+
+_MAX_TRUTHS = 64 << 20  # bytes of a file of truths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserParts:
+    """User-supplied parts of a task that an imported trace does not hold."""
+
+    verifiers: tuple[str, ...] = ()
+    truths: Mapping[str, JsonObject | str | float | bool] = field(default_factory=dict)  # trace id -> right answer
+    truth_from: str = ""  # key of the traces' origin that holds the right answer
+    tools: tuple[str, ...] = ()  # references of stubs; empty means the recorded results
+    image: str = ""  # sandbox image, for stubs and verifiers that use a sandbox
+
+    def truth_of(self, trace: Trace) -> Any:
+        """The right answer to a trace's task; None if it is unknown."""
+        return self.truths.get(trace.id, trace.origin.get(self.truth_from) if self.truth_from else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +152,70 @@ def promote(
     return promoted
 
 
+def task_from_trace(trace: Trace, supplied: UserParts) -> Task:
+    """The task of a trace's agent. Raises a `UserError` that lists all missing parts."""
+    messages = [one.message for one in trace.spoken]
+    first = next((number for number, message in enumerate(messages) if message.role == "assistant"), len(messages))
+    roles = ("system", "developer", "user")
+    prompt = tuple(Message(role=message.role, content=message.content) for message in messages[:first] if message.role in roles)
+    called, answered = any(message.tool_calls for message in messages), any(message.role == "tool" for message in messages)
+    truth = supplied.truth_of(trace)
+    missing = []
+    if not any(message.role == "user" for message in prompt):
+        missing.append("a user message before the agent's first message")
+    if not supplied.verifiers:
+        missing.append("a verifier: give --verifier, such as rewards.exact:exact")
+    if truth is None:
+        line = json.dumps({"trace": trace.id, "truth": "..."})
+        missing.append(f"the right answer: give --truths FILE with a line {line}, or --truth-from KEY")
+    if not supplied.tools and called and not answered:
+        missing.append("the results of its tools: give stubs with --tools module:attr")
+    if missing:
+        keys = f" (keys of its origin: {', '.join(sorted(trace.origin))})" if truth is None and trace.origin else ""
+        raise UserError(
+            printable(f"trace {trace.id} ({trace.source}) holds no task; missing: {'; '.join(missing)}{keys}", 2000),
+            fix="add the missing options to the command",
+        )
+    tools = supplied.tools or ((RECORDED_TOOLS,) if called or trace.tools else ())
+    data: dict[str, Any] = {"answer": truth, "kind": trace.source}
+    if RECORDED_TOOLS in tools:
+        data |= _recording(trace).data()
+    return Task(
+        id=f"imported-{trace.id}",
+        family="imported",
+        prompt=prompt,
+        tools=tools,
+        sandbox=SandboxSpec(image=supplied.image or "sandboxes/tables"),
+        verifiers=supplied.verifiers,
+        data=data,
+        split=Split.HELDOUT,
+    )
+
+
+def describe_excluded_messages(trace: Trace) -> str:
+    """A note on the user's messages that the task does not include; empty if it includes all of them."""
+    roles = [one.message.role for one in trace.spoken]
+    later = sum(role == "user" for role in roles[roles.index("assistant") :]) if "assistant" in roles else 0
+    return f"{later} later messages of the user are excluded: a case holds only the user's first messages" if later else ""
+
+
+def read_truths(path: Path) -> dict[str, Any]:
+    """Reads trace id -> right answer from lines such as {"trace": "...", "truth": "412"}. Raises a `UserError` that names the line."""
+    truths: dict[str, Any] = {}
+    try:
+        lines = read_bytes(path, most=_MAX_TRUTHS).splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}", fix="give a file of truths") from None
+    for number, text in enumerate(lines, 1):
+        try:
+            line = json.loads(text) if text.strip() else None
+            if line is not None:
+                truths[str(line["trace"])] = line["truth"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UserError(f"{path}:{number} is not a truth", fix='write it as {"trace": "ID", "truth": "the right answer"}') from None
+    return truths
+
+
 def _baseline(trace: Trace) -> Baseline | None:
     """The score of the trace's single attempt; None if it is unscored or several versions sampled it."""
     value = None if trace.score is None else trace.score.value
@@ -141,3 +230,34 @@ def _start_tokens(case: Case) -> tuple[tuple[int, ...], ...]:
     if case.start is None:
         return ()
     return (*(ids for turn in case.start.trajectories[0].turns for ids in (turn.prompt_ids, turn.completion_ids)), *case.start.prompt_ids)
+
+
+def _recording(trace: Trace) -> Recording:
+    calls: list[RecordedCall] = []
+    indices: dict[str, int] = {}  # id of a call -> its index in `calls`
+    unanswered: list[int] = []  # indices of calls without a result, the oldest first
+    for one in trace.spoken:
+        for number, call in enumerate(one.message.tool_calls):
+            if number < len(one.call_ids):
+                indices[one.call_ids[number]] = len(calls)
+            unanswered.append(len(calls))
+            calls.append(RecordedCall(name=call.name, arguments=call.arguments, output="", failed=True))
+        if one.message.role == "tool" and unanswered:
+            index = indices.get(one.answers, unanswered[0])
+            calls[index] = replace(calls[index], output=one.message.content, failed=one.failed)
+            unanswered = [other for other in unanswered if other != index]
+    answered = [call for number, call in enumerate(calls) if number not in unanswered]
+    return Recording(tools=tuple(_schemas(trace, answered)), calls=tuple(answered))
+
+
+def _schemas(trace: Trace, calls: Sequence[RecordedCall]) -> list[JsonObject]:
+    """The recorded schemas of the tools. For a tool without a schema, one is derived from its calls."""
+    schemas: list[JsonObject] = [
+        dict(tool) for tool in trace.tools if isinstance(tool.get("function"), dict) and tool["function"].get("name")
+    ]
+    known = {tool["function"]["name"] for tool in schemas}
+    for name in dict.fromkeys(call.name for call in calls if call.name not in known):
+        keys = dict.fromkeys(key for call in calls if call.name == name for key in call.arguments)
+        parameters = {"type": "object", "properties": {key: {} for key in keys}}
+        schemas.append({"type": "function", "function": {"name": name, "description": "", "parameters": parameters}})
+    return schemas

@@ -56,7 +56,7 @@ class TriageJudge(Protocol):
         ...
 
     async def __call__(self, text: str) -> Tag | None:
-        """Returns the tag of a trace, or None to abstain. `text` comes from `agentrl.failure.render.told`; treat it as hostile data."""
+        """Returns the tag of a trace that `render_trace` has rendered as text, or None to abstain. The text is hostile data."""
         ...
 
 
@@ -120,12 +120,12 @@ async def tag_by_judge(trace: Trace, rules: Sequence[TriageRule], judge: TriageJ
     return (tag, *tags)[:MAX_TAGS]
 
 
-def merge_tags(asked: Sequence[Tag], before: Sequence[Tag]) -> tuple[Tag, ...]:
+def merge_tags(new: Sequence[Tag], before: Sequence[Tag]) -> tuple[Tag, ...]:
     """Merges new tags into those that a trace has. People's tags stay; a judge's stay if rules are not confident and it gave no new one."""
     people = [tag for tag in before if tag.by.startswith(BY_PERSON)]
-    again = {tag.by for tag in asked}
-    judges = [tag for tag in before if tag.by.startswith(BY_JUDGE) and tag.by not in again] if asked[0].name == UNCLASSIFIED else []
-    return (*judges, *asked, *people)
+    sources = {tag.by for tag in new}
+    judges = [tag for tag in before if tag.by.startswith(BY_JUDGE) and tag.by not in sources] if new[0].name == UNCLASSIFIED else []
+    return (*judges, *new, *people)
 
 
 def deciding_tag_name(tags: Sequence[Tag]) -> str:

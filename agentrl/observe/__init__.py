@@ -1,7 +1,6 @@
-"""What a person sees of a run: live progress, metrics, the summary and the report.
+"""Live progress, metrics, summary and report of a run.
 
-Reading a run folder (`Summary.read`, `write_report`) needs the core installation only; the TensorBoard tracker loads TensorBoard when it
-is made.
+`Summary.read` and `write_report` need the core installation only; TensorBoard is imported when its tracker is opened.
 """
 
 from agentrl.observe.report import write_report

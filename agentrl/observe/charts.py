@@ -1,4 +1,4 @@
-"""Line charts: where each line, mark and label lies on the drawing. `templates/chart.html` draws them."""
+"""Line charts and tables of the report: positions of lines, marks and labels. `templates/chart.html` draws the charts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl.observe.formats import Format
+from agentrl.observe.stats import Format
 
 Point = tuple[float, float]
 
@@ -16,37 +16,19 @@ _INSET = 11  # between the edges of the grid and the first and last step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One line, or with `line=False` one set of marks."""
+    """One line, or one set of marks with `line=False`."""
 
     label: str
     color: str  # CSS class: c1, c2, ...
     points: tuple[Point, ...]  # in order of x
     line: bool = True
-    shift: float = 0.0  # sideways, in drawing units, so that marks of two series at one step stay apart
+    shift: float = 0.0  # horizontal shift of marks, in drawing units, to separate series
     intervals: tuple[tuple[float, float, float], ...] = ()  # x, low, high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """Where data coordinates lie on the drawing."""
-
-    width: int
-    height: int
-    x_range: Point
-    y_range: Point
-
-    def x(self, value: float) -> float:
-        low, high = self.x_range
-        return round(_LEFT + _INSET + (value - low) / (high - low) * (self.width - _LEFT - _RIGHT - 2 * _INSET), 1)
-
-    def y(self, value: float) -> float:
-        low, high = self.y_range
-        return round(self.height - _BOTTOM - (value - low) / (high - low) * (self.height - _TOP - _BOTTOM), 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """A mark of an axis: where it is, and what it says."""
+    """A mark of an axis."""
 
     at: float
     label: str
@@ -55,7 +37,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """One point, and what is told of it where a pointer rests."""
+    """One point with its tooltip."""
 
     x: float
     y: float
@@ -64,12 +46,12 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnSeries:
-    """A series as it is drawn: SVG paths, and marks."""
+    """A series as SVG paths and marks."""
 
     label: str
     color: str
     line: bool
-    path: str  # empty: no line
+    path: str  # empty means no line
     whiskers: tuple[str, ...]
     marks: tuple[Mark, ...]
 
@@ -88,57 +70,88 @@ class Chart:
 
     @property
     def left(self) -> int:
+        """Left edge of the grid."""
         return _LEFT
 
     @property
     def right(self) -> int:
+        """Right edge of the grid."""
         return self.width - _RIGHT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table with a name in each row."""
+
+    title: str  # head of the column of names
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[str, ...]], ...]  # name, cells
+    more: str = ""  # note on rows that are not shown
 
 
 def line_chart(
     series: Sequence[Series],
     *,
     title: str,
-    width: int,
-    height: int,
+    size: tuple[int, int],
     y_range: Point | None = None,
     y_format: Format = lambda value: f"{value:g}",
     whole: bool = False,
     x_name: str = "step",
 ) -> Chart:
-    """A chart over steps, or what `x_name` says. `y_range` None: from 0, or from the smallest value where that is negative, to the largest.
+    """Lays out a chart.
 
-    `whole` keeps the marks of the y axis at whole numbers, for counts.
+    Args:
+        size: width and height.
+        y_range: None means from 0, or the smallest value if it is negative, to the largest.
+        whole: whether the y axis has marks at whole numbers only, for counts.
 
-    Raises `ValueError` when there is not one point.
+    Raises `ValueError` if there is no point.
     """
     xs = [x for one in series for x, _ in one.points]
     if not xs:
         raise ValueError(f"chart {title!r} has no point")
     ys = [y for one in series for _, y in one.points] + [edge for one in series for _, low, high in one.intervals for edge in (low, high)]
-    ticks = _ticks(*(y_range or (min(0.0, *ys), max(0.0, *ys))), least=1.0 if whole else 0.0)
+    ticks = _y_ticks(*(y_range or (min(0.0, *ys), max(0.0, *ys))), least=1.0 if whole else 0.0)
     x_low, x_high = min(xs), max(xs)
     pad = 0.0 if x_high > x_low else 0.5
-    frame = Frame(width=width, height=height, x_range=(x_low - pad, x_high + pad), y_range=(ticks[0], ticks[-1]))
+    frame = _Frame(size=size, x_range=(x_low - pad, x_high + pad), y_range=(ticks[0], ticks[-1]))
     return Chart(
         title=title,
         x_name=x_name,
-        width=width,
-        height=height,
+        width=size[0],
+        height=size[1],
         y_ticks=tuple(Tick(at=frame.y(tick), label=y_format(tick), zero=not tick) for tick in ticks),
-        x_ticks=_steps(frame, x_low, x_high),
+        x_ticks=_x_ticks(frame, x_low, x_high),
         series=tuple(_drawn(frame, one, y_format, x_name) for one in series),
     )
 
 
-def _steps(frame: Frame, low: float, high: float) -> tuple[Tick, ...]:
-    every = max(1, _nice((high - low) / max(2, frame.width // 60)))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Frame:
+    """Maps data coordinates to the drawing."""
+
+    size: tuple[int, int]
+    x_range: Point
+    y_range: Point
+
+    def x(self, value: float) -> float:
+        low, high = self.x_range
+        return round(_LEFT + _INSET + (value - low) / (high - low) * (self.size[0] - _LEFT - _RIGHT - 2 * _INSET), 1)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_range
+        return round(self.size[1] - _BOTTOM - (value - low) / (high - low) * (self.size[1] - _TOP - _BOTTOM), 1)
+
+
+def _x_ticks(frame: _Frame, low: float, high: float) -> tuple[Tick, ...]:
+    every = max(1, _round_up((high - low) / max(2, frame.size[0] // 60)))
     first = math.ceil(low / every) * every
     count = int((high - first) // every) + 1
     return tuple(Tick(at=frame.x(x), label=f"{x:g}") for x in (first + n * every for n in range(count)))
 
 
-def _drawn(frame: Frame, series: Series, y_format: Format, x_name: str) -> DrawnSeries:
+def _drawn(frame: _Frame, series: Series, y_format: Format, x_name: str) -> DrawnSeries:
     joined = series.line and len(series.points) > 1
     marked = series.points if not series.line or len(series.points) <= 60 else ()
     return DrawnSeries(
@@ -153,20 +166,20 @@ def _drawn(frame: Frame, series: Series, y_format: Format, x_name: str) -> Drawn
     )
 
 
-def _whisker(frame: Frame, x: float, low: float, high: float, *, shift: float) -> str:
+def _whisker(frame: _Frame, x: float, low: float, high: float, *, shift: float) -> str:
     at, top, bottom = frame.x(x) + shift, frame.y(high), frame.y(low)
     return f"M{at - 4},{top}h8M{at - 4},{bottom}h8M{at},{top}V{bottom}"
 
 
-def _ticks(low: float, high: float, *, least: float) -> list[float]:
-    """Round values that cover [low, high], four or so, at least `least` apart."""
-    step = max(_nice((high - low) / 4 if high > low else 1.0), least)
+def _y_ticks(low: float, high: float, *, least: float) -> list[float]:
+    """About four round values that cover [low, high], at least `least` apart."""
+    step = max(_round_up((high - low) / 4 if high > low else 1.0), least)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [n * step for n in range(first, max(last, first + 1) + 1)]
 
 
-def _nice(value: float) -> float:
-    """The smallest of 1, 2, 2.5, 5 times a power of ten that is not below `value` (1 for values that are not positive)."""
+def _round_up(value: float) -> float:
+    """The smallest of 1, 2, 2.5, 5 times a power of ten that is at least `value`; 1 if `value` is not positive."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))

@@ -1,30 +1,44 @@
-"""Why episodes count in no figure: their reasons, told alike where they are alike, and how often each occurred."""
+"""Why episodes are excluded from all means, and why a run, step or evaluation has no outcome."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from agentrl.records import Blame, ScoredEpisode
 
 LONGEST = 240
 """Characters of one reason."""
 MOST = 20
-"""Reasons told apart; the rarest beyond them are counted together."""
+"""Reasons that are counted separately; the rarest beyond them are counted together."""
 OTHERS = "other reasons"
 
-# What differs from episode to episode: addresses, hashes, and names such as g000012-3-a0 or agentrl-1f3c.
+# The parts of a reason that differ between episodes: addresses, hashes, and names such as g000012-3-a0 or agentrl-1f3c.
 _NAMES = re.compile(r"0x[0-9a-f]+|\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b|\b(?=\w{0,63}-)(?=[\w-]{0,63}\d)[\w-]{6,64}\b")
+
+# The learner's counts of groups without a sample (`agentrl.objective.samples.assemble`) -> the reason.
+_NO_SAMPLE = {
+    "groups_all_equal": "all attempts have equal scores, so there is no preference",
+    "groups_too_few": "fewer than rollout.min_group_size attempts were scored",
+    "groups_broken_task": "the task is broken (quarantine.jsonl)",
+    "groups_no_sampled_token": "no attempt sampled a token",
+    "groups_too_long": "an attempt is longer than policy.max_model_len",
+    "groups_no_prompt": "an attempt has no prompt",
+    "groups_non_finite_score": "a score is not finite",
+    "groups_non_finite_logprob": "a logprob is not finite",
+    "groups_non_finite_advantage": "an advantage is not finite",
+}
 
 
 def printable_text(text: str) -> str:
-    """Text for a terminal: what programs, tests and models write may hold control sequences."""
+    """The text with replacement characters for unprintable ones other than newlines, such as terminal control sequences."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def exclusion_reason(scored: ScoredEpisode) -> str:
-    """Why an episode was left out, in one bounded line without the names that differ from episode to episode; empty when it counts."""
+    """Why an episode is excluded, in one normalized line; empty if it counts."""
     failure = next((one for one in reversed(scored.episode.failures) if one.blame is not Blame.POLICY), None)
     if failure is not None:
         return normalize_reason(f"{failure.blame}: {failure.kind}: {failure.message}")
@@ -32,25 +46,25 @@ def exclusion_reason(scored: ScoredEpisode) -> str:
 
 
 def normalize_reason(text: str) -> str:
-    """A reason as it is counted: one printable line, names of single episodes and sandboxes as `*`, cut to `LONGEST`."""
+    """A reason for counting: one printable line of at most `LONGEST` characters, with `*` for names of episodes and sandboxes."""
     line = _NAMES.sub("*", printable_text(" ".join(text[: 4 * LONGEST].split())))
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
 
 
 def count_exclusions(episodes: Iterable[ScoredEpisode]) -> dict[str, int]:
-    """Reason -> episodes left out for it, the most frequent first."""
-    return most_frequent(Counter(found for scored in episodes if (found := exclusion_reason(scored))))
+    """Reason -> excluded episodes, the most frequent first."""
+    return most_frequent(Counter(reason for scored in episodes if (reason := exclusion_reason(scored))))
 
 
 def most_frequent(counts: Mapping[str, int]) -> dict[str, int]:
-    """At most `MOST` reasons, the most frequent first; what is left is counted as `OTHERS`."""
-    named = sorted((item for item in counts.items() if item[0] != OTHERS), key=lambda item: (-item[1], item[0]))
-    rest = sum(count for _, count in named[MOST:]) + counts.get(OTHERS, 0)
-    return dict(named[:MOST]) | ({OTHERS: rest} if rest else {})
+    """At most `MOST` reasons, the most frequent first; the rest are counted as `OTHERS`."""
+    ordered = sorted((item for item in counts.items() if item[0] != OTHERS), key=lambda item: (-item[1], item[0]))
+    rest = sum(count for _, count in ordered[MOST:]) + counts.get(OTHERS, 0)
+    return dict(ordered[:MOST]) | ({OTHERS: rest} if rest else {})
 
 
 def merge_counts(*several: Mapping[str, int]) -> dict[str, int]:
-    """Counts of several places together."""
+    """The sum of several counts of reasons."""
     total: Counter[str] = Counter()
     for counts in several:
         total.update(counts)
@@ -62,3 +76,46 @@ def format_counts(counts: Mapping[str, int], *, first: int = 3) -> str:
     shown = list(most_frequent(counts).items())
     text = "; ".join(f"{count} x {reason}" for reason, count in shown[:first])
     return f"{text}; and {sum(count for _, count in shown[first:])} for other reasons" if len(shown) > first else text
+
+
+def run_problems(lines: Sequence[Mapping[str, Any]], left_out: Mapping[str, int], phases: Mapping[str, Any]) -> tuple[str, ...]:
+    """Why a run has no outcome, one sentence each; empty if it scored episodes and learned.
+
+    Args:
+        lines: the lines of `metrics.jsonl`, one for each finished step.
+        left_out: reason -> excluded episodes of those steps.
+        phases: the content of `evaluations.json`.
+    """
+    problems = [problem] if (problem := why_nothing_learned(lines, left_out)) else []
+    delivered, captured = _sum(lines, "tokens_delivered"), _sum(lines, "tokens_captured")
+    if delivered != captured:
+        problems.append(f"the learner received {delivered:,} of {captured:,} sampled tokens; each must be trained once")
+    for phase, splits in phases.items():
+        for name, split in splits.items():
+            if "value" not in split:
+                why = format_counts(split.get("left_out_reasons", {}))
+                problems.append(f"evaluation {phase}: none of {split['left_out']} episodes on {name} tasks was scored ({why})")
+    return tuple(problems)
+
+
+def why_nothing_learned(lines: Sequence[Mapping[str, Any]], left_out: Mapping[str, int]) -> str:
+    """Why steps changed no weights; empty if one of them did, or if there are no steps."""
+    if not lines or any(line.get("weights_changed") for line in lines):
+        return ""
+    steps = "1 step" if len(lines) == 1 else f"{len(lines)} steps"
+    episodes, excluded = _sum(lines, "episodes"), _sum(lines, "episodes_left_out")
+    if episodes and excluded == episodes:
+        why = format_counts(left_out)
+        return f"nothing was scored: all {episodes} episodes of {steps} were excluded{f' ({why})' if why else ''}"
+    if not _sum(lines, "tokens_trained"):
+        why = "; ".join(f"{count} groups: {reason}" for key, reason in _NO_SAMPLE.items() if (count := _sum(lines, key)))
+        rewards = [line["reward_mean"] for line in lines if isinstance(line.get("reward_mean"), int | float)]
+        mean = f"; mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
+        return f"nothing was learned: no token was trained in {steps} ({why or 'no group gave a sample'}{mean})"
+    if skipped := _sum(lines, "updates_left_out"):
+        return f"nothing was learned: all {skipped} updates of {steps} were skipped, for the reasons in failures/updates.jsonl"
+    return f"nothing was learned: {steps} made no update of the policy"
+
+
+def _sum(lines: Sequence[Mapping[str, Any]], key: str) -> int:
+    return int(sum(line.get(key) or 0 for line in lines))

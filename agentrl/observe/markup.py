@@ -1,7 +1,7 @@
-"""The report's templates (Jinja2), in which whatever is printed is text.
+"""Renders the templates of the report (Jinja2).
 
-What a sandbox printed is hostile input. Autoescaping keeps it from becoming a tag, an attribute or a script; and characters that a
-person would not see, or that would turn the text around, are shown as their codes.
+Text from sandboxes and models is hostile. Autoescaping prevents tags, attributes and scripts; invisible characters and those that change
+the direction of text are shown as escapes.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from agentrl.observe import formats
+from agentrl.observe.stats import format_duration, format_interval, format_rate
 
-_KEPT = frozenset("\n\t")
+_UNCHANGED = frozenset("\n\t")
 
 
 def render(template: str, **values: Any) -> str:
-    """A template of `agentrl/observe/templates` with these values. Raises `jinja2.UndefinedError` for a value that it lacks."""
+    """Renders a template of `agentrl/observe/templates`. Raises `jinja2.UndefinedError` for a missing value."""
     return environment().get_template(template).render(**values)
 
 
 @cache
 def environment() -> Environment:
-    """The templates, ready to be used."""
-    made = Environment(
+    """The Jinja2 environment of the templates."""
+    environment = Environment(
         loader=PackageLoader("agentrl.observe"),
         autoescape=True,
         finalize=_shown,
@@ -35,26 +35,26 @@ def environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {"rate": formats.format_rate, "interval": formats.format_interval, "duration": formats.format_duration}
-    return made
+    environment.filters |= {"rate": format_rate, "interval": format_interval, "duration": format_duration}
+    return environment
 
 
 def visible(text: str) -> str:
-    """The text with every invisible character as its code."""
+    """The text with escapes for invisible characters."""
     return text.translate(_VISIBLE)
 
 
 def _shown(value: object) -> object:
-    """What an expression in a template prints: markup (of a macro) as it is, and everything else as text."""
+    """The output of an expression in a template: markup of a macro unchanged, anything else as visible text."""
     return value if isinstance(value, Markup) else visible(str(value))
 
 
 class _Visible(dict[int, str]):
-    """How each character is written, found out when it is first met: controls, surrogates and bidirectional overrides as `\\xNN`."""
+    """Character -> its visible form, computed on first use: `\\xNN` for controls, surrogates and bidirectional overrides."""
 
     def __missing__(self, number: int) -> str:
         char = chr(number)
-        hidden = char not in _KEPT and unicodedata.category(char) in ("Cc", "Cf", "Cs")
+        hidden = char not in _UNCHANGED and unicodedata.category(char) in ("Cc", "Cf", "Cs")
         self[number] = char.encode("unicode_escape", "surrogatepass").decode("ascii") if hidden else char
         return self[number]
 

@@ -1,33 +1,40 @@
-"""`report.html`: what a run did, in one file that reads well on any screen and asks nothing of the network.
+"""`report.html`: what a run did, in one self-contained file that loads nothing from the network.
 
-Here is what the report says; `agentrl/observe/templates` lays it out.
+This module computes the content; `agentrl/observe/templates` lays it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import write_atomically
-from agentrl.observe import failures
 from agentrl.observe.charts import Chart, Series, line_chart
 from agentrl.observe.drift import drift_alerts
+from agentrl.observe.evaluations import read_gate_section
 from agentrl.observe.exclusions import printable_text
-from agentrl.observe.formats import Format, format_count, format_duration, format_interval, format_optional, in_unit_interval
-from agentrl.observe.gate import read_gate_section
-from agentrl.observe.learning_signal import learning_tables
 from agentrl.observe.markup import render
-from agentrl.observe.rundata import RunData, read_run
-from agentrl.observe.stats import Rate, rate_difference
+from agentrl.observe.rundata import Curves, RunData, read_run
+from agentrl.observe.sections import failures_section, learning_tables
+from agentrl.observe.stats import (
+    Format,
+    Rate,
+    format_count,
+    format_duration,
+    format_interval,
+    format_optional,
+    in_unit_interval,
+    rate_difference,
+)
 from agentrl.observe.summary import Summary
 from agentrl.observe.transcripts import ShownEpisode, choose_pairs, show_episode, show_pair
 
 _EPISODES_SHOWN = 6
 _SETBACKS_SHOWN = 20
-_WHY_SHOWN = 600  # characters
-_PARTS_SHOWN = _LINES_SHOWN = 4  # as many as there are colours
+_MAX_WHY = 600  # characters
+_MAX_SERIES = 4  # the number of colours
 _WIDE, _NARROW, _SMALL = (1030, 300), (330, 240), (300, 150)
 
 
@@ -41,7 +48,7 @@ class Head:
 
     @property
     def gain(self) -> float | None:
-        """Percentage points."""
+        """Gain in percentage points."""
         return 100 * (self.after.value - self.before.value) if self.before and self.after else None
 
     @property
@@ -54,22 +61,24 @@ class Head:
 
     @property
     def now(self) -> str:
-        """What `after` is called: nothing where it is after nothing."""
+        """The label of `after`; empty if there is no `before`."""
         return "" if self.before is None else "after"
 
     @property
     def on_a_scale(self) -> bool:
+        """Whether both rates lie within [0, 1]."""
         return in_unit_interval(self.before) and in_unit_interval(self.after)
 
     @property
     def intervals(self) -> str:
+        """Both intervals with their numbers of episodes."""
         rates = (("before ", self.before), (f"{self.now} ".lstrip(), self.after))
         return "; ".join(f"{name}{format_interval(rate)}, n = {rate.n}" for name, rate in rates if rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """Reward by step, for a wide and for a narrow page."""
+    """Reward by step, for wide and narrow screens."""
 
     note: str
     wide: Chart
@@ -86,9 +95,9 @@ class Card:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes `report.html` into a run folder from whatever is there, also while the run goes on or after it was cut short.
+    """Writes `report.html` into a run folder from the files that exist, also during a run or after an interruption.
 
-    Raises `StoreError` when there is no such folder.
+    Raises `StoreError` if there is no such folder.
     """
     run = read_run(run_dir)
     summary = run.summary
@@ -109,10 +118,10 @@ def write_report(run_dir: Path) -> Path:
         learning=_learning(run),
         kinds=_kinds(summary) if summary else [],
         compute=_compute(run),
-        machinery=_machinery(run),
-        taught=learning_tables(run.taught),
-        failures=failures.failures_section(run.failures),
-        left_out=_left_out(run),
+        machinery=list(_machinery(run)),
+        learning_signal=learning_tables(run.taught),
+        failures=failures_section(run.failures),
+        excluded=_excluded(run),
         setbacks=_setbacks(run),
         setbacks_earlier=max(len(run.setbacks) - _SETBACKS_SHOWN, 0),
         stages=list(spent.items()),
@@ -140,7 +149,7 @@ def _facts(run: RunData) -> list[str]:
 
 
 def _status(summary: Summary | None) -> tuple[str, str]:
-    """What became of the run, and the style of the chip that says so."""
+    """The status of the run, and the style of its chip."""
     if summary is None:
         return "no summary yet", ""
     if summary.finished:
@@ -153,7 +162,7 @@ def _status(summary: Summary | None) -> tuple[str, str]:
 def _sessions(summary: Summary) -> list[tuple[str, ...]]:
     """The starts of a run: number, time, steps done at the start, and how each ended. Empty if there was only one."""
     rows: list[tuple[str, ...]] = [
-        (str(number), one.began, str(one.step), one.ended, printable_text(one.why)[:_WHY_SHOWN])
+        (str(number), one.began, str(one.step), one.ended, printable_text(one.why)[:_MAX_WHY])
         for number, one in enumerate(summary.sessions, 1)
     ]
     return rows if len(rows) > 1 else []
@@ -168,7 +177,7 @@ def _heads(summary: Summary) -> list[Head]:
 
 
 def _evaluated(run: RunData) -> list[Head]:
-    """What `agentrl eval` or `agentrl sample` found, which is all that its folder has to say."""
+    """The results of `agentrl eval` or `agentrl sample`."""
     titles = {"heldout": "Held-out tasks", "heldout_real": "Held-out tasks on real data", "train": "Training tasks"}
     return [Head(title=title, before=None, after=run.evaluated[split]) for split, title in titles.items() if split in run.evaluated]
 
@@ -177,15 +186,15 @@ def _tiles(summary: Summary) -> list[tuple[str, str]]:
     return [
         (f"{summary.steps:,}", "learner steps"),
         (f"{summary.episodes:,}", "training episodes"),
-        (f"{summary.episodes_left_out:,}", "left out"),
-        *([(f"{summary.attempts_failed:,}", "attempts ended by faults")] if summary.attempts_failed else []),
+        (f"{summary.episodes_left_out:,}", "episodes excluded"),
+        *_nonzero(summary.attempts_failed, "attempts ended by faults"),
         (f"{summary.tasks_quarantined:,}", "tasks in quarantine"),
-        *([(f"{summary.tasks_withheld:,}", "training tasks withheld")] if summary.tasks_withheld else []),
-        *([(f"{summary.attempts_cancelled:,}", "attempts cancelled")] if summary.attempts_cancelled else []),
-        *_judges(summary.judges),
-        (f"{summary.updates_left_out:,}", "updates left out"),
+        *_nonzero(summary.tasks_withheld, "training tasks withheld"),
+        *_nonzero(summary.attempts_cancelled, "attempts cancelled"),
+        *_judge_tiles(summary.judges),
+        (f"{summary.updates_left_out:,}", "updates skipped"),
         (format_count(summary.tokens_trained), "tokens trained"),
-        (format_optional(summary.delivered_share, lambda value: f"{value:.4g}"), "of every sampled token delivered"),
+        (format_optional(summary.delivered_share, lambda value: f"{value:.4g}"), "tokens delivered per sampled token"),
         (f"{summary.weight_swaps:,}", "weight swaps"),
         (format_optional(summary.swap_stall_ms_p50, lambda value: f"{value:.0f} ms"), "median swap stall"),
         (format_optional(summary.swap_probe_max_abs_diff, lambda value: f"{value:.1e}"), "largest probe difference"),
@@ -193,15 +202,23 @@ def _tiles(summary: Summary) -> list[tuple[str, str]]:
     ]
 
 
-def _judges(spent: Mapping[str, float]) -> list[tuple[str, str]]:
-    """What judges were asked and have cost; nothing where none was asked."""
-    if not spent:
+def _nonzero(count: int, label: str) -> list[tuple[str, str]]:
+    return [(f"{count:,}", label)] if count else []
+
+
+def _judge_tiles(usage: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Usage and cost of judges; empty without judges."""
+    if not usage:
         return []
-    tokens = spent.get("prompt_tokens", 0) + spent.get("completion_tokens", 0)
-    money = [(f"{spent['money']:.4g}", "money for judges")] if spent.get("money") else []
-    silent = spent.get("abstained", 0) + spent.get("unreadable", 0) + spent.get("failed", 0)
-    asked = [(f"{spent.get('calls', 0):,.0f}", "questions to judges"), (format_count(int(tokens)), "tokens of judges"), *money]
-    return [*asked, (f"{silent:,.0f}", "questions without a verdict")]
+    tokens = usage.get("prompt_tokens", 0) + usage.get("completion_tokens", 0)
+    money = [(f"{usage['money']:.4g}", "money for judges")] if usage.get("money") else []
+    without_verdict = usage.get("abstained", 0) + usage.get("unreadable", 0) + usage.get("failed", 0)
+    return [
+        (f"{usage.get('calls', 0):,.0f}", "questions to judges"),
+        (format_count(int(tokens)), "tokens of judges"),
+        *money,
+        (f"{without_verdict:,.0f}", "questions without a verdict"),
+    ]
 
 
 def _learning(run: RunData) -> Learning | None:
@@ -215,35 +232,32 @@ def _learning(run: RunData) -> Learning | None:
     y_range = (0.0, 1.0) if min(values) >= 0 and max(values) <= 1 else None
 
     def chart(size: tuple[int, int]) -> Chart:
-        width, height = size
-        return line_chart(
-            series, title="Reward by step", width=width, height=height, y_range=y_range, y_format=lambda value: f"{value:.2f}"
-        )
+        return line_chart(series, title="Reward by step", size=size, y_range=y_range, y_format=_decimals)
 
     note = (
-        f"Training reward after each step ({_sampled(run, 'rollout')}), and success on held-out tasks"
-        f" ({_sampled(run, 'evaluation')}) with 95% intervals."
+        f"Training reward after each step ({_sampling(run, 'rollout')}), and success on held-out tasks"
+        f" ({_sampling(run, 'evaluation')}) with 95% intervals."
     )
     return Learning(note=note, wide=chart(_WIDE), narrow=chart(_NARROW))
 
 
-def _sampled(run: RunData, section: str) -> str:
-    """How the episodes of a section of the recipe were sampled."""
+def _sampling(run: RunData, section: str) -> str:
+    """The sampling settings of a section of the recipe."""
     settings = run.recipe.get(section)
     if not isinstance(settings, dict) or not isinstance(settings.get("temperature"), int | float):
         return "temperature unknown"
     if settings["temperature"] == 0:
         return "greedy"
-    said = [f"temperature {settings['temperature']:g}"]
+    parts = [f"temperature {settings['temperature']:g}"]
     for key, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
         value = settings.get(key, off)
         if isinstance(value, int | float) and value != off:
-            said.append(f"{key.replace('_', '-')} {value:g}")
-    return ", ".join(said)
+            parts.append(f"{key.replace('_', '-')} {value:g}")
+    return ", ".join(parts)
 
 
 def _evaluations(run: RunData, key: str, empty: Series) -> Series:
-    """`empty` with the success on one held-out split: before, in between, and after."""
+    """`empty` with the success on one held-out split: before, during and after training."""
     points = dict(run.series(key))
     intervals: list[tuple[float, float, float]] = []
     last = run.metrics[-1]["step"] if run.metrics else 0
@@ -261,155 +275,110 @@ def _kinds(summary: Summary) -> list[tuple[str, Rate | None, Rate | None]]:
 
 
 def _compute(run: RunData) -> list[Card]:
-    """Success against sampled tokens, for each split of the last evaluation: over budgets for an attempt, and over bounds on thinking."""
-    note = "share of tasks solved, by sampled tokens a task"
+    """Success by sampled tokens for each split of the last evaluation: by budget of an attempt, and by bound on thinking."""
+    note = "share of tasks solved, by sampled tokens per task"
     return [
-        *_against(run.compute, "Success against compute", "", note),
-        *_against(run.thinking, "Success against thinking", ", thinking bounded", f"{note}; a point for each bound on thinking, and none"),
+        *_compute_cards(run.compute, "Success against compute", "", note),
+        *_compute_cards(run.thinking, "Success against thinking", ", thinking bounded", f"{note}; a point for each bound, and without one"),
     ]
 
 
-def _against(found: Sequence[tuple[str, int, tuple[tuple[float, float], ...]]], title: str, after: str, note: str) -> list[Card]:
-    cards = []
-    for split in dict.fromkeys(split for split, _, _ in found):
-        lines = [(attempts, points) for other, attempts, points in found if other == split]
-        lines = [*lines[:1], *lines[1:][-(_LINES_SHOWN - 1) :]]
+def _compute_cards(curves: Curves, title: str, suffix: str, note: str) -> Iterator[Card]:
+    for split in dict.fromkeys(split for split, _, _ in curves):
+        lines = [(attempts, points) for other, attempts, points in curves if other == split]
+        lines = [*lines[:1], *lines[1:][-(_MAX_SERIES - 1) :]]
         series = [
             Series(label="1 attempt" if attempts == 1 else f"the best of {attempts}", color=f"c{1 + n}", points=points)
             for n, (attempts, points) in enumerate(lines)
         ]
-        width, height = _NARROW
-        chart = line_chart(
-            series,
-            title=f"{title}, {split}",
-            width=width,
-            height=height,
-            y_range=(0.0, 1.0),
-            y_format=lambda value: f"{value:.2f}",
-            x_name="tokens",
-        )
-        cards.append(Card(title=printable_text(split).replace("_", " ") + after, note=note, chart=chart))
-    return cards
+        chart = line_chart(series, title=f"{title}, {split}", size=_NARROW, y_range=(0.0, 1.0), y_format=_decimals, x_name="tokens")
+        yield Card(title=printable_text(split).replace("_", " ") + suffix, note=note, chart=chart)
 
 
-def _machinery(run: RunData) -> list[Card]:
-    """Small charts of what went on inside; each is there only if the run recorded it."""
-    charts = [
-        _small(run, "Staleness", "versions between sampling and learning", {"staleness_mean": "mean", "staleness_max": "max"}),
-        _small(run, "Swap stall", "ms during which requests waited", {"swap_stall_ms": "stall"}, lambda value: f"{value:.0f}"),
-        _small(
-            run,
-            "Swap probe",
-            "largest |server - learner| logprob, nats",
-            {"swap_probe_max_abs_diff": "difference"},
-            lambda value: f"{value:.0e}" if value else "0",
-        ),
-        _small(run, "Throughput", "sampled tokens per second", {"tokens_per_s": "tokens/s"}, format_count),
-        _small(run, "Step time", "seconds from swap to swap", {"step_s": "seconds"}),
-        _small(
-            run, "Sandbox time", "seconds of an episode: opening, running, closing, waiting included", {"sandbox_s_per_episode": "seconds"}
-        ),
-        _small(run, "Loss", "", {"loss": "loss"}),
-        _small(run, "Gradient norm", "before clipping", {"grad_norm": "norm"}),
-        _small(run, "Entropy", "nats per token", {"entropy": "entropy"}),
-        _small(run, "KL", "behaviour policy to learner, nats per token", {"kl_behaviour": "KL"}),
-        _small(run, "KL to the reference", "learner to version 0, nats per token", {"kl_reference": "KL"}),
-        _small(
-            run, "Server against learner", "KL with the same weights, nats per token", {"mismatch_kl": "KL"}, lambda value: f"{value:.0e}"
-        ),
-        _small(run, "Ratio extremes", "learner to behaviour policy", {"ratio_max": "largest", "ratio_min": "smallest"}),
-        _small(run, "Effective sample size", "share of tokens, after truncated importance sampling", {"ess": "share"}),
-        _small(
-            run,
-            "Faults",
-            "attempts that failed, and tool calls that raised or ran late",
-            {"attempts_failed": "attempts", "tool_failures": "tool calls"},
-            whole=True,
-        ),
-        _small(
-            run,
-            "Updates left out",
-            "not finite, or beyond a limit",
-            {"updates_left_out": "updates", "rollbacks": "rollbacks"},
-            whole=True,
-        ),
-        _small(run, "Clipped ratios", "share of tokens", {"clip_fraction_high": "from above", "clip_fraction_low": "from below"}),
-        _small(run, "Groups without signal", "all attempts scored alike", {"groups_without_signal": "groups"}, whole=True),
-        _small(run, "Further attempts", "that a group had enough without", _further(run), whole=True),
-        _small(run, "Length of what was cancelled", "sampled tokens, until then", _lengths(run)),
-        _small(run, "Episodes left out", "for task or infrastructure faults", {"episodes_left_out": "episodes"}, whole=True),
-        _small(run, "Reward and audit", _drift(run), _audit(run)),
-        _small(run, "Judges' disagreement", "mean over the episodes that several judged", {"judge_disagreement": "disagreement"}),
-        _small(run, "Unscored", "share of the played episodes that no verifier gave a value", _unscored(run)),
-        _small(run, "Tokens by server", "sampled in a step", _replicas(run, "tokens"), format_count),
-        _small(run, "Restarts by server", "since the run was started or resumed", _restarted(run), whole=True),
-        _small(run, "Parts of the score", "means over the episodes that have them", _parts(run)),
-    ]
-    return [chart for chart in charts if chart]
+def _decimals(value: float) -> str:
+    return f"{value:.2f}"
 
 
-def _further(run: RunData) -> dict[str, str]:
-    return {"attempts_cancelled": "cancelled", "attempts_not_begun": "not begun"} if run.series("attempts_cancelled") else {}
+def _exponent(value: float) -> str:
+    return f"{value:.0e}" if value else "0"
 
 
-def _lengths(run: RunData) -> dict[str, str]:
-    names = {"cancelled_tokens_mean": "cancelled", "completion_tokens_mean": "episodes"}
-    return names if run.series("cancelled_tokens_mean") else {}
+# Title, note, metric -> label of its line, and optionally the format of the y axis; `int` keeps its marks at whole numbers.
+_CHARTS: tuple[tuple[str, str, Mapping[str, str], Format | type[int] | None], ...] = (
+    ("Staleness", "versions between sampling and learning", {"staleness_mean": "mean", "staleness_max": "max"}, None),
+    ("Swap stall", "ms during which requests waited", {"swap_stall_ms": "stall"}, lambda value: f"{value:.0f}"),
+    ("Swap probe", "largest |server - learner| logprob, nats", {"swap_probe_max_abs_diff": "difference"}, _exponent),
+    ("Throughput", "sampled tokens per second", {"tokens_per_s": "tokens/s"}, format_count),
+    ("Step time", "seconds from swap to swap", {"step_s": "seconds"}, None),
+    ("Sandbox time", "seconds per episode to open, run and close, with waiting", {"sandbox_s_per_episode": "seconds"}, None),
+    ("Loss", "", {"loss": "loss"}, None),
+    ("Gradient norm", "before clipping", {"grad_norm": "norm"}, None),
+    ("Entropy", "nats per token", {"entropy": "entropy"}, None),
+    ("KL", "behaviour policy to learner, nats per token", {"kl_behaviour": "KL"}, None),
+    ("KL to the reference model", "learner to version 0, nats per token", {"kl_reference": "KL"}, None),
+    ("Server against learner", "KL with the same weights, nats per token", {"mismatch_kl": "KL"}, _exponent),
+    ("Ratio extremes", "learner to behaviour policy", {"ratio_max": "largest", "ratio_min": "smallest"}, None),
+    ("Effective sample size", "share of tokens, after truncated importance sampling", {"ess": "share"}, None),
+    ("Faults", "failed attempts and tool calls", {"attempts_failed": "attempts", "tool_failures": "tool calls"}, int),
+    ("Updates skipped", "not finite, or beyond a limit", {"updates_left_out": "updates", "rollbacks": "rollbacks"}, int),
+    ("Clipped ratios", "share of tokens", {"clip_fraction_high": "from above", "clip_fraction_low": "from below"}, None),
+    ("Groups without signal", "all attempts have equal scores", {"groups_without_signal": "groups"}, int),
+    ("Episodes excluded", "for task or infrastructure faults", {"episodes_left_out": "episodes"}, int),
+    ("Judges' disagreement", "mean over the episodes with several judges", {"judge_disagreement": "disagreement"}, None),
+)
 
 
-def _audit(run: RunData) -> dict[str, str]:
-    return {"reward_mean": "reward", "audit_mean": "audit"} if run.series("audit_mean") else {}
+def _machinery(run: RunData) -> Iterator[Card]:
+    """Small charts of the metrics that the run recorded."""
+    charts = [*_CHARTS]
+    if run.series("attempts_cancelled"):
+        names = {"attempts_cancelled": "cancelled", "attempts_not_begun": "not started"}
+        charts.append(("Spare attempts", "attempts that their group did not need", names, int))
+    if run.series("cancelled_tokens_mean"):
+        names = {"cancelled_tokens_mean": "cancelled", "completion_tokens_mean": "episodes"}
+        charts.append(("Length of cancelled attempts", "sampled tokens until then", names, None))
+    if run.series("audit_mean"):
+        charts.append(("Reward and audit", _drift_note(run), {"reward_mean": "reward", "audit_mean": "audit"}, None))
+    if any(value for _, value in run.series("unscored_share")):
+        charts.append(("Unscored", "share of finished episodes without a score", {"unscored_share": "share"}, None))
+    charts.append(("Tokens by server", "sampled in a step", _by_server(run, "tokens"), format_count))
+    restarts = _by_server(run, "restarts")
+    if any(value for key in restarts for _, value in run.series(key)):
+        charts.append(("Restarts by server", "since the run was started or resumed", restarts, int))
+    parts = sorted({key for line in run.metrics for key in line if key.startswith("part/")})
+    if len(parts) > 1:
+        names = {key: printable_text(key.removeprefix("part/"))[:60] for key in parts[:_MAX_SERIES]}
+        charts.append(("Parts of the score", "means over the episodes that have them", names, None))
+    for title, note, metrics, y_format in charts:
+        series = [Series(label=label, color=f"c{1 + n}", points=run.series(key)) for n, (key, label) in enumerate(metrics.items())]
+        series = [one for one in series if one.points]
+        if series:
+            form: Format = (lambda value: f"{value:g}") if y_format in (None, int) else y_format  # type: ignore[assignment]
+            chart = line_chart(series, title=title, size=_SMALL, y_format=form, whole=y_format is int)
+            yield Card(title=title, note=note, chart=chart)
 
 
-def _drift(run: RunData) -> str:
-    """What the chart of the audit shows, and every drift alarm of the run."""
+def _drift_note(run: RunData) -> str:
+    """The note of the audit's chart, with all drift alerts of the run."""
     steps = [{key: value for key, value in line.items() if isinstance(value, int | float)} for line in run.metrics]
-    found = [f"step {line['step']:g}: {text}" for at, line in enumerate(steps) for text in drift_alerts(steps[: at + 1])]
-    return ". ".join(["mean of the training reward, and of what is never trained on", *found])
+    alerts = [f"step {line['step']:g}: {text}" for at, line in enumerate(steps) for text in drift_alerts(steps[: at + 1])]
+    return ". ".join(["mean training reward, and mean audit score, which is not trained on", *alerts])
 
 
-def _unscored(run: RunData) -> dict[str, str]:
-    return {"unscored_share": "share"} if any(value for _, value in run.series("unscored_share")) else {}
+def _by_server(run: RunData, metric: str) -> dict[str, str]:
+    """The metric of the first servers of a policy with several."""
+    return {f"replica{n}_{metric}": f"server {n}" for n in range(_MAX_SERIES) if run.series(f"replica{n}_{metric}")}
 
 
-def _replicas(run: RunData, figure: str) -> dict[str, str]:
-    """The first servers of a policy that has several."""
-    return {f"replica{n}_{figure}": f"server {n}" for n in range(_LINES_SHOWN) if run.series(f"replica{n}_{figure}")}
-
-
-def _restarted(run: RunData) -> dict[str, str]:
-    """The same, where one was restarted."""
-    found = _replicas(run, "restarts")
-    return found if any(value for key in found for _, value in run.series(key)) else {}
-
-
-def _parts(run: RunData) -> dict[str, str]:
-    """The first parts by name; with a single one there is nothing to see that the reward does not show."""
-    found = sorted({key for line in run.metrics for key in line if key.startswith("part/")})
-    return {key: printable_text(key.removeprefix("part/"))[:60] for key in found[:_PARTS_SHOWN]} if len(found) > 1 else {}
-
-
-def _small(
-    run: RunData, title: str, note: str, keys: Mapping[str, str], y_format: Format = lambda value: f"{value:g}", *, whole: bool = False
-) -> Card | None:
-    """A card with one chart: `keys` names the metrics and says what each line is called; None when the run has none of them."""
-    series = [Series(label=label, color=f"c{1 + n}", points=run.series(key)) for n, (key, label) in enumerate(keys.items())]
-    series = [one for one in series if one.points]
-    if not series:
-        return None
-    width, height = _SMALL
-    return Card(title=title, note=note, chart=line_chart(series, title=title, width=width, height=height, y_format=y_format, whole=whole))
-
-
-def _left_out(run: RunData) -> list[tuple[str, int, str]]:
-    """Why episodes count in no figure, and how many: of training, then of each evaluation."""
-    places = [("training", run.summary.left_out_reasons if run.summary else {})]
-    places += [(f"{phase}, {split}", reasons) for phase, split, reasons in run.left_out]
-    return [(place, count, printable_text(reason)) for place, reasons in places for reason, count in reasons.items()]
+def _excluded(run: RunData) -> list[tuple[str, int, str]]:
+    """(where, episodes, reason) of excluded episodes: of training, then of each evaluation."""
+    counts = [("training", run.summary.left_out_reasons if run.summary else {})]
+    counts += [(f"{phase}, {split}", reasons) for phase, split, reasons in run.left_out]
+    return [(where, count, printable_text(reason)) for where, reasons in counts for reason, count in reasons.items()]
 
 
 def _setbacks(run: RunData) -> list[tuple[str, ...]]:
-    """What was not trained on: the newest of it, with its groups and reasons."""
+    """The newest updates and groups that were not trained on, with reasons."""
     return [
         (
             str(line["step"]),
@@ -425,13 +394,13 @@ def _setbacks(run: RunData) -> list[tuple[str, ...]]:
 def _episodes(run: RunData) -> tuple[str, list[tuple[ShownEpisode, ...]]]:
     pairs = choose_pairs(run.episodes.get("before", ()), run.episodes.get("after", ()), _EPISODES_SHOWN)
     if pairs:
-        return "The same tasks before and after training. Open one to read it whole.", [show_pair(*pair) for pair in pairs]
+        return "The same tasks before and after training.", [show_pair(*pair) for pair in pairs]
     some = [item for lines in run.episodes.values() for item in lines[-_EPISODES_SHOWN // 2 :]]
-    return "Open one to read it whole.", [show_episode(item) for item in some[:_EPISODES_SHOWN]]
+    return "A sample of the episodes.", [(show_episode(item),) for item in some[:_EPISODES_SHOWN]]
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """Dotted keys, as they are written in overrides."""
+    """Dotted keys and values, as in overrides."""
     for key, value in data.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""What a run folder holds, read for the report. A part that is missing or damaged becomes a note, so that the rest can be shown."""
+"""Reads a run folder for the report. A missing or damaged part becomes a note, and the rest is shown."""
 
 from __future__ import annotations
 
@@ -11,49 +11,52 @@ from typing import Any, TypeGuard
 
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import StoreError
-from agentrl.observe.learning_signal import REQUIRED
 from agentrl.observe.stats import Rate
 from agentrl.observe.summary import Summary
 
 Line = dict[str, Any]
+Curve = tuple[str, int, tuple[tuple[float, float], ...]]
+"""Split, number of attempts, and points (mean sampled tokens, share of tasks solved)."""
+Curves = tuple[Curve, ...]
 
-_DIGITS = 18
-_LARGEST = 1 << 30  # bytes of a file
+_MAX_DIGITS = 18  # of an integer; longer ones become floats
+_MAX_BYTES = 1 << 30  # of a file
 _EPISODE: Mapping[str, type] = {"task_id": str, "split": str, "messages": list}
+_TASK_GROUP: Mapping[str, type] = {"group": int, "task": str, "kind": str, "counted": int}
 _SETBACK: Mapping[str, type] = {"step": int, "action": str, "reasons": list, "groups": list, "episodes": list}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """Everything the report shows."""
+    """The content of a run folder."""
 
     name: str
     recipe: Line
     summary: Summary | None
-    metrics: tuple[Line, ...]  # one a step, in order
+    metrics: tuple[Line, ...]  # one per step, in order
     episodes: dict[str, tuple[Line, ...]]  # phase -> transcripts
-    setbacks: tuple[Line, ...]  # what was not trained on, and why
-    left_out: tuple[tuple[str, str, dict[str, int]], ...]  # of evaluations: phase, split, reason -> episodes that were not scored
-    compute: tuple[tuple[str, int, tuple[tuple[float, float], ...]], ...]  # of the last evaluation: split, attempts, (tokens, success)
-    thinking: tuple[tuple[str, int, tuple[tuple[float, float], ...]], ...]  # the same over bounds on thinking
-    evaluated: dict[str, Rate]  # split -> what `agentrl eval` or `agentrl sample` found; empty for a training run
-    taught: tuple[Line, ...]  # a line a group: of which task, and its scores
-    failures: Line  # what `failures/failures.json` says; empty without one
-    notes: tuple[str, ...]  # what could not be read, for the reader of the report
+    setbacks: tuple[Line, ...]  # updates and groups that were not trained on, with reasons
+    left_out: tuple[tuple[str, str, dict[str, int]], ...]  # of evaluations: phase, split, reason -> excluded episodes
+    compute: Curves  # of the last evaluation: success by token budget
+    thinking: Curves  # success by bound on thinking
+    evaluated: dict[str, Rate]  # split -> result of `agentrl eval` or `agentrl sample`; empty for a training run
+    taught: tuple[Line, ...]  # one line per training group: its task and scores
+    failures: Line  # content of `failures/failures.json`; empty without one
+    notes: tuple[str, ...]  # what could not be read
 
     def series(self, key: str) -> tuple[tuple[float, float], ...]:
-        """(step, value) wherever a step has a finite number under `key`."""
-        found = ((line["step"], line.get(key)) for line in self.metrics)
-        return tuple((step, value) for step, value in found if _finite(value))
+        """(step, value) of the steps with a finite number under `key`."""
+        values = ((line["step"], line.get(key)) for line in self.metrics)
+        return tuple((step, value) for step, value in values if _finite(value))
 
 
 def read_run(run_dir: Path) -> RunData:
-    """Raises `StoreError` only when the run folder itself is not there."""
+    """Reads a run folder. Raises `StoreError` if it does not exist."""
     if not run_dir.is_dir():
         raise StoreError(f"no run folder {run_dir}")
     notes: list[str] = []
     lines = _read_lines(run_dir / "metrics.jsonl", {"step": int}, notes)
-    by_step = {line["step"]: line for line in lines}  # a step made again by a resumed run counts once
+    by_step = {line["step"]: line for line in lines}  # a step that a resumed run repeated counts once
     evaluations = _read_object(run_dir / "evaluations.json", notes)
     evaluated = dict(_read_rates(evaluations))
     episodes = {path.stem: _read_episodes(path, notes) for path in sorted((run_dir / "episodes").glob("*.jsonl"))}
@@ -68,7 +71,7 @@ def read_run(run_dir: Path) -> RunData:
         compute=tuple(_read_compute(evaluations)),
         thinking=tuple(_read_thinking(evaluations)),
         evaluated=evaluated,
-        taught=tuple(_read_lines(run_dir / "tasks.jsonl", REQUIRED, notes)),
+        taught=tuple(_read_lines(run_dir / "tasks.jsonl", _TASK_GROUP, notes)),
         failures=_read_object(run_dir / "failures" / "failures.json", notes),
         notes=tuple(notes),
     )
@@ -81,8 +84,8 @@ def _read_left_out(phases: Line) -> Iterator[tuple[str, str, dict[str, int]]]:
             yield phase, split, {str(reason): count for reason, count in reasons.items() if isinstance(count, int)}
 
 
-def _read_compute(phases: Line) -> Iterator[tuple[str, int, tuple[tuple[float, float], ...]]]:
-    """Success against compute, of the phase that was evaluated last."""
+def _read_compute(phases: Line) -> Iterator[Curve]:
+    """Success by token budget in the last phase."""
     last = _last(phases)
     for phase, split, result in _results(phases):
         for line in as_list(result.get("compute")) if phase == last else ():
@@ -92,8 +95,8 @@ def _read_compute(phases: Line) -> Iterator[tuple[str, int, tuple[tuple[float, f
                 yield split, attempts, pairs
 
 
-def _read_thinking(phases: Line) -> Iterator[tuple[str, int, tuple[tuple[float, float], ...]]]:
-    """What k attempts solve and sample with each bound on thinking, and without one, of the phase that was evaluated last."""
+def _read_thinking(phases: Line) -> Iterator[Curve]:
+    """Success of k attempts with each bound on thinking, and without one, in the last phase."""
     last = _last(phases)
     for phase, split, result in _results(phases):
         bounded = [one for one in as_list(result.get("thinking")) if isinstance(one, dict)] if phase == last else []
@@ -130,32 +133,32 @@ def _finite(value: Any) -> TypeGuard[float]:
 
 
 def _read_episodes(path: Path, notes: list[str]) -> tuple[Line, ...]:
-    """Transcripts of one phase; an evaluation that was made again replaces the earlier one."""
+    """Transcripts of one phase. A repeated evaluation replaces the earlier one."""
     lines = _read_lines(path, _EPISODE, notes)
     return tuple({(line["split"], line["task_id"], str(line.get("step")) if path.stem == "train" else ""): line for line in lines}.values())
 
 
 def _read_lines(path: Path, required: Mapping[str, type], notes: list[str]) -> list[Line]:
-    """Those lines that hold what is `required`, each of its type."""
-    found: list[Line] = []
+    """The lines with the `required` keys and types."""
+    lines: list[Line] = []
     bad = 0
     for text in (_text(path, notes) or "").split("\n"):
         if not text.strip():
             continue
         line = parse_object(text)
         if line is not None and all(isinstance(line.get(key), kind) for key, kind in required.items()):
-            found.append(line)
+            lines.append(line)
         else:
             bad += 1
     if bad:
-        notes.append(f"{path.name}: {bad} unreadable {'line' if bad == 1 else 'lines'} left out")
-    return found
+        notes.append(f"{path.name}: {bad} unreadable {'line' if bad == 1 else 'lines'} ignored")
+    return lines
 
 
 def _text(path: Path, notes: list[str]) -> str | None:
-    """What a file holds; None where there is none, or none that can be read."""
+    """The text of a file; None if it is missing or cannot be read."""
     try:
-        return read_bytes(path, most=_LARGEST, inside=path.parent).decode("utf-8", "replace")
+        return read_bytes(path, most=_MAX_BYTES, inside=path.parent).decode("utf-8", "replace")
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -167,25 +170,25 @@ def _text(path: Path, notes: list[str]) -> str | None:
 
 
 def parse_object(text: str) -> Line | None:
-    """A JSON object; None for anything else. An integer too large to be counted with is a float, and infinite where need be."""
+    """A JSON object; None for anything else. Very long integers become floats, possibly infinite."""
     try:
-        data = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) <= _DIGITS else float(digits))
+        data = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) <= _MAX_DIGITS else float(digits))
     except (ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
 
 
-def as_list(found: Any) -> list[Any]:
-    """What a list holds; nothing where there is something else in its place."""
-    return found if isinstance(found, list) else []
+def as_list(value: Any) -> list[Any]:
+    """The value if it is a list, else an empty list."""
+    return value if isinstance(value, list) else []
 
 
 def _read_object(path: Path, notes: list[str]) -> Line:
     text = _text(path, notes)
-    found = {} if text is None else parse_object(text)
-    if found is None:
+    content = {} if text is None else parse_object(text)
+    if content is None:
         notes.append(f"{path.name} cannot be read")
-    return found or {}
+    return content or {}
 
 
 def _read_summary(run_dir: Path, notes: list[str]) -> Summary | None:
@@ -194,7 +197,7 @@ def _read_summary(run_dir: Path, notes: list[str]) -> Summary | None:
     except FileNotFoundError:
         notes.append("The run has no summary yet.")
     except StoreError:
-        notes.append("summary.json does not validate and is left out")
+        notes.append("summary.json does not validate and is ignored")
     except OSError as error:
         notes.append(f"summary.json cannot be read: {error.strerror or error}")
     return None

@@ -18,7 +18,7 @@ from agentrl.base.files import append_lines, complete_lines, json_line, read_jso
 from agentrl.base.user_code import printable
 
 FILE = "sessions.jsonl"
-_WHY = 2000  # characters
+_MAX_WHY = 2000  # characters
 Ended = Literal["finished", "interrupted", "failed", "killed"]
 
 
@@ -50,19 +50,19 @@ def record_end(folder: Path, how: Ended, *, why: str = "", figures: Mapping[str,
     if not any(b'"began"' in line for line in complete_lines(folder / FILE)[-1:]):
         return
     failed = int(figures.get("attempts_failed", 0))
-    append_lines(folder / FILE, [json_line({"ended": how, "why": printable(why, _WHY), "attempts_failed": failed})])
+    append_lines(folder / FILE, [json_line({"ended": how, "why": printable(why, _MAX_WHY), "attempts_failed": failed})])
 
 
 def read_sessions(folder: Path) -> tuple[Session, ...]:
-    """The starts of a run, the oldest first; empty if the file is missing. Other lines are ignored."""
-    found: list[Session] = []
+    """The starts of a run, the oldest first; empty if the file is missing. Invalid lines are ignored."""
+    sessions: list[Session] = []
     for text in complete_lines(folder / FILE):
         try:
             line = json.loads(text)
             if "began" in line:
-                found.append(Session.model_validate(line))
-            elif found:
-                found[-1] = Session.model_validate(found[-1].model_dump() | line)
+                sessions.append(Session.model_validate(line))
+            elif sessions:
+                sessions[-1] = Session.model_validate(sessions[-1].model_dump() | line)
         except (ValueError, TypeError, RecursionError, ValidationError):
             continue
-    return tuple(found)
+    return tuple(sessions)

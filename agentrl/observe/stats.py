@@ -1,14 +1,16 @@
-"""Means with their 95% confidence intervals."""
+"""Means with their 95% confidence intervals, and figures as text."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from agentrl.base.estimates import student_t_quantile, wilson_interval
+
+Format = Callable[[float], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +24,9 @@ class Rate:
 
     @classmethod
     def from_successes(cls, successes: int, n: int) -> Self:
-        """Share of successes with Wilson's score interval (Wilson 1927), which stays honest near 0 and 1 and for small n.
+        """Share of successes with Wilson's score interval (Wilson 1927), which is accurate near 0 and 1 and for small n.
 
-        Raises `ValueError` when n is 0 or successes are not within [0, n].
+        Raises `ValueError` if n is 0 or successes are not within [0, n].
         """
         if not 0 <= successes <= n or n == 0:
             raise ValueError(f"a rate needs 0 <= successes <= n and n > 0, got {successes} of {n}")
@@ -33,10 +35,9 @@ class Rate:
 
     @classmethod
     def from_scores(cls, scores: Sequence[float]) -> Self:
-        """Mean score: Wilson's interval when every score is 0 or 1, Student's t interval otherwise.
+        """Mean score with Wilson's interval if every score is 0 or 1, else with Student's t interval.
 
-        One graded score alone says nothing about the spread; its interval is the point itself. Raises `ValueError` when there is
-        no score or one is not finite.
+        The interval of a single graded score is the score. Raises `ValueError` without scores, or if one is not finite.
         """
         if not scores or not all(math.isfinite(score) for score in scores):
             raise ValueError(f"a rate needs at least one score, all finite; got {len(scores)} scores")
@@ -48,11 +49,52 @@ class Rate:
 
 
 def rate_difference(before: Rate, after: Rate) -> tuple[float, float]:
-    """95% interval of `after.value - before.value` from the intervals of both, whatever their n (MOVER, Zou and Donner 2008).
+    """95% interval of `after.value - before.value` from both intervals, whatever their n (MOVER, Zou and Donner 2008).
 
-    It treats the two as independent. If both are from the same tasks, it is rather too wide than too narrow.
+    Treats the two as independent. If both come from the same tasks, the interval is rather too wide than too narrow.
     """
     change = after.value - before.value
     low = math.hypot(after.value - after.ci_low, before.ci_high - before.value)
     high = math.hypot(after.ci_high - after.value, before.value - before.ci_low)
     return change - low, change + high
+
+
+def in_unit_interval(rate: Rate | None) -> bool:
+    """Whether a rate and its interval lie within [0, 1]; True for None."""
+    return rate is None or (rate.ci_low >= 0 and rate.ci_high <= 1)
+
+
+def format_rate(value: Rate | None) -> str:
+    """`85.0%`; `1.250` for rates outside [0, 1]; `n/a` for None."""
+    if value is None:
+        return "n/a"
+    return f"{100 * value.value:.1f}%" if in_unit_interval(value) else f"{value.value:.3f}"
+
+
+def format_interval(value: Rate) -> str:
+    """`80.1-89.2%`; `1.100 to 1.300` for rates outside [0, 1]."""
+    if in_unit_interval(value):
+        return f"{100 * value.ci_low:.1f}-{100 * value.ci_high:.1f}%"
+    return f"{value.ci_low:.3f} to {value.ci_high:.3f}"
+
+
+def format_optional(value: float | None, form: Format) -> str:
+    """The formatted value; `n/a` for None."""
+    return "n/a" if value is None else form(value)
+
+
+def format_count(value: float) -> str:
+    """`1,234`, `12.3k`, `4.56M`, `7.89B`."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if value >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
+    return f"{value:,.0f}"
+
+
+def format_duration(seconds: float) -> str:
+    """`45 s`, `3 min 20 s`, `2 h 05 min`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

@@ -14,23 +14,23 @@ from agentrl.observe.sessions import Session
 from agentrl.observe.stats import Rate
 
 FILE = "summary.json"
-_LARGEST = 64 << 20  # bytes
+_MAX_BYTES = 64 << 20  # bytes
 
 
 class Summary(BaseModel):
-    """Everything `summary.json` says. A figure that the run did not get to is null, never 0."""
+    """The content of `summary.json`. A figure that the run did not reach is null, never 0."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     """The recipe's name."""
     finished: bool
-    """All steps were done and the evaluation after them was made; `problems` says whether they were worth anything."""
+    """All steps and the evaluation after them were done; see `problems` for whether they gave a result."""
     problems: tuple[str, ...] = ()
-    """Why there is no outcome: no episode was scored, nothing was learned, an evaluation has no score, or a fault ended the run early.
-    Exit code 1 if any."""
+    """Why there is no result: no episode was scored, nothing was learned, an evaluation has no score, or a fault ended the run early.
+    The exit code is 1 if there are any."""
     interrupted: bool = False
-    """A person or a fault ended the run early; `--resume` goes on."""
+    """A person or a fault ended the run early; `--resume` continues it."""
     sessions: tuple[Session, ...] = ()
     """The starts of the run, the first and every `--resume`, and how each ended."""
     heldout_before: Rate | None = None
@@ -46,44 +46,44 @@ class Summary(BaseModel):
     episodes: int = Field(ge=0)
     """Stored training episodes, including those of an unfinished step."""
     episodes_left_out: int = Field(ge=0)
-    """Of them, left out of the loss: a task or infrastructure failure, or a verifier that gave no score."""
+    """Training episodes excluded from the loss: a task or infrastructure failure, or no score."""
     attempts_failed: int = Field(0, ge=0)
     """Attempts that ended in a fault that the policy did not cause, including attempts that were retried."""
     left_out_reasons: dict[str, int] = {}
-    """Reason -> episodes left out for it, the most frequent first; names of single episodes and sandboxes are `*`."""
+    """Reason -> excluded episodes, the most frequent first; names of episodes and sandboxes are `*`."""
     attempts_cancelled: int = Field(0, ge=0)
-    """Further attempts that had begun when their group had enough; they are among no episodes."""
+    """Spare attempts that were cancelled because their group had enough; they are not counted as episodes."""
     attempts_not_begun: int = Field(0, ge=0)
-    """Further attempts that their group did not need to begin."""
+    """Spare attempts that were not started because their group had enough."""
     groups_stopped: int = Field(0, ge=0)
-    """Groups that ended early because their first attempts had all scored the same."""
+    """Groups that ended early because their first attempts had equal scores."""
     failures: dict[str, int] = {}
     """Tag -> failed episodes of training and evaluations, the most frequent first; `agentrl failures` shows them."""
     tasks_quarantined: int = Field(0, ge=0)
     """Broken tasks that were quarantined; `quarantine.jsonl` lists them."""
     tasks_withheld: int = Field(0, ge=0)
-    """Training tasks that were not given, because a suite has them or near twins; `withheld.jsonl` lists them."""
+    """Training tasks withheld because a suite has them or near duplicates; `withheld.jsonl` lists them."""
     judges: dict[str, float] = {}
-    """What the judges of the run were asked and have cost, but for those with a ledger elsewhere: the fields of
-    `agentrl.judge.JudgeUsage`, such as `calls`, `prompt_tokens` and `money`. Empty: none was asked."""
+    """Usage and cost of the run's judges, except those with an external ledger: the fields of `agentrl.judge.ledger.JudgeUsage`, such as
+    `calls`, `prompt_tokens` and `money`. Empty without judges."""
     tokens_trained: int = Field(ge=0)
     """Sampled tokens that entered the loss."""
     delivered_share: float | None = Field(None, ge=0)
-    """Tokens that the learner got for every token that was sampled for it, counted at both ends: 1."""
+    """Tokens that the learner received per sampled token, counted at both ends; 1 in a correct run."""
     updates_left_out: int = Field(0, ge=0)
-    """Optimizer steps that were not made: something was not finite, or beyond a limit."""
+    """Optimizer steps that were skipped: a value was not finite, or beyond a limit."""
     groups_left_out: int = Field(0, ge=0)
     """Groups not trained on because a score, logprob or advantage was not finite."""
     rollbacks: int = Field(0, ge=0)
-    """Times the weights went back to an earlier version."""
+    """Times the weights were reset to an earlier version."""
     weight_swaps: int = Field(ge=0)
-    """Versions taken into the running server."""
+    """Versions loaded into the running server."""
     swap_stall_ms_p50: float | None = None
-    """Median time during which a swap kept requests waiting."""
+    """Median time for which a swap delayed requests."""
     swap_probe_max_abs_diff: float | None = None
     """Largest logprob difference between server and learner over all swaps, in nats."""
     wall_s: dict[str, float] = {}
-    """Seconds by stage, in the order the stages began; `prepare` begins with the command. Resumed runs add up."""
+    """Seconds by stage, in order of their start; `prepare` starts with the command. Resumed runs add up."""
     sandbox_backend: str
     seed: int
     versions: dict[str, str] = {}
@@ -92,16 +92,16 @@ class Summary(BaseModel):
     """Phase ("before", "after") -> kind of task -> rate."""
 
     def write(self, run_dir: Path) -> Path:
-        """Replaces `summary.json` in the run folder, whole or not at all."""
+        """Replaces `summary.json` in the run folder atomically."""
         path = run_dir / FILE
         files.write_atomically(path, self.model_dump_json(indent=2) + "\n")
         return path
 
     @classmethod
     def read(cls, run_dir: Path) -> Self:
-        """Raises `FileNotFoundError` when there is none, `StoreError` when it does not validate."""
+        """Reads `summary.json`. Raises `FileNotFoundError` if it is missing, `StoreError` if it does not validate."""
         path = run_dir / FILE
         try:
-            return cls.model_validate_json(read_bytes(path, most=_LARGEST, inside=run_dir))
+            return cls.model_validate_json(read_bytes(path, most=_MAX_BYTES, inside=run_dir))
         except ValueError as error:
             raise StoreError(f"{path} is not a run summary: {error}") from error

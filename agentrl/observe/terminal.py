@@ -1,7 +1,4 @@
-"""Progress for a person: a live panel in a terminal, below one permanent line for each stage, step and evaluation.
-
-Where standard output is no terminal (a log file, CI) only the permanent lines are printed.
-"""
+"""Progress of a run: one line for each stage, step and evaluation, and below them a live panel if the output is a terminal."""
 
 from __future__ import annotations
 
@@ -9,28 +6,28 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
+from rich.console import Group as Rows
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agentrl import records
-from agentrl.observe.exclusions import exclusion_reason, printable_text
-from agentrl.observe.outcome import why_nothing_learned
-from agentrl.protocols import Interval
+from agentrl.observe.exclusions import exclusion_reason, printable_text, why_nothing_learned
+from agentrl.protocols import Interval, Tracker
+from agentrl.records import Group
 
-_REASONS_TOLD = 5  # reasons for leaving episodes out that are told the moment they first occur; the summary counts all
+_REASONS_REPORTED = 5  # reasons for exclusion that are reported when they first occur; the summary counts all
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPLITS = {"heldout": "held-out", "heldout_real": "real"}
 
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """What is known about the run right now.
+    """The current state of a run.
 
-    Written by the tracker, read by the terminal's refresh thread: a dictionary is replaced, never changed in place.
+    The tracker writes it and the terminal's refresh thread reads it, so a dictionary is replaced, never changed in place.
     """
 
     name: str
@@ -38,7 +35,7 @@ class Progress:
     stage: str = ""
     detail: str = ""
     step: int = 0
-    counted: tuple[int, int] | None = None  # attempts done, and in all, of an evaluation or of sampling
+    counted: tuple[int, int] | None = None  # (attempts done, total) of an evaluation or of sampling
     episodes: int = 0
     left_out: dict[str, int] = field(default_factory=dict)  # reason -> episodes
     idle_reported: bool = False
@@ -52,29 +49,30 @@ class Progress:
     step_times: list[float] = field(default_factory=list)  # start of training, then the end of each step of this driver
 
     def begin_stage(self, name: str, detail: str) -> None:
+        """Starts a stage."""
         self.stage, self.detail, self.counted = name, detail, None
         if name == "train" and not self.training:
             self.training, self.step_times = True, [time.monotonic()]
 
-    def finished_group(self, group: records.Group) -> list[str]:
-        """Counts a group; returns what a person should hear of it: reasons for leaving episodes out that are new."""
+    def finished_group(self, group: Group) -> list[str]:
+        """Counts a group. Returns the reasons for exclusion that occur for the first time."""
         self.episodes += len(group.episodes)
-        found = [reason for scored in group.episodes if (reason := exclusion_reason(scored))]
-        known = min(len(self.left_out), _REASONS_TOLD)
+        known = min(len(self.left_out), _REASONS_REPORTED)
         counts = dict(self.left_out)
-        for reason in found:
-            counts[reason] = counts.get(reason, 0) + 1
+        for scored in group.episodes:
+            if reason := exclusion_reason(scored):
+                counts[reason] = counts.get(reason, 0) + 1
         self.left_out = counts
-        return list(counts)[known:_REASONS_TOLD]
+        return list(counts)[known:_REASONS_REPORTED]
 
     def finished_step(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Takes the figures of a step in; returns what a person should hear of it: that it changed nothing, the first time one does."""
+        """Records the metrics of a step. Returns why it learned nothing, the first time that happens; else ""."""
         self.step, self.metrics = step, dict(metrics)
-        if self.training:  # otherwise an earlier driver did the step, and this one only records it
+        if self.training:  # otherwise an earlier driver did the step
             self.step_times.append(time.monotonic())
             if not self.first_step:
                 self.first_step = step
-                if step > 1:  # a resumed run may already have had the groups of its first step
+                if step > 1:  # the groups of a resumed run's first step may have been finished before
                     del self.step_times[0]
         self.swaps += "swap_stall_ms" in metrics
         if "reward_mean" in metrics:
@@ -85,58 +83,81 @@ class Progress:
         return idle
 
     def evaluated(self, rates: Mapping[str, float]) -> None:
+        """Records success on held-out splits."""
         self.heldout = {**self.heldout, **rates}
 
     @property
     def elapsed_s(self) -> float:
+        """Seconds since the start."""
         return time.monotonic() - self.began
 
     @property
     def left_s(self) -> float | None:
-        """Estimate for the remaining steps from the mean of those done; None before there is one."""
+        """Estimated seconds for the remaining steps, from the mean of those done; None before the first."""
         done = len(self.step_times) - 1
         if done < 1 or not self.steps or self.step >= self.steps:
             return None
         return (self.step_times[-1] - self.step_times[0]) / done * (self.steps - self.step)
 
 
-class Terminal:
-    """Prints the permanent lines, and below them the live panel when `console` is a terminal."""
+class TerminalTracker(Tracker):
+    """Prints a line for each event, and below them a live panel if the output is a terminal.
 
-    def __init__(self, progress: Progress, console: Console) -> None:
-        self._progress, self._console = progress, console
+    Args:
+        steps: learner steps of the run, for the progress bar and the estimated time; 0 means unknown.
+        stderr: print to standard error instead of standard output.
+    """
+
+    def __init__(self, name: str, *, steps: int = 0, stderr: bool = False) -> None:
+        self._progress, self._console = Progress(name=name, steps=steps), Console(stderr=stderr)
         self._live: Live | None = None
-        if console.is_terminal:
-            self._live = Live(console=console, get_renderable=self._panel, refresh_per_second=4, transient=True)
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, get_renderable=self._panel, refresh_per_second=4, transient=True)
             self._live.start()
 
-    def stage_line(self) -> None:
-        text = Text(self._progress.stage, style="bold cyan")
-        self._say(text.append(f"  {self._progress.detail}", style="default") if self._progress.detail else text)
+    def stage(self, name: str, detail: str = "") -> None:
+        """Prints the start of a stage."""
+        self._progress.begin_stage(name, detail)
+        text = Text(name, style="bold cyan")
+        self._print(text.append(f"  {detail}", style="default") if detail else text)
 
-    def step_line(self) -> None:
-        progress, metrics = self._progress, self._progress.metrics
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Prints the metrics of a finished step."""
+        progress = self._progress
+        progress.finished_step(step, metrics)
         total = f"/{progress.steps}" if progress.steps else ""
-        parts = [f"step {progress.step:>{len(str(progress.steps))}}{total}", *_figures(metrics)]
+        parts = [f"step {step:>{len(str(progress.steps))}}{total}", *_figures(metrics)]
         parts += [f"{label} {metrics[key]:.3f}" for key, label in _SPLITS.items() if key in metrics]
         if metrics.get("episodes_left_out"):
-            parts.append(f"left out {metrics['episodes_left_out']:.0f}")
+            parts.append(f"excluded {metrics['episodes_left_out']:.0f}")
         if self._live is None and progress.left_s is not None:  # the panel shows it
             parts.append(f"about {_clock(progress.left_s)} left")
-        self._say(Text("  ".join(parts)))
+        self._print(Text("  ".join(parts)))
 
-    def evaluation_line(self, phase: str, rates: Mapping[str, Interval]) -> None:
+    def progress(self, index: int, group: Group) -> None:
+        """Counts a finished group for the panel."""
+        self._progress.finished_group(group)
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Updates the progress bar of an evaluation."""
+        self._progress.counted = (done, total)
+
+    def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
+        """Prints the rates of an evaluation."""
+        self._progress.evaluated({split: rate.value for split, rate in rates.items()})
         parts = [f"{_SPLITS.get(split, split)} {r.value:.3f} [{r.ci_low:.3f}, {r.ci_high:.3f}] n={r.n}" for split, r in rates.items()]
-        self._say(Text(f"{phase}: ", style="bold green").append("  ".join(parts), style="default"))
+        self._print(Text(f"{phase}: ", style="bold green").append("  ".join(parts), style="default"))
 
-    def alert_line(self, text: str) -> None:
-        self._say(Text("alert: ", style="bold red").append(printable_text(text), style="default"))
+    def alert(self, text: str) -> None:
+        """Prints an alert."""
+        self._print(Text("alert: ", style="bold red").append(printable_text(text), style="default"))
 
     def close(self) -> None:
+        """Removes the live panel."""
         if self._live:
             self._live.stop()
 
-    def _say(self, text: Text) -> None:
+    def _print(self, text: Text) -> None:
         clock = Text(f"[{_clock(self._progress.elapsed_s):>7}] ", style="dim")
         self._console.print(clock.append(text), soft_wrap=True)
 
@@ -155,21 +176,21 @@ class Terminal:
             rows.add_row("reward", Text(f"{progress.rewards[-1]:.3f}  ").append(_sparkline(progress.rewards), style="green"))
         if progress.heldout:
             rows.add_row("success", "  ".join(f"{_SPLITS.get(key, key)} {value:.3f}" for key, value in progress.heldout.items()))
-        rows.add_row("episodes", f"{progress.episodes:,}  left out {sum(progress.left_out.values()):,}  swaps {progress.swaps}")
+        rows.add_row("episodes", f"{progress.episodes:,}  excluded {sum(progress.left_out.values()):,}  swaps {progress.swaps}")
         figures = "  ".join(_figures({key: value for key, value in progress.metrics.items() if key != "reward_mean"}))
-        body = Group(rows, Text(figures, style="dim")) if figures else rows
+        body = Rows(rows, Text(figures, style="dim")) if figures else rows
         return Panel(
             body, title=title, title_align="left", subtitle=f"{_clock(progress.elapsed_s)}{left}", subtitle_align="right", width=78
         )
 
 
 def _figures(metrics: Mapping[str, float]) -> list[str]:
-    """The figures worth a look at every step, those that exist."""
+    """The main metrics of a step, those that exist."""
     shown: list[str] = []
     if "reward_mean" in metrics:
         shown.append(f"reward {metrics['reward_mean']:.3f}")
     elif "episodes" in metrics:
-        shown.append("reward -")  # nothing was scored, which is not 0
+        shown.append("reward -")  # nothing was scored
     if metrics.get("weights_changed") == 0:
         shown.append("weights unchanged")
     if "tokens_per_s" in metrics:

@@ -1,4 +1,4 @@
-"""Whole episodes to read: the same task before and after training. `templates/episode.html` shows them as chat bubbles."""
+"""Episodes to read, such as the same task before and after training. `templates/episode.html` shows them as chat bubbles."""
 
 from __future__ import annotations
 
@@ -14,27 +14,14 @@ from agentrl.observe.rundata import as_list
 Transcript = Mapping[str, Any]
 Pair = tuple[Transcript, Transcript]  # before, after
 
-_LONGEST = 8000  # characters of one message; a page stays readable whatever a sandbox printed
+_MAX_CHARS = 8000  # of one message
 _SPLITS = {"heldout": "held-out task", "heldout_real": "held-out task on real data", "train": "training task"}
 _ROLES = {"system": "instructions", "user": "question", "assistant": "agent", "tool": "sandbox"}
 
 
-def choose_pairs(before: Sequence[Transcript], after: Sequence[Transcript], wanted: int) -> list[Pair]:
-    """Pairs of the same task that say the most: what was learned (each kind and split once), then what went wrong or stayed wrong."""
-    first = {_key(item): item for item in before}
-    pairs = [(first[_key(item)], item) for item in after if _key(item) in first]
-    gained = _one_of_each([pair for pair in pairs if is_above(_value(pair[1]), _value(pair[0]))])
-    lost = [pair for pair in pairs if is_above(_value(pair[0]), _value(pair[1]))]
-    same = [pair for pair in pairs if pair not in gained and pair not in lost and all_equal(map(_value, pair))]
-    failing = [pair for pair in same if not is_at_least(_value(pair[1]), 1.0)]
-    rest = [pair for pair in same if pair not in failing]
-    chosen = gained[: max(wanted - 2, 1)] + lost[:1] + failing[:1]
-    return (chosen + [pair for pair in gained + lost + failing + rest if pair not in chosen])[:wanted]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Badge:
-    """A score as it is shown."""
+    """A score with its style."""
 
     text: str
     style: str
@@ -42,8 +29,10 @@ class Badge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownCall:
+    """A tool call."""
+
     tool: str
-    shown: str
+    shown: str  # arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +41,14 @@ class Bubble:
 
     style: str
     role: str
-    content: str  # empty: it said nothing
-    as_typed: bool
+    content: str
+    as_typed: bool  # in a fixed-width font, with line breaks
     calls: tuple[ShownCall, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A trajectory besides the first: a sub-agent's, or one in a new context."""
+    """A trajectory other than the first: a sub-agent's, or one after compaction."""
 
     title: str
     bubbles: tuple[Bubble, ...]
@@ -67,7 +56,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownEpisode:
-    """One episode as it is shown."""
+    """One episode as the report shows it."""
 
     title: str
     question: str
@@ -79,30 +68,44 @@ class ShownEpisode:
     badge: Badge
 
 
+def choose_pairs(before: Sequence[Transcript], after: Sequence[Transcript], wanted: int) -> list[Pair]:
+    """Chooses informative pairs of the same task: gains (of each kind and split first), then losses and tasks that still fail."""
+    first = {_key(item): item for item in before}
+    pairs = [(first[_key(item)], item) for item in after if _key(item) in first]
+    gained = _one_of_each([pair for pair in pairs if is_above(_value(pair[1]), _value(pair[0]))])
+    lost = [pair for pair in pairs if is_above(_value(pair[0]), _value(pair[1]))]
+    same = [pair for pair in pairs if pair not in gained and pair not in lost and all_equal(map(_value, pair))]
+    failing = [pair for pair in same if not is_at_least(_value(pair[1]), 1.0)]
+    rest = [pair for pair in same if pair not in failing]
+    chosen = gained[: max(wanted - 2, 1)] + lost[:1] + failing[:1]
+    return (chosen + [pair for pair in gained + lost + failing + rest if pair not in chosen])[:wanted]
+
+
 def show_pair(before: Transcript, after: Transcript) -> tuple[ShownEpisode, ShownEpisode]:
     """One task, attempted before and after training."""
-    return _attempt("before training", before), _attempt("after training", after)
+    return show_versions("before training", before, "after training", after)
 
 
 def show_versions(before_title: str, before: Transcript, after_title: str, after: Transcript) -> tuple[ShownEpisode, ShownEpisode]:
     """One task, attempted by two versions."""
-    return _attempt(before_title, before), _attempt(after_title, after)
+    return _shown(before_title, before), _shown(after_title, after)
 
 
-def show_episode(item: Transcript) -> tuple[ShownEpisode]:
-    return (_attempt(f"{_text(item, 'phase')}, step {item.get('step', '?')}", item),)
+def show_episode(item: Transcript) -> ShownEpisode:
+    """A single episode."""
+    return _shown(f"{_text(item, 'phase')}, step {item.get('step', '?')}", item)
 
 
 def show_failure(item: Transcript) -> ShownEpisode:
-    """A captured failure: what it is called, and the turn where it shows first, counted from 1."""
+    """A captured failure, with its tag and the turn where it shows first, counted from 1."""
     turn = item.get("turn")
     where = f", turn {turn + 1}" if isinstance(turn, int) else ""
-    shown = _attempt(f"{_text(item, 'phase')}, step {item.get('step', '?')}", item)
-    said = (("failure", f"{_text(item, 'tag').replace('_', ' ')}{where}"), ("seen in it", _text(item, "note") or "(nothing)"))
-    return replace(shown, outcome=(*said, *shown.outcome))
+    shown = show_episode(item)
+    failure = (("failure", f"{_text(item, 'tag').replace('_', ' ')}{where}"), ("note", _text(item, "note") or "(none)"))
+    return replace(shown, outcome=(*failure, *shown.outcome))
 
 
-def _attempt(title: str, item: Transcript) -> ShownEpisode:
+def _shown(title: str, item: Transcript) -> ShownEpisode:
     split = _text(item, "split")
     kind = (_text(item, "kind").replace("_", " "), _SPLITS.get(split, split))
     answer, truth = item.get("answer"), item.get("truth")
@@ -113,6 +116,7 @@ def _attempt(title: str, item: Transcript) -> ShownEpisode:
     ]
     if item.get("reason"):
         outcome.append(("note", str(item["reason"])))
+    others = [other for other in as_list(item.get("trajectories")) if isinstance(other, dict)]
     return ShownEpisode(
         title=title,
         question=_cut(_text(item, "question") or _text(item, "task_id")),
@@ -121,8 +125,7 @@ def _attempt(title: str, item: Transcript) -> ShownEpisode:
         bubbles=_bubbles(item),
         others=tuple(
             Conversation(title=f"{_text(other, 'agent')}, ended by {_text(other, 'stop_reason') or '?'}", bubbles=_bubbles(other))
-            for other in as_list(item.get("trajectories"))
-            if isinstance(other, dict)
+            for other in others
         ),
         outcome=tuple((name, _cut(value)) for name, value in outcome),
         badge=_badge(item),
@@ -148,7 +151,7 @@ def _bubble(message: Mapping[str, Any]) -> Bubble:
 def _call(call: Mapping[str, Any]) -> ShownCall:
     arguments = call.get("arguments")
     if isinstance(arguments, dict) and len(arguments) == 1 and isinstance(only := next(iter(arguments.values())), str):
-        shown = only  # code and answers read best as they are
+        shown = only  # code and answers are more readable without JSON
     else:
         shown = json.dumps(arguments, indent=2, ensure_ascii=False)
     return ShownCall(tool=_cut(str(call.get("name", "?"))), shown=_cut(shown))
@@ -157,12 +160,12 @@ def _call(call: Mapping[str, Any]) -> ShownCall:
 def _badge(item: Transcript) -> Badge:
     score = item.get("score")
     if item.get("left_out") or not isinstance(score, int | float):
-        return Badge(text="left out", style="none")
+        return Badge(text="excluded", style="none")
     return Badge(text=f"{score:g}", style="good" if is_at_least(score, 1.0) else "bad" if score <= 0 else "part")
 
 
 def _one_of_each(pairs: list[Pair]) -> list[Pair]:
-    """The pairs in an order that shows every split and kind early; of one kind, the longest conversation first."""
+    """Orders pairs so that each split and kind occurs early; within a kind, the longest conversation comes first."""
     ordered = sorted(pairs, key=lambda pair: len(as_list(pair[1].get("messages"))), reverse=True)
     seen: Counter[str] = Counter()
     rank: dict[int, tuple[int, int]] = {}
@@ -178,10 +181,10 @@ def _key(item: Transcript) -> tuple[str, str]:
     return _text(item, "split"), _text(item, "task_id")
 
 
-def _value(pair_side: Transcript) -> float:
-    """The score for sorting only: an unscored episode sorts below every score."""
-    score = pair_side.get("score")
-    return float(score) if isinstance(score, int | float) and not pair_side.get("left_out") else -1.0
+def _value(item: Transcript) -> float:
+    """The score for sorting; an unscored episode comes below all scores."""
+    score = item.get("score")
+    return float(score) if isinstance(score, int | float) and not item.get("left_out") else -1.0
 
 
 def _text(item: Transcript, key: str) -> str:
@@ -190,4 +193,4 @@ def _text(item: Transcript, key: str) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}\n[{len(text) - _LONGEST:,} more characters]"
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}\n[{len(text) - _MAX_CHARS:,} more characters]"

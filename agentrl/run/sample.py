@@ -23,8 +23,7 @@ from agentrl.experience import StepGroups
 from agentrl.experience.steps import has_preference
 from agentrl.failure.digest import write_digest
 from agentrl.observe.exclusions import count_exclusions, merge_counts
-from agentrl.observe.formats import format_duration
-from agentrl.observe.stats import Rate
+from agentrl.observe.stats import Rate, format_duration
 from agentrl.records import Group, Split, Task
 from agentrl.run.rollouts import roll_out_group
 from agentrl.run.supervise import watch_daemon

@@ -24,7 +24,7 @@ from agentrl.evaluation.evaluate import with_thinking_bound
 from agentrl.evaluation.suite_code import check_suite_code
 from agentrl.failure.case import Suite, load_suite
 from agentrl.failure.overlap import WithheldTasks, load_withheld
-from agentrl.failure.practice_schedule import PracticeSchedule
+from agentrl.failure.practice import PracticeSchedule
 from agentrl.failure.triage import load_rules
 from agentrl.gate.rule import can_trigger_retry
 from agentrl.memory import require_full_text_search, scope_of

@@ -18,8 +18,7 @@ from agentrl.config.recipe import Recipe
 from agentrl.errors import AgentRLError, TaskError
 from agentrl.failure.case import Case, load_suite
 from agentrl.failure.overlap import WithheldTasks
-from agentrl.failure.practice import FILE
-from agentrl.failure.practice_schedule import PracticeSchedule, open_practice
+from agentrl.failure.practice import FILE, PracticeSchedule, open_practice
 from agentrl.protocols import TaskFamily
 from agentrl.records import Split, Task
 from agentrl.reward import TaskScorer

@@ -1,4 +1,4 @@
-"""A case made smaller: only what can still be solved, only while it still fails, and within the budget."""
+"""Minimizing a case: it stays solvable, still fails, and the budget is respected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def exact(task: Task, episode: Episode) -> Score:
 
 
 class Sums:
-    """Its gold solution adds up what the files hold: a task whose files say something else than its answer has none."""
+    """A family whose gold solution sums the files, so a task with other files has no gold solution."""
 
     name = "sums"
 
@@ -55,7 +55,7 @@ def run(code: str) -> ExecResult:
 
 
 class Asked:
-    """A policy that fails as long as 57 is there, and counts how often it was asked."""
+    """A policy that fails while 57 is in the files, and counts its attempts."""
 
     def __init__(self, passes: Sequence[float] = ()) -> None:
         self.attempts, self.passes = 0, list(passes)
@@ -72,7 +72,7 @@ def search(ask: Any, case: Case | None = None, budget: int = 400) -> MinimizeSea
     )
 
 
-async def test_a_case_becomes_as_small_as_it_can_be_and_still_be_solved() -> None:
+async def test_a_case_becomes_as_small_as_possible_and_stays_solvable() -> None:
     asked = Asked()
     made, told = await search_smaller_case(search(asked), model="m", at="now")
     assert made.task.files == {"a.csv": "40\n57\n"} and made.task.prompt == TASK.prompt[1:], "40 is needed for the sum to be right"
@@ -84,21 +84,21 @@ async def test_a_case_becomes_as_small_as_it_can_be_and_still_be_solved() -> Non
     assert again.original == TASK, "the first one, not the one in between"
 
 
-async def test_the_budget_holds_and_what_was_found_by_then_counts() -> None:
+async def test_the_budget_is_respected_and_partial_results_count() -> None:
     asked = Asked()
     made, _ = await search_smaller_case(search(asked, budget=30), model="m", at="now")
     assert asked.attempts <= 30 and len(made.task.files) < 2
 
 
-async def test_what_does_not_clearly_fail_or_is_smallest_is_refused() -> None:
-    for ask, case, budget, said in (
+async def test_a_case_that_cannot_be_minimized_is_an_error() -> None:
+    for ask, case, budget, message in (
         (Asked([1.0] * 3), None, 400, "the policy passes it too often"),
-        (Asked(), Case(id="x", task=replace(TASK, data={"answer": "96"})), 400, "no proof as it is"),
+        (Asked(), Case(id="x", task=replace(TASK, data={"answer": "96"})), 400, "its proof fails"),
         (Asked(), None, 6, "the budget is too small"),
-        (Asked(), Case(id="x", task=replace(TASK, prompt=TASK.prompt[1:], files={"a.csv": "40\n57\n"})), 400, "nothing smaller"),
-        (Asked([0.0] * 12 + [1.0] * 400), None, 24, "passed when it was asked again"),
+        (Asked(), Case(id="x", task=replace(TASK, prompt=TASK.prompt[1:], files={"a.csv": "40\n57\n"})), 400, "no smaller task"),
+        (Asked([0.0] * 12 + [1.0] * 400), None, 24, "new attempts at the smallest task passed"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             await search_smaller_case(search(ask, case, budget), model="m", at="now")
     turn = Turn(
         prompt_ids=(1,), completion_ids=(), logprobs=(), versions=(), message=Message(role="assistant", content=""), finish_reason=""
@@ -111,8 +111,8 @@ async def test_what_does_not_clearly_fail_or_is_smallest_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scores", "found"),
+    ("scores", "fails"),
     [([0.0] * 6, True), ([0.0] * 5 + [1.0], False), ([0.0] * 6 + [1.0], True), ([0.0] * 5 + [None], False), ([], False), ([0.9] * 6, True)],
 )
-def test_what_counts_as_failing(scores: list[float | None], found: bool) -> None:
-    assert fails_reliably(scores, 1.0) is found
+def test_reliable_failure(scores: list[float | None], fails: bool) -> None:
+    assert fails_reliably(scores, 1.0) is fails

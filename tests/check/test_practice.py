@@ -1,4 +1,4 @@
-"""Making practice: in real sandboxes, each task proven, and what cannot be proven refused with a reason."""
+"""Generating practice in real sandboxes: each task is proven or rejected with a reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAMILY = Tables(seed=0)
 
 
 class Plain:
-    """The questions of tables, by a family that makes no variants."""
+    """The tasks of tables, by a family without variants."""
 
     name = "tables"
 
@@ -40,7 +40,7 @@ class Plain:
 
 
 class Tells(Plain):
-    """Its gold solution prints what it was told."""
+    """A family whose gold solution prints the given answer."""
 
     def gold(self, task: Task) -> str:
         return f"print({task.data['answer']!r})"
@@ -54,7 +54,7 @@ async def made(family: Plain | Tables, sandboxes: SandboxBackend, *tasks: Task, 
 
 @pytest.mark.slow
 @pytest.mark.bubblewrap
-async def test_mutants_are_proven_or_refused() -> None:
+async def test_mutants_are_proven_or_rejected() -> None:
     total, foreign = FAMILY.task(Split.HELDOUT, 0), replace(FAMILY.task(Split.HELDOUT, 1), family="other")
     wrong = replace(total, data={**total.data, "answer": "1"})
     sandboxes = await open_sandboxes(SandboxConfig(backend="bubblewrap", warm=0), run_label="test", root=ROOT)
@@ -71,7 +71,7 @@ async def test_mutants_are_proven_or_refused() -> None:
 
 
 @pytest.mark.bubblewrap
-def test_the_command_writes_what_a_run_takes(tmp_path: Path) -> None:
+def test_the_command_writes_practice_that_a_run_accepts(tmp_path: Path) -> None:
     for index in (3, 4):
         save_case(tmp_path / "suite", Case(id=f"c{index}", task=FAMILY.task(Split.HELDOUT, index)))
     arguments = ["practice", str(tmp_path / "suite"), str(ROOT / "recipes" / "quickstart.py"), "sandbox.backend=bubblewrap", "--count", "3"]

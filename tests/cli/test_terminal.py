@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from agentrl.observe import RunTracker, Summary
-from agentrl.observe.tracker import TerminalTracker
+from agentrl.observe.terminal import TerminalTracker
 from agentrl.run import loop
 from agentrl.session import preflight
 from agentrl.session.folder import write_start

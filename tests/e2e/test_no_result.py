@@ -40,10 +40,10 @@ def test_a_run_in_which_nothing_is_scored_has_no_result(tmp_path: Path, forked: 
         by=forked,
     )
     assert code == 1, output[-4000:]
-    assert output.count("alert: episodes are left out: ") == 1 and "family.py:in_words: verifier returned str, not a Score" in output
-    assert "alert: step 1: nothing was scored: all 16 episodes of 1 step were left out (" in output and "alert: step 2" not in output
+    assert output.count("alert: episodes are excluded: ") == 1 and "family.py:in_words: verifier returned str, not a Score" in output
+    assert "alert: step 1: nothing was scored: all 16 episodes of 1 step were excluded (" in output and "alert: step 2" not in output
     assert "step 1/2  reward -  " in output and "reward 0.000" not in output
-    assert "no result: nothing was scored: all 32 episodes of 2 steps were left out (32 x " in output
+    assert "no result: nothing was scored: all 32 episodes of 2 steps were excluded (32 x " in output
     assert "Traceback" not in output
     found = summary(run)
     assert found["finished"] and found["steps"] == 2 and found["tokens_trained"] == 0

@@ -13,7 +13,7 @@ def tried(rates: list[float], repeats: int, rng: random.Random) -> Scores:
     return {f"c{number:03d}": [float(rng.random() < rate) for _ in range(repeats)] for number, rate in enumerate(rates)}
 
 
-def test_what_is_unscored_or_only_on_one_side_is_left_out_in_pairs_and_counted() -> None:
+def test_unscored_and_unpaired_attempts_are_excluded_and_counted() -> None:
     before: Scores = {"a": [1, 1, None], "b": [0, None], "c": [1], "only": [1], "late": [1, 1]}
     after: Scores = {"a": [0, None, 1], "b": [None, 1], "c": [1], "new": [0], "late": [1]}
     found = compare(before, after)
@@ -43,7 +43,7 @@ def test_the_verdicts() -> None:
 
 
 def test_repeats_of_a_case_are_one_cluster() -> None:
-    """Eight cases that flip as a whole, eight times each, are eight observations, not 64."""
+    """Eight cases whose eight repeats agree are eight observations, not 64."""
     rng = random.Random(5)
     signs = [rng.choice((-1, 1)) for _ in range(8)]
     before = {f"{n}": [float(sign < 0)] * 8 for n, sign in enumerate(signs)}
@@ -56,7 +56,7 @@ def test_repeats_of_a_case_are_one_cluster() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cases", "repeats"), [(20, 1), (40, 4)])
-def test_the_interval_covers_and_the_verdict_errs_as_seldom_as_it_says(cases: int, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coverage_of_the_interval_and_error_rate_of_the_verdict(cases: int, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.evaluation.statistics.RESAMPLES", 300)
     rng, covered, wrong = random.Random(11), 0, 0
     rates = [(0.9, 0.8), (0.6, 0.5), (0.95, 0.85), (0.3, 0.2)] * (cases // 4)
@@ -68,6 +68,6 @@ def test_the_interval_covers_and_the_verdict_errs_as_seldom_as_it_says(cases: in
     assert covered / 150 >= 0.93 and wrong / 150 < 0.05
 
 
-def test_cases_without_a_flip_plan_nothing_too_small() -> None:
+def test_cases_without_a_flip_still_plan_enough_cases() -> None:
     found = compare({f"c{n}": [1.0] for n in range(8)}, {f"c{n}": [1.0] for n in range(8)})
     assert found is not None and found.cases_needed(0.1) == cases_needed(0.1, math.sqrt(0.09)) > 60

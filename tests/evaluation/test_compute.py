@@ -1,4 +1,4 @@
-"""Success against compute, held to a direct count and to what must hold of any attempts."""
+"""Success against compute, compared with a direct count, and general properties."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ attempts = st.builds(CountedAttempt, passed=st.booleans(), tokens=st.integers(0,
 tables = st.integers(1, 5).flatmap(lambda k: st.lists(st.lists(attempts, min_size=k, max_size=k), min_size=1, max_size=6))
 
 
-def test_numbers_of_attempts_end_with_all() -> None:
+def test_attempt_counts_end_with_all_attempts() -> None:
     assert [attempt_counts(most) for most in (1, 2, 3, 6, 8)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 6), (1, 2, 4, 8)]
 
 
@@ -29,7 +29,7 @@ def test_a_table_with_known_answers() -> None:
 
 
 @given(tables)
-def test_every_point_is_what_choosing_attempts_by_hand_gives(tasks: list[list[CountedAttempt]]) -> None:
+def test_every_point_equals_a_direct_count(tasks: list[list[CountedAttempt]]) -> None:
     longest = max(one.tokens for tries in tasks for one in tries)
     for line in compute_curves(tasks):
         shares = []
@@ -44,7 +44,7 @@ def test_every_point_is_what_choosing_attempts_by_hand_gives(tasks: list[list[Co
         assert all(low <= high for (_, low), (_, high) in zip(line.points, line.points[1:], strict=False)), "more tokens solve no less"
 
 
-def test_what_was_not_tried_has_no_line() -> None:
+def test_tasks_without_attempts_have_no_curve() -> None:
     assert (
         compute_curves([]) == () and pass_at_attempt_counts([]) == {} and compute_curves([[]]) == () and pass_at_attempt_counts([[]]) == {}
     )

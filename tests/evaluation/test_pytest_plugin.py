@@ -1,4 +1,4 @@
-"""The pytest plug-in, in pytest runs of their own: cases are items, failures read well, wrong use ends at once, and it costs nothing."""
+"""The pytest plug-in in separate pytest runs: items, failures, wrong options, and imports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def run(project: Path, *arguments: str) -> tuple[int, str]:
-    """Exit code and output of pytest in a project, with the plug-in as its entry point would load it, and no other."""
+    """Exit code and output of pytest in a project, with only this plug-in loaded as by its entry point."""
     command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", *arguments]
     there = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=project, env=there, capture_output=True, text=True, timeout=120)
@@ -32,7 +32,7 @@ def run(project: Path, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_cases_are_items_and_what_fails_reads_well(project: Path) -> None:
+def test_cases_are_items_with_readable_failures(project: Path) -> None:
     make_suite(
         project / "evals" / "one", make_case("bad"), make_case("broken"), make_case("flaky", threshold=0.5, repeats=4), make_case("good")
     )
@@ -70,7 +70,7 @@ def test_cases_are_items_and_what_fails_reads_well(project: Path) -> None:
         (["--agentrl-suite", "s", "--agentrl-policy", f"{HERE}:no_policy"], "generate"),
     ],
 )
-def test_wrong_use_ends_before_anything_starts(project: Path, arguments: list[str], said: str) -> None:
+def test_wrong_options_are_an_error_before_anything_starts(project: Path, arguments: list[str], said: str) -> None:
     make_suite(project / "s", make_case("good"))
     code, out = run(project, "-q", *arguments)
     assert (code, said in out, "Traceback" in out) == (int(pytest.ExitCode.USAGE_ERROR), True, False), out
@@ -78,7 +78,7 @@ def test_wrong_use_ends_before_anything_starts(project: Path, arguments: list[st
 
 
 @pytest.mark.slow
-def test_the_folder_of_a_suite_is_an_argument(project: Path) -> None:
+def test_a_suites_folder_may_be_an_argument(project: Path) -> None:
     make_suite(project / "s", make_case("bad"), make_case("good"))
     make_suite(project / "t", make_case("good"))
     (project / "test_mine.py").write_text("def test_mine(): pass\n")
@@ -92,7 +92,7 @@ def test_the_folder_of_a_suite_is_an_argument(project: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["runs/quickstart@24", "/etc", "../elsewhere", "a\\u0000b", "http://127.0.0.1:9/v1", "evil.py:policy"])
-def test_a_suite_records_a_model_of_its_project_and_no_code(project: Path, policy: str) -> None:
+def test_a_suite_may_record_a_model_but_no_code(project: Path, policy: str) -> None:
     make_suite(project / "s", make_case("good"))
     (project / "evil.py").write_text("raise SystemExit(7)\n")
     (project / "s" / "suite.toml").write_text(f'policy = "{policy}"\nnote = "made by: agentrl train recipes/quickstart.py"\n')
@@ -105,7 +105,7 @@ def test_a_suite_records_a_model_of_its_project_and_no_code(project: Path, polic
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_cannot_begin_is_an_error_of_every_case_and_is_told(project: Path) -> None:
+def test_an_evaluation_that_cannot_start_is_an_error_of_every_case(project: Path) -> None:
     make_suite(project / "s", make_case("bad"), make_case("good"))
     asked = ("-q", "--agentrl-suite", "s", "--agentrl-set", OVERRIDES[0])
     code, out = run(project, *asked, "--agentrl-policy", f"{HERE}:ill")
@@ -119,8 +119,8 @@ def test_collecting_starts_nothing(project: Path) -> None:
     assert code == 0 and "s::good" in out and not (project / "runs").exists(), out
 
 
-def test_a_pytest_run_without_it_imports_nothing_of_agentrl_but_the_module(project: Path) -> None:
-    """The entry point is loaded in every pytest run of everybody who has agentrl installed."""
+def test_a_pytest_run_without_suites_imports_only_the_entry_point(project: Path) -> None:
+    """The entry point is loaded in every pytest run if agentrl is installed."""
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]
     assert named == {"agentrl": PLUGIN}
     (project / "test_mine.py").write_text(

@@ -58,7 +58,7 @@ def test_flipping_signs_counts_every_choice_of_them(differences: list[Fraction])
     assert seen.high == pytest.approx(sum(one >= observed for one in sums) / len(sums))
 
 
-def test_scores_on_no_lattice_are_flipped_at_random_the_same_way_each_time() -> None:
+def test_random_flips_are_seeded() -> None:
     rng = random.Random(3)
     graded = [Fraction(rng.uniform(-0.2, 0.1)) for _ in range(40)]
     seen = sign_flip_test(graded)
@@ -80,8 +80,8 @@ def test_a_distribution_is_exact_up_to_its_stated_size() -> None:
         assert min(beyond.low, beyond.high) == pytest.approx(0.5, abs=0.02)
 
 
-def test_random_flips_estimate_what_all_choices_of_signs_give() -> None:
-    """Sizes that differ by orders of magnitude: each sign matters, and the largest one decides most."""
+def test_random_flips_estimate_the_exact_distribution() -> None:
+    """Sizes that differ by orders of magnitude."""
     rng = random.Random(4)
     for signs in ((-1, -1, 1, -1, 1, -1), (1, -1, -1, 1, -1, 1), (1, 1, -1, -1, 1, -1), (-1, 1, 1, 1, -1, -1)):
         graded = [Fraction(sign * rng.randint(10**9, 2 * 10**9), 10 ** (9 + place)) for place, sign in enumerate(signs)]
@@ -102,7 +102,7 @@ def test_the_observed_signs_are_one_of_10000_so_that_no_estimate_is_0() -> None:
 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 30), st.integers(0, 30))
-def test_fewer_passes_by_chance_is_fishers_test(passed: int, failed: int, before_passed: int, before_failed: int) -> None:
+def test_the_p_value_of_fewer_passes_is_fishers(passed: int, failed: int, before_passed: int, before_failed: int) -> None:
     known = fisher_exact([[passed, failed], [before_passed, before_failed]], alternative="less").pvalue
     assert fisher_p_value(passed, passed + failed, before_passed, before_passed + before_failed) == pytest.approx(
         known, rel=1e-6, abs=1e-12
@@ -120,20 +120,20 @@ def test_holm_stops_at_the_first_that_is_not_significant() -> None:
     )
 
 
-def test_numbers_that_are_no_counts_raise() -> None:
+def test_impossible_counts_raise() -> None:
     with pytest.raises(ValueError, match="no counts"):
         fisher_p_value(3, 2, 0, 1)
 
 
 @given(st.lists(st.sampled_from([-1.0, -0.5, -0.125, 0.0, 0.25, 0.75, 1.0]), max_size=12))
-def test_the_wealth_is_the_mean_over_the_stakes_of_the_product_over_the_cases(differences: list[float]) -> None:
-    """In fractions, with the stakes that are stated: 0.05, 0.15, ..., 0.95."""
+def test_the_e_value_is_the_mean_over_stakes_of_the_product_over_cases(differences: list[float]) -> None:
+    """In fractions, with the stakes 0.05, 0.15, ..., 0.95."""
     stakes = [Fraction(odd, 20) for odd in range(1, 20, 2)]
     known = sum(math.prod(1 - stake * Fraction(one) for one in differences) for stake in stakes) / len(stakes)
     assert e_value(differences) == pytest.approx(float(known), rel=1e-9)
 
 
-def test_differences_are_within_minus_1_and_1() -> None:
+def test_differences_beyond_1_raise() -> None:
     assert e_value([-1.0]) == pytest.approx(1.5) and e_value([1.0]) == pytest.approx(0.5)
     for beyond in (math.nextafter(1, 2), math.nextafter(-1, -2), 1.05, -2.0, math.nan):
         for differences in ([beyond], [0.5, beyond, -0.5]):
@@ -141,7 +141,7 @@ def test_differences_are_within_minus_1_and_1() -> None:
                 e_value(differences)
 
 
-def test_the_rate_has_wilsons_interval_where_cases_were_tried_once_and_repeats_that_agree_add_nothing() -> None:
+def test_the_rate_has_wilsons_interval_and_agreeing_repeats_add_nothing() -> None:
     once = rate_interval([1.0] * 9 + [0.0], 10)
     assert once.low == pytest.approx(0.596, abs=0.01) and once.high == pytest.approx(0.982, abs=0.01)
     assert rate_interval([1.0] * 9 + [0.0], 80) == once
@@ -153,16 +153,16 @@ def test_the_rate_has_wilsons_interval_where_cases_were_tried_once_and_repeats_t
 
 @pytest.mark.parametrize("difference", [0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.7])
 @pytest.mark.parametrize("more", [0.0, 0.1, 0.2])
-def test_few_cases_see_a_large_difference_as_often_as_is_told(difference: float, more: float) -> None:
-    """With the exact power of the exact test, which goes in steps that the normal approximation knows nothing of."""
+def test_planned_cases_reach_the_power_for_large_differences(difference: float, more: float) -> None:
+    """With the exact power of the exact test, whose steps the normal approximation ignores."""
     n = cases_needed(difference, math.sqrt(difference + more - difference**2))
     assert power_of_mcnemar(n, difference, difference + more) > 0.785
 
 
 @pytest.mark.parametrize("repeats", [1, 4])
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_the_number_of_cases_planned_from_one_policy_gives_the_power(repeats: int, everywhere: bool) -> None:
-    """A drop of 20 points from 0.9, in every case or as whole cases that are lost: seen at least as often as was told."""
+def test_cases_planned_from_one_policy_reach_the_power(repeats: int, everywhere: bool) -> None:
+    """A drop of 20 points from 0.9, in every case or as completely lost cases, is detected at least with the planned power."""
     plan = planned_spread(0.2, 2 * 0.9 * 0.1, repeats=repeats)
     n = cases_needed(0.2, plan)
     assert (
@@ -181,7 +181,7 @@ def test_the_number_of_cases_planned_from_one_policy_gives_the_power(repeats: in
     assert seen / 200 >= 0.75, "80%, but for the chance in 200 evaluations"
 
 
-def test_noise_is_that_of_attempts_at_the_same_case() -> None:
+def test_noise_is_the_variance_of_attempts_at_the_same_case() -> None:
     rng = random.Random(6)
     chances = [0.2, 0.5, 1.0] * 4_000
     by_case = [[float(rng.random() < chance) for _ in range(3)] for chance in chances]
@@ -194,13 +194,13 @@ def test_noise_is_that_of_attempts_at_the_same_case() -> None:
     assert smallest_detectable(5, 0.0) is None, "no number of flips is significant there"
 
 
-def test_impossible_plans_are_refused() -> None:
+def test_impossible_plans_raise() -> None:
     with pytest.raises(ValueError, match="difference of 0"):
         cases_needed(0.0, 0.5)
 
 
 @pytest.mark.slow
-def test_looking_after_every_case_raises_no_more_alarms_than_promised() -> None:
+def test_inspecting_after_every_case_keeps_the_false_alarm_rate() -> None:
     rng, alarms, caught = random.Random(8), 0, 0
     for _ in range(200):
         seen: list[float] = []

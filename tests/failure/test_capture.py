@@ -1,4 +1,4 @@
-"""What is captured, that it is read back whole, that it stays within its bounds, and that damage costs no more than the damaged."""
+"""Capture: what is stored, reading it back, bounds, and damage."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def opened(folder: Path, **config: object) -> Capture:
         (episode(failures=(fault(Blame.POLICY),)), CaptureReason.FAILED),
     ],
 )
-def test_why_an_episode_is_kept(given: ScoredEpisode, found: CaptureReason | None) -> None:
+def test_reason_for_capturing_an_episode(given: ScoredEpisode, found: CaptureReason | None) -> None:
     assert capture_reason(given, below=1.0) is found
 
 
-def test_an_audit_and_an_earlier_success_say_more_than_the_score() -> None:
+def test_an_audit_or_earlier_success_overrides_the_score() -> None:
     assert capture_reason(episode(value=1.0), below=1.0, audit="it copied the file of answers") is CaptureReason.HACKED
     assert capture_reason(episode(ended="turn_limit"), below=1.0, passed_before=True) is CaptureReason.REGRESSED
     assert capture_reason(episode(value=0.3), below=0.2) is None
 
 
-def test_a_trace_is_read_back_whole(tmp_path: Path) -> None:
+def test_a_trace_is_read_back_unchanged(tmp_path: Path) -> None:
     one = trace(*STEPS, of=task("\x1b[31m wide ütf \ufffd", files={"b.txt": "x" * 9000}), answer="97")
     assert one.episode is not None
     last = replace(STEPS[0], supports=Supports.from_rows([(3, 9), (4, 8), ()]))
@@ -84,7 +84,7 @@ def test_a_trace_is_read_back_whole(tmp_path: Path) -> None:
         assert collection.counts("why") == {("failed",): 1, ("imported",): 1}
 
 
-def test_a_group_is_counted_whole_and_its_failures_are_kept(tmp_path: Path) -> None:
+def test_all_episodes_of_a_group_are_counted_and_its_failures_stored(tmp_path: Path) -> None:
     capture = opened(tmp_path)
     capture.capture_group(task(), group(0, episode(0), episode(1, value=1.0, answer="412"), episode(2, value=None)), step=4)
     broken = replace(episode(3, group=1), episode=replace(episode(3, group=1).episode, failures=(fault(Blame.TASK, "TaskError"),)))
@@ -111,7 +111,7 @@ def test_a_group_is_counted_whole_and_its_failures_are_kept(tmp_path: Path) -> N
     assert capture.lost == 0
 
 
-def test_a_resumed_run_goes_on_and_an_evaluation_made_again_replaces_itself(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_and_a_repeated_evaluation_replaces_the_first(tmp_path: Path) -> None:
     first = opened(tmp_path)
     first.capture_group(task(), group(0, episode(0)), step=0)
     first.reset_phase("before")
@@ -135,7 +135,7 @@ def test_a_resumed_run_goes_on_and_an_evaluation_made_again_replaces_itself(tmp_
     assert found is not None and found.origin["passed_in"] == "before"
 
 
-def test_of_the_judgements_of_a_gate_one_is_made_again_and_the_others_stay(tmp_path: Path) -> None:
+def test_a_repeated_gate_evaluation_replaces_only_its_own_step(tmp_path: Path) -> None:
     capture = opened(tmp_path)
     for version, value in ((0, 1.0), (1, 0.0), (1, 0.0)):  # the driver died after the first judgement of version 1
         capture.reset_phase("gate", step=version, place=f"gate{version}")
@@ -149,7 +149,7 @@ def test_of_the_judgements_of_a_gate_one_is_made_again_and_the_others_stay(tmp_p
         assert collection.counts("step", "why") == {(0, ""): 2, (1, "regressed"): 2}
 
 
-def test_what_is_frequent_makes_room_and_what_is_rare_or_tagged_stays(tmp_path: Path) -> None:
+def test_frequent_failures_are_deleted_before_rare_or_tagged_ones(tmp_path: Path) -> None:
     rare = replace(trace(*STEPS, name="rare"), tags=(Tag(name="looped", by="rules"),))
     common = [replace(trace(*STEPS, name=f"c{n:03d}", of=task(id=f"t{n}")), tags=(Tag(name="budget", by="rules"),)) for n in range(30)]
     with Collection(tmp_path, keep=5, make=True) as collection:
@@ -166,7 +166,7 @@ def test_what_is_frequent_makes_room_and_what_is_rare_or_tagged_stays(tmp_path: 
         assert len(collection) == 5, "the bound holds over a restart"
 
 
-def test_bytes_are_bounded_and_one_huge_trace_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_bounded_and_a_huge_trace_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Collection(tmp_path, keep_bytes=4000, make=True) as collection:
         for number in range(40):
             collection.add([trace(*STEPS, name=f"n{number}", of=task(id=f"t{number}"))])
@@ -176,7 +176,7 @@ def test_bytes_are_bounded_and_one_huge_trace_is_not_kept(tmp_path: Path, monkey
         assert collection.get("huge") is None
 
 
-def test_a_file_cut_anywhere_costs_what_is_in_it_and_no_run(tmp_path: Path) -> None:
+def test_a_truncated_file_loses_its_traces_and_does_not_stop_the_run(tmp_path: Path) -> None:
     capture = opened(tmp_path)
     for index in range(12):
         capture.capture_group(task(), group(index, *(episode(n, group=index) for n in range(3))), step=0)
@@ -197,7 +197,7 @@ def test_a_file_cut_anywhere_costs_what_is_in_it_and_no_run(tmp_path: Path) -> N
         assert {"g000020-0-a0", "g000021-0-a0"} <= set(ids), size
 
 
-def test_a_damaged_trace_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_damaged_trace_has_its_id(tmp_path: Path) -> None:
     with Collection(tmp_path, make=True) as collection:
         collection.add([trace(*STEPS)])
     db = sqlite3.connect(tmp_path / FILE)
@@ -208,7 +208,7 @@ def test_a_damaged_trace_is_named(tmp_path: Path) -> None:
         collection.get("g000000-0-a0")
 
 
-def test_what_is_no_collection_says_so(tmp_path: Path) -> None:
+def test_another_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no captured failures"):
         Collection(tmp_path)
     (tmp_path / FILE).parent.mkdir()
@@ -217,14 +217,14 @@ def test_what_is_no_collection_says_so(tmp_path: Path) -> None:
         Collection(tmp_path)
 
 
-def test_a_disk_that_refuses_costs_the_trace_and_not_the_run(tmp_path: Path) -> None:
+def test_a_full_disk_loses_the_trace_and_does_not_stop_the_run(tmp_path: Path) -> None:
     (tmp_path / "failures").write_text("no folder")
     capture = opened(tmp_path)
     capture.capture_group(task(), group(0, episode(0)), step=0)
     assert capture.lost == 1
 
 
-def test_nothing_is_captured_where_nothing_is_to_be_kept(tmp_path: Path) -> None:
+def test_keep_0_captures_nothing(tmp_path: Path) -> None:
     capture = opened(tmp_path, keep=0)
     capture.capture_group(task(), group(0, episode(0)), step=0)
     capture.reset_phase("before")
@@ -233,7 +233,7 @@ def test_nothing_is_captured_where_nothing_is_to_be_kept(tmp_path: Path) -> None
 
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=24), st.integers(1, 6))
-def test_counts_are_of_all_and_never_fewer_than_what_is_kept(
+def test_counts_include_traces_that_are_not_stored(
     tmp_path_factory: pytest.TempPathFactory, failures: list[tuple[str, bool]], keep: int
 ) -> None:
     folder = tmp_path_factory.mktemp("c")
@@ -249,9 +249,7 @@ def test_counts_are_of_all_and_never_fewer_than_what_is_kept(
         assert all(collection.counts("tag")[(tag,)] >= kept.count(tag) for tag in set(kept))
 
 
-def test_a_locked_file_stops_the_run_once_and_not_at_every_episode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_locked_file_delays_the_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("agentrl.failure.capture._BUSY_S", 0.3)
     opened(tmp_path).capture_group(task(), group(0, episode(0)), step=0)
     capture, other = opened(tmp_path), sqlite3.connect(tmp_path / FILE, isolation_level=None)
@@ -269,7 +267,7 @@ def test_a_locked_file_stops_the_run_once_and_not_at_every_episode(
         assert [row.id for row in collection.rows()] == ["g000000-0-a0", "g000011-0-a0"]
 
 
-def test_the_traces_of_a_run_that_nobody_can_write_to_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_traces_of_a_read_only_run_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Collection(tmp_path, make=True) as collection:
         collection.add([trace(*STEPS)])
     monkeypatch.setattr("agentrl.failure.collection.os.access", lambda path, mode: False)  # an archive, mounted to be read

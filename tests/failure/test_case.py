@@ -1,4 +1,4 @@
-"""Suites of regression cases: what is saved is read back, and what is none says why."""
+"""Suites of regression cases: saving, loading, and errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_suite_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
         ("x", "is not TOML"),
     ],
 )
-def test_settings_that_are_none_are_named(tmp_path: Path, settings: str, said: str) -> None:
+def test_the_error_names_an_invalid_setting(tmp_path: Path, settings: str, said: str) -> None:
     save_case(tmp_path, Case(id="a", task=make_task()))
     (tmp_path / "suite.toml").write_text(settings)
     with pytest.raises(UserError, match=said):
@@ -52,14 +52,14 @@ def test_settings_that_are_none_are_named(tmp_path: Path, settings: str, said: s
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"id": "other"}'])
-def test_a_file_that_is_no_case_is_named(tmp_path: Path, content: bytes) -> None:
+def test_the_error_names_an_invalid_case_file(tmp_path: Path, content: bytes) -> None:
     save_case(tmp_path, Case(id="a", task=make_task()))
     (tmp_path / "cases" / "x.json").write_bytes(content)
     with pytest.raises(UserError, match=r"x\.json"):
         load_suite(tmp_path)
 
 
-def test_a_case_without_the_newer_fields_is_read_and_wrong_ones_are_refused(tmp_path: Path) -> None:
+def test_newer_fields_of_a_case_are_optional_and_validated(tmp_path: Path) -> None:
     path = save_case(tmp_path, Case(id="a", task=make_task()))
     older = json.loads(path.read_bytes())
     for name in ("by", "threshold", "repeats", "baseline"):
@@ -72,7 +72,7 @@ def test_a_case_without_the_newer_fields_is_read_and_wrong_ones_are_refused(tmp_
             load_suite(tmp_path)
 
 
-def test_a_folder_of_suites_gives_all_of_them(tmp_path: Path) -> None:
+def test_a_folder_of_suites_loads_all_of_them(tmp_path: Path) -> None:
     for name in ("b", "a"):
         save_case(tmp_path / name, Case(id="x", task=make_task()))
     assert [suite.name for suite in load_suites(tmp_path)] == ["a", "b"]
@@ -81,14 +81,14 @@ def test_a_folder_of_suites_gives_all_of_them(tmp_path: Path) -> None:
         load_suites(tmp_path / "a" / "cases")
 
 
-def test_a_folder_without_cases_is_no_suite(tmp_path: Path) -> None:
+def test_a_folder_without_cases_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"suite\.toml"):
         load_suite(tmp_path)
     with pytest.raises(ValueError, match="is no name"):
         Case(id="../x", task=make_task())
 
 
-def test_a_trace_reads_back_and_says_what_it_is() -> None:
+def test_a_trace_is_validated_and_read_back() -> None:
     trace = Trace(id="t", why=CaptureReason.IMPORTED, source="openai", missing=("no tool schemas",))
     assert codec.from_json(Trace, codec.to_json(trace)) == trace
     assert trace.task is None

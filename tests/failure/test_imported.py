@@ -1,4 +1,4 @@
-"""A folder of production traces becomes a suite: the road from `import` over `promote` to `eval`, and what is said when something lacks."""
+"""A folder of production traces becomes a suite: from `import` over `promote` to `eval`, and errors for missing parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.agent import load_tools
 from agentrl.cli import app
 from agentrl.errors import AgentRLError, TaskError, UserError
 from agentrl.failure.case import load_suite
-from agentrl.failure.imported import UserParts, describe_excluded_messages, read_truths, task_from_trace
+from agentrl.failure.promote import UserParts, describe_excluded_messages, read_truths, task_from_trace
 from agentrl.failure.trace import CaptureReason, ImportedMessage, Trace
 from agentrl.records import Limits, Message, ToolCall
 from agentrl.task.recorded_tools import RECORDED_TOOLS, Recording
@@ -61,7 +61,7 @@ def agentrl(*arguments: str, code: int = 0) -> str:
     return done.output if not isinstance(done.exception, AgentRLError) else str(done.exception)
 
 
-def test_a_folder_of_traces_becomes_a_suite_that_tells_policies_apart(project: Path) -> None:
+def test_a_folder_of_traces_becomes_a_suite_that_distinguishes_policies(project: Path) -> None:
     agentrl("failures", "import", "support", "traces")
     (row,) = json.loads(agentrl("failures", "list", "support", "--json"))["traces"]
     (project / "truths.jsonl").write_text(json.dumps({"trace": row["id"], "truth": "It is on its way."}) + "\n")
@@ -99,7 +99,7 @@ def said(role: str, content: str = "", *calls: ToolCall, **more: Any) -> Importe
 WHOLE = UserParts(verifiers=("rewards.exact:exact",), truths={"t1": "4"})
 
 
-def test_everything_that_lacks_is_named_at_once() -> None:
+def test_one_error_lists_everything_that_is_missing() -> None:
     with pytest.raises(UserError) as error:
         task_from_trace(trace(said("assistant", "hello", ToolCall(name="f", arguments={})), origin={"service": "shop"}), UserParts())
     for lack in ("a user message before", "--verifier", "--truths FILE", "--tools module:attr", "keys of its origin: service"):
@@ -118,7 +118,7 @@ def test_truth_may_come_from_the_origin_and_tools_from_stubs() -> None:
     assert describe_excluded_messages(one) == ""
 
 
-async def test_answers_go_to_their_calls_by_id_and_else_in_order() -> None:
+async def test_results_belong_to_calls_by_id_or_else_in_order() -> None:
     calls = [ToolCall(name="f", arguments={"x": number, "y": "a"}) for number in range(4)]
     schema = {"type": "function", "function": {"name": "g", "description": "G.", "parameters": {"type": "object", "properties": {}}}}
     one = trace(
@@ -150,7 +150,7 @@ async def test_answers_go_to_their_calls_by_id_and_else_in_order() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"trace": "a"}', "7", '"a"', "[" * 100_000])
-def test_a_file_of_truths_that_is_none_names_its_line(text: str, tmp_path: Path) -> None:
+def test_an_invalid_file_of_truths_is_an_error_with_its_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "truths").write_text('{"trace": "a", "truth": 4}\n\n' + text + "\n")
     with pytest.raises(UserError, match="truths:3 is not a truth"):
         read_truths(tmp_path / "truths")

@@ -1,4 +1,4 @@
-"""Outages are not tagged as the agent's, in our own episodes and in foreign traces, and what is the agent's own is not tagged an outage."""
+"""Outages are not blamed on the agent, in own episodes and imported traces, and the agent's failures are not tagged as outages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def first(given: Trace) -> tuple[str, int | None]:
 
 
 @pytest.mark.parametrize("text", OUTAGES)
-def test_an_outage_is_the_infrastructure_s_in_a_foreign_trace_and_in_ours(text: str) -> None:
+def test_an_outage_is_tagged_infrastructure_in_imported_and_own_traces(text: str) -> None:
     foreign = heard(said("assistant", "", CALL), said("tool", text, failed=True), said("assistant", "It is 3."))
     assert first(foreign) == ("infrastructure", 0)
     ours = trace(turn(("search", {"query": "the weather"}, text, False)), turn(submit("97")), answer="97")
@@ -63,12 +63,12 @@ def test_an_outage_is_the_infrastructure_s_in_a_foreign_trace_and_in_ours(text: 
 
 
 @pytest.mark.parametrize("text", [text for text in OUTAGES if "deadline" not in text and "timed out" not in text])
-def test_a_format_that_marks_no_errors_holds_outages_too(text: str) -> None:
+def test_outages_are_recognized_in_formats_without_error_marks(text: str) -> None:
     assert first(heard(said("assistant", "", CALL), said("tool", text), said("assistant", "It is 3.")))[0] == "infrastructure"
 
 
 @pytest.mark.parametrize(("tool", "arguments", "text"), OWN)
-def test_what_the_agent_asked_for_or_ran_is_its_own(tool: str, arguments: dict[str, Any], text: str) -> None:
+def test_failures_of_the_agents_programs_and_addresses_are_its_own(tool: str, arguments: dict[str, Any], text: str) -> None:
     call = ToolCall(name=tool, arguments=arguments)
     foreign = heard(said("assistant", "", call), said("tool", text, failed=True), said("assistant", "It is 3."))
     ours = trace(turn((tool, arguments, text, False)), turn(submit("97")), answer="97")
@@ -76,7 +76,7 @@ def test_what_the_agent_asked_for_or_ran_is_its_own(tool: str, arguments: dict[s
         assert "infrastructure" not in {tag.name for tag in tag_by_rules(given, rules.RULES)}
 
 
-def test_an_outage_that_the_agent_got_over_or_provoked_is_none() -> None:
+def test_an_outage_with_recovery_or_provoked_by_the_agent_is_not_tagged() -> None:
     down, up = ("search", {"query": "a"}, OUTAGES[0], False), ("search", {"query": "a"}, "412", True)
     assert first(trace(turn(down), turn(up), turn(submit("97")), answer="97"))[0] != "infrastructure"
     provoked = Failure(stage="tool", blame=Blame.POLICY, kind="HTTPError", message="tool search: HTTPError: HTTP Error 503", turn=1)
@@ -86,7 +86,7 @@ def test_an_outage_that_the_agent_got_over_or_provoked_is_none() -> None:
     assert first(late) == ("budget", 0)
 
 
-def test_an_episode_whose_sandbox_went_away_is_told_from_its_program() -> None:
+def test_a_lost_sandbox_differs_from_a_failing_program() -> None:
     for text in ("error: Cannot connect to the Docker daemon at unix:///var/run/docker.sock", "error: the container abc is not running"):
         call = ToolCall(name="bash", arguments={"command": "ls"})
         assert first(heard(said("assistant", "", call), said("tool", text, failed=True), said("assistant", "3")))[0] == "infrastructure"
@@ -132,16 +132,16 @@ def conversation(tool_error: str, result: str | None, *, arguments: str = '{"que
 
 @pytest.mark.parametrize("error", ["TimeoutError", "httpx.ConnectTimeout", "ConnectionRefusedError", "503", "openai.RateLimitError"])
 @pytest.mark.parametrize("result", [None, "the tool failed"])
-def test_the_type_of_a_span_s_error_names_an_outage(error: str, result: str | None, tmp_path: Path) -> None:
+def test_error_types_of_spans_that_are_outages(error: str, result: str | None, tmp_path: Path) -> None:
     assert first(exported(tmp_path, *conversation(error, result)))[0] == "infrastructure"
 
 
 @pytest.mark.parametrize("error", ["ValueError", "404", "KeyError", "_OTHER"])
-def test_the_type_of_a_span_s_error_names_none(error: str, tmp_path: Path) -> None:
+def test_error_types_of_spans_that_are_not_outages(error: str, tmp_path: Path) -> None:
     assert first(exported(tmp_path, *conversation(error, "the tool failed")))[0] == "bad_arguments"
 
 
-def test_a_model_s_call_that_failed_at_the_end_is_no_fault_of_the_agent(tmp_path: Path) -> None:
+def test_a_failed_last_model_call_is_not_blamed_on_the_agent(tmp_path: Path) -> None:
     spans = conversation("", "sunny")
     failing = span(4, "chat", 1, "APITimeoutError", operation__name="chat")
     found = exported(tmp_path, *spans, failing)

@@ -1,4 +1,4 @@
-"""Which tasks may be trained on beside a suite, and that the schedule gives no other."""
+"""Which tasks may be trained on in a run with suites."""
 
 from __future__ import annotations
 
@@ -64,26 +64,26 @@ CODED = coded("o-17", "o-16,aa1\no-17,zx81\n", "zx81")
         (task("What is 2 + 3?", "5", files={}), task("What is 4 + 1?", "5", files={}), None),
     ],
 )
-def test_likeness(case: Task, other: Task, found: Overlap | None) -> None:
+def test_overlap(case: Task, other: Task, found: Overlap | None) -> None:
     assert overlap_of(case, other) is found and overlap_of(other, case) is found, "either way round"
     assert (WithheldTasks([Case(id="c", task=case)]).match(other) or (None, None))[1] is found, "and so says the index"
 
 
-def test_ids_are_words_of_letters_and_figures() -> None:
+def test_ids_are_words_of_letters_and_digits() -> None:
     folded = normalize_ids(
         "Order-10432 of user_7b in T0017, 123e4567-e89b-12d3-a456-426614174000, on 2024-01-05 for 3.50 and 1,000 in sales_7.csv"
     )
     assert folded == "# of # in #, #, on 2024-01-05 for 3.50 and 1,000 in #.csv"
 
 
-def test_the_same_task_is_found_before_a_twin_of_it() -> None:
+def test_an_equal_task_is_preferred_to_a_near_duplicate() -> None:
     twin, same = Case(id="a", task=asked("What is the status of order-77120?")), Case(id="b", task=ASKED)
     found = WithheldTasks([twin, same]).match(ASKED)
     assert found is not None and (found[0].id, found[1]) == ("b", Overlap.SAME)
 
 
-def test_a_generated_family_is_not_shut_out_by_its_cases() -> None:
-    """Questions of the quickstart repeat each other's words; only their files tell them apart."""
+def test_cases_do_not_withhold_a_whole_generated_family() -> None:
+    """Many questions of the quickstart have the same prompt and differ only in their files."""
     family = Tables()
     held = WithheldTasks(Case(id=str(n), task=family.task(Split.HELDOUT, n)) for n in range(24))
     assert sum(family.task(Split.TRAIN, n) in held for n in range(64)) == 0
@@ -111,7 +111,7 @@ def numbered(index: int) -> Task:
 
 
 @pytest.mark.parametrize("size", [None, 8])
-def test_a_run_never_trains_on_what_it_is_measured_with(size: int | None) -> None:
+def test_a_run_never_trains_on_what_it_is_evaluated_on(size: int | None) -> None:
     family: TaskFamily = Numbered(size, numbered)
     held = WithheldTasks(Case(id=str(n), task=numbered(n)) for n in (1, 2, 5))
     plain, kept = GroupSchedule(family, seed=3), GroupSchedule(family, seed=3, withheld=held)
@@ -124,7 +124,7 @@ def test_a_run_never_trains_on_what_it_is_measured_with(size: int | None) -> Non
     assert [again.task(group).id for group in reversed(range(16))] == [one.id for one in reversed(given)], "a pure function of the index"
 
 
-def test_what_was_withheld_is_told_once_whoever_asks_again(tmp_path: Path) -> None:
+def test_a_withheld_task_is_recorded_once(tmp_path: Path) -> None:
     held = WithheldTasks(Case(id=str(n), task=numbered(n)) for n in (1, 2, 5))
     for _ in range(2):  # the second time as a resumed run
         schedule = GroupSchedule(Numbered(8, numbered), seed=3, withheld=WithholdingLog(tmp_path, held))
@@ -134,13 +134,13 @@ def test_what_was_withheld_is_told_once_whoever_asks_again(tmp_path: Path) -> No
     assert sorted((line["task_id"], line["case"], line["likeness"]) for line in lines) == [(n, n, "same") for n in ("1", "2", "5")]
 
 
-def test_a_family_of_nothing_else_says_so() -> None:
+def test_a_family_with_only_withheld_tasks_is_an_error() -> None:
     schedule = GroupSchedule(Numbered(2, numbered), seed=0, withheld=WithheldTasks(Case(id=str(n), task=numbered(n)) for n in range(2)))
     with pytest.raises(RecipeError, match=r"tasks\.withhold"):
         schedule.task(0)
 
 
-def test_suites_are_named_relative_to_the_project(tmp_path: Path) -> None:
+def test_suite_folders_are_relative_to_the_project(tmp_path: Path) -> None:
     save_case(tmp_path / "evals" / "one", Case(id="a", task=ASKED))
     save_case(tmp_path / "evals" / "two", Case(id="b", task=FILED))
     held = load_withheld(["evals/one", "evals/two"], root=tmp_path)

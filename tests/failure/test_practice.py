@@ -1,4 +1,4 @@
-"""Practice: made of cases, never the case or its near twin, and mixed into a run's groups as told."""
+"""Practice: derived from cases without overlapping them, and mixed into a run's groups."""
 
 from __future__ import annotations
 
@@ -17,9 +17,17 @@ from agentrl.config import PracticeConfig, build
 from agentrl.errors import RecipeError, TaskError, UserError
 from agentrl.failure.case import Case, save_case
 from agentrl.failure.overlap import WithheldTasks, load_withheld, overlap_of
-from agentrl.failure.practice import FILE, PracticeTask, load_practice, practice_task, save_practice
-from agentrl.failure.practice_mutants import gold_without_answer, mutate_task
-from agentrl.failure.practice_schedule import PracticeSchedule, open_practice
+from agentrl.failure.practice import (
+    FILE,
+    PracticeSchedule,
+    PracticeTask,
+    gold_without_answer,
+    load_practice,
+    mutate_task,
+    open_practice,
+    practice_task,
+    save_practice,
+)
 from agentrl.records import Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.session import run_practice
@@ -45,7 +53,7 @@ def suite(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[kind.name for kind in KINDS])
-def test_a_family_varies_its_kind_and_gives_away_no_case(case: Case) -> None:
+def test_variants_have_the_cases_kind_and_do_not_overlap_with_it(case: Case) -> None:
     made = tasks_of(case, 9)
     assert made == tasks_of(case, 9), "a pure function"
     assert {one.how for one in made} == {"alike", "harder", "easier"} and len({one.key for one in made}) == 9
@@ -58,7 +66,7 @@ def test_a_family_varies_its_kind_and_gives_away_no_case(case: Case) -> None:
     assert min(rows["harder"]) > max(rows["easier"])
 
 
-def test_mutants_are_other_questions_of_the_same_words() -> None:
+def test_mutants_have_the_same_prompt_and_other_numbers() -> None:
     task = FAMILY.task(Split.TRAIN, 2)  # a total where a column of numbers has a value that the question names
     found = list(islice(mutate_task(task, seed=0), 5))
     assert found == list(islice(mutate_task(task, seed=0), 5)) and len({one.key for one in found}) == 5
@@ -69,7 +77,7 @@ def test_mutants_are_other_questions_of_the_same_words() -> None:
     assert list(mutate_task(replace(task, files={"a.txt": "no number, but id-7 and 2024-01-05\n"}), seed=0)) == []
 
 
-def test_a_gold_solution_that_knows_the_answer_proves_none() -> None:
+def test_a_gold_solution_that_depends_on_the_answer_is_rejected() -> None:
     class Knows(Tables):
         def gold(self, task: Task) -> str:
             return f"print({task.data['answer']!r})"
@@ -80,7 +88,7 @@ def test_a_gold_solution_that_knows_the_answer_proves_none() -> None:
         gold_without_answer(FAMILY, replace(CASES[0].task, data={"kind": "total", "names": {}}))
 
 
-def test_what_is_written_is_read_and_a_leak_is_refused(suite: Path) -> None:
+def test_practice_is_read_back_and_overlapping_tasks_are_an_error(suite: Path) -> None:
     made = [one for case in CASES[:3] for one in tasks_of(case)]
     save_practice(suite, made, {"seed": 0})
     cases = load_withheld([suite.name], root=suite.parent)
@@ -94,12 +102,12 @@ def test_what_is_written_is_read_and_a_leak_is_refused(suite: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b"{}", "no task of practice"),
-        (b"[" * 100_000, "no task of practice"),
-        (json.dumps({"case": "c", "how": "x", "key": "0", "task": None}).encode(), "no task of practice"),
+        (b"{}", "no practice task"),
+        (b"[" * 100_000, "no practice task"),
+        (json.dumps({"case": "c", "how": "x", "key": "0", "task": None}).encode(), "no practice task"),
     ],
 )
-def test_damage_is_told_with_its_line(suite: Path, line: bytes, said: str) -> None:
+def test_the_error_for_damage_has_the_line(suite: Path, line: bytes, said: str) -> None:
     save_practice(suite, tasks_of(CASES[0]), {})
     path = suite / FILE
     path.write_bytes(path.read_bytes() + line + b"\n")
@@ -107,7 +115,7 @@ def test_damage_is_told_with_its_line(suite: Path, line: bytes, said: str) -> No
         load_practice(suite)
 
 
-def test_a_task_changed_after_its_proof_is_refused(suite: Path) -> None:
+def test_a_task_changed_after_its_proof_is_an_error(suite: Path) -> None:
     save_practice(suite, tasks_of(CASES[0]), {})
     path = suite / FILE
     path.write_text(path.read_text().replace('"tolerance":0.0051', '"tolerance":9.0'))
@@ -126,13 +134,13 @@ def test_a_task_changed_after_its_proof_is_refused(suite: Path) -> None:
 
 
 @given(st.fractions(min_value="1/1000", max_value=1, max_denominator=1000), st.integers(0, 3000), st.integers(0, 9))
-def test_the_share_is_kept_at_every_point_of_a_run(share: Fraction, groups: int, seed: int) -> None:
+def test_the_share_holds_at_every_point_of_a_run(share: Fraction, groups: int, seed: int) -> None:
     mixed = PracticeSchedule([["a"] * 1], [1], share, seed)  # type: ignore[list-item]
     assert mixed.practice_groups_before(groups) == int(groups * share)
     assert (mixed.task_of_group(groups) is not None) == (mixed.practice_groups_before(groups + 1) > mixed.practice_groups_before(groups))
 
 
-def test_suites_take_turns_by_weight_and_the_family_misses_none_of_its_own() -> None:
+def test_suites_take_turns_by_weight_and_the_family_keeps_its_schedule() -> None:
     one, other = [practice.task for practice in tasks_of(CASES[0], 4)], [practice.task for practice in tasks_of(CASES[1], 3)]
     schedule = GroupSchedule(FAMILY, 3, practice=PracticeSchedule([one, other], [3, 1], Fraction(3, 10), 3))
     drawn = [schedule.task(group) for group in range(200)]
@@ -145,7 +153,7 @@ def test_suites_take_turns_by_weight_and_the_family_misses_none_of_its_own() -> 
     assert own == [FAMILY.task(Split.TRAIN, index) for index in range(140)]
 
 
-def test_a_recipe_names_suites_with_weights(suite: Path) -> None:
+def test_a_recipe_gives_suites_weights(suite: Path) -> None:
     save_practice(suite, tasks_of(CASES[0]), {})
     config = PracticeConfig(suites={"suite": 2}, share=0.25)
     mixed = open_practice(config, seed=0, root=suite.parent, withheld=WithheldTasks(CASES))
@@ -155,7 +163,7 @@ def test_a_recipe_names_suites_with_weights(suite: Path) -> None:
             build({"name": "x", "policy": {"model": "m"}, "tasks": {"family": "f:F", "practice": wrong}})
 
 
-def test_practice_is_kept_apart_from_what_a_run_measures_and_as_it_was_begun_with(suite: Path, tmp_path: Path) -> None:
+def test_practice_never_overlaps_with_evaluations_and_stays_the_same_on_resume(suite: Path, tmp_path: Path) -> None:
     recipe = build({
         "name": "x",
         "policy": {"model": "m"},
@@ -177,5 +185,5 @@ def test_practice_is_kept_apart_from_what_a_run_measures_and_as_it_was_begun_wit
     run_practice.copy_practice_files(run, recipe, root=tmp_path)
     assert len((run / "practice" / "0-suite.jsonl").read_bytes().splitlines()) == 7
     (run / "practice" / "0-suite.jsonl").unlink()
-    with pytest.raises(UserError, match="is the same of case heldout-4, which is measured with"):
+    with pytest.raises(UserError, match="is the same of case heldout-4, which the run is evaluated on"):
         opened()

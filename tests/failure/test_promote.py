@@ -1,4 +1,4 @@
-"""From traces to a suite, and what is refused."""
+"""Promoting traces to cases, and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = (turn(python("print(97)", "97")), turn(submit("97")))
 ONE = replace(trace(*STEPS, name="g000012-3-a0", answer="97"), tags=(Tag(name="wrong_answer", by="rules", confidence=0.3),))
 
 
-def test_a_case_is_the_task_with_where_it_comes_from(tmp_path: Path) -> None:
+def test_a_case_is_the_task_with_its_origin(tmp_path: Path) -> None:
     (done,) = promote([ONE], tmp_path / "suite", note="seen twice", by="me", threshold=0.75, repeats=4)
     suite = load_suite(tmp_path / "suite")
     (case,) = suite.cases
@@ -32,13 +32,13 @@ def test_a_case_is_the_task_with_where_it_comes_from(tmp_path: Path) -> None:
     assert case.baseline is not None and (case.baseline.version, case.baseline.scores, case.baseline.mean) == (3, (0.0,), 0.0)
 
 
-def test_what_nothing_scored_is_no_baseline(tmp_path: Path) -> None:
+def test_an_unscored_trace_gives_no_baseline(tmp_path: Path) -> None:
     assert ONE.score is not None
     promote([replace(ONE, score=replace(ONE.score, value=None, reason="no judge"))], tmp_path)
     assert load_suite(tmp_path).cases[0].baseline is None
 
 
-def test_a_task_is_in_a_suite_once_and_twins_are_told(tmp_path: Path) -> None:
+def test_a_task_is_added_once_and_near_duplicates_are_reported(tmp_path: Path) -> None:
     again = replace(ONE, id="g000099-0-a0")
     twin = trace(*STEPS, name="twin", of=task(files={"b.csv": "amount\n400\n12\n"}))
     other = trace(*STEPS, name="other", of=task("What is the mean?"))
@@ -55,13 +55,13 @@ def test_a_task_is_in_a_suite_once_and_twins_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "said"), [(heard(), "holds no task"), (replace(ONE, why=CaptureReason.FAULT), "is a fault")])
-def test_what_makes_no_case_is_refused_before_anything_is_written(tmp_path: Path, given: object, said: str) -> None:
+def test_an_unusable_trace_is_an_error_before_anything_is_written(tmp_path: Path, given: object, said: str) -> None:
     with pytest.raises(UserError, match=said):
         promote([ONE, given], tmp_path / "suite")  # type: ignore[list-item]
     assert not (tmp_path / "suite").exists()
 
 
-def test_a_hostile_kind_makes_a_plain_name(tmp_path: Path) -> None:
+def test_a_hostile_kind_gives_a_plain_case_id(tmp_path: Path) -> None:
     named = trace(*STEPS, of=task(data={"kind": "../../etc\x00\x1b[31m/" + "x" * 200, "answer": "1"}))
     (done,) = promote([named], tmp_path)
     assert done.path is not None and done.path.parent == tmp_path / "cases" and len(done.path.name) < 80 and done.path.name.isascii()

@@ -17,7 +17,7 @@ def group(index: int, task: str, blame: Blame = Blame.TASK) -> Group:
     return Group(index=index, task_id=task, task_key=f"key of {task}", episodes=(scored,))
 
 
-def test_a_broken_task_is_known_from_then_on_also_after_a_restart(tmp_path: Path) -> None:
+def test_a_broken_task_stays_quarantined_after_a_restart(tmp_path: Path) -> None:
     first = Quarantine(tmp_path, limit=1)
     first.add(group(0, "good", Blame.INFRASTRUCTURE))
     first.add(group(1, "bad"))
@@ -33,7 +33,7 @@ def test_a_broken_task_is_known_from_then_on_also_after_a_restart(tmp_path: Path
     assert count_quarantined(tmp_path) == 2 and count_quarantined(tmp_path / "none") == 0
 
 
-def test_one_too_many_stops_with_the_list_and_a_restart_may_go_on(tmp_path: Path) -> None:
+def test_too_many_broken_tasks_stop_the_run_with_a_list(tmp_path: Path) -> None:
     quarantine = Quarantine(tmp_path, limit=2)
     quarantine.add(group(0, "a"))
     quarantine.add(group(1, "b"))

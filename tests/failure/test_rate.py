@@ -1,4 +1,4 @@
-"""The share of attempts that fail by no doing of the policy, and the pause above it."""
+"""The rate of faults that the policy did not cause, and the pause above a limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def failed(kind: str = "SandboxTimeout", message: str = "no sandbox opened in 60
 
 
 async def paused(rate: FaultRate) -> str:
-    """What the run says when it pauses; empty when it goes on."""
+    """The message when the run pauses; empty while it continues."""
     watching = asyncio.create_task(rate.watch())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -30,7 +30,7 @@ async def paused(rate: FaultRate) -> str:
     return str(watching.exception())
 
 
-async def test_the_run_pauses_and_says_what_failed_how_often() -> None:
+async def test_the_run_pauses_and_reports_the_faults_with_counts() -> None:
     rate = FaultRate(0.5, concurrency=4)
     for number in range(40):
         rate.record_attempt(failed(message=f"no sandbox opened in {number} s\x1b[2J") if number % 4 >= 2 else None)
@@ -53,15 +53,15 @@ async def test_a_limit_of_1_never_pauses_a_run() -> None:
 
 
 @pytest.mark.parametrize("sound", [0, 63, 64, 500])
-async def test_the_death_of_a_server_is_no_reason_to_pause(sound: int) -> None:
-    """Everything in flight fails at once, and is made again with success."""
+async def test_the_death_of_a_server_does_not_pause_the_run(sound: int) -> None:
+    """All attempts in flight fail at once, and their retries succeed."""
     rate = FaultRate(0.5, concurrency=64)
     for failure in [*[None] * sound, *[failed("ServingError")] * 64, *[None] * 64]:
         rate.record_attempt(failure)
     assert await paused(rate) == ""
 
 
-async def test_what_is_kept_and_told_is_bounded() -> None:
+async def test_counts_and_messages_are_bounded() -> None:
     rate = FaultRate(0.1, concurrency=1000)
     for number in range(5000):
         rate.record_attempt(failed(kind=f"Kind{number}" + "x" * 10_000, message="m" * 10_000))
@@ -70,7 +70,7 @@ async def test_what_is_kept_and_told_is_bounded() -> None:
     assert len(text) < 5000 and "4000 of the newest 4000" in text and "x of 25 other kinds" not in text.split("x others")[0]
 
 
-async def test_figures_are_of_what_ended_since_they_were_last_asked() -> None:
+async def test_metrics_count_attempts_since_the_last_call() -> None:
     rate = FaultRate(0.5, concurrency=1)
     for failure in (None, failed(), None):
         rate.record_attempt(failure)
@@ -80,7 +80,7 @@ async def test_figures_are_of_what_ended_since_they_were_last_asked() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=400), st.floats(0, 1), st.integers(1, 80))
-def test_it_pauses_exactly_when_the_share_of_the_newest_exceeded_the_limit(faults: Sequence[bool], limit: float, concurrency: int) -> None:
+def test_it_pauses_exactly_if_the_share_of_the_newest_exceeds_the_limit(faults: Sequence[bool], limit: float, concurrency: int) -> None:
     async def run() -> tuple[bool, bool]:
         rate, expected = FaultRate(limit, concurrency=concurrency), False
         for number, fault in enumerate(faults, start=1):
@@ -93,7 +93,7 @@ def test_it_pauses_exactly_when_the_share_of_the_newest_exceeded_the_limit(fault
     assert told == expected
 
 
-def test_exclusions_that_the_policy_could_have_caused_are_counted_and_told_once() -> None:
+def test_exclusions_that_the_policy_could_have_caused_alert_once() -> None:
     rate = FaultRate(0.5, concurrency=4)
     early = Failure(stage="generate", blame=Blame.INFRASTRUCTURE, kind="ServingError", message="down", turn=0)
     late = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="SandboxTimeout", message="no answer", turn=2)
@@ -115,8 +115,8 @@ def test_exclusions_that_the_policy_could_have_caused_are_counted_and_told_once(
 
 
 @pytest.mark.parametrize("kind", ["ServerDied", "SlowServer", "slow_server"])
-def test_a_lost_or_slow_server_gives_no_suspicion(kind: str) -> None:
-    """It costs every episode in flight an attempt, at whatever turn."""
+def test_a_lost_or_slow_server_gives_no_alert(kind: str) -> None:
+    """It fails all attempts in flight, at any turn."""
     rate = FaultRate(1.0, concurrency=64)
     for _ in range(4):
         for failure in [*[None] * 64, *[Failure(stage="generate", blame=Blame.INFRASTRUCTURE, kind=kind, message="gone", turn=3)] * 64]:
@@ -125,7 +125,7 @@ def test_a_lost_or_slow_server_gives_no_suspicion(kind: str) -> None:
     assert rate.attempt_metrics()["attempts_failed"] == 256
 
 
-def test_a_suspicion_names_what_failed_after_the_first_turn_and_blames_nobody_before_it_is_known() -> None:
+def test_an_alert_names_the_fault_after_the_first_turn() -> None:
     rate = FaultRate(1.0, concurrency=4)
     died = Failure(stage="generate", blame=Blame.INFRASTRUCTURE, kind="ServerDied", message="the server died", turn=3)
     tool = Failure(stage="tool", blame=Blame.INFRASTRUCTURE, kind="ToolUnavailable", message="tool search: refused", turn=2)
@@ -140,7 +140,7 @@ def late(kind: str = "SandboxTimeout", *, turn: int | None = 2, stage: str = "sa
     return Failure(stage=stage, blame=Blame.INFRASTRUCTURE, kind=kind, message="no answer", turn=turn)
 
 
-async def test_a_run_is_judged_from_32_attempts_on() -> None:
+async def test_the_limit_applies_from_32_attempts_on() -> None:
     rate = FaultRate(0.5, concurrency=1)
     assert rate.share == 0.0
     for _ in range(31):
@@ -158,7 +158,7 @@ def test_the_oldest_attempt_leaves_the_rate() -> None:
         assert rate.share == (0 if faults == [0] else 1 / 64)
 
 
-def test_a_share_of_a_tenth_is_no_suspicion_yet() -> None:
+def test_a_share_of_a_tenth_gives_no_alert() -> None:
     rate = FaultRate(1.0, concurrency=25)
     for number in range(100):
         rate.record_attempt(late() if number < 10 else None)
@@ -171,7 +171,7 @@ def test_a_share_of_a_tenth_is_no_suspicion_yet() -> None:
     assert rate.suspect_alert().startswith("11 of the newest 100")
 
 
-def test_a_suspicion_takes_32_attempts() -> None:
+def test_an_alert_needs_32_attempts() -> None:
     rate = FaultRate(1.0, concurrency=1)
     for _ in range(31):
         rate.record_attempt(late())
@@ -214,7 +214,7 @@ async def test_32_kinds_are_counted_separately_and_8_are_shown() -> None:
     assert "other kinds" not in await paused(few)
 
 
-async def test_what_is_told_of_a_kind_is_cut() -> None:
+async def test_the_message_of_a_kind_is_truncated() -> None:
     rate = FaultRate(0.1, concurrency=1)
     for _ in range(32):
         rate.record_attempt(failed(kind="k" * 200, message="m" * 1000))

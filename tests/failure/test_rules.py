@@ -1,4 +1,4 @@
-"""Each rule on a failure of its kind, and on one that only looks like it."""
+"""Each rule on a failure of its kind, and on a near miss."""
 
 from __future__ import annotations
 
@@ -152,14 +152,14 @@ NEAR: dict[str, tuple[str, Trace]] = {
 
 
 @pytest.mark.parametrize("case", POSITIVE)
-def test_a_failure_is_named_with_its_turn(case: str) -> None:
+def test_a_failure_is_tagged_with_its_turn(case: str) -> None:
     name, given, where = POSITIVE[case]
     first = tag_by_rules(given, rules.RULES)[0]
     assert (first.name, first.turn) == (name, where)
 
 
 @pytest.mark.parametrize("case", NEAR)
-def test_what_only_looks_like_it_is_not_named_so(case: str) -> None:
+def test_a_near_miss_is_not_tagged(case: str) -> None:
     name, given = NEAR[case]
     assert name not in {tag.name for tag in tag_by_rules(given, rules.RULES)}
 
@@ -172,14 +172,14 @@ def test_every_rule_has_a_positive_case_and_a_near_miss() -> None:
         assert any(case.startswith(tag) for case in POSITIVE) and any(case.startswith(tag) for case in NEAR), name
 
 
-def test_the_first_failure_upstream_wins() -> None:
-    """It called a tool that is not there, and only then ran out of turns, said that it cannot, and left."""
+def test_the_earliest_failure_wins() -> None:
+    """The agent called a missing tool first, then ran out of turns and gave up."""
     later = trace(turn(NO_TOOL), turn(NO_TOOL), turn(said="I cannot do it."), ended="turn_limit", why=CaptureReason.LIMIT)
     tags = tag_by_rules(later, rules.RULES)
     assert (tags[0].name, tags[0].turn) == ("wrong_tool", 0) and "budget" in {tag.name for tag in tags[1:]}
 
 
-def test_a_sub_agents_failure_comes_before_what_its_parent_made_of_it() -> None:
+def test_a_sub_agents_failure_precedes_its_parents_next_turn() -> None:
     main = Trajectory(agent="main", turns=(turn(python("ask()", "no")), turn(said="I give up.")), stop_reason="answered")
     helper = Trajectory(agent="helper", turns=(turn(NO_TOOL),), parent=Parent(trajectory=0, turn=0, call=0), stop_reason="answered")
     given = trace(trajectories=(main, helper))
@@ -187,8 +187,8 @@ def test_a_sub_agents_failure_comes_before_what_its_parent_made_of_it() -> None:
     assert (first.name, first.trajectory, first.turn) == ("wrong_tool", 1, 0)
 
 
-def test_rules_take_time_by_the_length_of_what_they_read() -> None:
-    """Texts that a backtracking expression would never get through."""
+def test_rules_take_linear_time() -> None:
+    """On texts that would take a backtracking expression exponential time."""
     nasty = ["1" * 15_000 + "x", "1," * 8_000 + "x", "-" * 15_000, "a-" * 7_000, '"' * 15_000, "tool " * 3_000, "(" * 15_000, "\n" * 15_000]
     for text in nasty:
         given = trace(*[turn(python(text, text, False), said=text) for _ in range(4)], answer=text, of=task(text, truth=text[:300]))
@@ -197,7 +197,7 @@ def test_rules_take_time_by_the_length_of_what_they_read() -> None:
         assert time.process_time() - started < 1.0, text[:5]
 
 
-def test_a_view_of_anything_is_bounded_and_rules_never_raise() -> None:
+def test_a_timeline_is_bounded_and_rules_never_raise() -> None:
     odd = [
         heard(),
         heard(said("tool", "an answer to nothing", answers="call_9")),

@@ -1,4 +1,4 @@
-"""Rules of one's own, judges that fail and abstain, and which tag counts."""
+"""User-supplied rules, judges that fail or abstain, and which tag counts."""
 
 from __future__ import annotations
 
@@ -54,25 +54,25 @@ def mine(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_rule_of_ones_own_names_a_class_of_ones_own(mine: str) -> None:
+def test_a_user_supplied_rule_may_give_a_new_tag(mine: str) -> None:
     rules = load_rules([f"{mine}:wrong_unit"])
     tags = tag_by_rules(UNCLEAR, rules)
     assert (tags[0].name, tags[0].by, tags[0].turn) == ("wrong_unit", "rules", 1)
     assert tag_by_rules(CLEAR, rules)[0].name == "gave_up"
 
 
-def test_rules_that_raise_or_give_no_tag_say_nothing(mine: str) -> None:
+def test_rules_that_raise_or_return_no_tag_are_ignored(mine: str) -> None:
     assert [tag.name for tag in tag_by_rules(UNCLEAR, load_rules([f"{mine}:RULES"]))] == ["wrong_unit"]
 
 
-def test_what_is_no_rule_is_refused(mine: str) -> None:
+def test_an_invalid_rule_is_an_error(mine: str) -> None:
     with pytest.raises(PluginError, match="no plain function"):
         load_rules([f"{mine}:number"])
     with pytest.raises(PluginError, match="has no attribute"):
         load_rules([f"{mine}:nothing"])
 
 
-def test_shipped_tags_are_in_the_taxonomy_and_someone_is_sure_of_each() -> None:
+def test_shipped_tags_are_in_the_taxonomy_and_each_has_a_confident_rule() -> None:
     assert tag_by_rules(UNCLEAR, RULES)[0].name == "wrong_answer" and tag_by_rules(UNCLEAR, RULES)[0].confidence < 0.5
     assert {rule.__name__ for rule in RULES} - {"format_of_calls", "format_of_answer", "forbidden_tool"} <= set(TAXONOMY)
 
@@ -92,7 +92,7 @@ class Judge:
         return self.answer  # type: ignore[no-any-return]
 
 
-async def test_a_judge_is_asked_where_no_rule_is_sure() -> None:
+async def test_a_judge_is_asked_if_no_rule_is_confident() -> None:
     judge = Judge(Tag(name="misread_output", by="", confidence=0.7, turn=1))
     tags = await tag_by_judge(UNCLEAR, RULES, judge)
     assert (tags[0].name, tags[0].by) == ("misread_output", "judge:reader") and "97" in judge.read
@@ -101,11 +101,11 @@ async def test_a_judge_is_asked_where_no_rule_is_sure() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, "late", "a tag", RuntimeError("503"), Tag(name="No Tag", by="x")])
-async def test_a_judge_that_abstains_fails_or_talks_nonsense_leaves_the_rest(answer: Any) -> None:
+async def test_a_judge_that_abstains_fails_or_returns_nonsense_changes_nothing(answer: Any) -> None:
     assert (await tag_by_judge(UNCLEAR, RULES, Judge(answer), timeout_s=0.05))[0].name == "wrong_answer"
 
 
-def test_what_a_person_says_counts_before_all_else() -> None:
+def test_a_persons_tag_overrides_all_others() -> None:
     by_rule, first, second = (Tag(name=name, by=by) for name, by in (("looped", "rules"), ("budget", "person:a"), ("format", "person:b")))
     assert [deciding_tag_name(tags) for tags in ((), (by_rule,), (by_rule, first), (first, by_rule, second))] == [
         "",
@@ -125,7 +125,7 @@ def test_a_rule_gets_the_trace_itself(mine: str) -> None:
     assert got == [UNCLEAR]
 
 
-def test_transcripts_are_named_as_people_name_them_with_the_turn() -> None:
+def test_transcripts_get_the_tag_and_turn_that_people_give() -> None:
     some, rules = [*labelled(), *more()], load_rules()
     first = [(name, turn, tag_by_rules(trace, rules)[0]) for name, turn, trace in some]
     wrong = [f"{name} {turn}: {tag.name} {tag.turn} {tag.note}" for name, turn, tag in first if (tag.name, tag.turn) != (name, turn)]

@@ -1,4 +1,4 @@
-"""Traces for tests: of our own episodes, made turn by turn, and of other people's agents."""
+"""Traces for tests: of own episodes, built turn by turn, and of third-party agents."""
 
 from __future__ import annotations
 

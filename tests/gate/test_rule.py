@@ -29,7 +29,7 @@ def test_the_defaults_are_those_of_a_recipe() -> None:
     [(RULE, [0.95] * 50), (RULE, MIXED), (GateRule(repeats=1, confirm=0), [0.95] * 50), (GateRule(repeats=8, confirm=24), MIXED)],
 )
 def test_an_unchanged_policy_passes(rule: GateRule, rates: list[float]) -> None:
-    """One evaluation after the other, as in a run: this is where alarms are more frequent."""
+    """Repeated evaluations, as in a run, where false alarms are more frequent."""
     assert block_rate_in_a_run(rule, rates, evaluations=200, seed=2) <= 0.05
 
 
@@ -41,11 +41,11 @@ def test_an_unchanged_policy_passes(rule: GateRule, rates: list[float]) -> None:
         (GateRule(repeats=8), [0.95] * 50, [0.0] + [0.95] * 49, 0.95),  # one case, lost for good
     ],
 )
-def test_a_drop_of_ten_points_is_seen_as_often_as_is_stated(rule: GateRule, before: list[float], now: list[float], stated: float) -> None:
+def test_a_drop_of_ten_points_is_detected(rule: GateRule, before: list[float], now: list[float], stated: float) -> None:
     assert block_rate(rule, before, now, evaluations=100, seed=3) >= stated
 
 
-def test_a_case_that_was_lost_is_tried_again_and_named_and_one_that_was_unlucky_is_not() -> None:
+def test_a_lost_case_is_retried_and_named_and_an_unlucky_one_is_not() -> None:
     before = {f"c{n}": [1.0] * 4 for n in range(50)}
     now = {**before, "c7": [0.0] * 4, "c9": [0.0, 0.0, 0.0, 1.0], "c11": [0.0, 1.0, 1.0, 1.0]}
     assert cases_to_retry(RULE, before, now) == ("c7", "c9")
@@ -73,7 +73,7 @@ def test_nothing_is_concluded_from_too_few_scored_cases() -> None:
     assert not apply_rule(RULE, {}, {}, {}).enough
 
 
-def test_a_case_is_tried_again_from_a_p_value_of_a_tenth() -> None:
+def test_a_case_is_retried_up_to_a_p_value_of_a_tenth() -> None:
     """2 of 2 before and 0 of 3 now: 1 of the 10 ways to choose which 2 of 5 attempts pass."""
     assert can_trigger_retry(2, 3) and can_trigger_retry(3, 2) and can_trigger_retry(1, 9)
     assert not can_trigger_retry(2, 2) and not can_trigger_retry(1, 8)
@@ -81,14 +81,14 @@ def test_a_case_is_tried_again_from_a_p_value_of_a_tenth() -> None:
     assert cases_to_retry(RULE, {"a": [1.0] * 3}, {"a": [0.0] * 2 + [1.0] * 2}) == ()
 
 
-def test_of_many_cases_the_32_that_look_worst_are_tried_again() -> None:
+def test_at_most_the_32_worst_cases_are_retried() -> None:
     before = passed(40, attempts=8)
     now = {case: [0.0] * 4 + [1.0 if case < "c08" else 0.0] * 4 for case in before}
     assert cases_to_retry(RULE, before, now) == tuple(f"c{n:02d}" for n in range(8, 40))
     assert cases_to_retry(RULE, before, now | {"c20": [1.0] * 8}) == (*(f"c{n:02d}" for n in range(8, 40) if n != 20), "c00")
 
 
-def test_a_p_value_of_exactly_its_share_blocks() -> None:
+def test_a_p_value_equal_to_its_share_blocks() -> None:
     """3 of 3 before and 0 of 3 + 10 now have a p-value of 1/560; 5 cases lost and none gained have one of 1/32."""
     for cases in (1, 2):
         rule = GateRule(repeats=3, confirm=10, alpha=cases * 2 / 560 / 0.7)
@@ -112,7 +112,7 @@ def test_the_correction_is_over_every_case_of_the_suite(cases: int, blocks: bool
 
 
 @pytest.mark.parametrize(("lost", "more"), [(3, ""), (4, "and 1 more case"), (5, "and 2 more cases")])
-def test_a_reason_has_the_three_clearest_cases_and_the_number_of_the_others(lost: int, more: str) -> None:
+def test_a_reason_names_the_three_clearest_cases(lost: int, more: str) -> None:
     """Of 48 cases; the last ones lost most."""
     before, cases = passed(48, attempts=8), [f"c{n:02d}" for n in range(lost)]
     again = {case: [0.0] * (24 - lost + n) + [1.0] * (lost - n) for n, case in enumerate(cases)}
@@ -128,14 +128,14 @@ def test_a_drop_blocks_only_if_it_is_marked() -> None:
     assert RuleResult(enough=True, blocked=False, cases=1, unscored=0, again=(drop,)).regressed == ()
 
 
-def test_what_cannot_name_a_case_leaves_alpha_to_the_suite() -> None:
+def test_if_no_case_can_block_the_suite_gets_all_of_alpha() -> None:
     assert GateRule().can_block(50, 4, 4) and not GateRule().can_block(5, 2, 2) and not GateRule(confirm=0).can_block(50, 4, 4)
     once, often = ({f"c{n}": [1.0] * tries for n in range(50)} for tries in (1, 4))
     assert GateRule(repeats=1, confirm=0).suite_alpha(once, once) == pytest.approx(0.035)
     assert GateRule().suite_alpha(often, often) == pytest.approx(0.0175) and GateRule().suite_alpha(once, once) == pytest.approx(0.035)
 
 
-def test_a_case_that_is_tried_often_enough_by_itself_can_block_where_the_others_cannot() -> None:
+def test_a_case_with_more_attempts_can_block_if_others_cannot() -> None:
     before = {f"c{n}": [1.0] for n in range(20)} | {"often": [1.0] * 6}
     now = before | {"often": [0.0] * 6, "c3": [0.0]}
     rule = GateRule(repeats=1)
@@ -143,8 +143,8 @@ def test_a_case_that_is_tried_often_enough_by_itself_can_block_where_the_others_
     assert [one.case for one in apply_rule(rule, before, now, {"often": [0.0] * 24}).regressed] == ["often"]
 
 
-def test_a_case_holds_while_its_attempts_reach_its_own_threshold() -> None:
-    """A quarter of the attempts pass: significantly fewer, and no less than is asked for. Partial scores pass from the threshold."""
+def test_a_case_does_not_block_while_it_reaches_its_threshold() -> None:
+    """A quarter of the attempts pass: significantly fewer, and as many as required. Partial scores pass from the threshold."""
     before = {f"c{n}": [1.0] * 8 for n in range(20)}
     now = before | {"c1": [0.0, 0.0, 0.0, 1.0] * 2, "c2": [0.6] * 8, "c3": [0.0] * 8}
     again = {"c1": [0.0, 0.0, 0.0, 1.0] * 6, "c2": [0.6] * 24, "c3": [0.0] * 24}

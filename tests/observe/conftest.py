@@ -1,4 +1,4 @@
-"""A run folder as the loop leaves it, with hostile text where a sandbox or a policy could have put it."""
+"""A run folder as the loop leaves it, with hostile text in all places that a sandbox or policy can write."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def step_line(step: int, rng: random.Random) -> dict[str, Any]:
 
 
 def evaluation(rate: float) -> dict[str, Any]:
-    """What `evaluations.json` says of one split."""
+    """The content of `evaluations.json` for one split."""
     lines = [{"attempts": k, "points": [[0, 0.0], [40 * k, rate / 2], [90.5 * k, 1 - (1 - rate) ** k]]} for k in (1, 2, 4)]
     return {"value": rate, "left_out": 1, "left_out_reasons": {"score: timeout": 1}, "compute": lines}
 

@@ -1,4 +1,4 @@
-"""Drift alarms: each rule speaks once where it begins to hold, and chance rarely makes it speak."""
+"""Drift alerts: each rule alerts once when its condition starts to hold, and rarely by chance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(*figures: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def raised(steps: list[dict[str, float]]) -> list[str]:
-    """The names of the rules that spoke, in order, over the whole run."""
+    """The names of the rules that alerted during the run, in order."""
     return [text.partition(":")[0] for at in range(len(steps)) for text in drift_alerts(steps[: at + 1])]
 
 
@@ -35,7 +35,7 @@ def raised(steps: list[dict[str, float]]) -> list[str]:
         ([noisy("unscored_share", 0.02, 0.2)], "drift (unscored)"),
     ],
 )
-def test_each_rule_speaks_once(figures: list[list[dict[str, float]]], rule: str) -> None:
+def test_each_rule_alerts_once(figures: list[list[dict[str, float]]], rule: str) -> None:
     steps = run(*figures)
     assert raised(steps) == [rule]
     assert "nan" not in alarms_text(steps)
@@ -57,12 +57,12 @@ def alarms_text(steps: list[dict[str, float]]) -> str:
         [noisy("unscored_share", 0.02, 0.04, spread=0.001)],  # a trifle, however sure
     ],
 )
-def test_what_is_no_drift_is_not_told(figures: list[list[dict[str, float]]]) -> None:
+def test_other_changes_give_no_alert(figures: list[list[dict[str, float]]]) -> None:
     assert raised(run(*figures)) == []
 
 
-def test_a_cheat_that_is_found_within_two_steps_is_told_at_once_and_again_when_it_comes_back() -> None:
-    """The figures of a real run whose gate rolled the policy back after steps 4 and 8 (benchmarks/weakness.py)."""
+def test_a_cheat_learned_within_two_steps_alerts_each_time() -> None:
+    """The metrics of a real run whose gate rolled the policy back after steps 4 and 8 (benchmarks/weakness.py)."""
     reward = [0.46, 0.48, 0.94, 0.98, 0.97, 1.0, 0.99, 0.52, 0.73, 0.85, 0.99]
     audit = [0.85, 0.87, 0.16, 0.2, 0.0, 0.0, 0.06, 0.78, 0.54, 0.36, 0.0]
     steps = run([{"reward_mean": value} for value in reward], [{"audit_mean": value} for value in audit])
@@ -70,15 +70,15 @@ def test_a_cheat_that_is_found_within_two_steps_is_told_at_once_and_again_when_i
     assert raised(steps) == ["drift (reward-audit-jump)"] * 2
 
 
-def test_a_step_without_the_figure_is_no_zero() -> None:
+def test_a_step_without_the_metric_does_not_count_as_zero() -> None:
     steps = run(noisy("unscored_share", 0.02, 0.3))
     steps[WINDOW + 2] = {"step": WINDOW + 3}
     assert raised(steps) == ["drift (unscored)"], "it speaks when two whole windows are there again, of known figures"
 
 
 @pytest.mark.slow
-def test_chance_alone_speaks_in_few_runs() -> None:
-    """All rules together, over 24 steps of noisy figures without any drift: docs/verifiers.md says how often."""
+def test_noise_alone_alerts_in_few_runs() -> None:
+    """All rules together, over 24 steps of noisy metrics without drift; docs/verifiers.md states the rate."""
     spreads = {"reward_mean": 0.1, "audit_mean": 0.1, "completion_tokens_mean": 10.0, "judge_disagreement": 0.1, "unscored_share": 0.1}
     rngs = map(Random, range(100))
     runs = [[{name: rng.gauss(10 * spread, spread) for name, spread in spreads.items()} for _ in range(24)] for rng in rngs]

@@ -1,4 +1,4 @@
-"""No score is not zero: what is said of episodes that were left out, and of steps and runs that changed nothing."""
+"""Excluded episodes, and steps and runs that changed nothing: no score is not zero."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from agentrl.observe.exclusions import (
     merge_counts,
     most_frequent,
     normalize_reason,
+    run_problems,
+    why_nothing_learned,
 )
-from agentrl.observe.outcome import run_problems, why_nothing_learned
-from agentrl.observe.tracker import TensorBoard, TerminalTracker
+from agentrl.observe.terminal import TerminalTracker
+from agentrl.observe.tracker import TensorBoard
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 
 from .conftest import make_summary
@@ -45,7 +47,7 @@ def failed(blame: Blame, kind: str, message: str) -> ScoredEpisode:
     return ScoredEpisode(episode=replace(EPISODE, failures=(failure,)), score=score)
 
 
-def test_reasons_are_alike_where_only_names_differ() -> None:
+def test_reasons_that_differ_only_in_names_are_equal() -> None:
     several = [
         failed(Blame.INFRASTRUCTURE, "SandboxTimeout", f"sandbox agentrl-run-{number:x}f3a: outputs were not collected in 90 s")
         for number in range(4)
@@ -90,21 +92,21 @@ STEP = {"step": 1, "episodes": 8, "episodes_left_out": 0, "tokens_trained": 0.0,
         (
             {"episodes_left_out": 8, "groups_too_few": 2.0},
             {TEXT: 8},
-            f"nothing was scored: all 8 episodes of 1 step were left out (8 x {TEXT})",
+            f"nothing was scored: all 8 episodes of 1 step were excluded (8 x {TEXT})",
         ),
         (
             {"groups_all_equal": 2.0, "reward_mean": 0.0},
             {},
-            "nothing was learned: no token was trained in 1 step (2 groups: all attempts scored alike, so there was nothing to prefer;"
+            "nothing was learned: no token was trained in 1 step (2 groups: all attempts have equal scores, so there is no preference;"
             " mean reward 0.000)",
         ),
         ({"episodes_left_out": 5, "groups_too_few": 2.0}, {TEXT: 5}, "(2 groups: fewer than rollout.min_group_size attempts were scored)"),
         (
             {"tokens_trained": 90.0, "updates_left_out": 1.0},
             {},
-            "all 1 updates of 1 step were left out, and failures/updates.jsonl says why",
+            "all 1 updates of 1 step were skipped, for the reasons in failures/updates.jsonl",
         ),
-        ({"tokens_trained": 90.0}, {}, "no update of the policy was made in 1 step"),
+        ({"tokens_trained": 90.0}, {}, "1 step made no update of the policy"),
         ({"tokens_trained": 90.0, "weights_changed": 1.0}, {}, ""),
     ],
 )
@@ -114,13 +116,13 @@ def test_why_a_step_changed_nothing(changes: dict[str, Any], left_out: dict[str,
     )
 
 
-def test_a_run_that_lost_tokens_on_the_way_says_so() -> None:
+def test_lost_tokens_are_a_problem() -> None:
     lines = [{**STEP, "weights_changed": 1.0, "tokens_delivered": 900.0, "tokens_captured": captured} for captured in (900.0, 1000.0)]
     assert run_problems(lines[:1], {}, {}) == ()
-    assert run_problems(lines, {}, {}) == ("the learner got 1,800 of 1,900 sampled tokens, and every one is to be trained once",)
+    assert run_problems(lines, {}, {}) == ("the learner received 1,800 of 1,900 sampled tokens; each must be trained once",)
 
 
-def test_a_run_has_a_result_when_one_step_has() -> None:
+def test_a_run_has_a_result_if_one_step_has() -> None:
     assert run_problems([STEP, {**STEP, "weights_changed": 1.0}], {}, {}) == () == run_problems([], {}, {})
     phases = {"after": {"heldout": {"left_out": 16, "left_out_reasons": {TEXT: 16}}, "heldout_real": {"value": 0.0, "left_out": 0}}}
     told = (f"evaluation after: none of 16 episodes on heldout tasks was scored (16 x {TEXT})",)
@@ -128,7 +130,7 @@ def test_a_run_has_a_result_when_one_step_has() -> None:
 
 
 def test_a_step_without_a_score_shows_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not in the terminal, not in metrics.jsonl, not in TensorBoard; and what was left out is told once and early."""
+    """Not in the terminal, metrics.jsonl or TensorBoard; exclusions are reported once and early."""
     tracker = RunTracker(tmp_path, [TerminalTracker("run", steps=3), TensorBoard(tmp_path)], steps=3)
     tracker.stage("train")
     hostile = unscored("verifier raised \x1b[31mValueError")
@@ -137,24 +139,24 @@ def test_a_step_without_a_score_shows_none(tmp_path: Path, capsys: pytest.Captur
         tracker.log(step, {**STEP, "episodes_left_out": 8.0})
     tracker.close()
     out = capsys.readouterr().out
-    assert "step 1/3  reward -  weights unchanged  left out 8" in out and "\x1b" not in out
-    assert out.count(f"alert: episodes are left out: {TEXT}") == 1
-    assert out.count("alert: step 1: nothing was scored: all 8 episodes of 1 step were left out") == 1 and "alert: step 2" not in out
+    assert "step 1/3  reward -  weights unchanged  excluded 8" in out and "\x1b" not in out
+    assert out.count(f"alert: episodes are excluded: {TEXT}") == 1
+    assert out.count("alert: step 1: nothing was scored: all 8 episodes of 1 step were excluded") == 1 and "alert: step 2" not in out
     assert "reward_mean" not in (tmp_path / "metrics.jsonl").read_text()
     events = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
     events.Reload()
     assert "train/episodes" in events.Tags()["tensors"] and "train/reward_mean" not in events.Tags()["tensors"]
 
 
-def test_only_the_first_reasons_are_told_as_they_come(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_first_reasons_are_reported_immediately(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tracker = RunTracker(tmp_path, [TerminalTracker("run")])
     for index in range(40):
         tracker.progress(index, Group(index=index, task_id="t", task_key="k", episodes=(unscored("because of " + "x" * (index + 1)),)))
     tracker.close()
-    assert capsys.readouterr().out.count("alert: episodes are left out: because of") == 5
+    assert capsys.readouterr().out.count("alert: episodes are excluded: because of") == 5
 
 
-def test_a_run_without_a_result_says_so_in_its_report_and_at_its_end(tmp_path: Path) -> None:
+def test_a_run_without_a_result_reports_that(tmp_path: Path) -> None:
     problem = f"nothing was scored: all 64 episodes of 4 steps were left out (64 x {TEXT})"
     summary = make_summary().model_copy(update={"left_out_reasons": {TEXT: 64, "<b>\x1b[31m": 1}, "problems": (problem,)})
     summary.write(tmp_path)

@@ -1,4 +1,4 @@
-"""The report from whole, partial and hostile run folders."""
+"""The report from complete, partial and hostile run folders."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from agentrl.cli.train import describe
 from agentrl.errors import StoreError
 from agentrl.observe import Summary, write_report
 from agentrl.observe.charts import Series, line_chart
-from agentrl.observe.failures import failures_section as of_failures
 from agentrl.observe.markup import environment, render
 from agentrl.observe.rundata import parse_object, read_run
+from agentrl.observe.sections import failures_section as of_failures
 from agentrl.observe.sessions import Session
 from agentrl.observe.transcripts import choose_pairs, show_episode
 
@@ -30,7 +30,7 @@ VOID = {"meta", "br"}
 
 
 class Page(HTMLParser):
-    """Checks that every tag closes, and gathers what the page is made of."""
+    """Checks that every tag is closed, and collects the parts of the page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Page(HTMLParser):
         return re.sub(r"\s+", " ", " ".join(self.text))
 
 
-def test_tasks_that_never_teach_are_listed(run_dir: Path) -> None:
+def test_tasks_without_a_learning_signal_are_listed(run_dir: Path) -> None:
     def line(group: int, task: Any, kind: str, lowest: Any, highest: Any, counted: int = 8) -> dict[str, Any]:
         return {"group": group, "task": task, "key": task, "kind": kind, "counted": counted, "lowest": lowest, "highest": highest}
 
@@ -74,12 +74,12 @@ def test_tasks_that_never_teach_are_listed(run_dir: Path) -> None:
     write_lines(run_dir / "tasks.jsonl", lines)
     shown = Page(write_report(run_dir)).shown
     assert "sums 60 0% 100% 0%" in shown and "words 42 24% 0% 76%" in shown
-    assert "given more than once, and never taught: 31 of 71 tasks" in shown
+    assert "scheduled repeatedly without a learning signal: 31 of 71 tasks" in shown
     assert "<b>odd</b>\N{REPLACEMENT CHARACTER} 2 0 2" in shown and "sum 18 2 2 0" in shown and "and 11 more" in shown
-    assert "tasks.jsonl: 2 unreadable lines left out" in shown
+    assert "tasks.jsonl: 2 unreadable lines ignored" in shown
 
 
-def test_a_whole_run_is_told(run_dir: Path) -> None:
+def test_a_complete_run_is_reported(run_dir: Path) -> None:
     path = write_report(run_dir)
     assert path == run_dir / "report.html"
     page = Page(path)
@@ -89,8 +89,8 @@ def test_a_whole_run_is_told(run_dir: Path) -> None:
         "Learning",
         "By kind of task",
         "Inside the loop",
-        "Where the time went",
-        "Episodes to read",
+        "Time by stage",
+        "Sample episodes",
         "Configuration",
         "Success against compute",
     ):
@@ -101,7 +101,7 @@ def test_a_whole_run_is_told(run_dir: Path) -> None:
     assert path.stat().st_size < 1_000_000
 
 
-def test_pauses_and_resumes_are_told(run_dir: Path) -> None:
+def test_starts_and_ends_are_listed(run_dir: Path) -> None:
     summary = Summary.read(run_dir)
     assert "Starts" not in Page(write_report(run_dir)).shown
     starts = (
@@ -118,7 +118,7 @@ def test_pauses_and_resumes_are_told(run_dir: Path) -> None:
     assert "interrupted" in shown and "the run ended early: it pauses" in shown and "no result" not in shown
 
 
-def test_several_servers_are_drawn_side_by_side_and_restarts_only_where_there_were_some(run_dir: Path) -> None:
+def test_servers_have_separate_lines_and_restarts_are_shown_if_any(run_dir: Path) -> None:
     for restarts, drawn in ((0, False), (2, True)):
         servers = {"replica0_tokens": 50.0, "replica1_tokens": 30.0, "replica0_restarts": 0, "replica1_restarts": restarts}
         write_lines(run_dir / "metrics.jsonl", [step_line(step, random.Random(0)) | servers for step in (1, 2)])
@@ -126,7 +126,7 @@ def test_several_servers_are_drawn_side_by_side_and_restarts_only_where_there_we
         assert "Tokens by server" in shown and "server 1" in shown and ("Restarts by server" in shown) is drawn
 
 
-def test_it_says_from_which_distribution_episodes_were_sampled(run_dir: Path) -> None:
+def test_the_sampling_settings_are_shown(run_dir: Path) -> None:
     path = run_dir / "recipe.json"
     recipe = json.loads(path.read_text())
     recipe["rollout"] |= {"temperature": 0.7, "top_k": 20, "top_p": 1.0, "min_p": 0.05}
@@ -136,7 +136,7 @@ def test_it_says_from_which_distribution_episodes_were_sampled(run_dir: Path) ->
     assert "(temperature 0.7, top-k 20, min-p 0.05)" in shown and "(greedy)" in shown
 
 
-def test_the_page_asks_nothing_of_the_network_and_runs_no_script(run_dir: Path) -> None:
+def test_the_page_loads_nothing_and_has_no_script(run_dir: Path) -> None:
     page = Page(write_report(run_dir))
     names = {tag for tag, _ in page.tags}
     assert not names & {"script", "link", "img", "iframe", "object", "embed", "a", "form", "base"}
@@ -147,7 +147,7 @@ def test_the_page_asks_nothing_of_the_network_and_runs_no_script(run_dir: Path) 
     assert policy is not None and policy.startswith("default-src 'none'")
 
 
-def test_hostile_text_is_shown_as_text_wherever_it_comes_from(run_dir: Path) -> None:
+def test_hostile_text_is_escaped_everywhere(run_dir: Path) -> None:
     line = transcript("after", 0, "heldout", 1.0, output=HOSTILE)
     for key in ("kind", "question", "answer", "truth", "stop_reason", "reason", "phase"):
         line[key] = f"{key}:{HOSTILE}"
@@ -186,8 +186,8 @@ def test_any_part_of_the_folder_may_be_missing(run_dir: Path) -> None:
         write_report(run_dir.parent / "absent")
 
 
-def test_a_run_cut_short_shows_what_there_is(run_dir: Path) -> None:
-    """No after evaluation, a torn line, a step that was made twice, a value that was not finite."""
+def test_an_interrupted_run_is_reported(run_dir: Path) -> None:
+    """Without the last evaluation, with a torn line, a repeated step and a value that is not finite."""
     summary = json.loads((run_dir / "summary.json").read_text())
     summary |= {"finished": False, "interrupted": True, "heldout_after": None, "heldout_real_after": None, "swap_stall_ms_p50": None}
     summary["by_kind"].pop("after")
@@ -198,11 +198,11 @@ def test_a_run_cut_short_shows_what_there_is(run_dir: Path) -> None:
     (run_dir / "metrics.jsonl").write_text("\n".join([*lines, again, lines[0][:40]]))
     page = Page(write_report(run_dir))
     assert "interrupted" in page.shown and "43.8% → n/a" in page.shown
-    assert "metrics.jsonl: 1 unreadable line left out" in page.shown
+    assert "metrics.jsonl: 1 unreadable line ignored" in page.shown
     assert "before, step 0" in page.shown, "episodes of the one phase there is"
 
 
-def test_files_that_cannot_be_read_are_told(run_dir: Path) -> None:
+def test_unreadable_files_become_notes(run_dir: Path) -> None:
     names = ("metrics.jsonl", "evaluations.json", "recipe.json", "summary.json")
     for name in names:
         (run_dir / name).unlink(missing_ok=True)
@@ -218,14 +218,14 @@ def test_the_folder_of_an_evaluation_shows_its_rates(tmp_path: Path) -> None:
     assert "evaluated" in shown and "50.0%" in shown and "n = 96" in shown and "no summary" not in shown and "n/a" not in shown
 
 
-def test_a_damaged_summary_is_said_not_hidden(run_dir: Path) -> None:
+def test_a_damaged_summary_becomes_a_note(run_dir: Path) -> None:
     (run_dir / "summary.json").write_text("{")
     (run_dir / "recipe.json").write_text("[]")
     shown = Page(write_report(run_dir)).shown
     assert "summary.json does not validate" in shown and "recipe.json cannot be read" in shown and "Learning" in shown
 
 
-def test_tasks_that_were_left_out_are_counted(run_dir: Path) -> None:
+def test_excluded_tasks_are_counted(run_dir: Path) -> None:
     summary = json.loads((run_dir / "summary.json").read_text())
     (run_dir / "summary.json").write_text(json.dumps(summary | {"tasks_quarantined": 417}))
     assert re.search(r"417\s*tasks in quarantine", Page(write_report(run_dir)).shown)
@@ -238,7 +238,7 @@ def test_scores_beyond_0_and_1_are_not_shown_as_percent(run_dir: Path) -> None:
     assert "2.500 to 4.000" in Page(write_report(run_dir)).shown
 
 
-def test_the_pairs_chosen_show_gains_a_loss_and_what_stays_wrong() -> None:
+def test_chosen_pairs_show_gains_a_loss_and_a_remaining_failure() -> None:
     before = [transcript("before", n, "heldout", score) for n, score in enumerate((0.0, 0.0, 0.0, 1.0, 0.0, 1.0))]
     after = [transcript("after", n, "heldout", score) for n, score in enumerate((1.0, 1.0, 1.0, 0.0, 0.0, 1.0))]
     lonely = transcript("after", 99, "heldout", 1.0)
@@ -253,23 +253,23 @@ def test_the_pairs_chosen_show_gains_a_loss_and_what_stays_wrong() -> None:
     [((1, 0.0),), ((1, 5.0), (2, 5.0)), ((0, -3e-9), (7, 2e-9)), ((3, 1e12), (4, -1e12)), tuple((n, n % 7) for n in range(5000))],
 )
 def test_charts_keep_every_point_inside_the_frame(points: tuple[tuple[float, float], ...]) -> None:
-    drawing = line_chart([Series(label="x", color="c1", points=points)], title="t", width=300, height=150)
+    drawing = line_chart([Series(label="x", color="c1", points=points)], title="t", size=(300, 150))
     (drawn,) = drawing.series
     found = [pair.split(",") for pair in drawn.path[1:].split("L")] if drawn.path else [(mark.x, mark.y) for mark in drawn.marks]
     assert len(found) == len(points)
     assert all(44 <= float(x) <= 286 and 12 <= float(y) <= 124 for x, y in found)
 
 
-def test_whatever_a_template_prints_is_text() -> None:
+def test_template_values_are_escaped() -> None:
     series = Series(label="<b>&\x1b", color='"><script>', points=((1, 0.0),), line=False)
-    chart = line_chart([series], title='"><script>', width=300, height=150)
+    chart = line_chart([series], title='"><script>', size=(300, 150))
     drawer: Any = environment().get_template("chart.html").module
     made = str(drawer.chart(chart))
     assert "<script>" not in made and "<b>" not in made
     assert "&lt;b&gt;&amp;\\x1b" in made and 'aria-label="&#34;&gt;&lt;script&gt;"' in made
 
 
-def test_a_template_that_lacks_a_value_is_an_error() -> None:
+def test_a_missing_template_value_is_an_error() -> None:
     with pytest.raises(UndefinedError):
         render("report.html")
 
@@ -286,14 +286,14 @@ def failures_file(**changes: Any) -> dict[str, Any]:
     } | changes  # fmt: skip
 
 
-def test_failures_are_told_by_tag_over_steps_phases_and_versions(run_dir: Path) -> None:
+def test_failures_are_shown_by_tag_step_phase_and_version(run_dir: Path) -> None:
     (run_dir / "failures").mkdir()
     (run_dir / "failures" / "failures.json").write_text(json.dumps(failures_file()))
     path = write_report(run_dir)
     page = Page(path)
     for told in ("Failures", "34 episodes of training and evaluations failed", "Share of training episodes", "misread output, turn 2"):
         assert told in page.shown, told
-    assert "version, in training 0 4 9" in page.shown, "of forty versions ten are shown, the first and the last among them"
+    assert "training version 0 4 9" in page.shown, "of forty versions ten are shown, the first and the last among them"
     assert not {"script", "img"} & {tag for tag, _ in page.tags} and "\x1b" not in path.read_text()
 
 
@@ -308,10 +308,10 @@ def test_failures_are_told_by_tag_over_steps_phases_and_versions(run_dir: Path) 
         json.dumps(failures_file(examples=[{}, 3, {"messages": 3, "turn": "x"}], kept=None, dropped="x")),
     ],
 )
-def test_a_damaged_digest_of_failures_costs_its_section(run_dir: Path, content: str) -> None:
+def test_a_damaged_digest_removes_only_its_section(run_dir: Path, content: str) -> None:
     (run_dir / "failures").mkdir()
     (run_dir / "failures" / "failures.json").write_text(content)
-    assert "Episodes to read" in Page(write_report(run_dir)).shown
+    assert "Sample episodes" in Page(write_report(run_dir)).shown
 
 
 ODD: tuple[Any, ...] = (5, -1.5, float("inf"), "x", None, [], {}, True, [5], [{"role": 5, "tool_calls": 5}], 10**400, "\ud83d", {"a": 5})
@@ -326,13 +326,13 @@ def altered(whole: Any, at: tuple[Any, ...], value: Any) -> Any:
 
 
 def places(whole: Any) -> Iterator[tuple[Any, ...]]:
-    """Every key and index within, but for all but the first of a list."""
+    """Every key, and the first index of every list."""
     for key in whole if isinstance(whole, dict) else range(min(1, len(whole))) if isinstance(whole, list) else ():
         yield (key,)
         yield from ((key, *rest) for rest in places(whole[key]))
 
 
-def test_a_value_of_another_type_anywhere_costs_no_more_than_its_line(run_dir: Path) -> None:
+def test_a_value_of_a_wrong_type_removes_only_its_line(run_dir: Path) -> None:
     spoken = transcript("train", 1, "train", 0.0)
     spoken |= {"trajectories": [{"agent": "sub", "stop_reason": "answered", "messages": spoken["messages"]}]}
     failing = failures_file(examples=[spoken | {"tag": "looped", "turn": 1, "note": "again"}])
@@ -353,4 +353,4 @@ def test_a_value_of_another_type_anywhere_costs_no_more_than_its_line(run_dir: P
         (run_dir / "episodes" / f"{name}.jsonl").write_text(lines)
     steps = [altered(step_line(3, random.Random(0)), at, value) for value in ODD for at in places(step_line(3, random.Random(0)))]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
-    assert "Episodes to read" in Page(write_report(run_dir)).shown
+    assert "Sample episodes" in Page(write_report(run_dir)).shown

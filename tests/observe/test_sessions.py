@@ -1,4 +1,4 @@
-"""What is known of the starts of a run, also when drivers were killed and when the file is not ours."""
+"""The starts of a run, also with killed drivers and invalid lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from agentrl.observe import sessions
 
 
-def test_each_start_and_its_end_in_order(tmp_path: Path) -> None:
+def test_starts_and_ends_are_read_in_order(tmp_path: Path) -> None:
     assert sessions.read_sessions(tmp_path) == ()
     sessions.record_start(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 2}\n')
@@ -22,12 +22,12 @@ def test_each_start_and_its_end_in_order(tmp_path: Path) -> None:
     assert second.why == "the daemon\ufffd[31m died" and third.ended == "interrupted"
 
 
-def test_an_end_without_a_beginning_is_nothing(tmp_path: Path) -> None:
+def test_an_end_without_a_start_is_ignored(tmp_path: Path) -> None:
     sessions.record_end(tmp_path, "finished")
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_such_line_is_ignored(tmp_path: Path) -> None:
+def test_invalid_lines_are_ignored(tmp_path: Path) -> None:
     lines = [
         "[]",
         "7",

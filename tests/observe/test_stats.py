@@ -45,7 +45,7 @@ def test_graded_scores_get_a_t_interval() -> None:
 
 
 @pytest.mark.parametrize("scores", [[], [0.5, math.nan], [1.0, math.inf]])
-def test_no_rate_is_made_up(scores: list[float]) -> None:
+def test_a_rate_without_scores_is_an_error(scores: list[float]) -> None:
     with pytest.raises(ValueError, match="at least one score"):
         Rate.from_scores(scores)
 

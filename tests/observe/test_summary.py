@@ -22,7 +22,7 @@ def test_a_summary_comes_back_equal_and_has_the_agreed_keys(tmp_path: Path) -> N
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_what_a_run_did_not_get_to_is_null(tmp_path: Path) -> None:
+def test_unreached_figures_are_null(tmp_path: Path) -> None:
     summary = Summary(
         name="x",
         finished=False,

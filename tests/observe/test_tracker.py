@@ -16,7 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util.tensor_util import make_ndarray
 
 from agentrl.observe import Rate, RunTracker, StageClock, terminal
-from agentrl.observe.tracker import TensorBoard, TerminalTracker
+from agentrl.observe.terminal import TerminalTracker
+from agentrl.observe.tracker import TensorBoard
 from agentrl.protocols import Tracker
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 
@@ -63,7 +64,7 @@ def test_a_full_disk_ends_the_event_file_and_nothing_else(tmp_path: Path, caplog
     tracker.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}/logs/tensorboard: OSError: [Errno 28] No space left on device; nothing more is written there"
+        f"{tmp_path}/logs/tensorboard: OSError: [Errno 28] No space left on device; no more events are written there"
     ]
     assert "Traceback" not in caplog.text and threading.active_count() == before
     found = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
@@ -71,7 +72,7 @@ def test_a_full_disk_ends_the_event_file_and_nothing_else(tmp_path: Path, caplog
     assert [event.step for event in found.Tensors("eval/heldout")] == [1]
 
 
-def test_a_tracker_that_wants_to_end_the_program_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_raises_system_exit_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Leaving(Tracker):
         def log(self, step: int, metrics: object) -> None:
             raise SystemExit(1)
@@ -101,7 +102,7 @@ assert not {{"torch", "tensorflow"}} & set(sys.modules)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
-def test_a_resumed_run_goes_on_after_a_torn_line(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_after_a_torn_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     tracker = RunTracker(tmp_path)
     tracker.log(2, {"loss": 1.0})
@@ -126,7 +127,7 @@ def test_stages_are_timed_and_add_up() -> None:
     assert tracker.wall_s == spent, "the clock stops when it is closed"
 
 
-def test_what_comes_before_the_first_stage_is_timed_too() -> None:
+def test_the_time_before_the_first_stage_counts() -> None:
     clock = StageClock(began=time.monotonic() - 5)
     clock.stage("start")
     clock.close()
@@ -147,7 +148,7 @@ def _run_a_while(tracker: RunTracker) -> None:
         tracker.log(step, STEP)
 
 
-def test_where_there_is_no_terminal_each_event_is_one_plain_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_each_event_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tracker = RunTracker(tmp_path, [TerminalTracker(tmp_path.name, steps=3)], steps=3)
     _run_a_while(tracker)
     tracker.close()
@@ -160,13 +161,13 @@ def test_where_there_is_no_terminal_each_event_is_one_plain_line(tmp_path: Path,
         "before: held-out 0.375 [0.137, 0.694] n=8",
         "train  3 steps",
     ]
-    assert lines[4].endswith("alert: episodes are left out: infrastructure: died:"), "a reason is told once, at the first episode"
+    assert lines[4].endswith("alert: episodes are excluded: infrastructure: died:"), "a reason is told once, at the first episode"
     assert len(lines) == 8
     assert "step 2/3  reward 0.500  1,234 tokens/s  staleness 0.9 (max 1)  swap 112 ms  held-out 0.750" in lines[6]
     assert [bool(re.search(r"  about \d+:\d\d left$", line)) for line in lines[5:]] == [True, True, False]
 
 
-def test_the_time_left_after_a_resume_is_that_of_the_steps_made_since(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_remaining_time_after_a_resume_uses_new_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now)
     progress = terminal.Progress(name="r", steps=10)
@@ -209,7 +210,7 @@ tracker.close()
 
 
 @pytest.mark.slow
-def test_a_terminal_shows_a_live_panel_and_is_left_clean(tmp_path: Path) -> None:
+def test_the_live_panel_is_removed_at_the_end(tmp_path: Path) -> None:
     reader, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
     command = [sys.executable, "-c", _LIVE, str(tmp_path / "quickstart"), str(Path(__file__).parent)]
@@ -231,6 +232,6 @@ def test_a_terminal_shows_a_live_panel_and_is_left_clean(tmp_path: Path) -> None
     draining.join(60)
     os.close(reader)
     screen = b"".join(parts).decode()
-    for shown in ("quickstart", "3/9", "about", "held-out 0.750", "24  left out 12  swaps 3"):
+    for shown in ("quickstart", "3/9", "about", "held-out 0.750", "24  excluded 12  swaps 3"):
         assert shown in screen, shown
     assert screen.count("\x1b[?25l") == screen.count("\x1b[?25h") > 0, "the cursor is shown again"

@@ -14,7 +14,7 @@ from agentrl.cli.sample import render_result
 from agentrl.config import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.errors import UserError
 from agentrl.experience import StepGroups
-from agentrl.observe.learning_signal import learning_tables
+from agentrl.observe.sections import learning_tables
 from agentrl.records import Episode, Score, Task
 from agentrl.run import sample
 from agentrl.session.folder import RunStart, check_same_command, write_start

@@ -74,19 +74,19 @@ async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> S
             judged_by(in_words),
             False,
             {"tests.session.test_no_result:in_words: verifier returned str, not a Score": 6},
-            "nothing was scored: all 6 episodes of 1 step were left out (6 x tests.session.test_no_result:in_words: verifier returned str",
+            "nothing was scored: all 6 episodes of 1 step were excluded (6 x tests.session.test_no_result:in_words: verifier returned str",
         ),
         (
             judged_by(broken_for_all),
             False,
             {"tests.session.test_no_result:broken_for_all: verifier raised ZeroDivisionError: no rows": 6},
-            "nothing was scored: all 6 episodes of 1 step were left out (6 x tests.session.test_no_result:broken_for_all: verifier raised",
+            "nothing was scored: all 6 episodes of 1 step were excluded (6 x tests.session.test_no_result:broken_for_all: verifier raised",
         ),
         (
             judged_by(same_for_all),
             False,
             {},
-            "nothing was learned: no token was trained in 1 step (2 groups: all attempts scored alike, so there was nothing to prefer;"
+            "nothing was learned: no token was trained in 1 step (2 groups: all attempts have equal scores, so there is no preference;"
             " mean reward 1.000)",
         ),
         (
@@ -96,13 +96,13 @@ async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> S
                 "task: TaskError: unknown tool 'pyhton' fix: use python, python_session, shell, submit, view, create, replace, insert,"
                 " search, or a reference such as mytools:search": 6
             },
-            "nothing was scored: all 6 episodes of 1 step were left out (6 x task: TaskError: unknown tool 'pyhton'",
+            "nothing was scored: all 6 episodes of 1 step were excluded (6 x task: TaskError: unknown tool 'pyhton'",
         ),
         (
             judged_by(same_for_all),
             True,
             {"infrastructure: SandboxError: the daemon is gone": 6},
-            "nothing was scored: all 6 episodes of 1 step were left out (6 x infrastructure: SandboxError: the daemon is gone)",
+            "nothing was scored: all 6 episodes of 1 step were excluded (6 x infrastructure: SandboxError: the daemon is gone)",
         ),
     ],
     ids=["verifier gives text", "verifier raises", "groups never differ", "all quarantined", "no sandbox opens"],

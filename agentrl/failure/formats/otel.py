@@ -165,8 +165,8 @@ class SpanCollector:
                 choice = {key: body[key] for key in ("content", "tool_calls") if key in body}
             message, into, complete = {"role": "assistant", **choice}, call.outputs, call.outputs_complete
         else:
-            kept = {key: value for key, value in body.items() if key not in ("index", "message", "finish_reason")}
-            message, into, complete = {"role": _MESSAGE_EVENTS[event.name], **kept}, call.inputs, call.inputs_complete
+            fields_of_message = {key: value for key, value in body.items() if key not in ("index", "message", "finish_reason")}
+            message, into, complete = {"role": _MESSAGE_EVENTS[event.name], **fields_of_message}, call.inputs, call.inputs_complete
         if complete:
             return
         message["tool_call_id"] = message.pop("id", None) if message["role"] == "tool" else None

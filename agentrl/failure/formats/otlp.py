@@ -162,12 +162,12 @@ def _record(record: Mapping[str, Any], service: str, location: SourceLocation) -
 
 def _attributes(attributes: Any, *, every: bool = False) -> dict[str, Any]:
     """The attributes that concern generative AI, or all of them with `every`."""
-    kept = {}
+    selected = {}
     for item in as_objects(attributes, "attributes"):
         key = item.get("key")
         if isinstance(key, str) and (every or key.startswith(_KEPT)):
-            kept[key] = any_value(item.get("value"))
-    return kept
+            selected[key] = any_value(item.get("value"))
+    return selected
 
 
 def _id(value: Any, what: str) -> str:

@@ -1,4 +1,4 @@
-"""ATIF: there and back again, and our own episodes as documents that the format's models take."""
+"""ATIF: round trips, and own episodes as documents that the format's models accept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentrl.testing.samples import sample_task
 DATA = Path(__file__).parent / "data"
 
 
-def test_a_document_with_sub_agents_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_document_with_sub_agents_round_trips(tmp_path: Path) -> None:
     (trace,), told = read_all(DATA / "atif.json")
     assert not told and not trace.missing
     speakers = [one.agent for one in trace.spoken]
@@ -28,7 +28,7 @@ def test_a_document_with_sub_agents_comes_back_as_it_was(tmp_path: Path) -> None
     assert json.loads((tmp_path / "again.json").read_text()) == json.loads((DATA / "atif.json").read_text())
 
 
-def test_what_a_trace_cannot_hold_is_said_and_no_path_is_followed() -> None:
+def test_gaps_are_described_and_no_path_is_followed() -> None:
     (trace,), _ = read_all(DATA / "atif_rich.jsonl")
     for gap in (
         "type image",
@@ -46,7 +46,7 @@ def test_what_a_trace_cannot_hold_is_said_and_no_path_is_followed() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in DATA.iterdir() if "silent" not in path.name))
-def test_every_import_is_written_as_the_format_demands_and_says_the_same(name: str, tmp_path: Path) -> None:
+def test_every_import_is_written_as_a_valid_equal_document(name: str, tmp_path: Path) -> None:
     traces, _ = read_all(DATA / name)
     assert write(traces, tmp_path / "out.jsonl") == len(traces)
     for line in (tmp_path / "out.jsonl").read_text().splitlines():
@@ -74,7 +74,7 @@ def turn(*ids: int, calls: tuple[str, ...] = (), results: tuple[str, ...] = (), 
 
 
 def own() -> Trace:
-    """An episode with two calls at once, one of which started a sub-agent, and an agent that went on in a new context."""
+    """An episode with two parallel calls, one of which started a sub-agent, and a continuation in a new context."""
     task = sample_task()
     main = Trajectory(agent="main", turns=(turn(1, 2, calls=("python", "ask"), results=("bad", "fine")), turn(4, logprob=float("-inf"))))
     helper = Trajectory(
@@ -86,7 +86,7 @@ def own() -> Trace:
     return Trace(id="run:../x", why=CaptureReason.FAILED, task=task, episode=episode, score=score, tags=(Tag(name="gave_up", by="rules"),))
 
 
-def test_our_own_episodes_are_written_with_their_tokens_and_their_tree() -> None:
+def test_own_episodes_are_written_with_tokens_and_sub_agents() -> None:
     trace = own()
     made = Atif.model_validate(document(trace))
     assert trace.task is not None and made.session_id == "e1"
@@ -107,7 +107,7 @@ def test_our_own_episodes_are_written_with_their_tokens_and_their_tree() -> None
     assert made.extra is not None and made.extra["agentrl"]["score"]["value"] == 0.0
 
 
-def test_our_own_episodes_are_read_back_as_what_was_said(tmp_path: Path) -> None:
+def test_own_episodes_are_read_back_as_messages(tmp_path: Path) -> None:
     assert write([own(), own()], tmp_path / "out") == 2
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["run-..-x-2.json", "run-..-x.json"]
     (back,), told = read_all(tmp_path / "out")
@@ -122,7 +122,7 @@ def test_our_own_episodes_are_read_back_as_what_was_said(tmp_path: Path) -> None
         write([own()], tmp_path / "x", format="otel")
 
 
-def test_however_often_an_agent_goes_on_its_document_stays_flat(tmp_path: Path) -> None:
+def test_repeated_continuations_stay_at_one_level(tmp_path: Path) -> None:
     task = sample_task()
     contexts = [Trajectory(agent="main", turns=(turn(1),), parent=Parent(trajectory=at - 1, turn=0) if at else None) for at in range(300)]
     calls = turn(1, calls=("ask",), results=("fine",))

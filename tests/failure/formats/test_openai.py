@@ -1,4 +1,4 @@
-"""Chat messages: what a real client exchanged, and odd forms of it."""
+"""Chat messages: those of a real client, and odd forms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def one(document: Any, path: Path) -> Trace:
     return trace
 
 
-def test_a_conversation_with_two_calls_at_once_an_error_and_arguments_that_are_none() -> None:
+def test_a_conversation_with_parallel_calls_an_error_and_invalid_arguments() -> None:
     (whole, asked), _ = read_all(DATA / "openai.jsonl")
     roles = [said.message.role for said in whole.spoken]
     assert roles == ["system", "user", "assistant", "tool", "tool", "assistant", "tool", "assistant"]
@@ -35,7 +35,7 @@ def test_a_conversation_with_two_calls_at_once_an_error_and_arguments_that_are_n
     assert (asked.origin["model"], len(asked.spoken)) == ("stub-1", 3)
 
 
-def test_what_is_written_is_the_conversation_again(tmp_path: Path) -> None:
+def test_a_conversation_round_trips(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (DATA / "openai.jsonl").read_text().splitlines()]
     traces, _ = read_all(DATA / "openai.jsonl")
     assert write(traces, tmp_path / "again.jsonl", format="openai") == 2
@@ -47,7 +47,7 @@ def test_what_is_written_is_the_conversation_again(tmp_path: Path) -> None:
     assert [trace.spoken for trace in back] == [trace.spoken for trace in traces]
 
 
-def test_each_speaker_keeps_its_name_and_all_stay_in_one_conversation(tmp_path: Path) -> None:
+def test_named_assistants_stay_in_one_conversation(tmp_path: Path) -> None:
     said = [{"role": "user", "content": "q"}, *({"role": "assistant", "name": name, "content": name} for name in ("planner", "coder"))]
     trace = one(said, tmp_path / "a.json")
     assert [told.agent for told in trace.spoken] == ["", "planner", "coder"]
@@ -72,7 +72,7 @@ def test_each_speaker_keeps_its_name_and_all_stay_in_one_conversation(tmp_path: 
         ({"role": "assistant", "content": "a", "function_call": {"name": "f", "arguments": '{"a": "\ud83d"}'}}, UNPARSED),
     ],
 )
-def test_what_is_not_there_or_not_kept_is_said(message: dict[str, Any], gap: str, tmp_path: Path) -> None:
+def test_gaps_of_a_message_are_described(message: dict[str, Any], gap: str, tmp_path: Path) -> None:
     trace = one([message], tmp_path / "a.json")
     assert trace.spoken[0].message.content == "a"
     assert any(gap in what for what in trace.missing), trace.missing
@@ -89,7 +89,7 @@ def test_what_is_not_there_or_not_kept_is_said(message: dict[str, Any], gap: str
         ({"response": {}}, "an answer of the model"),
     ],
 )
-def test_a_response_that_is_no_answer_is_missing_and_says_why(document: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_failed_response_is_a_gap_with_its_error(document: dict[str, Any], said: str, tmp_path: Path) -> None:
     whole = {"request": {"messages": [{"role": "user", "content": "q"}]}, **document}
     (tmp_path / "a.json").write_text(json.dumps(whole))
     (trace,) = read(tmp_path / "a.json")

@@ -1,4 +1,4 @@
-"""Spans: conversations put together again from what real instrumentations exported, and from spans that lie."""
+"""Spans: conversations from the exports of real instrumentations, and from invalid spans."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def said(trace: Trace) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["otel_events", "otel_parts.jsonl", "otel_parts_events", "otel_openllmetry.jsonl"])
-def test_every_emitter_tells_the_conversation_that_took_place(name: str) -> None:
-    """The same agent as in openai.jsonl; up to v1.36 a repeated message that calls tools has lost its text."""
+def test_every_emitter_gives_the_real_conversation(name: str) -> None:
+    """The same agent as in openai.jsonl; up to v1.36 a repeated message with tool calls loses its text."""
     (trace,), told = read_all(DATA / name)
     (whole, _), _ = read_all(DATA / "openai.jsonl")
     assert not told and said(trace) == said(whole)
@@ -30,7 +30,7 @@ def test_every_emitter_tells_the_conversation_that_took_place(name: str) -> None
     assert trace.origin["service"] == "support" and trace.origin["started"].startswith("20")
 
 
-def test_agents_keep_who_speaks_and_a_tools_error_is_kept() -> None:
+def test_agents_keep_their_names_and_tool_errors_are_kept() -> None:
     (trace,), _ = read_all(DATA / "otel_agents.jsonl")
     assert [(one.agent, one.message.role) for one in trace.spoken] == [
         *(("desk", role) for role in ("system", "user", "assistant")),
@@ -41,7 +41,7 @@ def test_agents_keep_who_speaks_and_a_tools_error_is_kept() -> None:
     assert not trace.missing
 
 
-def test_contents_that_were_not_captured_are_not_made_up() -> None:
+def test_contents_that_were_not_captured_are_unreadable() -> None:
     for one in read(DATA / "otel_silent.jsonl"):
         assert isinstance(one, UnreadableDocument) and CAPTURE in one.fix and "trace" in one.position
 
@@ -66,7 +66,7 @@ def export(path: Path, *spans: Any) -> list[Trace | UnreadableDocument]:
     return list(read(path))
 
 
-def test_spans_that_call_each_other_in_a_circle_are_told_once(tmp_path: Path) -> None:
+def test_spans_in_a_cycle_are_read_once(tmp_path: Path) -> None:
     spans = [span(number, number % 3 + 1, "invoke_agent", agent_name=f"agent{number}") for number in (1, 2, 3)]
     calls = [
         span(10 + number, number, input_messages=[text("user", f"q{number}")], output_messages=[text("assistant", "a")])
@@ -79,7 +79,7 @@ def test_spans_that_call_each_other_in_a_circle_are_told_once(tmp_path: Path) ->
     assert any("cycle" in gap for gap in trace.missing)
 
 
-def test_agents_without_end_within_agents_are_told_all(tmp_path: Path) -> None:
+def test_deeply_nested_agents_are_all_read(tmp_path: Path) -> None:
     depth = otel_conversations.DEEPEST * 40
     agents = [span(number, number - 1, "invoke_agent", agent_name="a") for number in range(1, depth)]
     calls = [span(depth + number, number, input_messages=[text("user", str(number))]) for number in range(1, depth)]
@@ -101,7 +101,7 @@ def test_duplicates_gaps_and_wrong_types_do_not_lose_the_rest(tmp_path: Path) ->
         assert any(gap in what for what in trace.missing), gap
 
 
-def test_a_tools_span_tells_of_the_last_answer_that_no_call_repeats(tmp_path: Path) -> None:
+def test_a_tool_span_gives_the_last_result_that_no_call_repeats(tmp_path: Path) -> None:
     calls = {"role": "assistant", "parts": [{"type": "tool_call", "id": "c", "name": "f", "arguments": {"a": 1}}]}
     asks = span(1, 9, input_messages=[text("user", "q")], output_messages=[calls])
     run = {**span(2, 9, "execute_tool", tool_name="f", tool_call_id="x"), "status": {"code": 2}}
@@ -113,8 +113,8 @@ def test_a_tools_span_tells_of_the_last_answer_that_no_call_repeats(tmp_path: Pa
     assert (last.message.content, last.answers, last.failed) == ("it broke", "c", True)
 
 
-def test_conversations_of_one_service_are_told_apart(tmp_path: Path) -> None:
-    """Calls with nothing around them: each has a trace id of its own, and only what was said tells what goes on with what."""
+def test_conversations_of_one_service_are_separated(tmp_path: Path) -> None:
+    """Calls without other spans: each has its own trace id, and only the messages show which call continues which."""
     spans = []
     for number in range(6):
         talk, turn = divmod(number, 2) if number < 4 else (number, 0)
@@ -161,7 +161,7 @@ def record(name: str, at: int, body: Any = None, **told: Any) -> dict[str, Any]:
 
 
 def as_messages(make: Any, pack: Any) -> list[dict[str, Any]]:
-    """A message an event, up to v1.36, in whatever place `make` puts what `pack` gives."""
+    """One event per message, up to v1.36, where `make` puts the result of `pack`."""
     found = [make(f"gen_ai.{role}.message", 20 + number, **pack({"role": role, **told})) for number, (role, told) in enumerate(TALK)]
     return [*found, make("gen_ai.choice", 30, **pack({"index": 0, "message": {"content": "It is on its way."}}))]
 
@@ -192,7 +192,7 @@ PLACES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {  # attributes
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_messages_are_found_wherever_a_generation_of_the_conventions_puts_them(place: str, tmp_path: Path) -> None:
+def test_messages_of_all_generations_of_the_conventions_are_read(place: str, tmp_path: Path) -> None:
     attributes, events, records = PLACES[place]
     one = span(1)
     one["attributes"] += values(attributes)
@@ -214,7 +214,7 @@ def test_messages_are_found_wherever_a_generation_of_the_conventions_puts_them(p
     assert not [gap for gap in trace.missing if "answer of the model" in gap]
 
 
-def test_events_that_are_none_cost_nothing_but_themselves(tmp_path: Path) -> None:
+def test_invalid_events_do_not_lose_the_others(tmp_path: Path) -> None:
     good = span(1, input_messages=[text("user", "q")], output_messages=[text("assistant", "a")])
     odd = [
         7,

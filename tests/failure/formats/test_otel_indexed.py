@@ -1,4 +1,4 @@
-"""Attributes that number their messages: the conversation of OpenLLMetry and OpenInference, and hostile numbers."""
+"""Indexed attributes: the conversation of OpenLLMetry and OpenInference, and hostile indices."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def spans_of(form: Form) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_form_tells_the_conversation_that_took_place(name: str, tmp_path: Path) -> None:
+def test_every_form_gives_the_real_conversation(name: str, tmp_path: Path) -> None:
     (whole, _), _ = read_all(DATA / "openai.jsonl")
     (trace,) = export(tmp_path / "a.json", *spans_of(FORMS[name]))
     assert isinstance(trace, Trace) and said(trace) == said(whole)
@@ -96,14 +96,14 @@ def test_every_form_tells_the_conversation_that_took_place(name: str, tmp_path: 
     assert gaps == ([] if trace.tools else ["schemas of the tools"])
 
 
-def test_more_than_ten_messages_follow_by_number(tmp_path: Path) -> None:
+def test_more_than_ten_messages_are_ordered_by_index(tmp_path: Path) -> None:
     texts = [str(number) for number in range(23)]
     told = dict(sorted(flat("gen_ai.prompt", [{"role": "user", "content": text} for text in texts])))
     (trace,) = export(tmp_path / "a.json", span(1, {**told, "gen_ai.completion.0.content": "done"}))
     assert [one.message.content for one in trace.spoken] == [*texts, "done"] and trace.spoken[-1].message.role == "assistant"
 
 
-def test_older_ways_of_writing_a_message(tmp_path: Path) -> None:
+def test_older_forms_of_messages_are_read(tmp_path: Path) -> None:
     told = {
         "llm.prompts.0.user": "by its role",
         "llm.prompts.1.role": "user",
@@ -156,7 +156,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_number_is_no_size_and_what_contradicts_is_missing(what: str, tmp_path: Path) -> None:
+def test_huge_indices_cost_nothing_and_contradictions_are_gaps(what: str, tmp_path: Path) -> None:
     told, gap = HOSTILE[what]
     good = {"gen_ai.prompt.0.role": "user", "gen_ai.prompt.0.content": "q"} if "parts" not in what else {}
     tracemalloc.start()
@@ -170,7 +170,7 @@ def test_a_number_is_no_size_and_what_contradicts_is_missing(what: str, tmp_path
         assert [call.name for call in trace.spoken[1].message.tool_calls] == ["g", "f"]
 
 
-def test_many_attributes_are_read_in_time_in_proportion(tmp_path: Path) -> None:
+def test_many_attributes_are_read_in_linear_time(tmp_path: Path) -> None:
     told = {f"gen_ai.prompt.{number}.content": "x" for number in range(0, 40_000, 2)}
     began = time.process_time()
     (trace,) = export(tmp_path / "a.json", span(1, told))

@@ -1,4 +1,4 @@
-"""What is no trace is told with its place and a fix, in bounded time and memory, and never costs the others."""
+"""Reading files: unreadable documents have a position and a fix, within bounded time and memory, and the others are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ATIF: dict[str, Any] = {"schema_version": "ATIF-v1.8", "agent": AGENT, "steps": 
 
 
 def refused(path: Path, document: Any) -> UnreadableDocument:
-    """The one thing told of a document that gives no trace."""
+    """The error for a document without a trace."""
     path.write_text(document if isinstance(document, str) else json.dumps(document))
     (one,) = read(path)
     assert isinstance(one, UnreadableDocument) and one.fix and str(one).startswith(str(path))
@@ -30,7 +30,7 @@ def refused(path: Path, document: Any) -> UnreadableDocument:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in DATA.iterdir() if "silent" not in path.name))
-def test_what_real_emitters_write_is_known_by_its_content(name: str) -> None:
+def test_the_format_of_real_exports_is_detected(name: str) -> None:
     traces, told = read_all(DATA / name)
     assert not told
     for trace in traces:
@@ -38,7 +38,7 @@ def test_what_real_emitters_write_is_known_by_its_content(name: str) -> None:
         assert codec.from_json(Trace, codec.to_json(trace)) == trace
 
 
-def test_a_folder_is_read_whole_and_the_same_again_is_told() -> None:
+def test_all_files_of_a_folder_are_read() -> None:
     traces, told = read_all(DATA)
     assert len({trace.id for trace in traces}) == len(traces) == 9
     assert [one.message.partition(": ")[2] for one in told] == ["contains no message texts"] * 3  # of otel_silent.jsonl
@@ -93,7 +93,7 @@ def test_a_bad_line_does_not_lose_the_others(tmp_path: Path) -> None:
         ('"\x1b[2J\u202e"', "is not JSON"),
     ],
 )
-def test_a_document_that_is_none_says_why(document: Any, said: str, tmp_path: Path) -> None:
+def test_an_unreadable_document_has_a_reason(document: Any, said: str, tmp_path: Path) -> None:
     one = refused(tmp_path / "one.json", document)
     assert re.search(said, one.message), one.message
     assert all(letter.isprintable() for letter in one.message)
@@ -111,7 +111,7 @@ def test_sizes_are_bounded_before_anything_is_parsed(tmp_path: Path, monkeypatch
     assert "too many values" in refused(tmp_path / "bomb.json", "[" + "{}," * 200_000 + "{}]").message
 
 
-def test_a_million_spans_are_refused_before_they_fill_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_spans_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otel, "MOST_SPANS", 1000)
     span = {"traceId": "a" * 32, "parentSpanId": "", "name": "GET"}
     spans = [{**span, "spanId": f"{number:016x}"} for number in range(400)]
@@ -123,7 +123,7 @@ def test_a_million_spans_are_refused_before_they_fill_memory(tmp_path: Path, mon
     assert raised.value.fix
 
 
-def test_a_path_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not there"):
         read(tmp_path / "none.json")
     with pytest.raises(UserError, match="holds no files"):

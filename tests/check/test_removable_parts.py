@@ -1,4 +1,4 @@
-"""Which parts of a task can go: the search, and what is left."""
+"""Removing parts of a failing task."""
 
 from __future__ import annotations
 
@@ -8,31 +8,30 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.check.minimize import RemovablePart, describe_size, line_parts, message_and_file_parts, removable_parts, remove_parts
 from agentrl.failure.case import Case
-from agentrl.failure.minimize import RemovablePart, describe_size, line_parts, message_and_file_parts, removable_parts, remove_parts
 from agentrl.failure.overlap import WithheldTasks
 from agentrl.records import Message
-
-from .traces import task
+from tests.failure.traces import task
 
 PARTS = [RemovablePart(file="a", line=number) for number in range(40)]
 
 
 @given(st.sets(st.integers(0, 39), max_size=6))
-def test_what_is_left_is_what_the_failure_needs_and_no_part_more(needed: set[int]) -> None:
-    asked = 0
+def test_only_the_parts_that_the_failure_needs_remain(needed: set[int]) -> None:
+    calls = 0
 
     async def fails(gone: tuple[RemovablePart, ...]) -> bool:
-        nonlocal asked
-        asked += 1
+        nonlocal calls
+        calls += 1
         return not needed & {part.line for part in gone}
 
     gone = asyncio.run(removable_parts(PARTS, fails))
     assert {part.line for part in PARTS} - {part.line for part in gone} == needed
-    assert asked <= 1 + 8 * max(1, len(needed)) * 6, "chunks first, single parts last"
+    assert calls <= 1 + 8 * max(1, len(needed)) * 6, "chunks first, single parts last"
 
 
-def test_a_budget_that_ends_leaves_what_was_found() -> None:
+def test_the_end_of_the_budget_keeps_the_removed_parts() -> None:
     answers = iter([False, True, None])
 
     async def fails(gone: tuple[RemovablePart, ...]) -> bool | None:
@@ -42,12 +41,12 @@ def test_a_budget_that_ends_leaves_what_was_found() -> None:
     assert asyncio.run(removable_parts([], fails)) == ()
 
 
-def test_parts_that_go_leave_the_rest_as_it_was() -> None:
+def test_removing_parts_keeps_the_rest_unchanged() -> None:
     whole = task("What?", files={"a.csv": "x\r\n1\n\n2", "b.txt": "one"})
     whole = replace(whole, prompt=(Message(role="system", content="s"), *whole.prompt), binary_files={"c.bin": "AAAA"})
     parts = message_and_file_parts(whole)
     assert remove_parts(whole, ()) == whole and len([part for part in parts if part.file]) == 3
-    assert all(part.message != len(whole.prompt) - 1 for part in parts), "what is asked stays"
+    assert all(part.message != len(whole.prompt) - 1 for part in parts), "what is calls stays"
     least = remove_parts(whole, parts)
     assert least.prompt == whole.prompt[-1:] and not least.files and not least.binary_files
     assert [part.line for part in line_parts(whole)] == [0, 1, 2, 3] and {part.file for part in line_parts(whole)} == {"a.csv"}
@@ -58,7 +57,7 @@ def test_parts_that_go_leave_the_rest_as_it_was() -> None:
     assert describe_size(least) == "1 message, 0 files, 0 lines"
 
 
-def test_the_task_as_it_was_stays_withheld() -> None:
+def test_the_original_task_stays_withheld() -> None:
     small, whole, other = (task("What?", files={"a.csv": text}) for text in ("1\n", "1\n" * 50, "2\n" * 50))
     held = WithheldTasks([Case(id="c", task=small, original=whole)])
     assert small in held and whole in held and other not in held and len(held) == 1

@@ -1,0 +1,214 @@
+"""Evaluations of suites by version: the gate's section of the report, and the history page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.base.files import write_atomically
+from agentrl.base.untrusted_files import read_bytes
+from agentrl.observe.charts import Chart, Series, Table, line_chart
+from agentrl.observe.markup import render
+from agentrl.observe.rundata import as_list, parse_object
+from agentrl.observe.transcripts import ShownEpisode, show_versions
+
+Line = dict[str, Any]
+_SIZE = (1030, 240)
+_PAIRS_SHOWN = 8
+_MAX_BYTES = 64 << 20  # of one file
+_MAX_REASON = 600  # characters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateRow:
+    """The gate's decision on one version."""
+
+    version: int
+    outcome: str
+    rate: str
+    cost: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegressedCase:
+    """A case that regressed, with an episode of the baseline version and one of the blocked version."""
+
+    title: str
+    episodes: tuple[ShownEpisode, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateSection:
+    """The gate's section of the report; without rows if the run has no gate."""
+
+    rows: tuple[GateRow, ...]
+    chart: Chart | None
+    regressed: tuple[RegressedCase, ...]
+    notes: tuple[str, ...]  # what could not be read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryRow:
+    """One evaluation of a suite. `tokens`, `turns` and `seconds` are means per attempt."""
+
+    of: str  # the run or model, with its version
+    sha256: str  # of its weights, shortened
+    at: str  # UTC
+    version: int
+    rate: float | None  # pass@1; None if no attempt was scored
+    low: float
+    high: float
+    k: int
+    pass_at_k: float | None
+    tokens: float
+    turns: float
+    seconds: float
+    attempts: int
+    unscored: int
+    changed: str = ""  # what differs from the previous evaluation: suite, sampling, ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteHistory:
+    """The evaluations of one suite."""
+
+    suite: str
+    rows: tuple[HistoryRow, ...]
+
+    @property
+    def by_version(self) -> bool:
+        """Whether the rows are ordered by distinct versions."""
+        numbers = [row.version for row in self.rows]
+        return numbers == sorted(set(numbers))
+
+    def chart(self) -> Chart | None:
+        """pass@1 with its interval, and pass@k if cases have several attempts; None if nothing was scored."""
+        xs = [float(row.version) if self.by_version else float(number) for number, row in enumerate(self.rows, 1)]
+        scored = [(x, row.rate, row) for x, row in zip(xs, self.rows, strict=True) if row.rate is not None]
+        several = tuple((x, row.pass_at_k) for x, _, row in scored if row.k > 1 and row.pass_at_k is not None)
+        rates = [(x, rate, row.low, row.high) for x, rate, row in scored]
+        return _success_chart(f"Success on {self.suite}", rates, several, x_name="version" if self.by_version else "evaluation")
+
+    def table(self) -> Table:
+        """A row for each evaluation."""
+        columns = ("pass@1", "95% interval", "pass@k", "tokens", "turns", "seconds", "attempts", "unscored", "weights", "when", "changed")
+        return Table(title="policy", columns=columns, rows=tuple((row.of, _cells(row)) for row in self.rows))
+
+
+def write_history_page(path: Path, histories: Sequence[SuiteHistory]) -> None:
+    """Writes one self-contained page."""
+    drawn = [(history.suite, history.chart(), history.table()) for history in histories]
+    write_atomically(path, render("history.html", histories=drawn))
+
+
+def read_gate_section(run_dir: Path) -> GateSection:
+    """Reads the gate's section from `gate/` of a run folder: `000012/verdict.json` and the episodes that it names."""
+    notes: list[str] = []
+    folder = run_dir / "gate"
+    numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
+    verdicts = [verdict for number in numbers if (verdict := _verdict(folder, number, notes)) is not None]
+    regressed = [case for verdict in reversed(verdicts) for case in _regressed_cases(folder, verdict, notes)]
+    rates = []
+    for verdict in verdicts:
+        rate, low, high = _figures(verdict, "pass_at_1", "low", "high")
+        if rate is not None and low is not None and high is not None:
+            rates.append((float(verdict["version"]), rate, low, high))
+    return GateSection(
+        rows=tuple(map(_gate_row, verdicts)),
+        chart=_success_chart("Success on the suite by version", rates, (), x_name="version"),
+        regressed=tuple(regressed[:_PAIRS_SHOWN]),
+        notes=tuple(notes),
+    )
+
+
+def _success_chart(
+    title: str, rates: Sequence[tuple[float, float, float, float]], pass_at_k: tuple[tuple[float, float], ...], *, x_name: str
+) -> Chart | None:
+    """`rates`: x, pass@1, and its interval."""
+    if not rates:
+        return None
+    points, intervals = tuple((x, rate) for x, rate, _, _ in rates), tuple((x, low, high) for x, _, low, high in rates)
+    series = [Series(label="pass@1", color="c1", points=points, intervals=intervals)]
+    if pass_at_k:
+        series.append(Series(label="pass@k", color="c2", points=pass_at_k))
+    return line_chart(series, title=title, size=_SIZE, y_range=(0.0, 1.0), y_format=lambda value: f"{value:.2f}", x_name=x_name)
+
+
+def _cells(row: HistoryRow) -> tuple[str, ...]:
+    rate = "-" if row.rate is None else f"{row.rate:.3f}"
+    interval = "-" if row.rate is None else f"[{row.low:.3f}, {row.high:.3f}]"
+    several = f"{row.pass_at_k:.3f} (k={row.k})" if row.k > 1 and row.pass_at_k is not None else "-"
+    figures = (f"{row.tokens:.0f}", f"{row.turns:.1f}", f"{row.seconds:.1f}", str(row.attempts), str(row.unscored))
+    return (rate, interval, several, *figures, row.sha256 or "-", row.at, row.changed or "-")
+
+
+def _verdict(folder: Path, number: int, notes: list[str]) -> Line | None:
+    path = folder / f"{number:06d}" / "verdict.json"
+    if not path.exists():
+        return None
+    verdict = next(_lines(path, notes), None)
+    if verdict is None or verdict.get("version") != number:
+        notes.append(f"gate/{number:06d}/verdict.json cannot be read")
+        return None
+    return verdict
+
+
+def _gate_row(verdict: Line) -> GateRow:
+    rate, low, high, k, several, seconds = _figures(verdict, "pass_at_1", "low", "high", "k", "pass_at_k", "wall_s")
+    shown = "none scored" if rate is None else f"{rate:.1%}"
+    if low is not None and high is not None:
+        shown += f" [{low:.1%}, {high:.1%}]"
+    if k is not None and k > 1 and several is not None:
+        shown += f", pass@{k:.0f} {several:.1%}"
+    tokens, attempts, turns = _figures(verdict, "tokens", "attempts", "turns")
+    cost = f"{tokens / attempts:.0f} tokens, {turns or 0:.1f} turns" if tokens is not None and attempts else ""
+    cost += f"; {seconds:.1f} s in all" if cost and seconds else ""
+    outcome, reason = str(verdict.get("outcome", "")), str(verdict.get("reason", ""))[:_MAX_REASON]
+    return GateRow(version=verdict["version"], outcome=outcome, rate=shown, cost=cost, reason=reason)
+
+
+def _regressed_cases(folder: Path, verdict: Line, notes: list[str]) -> Iterator[RegressedCase]:
+    regressions = [one for one in as_list(verdict.get("regressions")) if isinstance(one, dict)]
+    version, baseline = verdict["version"], verdict.get("reference")
+    if not regressions or not isinstance(baseline, int):
+        return
+    ours = _episodes(folder / f"{version:06d}", {str(one.get("episode")) for one in regressions}, notes)
+    theirs = _episodes(folder / f"{baseline:06d}", {str(one.get("before_episode")) for one in regressions}, notes)
+    for one in regressions:
+        before, after = theirs.get(str(one.get("before_episode"))), ours.get(str(one.get("episode")))
+        if before is not None and after is not None:
+            turn = f", with the first difference at turn {one['turn']}" if isinstance(one.get("turn"), int) else ""
+            yield RegressedCase(
+                title=f"version {version} was {verdict.get('outcome', '')}: case {one.get('case', '')}{turn}",
+                episodes=show_versions(f"version {baseline}, passed", before, f"version {version}, failed", after),
+            )
+
+
+def _episodes(folder: Path, wanted: set[str], notes: list[str]) -> dict[str, Line]:
+    path = folder / "episodes.jsonl"
+    if not path.exists():
+        return {}
+    return {str(line["episode"]): line for line in _lines(path, notes) if str(line.get("episode")) in wanted}
+
+
+def _lines(path: Path, notes: list[str]) -> Iterator[Line]:
+    if path.stat().st_size > _MAX_BYTES:
+        notes.append(f"{path.parent.name}/{path.name} is larger than {_MAX_BYTES >> 20} MiB and is not shown")
+        return
+    for text in read_bytes(path, most=_MAX_BYTES, inside=path.parent).decode("utf-8", "replace").split("\n"):
+        if (line := parse_object(text)) is not None:
+            yield line
+
+
+def _figures(verdict: Line, *names: str) -> list[float | None]:
+    """Finite numbers among a verdict's figures; None for any other value."""
+    figures = verdict.get("figures")
+    return [_finite(figures.get(name)) if isinstance(figures, dict) else None for name in names]
+
+
+def _finite(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
