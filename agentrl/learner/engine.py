@@ -14,13 +14,11 @@ from torch import Tensor, nn
 
 from agentrl.config.recipe import Recipe
 from agentrl.learner import causal_lm, forest_attention, lora
-from agentrl.learner.gradient_gate import skip_steps_above
-from agentrl.learner.optimizer import BETAS, EPS, RATE_SCALE, GuardedAdamW, learning_rate, parameter_groups
+from agentrl.learner.optimizer import BETAS, EPS, RATE_SCALE, GuardedAdamW, learning_rate, parameter_groups, skip_steps_above
 from agentrl.learner.packing import MicroBatch, single_sequence
 from agentrl.learner.ranks import Ranks
-from agentrl.learner.token_scorer import TOLERANCE, TokenScorer, check_scorer
+from agentrl.learner.token_scorer import TOLERANCE, TokenScorer, ValuedScorer, check_scorer
 from agentrl.learner.ulysses import check_heads
-from agentrl.learner.value_head import ValuedScorer
 from agentrl.records import Probe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -17,8 +17,7 @@ from agentrl.base.run_lock import hold_shared_lock
 from agentrl.base.secrets import child_environment
 from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError
-from agentrl.learner.driver_reports import Mailbox
-from agentrl.learner.progress import ProgressPipe
+from agentrl.learner.driver_reports import Mailbox, ProgressPipe
 
 _TAIL_BYTES = 1 << 18
 _FIRST_S = 1800.0

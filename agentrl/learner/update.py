@@ -22,7 +22,7 @@ from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch, build_micro_batch, check_vocabulary, plan_micro_batches, split_minibatches
 from agentrl.learner.update_guard import UpdateGuard
 from agentrl.objective.aggregate import loss_denominator
-from agentrl.objective.kl import sequence_penalty
+from agentrl.objective.losses import sequence_penalty
 from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, combine_steps, summarize
 from agentrl.objective.policy_loss import TrainedTokens, load_loss, policy_loss
 from agentrl.objective.values import value_loss

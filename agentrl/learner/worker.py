@@ -30,16 +30,16 @@ from agentrl.learner import ranks as processes
 from agentrl.learner.broadcast import Broadcaster
 from agentrl.learner.checkpoint import CheckpointMeta
 from agentrl.learner.critic import Critic
+from agentrl.learner.driver_reports import SILENT, ProgressReporter
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.failure_log import UpdateFailureLog
-from agentrl.learner.progress import SILENT, ProgressReporter
 from agentrl.learner.publish import publish_version, select_probe_rows, version_folder, write_base_probe
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.ulysses import form_teams
 from agentrl.learner.update import Updater
 from agentrl.learner.update_guard import ROLLBACK, UpdateFailure
 from agentrl.objective import AssembledBatch, assemble, counted_samples
-from agentrl.objective.delivery import captured_tokens
+from agentrl.objective.branches import captured_tokens
 from agentrl.plugins import references
 from agentrl.protocols import VersionRegistry
 from agentrl.records import Group, VersionState

@@ -11,8 +11,7 @@ from torch import Tensor
 from agentrl.config.recipe import ObjectiveConfig
 from agentrl.objective import losses
 from agentrl.objective.aggregate import Segments, token_weights
-from agentrl.objective.corrections import importance_weights
-from agentrl.objective.kl import k3, kl_term
+from agentrl.objective.losses import importance_weights, k3, kl_term
 from agentrl.objective.metrics import token_statistics
 from agentrl.plugins import parts
 from agentrl.protocols import Loss
@@ -46,7 +45,7 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
     """Returns sum_t c_t (-w_t J_t + kl_coef * KL_t - entropy_coef * H_t) / denominator over the trained tokens of a micro-batch.
 
     J is the surrogate (`objective.loss`) of the ratio r = pi / pi_prox, w the correction for pi_prox / mu
-    (`agentrl.objective.corrections`), KL the term of `agentrl.objective.kl`, H the entropy, c and the denominator those of
+    (`agentrl.objective.losses`), KL the term of `agentrl.objective.losses`, H the entropy, c and the denominator those of
     `agentrl.objective.aggregate`.
 
     Without a proximal policy the ratio is pi / mu and w is 1. That is right for a single optimizer step per batch: with pi_prox = pi the

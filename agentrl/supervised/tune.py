@@ -51,7 +51,7 @@ def train_sft(rows: Sequence[dict[str, list[int]]], model: Path, out: Path, *, e
 def train_dpo(
     pairs: Sequence[Preference], model: Path, out: Path, *, beta: float, epochs: float, lr: float, batch: int, seed: int
 ) -> float:
-    """Runs direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) on `pairs`; `model` is the initial model and the reference.
+    """Trains with direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) from `model`, also the reference.
 
     Writes a model folder and returns the last loss.
     """
@@ -198,7 +198,9 @@ def _record_reward_model(
         }
     better, worse = (sum(values) / len(values) for values in numbers.values())
     if not better > worse:
-        raise UserError("the model does not score the better of a pair higher, so it is not written", fix="raise --epochs or --lr, or label more")
+        raise UserError(
+            "the model does not score the better of a pair higher, so it is not written", fix="raise --epochs or --lr, or label more"
+        )
     reward_record.save_record(folder, shows=shows, offset=(better + worse) / 2, scale=(better - worse) / 4, max_tokens=longest)
 
 

@@ -55,7 +55,8 @@ class WeightCopy:
     def apply_delta(self, folder: Path) -> Path:
         """Returns the whole weights of the delta version in `folder`; the file is valid until the next call.
 
-        Raises `ValueError` if the delta is damaged, if neither these weights nor its parent's file fit it, or if the result has another checksum.
+        Raises `ValueError` if the delta is damaged, if neither these weights nor its parent's file fit it, or if the result has another
+        checksum.
         """
         delta = deltas.read_delta(folder)
         if delta is None:
