@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.config.recipe import CriticConfig, Recipe
-from agentrl.learner.engine import PolicyEngine, apply_gradient, deepspeed_config, load_model, make_optimizer
+from agentrl.learner.causal_lm import load_model
+from agentrl.learner.engine import PolicyEngine, apply_gradient, deepspeed_config, make_optimizer
 from agentrl.learner.forest_attention import ForestLayout
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch

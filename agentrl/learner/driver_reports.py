@@ -104,7 +104,7 @@ _READ_BYTES = 1 << 20  # more than the pipe holds
 
 
 class ProgressReporter:
-    """The learner's end: `pulse("computing a micro-batch", tokens)`. `address` is `ProgressPipe.address`; None disables reports."""
+    """The learner's end: `report("computing a micro-batch", tokens)`. `address` is `ProgressPipe.address`; None disables reports."""
 
     def __init__(self, address: str | None = None) -> None:
         self._pipe: int | None = None
