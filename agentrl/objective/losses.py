@@ -12,12 +12,14 @@ behaviour policy. Estimators of the divergence from the KL reference model, with
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import PluginError
 from agentrl.objective.aggregate import Segments, sum_segments
 from agentrl.protocols import LossTokens
@@ -37,6 +39,12 @@ class LossInput:
     clip_high: float
     dual_clip: float | None
     cap: float
+
+    @classmethod
+    def from_config(cls, objective: ObjectiveConfig, **tensors: Any) -> LossInput:
+        """Combines the four tensors with the recipe's bounds."""
+        bounds: dict[str, Any] = {"clip_low": objective.clip_low, "clip_high": objective.clip_high, "dual_clip": objective.dual_clip}
+        return cls(**tensors, **bounds, cap=objective.is_cap if objective.caps_ratio else math.inf)
 
 
 def ppo(tokens: LossTokens) -> Surrogate:
