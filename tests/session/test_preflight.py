@@ -170,7 +170,7 @@ def test_a_template_may_lie_beside_the_tokenizer_and_has_to_be_somewhere(tmp_pat
         ({"is_encoder_decoder": True}, "an encoder and a decoder"),
         ({"auto_map": {"AutoModel": "mine.Mine"}}, "its own code"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "writes no text"),
-        ({"model_type": None}, "names no model_type"),
+        ({"model_type": None}, "has no model_type"),
         ({"text_config": {"num_attention_heads": 2, "layer_types": ["conv"]}}, "layers of type conv"),
     ],
 )
