@@ -18,8 +18,8 @@ import httpx
 from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError
 from agentrl.learner.engine import PolicyEngine
+from agentrl.serving.access import ServerAddress, announced_server
 from agentrl.serving.access import auth_headers as access
-from agentrl.version.server_address import ServerAddress, announced_server
 
 log = logging.getLogger("agentrl.learner")
 _POLL_S = 0.1
@@ -96,8 +96,7 @@ class Broadcaster:
 
 
 def _connect(engine: PolicyEngine, server: ServerAddress, timeout_s: float) -> tuple[Any, Channel]:
-    from agentrl.learner.nccl_source import connect
-    from agentrl.serving.trainer_client import PausedServerClient
+    from agentrl.learner.nccl_source import PausedServerClient, connect
 
     def waiting() -> None:
         engine.ranks.report_progress("waiting for the server to pause")

@@ -1,22 +1,62 @@
-"""Liger's fused GPU kernels for RMSNorm, SwiGLU and rotary positions (https://arxiv.org/abs/2410.10989).
+"""Loads the Hugging Face model for training, optionally with Liger's fused GPU kernels (https://arxiv.org/abs/2410.10989).
 
-Each makes one pass over memory and keeps less for the backward pass. Liger's output head is not used: it stages logits in float16 on
-Hopper and accumulates the weight's gradient in bfloat16 elsewhere; `agentrl.learner.logprobs` keeps both in float32.
+Liger computes RMSNorm, SwiGLU and rotary positions in one pass over memory and keeps less for the backward pass. Its output head is not
+used: it stages logits in float16 on Hopper and accumulates the weight's gradient in bfloat16 elsewhere; `token_scorer` uses float32.
 """
 
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentrl.base.installation import install_command
+from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
+from agentrl.learner import forest_attention
+from agentrl.learner.token_scorer import TokenScorer, ValuedScorer
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
 """Largest accepted change of a logprob, in nats: the kernels round in a different order."""
+
+
+def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
+    """Loads the Hugging Face model of `folder` in the recipe's dtype for training: no dropout, gradient checkpointing per recipe."""
+    from transformers import AutoModelForCausalLM
+
+    attention = forest_attention.register()
+    dtype = _DTYPES[recipe.policy.dtype]
+    lm = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention, use_safetensors=True, trust_remote_code=False
+    ).to(device)
+    _disable_dropout(lm)
+    if recipe.learner.kernels == "liger":
+        use_liger_kernels(lm)
+    chosen = recipe.learner.gradient_checkpointing
+    if chosen or (chosen is None and device.type == "cuda"):
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    lm.train()
+    return lm
+
+
+def _disable_dropout(lm: Any) -> None:
+    """Disables dropout: the behaviour policy samples without it, and logprobs are compared with the behaviour policy's."""
+    for module in lm.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if getattr(module, "attention_dropout", 0.0):
+            module.attention_dropout = 0.0
+
+
+def make_scorer(lm: Any, recipe: Recipe) -> TokenScorer:
+    """Returns the module that the engine trains: the language model, with a value head if the recipe's critic shares its trunk."""
+    if recipe.critic is not None and recipe.critic.shared:
+        return ValuedScorer(lm, detach=recipe.critic.detach)
+    return TokenScorer(lm)
 
 
 def use_liger_kernels(lm: Any) -> None:

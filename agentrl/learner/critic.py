@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.config.recipe import CriticConfig, Recipe
-from agentrl.learner.engine import PolicyEngine, apply_gradient, deepspeed_config, load_model, make_optimizer
+from agentrl.learner.causal_lm import load_model
+from agentrl.learner.engine import PolicyEngine, apply_gradient, deepspeed_config, make_optimizer
 from agentrl.learner.forest_attention import ForestLayout
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch
 from agentrl.learner.ranks import Ranks
-from agentrl.learner.value_head import value_head, values_of
-from agentrl.objective.gae import gae
-from agentrl.objective.values import rows_of, value_loss
+from agentrl.learner.token_scorer import value_head, values_of
+from agentrl.objective.values import gae, rows_of, value_loss
 
 EPS = 1e-8
 

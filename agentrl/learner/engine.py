@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from agentrl.config.recipe import Recipe
-from agentrl.learner import causal_lm, forest_attention, lora
-from agentrl.learner.gradient_gate import skip_steps_above
-from agentrl.learner.optimizer import BETAS, EPS, RATE_SCALE, GuardedAdamW, learning_rate, parameter_groups
+from agentrl.learner import lora
+from agentrl.learner.causal_lm import load_model, make_scorer
+from agentrl.learner.optimizer import BETAS, EPS, RATE_SCALE, GuardedAdamW, learning_rate, parameter_groups, skip_steps_above
 from agentrl.learner.packing import MicroBatch, single_sequence
 from agentrl.learner.ranks import Ranks
-from agentrl.learner.token_scorer import TOLERANCE, TokenScorer, check_scorer
+from agentrl.learner.token_scorer import TOLERANCE, TokenScorer, ValuedScorer, check_scorer
 from agentrl.learner.ulysses import check_heads
-from agentrl.learner.value_head import ValuedScorer
 from agentrl.records import Probe
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's default would reserve 2 GB for gradients, even for a small model
 
 
@@ -153,41 +151,6 @@ def _deepspeed() -> Any:
     return deepspeed
 
 
-def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
-    """Loads the Hugging Face model of `folder` in the recipe's dtype for training: no dropout, gradient checkpointing per recipe."""
-    from transformers import AutoModelForCausalLM
-
-    attention = forest_attention.register()
-    dtype = _DTYPES[recipe.policy.dtype]
-    lm = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=attention, use_safetensors=True, trust_remote_code=False
-    ).to(device)
-    _disable_dropout(lm)
-    if recipe.learner.kernels == "liger":
-        causal_lm.use_liger_kernels(lm)
-    chosen = recipe.learner.gradient_checkpointing
-    if chosen or (chosen is None and device.type == "cuda"):
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    lm.train()
-    return lm
-
-
-def _disable_dropout(lm: Any) -> None:
-    """Disables dropout: the behaviour policy samples without it, and logprobs are compared with the behaviour policy's."""
-    for module in lm.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if getattr(module, "attention_dropout", 0.0):
-            module.attention_dropout = 0.0
-
-
-def make_scorer(lm: Any, recipe: Recipe) -> TokenScorer:
-    """Returns the module that the engine trains: the language model, with a value head if the recipe's critic shares its trunk."""
-    if recipe.critic is not None and recipe.critic.shared:
-        return ValuedScorer(lm, detach=recipe.critic.detach)
-    return TokenScorer(lm)
-
-
 def make_optimizer(parameters: list[Tensor], recipe: Recipe, *, head: Sequence[Tensor] = ()) -> torch.optim.AdamW:
     """Returns an AdamW that never applies a non-finite gradient; from ZeRO stage 1 on, DeepSpeed ensures this.
 
@@ -234,3 +197,41 @@ def deepspeed_config(recipe: Recipe, ranks: Ranks, size: int) -> dict[str, Any]:
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
     }
+
+
+class KLReferenceModel:
+    """Version 0, unsharded on every rank, without optimizer. Needs the memory of the weights; a collective only in teams.
+
+    Args:
+        folder: Hugging Face folder of version 0.
+        recipe: `policy.dtype` and `rollout.temperature` are used.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, ranks: Ranks) -> None:
+        self._temperature = recipe.rollout.temperature
+        self._scorer = TokenScorer(load_model(folder, recipe, ranks.device)).eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Returns logprobs [N] of the batch's trained tokens at the sampling temperature, over their supports."""
+        return score_tokens(self._scorer, batch, self._temperature)[0]
+
+
+class AdapterFreePolicy:
+    """Version 0 if adapters are trained: the policy's base weights, without extra memory. A collective under ZeRO-3."""
+
+    def __init__(self, engine: PolicyEngine) -> None:
+        self._engine = engine
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Returns what `KLReferenceModel.logprobs` does."""
+        with lora.disabled(self._engine.lm):
+            return self._engine.logprobs(batch)[0]
+
+
+def kl_reference_for(engine: PolicyEngine) -> KLReferenceModel | AdapterFreePolicy:
+    """Returns the KL reference model of an engine's policy."""
+    if engine.recipe.learner.lora is not None:
+        return AdapterFreePolicy(engine)
+    return KLReferenceModel(engine.folder, engine.recipe, engine.ranks)

@@ -1,13 +1,33 @@
-"""`failures/updates.jsonl` in the run folder: groups and optimizer steps that were excluded from training, with the reason."""
+"""`failures/updates.jsonl` in the run folder (groups and optimizer steps excluded from training), and the learner's disk errors."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from agentrl.base.error_text import disk_full_error
 from agentrl.base.files import append_lines, complete_lines, write_atomically
-from agentrl.learner.disk import disk_errors_raised
+from agentrl.errors import DiskFull, LearnerError
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.records import codec
+
+
+@contextmanager
+def disk_errors_raised(what: str) -> Iterator[None]:
+    """Raises `DiskFull` if the block runs out of disk space, and `LearnerError` for any other write error.
+
+    `what` names the file in the message. Some libraries report a full disk with an error other than `OSError`.
+    """
+    try:
+        yield
+    except Exception as error:
+        if disk_full_error(error) is not None:
+            raise DiskFull(f"no room to write {what}") from error
+        if isinstance(error, OSError):
+            raise LearnerError(f"cannot write {what}: {error.strerror or error}") from error
+        raise
+
 
 FILE = "failures/updates.jsonl"
 

@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--root", type=Path, help="the project's root, for user-supplied parts in the recipe")
     parser.add_argument("--parent", type=int, default=os.getppid(), help="process to die with")
     parser.add_argument("--mailbox", help="where to send the exit reason for the driver")
-    parser.add_argument("--pulse", help="where to report progress to the driver")
+    parser.add_argument("--progress", help="where to report progress to the driver")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
     hold_shared_lock(arguments.run_dir)  # until this process ends
@@ -36,7 +36,7 @@ def main() -> int:
 
             from agentrl.learner.worker import run_worker
 
-        run_worker(arguments.run_dir, root=arguments.root, pulse=arguments.pulse)
+        run_worker(arguments.run_dir, root=arguments.root, progress=arguments.progress)
     except AgentRLError as error:
         log.error("%s: %s", type(error).__name__, error)
         send_exit_reason(arguments.mailbox, ExitReason.from_error(error))

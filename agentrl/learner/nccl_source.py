@@ -1,4 +1,4 @@
-"""The learner's side of vLLM's GPU weight transfer: full tensors from a DeepSpeed engine into the server's memory.
+"""The learner's side of vLLM's NCCL weight transfer: full tensors from a DeepSpeed engine into the server's memory.
 
 vLLM has no weight source for DeepSpeed. Under ZeRO-3 a parameter is empty until it is gathered, and gathering is a collective: every
 rank iterates over the parameters in the order of `metadata()`.
@@ -6,14 +6,56 @@ rank iterates over the parameters in the order of `metadata()`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import httpx
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
 from agentrl.learner.engine import PolicyEngine
-from agentrl.serving.trainer_client import PausedServerClient
+from agentrl.serving.access import auth_headers as access
+
+_POLL_S = 0.005
+
+
+class PausedServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # vLLM's types are not followed
+    """vLLM's client with the server's key. It starts an update only while the server is paused, and sets the version at its end.
+
+    Pass it to `NCCLTrainerWeightTransferEngine` and set `version` before each `send_weights()`.
+    """
+
+    def __init__(self, base_url: str, *, key: str, timeout_s: float, waiting: Callable[[], None] = lambda: None) -> None:
+        """`waiting` is called at each check whether the server is paused."""
+        super().__init__(base_url, timeout=timeout_s)
+        self._headers = access(key)
+        self.version = 0
+        self._waiting = waiting
+
+    def start_weight_update(self) -> None:
+        """Waits for the pause, then starts the update. Raises `TimeoutError` if the server is not paused in time."""
+        deadline = time.monotonic() + self.timeout
+        with self._client() as http:
+            while not http.get("/is_paused").raise_for_status().json()["is_paused"]:
+                self._waiting()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the server was not paused for version {self.version} within {self.timeout:g} s")
+                time.sleep(_POLL_S)
+        super().start_weight_update()
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Ends the update and sets the version."""
+        super().finish_weight_update(weight_version or str(self.version))
+
+    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+        with self._client() as http:
+            http.post(f"/{path}", json=json).raise_for_status()
+
+    def _client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.base_url, headers=self._headers, timeout=self.timeout, trust_env=False)
 
 
 class DeepSpeedWeightSource(WeightSource):  # type: ignore[misc]  # vllm is not seen by the type checker

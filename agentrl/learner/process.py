@@ -17,8 +17,7 @@ from agentrl.base.run_lock import hold_shared_lock
 from agentrl.base.secrets import child_environment
 from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError
-from agentrl.learner.driver_reports import Mailbox
-from agentrl.learner.progress import ProgressPipe
+from agentrl.learner.driver_reports import Mailbox, ProgressPipe
 
 _TAIL_BYTES = 1 << 18
 _FIRST_S = 1800.0
@@ -157,7 +156,7 @@ class LearnerProcess:
 
     def _command(self) -> list[str]:
         torchrun = ["--nnodes=1", f"--nproc-per-node={self.recipe.learner.ranks}", "-m"]
-        addresses = ["--mailbox", self._mailbox.address, "--pulse", self._reports.address]
+        addresses = ["--mailbox", self._mailbox.address, "--progress", self._reports.address]
         root = [] if self.root is None else ["--root", str(self.root)]
         worker = ["agentrl.learner.main", "--run-dir", str(self.run_dir), *addresses, *root]
         return [sys.executable, "-m", "agentrl.learner.launch", str(os.getpid()), *torchrun, *worker]

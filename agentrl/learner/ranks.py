@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentrl.learner.progress import SILENT, ProgressReporter
+from agentrl.learner.driver_reports import SILENT, ProgressReporter
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 

@@ -1,4 +1,4 @@
-"""Logprobs and entropies of selected tokens, without the logits of a whole batch in memory."""
+"""Logprobs and entropies of selected tokens, without the logits of a whole batch in memory; values, if there is a value head."""
 
 from __future__ import annotations
 
@@ -244,3 +244,51 @@ def check_scorer(scorer: TokenScorer, *, tolerance: float) -> None:
             f"model type {config.model_type!r} does more than attention and a plain output head (logprobs differ by {gap:.3g})",
             fix="use a model without recurrent layers, logit scaling or soft-capping, such as Qwen3 or Llama",
         )
+
+
+def value_head(lm: Any) -> nn.Linear:
+    """Returns a linear layer with one output. Its weights start at zero, so its first gradient does not reach the trunk."""
+    head = nn.Linear(lm.config.get_text_config().hidden_size, 1, dtype=lm.dtype, device=lm.device)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def values_of(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """Returns float32 values [U] of hidden states [U, H]; float64 for a float64 model."""
+    values: Tensor = head(hidden).squeeze(-1)
+    return values if values.dtype == torch.float64 else values.float()
+
+
+class ValuedScorer(TokenScorer):
+    """A `TokenScorer` with a value head on the same trunk. The head is not part of the language model, so it is never published.
+
+    `detach` stops the gradient of the values at the head.
+    """
+
+    def __init__(self, lm: Any, *, detach: bool, logits_at_once: int = LOGITS_AT_ONCE) -> None:
+        super().__init__(lm, logits_at_once=logits_at_once)
+        self.value = value_head(lm)
+        self.detach = detach
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        layout: ForestLayout,
+        positions: Tensor,
+        targets: Tensor | None,
+        temperature: float,
+        supports: Tensor | None = None,
+        ahead: float | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Returns logprobs, entropies and values [U] of the states before the predicted tokens; see `TokenScorer.forward`.
+
+        Without `targets` it returns only the values, with gradient for the head only. With `ahead` it returns no values.
+        """
+        if targets is not None and ahead is not None:
+            return super().forward(input_ids, layout, positions, targets, temperature, supports, ahead)
+        hidden = self.hidden(input_ids, layout, positions, frozen=targets is None)
+        if targets is None:
+            return (values_of(self.value, hidden),)
+        logprobs, entropy = self.head(hidden, targets, temperature, supports)
+        return logprobs, entropy, values_of(self.value, hidden.detach() if self.detach else hidden)

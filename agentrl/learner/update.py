@@ -16,13 +16,12 @@ from torch import Tensor
 
 from agentrl.config.recipe import CriticConfig
 from agentrl.learner.critic import Critic, SharedCritic, advantage_moments, critic_advantages, critic_metrics
-from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.kl_reference import kl_reference_for
+from agentrl.learner.engine import PolicyEngine, kl_reference_for
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch, build_micro_batch, check_vocabulary, plan_micro_batches, split_minibatches
 from agentrl.learner.update_guard import UpdateGuard
 from agentrl.objective.aggregate import loss_denominator
-from agentrl.objective.kl import sequence_penalty
+from agentrl.objective.losses import sequence_penalty
 from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, combine_steps, summarize
 from agentrl.objective.policy_loss import TrainedTokens, load_loss, policy_loss
 from agentrl.objective.values import value_loss

@@ -30,16 +30,16 @@ from agentrl.learner import ranks as processes
 from agentrl.learner.broadcast import Broadcaster
 from agentrl.learner.checkpoint import CheckpointMeta
 from agentrl.learner.critic import Critic
+from agentrl.learner.driver_reports import SILENT, ProgressReporter
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.failure_log import UpdateFailureLog
-from agentrl.learner.progress import SILENT, ProgressReporter
 from agentrl.learner.publish import publish_version, select_probe_rows, version_folder, write_base_probe
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.ulysses import form_teams
 from agentrl.learner.update import Updater
 from agentrl.learner.update_guard import ROLLBACK, UpdateFailure
 from agentrl.objective import AssembledBatch, assemble, counted_samples
-from agentrl.objective.delivery import captured_tokens
+from agentrl.objective.branches import captured_tokens
 from agentrl.plugins import references
 from agentrl.protocols import VersionRegistry
 from agentrl.records import Group, VersionState
@@ -329,12 +329,12 @@ def _tokens(groups: tuple[Group, ...]) -> int:
     return sum(len(turn.prompt_ids) + len(turn.completion_ids) for trajectory in trajectories for turn in trajectory.turns)
 
 
-def run_worker(run_dir: Path, *, root: Path | None = None, pulse: str | None = None) -> None:
+def run_worker(run_dir: Path, *, root: Path | None = None, progress: str | None = None) -> None:
     """Runs this rank of the learner of `run_dir`, under torchrun, until all steps are done or SIGTERM arrives.
 
     Args:
         root: project root, for a user-supplied store, estimator and loss.
-        pulse: address of the driver's `agentrl.learner.pulse.Reports`; None disables reports.
+        progress: `agentrl.learner.driver_reports.ProgressPipe.address` of the driver; None disables reports.
 
     Raises `PluginError` for a user-supplied part that does not resolve or fulfil its protocol, `RecipeError` for an invalid recipe, and
     `LearnerError` or `StoreError` if the learner cannot continue.
@@ -347,7 +347,7 @@ def run_worker(run_dir: Path, *, root: Path | None = None, pulse: str | None = N
     if recipe.learner.threads:
         torch.set_num_threads(recipe.learner.threads)
     ranks = form_teams(processes.join(recipe.device), recipe.learner.sequence_parallel)
-    ranks = replace(ranks, report_progress=ProgressReporter(pulse) if ranks.is_first else SILENT)
+    ranks = replace(ranks, report_progress=ProgressReporter(progress) if ranks.is_first else SILENT)
     ranks.report_progress("loading the model")
     random.seed(recipe.seed + ranks.rank)
     torch.manual_seed(recipe.seed + ranks.rank)

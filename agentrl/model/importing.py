@@ -271,7 +271,7 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
 
     from agentrl.agent.chat import ChatFormat
     from agentrl.base.error_text import one_line_error
-    from agentrl.model.tokenizer import load_tokenizer
+    from agentrl.model.loading import load_tokenizer
 
     if header is None:
         probe_tokenizer(str(folder), text)

@@ -58,13 +58,11 @@ def _check_all_read(header: GgufHeader, config: Any) -> None:
             continue
         if name not in _REDUNDANT or (("length" in name or "dimension" in name) and value != width):
             raise UserError(
-                f"{header.path.name} sets {key} to {value!r}, but transformers ignores that: the model would compute something else",
+                f"{header.path.name} sets {key} to {value!r}, but transformers ignores it: the model would compute something else",
                 fix=_FOLDER_INSTEAD,
             )
     if scaled := [tensor.name for tensor in header.tensors if tensor.name in _POSITIONS]:
-        raise UserError(
-            f"{header.path.name} scales its positions ({', '.join(scaled)}), but transformers ignores that", fix=_FOLDER_INSTEAD
-        )
+        raise UserError(f"{header.path.name} scales its positions ({', '.join(scaled)}), but transformers ignores it", fix=_FOLDER_INSTEAD)
 
 
 def check_size(config: Any, *, values: int, exact: bool) -> int:
@@ -94,8 +92,7 @@ def check_size(config: Any, *, values: int, exact: bool) -> int:
 
 
 def load_model(folder: Path, config: Any, dtype: str, *, file: str | None = None) -> Any:
-    """Loads the model of a folder, or of a GGUF file in it, with the learner's attention. Raises `UserError` if the files lack a part of
-    it."""
+    """Loads the model of a folder, or of a GGUF file in it, with the learner's attention. Raises `UserError` if the files lack parts."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -163,3 +160,32 @@ def check_saved(folder: Path, dtype: str, prints: Mapping[str, str]) -> None:
     if changed := sorted(name for name in {*prints, *again} if prints.get(name) != again.get(name)):
         raise UserError(f"the written folder does not hold the same weights: {', '.join(changed)[:500]}", fix="use another model")
     check_scorer(TokenScorer(model), tolerance=TOLERANCE[dtype])
+
+
+_PLAIN = ("gpt-2", "phi-2")
+"""Names of GPT-2's rule, transformers' default."""
+
+_DIGITS_ALONE = ("smollm", "starcoder", "refact", "codeshell")
+"""Names of the rule that splits off every digit, then applies GPT-2's. It differs for `\\n\\n1` and indented numbers."""
+
+_KEY = "tokenizer.ggml.pre"
+
+
+def load_tokenizer(folder: Path, header: GgufHeader) -> Any:
+    """Loads the tokenizer of the GGUF file in `folder`. Raises `UserError` for an unknown splitting rule."""
+    from tokenizers import pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    byte_level, rule = header.text("tokenizer.ggml.model") == "gpt2", header.text(_KEY)
+    known = {*GGUF_PRE_TOKENIZER_SPLITS, *_PLAIN, *_DIGITS_ALONE}
+    if byte_level and rule not in known:
+        raise UserError(
+            f"{header.path.name} splits text by the unknown rule {rule!r} ({_KEY}): the model would see other tokens than in training",
+            fix="import the model's Hugging Face folder, which has a tokenizer.json",
+        )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=header.path.name)
+    if byte_level and rule in _DIGITS_ALONE:
+        digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    return tokenizer

@@ -23,11 +23,11 @@ scores (`kl=k1_reward`) covers all of an episode's tokens, including inherited o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from agentrl.records import Trajectory
+from agentrl.records import Group, Trajectory
 
 TurnKey = tuple[str, int, int, tuple[int, ...], tuple[float, ...]]
 """Identifies a sampled turn."""
@@ -77,3 +77,17 @@ def turn_key(episode_id: str, index: int, trajectory: Trajectory, number: int) -
     inherited, turn = trajectory.inherited, trajectory.turns[number]
     sampled_by = inherited[number] if number < len(inherited) else episode_id
     return sampled_by, index, number, turn.completion_ids, turn.logprobs
+
+
+def captured_tokens(groups: Sequence[Group], dropped: Collection[int]) -> int:
+    """Returns the sampled tokens of the counted episodes of groups that are not `dropped` (indices). A shared turn counts once.
+
+    The learner counts the tokens that it packed (`tokens_delivered`); the two are equal if every sampled token is trained once.
+    """
+    sampled: dict[tuple[int, TurnKey], int] = {}
+    for group in groups:
+        for scored in group.scored if group.index not in dropped else ():
+            for index, trajectory in enumerate(scored.episode.trajectories):
+                for number, turn in enumerate(trajectory.turns):
+                    sampled[group.index, turn_key(scored.episode.id, index, trajectory, number)] = turn.sampled
+    return sum(sampled.values())

@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean
 
 from agentrl.base.scores import all_equal
@@ -196,3 +197,33 @@ def penalized_score(scored: ScoredEpisode, penalties: Mapping[str, float]) -> fl
     """Returns s_i: an episode's score minus its penalty."""
     assert scored.score.value is not None, "a counted episode has a score"
     return scored.score.value - penalties.get(scored.episode.id, 0.0)
+
+
+TurnRewards = Sequence[Sequence[float]]  # [trajectory][turn]
+
+
+def turn_advantages(rewards: Sequence[TurnRewards], *, normalize_std: bool) -> list[list[list[float]]]:
+    """Returns the advantage of every turn of a group's episodes: the sum of the centred rewards from this turn on.
+
+        A_{i,k} = sum_{l >= k} (r_{i,l} - mean(R)) / (std(R) + 1e-4),    R = all turn rewards of the group
+
+    Process supervision with GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.3; added to the advantage of the outcome as in turn-level
+    credit assignment, Zeng et al. 2025, arXiv:2505.11821. Each trajectory of an episode has its own returns. Equal rewards give zeros.
+
+    Args:
+        rewards: [episode][trajectory][turn].
+        normalize_std: whether to divide by the standard deviation (n - 1) of R.
+    """
+    flat = [reward for episode in rewards for trajectory in episode for reward in trajectory]
+    if all_equal(flat):
+        return [[[0.0] * len(trajectory) for trajectory in episode] for episode in rewards]
+    mean = sum(flat) / len(flat)
+    try:
+        scale = sample_std(flat) + STD_EPS if normalize_std else 1.0
+    except OverflowError:  # in the variance; the group is dropped
+        scale = math.nan
+    return [[_sums_to_end([(reward - mean) / scale for reward in trajectory]) for trajectory in episode] for episode in rewards]
+
+
+def _sums_to_end(rewards: list[float]) -> list[float]:
+    return list(accumulate(reversed(rewards)))[::-1]

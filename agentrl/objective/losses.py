@@ -1,19 +1,27 @@
-"""Surrogates of the policy gradient: each sampled token's term of the objective, before aggregation.
+"""Per-token terms of the loss, before aggregation: surrogates, off-policy weights and the KL term.
 
-`ppo`, `gspo` and `cispo` are the values of `objective.loss` (`agentrl.protocols.Loss`). All tensors are [N], sampled tokens only. With A
-the advantage and r an importance ratio whose gradient is r * grad log pi, each function returns the term to maximize and a mask of the
-tokens whose gradient its bound removed.
+All tensors are [N], sampled tokens only. `ppo`, `gspo` and `cispo` are the values of `objective.loss` (`agentrl.protocols.Loss`): with A
+the advantage and r an importance ratio whose gradient is r * grad log pi, each returns the term to maximize and a mask of the tokens
+whose gradient its bound removed.
+
+The decoupled objective (Hilton et al. 2022, arXiv:2110.00641; for language models Fu et al. 2025, arXiv:2505.24298) clips around a
+proximal policy pi_prox, the weights at the start of the step, and multiplies the surrogate by a weight for pi_prox / mu, with mu the
+behaviour policy. Estimators of the divergence from the KL reference model, with d = log pi - log pi_ref in nats: Schulman 2020
+(joschu.net/blog/kl-approx.html).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import PluginError
-from agentrl.objective.aggregate import Segments
+from agentrl.objective.aggregate import Segments, sum_segments
 from agentrl.protocols import LossTokens
 
 Surrogate = tuple[Tensor, Tensor]  # [N] to maximize, with gradient; [N] bool, True where the bound is active
@@ -31,6 +39,12 @@ class LossInput:
     clip_high: float
     dual_clip: float | None
     cap: float
+
+    @classmethod
+    def from_config(cls, objective: ObjectiveConfig, **tensors: Any) -> LossInput:
+        """Combines the four tensors with the recipe's bounds."""
+        bounds: dict[str, Any] = {"clip_low": objective.clip_low, "clip_high": objective.clip_high, "dual_clip": objective.dual_clip}
+        return cls(**tensors, **bounds, cap=objective.is_cap if objective.caps_ratio else math.inf)
 
 
 def ppo(tokens: LossTokens) -> Surrogate:
@@ -120,3 +134,70 @@ def clipped_weight(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, l
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1.0 - low, 1.0 + high)
     return weight * advantages * logprobs, weight != ratio
+
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """d: unbiased, of either sign. As a loss its expected gradient on pi's own tokens is zero, so it belongs in the reward."""
+    return logprobs - reference
+
+
+def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """d^2 / 2: biased, never negative; its expected gradient on pi's own tokens is that of KL(pi || pi_ref)."""
+    return 0.5 * (logprobs - reference).square()
+
+
+def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """exp(-d) - 1 + d: unbiased and never negative, the term of GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 4).
+
+    Its expected gradient on pi's own tokens is that of the reverse divergence, KL(pi_ref || pi).
+    """
+    gap = reference - logprobs
+    return gap.expm1() - gap  # for small gaps exp(gap) - 1 would lose all float32 digits
+
+
+def kl_term(estimator: Estimator, logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Returns estimates [N] per token; the gradient flows through `logprobs` only."""
+    return {"k1": k1, "k2": k2, "k3": k3}[estimator](logprobs, reference.detach())
+
+
+def sequence_penalty(behaviour: Tensor, reference: Tensor, sequence: Tensor, count: int) -> Tensor:
+    """Returns k1 summed over each sequence, float64 [count]; `objective.kl=k1_reward` subtracts it, times its coefficient, from the score.
+
+        s'_i = s_i - coef * sum_t (log mu(y_t) - log pi_ref(y_t))
+
+    with mu the behaviour policy. Ouyang et al. 2022, arXiv:2203.02155; RLOO, Ahmadian et al. 2024, arXiv:2402.14740, eq. 4.
+    `sequence` [N]: number of each token's sequence, in [0, count).
+    """
+    gap = k1(behaviour.double(), reference.double())
+    return sum_segments(gap, sequence, count)
+
+
+Correction = Literal["truncate", "mask", "none"]
+Level = Literal["token", "sequence"]
+
+
+def importance_weights(
+    log_ratio: Tensor, segments: Segments, *, correction: Correction, level: Level, cap: float, floor: float
+) -> tuple[Tensor, Tensor]:
+    """Returns weights [N] without gradient, and a mask of the truncated or masked ratios.
+
+    With rho_t = pi_prox / mu of the token (`level` token) or the product of them over its sequence (`level` sequence):
+
+        truncate:  w = min(rho, cap)                         slightly biased, bounded variance
+        mask:      w = rho if floor <= rho <= cap else 0     tokens too far off-policy are ignored
+        none:      w = 1                                     no correction
+
+    Truncated: Ionides 2008; Espeholt et al. 2018, arXiv:1802.01561. Masked token by token: IcePop, Ling Team 2025, arXiv:2510.18855.
+    TRL calls both, at both levels, its vLLM importance sampling correction. `log_ratio`: [N] log pi_prox - log mu.
+    """
+    if correction == "none":
+        return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
+    whole = log_ratio.detach() if level == "token" else segments.sum(log_ratio).to(log_ratio.dtype)
+    ratio = whole.exp()
+    if correction == "truncate":
+        return ratio.clamp(max=cap), ratio > cap
+    outside = (ratio > cap) | (ratio < floor)
+    return ratio.masked_fill(outside, 0.0), outside

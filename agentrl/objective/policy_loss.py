@@ -11,8 +11,7 @@ from torch import Tensor
 from agentrl.config.recipe import ObjectiveConfig
 from agentrl.objective import losses
 from agentrl.objective.aggregate import Segments, token_weights
-from agentrl.objective.corrections import importance_weights
-from agentrl.objective.kl import k3, kl_term
+from agentrl.objective.losses import importance_weights, k3, kl_term
 from agentrl.objective.metrics import token_statistics
 from agentrl.plugins import parts
 from agentrl.protocols import Loss
@@ -45,9 +44,8 @@ class PolicyLoss:
 def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominator: float, surrogate: Loss | None = None) -> PolicyLoss:
     """Returns sum_t c_t (-w_t J_t + kl_coef * KL_t - entropy_coef * H_t) / denominator over the trained tokens of a micro-batch.
 
-    J is the surrogate (`objective.loss`) of the ratio r = pi / pi_prox, w the correction for pi_prox / mu
-    (`agentrl.objective.corrections`), KL the term of `agentrl.objective.kl`, H the entropy, c and the denominator those of
-    `agentrl.objective.aggregate`.
+    J is the surrogate of the ratio r = pi / pi_prox, w the correction for pi_prox / mu and KL the KL term (`agentrl.objective.losses`), H
+    the entropy, c and the denominator those of `agentrl.objective.aggregate`.
 
     Without a proximal policy the ratio is pi / mu and w is 1. That is right for a single optimizer step per batch: with pi_prox = pi the
     ratio would be 1 everywhere, and stale tokens would never be clipped. With several optimizer steps per batch, pass the logprobs from
@@ -72,17 +70,10 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
         cap=objective.is_cap,
         floor=objective.is_floor,
     )
-    given = losses.LossInput(
-        log_ratio=gap,
-        logprobs=tokens.logprobs,
-        advantages=tokens.advantages.to(dtype),
-        sequence=tokens.sequence,
-        clip_low=objective.clip_low,
-        clip_high=objective.clip_high,
-        dual_clip=objective.dual_clip,
-        cap=objective.is_cap if objective.caps_ratio else math.inf,
+    arguments = losses.LossInput.from_config(
+        objective, log_ratio=gap, logprobs=tokens.logprobs, advantages=tokens.advantages.to(dtype), sequence=tokens.sequence
     )
-    gain, clipped = losses.check_surrogate((surrogate or load_loss(objective))(given), given, objective.loss)
+    gain, clipped = losses.check_surrogate((surrogate or load_loss(objective))(arguments), arguments, objective.loss)
     per_token = -(weight * gain) + _penalty(tokens, objective)
     counts = token_weights(objective.aggregation, segments, dtype, rollout_tokens=tokens.rollout_tokens)
     loss = (counts * per_token).sum() / denominator

@@ -15,9 +15,7 @@ from agentrl.config.recipe import ObjectiveConfig, Recipe
 from agentrl.errors import RecipeError
 from agentrl.objective.advantages import GroupAdvantages, batch_advantages
 from agentrl.objective.branches import CreditedTrajectory, assign_shared_turns
-from agentrl.objective.credit import CountedEpisode, branch_credit, penalized_score
-from agentrl.objective.staleness import staleness_weight
-from agentrl.objective.turns import turn_advantages
+from agentrl.objective.credit import CountedEpisode, branch_credit, penalized_score, turn_advantages
 from agentrl.records import Batch, Episode, Group, Sample, Trajectory
 from agentrl.records.sampling import Supports
 
@@ -219,3 +217,13 @@ def _aged(sample: Sample, step: int, decay: float) -> Sample:
     """Scales down the advantages of stale tokens. Every surrogate is proportional to its advantage, so this weights the token's loss."""
     weights = [staleness_weight(step - version, decay) for version in sample.versions]  # tokens without a version have advantage 0
     return replace(sample, advantages=tuple(value * weight for value, weight in zip(sample.advantages, weights, strict=True)))
+
+
+def staleness_weight(lag: int, decay: float) -> float:
+    """Returns decay ** |lag| for a token sampled `lag` versions before the trained one.
+
+    Staleness-aware asynchronous SGD (Zhang et al. 2015, arXiv:1511.05950) divides the learning rate by the lag instead. The lag is negative
+    after the learner resumed from an older checkpoint.
+    """
+    weight: float = decay ** abs(lag)
+    return weight

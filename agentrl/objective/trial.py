@@ -59,18 +59,15 @@ def try_loss(objective: ObjectiveConfig) -> None:
     name, function = objective.loss, load_loss(objective)
     for count in (5, 0):
         logprobs = torch.linspace(-2.0, -0.1, count, requires_grad=True)
-        given = losses.LossInput(
+        arguments = losses.LossInput.from_config(
+            objective,
             log_ratio=logprobs - torch.linspace(-1.9, -0.4, count),
             logprobs=logprobs,
             advantages=torch.linspace(-1.0, 1.0, count),
             sequence=torch.tensor([0, 0, 1, 1, 1])[:count],
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
-            dual_clip=objective.dual_clip,
-            cap=objective.is_cap if objective.caps_ratio else math.inf,
         )
         try:
-            gain, _ = losses.check_surrogate(function(given), given, name)
+            gain, _ = losses.check_surrogate(function(arguments), arguments, name)
             if gain.requires_grad:
                 gain.sum().backward()  # type: ignore[no-untyped-call]
         except PluginError as error:

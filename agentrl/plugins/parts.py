@@ -54,7 +54,7 @@ CHANNEL = PartKind(
     shipped={
         "file": "agentrl.serving.swap:FileWeightChannel",
         "delta": "agentrl.serving.swap:FileWeightChannel",
-        "nccl": "agentrl.serving.nccl:NcclWeightChannel",
+        "nccl": "agentrl.serving.swap:NcclWeightChannel",
     },
     protocol="agentrl.protocols:WeightChannel",
     given=("server", "*", "registry_folder"),

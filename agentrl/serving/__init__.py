@@ -1,9 +1,8 @@
 """vLLM servers as child processes, the token client, and hot weight swaps."""
 
 from agentrl.serving.client import TokenClient
-from agentrl.serving.nccl import NcclWeightChannel
 from agentrl.serving.server import VLLMServer, serving_device
-from agentrl.serving.swap import FileWeightChannel
+from agentrl.serving.swap import FileWeightChannel, NcclWeightChannel
 from agentrl.serving.transport import UnsentError
 
 __all__ = ["FileWeightChannel", "NcclWeightChannel", "TokenClient", "UnsentError", "VLLMServer", "serving_device"]

@@ -1,17 +1,24 @@
-"""The key of an inference server. Every route except `GET /health` requires it.
+"""Key and address of an inference server.
 
-vLLM's `--api-key` guards only paths that start with /v1, /v2, /inference or /cohere, and leaves `/collective_rpc`, `/update_weights`,
-`/pause` and `/classify` open to every local user.
+Every route except `GET /health` requires the key. vLLM's `--api-key` guards only paths that start with /v1, /v2, /inference or /cohere,
+and leaves `/collective_rpc`, `/update_weights`, `/pause` and `/classify` open to every local user. A learner that uses NCCL finds the
+server in a file in the run folder.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import os
 import secrets
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from agentrl.base.files import write_atomically
 
 KEY_VARIABLE = "AGENTRL_SERVER_KEY"
 """Environment variable with the key of a server process, which removes it before the engine starts."""
@@ -69,3 +76,34 @@ class RequireKey:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+NAME = "server.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerAddress:
+    """Address and key of a running server; `start` identifies its start."""
+
+    url: str
+    key: str
+    start: int
+
+
+def announce_server(run_dir: Path, url: str, *, key: str) -> None:
+    """Records that a new server answers at `url` to requests with `key`. Only the run's user can read the file."""
+    write_atomically(run_dir / NAME, json.dumps({"url": url, "key": key, "start": time.time_ns()}), private=True)
+
+
+def withdraw_server(run_dir: Path) -> None:
+    """Records that no server runs."""
+    (run_dir / NAME).unlink(missing_ok=True)
+
+
+def announced_server(run_dir: Path) -> ServerAddress | None:
+    """Returns the current server, or None."""
+    try:
+        record = json.loads((run_dir / NAME).read_text())
+    except FileNotFoundError:
+        return None
+    return ServerAddress(url=str(record["url"]), key=str(record["key"]), start=int(record["start"]))

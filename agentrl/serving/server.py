@@ -64,7 +64,7 @@ class VLLMServer(ServerProcess):
 
     async def alive(self) -> bool:
         """Whether `ServerProcess.alive` is true and the weights are sound."""
-        self.end = self._condemned
+        self.end_reason = self._condemned
         return not self._condemned and await super().alive()
 
     def mark_unsound(self, reason: str) -> None:

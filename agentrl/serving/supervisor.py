@@ -17,10 +17,10 @@ from agentrl.plugins import parts
 from agentrl.protocols import CacheUse, VersionRegistry, WeightChannel
 from agentrl.records import WHOLE_MODEL, Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
 from agentrl.serving import TokenClient, UnsentError, VLLMServer
+from agentrl.serving.access import announce_server, withdraw_server
 from agentrl.serving.probe import PROBE_FILE, max_logprob_difference, read_probe
 from agentrl.serving.server import server_log_name, server_title
 from agentrl.version import deltas
-from agentrl.version.server_address import announce_server, withdraw_server
 
 log = logging.getLogger(__name__)
 
@@ -308,7 +308,7 @@ class SupervisedServer:
                 failures = self._restarts.failed()
                 if failures > _RESTARTS:
                     raise ServingError(f"{self.title} died {failures} times in a row; see logs/{server_log_name(self._name)}")
-                self._alert(f"{self.title} is replaced: {server.end}; restart {failures} of at most {_RESTARTS} in a row")
+                self._alert(f"{self.title} is replaced: {server.end_reason}; restart {failures} of at most {_RESTARTS} in a row")
                 await self._stop()
                 if self._nccl:
                     await on_loss()
@@ -344,8 +344,8 @@ class SupervisedServer:
         if not diff <= serving.probe_max_abs_diff:
             raise ServingError(
                 f"{self.title} was started with version {version.number}, and its logprobs differ by {diff:.3g} nats from"
-                f" {folder / PROBE_FILE}; the limit is serving.probe_max_abs_diff={serving.probe_max_abs_diff:g}\n"
-                "  fix: restore the published weights, or set policy.dtype to the learner's (bfloat16 needs a limit of about 0.15)"
+                f" {folder / PROBE_FILE}; the limit is serving.probe_max_abs_diff={serving.probe_max_abs_diff:g}\n  fix: restore the"
+                " published weights, or set policy.dtype to the learner's (bfloat16 needs a limit of about 0.15)"
             )
 
     async def _stop(self) -> None:

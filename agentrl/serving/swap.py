@@ -165,3 +165,18 @@ def _swap_error(version: PolicyVersion, error: BaseException, timeout_s: float) 
         return error
     reason = f"not done within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
     return SwapError(f"version {version.number} was not swapped in: {reason}")
+
+
+_POLL_S = 0.005
+
+
+class NcclWeightChannel(HotSwap):
+    """A `WeightChannel` for a server started with `serving.weight_transfer=nccl`. Restores old versions from their folders."""
+
+    async def _load(self, number: int, folder: Path) -> None:
+        while await self._server.control.version() != str(number):
+            await asyncio.sleep(_POLL_S)  # the caller's deadline bounds the wait for the learner
+
+    async def _reload(self, number: int, folder: Path) -> None:
+        # The learner has no old weights to send. A server that is stuck in a broadcast does not answer and is replaced.
+        await self._server.control.reload(str(folder), number)

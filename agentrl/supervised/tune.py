@@ -51,8 +51,7 @@ def train_sft(rows: Sequence[dict[str, list[int]]], model: Path, out: Path, *, e
 def train_dpo(
     pairs: Sequence[Preference], model: Path, out: Path, *, beta: float, epochs: float, lr: float, batch: int, seed: int
 ) -> float:
-    """Runs direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) on `pairs`; `model` is the initial model and the
-    reference.
+    """Trains with direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) from `model`, also the reference.
 
     Writes a model folder and returns the last loss.
     """

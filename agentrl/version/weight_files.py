@@ -56,7 +56,8 @@ class WeightCopy:
         """Returns the whole weights of the delta version in `folder`; the file is valid until the next call.
 
         Raises `ValueError` if the delta is damaged, if neither these weights nor its parent's file fit it, or if the result has another
-        checksum."""
+        checksum.
+        """
         delta = deltas.read_delta(folder)
         if delta is None:
             raise ValueError(f"{folder} holds no delta")

@@ -79,7 +79,7 @@ def connect_trainer(url: str, key: str, model: Qwen3ForCausalLM) -> Callable[[in
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
-    from agentrl.serving.trainer_client import PausedServerClient
+    from agentrl.learner.nccl_source import PausedServerClient
 
     client = PausedServerClient(url, key=key, timeout_s=120)
     info = NCCLTrainerInitInfo(rank=0, master_address="127.0.0.1", master_port=MASTER_PORT, world_size=2)

@@ -21,7 +21,7 @@ from agentrl.experience.steps import has_preference
 from agentrl.failure.capture import CaptureReason, capture_reason
 from agentrl.gate.rule import GateRule, apply_rule
 from agentrl.objective import assemble, batch_advantages
-from agentrl.objective.turns import turn_advantages
+from agentrl.objective.credit import turn_advantages
 from agentrl.records import Episode, Group, Score, ScoredEpisode
 from agentrl.reward.rubric import Rubric
 from agentrl.supervised.select import select_demonstrations, select_preferences

@@ -11,7 +11,7 @@ from tests.test_architecture import sources
 # Modules whose readers run what they read. marshal is left to the exec server, which reads its parent's own bytes with it.
 RUNS = ("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml", "jsonpickle", "torch.multiprocessing")
 MAY = {
-    "agentrl/learner/tensor_files.py": {"pickle"},  # the name of the error alone
+    "agentrl/learner/universal_checkpoint.py": {"pickle"},  # the name of the error alone
     "agentrl/sandbox/inside/spawn.py": {"marshal"},
 }
 FOLDERS = ("agentrl", "recipes", "rewards", "sandboxes")

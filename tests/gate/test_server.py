@@ -13,8 +13,8 @@ import pytest
 from agentrl.errors import SwapError
 from agentrl.gate.server import GateServer
 from agentrl.records import PolicyVersion, VersionState
+from agentrl.serving.access import announced_server
 from agentrl.version import FolderRegistry
-from agentrl.version.server_address import announced_server
 from tests.serving.test_loss_of_a_server import ScriptedChannel, ScriptedServer, open_registry
 from tests.serving.test_loss_of_a_server import scripted as scripted
 from tests.serving.test_server_pool import RECIPE

@@ -13,15 +13,15 @@ import pytest
 
 from agentrl.errors import LearnerError
 from agentrl.learner.broadcast import Broadcaster, ServerAddress
-from agentrl.learner.progress import SILENT
-from agentrl.version.server_address import NAME
+from agentrl.learner.driver_reports import SILENT
+from agentrl.serving.access import NAME
 from tests.learner.building import recipe
 
 
 class OneRank:
-    first, pulse = True, SILENT
+    is_first, report_progress = True, SILENT
 
-    def decide(self, value: int) -> int:
+    def from_first(self, value: int) -> int:
         return value
 
 

@@ -50,7 +50,7 @@ class Counting:
     """A policy of 900 tokens, each followed by the next."""
 
     lm = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=900)))
-    ranks = SimpleNamespace(first=True, decide=int)
+    ranks = SimpleNamespace(is_first=True, from_first=int)
 
     def probe(self, rows: tuple[tuple[int, ...], ...]) -> Probe:
         return Probe(

@@ -172,7 +172,7 @@ async def test_adapters_are_published_alone_and_belong_to_the_base_they_were_tra
     write_policy(base, seed=1)
     learner = make_learner(tmp_path, made)
     await learner.start()
-    with pytest.raises(LearnerError, match="is not what was registered"):
+    with pytest.raises(LearnerError, match="differs from the registered file"):
         await learner.wait(timeout_s=600)
 
 

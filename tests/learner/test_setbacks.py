@@ -148,15 +148,15 @@ def test_the_strictest_action_wins_and_rollbacks_run_out() -> None:
     limits = LimitsConfig(max_kl=Limit(at=0.5), min_entropy=Limit(at=0.5, action="rollback"), max_rollbacks=1)
     guard = UpdateGuard(LearnerConfig(limits=limits))
     bad = FINE | {"kl_behaviour": 0.6, "entropy": 0.1}
-    guard.begin()
-    guard.settle(_part(), bad, applied=False)
-    assert guard.rolling_back and not guard.sound and guard.counts.rollbacks == 1
-    guard.begin()
-    guard.settle(_part(4), FINE, applied=True)
-    assert guard.sound and not guard.rolling_back
+    guard.begin_step()
+    guard.record_policy_step(_part(), bad, applied=False)
+    assert guard.rolling_back and not guard.start_weights_passed and guard.counts.rollbacks == 1
+    guard.begin_step()
+    guard.record_policy_step(_part(4), FINE, applied=True)
+    assert guard.start_weights_passed and not guard.rolling_back
     with pytest.raises(LearnerHalted, match="1 rollbacks were made"):
-        guard.settle(_part(5), bad, applied=False)
-    assert [setback.action for setback in guard.drain()] == ["rollback", "halt"]
+        guard.record_policy_step(_part(5), bad, applied=False)
+    assert [setback.action for setback in guard.take_failures()] == ["rollback", "halt"]
 
 
 def test_a_good_critic_does_not_hide_a_policy_that_is_never_updated() -> None:
@@ -166,7 +166,7 @@ def test_a_good_critic_does_not_hide_a_policy_that_is_never_updated() -> None:
         guard.record_critic_step(_part(), {}, applied=True)
         if guard.counts.bad_in_a_row == 1:
             with pytest.raises(LearnerHalted, match=r"2 optimizer steps in a row were skipped .* the gradient is not finite"):
-                guard.settle(_part(), nan, applied=False)
+                guard.record_policy_step(_part(), nan, applied=False)
         else:
             guard.record_policy_step(_part(), nan, applied=False)
     guard = UpdateGuard(LearnerConfig(max_bad_updates=2))

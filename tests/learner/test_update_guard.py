@@ -20,10 +20,10 @@ def test_a_figure_that_is_no_number_is_beyond_its_limit(name: str) -> None:
     bound = 5.0 if name == "max_ratio" else 0.5
     guard = UpdateGuard(LearnerConfig(max_grad_norm=0.1, limits=LimitsConfig(**{name: Limit(at=bound, action="rollback")})))
     metrics = {"loss": 0.1, METRICS[name]: math.nan}
-    assert guard.bound(metrics) == REFUSE_ALL
-    guard.settle(PART, metrics, applied=False)
+    assert guard.largest_norm(metrics) == REFUSE_ALL
+    guard.record_policy_step(PART, metrics, applied=False)
     assert guard.rolling_back, "the limit's own action, not that of a loss which is not finite"
-    (setback,) = guard.drain()
+    (setback,) = guard.take_failures()
     assert setback.reasons[-1] == f"{METRICS[name]} is not a number, so learner.limits.{name}.at={bound:g} cannot be checked"
 
 

@@ -12,7 +12,7 @@ from agentrl.config import CriticConfig, ObjectiveConfig
 from agentrl.learner.critic import critic_advantages
 from agentrl.learner.forest_attention import register
 from agentrl.learner.packing import build_micro_batch, plan_micro_batches
-from agentrl.learner.value_head import ValuedScorer
+from agentrl.learner.token_scorer import ValuedScorer
 from agentrl.objective.policy_loss import TrainedTokens, policy_loss
 from agentrl.objective.values import value_loss
 from agentrl.records import Sample

@@ -144,13 +144,13 @@ def test_text_is_cut_by_the_rule_that_the_file_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoilt", "reason"),
     [
-        ({"rule": "nobodys"}, "cuts text by the rule 'nobodys'"),
-        ({"more": {"llama.rope.scaling.type": "yarn"}}, r"sets llama\.rope\.scaling\.type to 'yarn', and transformers does not read that"),
+        ({"rule": "nobodys"}, "splits text by the unknown rule 'nobodys'"),
+        ({"more": {"llama.rope.scaling.type": "yarn"}}, r"sets llama\.rope\.scaling\.type to 'yarn', but transformers ignores it"),
         ({"more": {"llama.logit_scale": 0.5}}, r"sets llama\.logit_scale to 0\.5"),
         ({"more": {"llama.attention.key_length": 8}}, r"sets llama\.attention\.key_length to 8"),
         ({"rope_freqs.weight": np.ones(8, np.float32)}, r"scales its positions \(rope_freqs\.weight\)"),
         ({"blk.0.attn_q.bias": np.ones(64, np.float32)}, "it could not be loaded exactly"),
-        ({"more": {"general.type": "adapter"}}, "holds no model but a part of one: adapter"),
+        ({"more": {"general.type": "adapter"}}, "holds only a part of a model: adapter"),
         ({"more": {"split.count": 2}}, "is one of several files"),
     ],
 )

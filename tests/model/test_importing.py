@@ -78,7 +78,7 @@ def test_the_same_import_again_does_nothing(source: Path, imported: Path, monkey
 def test_another_folder_is_replaced_only_by_force(source: Path, imported: Path, tmp_path: Path) -> None:
     target = Path(shutil.copytree(imported, tmp_path / "there"))
     (target / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="holds another model, or one that was changed\n  fix: choose another folder, or give --force"):
+    with pytest.raises(UserError, match="holds another model, or a changed one\n  fix: choose another folder, or give --force"):
         import_model(str(source), target, chat_template="hermes")
     assert import_model(str(source), target, dtype="bfloat16", force=True).fresh
     assert {tensor.dtype for tensor in load_file(target / "model.safetensors").values()} == {torch.bfloat16}
@@ -90,11 +90,11 @@ def test_force_removes_nothing_but_models(source: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     (tmp_path / "link").symlink_to(tmp_path)
     for target, reason in (
-        (tmp_path, "other things than a model"),
-        (tmp_path / "thesis.txt", "is no folder"),
-        (tmp_path / "link", "is no folder"),
-        (source, "holds the source itself"),
-        (source.parent, "holds the source itself"),
+        (tmp_path, "is not a model folder"),
+        (tmp_path / "thesis.txt", "is not a folder"),
+        (tmp_path / "link", "is not a folder"),
+        (source, "contains the source"),
+        (source.parent, "contains the source"),
     ):
         with pytest.raises(UserError, match=reason):
             import_model(str(source), target, force=True)
@@ -106,7 +106,7 @@ def test_force_removes_nothing_but_the_files_of_a_model(source: Path, imported: 
         target = Path(shutil.copytree(imported, tmp_path / Path(name).stem))
         (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_text("years of work")
-        with pytest.raises(UserError, match=f"does not remove: '{name.partition('/')[0]}'"):
+        with pytest.raises(UserError, match=f"does not delete: '{name.partition('/')[0]}'"):
             import_model(str(source), target, force=True)
         assert (target / name).read_text() == "years of work"
 
@@ -115,7 +115,7 @@ def test_the_folder_one_is_in_is_not_replaced(source: Path, tmp_path: Path, monk
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     for name in (".", "..", "../empty"):
-        with pytest.raises(UserError, match="is the folder you are in"):
+        with pytest.raises(UserError, match="is the current folder"):
             import_model(str(source), Path(name), force=True)
 
 
@@ -124,7 +124,7 @@ def test_of_two_imports_into_one_folder_the_second_is_refused(source: Path, tmp_
     refused = []
 
     def another(stage: str) -> None:
-        with pytest.raises(UserError, match="is being made by another import") as error:
+        with pytest.raises(UserError, match="another import is writing") as error:
             import_model(str(source), tmp_path / "model", dtype="bfloat16")
         refused.append(error)
 
@@ -135,7 +135,7 @@ def test_of_two_imports_into_one_folder_the_second_is_refused(source: Path, tmp_
 def test_a_place_where_no_folder_can_be_made_is_told(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for target in (tmp_path / "file" / "model", Path("/proc/model")):
-        with pytest.raises(UserError, match="fix: see to it, or choose another"):
+        with pytest.raises(UserError, match="fix: correct it, or choose another"):
             import_model(str(source), target)
 
 
@@ -161,7 +161,7 @@ def test_a_full_disk_is_told_before_the_weights_are_read(source: Path, tmp_path:
     ("changes", "reason"),
     [
         ({"num_hidden_layers": 3}, "it could not be loaded exactly"),
-        ({"num_hidden_layers": 10**9}, "names 1000000000 layers, and the files hold 24 tensors"),
+        ({"num_hidden_layers": 10**9}, "has 1000000000 layers, but the files hold 24 tensors"),
         ({"hidden_size": 10**7}, "it could not be loaded exactly|makes no model"),
         ({"num_hidden_layers": 1}, "hold, unused, model.layers.1"),
         ({"model_type": "mamba2", "state_size": 16}, "does more than attention"),

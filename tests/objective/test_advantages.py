@@ -13,7 +13,7 @@ from agentrl.config import ObjectiveConfig
 from agentrl.errors import PluginError
 from agentrl.objective import GroupAdvantages, batch_advantages
 from agentrl.objective.advantages import check_advantages, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
-from agentrl.objective.turns import turn_advantages
+from agentrl.objective.credit import turn_advantages
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agentrl.config import ObjectiveConfig
 from agentrl.objective.aggregate import Segments
-from agentrl.objective.corrections import importance_weights
+from agentrl.objective.losses import importance_weights
 from agentrl.objective.policy_loss import TrainedTokens, policy_loss
 
 pytestmark = pytest.mark.slow

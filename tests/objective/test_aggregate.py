@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.config import ObjectiveConfig
 from agentrl.objective.aggregate import Segments, sum_segments
-from agentrl.objective.kl import sequence_penalty
+from agentrl.objective.losses import sequence_penalty
 from agentrl.objective.policy_loss import policy_loss
 from tests.objective.test_policy_loss import draw, total_weight
 

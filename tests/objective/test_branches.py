@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from agentrl.config import Recipe, build
 from agentrl.learner.packing import build_micro_batch, plan_micro_batches
 from agentrl.objective import assemble, counted_samples
-from agentrl.objective.delivery import captured_tokens
+from agentrl.objective.branches import captured_tokens
 from agentrl.records import Blame, Episode, Failure, Group, Message, Sample, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
 
 GONE = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="gone", message="")

@@ -10,9 +10,7 @@ from pydantic import ValidationError
 
 from agentrl.config import ObjectiveConfig
 from agentrl.objective.aggregate import Segments
-from agentrl.objective.corrections import importance_weights
-from agentrl.objective.kl import k3
-from agentrl.objective.losses import dual_clip
+from agentrl.objective.losses import dual_clip, importance_weights, k3
 from agentrl.objective.metrics import summarize
 from agentrl.objective.policy_loss import TrainedTokens, policy_loss
 

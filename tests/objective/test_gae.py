@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.objective.gae import gae
+from agentrl.objective.values import gae
 
 
 def _closed_form(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentrl.objective.kl import k1, k2, k3, sequence_penalty
+from agentrl.objective.losses import k1, k2, k3, sequence_penalty
 
 
 def _policies(seed: int = 0, n: int = 12) -> tuple[torch.Tensor, torch.Tensor]:

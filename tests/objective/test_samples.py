@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agentrl.config import Recipe, build
 from agentrl.errors import RecipeError
 from agentrl.objective import assemble, counted_samples
-from agentrl.objective.delivery import captured_tokens
+from agentrl.objective.branches import captured_tokens
 from agentrl.records import Blame, Episode, Failure, Group, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
 
 RECIPE: Recipe = build({"name": "t", "policy": {"model": "m"}, "tasks": {"family": "a:b"}})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.agent import TurnLoop
-from agentrl.objective.delivery import captured_tokens
+from agentrl.objective.branches import captured_tokens
 from agentrl.objective.samples import counted_samples
 from agentrl.records import Blame, Episode, EpisodeState, Group, Limits, Message, Score, ScoredEpisode, Task, Turn, codec
 from agentrl.records.sampling import Sampling, Supports

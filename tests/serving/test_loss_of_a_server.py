@@ -30,7 +30,7 @@ class ScriptedServer:
     difference: ClassVar[float] = 0.0
 
     def __init__(self, *, version: int, **_: object) -> None:
-        self.version, self.dead, self.control, self.end = version, False, self, "it died"
+        self.version, self.dead, self.control, self.end_reason = version, False, self, "it died"
         self.started.append(self)
 
     async def differs(self, number: int, probe: Probe) -> float:

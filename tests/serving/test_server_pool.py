@@ -48,7 +48,7 @@ class Server:
         self.asked: list[str] = []
         self.held = asyncio.Event()  # requests wait until it is set
         self.held.set()
-        self.control, self.share, self.end = self, 0.0, "it died"
+        self.control, self.share, self.end_reason = self, 0.0, "it died"
 
     async def differs(self, number: int, probe: Probe) -> float:
         """In place of `agentrl.serving.probe.max_logprob_difference`."""
@@ -68,7 +68,7 @@ class Server:
     async def alive(self) -> bool:
         return not self.dead
 
-    def condemn(self, reason: str) -> None:
+    def mark_unsound(self, reason: str) -> None:
         self.dead, self.reason = True, reason
 
     async def stop(self) -> None:

@@ -238,7 +238,7 @@ async def test_a_server_that_cannot_go_back_is_condemned(tmp_path: Path) -> None
     async with channel(tmp_path, broken) as (to, server, _):
         with pytest.raises(SwapError, match="must be restarted"):
             await swap(to, tmp_path, version)
-        assert not await server.alive() and server.end.startswith("version 0 could not be restored: ")
+        assert not await server.alive() and server.end_reason.startswith("version 0 could not be restored: ")
 
 
 async def test_a_file_that_is_not_the_published_one_never_reaches_the_server(tmp_path: Path) -> None:
@@ -291,9 +291,9 @@ async def test_what_refused_weights_sampled_is_void_also_if_the_server_cannot_go
             await swap(to, tmp_path, version)
         assert server.weights.on_probation is None
         with pytest.raises(ServingError, match=r"rejected after the swap .version 5."):
-            await asyncio.wait_for(server.weights.settle([5]), timeout=5)
-        await server.weights.settle([0])
-        assert not await server.alive() and "gone" in server.end
+            await asyncio.wait_for(server.weights.wait_verified([5]), timeout=5)
+        await server.weights.wait_verified([0])
+        assert not await server.alive() and "gone" in server.end_reason
 
 
 async def test_what_refused_weights_sampled_is_void_and_new_requests_share_no_prefix_with_it(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ async def test_what_refused_weights_sampled_is_void_and_new_requests_share_no_pr
         with pytest.raises(SwapError, match="differ by 7 nats"):
             await swap(to, tmp_path, version)
         with pytest.raises(ServingError, match=r"rejected after the swap .version 5."):
-            await asyncio.wait_for(server.weights.settle([5, 0]), timeout=5)
+            await asyncio.wait_for(server.weights.wait_verified([5, 0]), timeout=5)
         assert server.weights.cache_salt.startswith("v0-") and server.weights.cache_salt != before
 
 
@@ -351,7 +351,7 @@ async def test_a_delta_that_cannot_be_made_whole_leaves_the_old_version(tmp_path
         with pytest.raises(SwapError, match="version 5: "):
             await swap(to, tmp_path, version)
         assert server.weights.number == 0 and not await server.alive()
-        assert server.end == "it died", "it has no process here; it was not condemned"
+        assert server.end_reason == "it died", "it has no process here; it was not condemned"
 
 
 async def test_a_whole_file_beside_a_delta_is_what_is_checked(tmp_path: Path) -> None:

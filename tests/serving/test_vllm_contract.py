@@ -140,7 +140,7 @@ async def test_the_trainer_sends_only_while_the_controller_holds_the_pause(engin
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 
-    from agentrl.serving.trainer_client import PausedServerClient
+    from agentrl.learner.nccl_source import PausedServerClient
 
     trainer = PausedServerClient(url, key=KEY, timeout_s=120)
     trainer.version = 7
@@ -175,7 +175,7 @@ async def test_the_trainer_sends_only_while_the_controller_holds_the_pause(engin
 
 
 def test_a_trainer_whose_server_is_never_paused_gives_up(url: str) -> None:
-    from agentrl.serving.trainer_client import PausedServerClient
+    from agentrl.learner.nccl_source import PausedServerClient
 
     with pytest.raises(TimeoutError, match="not paused for version 0"):
         PausedServerClient(url, key=KEY, timeout_s=2.0).start_weight_update()

@@ -170,7 +170,7 @@ def test_a_template_may_be_next_to_the_tokenizer_but_must_exist(tmp_path: Path) 
         ({"is_encoder_decoder": True}, "an encoder and a decoder"),
         ({"auto_map": {"AutoModel": "mine.Mine"}}, "its own code"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "writes no text"),
-        ({"model_type": None}, "names no model_type"),
+        ({"model_type": None}, "has no model_type"),
         ({"text_config": {"num_attention_heads": 2, "layer_types": ["conv"]}}, "layers of type conv"),
     ],
 )

@@ -46,9 +46,9 @@ def test_what_is_adapted_is_merged_and_the_rest_goes_through(tmp_path: Path, dty
         ({"base_model.model.model.q.lora_A.weight": torch.ones(3, 6)}, "1", "do not fit"),
         ({"base_model.model.model.q.lora_A.weight": torch.ones(2, 5)}, "1", "do not fit"),
         ({"base_model.model.model.q.lora_A.weight": torch.ones(2, 6, 1)}, "1", "do not fit"),
-        ({}, None, "how the adapter is scaled"),
-        ({}, "nan", "how the adapter is scaled"),
-        ({}, "a lot", "how the adapter is scaled"),
+        ({}, None, "no valid scaling of the adapter"),
+        ({}, "nan", "no valid scaling of the adapter"),
+        ({}, "a lot", "no valid scaling of the adapter"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(

@@ -158,7 +158,7 @@ def test_verify_knows_the_weights_by_their_hash(registry: FolderRegistry) -> Non
     registry.verify(version)
     weights = registry.path(version) / "model.safetensors"
     weights.write_bytes(b"Weights")
-    with pytest.raises(StoreError, match="is not what was registered"):
+    with pytest.raises(StoreError, match="differs from the registered file"):
         registry.verify(version)
     weights.unlink()
     with pytest.raises(StoreError, match="No such file"):
