@@ -9,7 +9,7 @@ With --model the weights are a folder's, the tokens' behaviour logprobs its own,
 within each repetition. TRL runs with what is fastest here: no reference model, its fused output head, and of the batches of 1, 2, 4, ...
 samples, and of those that fit the token budget, the one that is fastest on each case. Every contender gets its samples sorted and batched
 the way that pads least. Gradients are compared before anything is timed: the figures mean nothing unless all compute the same update.
---store keeps every time in docs/results, and writes the tables of docs/learner-results.md from what is there. Last comes the memory of
+--store keeps every time in docs/results, and writes the tables of docs/results.md from what is there. Last comes the memory of
 the output head at a vocabulary of 151,936, each way in a process of its own (not with --model or --only).
 """
 
@@ -47,7 +47,7 @@ from agentrl.records import Sample  # noqa: E402
 from agentrl.testing.tiny_model import make_tokenizer  # noqa: E402
 from benchmarks import stored  # noqa: E402
 
-PAGE = ROOT / "docs" / "learner-results.md"
+PAGE = ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- made by benchmarks/learner.py: begin -->", "<!-- made by benchmarks/learner.py: end -->"
 CODE = ("agentrl/learner", "agentrl/objective", "agentrl/model", "benchmarks/learner.py")
 CPU = torch.device("cpu")
@@ -453,13 +453,13 @@ def measured(size: str, repeat: int, *, made: list[Case], clock: Callable[[], fl
 
 
 def times_ours(result: dict[str, Any], name: str) -> list[float]:
-    """A contender's time over ours, by repetition."""
+    """The ratio of a contender's time to ours, by repetition."""
     return [theirs / mine for theirs, mine in zip(result["seconds"][name], result["seconds"][Ours.name], strict=True)]
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| batch | | tokens computed | seconds, median (range) | trained tokens/s | times ours, median (range) | FLOP bound | reached |",
+        "| batch | | tokens computed | seconds, median (range) | trained tokens/s | ratio to agentrl (range) | FLOP bound | reached |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for result in results:
@@ -477,7 +477,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def write_page() -> None:
-    """Writes the tables of docs/learner-results.md from all stored times."""
+    """Writes the tables of docs/results.md from all stored times."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     sections = []
@@ -548,9 +548,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", default="", help="only cases with this in their name, and no memory")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: this process's time alone, for a shared machine")
-    parser.add_argument(
-        "--store", action="store_true", help="keep the times in docs/results, and write the tables of docs/learner-results.md"
-    )
+    parser.add_argument("--store", action="store_true", help="keep the times in docs/results, and write the tables of docs/results.md")
     parser.add_argument("--head", choices=["full", "chunked"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

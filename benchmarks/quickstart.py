@@ -1,6 +1,6 @@
 """The quickstart on several seeds: success before and after, wall time, memory, swaps. Prints a Markdown table.
 
-    python benchmarks/quickstart.py --seeds 0 1 2 3 4 --out docs/quickstart-results.md
+    python benchmarks/quickstart.py --seeds 0 1 2 3 4 --out docs/results.md
 
 Each seed is one whole run of `recipes/quickstart.py` in its own run folder under `--runs`; a run that is already finished
 there is read, not made again, so an interrupted benchmark goes on where it stopped. Memory is the largest sum of the
@@ -36,9 +36,8 @@ TARGETS = (
 )
 
 MEANING = (
-    "Read the rise for what it is: the base policy was shown a right program in one demonstration of three, so it samples right "
-    "programs now and then, but its likeliest one is wrong. Training makes the right one the likeliest; it teaches no program "
-    "that the policy never saw."
+    "The base policy saw a correct program in one demonstration of three. It samples correct programs now and then, but its most "
+    "likely program is wrong. Training makes the correct one most likely; it teaches no program that the policy never saw."
 )
 
 
@@ -123,7 +122,7 @@ def table(outcomes: list[Outcome]) -> str:
         "peak GiB",
         "stall ms p50",
         "probe max",
-        "left out",
+        "excluded",
     ]
     rows = [
         [
@@ -162,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "benchmark", help="where the run folders go")
-    parser.add_argument("--out", type=Path, help="also write the table to this Markdown file, and the figures to docs/results")
+    parser.add_argument("--out", type=Path, help="also write the table to its section of this page, and the figures to docs/results")
     parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
     args = parser.parse_args()
     command = f"python benchmarks/quickstart.py --seeds {' '.join(map(str, args.seeds))} {' '.join(args.overrides)}".strip()
@@ -175,10 +174,9 @@ def main() -> None:
     backend = outcomes[0].summary["sandbox_backend"]
     text = "\n\n".join(
         [
-            "# Quickstart results",
             f"Command: `{command}`. Machine: {machine}; sandbox: {backend}. {versions}.",
             "Before and after are success rates on held-out tasks with 95% Wilson intervals, one greedy attempt a task. Rewards are "
-            "the mean over training episodes, sampled at temperature 1.",
+            "means over training episodes, sampled at temperature 1.",
             table(outcomes),
             TARGETS,
             MEANING,
@@ -186,7 +184,7 @@ def main() -> None:
     )
     print(text)
     if args.out:
-        args.out.write_text(text + "\n")
+        stored.put(args.out, "quickstart", text)
         stored.keep("quickstart", origin, runs=[figures(outcome) for outcome in outcomes])
 
 

@@ -1,7 +1,7 @@
 """How long 200 regression cases take: from the command to its exit code, server start included. Stated: under 3 minutes on two cores.
 
     python benchmarks/regression_cases.py
-    python benchmarks/regression_cases.py --backend bubblewrap --times 3 --out docs/regression-results.md
+    python benchmarks/regression_cases.py --backend bubblewrap --times 3 --out docs/results.md
 
 The cases are held-out questions of the quickstart's family, a turn or two of real Python each, in live sandboxes; the policy is the one
 that the quickstart begins with, which answers some of them wrong. It is asked by `agentrl eval SUITE --policy FOLDER` in a process of
@@ -25,9 +25,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agentrl.base.files import write_atomically  # noqa: E402
 from agentrl.failure.case import Case, save_case  # noqa: E402
 from agentrl.records import Split  # noqa: E402
+from benchmarks import stored  # noqa: E402
 from sandboxes.tables import Tables  # noqa: E402
 
 MODEL = ROOT / "recipes" / "models" / "tables-base"
@@ -86,10 +86,10 @@ def table(found: list[Timed], count: int, backend: str) -> str:
     whole = statistics.median(one.whole_s for one in found)
     return "\n".join(
         [
-            f"{count} cases on the quickstart's base policy, sandboxes by {backend}, {os.cpu_count()} cores."
-            f" Median {whole:.0f} s; stated: under {TARGET_S:.0f} s.",
+            f"{count} cases on the quickstart's base policy, sandboxes: {backend}, {os.cpu_count()} cores."
+            f" Median {whole:.0f} s; target: under {TARGET_S:.0f} s.",
             "",
-            "| evaluation | whole command, s | asking, s | cases a second | passed | unscored |",
+            "| evaluation | command, s | cases, s | cases a second | passed | unscored |",
             "| --- | --- | --- | --- | --- | --- |",
             *rows,
         ]
@@ -101,7 +101,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--times", type=int, default=1, help="evaluations, one after the other")
     parser.add_argument("--backend", default="auto", help="of the sandboxes: auto, docker or bubblewrap")
-    parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
+    parser.add_argument("--out", type=Path, help="also write the table to its section of this page")
     parser.add_argument("overrides", nargs="*", help="further overrides, such as rollout.concurrency=32")
     given = parser.parse_args()
     (ROOT / "runs").mkdir(exist_ok=True)
@@ -115,7 +115,7 @@ def main() -> int:
     text = table(found, given.cases, given.backend)
     print(text)
     if given.out:
-        write_atomically(given.out, "# How long regression cases take\n\nCommand: `python benchmarks/regression_cases.py`. " + text + "\n")
+        stored.put(given.out, "regression_cases", text)
     return int(not all(one.ok for one in found))
 
 

@@ -1,6 +1,6 @@
 """What a turn of an episode costs in the driver, how many episodes one process holds, and what one that waits takes.
 
-    python benchmarks/rollout.py --work /tmp/rollout [--repeat 5] [--out docs/rollout-results.md]
+    python benchmarks/rollout.py --work /tmp/rollout [--repeat 5] [--out docs/results.md]
     python benchmarks/rollout.py --work /tmp/rollout --only turns        # crowd, idle, prefix
 
 turns   CPU time and latency of a turn beside package `verifiers` 0.4, both driving the same scripted model server with the same tool, in
@@ -154,7 +154,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--repeat", type=int, default=5, help="of the turns, each side in each")
     parser.add_argument("--episodes", type=int, default=64, help="of the turns, in one repeat of one side")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "rollout-results.md", help="the page whose tables are written")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.md", help="the page whose tables are written")
     parser.add_argument("--note", default="", help="a sentence about the machine, such as: other work ran meanwhile")
     given = parser.parse_args()
     given.work = given.work.resolve()

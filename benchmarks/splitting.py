@@ -39,7 +39,6 @@ BEGIN, END = "<!-- made by benchmarks/splitting.py --page: begin -->", "<!-- mad
 SPLIT, HELPERS = "part/rewards.pages:answered/split", "part/rewards.pages:answered/helpers"
 FIGURES = ("step", "reward_mean", SPLIT, HELPERS, "tokens_sampled")  # of each step, as metrics.jsonl names them
 PHASES = ("before", "after")
-ENDS = 3  # steps at either end whose mean is shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +67,6 @@ class Outcome:
     steps: list[dict[str, float]]
     solved: dict[str, Share]
     split: dict[str, Share]
-
-    def ends(self, figure: str) -> str:
-        """A figure of the first steps and of the last ones."""
-        values = [line[figure] for line in self.steps if figure in line]
-        return f"{statistics.fmean(values[:ENDS]):.2f} → {statistics.fmean(values[-ENDS:]):.2f}"
 
 
 def kept_as(out: Path, credit: str, seed: int) -> Path:
@@ -160,29 +154,8 @@ def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
-def by_run(outcomes: list[Outcome]) -> str:
-    head = ["credit", "seed", "solved before", "solved after", "split before", "split after", "reward, first → last steps"]
-    head += ["helpers right", "tokens sampled", "tokens trained", "minutes", "peak GiB"]
-    rows = (
-        [
-            f"`{one.credit}`",
-            str(one.seed),
-            *(str(one.solved[phase]) for phase in PHASES),
-            *(f"{one.split[phase].value:.2f}" for phase in PHASES),
-            one.ends("reward_mean"),
-            one.ends(HELPERS),
-            f"{sum(line['tokens_sampled'] for line in one.steps):,.0f}",
-            f"{one.tokens_trained:,}",
-            f"{one.measured['wall_s'] / 60:.1f}" + (" (resumed)" if one.measured["resumed"] else ""),
-            f"{one.measured['peak_gib']:.1f}",
-        ]
-        for one in outcomes
-    )
-    return markdown(head, rows)
-
-
 def by_credit(outcomes: list[Outcome]) -> str:
-    """All attempts of a mode's runs together, and how far apart its seeds are."""
+    """A row for each mode: all attempts of its runs together, with the range over its seeds."""
     rows = []
     for credit in CREDITS:
         if not (mine := [one for one in outcomes if one.credit == credit]):
@@ -190,11 +163,14 @@ def by_credit(outcomes: list[Outcome]) -> str:
         values = [one.solved["after"].value for one in mine]
         seeds = ", ".join(str(one.seed) for one in mine)
         apart = f"{min(values):.2f} to {max(values):.2f}" if len(mine) > 1 else ""
+        minutes = stored.span([round(one.measured["wall_s"] / 60, 1) for one in mine], ".1f")
+        trained = stored.span([one.tokens_trained for one in mine], ",")
         solved_by, split_by = (
             [str(together(getattr(one, name)[phase] for one in mine)) for phase in PHASES] for name in ("solved", "split")
         )
-        rows.append([f"`{credit}`", seeds, *solved_by, apart, *split_by])
-    return markdown(["credit", "seeds", "solved before", "solved after", "by seed", "split before", "split after"], rows)
+        rows.append([f"`{credit}`", seeds, *solved_by, apart, *split_by, trained, minutes])
+    head = ["credit", "seeds", "solved before", "solved after", "by seed", "split before", "split after", "tokens trained", "minutes"]
+    return markdown(head, rows)
 
 
 def picture(outcomes: list[Outcome], path: Path) -> None:
@@ -233,10 +209,8 @@ def page(outcomes: list[Outcome]) -> str:
             f"Command: `{command}`. Machines: {stored.shown(one.measured['machine'] for one in outcomes)}; sandbox: {first.sandboxes}. "
             f"{versions}. " + " ".join(notes),
             "Held-out tasks, one attempt each, sampled at temperature 1 as in training, with 95% Wilson intervals over the attempts; each"
-            " seed has tasks of its own. Split: the agent gave every page to a helper of its own. Rewards and helpers are means over the"
-            f" training episodes of the first {ENDS} steps and of the last {ENDS}.",
+            " seed has its own tasks. Split: the agent gave each page to a separate helper. `docs/learning-to-split/` has each run.",
             by_credit(outcomes),
-            by_run(outcomes),
             "![Solved, split and right helpers, by step](images/learning-to-split.svg)",
         ]
     )

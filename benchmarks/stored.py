@@ -48,6 +48,16 @@ def keep(name: str, origin: Mapping[str, Any], **data: Any) -> Path:
     return path
 
 
+def put(page: Path, program: str, text: str) -> None:
+    """Replaces the text between the two marks of `benchmarks/PROGRAM.py` in a page. Raises `ValueError` if the page has no marks."""
+    begin, end = (f"<!-- made by benchmarks/{program}.py: {mark} -->" for mark in ("begin", "end"))
+    before, begun, rest = page.read_text().partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (begun and ended):
+        raise ValueError(f"{page} does not contain the marks {begin} and {end}")
+    write_atomically(page, f"{before}{begin}\n\n{text}\n\n{end}{after}")
+
+
 def summary(values: Sequence[float]) -> dict[str, float]:
     """Median and range, and of how many values."""
     return {"n": len(values), "median": statistics.median(values), "low": min(values), "high": max(values)}

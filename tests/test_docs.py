@@ -28,9 +28,9 @@ from agentrl.testing.chat_server import ChatServer, ScriptedAnswer
 from tests.failure import traces
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 SOURCE_FOLDERS = ("agentrl", "docs", "recipes", "rewards", "sandboxes", "benchmarks", "tests", "scripts", "requirements")
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def tables(results: Path) -> str:
 def summary(found: Mapping[str, Comparison]) -> str:
     """Markdown: the ratios of each comparison and peer."""
     rows = [[name, NAMES[peer], *ratios(one, peer)] for name, one in found.items() for peer in one.sides[1:]]
-    return _table(["comparison", "peer", "its time to the target over ours: median (range, pairs)", "without the start"], rows)
+    return _table(["comparison", "peer", "time to the target / agentrl's: median (range, pairs)", "without the start"], rows)
 
 
 def ratios(comparison: Comparison, peer: str) -> tuple[str, str]:
@@ -110,15 +110,12 @@ def _where(comparison: Comparison) -> str:
 
 
 def _tried(comparison: Comparison) -> str:
-    rows = []
+    """One sentence: the seconds of a step with each setting of TRL that was timed."""
+    settings = []
     for one in comparison.tried:
-        seconds = f"{one['seconds_a_step']:.1f}" if one["seconds_a_step"] is not None else "failed"
-        parts = [f"{one['parts'].get(name, 0.0) / max(1, one['steps']):.1f}" for name in ("rollout", "wait", "update")]
-        note = one.get("failed", "")[:120].replace("|", "/")
-        rows.append([_options(one["change"]), seconds, *parts, f"{one['peak_gib']:.1f}", note])
-    head = ["setting of TRL", "seconds a step", "rollout", "wait", "update", "peak GiB", ""]
-    intro = "Settings of TRL that were timed just before on the same machine, with small steps and without waits; the last rows have the "
-    return f"{intro}fastest micro-batch.\n\n{_table(head, rows)}"
+        seconds = f"{one['seconds_a_step']:.1f}" if one["seconds_a_step"] is not None else f"failed ({one.get('failed', '')[:120]})"
+        settings.append(f"{_options(one['change'])}: {seconds}")
+    return f"Seconds a step of TRL's settings, timed before on the same machine with small steps and without waits: {'; '.join(settings)}."
 
 
 def _options(options: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Results as the tables of docs/rollout-results.md."""
+"""Results as the tables of docs/results.md."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def page(results: dict[str, Any]) -> tuple[str, bool]:
 
 
 def merged(old: str, new: str) -> str:
-    """The sections of a page with those that were made anew in their place, and what there was of no section left out."""
+    """The sections of a page, with new ones in place of old ones of the same heading."""
     found = {heading: text for part in (old, new) for heading, text in _sections(part)}
     return "\n".join(found.values())
 
 
 def _sections(text: str) -> list[tuple[str, str]]:
-    parts = [f"## {part.strip()}\n" for part in f"\n{text}".split("\n## ")[1:]]
+    parts = [f"### {part.strip()}\n" for part in f"\n{text}".split("\n### ")[1:]]
     return [(part.partition("\n")[0], part) for part in parts]
 
 
@@ -38,13 +38,13 @@ def _turns(found: dict[str, Any]) -> tuple[str, bool]:
     sides: dict[str, list[dict[str, float]]] = found["sides"]
     ours = sides["agentrl"]
     rows = [
-        "## Cost of a turn",
+        "### Cost of a turn",
         "",
-        f"Episodes of {found['turns']} turns and {found['tokens']} tokens, {found['episodes']} of them in each of {len(ours)} repeats;"
-        " medians, range in brackets. CPU time is the driver's with 16 episodes at once. Latency is that of a turn alone, without the"
-        f" {bare:.2f} ms that an exchange with the server takes by itself. Ratios are medians over the repeats, each beside its neighbour.",
+        f"Episodes of {found['turns']} turns and {found['tokens']} tokens, {found['episodes']} in each of {len(ours)} repeats; medians"
+        " (range). CPU time is the driver's with 16 concurrent episodes. Latency is that of one turn without load, minus the"
+        f" {bare:.2f} ms of a bare exchange with the server. Ratios are medians over paired repeats.",
         "",
-        "| side | CPU ms a turn | times ours | latency ms a turn | times ours |",
+        "| side | CPU ms a turn | ratio to agentrl | latency ms a turn | ratio to agentrl |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     met = True
@@ -57,7 +57,7 @@ def _turns(found: dict[str, Any]) -> tuple[str, bool]:
             f"| {side} | {_spread([run['cpu_ms'] for run in runs])} | {_spread(cpu, 1)}"
             f" | {_spread([run['alone_ms'] - bare for run in runs])} | {_spread(late, 1)} |"
         )
-    rows += ["", f"Asked for: at most a fifth of the peer's, for exact tokens on both sides. {_reached(met)}"]
+    rows += ["", f"Target: at most a fifth of the peer's, for exact tokens on both sides. {_reached(met)}"]
     return "\n".join(rows), met
 
 
@@ -80,7 +80,7 @@ def _crowd(found: dict[str, Any]) -> tuple[str, bool]:
     few, many = found["runs"]
     low, high = found["delay_s"]
     rows = [
-        "## Episodes in flight",
+        "### Episodes in flight",
         "",
         f"One process on one core; the server answers after {low:g} to {high:g} s. The driver's latency is the time of a turn, from one"
         " completion to the next, minus the server's time: parsing, the tool, the next prompt, both network transfers, and waiting for"
@@ -95,15 +95,15 @@ def _crowd(found: dict[str, Any]) -> tuple[str, bool]:
         for run in (few, many)
     ]
     met = many["added_99_s"] <= DRIVER_P99_S and many["in_flight"] > 0.95 * many["episodes"]
-    rows += ["", f"Asked for: at most {1000 * DRIVER_P99_S:.0f} ms at the p99 with {many['episodes']:,} episodes. {_reached(met)}"]
+    rows += ["", f"Target: at most {1000 * DRIVER_P99_S:.0f} ms at the p99 with {many['episodes']:,} episodes. {_reached(met)}"]
     return "\n".join(rows), met
 
 
 def _idle(found: dict[str, Any]) -> tuple[str, bool]:
     rows = [
-        "## Memory of an episode that waits",
+        "### Memory of a waiting episode",
         "",
-        f"{found['after']} turns behind it and about {found['tokens']} tokens in its context, its request on the wire.",
+        f"After {found['after']} turns, with about {found['tokens']} tokens in its context and a request in flight.",
         "",
         "| episodes | memory of the process, MiB |",
         "| ---: | ---: |",
@@ -112,7 +112,7 @@ def _idle(found: dict[str, Any]) -> tuple[str, bool]:
     met = found["kib_an_episode"] <= KIB
     rows += [
         "",
-        f"Asked for: at most 100 KiB an episode. It is {found['kib_an_episode']:.0f} KiB, the slope of this table. {_reached(met)}",
+        f"Target: at most 100 KiB an episode. Measured: {found['kib_an_episode']:.0f} KiB, the slope of this table. {_reached(met)}",
     ]
     return "\n".join(rows), met
 
@@ -128,17 +128,17 @@ def _prefix(found: dict[str, Any]) -> tuple[str, bool]:
         rows.append(f"| {' | '.join(cells)} |")
     missed = [name for name, points in short.items() if points > POINTS]
     lines = [
-        "## Prompt tokens from the prefix cache",
+        "### Prompt tokens from the prefix cache",
         "",
         found["workload"],
         "",
-        "Sizes are tokens of a task's prompt / sub-agents' instruction / what each is told / a completion / a tool's output.",
+        "Sizes are tokens of a task's prompt / sub-agents' instruction / a sub-agent's task / a completion / a tool's output.",
         "",
-        "| workload | sizes | prompt tokens | of them first seen | bound | from the cache | short of the bound by |",
+        "| workload | sizes | prompt tokens | first seen | bound | from the cache | below the bound by |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
         *rows,
         "",
-        f"Asked for: within {POINTS} points of the bound 1 - unique/total. {_reached(not missed)}"
+        f"Target: within {POINTS} points of the bound 1 - unique/total. {_reached(not missed)}"
         + (f" Missed by: {', '.join(missed)}." if missed else ""),
     ]
     return "\n".join(lines), not missed
