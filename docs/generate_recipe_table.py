@@ -80,7 +80,7 @@ def _type(field: FieldInfo) -> str:
 
 
 def _choices(kind: PartKind) -> str:
-    return ", ".join([*(f"`{name}`" for name in kind.shipped), "reference"])
+    return ", ".join([*(f"`{name}`" for name in kind.shipped), "plug-in reference"])
 
 
 def _name(annotation: Any) -> str:

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 
 from agentrl.agent.calls import read_calls
-from agentrl.cli import app
+from agentrl.cli import COMMANDS
 from agentrl.cli.project import init_project
 from agentrl.config import Recipe
 from agentrl.config.section import section_of
@@ -160,7 +159,7 @@ def test_links_resolve(page: Path) -> None:
 
 @cache
 def commands() -> set[str]:
-    return set(typer.main.get_group(app).commands)
+    return {name for group in COMMANDS.values() for name in group}
 
 
 @pages

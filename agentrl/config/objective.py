@@ -28,7 +28,7 @@ class ObjectiveConfig(Section):
     """Baseline of a score. grpo: mean of the group. rloo: mean of the others. reinforce++: mean of the batch. reinforce++-baseline: mean of
     the group, scaled over the batch. gae: values of a critic (PPO)."""
     advantage_options: parts.Options = Field({})
-    """Keyword arguments of an estimator given by reference."""
+    """Keyword arguments of a user-supplied estimator."""
     credit: Literal["episode", "branches", "roles", "verifier", "counterfactual", "siblings"] = "episode"
     """Advantage of each trajectory if an episode has several (docs/objectives.md)."""
     normalize_std: bool | None = None
@@ -38,7 +38,7 @@ class ObjectiveConfig(Section):
     loss: parts.LossName = "clip"
     """clip: PPO, ratio per token. gspo: ratio per sequence. cispo: clipped weight, full gradient."""
     loss_options: parts.Options = Field({})
-    """Keyword arguments of a loss given by reference."""
+    """Keyword arguments of a user-supplied loss."""
     clip_low: float = Field(0.2, gt=0, le=1)
     """Distance below 1 at which the importance ratio is clipped. 1: never from below."""
     clip_high: float = Field(0.2, gt=0)

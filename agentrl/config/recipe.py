@@ -89,11 +89,11 @@ class Recipe(Section):
     store: parts.Store = "sqlite"
     """Store of scored groups between rollouts and learner. sqlite: a file in the run folder."""
     store_options: parts.Options = Field({})
-    """Keyword arguments of a store given by reference."""
+    """Keyword arguments of a user-supplied store."""
     trackers: tuple[parts.TrackerName, ...] = resumable(("terminal", "tensorboard"))
     """Receivers of metrics, in addition to `metrics.jsonl`. terminal: progress. tensorboard: event files in logs/tensorboard."""
     tracker_options: dict[str, parts.Options] = resumable({})
-    """Keyword arguments of trackers given by reference, by tracker name."""
+    """Keyword arguments of user-supplied trackers, by tracker name."""
     sandbox: SandboxConfig = resumable(SandboxConfig())
     serving: ServingConfig = resumable(ServingConfig())
     objective: ObjectiveConfig = ObjectiveConfig()

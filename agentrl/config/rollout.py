@@ -116,7 +116,7 @@ class RolloutConfig(Section):
     """Agent of each episode. turns: samples and calls tools until the agent submits or answers. delegating: turns, with a tool that starts
     sub-agents."""
     agent_options: parts.Options = Field({})
-    """Keyword arguments of an agent given by reference."""
+    """Keyword arguments of a user-supplied agent."""
     delegation: DelegationConfig | None = None
     """Bounds of sub-agents (agent=delegating). None: the defaults."""
     compaction: CompactionConfig | None = None

@@ -50,7 +50,7 @@ class ServingConfig(Section):
     """file: the server maps safetensors, on one machine. delta: file, with changes only; pays in bfloat16 with a small learning rate. nccl:
     from the learner's GPUs to the server's."""
     weight_transfer_options: parts.Options = Field({})
-    """Keyword arguments of a weight channel given by reference."""
+    """Keyword arguments of a user-supplied weight channel."""
     startup_timeout_s: float = Field(600.0, gt=0)
     """Seconds for a started server to answer. Requests wait as long for a restart."""
     request_timeout_s: float = Field(120.0, gt=0)

@@ -51,7 +51,7 @@ class GroupJudging(Section):
 
 class TasksConfig(GroupJudging):
     family: str
-    """Folder of task folders, such as `sandboxes/chores`, or reference to a callable that takes `seed=` and returns a TaskFamily."""
+    """Folder of task folders, such as `sandboxes/chores`, or plug-in reference to a callable `(seed=)` that returns a TaskFamily."""
     options: dict[str, str | int | float | bool] = Field({})
     """Keyword arguments of the family. For a folder: `heldout`, the held-out share of tasks that declare no split."""
     verifiers: tuple[str, ...] = Field(())

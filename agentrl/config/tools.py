@@ -17,7 +17,7 @@ class SandboxConfig(Section):
     backend: parts.Backend = "auto"
     """auto: docker if a daemon answers, else bubblewrap. There is no host backend."""
     options: parts.Options = Field({})
-    """Keyword arguments of a backend given by reference."""
+    """Keyword arguments of a user-supplied backend."""
     max_open: int = Field(64, ge=1)
     """Sandboxes open at once."""
     open_timeout_s: float = Field(60.0, gt=0)
@@ -43,7 +43,7 @@ class MCPConfig(Section):
     url: str = Field("", pattern=r"^(https?://[^\s/?#@]+.*)?$")
     """HTTP address. Redirects are not followed."""
     env: dict[str, str] = Field({})
-    """Environment of host_command, by reference: `env:NAME` or `file:/PATH`. PATH, HOME, TMPDIR and the locale are set too."""
+    """Environment of host_command; values are `env:NAME` or `file:/PATH`. PATH, HOME, TMPDIR and the locale are set too."""
     key_env: str = Field("", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
     """Environment variable that holds the bearer token of `url`."""
     only: tuple[str, ...] = ()
