@@ -256,7 +256,7 @@ async def test_a_state_after_sub_agents_resumes_to_the_same_end_and_none_is_capt
                 await own.sandbox()
                 await own.boundary(nothing)
                 kept.append(own)
-            with pytest.raises(SandboxError, match="is over"):
+            with pytest.raises(SandboxError, match="has ended"):
                 async with episode.sub_episode(None) as other:
                     kept.append(other)
                 await other.sandbox()

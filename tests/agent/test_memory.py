@@ -62,7 +62,7 @@ async def test_sub_agents_share_the_episodes_memory_after_a_resume_too(tokenizer
     assert whole.memory is not None and whole.memory.notes[0] == "main" and {*whole.memory.notes[1:]} == {"rows?", "columns?"}
     assert whole.memory.read == ("e0",) and whole.memory.scope == SCOPE
     assert outputs(whole.trajectories[1]) == ["1. rows are lines", "noted"]
-    assert "3 notes are kept of a task" in outputs(whole.trajectories[0])[-1], "they have one budget"
+    assert "the limit of 3 notes for this task is reached" in outputs(whole.trajectories[0])[-1], "they have one budget"
     assert codec.from_json(type(whole), codec.to_json(whole)) == whole
     assert [state.memory and len(state.memory.notes) for state in states] == [1, 3, 3]
     for name in ("e", "branch"):

@@ -272,7 +272,7 @@ async def test_tool_state_must_be_restorable_and_per_episode() -> None:
     assert await told("Gossip") == ["its state leaks into the next episode"]
     assert await told("Forgetful") == ["its restored state differs from the saved one, so a resumed episode has other tools"]
     assert await told("Stubborn") == ["its state cannot be restored (KeyError"]
-    assert await told("Opaque") == ["the state of Opaque cannot be taken"]
+    assert await told("Opaque") == ["the state of Opaque cannot be captured"]
 
 
 @pytest.mark.slow

@@ -167,7 +167,7 @@ async def test_a_missing_key_is_reported_before_any_request(suite: Suite, monkey
     monkeypatch.delenv("THEIR_KEY", raising=False)
     with ChatServer([SUBMIT]) as server:
         done = await asked(suite, server, key_env="THEIR_KEY")
-    assert not server.requests and "THEIR_KEY holds no key" in done.results.attempts[0].reason
+    assert not server.requests and "THEIR_KEY does not contain a valid key" in done.results.attempts[0].reason
 
 
 async def test_invalid_calls_are_answered_with_an_error(suite: Suite) -> None:

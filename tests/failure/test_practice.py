@@ -177,7 +177,7 @@ def test_practice_never_overlaps_with_evaluations_and_stays_the_same_on_resume(s
 
     save_practice(suite, tasks_of(CASES[0]), {})
     begun, notes = opened()
-    assert begun is not None and "made from 3 cases that are among the 5 held-out tasks" in notes[0]
+    assert begun is not None and "generated from 3 cases that are among the 5 held-out tasks" in notes[0]
     run_practice.copy_practice_files(run, recipe, root=tmp_path)
     measured = practice_task(CASES[0], "alike", replace(CASES[4].task, id="other", split=Split.TRAIN))
     save_practice(suite, [measured], {})

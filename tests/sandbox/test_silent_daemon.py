@@ -81,7 +81,7 @@ def test_the_commands(silent, command):
 def test_the_doctor(silent):
     done = agentrl("doctor", "--json")
     (check,) = [check for check in json.loads(done.stdout) if check["name"] == "Docker"]
-    assert not check["ok"] and "takes connections and says nothing" in check["detail"] and "restart" in check["fix"]
+    assert not check["ok"] and "accepts connections but does not answer" in check["detail"] and "restart" in check["fix"]
 
 
 async def test_preparing_opening_and_closing(silent, root, monkeypatch):

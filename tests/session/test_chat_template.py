@@ -38,7 +38,7 @@ def test_an_unknown_template_name_fails_first(tmp_path: Path) -> None:
 
 
 def test_an_unknown_tool_format_fails_first(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"policy\.tool_format=hermse: there is no reader for it\n  fix: known are hermes, qwen3_coder"):
+    with pytest.raises(UserError, match=r"policy\.tool_format=hermse: unknown form of tool calls\n  fix: use one of hermes, qwen3_coder"):
         run_preflight(RECIPE.but("policy.tool_format=hermse", "policy.model=absent"), tmp_path, root=tmp_path)
     assert open_chat(MODEL, policy=RECIPE.policy).tool_format == "hermes"
     with pytest.raises(UserError, match=r"policy\.rewritten_context=restart has no effect"):
