@@ -1,4 +1,4 @@
-"""The servers and bounds of a recipe when a run begins: asked once, pinned, and refused where nobody could use them."""
+"""The servers and bounds of a recipe at the start of a run: listed once, pinned, and checked."""
 
 from __future__ import annotations
 

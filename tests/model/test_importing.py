@@ -193,9 +193,9 @@ def test_a_layer_that_is_missing_is_not_made_up(own: Path, tmp_path: Path) -> No
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not end an assistant turn with '<|im_end|>'".replace("|", r"\|")),
         (
             "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}",
-            "does not show what tools gave",
+            "does not show tool outputs",
         ),
-        ("{% for m in messages %}<|turn|>{{ m.content }}<|im_end|>{% endfor %}", r"writes '<\|turn\|>', which is no token"),
+        ("{% for m in messages %}<|turn|>{{ m.content }}<|im_end|>{% endfor %}", r"writes '<\|turn\|>', which this tokenizer splits"),
         ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "does not end within bounds"),
         (
             "{% if messages|length > 4 %}{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}{% endif %}",
