@@ -1,4 +1,4 @@
-"""Random conversations with tools, and the law that every chat format keeps: their parts add up to what the template renders."""
+"""Random conversations with tools, and the law of every chat format: its parts add up to the rendered conversation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ODD = (
 
 
 def _written(one: str) -> str:
-    """Nothing at the edges that templates trim, and no character of which tokenizers make another."""
+    """Text without white space at its ends, which templates strip, and without characters that tokenizers change."""
     return one.strip()
 
 
@@ -56,7 +56,7 @@ arguments = st.fixed_dictionaries(
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A turn of the agent and what its tools gave."""
+    """A turn of the agent and its results."""
 
     thought: str
     calls: tuple[dict[str, Any], ...]
@@ -82,7 +82,7 @@ TAGS = re.compile("</?(?:tool_call|arg_key|arg_value|function|parameter|think)>"
 
 
 def sayable(value: Any, chat: ChatFormat) -> Any:
-    """What a model can say in a call: in a form without escapes, a tag that ends the call or the turn cannot stand in an argument."""
+    """A value that a model can write: in a form without escapes, an argument cannot contain a tag that ends the call or the turn."""
     if isinstance(value, str):
         return TAGS.sub("", chat.escape_text(value)).strip(" ")
     if isinstance(value, list):
@@ -146,7 +146,7 @@ spelling_arguments = st.fixed_dictionaries(
 
 
 def assert_marks_are_text(chat: ChatFormat, tokenizer: Any, said: Sequence[dict[str, Any]]) -> None:
-    """A turn whose arguments spell marks in ordinary tokens, as a model can, is read as the calls that it makes."""
+    """A turn whose arguments contain markup in ordinary tokens is parsed as the calls that it contains."""
     renderer = Renderer(tokenizer)
     renderer.arguments_as_text = chat._renderer.arguments_as_text
     asked = [Message(role="user", content="-")]

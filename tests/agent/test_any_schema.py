@@ -1,4 +1,4 @@
-"""Readers of tool calls and of arguments never raise, whatever a tool's schema holds: it may be a client's or a server's."""
+"""Readers of tool calls and arguments never raise for any tool schema of a client or server."""
 
 from __future__ import annotations
 

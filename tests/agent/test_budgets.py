@@ -24,7 +24,7 @@ def limited(task: Task, **limits: Any) -> Task:
 
 
 async def test_calls_of_all_agents_count_and_an_answer_is_always_accepted(tokenizer: Any, task: Task) -> None:
-    """A sub-agent's call, one of a tool that is not there, and the call that started it: then nothing but handing in."""
+    """The calls of a sub-agent, of an unknown tool, and of `delegate` use up the budget; then only submitting is possible."""
 
     def reads(context: str) -> str:
         if asked(context) == "a":
@@ -62,7 +62,7 @@ async def test_calls_before_a_kill_count(tokenizer: Any, task: Task) -> None:
 
 @pytest.mark.parametrize("spare", [0, 90])
 async def test_the_tokens_of_all_contexts_together_are_bounded(tokenizer: Any, task: Task, spare: int) -> None:
-    """Where the helper used them up, its parent has none left, however short its own context is."""
+    """If the sub-agent used up the tokens, its parent has none left, however short its context is."""
 
     def reads(context: str) -> str:
         if asked(context) == "a":

@@ -165,7 +165,7 @@ def test_tools_are_shown_in_one_system_message(template: str, asked: str) -> Non
 
 
 def test_worked_examples_in_a_prompt_are_rendered_as_calls() -> None:
-    """A completion in the prompt and one that was sampled are the same text, and what tools gave stands in one turn."""
+    """A completion in the prompt equals a sampled one, and tool results are in one turn."""
     call = ToolCall(name="python", arguments={"code": "print(1)"})
     prompt = [
         Message(role="user", content="q"),
@@ -189,7 +189,7 @@ def test_chatml_refuses_tools_with_a_message() -> None:
 
 
 def test_of_several_templates_the_one_for_tools_is_used_throughout() -> None:
-    """A conversation would otherwise begin by one template, because it has tools, and go on by the other."""
+    """Otherwise a conversation with tools would start with one template and continue with the other."""
     tokenizer, plain = byte_tokenizer(), byte_tokenizer()
     plain.chat_template = read_template("hermes", Path())
     tokenizer.chat_template = {"default": "{{ raise_exception('no tools') }}", "tool_use": plain.chat_template}

@@ -1,4 +1,4 @@
-"""Contexts that begin anew from a summary: what is kept of the old one, what is rejected, and what it costs."""
+"""Contexts that continue from a summary: what is kept, what is rejected, and the cost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def runs(tokenizer: Any) -> Runs:
 
 
 def reading(pages: int, *summaries: str) -> Callable[[str], str]:
-    """Turns pages, in words of its own counts those that it has summed up, and answers when it has seen so many."""
+    """Turns pages, summarizes the count of pages seen, and answers at the last page."""
     given = iter(summaries)
 
     def reads(context: str) -> str:
@@ -74,7 +74,7 @@ async def test_an_agent_continues_from_its_summary(task_of_pages: Task, runs: Ru
 
 @pytest.mark.parametrize("all_tokens", range(600, 3200, 200))
 async def test_a_summary_beyond_all_tokens_ends_the_agent(all_tokens: int, task_of_pages: Task, runs: Runs) -> None:
-    """A summary's context is another copy of the agent's own, which counts too: that is the agent's limit, and nobody's fault."""
+    """A summary's context counts as a second copy of the agent's context, which reaches the limit without blame."""
     bounded = replace(task_of_pages, limits=replace(task_of_pages.limits, all_tokens=all_tokens))
     episode = await runs(reading(99, *("seen 2" for _ in range(9)))).run(bounded, episode_id="e")
     assert episode.stop_reason == "token_limit" and not episode.failures and not episode.left_out

@@ -1,4 +1,4 @@
-"""What an argument without quotes is: the tool's schema decides, wherever in the schema the type is said."""
+"""The tool's schema decides the type of an argument without quotes, wherever in the schema it is declared."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_a_typed_tool_accepts_values_without_quotes(given: dict[str, str],
     st.text(st.characters(codec="utf-8", exclude_categories=("Cc",)), max_size=8),
 )
 def test_a_string_is_never_changed(form: str, schema: Any, text: str) -> None:
-    """Only null may mean something else than its letters."""
+    """Only null may have another meaning than its text."""
     found = read(form, text, {"properties": {"a": schema}, "$defs": DEFS})
     assert found == text or (found is None and text in ("null", "None"))
 

@@ -1,4 +1,4 @@
-"""The tool that starts sub-agents: side by side, each in a context of its own, within bounds that hold for the whole tree."""
+"""The tool that starts sub-agents: concurrent, each in its own context, within limits of the whole tree."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_sub_agents_run_concurrently_each_in_its_own_context(tree: Task, r
 
 
 def scripted(**said: str) -> Callable[[str], str]:
-    """What the main agent says first, and what each sub-agent says by its task; the main agent then says what it was shown."""
+    """The completions of the main agent, then those of each sub-agent by its task; the main agent's answer repeats its results."""
 
     def reads(context: str) -> str:
         if asked(context) == "How many?":
@@ -192,7 +192,7 @@ async def test_a_sandbox_that_one_sub_agent_breaks_is_the_policys_fault_for_all(
 
 
 class _Use:
-    """Closes the sandbox, or uses it once that is done."""
+    """Closes the sandbox, or uses it afterwards."""
 
     name, needs_sandbox = "use", True
     schema: ClassVar = {"type": "function", "function": {"name": "use", "parameters": {}}}

@@ -101,7 +101,7 @@ def test_a_program_cannot_forge_a_turn_of_the_shipped_model(output: str) -> None
 
 
 def test_indentation_is_not_a_control_token() -> None:
-    """GPT-NeoX and its kin add runs of spaces as ordinary tokens; breaking those up would garble every listing."""
+    """GPT-NeoX and similar tokenizers add runs of spaces as ordinary tokens. Escaping those would garble every listing."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["  ", "    ", "\n\n"])
     chat = ChatFormat(tokenizer)
@@ -110,7 +110,7 @@ def test_indentation_is_not_a_control_token() -> None:
 
 
 def test_output_that_tokenizes_to_a_control_token_is_withheld() -> None:
-    """Some normalize text before they look for added tokens, so that full-width letters or capitals spell one."""
+    """Some tokenizers normalize text before they match added tokens, so that full-width letters or capitals form one."""
     from tokenizers import AddedToken, normalizers
 
     tokenizer: Any = byte_tokenizer()

@@ -1,4 +1,4 @@
-"""Tools for files: what they do, what they refuse, and what an agent that is out to cheat or to hang gets from them."""
+"""Tools for files: operations, errors, and agents that try to cheat or hang them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMITS = Limits(tool_timeout_s=5.0, tool_output_chars=1000)
 
 
 class Box(ScriptedSandbox):
-    """Runs the programs of the tools in a folder: they are the very programs, in an interpreter of their own."""
+    """Runs the tools' programs in a folder, each in its own interpreter."""
 
     def __init__(self, home: Path) -> None:
         super().__init__("box", self.run, {})

@@ -1,4 +1,4 @@
-"""The law of every form of tool calls: a call is read as it was written, whatever marks of whatever form its arguments hold."""
+"""The law of every form of tool calls: a call round-trips, whatever markup its arguments contain."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_any_arguments_round_trip(name: str, every: list[Arguments]) -> None:
 @pytest.mark.parametrize("name", WRITERS)
 @given(every=st.lists(named, min_size=1, max_size=3), share=st.floats(0, 1))
 def test_a_truncated_turn_contains_no_other_call(name: str, every: list[Arguments], share: float) -> None:
-    """Nothing that stands inside an argument becomes a call when the end of the argument is missing."""
+    """Nothing inside an argument becomes a call if the end of the argument is missing."""
     form, write = WRITERS[name]
     assume(name not in ENDS or not holds(f"{ENDS[name]}|{OPENS[name]}", every))
     written = write(every)
@@ -153,7 +153,7 @@ INNER = {"text": f"</tool_call>[TOOL_CALLS]{CALL[1]}{CALLS[1]}<|end|><|call|><|s
 
 @pytest.mark.parametrize("name", sorted(WRITERS.keys() - {"pythonic"}))
 def test_a_call_after_an_invalid_one_is_parsed(name: str) -> None:
-    """The marks inside the first one's text end it no earlier than its own."""
+    """Markup inside the first call's text does not end it early."""
     form, write = WRITERS[name]
     written = write([{**INNER, "n": 12345678901}, {"a": 1}]).replace("12345678901", "9" * 5000)
     reading = FORMS[form].read(written, schemas_of([{**INNER, "n": 1}, {"a": 1}]))

@@ -1,4 +1,4 @@
-"""Readers of tool calls: what each form says, and what may not be said in it."""
+"""Readers of tool calls: valid and invalid text in each form."""
 
 from __future__ import annotations
 

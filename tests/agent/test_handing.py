@@ -1,4 +1,4 @@
-"""Sub-agents in sandboxes of their own: what these begin with, who sees what, what comes back, and that none is left."""
+"""Sub-agents in their own sandboxes: initial files, isolation, returned files, and cleanup."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Reads = Callable[[str], Any]
 
 
 class SubAgents(ScriptedSandbox):
-    """A sandbox whose programs are `put PATH TEXT` and `ls`, beside the listing of outputs."""
+    """A sandbox with the programs `put PATH TEXT` and `ls`, and the listing of outputs."""
 
     async def python(self, code: str, **options: Any) -> ExecResult:
         await pause()
@@ -54,7 +54,7 @@ class SubAgents(ScriptedSandbox):
 
 
 class Desks(ScriptedSandboxes):
-    """A backend of such sandboxes, which knows how many were open at once; the one of number `fails` does not open."""
+    """A backend of such sandboxes, which records how many were open concurrently. Sandbox number `fails` does not open."""
 
     def __init__(self, *, fails: int = -1) -> None:
         super().__init__(lambda code: ExecResult(exit_code=0, stdout="", stderr="", wall_s=0.0))
@@ -89,7 +89,7 @@ def program(*programs: str) -> str:
 
 
 def scripted(*main: str, **workers: list[str]) -> Reads:
-    """The turns of the main agent, which at last says what it was shown; and those of each sub-agent by its task."""
+    """The completions of the main agent, whose answer repeats its results, and those of each sub-agent by its task."""
 
     def reads(context: str) -> str:
         seen, turns = shown(context), list(main) if asked(context) == "How many?" else workers[asked(context)]

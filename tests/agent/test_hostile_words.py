@@ -1,4 +1,4 @@
-"""Whatever a policy says, its episode ends with a score or a typed outcome, and is stored as it was."""
+"""For any text of a policy, its episode ends with a score or a typed outcome, and is stored exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentrl.testing.sandboxes import printing
 
 
 class Spoiler:
-    """A tool of a user that changes its arguments and answers with half an emoji."""
+    """A user-supplied tool that changes its arguments and returns half of a surrogate pair."""
 
     name = "spoil"
     needs_sandbox = False

@@ -1,4 +1,4 @@
-"""Tools of a user's own that do what they should not: the agent is told, the episode is scored, and the run goes on."""
+"""Misbehaving user-supplied tools: the agent gets an error, the episode is scored, and the run continues."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUBMIT = '<tool_call>\n{"name": "submit", "arguments": {"answer": "3"}}\n</tool_
 
 
 class Own:
-    """A user's tool that does what it is made to do."""
+    """A user-supplied tool with a given behaviour."""
 
     def __init__(self, does: Callable[[Mapping[str, Any], Any], Awaitable[Any]], *, name: str = "own", needs_sandbox: bool = False) -> None:
         self.name, self.needs_sandbox, self.does = name, needs_sandbox, does
@@ -182,7 +182,7 @@ async def test_typed_errors_keep_their_meaning(error: Exception, tokenizer: Any,
 
 
 class Boxed(ScriptedSandboxes):
-    """Whose sandboxes' programs take a second, and which raise SandboxError after a call that was cut short, as real ones do."""
+    """A backend whose sandboxes need a second per program and raise SandboxError after a call that was cut short, as real ones do."""
 
     async def open(self, *args: Any, **options: Any) -> Any:
         sandbox = await super().open(*args, **options)
@@ -235,7 +235,7 @@ in_the_box, cut_short, idles = (Own(does, name=does.__name__, needs_sandbox=True
 async def test_a_tool_that_was_cut_short_in_its_sandbox_ends_the_episode_with_a_score(
     name: str, says: str, kind: str, tokenizer: Any, task: Task, make_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sandbox answers nothing any more. Were the next call's error blamed on it, an agent could opt out by way of the tool."""
+    """The sandbox is unusable. If the next call's error were blamed on it, an agent could end its attempts with a tool."""
     monkeypatch.setattr(invoke, "SANDBOX_MARGIN_S", 0.05)
     sandboxes = Boxed(printing(""))
     policy = ScriptedPolicy.saying(tokenizer, asking("x", {"in_the_box": "patient"}.get(name, "impatient")), SUBMIT)
@@ -273,7 +273,7 @@ sleeps_inside, lists_files = Own(sleepy, name="sleepy", needs_sandbox=True), Own
 
 @pytest.mark.bubblewrap
 async def test_in_a_real_sandbox(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tool works there as it should, and one that is cut short ends the episode typed, with nothing left of the sandbox."""
+    """A tool works in a real sandbox, and one that is cut short ends the episode with a typed outcome and leaves nothing behind."""
     monkeypatch.setattr(invoke, "SANDBOX_MARGIN_S", 2.0)
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')

@@ -1,4 +1,4 @@
-"""MCP servers as tools: ones that nobody here wrote, and ones out to do harm. Whose fault it is, and what the agent is told."""
+"""MCP servers as tools, third-party and hostile ones: blame, and what the agent sees."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def hostile(way: str, **config: Any) -> Server:
 
 
 def pinned(server: Server) -> Server:
-    """A server with what the same one offers that is honest, as if it had changed its ways since the run began."""
+    """A server with the tools of an honest server, as if its behaviour had changed since the run started."""
     return replace(server, offers=usable_tools([ECHO, COUNT], ()))
 
 
 class Episode:
-    """What an episode has of a server."""
+    """An episode's tools of a server."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ def over_http(url: str) -> Server:
 
 
 class Scripted(BaseHTTPRequestHandler):
-    """An MCP server over HTTP that does what its path says."""
+    """An MCP server over HTTP whose behaviour depends on the path."""
 
     protocol_version = "HTTP/1.1"
     ended: list[str] = []  # noqa: RUF012
@@ -314,7 +314,7 @@ class Scripted(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def drip(self, kind: str, begun: bytes, number: int) -> None:
-        """A body without an end that is known before. A ping is waited for before the answer; anything else has none."""
+        """A body of unknown length. A ping expects a reply before the answer; other bodies do not."""
         self.send_response(200)
         self.send_header("content-type", kind)
         self.send_header("transfer-encoding", "chunked")
@@ -394,7 +394,7 @@ async def test_a_ping_inside_a_stream_is_answered_before_the_answer_comes(addres
 
 @pytest.mark.parametrize("path", ["/lines", "/pieces", "/bytes", "/text", "/words"])
 async def test_an_invalid_answer_fails_fast_and_does_not_block_the_event_loop(path: str, address: str) -> None:
-    """Tiny pieces cost more than their bytes, and what is neither JSON nor events is no answer whatever follows."""
+    """Tiny pieces cost more than their bytes, and a body that is neither JSON nor events is not an answer."""
     loop, lags = asyncio.get_running_loop(), [0.0]
 
     async def watch() -> None:
@@ -422,7 +422,7 @@ def test_events_are_independent_of_the_pieces(events: list[bytes], crlf: bool, c
 
 
 async def test_processes_left_by_a_program_outside_end_with_its_episode(tmp_path: Path) -> None:
-    """A daemon has left the process group and the session of the program that began it."""
+    """A daemon has left the process group and session of the program that started it."""
     daemon = "import os, time; os.setsid(); open('daemon', 'w').write(str(os.getpid())); time.sleep(60)"
     begin = (
         f"import subprocess, sys, os, time\nif os.fork() == 0:\n    os.setsid()\n    subprocess.Popen([sys.executable, '-c', {daemon!r}]"
@@ -478,7 +478,7 @@ async def test_an_unanswered_call_over_http_is_not_blamed_on_the_policy(path: st
 
 
 async def test_a_server_that_lost_a_session_gets_a_new_one(address: str) -> None:
-    """A server that was restarted answers 404 to the sessions it had, and the protocol has the client begin another."""
+    """A restarted server answers 404 to its former sessions, and the protocol requires the client to start another."""
     server = over_http(address + "/forgets")
     async with Episode(server) as episode:
         assert (await episode.use("echo", text="a")).outcome.output == "a s1"

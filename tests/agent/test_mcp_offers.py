@@ -1,4 +1,4 @@
-"""Which tools of an MCP server are offered: odd names, schemas of every draft, and tools that are not offered without loss of others."""
+"""Which tools of an MCP server are offered: unusual names, schemas of every draft, and unusable tools."""
 
 from __future__ import annotations
 

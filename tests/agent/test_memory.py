@@ -1,4 +1,4 @@
-"""The tools of the memory in an episode with sub-agents, captured, continued and branched; and a task that has tools of their names."""
+"""Memory tools in an episode with sub-agents that is captured, continued and branched, and tasks with tools of the same names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCOPE = "family:f"
 
 @tool
 def note(words: str) -> str:
-    """A tool of the task's own."""
+    """A tool of the task."""
     return words
 
 
@@ -37,7 +37,7 @@ def view_of(task: Task) -> StoreView:
 
 
 def reads(context: str) -> str:
-    """The main agent notes, gives two tasks away, notes once more, and answers; each sub-agent recalls, and notes what it is asked."""
+    """The main agent writes a note, delegates two tasks, writes another note and answers; each sub-agent recalls, and writes a note."""
     seen = shown(context)
     if asked(context) == "How many?":
         return [call("note", text="main"), delegate("rows?", "columns?"), call("note", text="late"), "3"][min(3, _turns(context))]

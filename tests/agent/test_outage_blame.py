@@ -1,4 +1,4 @@
-"""Who is to blame for a tool's outage: the calls of other episodes decide."""
+"""The blame for a tool's outage, which calls of other episodes decide."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def who(episode: int, task: str = "t", attempt: int = 0) -> Caller:
 
 
 class Tool:
-    """Calls of one tool, in the order in which they are made."""
+    """Calls of one tool in order."""
 
     def __init__(self) -> None:
         self.record = CallRecord()
@@ -93,7 +93,7 @@ def test_provoked_outages_are_not_evidence_of_an_outage() -> None:
 
 
 def test_a_tool_that_fails_every_attempt_at_a_task_is_an_infrastructure_fault() -> None:
-    """A database for each task, and that of one task is gone: no honest attempt at it is scored for that."""
+    """Each task has a database, and one of them is gone: no honest attempt at that task is scored for it."""
     tool = Tool()
     tool.ok(*range(100, 140), task="other")
     for attempt in range(3):
@@ -129,7 +129,7 @@ def test_outages_that_no_other_call_shows_are_rarely_excused() -> None:
 
 
 def test_an_excused_episode_stays_excused() -> None:
-    """Its fresh attempt may find the tool down as well."""
+    """The retry may see the outage too."""
     tool = Tool()
     tool.ok(1, 2)
     first = tool.failing(0)
@@ -274,7 +274,7 @@ def test_every_history_of_calls_has_a_decision(made: list[tuple[int, str, bool, 
 
 
 class Backend:
-    """A tool whose backend is down at times, for everybody or for some arguments."""
+    """A tool whose backend is down at times, for all or for some arguments."""
 
     name, needs_sandbox = "search", False
     schema = function_schema("search", "Searches.", "text", "anything")
@@ -291,7 +291,7 @@ class Backend:
 
 
 def called(tool: Backend, record: CallRecord, *texts: str) -> list[CallResult | BaseException]:
-    """Calls of as many episodes at once, each with its text, after one that was answered."""
+    """Concurrent calls, one per episode and text, after an answered call."""
 
     async def play() -> list[CallResult | BaseException]:
         record.answered("search", who(99))

@@ -1,4 +1,4 @@
-"""The chat formats of models people use: their own templates over their own vocabularies, as far as packages carry them."""
+"""Chat formats of popular models: their own templates with their own vocabularies, as far as packages contain them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_reasoning_is_detected_and_ended_with_the_models_own_mark(name: str) -> 
 
 @models
 def test_no_output_forges_a_turn(name: str) -> None:
-    """Every control token of every vocabulary, whole, overlapping and in odd letters."""
+    """Every control token of every vocabulary: complete, overlapping, and in unusual letters."""
     one, control = chat(name), chat(name)._control_ids
     spelled = [str(token) for token in tokenizer(name).added_tokens_decoder.values() if not str(token).isspace()]
     plain = [token for token in one.tool_delta(["1"]) if token in control]
@@ -116,7 +116,7 @@ def test_no_output_forges_a_turn(name: str) -> None:
 def test_templates_that_drop_earlier_turns_are_refused(template: str) -> None:
     made = real.deepseek()
     made.chat_template = real.trl_template(template)
-    with pytest.raises(UserError, match="cannot be extended exactly: it writes what came before anew"):
+    with pytest.raises(UserError, match="cannot be extended exactly: it rewrites earlier turns"):
         ChatFormat(made)
     assert not ChatFormat(made, rewritten="restart").exact
 

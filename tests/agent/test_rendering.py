@@ -1,4 +1,4 @@
-"""Text to ids past the wrapper of `transformers`: the same ids, or not past it."""
+"""Encoding without the wrapper of `transformers` gives the same ids, or is not used."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_wrapper_with_other_ids_is_called(backend: bool) -> None:
 
 
 def test_a_template_that_loops_on_some_input_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a template does may depend on messages that nobody could have tried it with."""
+    """A template may behave differently on messages that its test did not include."""
     monkeypatch.setattr("agentrl.agent.rendering.RENDER_S", 0.2)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = byte_tokenizer()

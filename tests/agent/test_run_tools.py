@@ -1,4 +1,4 @@
-"""Servers and bounds of a recipe at a run's start: listed once, pinned, and rejected if unused."""
+"""The servers and bounds of a recipe at the start of a run: listed once, pinned, and checked."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_a_file_that_is_not_a_template(content: bytes, reason: str, tmp_path: Pa
 
 
 def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be the stranger's model folder."""
+    """The current folder may be a hostile model folder."""
     (tmp_path / "transformers.py").write_text("open('it_ran', 'w')")
     monkeypatch.chdir(tmp_path)
     probe_template("{{ messages }}")
@@ -49,7 +49,7 @@ def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, monkeypatch
 
 
 def test_an_endless_template_is_stopped() -> None:
-    """In the process that anybody's is tried in; the other ways to take too much are tried in forked ones."""
+    """In the real child process; other tests use forked processes."""
     started = time.monotonic()
     _is_stopped(LOOPS)
     _is_stopped(LATE)

@@ -1,4 +1,4 @@
-"""Conversations grow by deltas alone, or are refused, or their restart is on record."""
+"""Conversations grow by deltas, or the template is refused, or restarts are recorded."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_restarts_without_an_effect_are_refused() -> None:
 
 
 async def test_a_restarted_context_is_another_trajectory(task: Task) -> None:
-    """What the model thought is dropped by the template: the first turn's line ends; the second thought nothing, and its line goes on."""
+    """The template drops the reasoning, so the first trajectory ends; the second turn has no reasoning, and its trajectory continues."""
     tokenizer = made(FORGETS)
     call = '<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call>'
     policy = ScriptedPolicy.saying(
@@ -174,7 +174,7 @@ async def test_a_restarted_context_is_another_trajectory(task: Task) -> None:
 
 
 def test_a_turn_ends_with_an_end_token_of_its_form() -> None:
-    """GLM's ends with the first token of the next; where another token ended it, that first token is still to come."""
+    """GLM's turns end with the first token of the next turn; if another token ended the turn, that first token follows."""
     chat, tokenizer = chat_of(TOKENIZERS["glm45"]), TOKENIZERS["glm45"]
     ends = {text: tokenizer.convert_tokens_to_ids(text) for text in ("<|endoftext|>", "<|observation|>", "<|user|>")}
     assert set(chat.stop_token_ids) == set(ends.values()) and chat.stop_token_ids[0] == tokenizer.eos_token_id
@@ -207,7 +207,7 @@ BRACKETED = ("[user]", "[/user]", "[assistant]", "[/assistant]", "[tool]", "[/to
     ],
 )
 def test_a_turn_ends_with_the_token_that_the_template_writes(template: str, special: tuple[str, ...], eos: str, end: str) -> None:
-    """Whatever its letters are, and whatever the tokenizer's eos is: the whole conversation is what its parts add up to."""
+    """For any text and any eos token, the conversation equals the sum of its parts."""
     tokenizer = made(template, *special, eos=eos)
     chat = ChatFormat(tokenizer)
     number = tokenizer.convert_tokens_to_ids(end)
@@ -302,7 +302,7 @@ def test_calls_in_reasoning_or_after_a_forged_turn_are_not_run() -> None:
 
 
 def test_the_model_sees_the_types_of_its_schemas() -> None:
-    """Where a form has no quotes, the schema tells the text "3" from the number."""
+    """If a form has no quotes, the schema distinguishes the text "3" from the number."""
     chat, tokenizer = chat_of(TOKENIZERS["glm45"]), TOKENIZERS["glm45"]
     schema = {
         "type": "function",

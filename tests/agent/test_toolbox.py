@@ -1,4 +1,4 @@
-"""Tools that keep state: for one episode, with it when it goes on elsewhere, and never for another."""
+"""Tools with state: kept for one episode and its continuations, never shared with another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMITS = Limits(tool_timeout_s=2.0)
 
 @dataclass
 class Memory:
-    """Keeps what the agent tells it."""
+    """Keeps notes of the agent."""
 
     notes: list[str] = field(default_factory=list)
 
@@ -38,7 +38,7 @@ class Memory:
 
 
 class Till:
-    """Says itself what it keeps; tells of its life."""
+    """Defines its state, and records its life cycle."""
 
     life: ClassVar[list[str]] = []
 
@@ -84,7 +84,7 @@ def using(task: Task, *names: str) -> Task:
 
 
 class Keep:
-    """An `on_turn` that keeps every state, through its wire form; None where there is none."""
+    """An `on_turn` that records every state after a round trip through the codec; None if there is no state."""
 
     def __init__(self) -> None:
         self.states: list[EpisodeState | None] = []
@@ -106,7 +106,7 @@ async def test_a_class_is_a_set_of_tools(tokenizer: Any, task: Task, make_runner
 
 
 async def test_attempts_do_not_share_the_state_of_a_tool(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    """One after the other, side by side, and after a state: a secret stays with the attempt that has it."""
+    """Sequential attempts, concurrent attempts, and attempts after a state: a secret stays in its attempt."""
 
     def script(turn: int, episode: str) -> str:
         return (saying("remember", text=f"secret of {episode}"), saying("recall"), "done")[turn]
@@ -148,7 +148,7 @@ async def test_the_state_of_a_tool_that_is_not_called_again_is_saved_again(token
 
 @dataclass
 class Rows:
-    """Keeps what is nested."""
+    """Keeps nested data."""
 
     rows: dict[str, Any] = field(default_factory=lambda: {"all": []})
 
@@ -213,7 +213,7 @@ async def test_a_tool_that_was_not_called_is_not_opened(tokenizer: Any, task: Ta
 
 @dataclass
 class Hoard:
-    """Keeps more than a state may have."""
+    """Keeps more data than a state may have."""
 
     heap: list[str] = field(default_factory=list)
 
@@ -224,7 +224,7 @@ class Hoard:
 
 
 class Broken(Till):
-    """Whose state, restore and close raise, and hang."""
+    """A class whose state, restore and close raise or hang."""
 
     @tool
     async def use(self) -> str:
@@ -265,7 +265,7 @@ async def test_a_state_that_cannot_be_saved_does_not_stop_the_episode(tokenizer:
 
 @dataclass
 class Untrue:
-    """Keeps what its annotation denies."""
+    """Keeps data that contradicts its annotation."""
 
     count: int = 0
 

@@ -1,4 +1,4 @@
-"""The tools themselves: what they run, what they refuse, and what the agent is told."""
+"""The built-in tools: what they run, what they refuse, and what the agent sees."""
 
 from __future__ import annotations
 

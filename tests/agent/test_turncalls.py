@@ -1,4 +1,4 @@
-"""The calls of a turn: together where tools allow it, in order always, and within the budgets of their tools."""
+"""The calls of a turn: concurrent where tools allow it, ordered results, and budgets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def dear(name: str, seconds: float = 0.0) -> str:
 
 @dataclass
 class Counts:
-    """Made once for an episode, however many calls ask for it at the same time."""
+    """Created once per episode, even if several calls need it concurrently."""
 
     made: ClassVar[int] = 0
     told: list[str] = field(default_factory=list)

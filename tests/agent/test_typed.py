@@ -1,4 +1,4 @@
-"""Tools made of typed functions: what the agent is told of them, and what becomes of the arguments it gives."""
+"""Tools from typed functions: their schemas, and the validation of arguments."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ async def test_a_function_that_is_not_async_does_not_block() -> None:
 
 
 def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator of a user's own."""
+    """A user-supplied decorator."""
 
     @functools.wraps(function)
     def inner(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What agents are told in the words of a recipe: it reaches the policy, is on record, and leaves the task what it was."""
+"""A recipe's instructions and tool descriptions reach the policy and the record, and do not change the task."""
 
 from __future__ import annotations
 

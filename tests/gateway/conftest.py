@@ -1,4 +1,4 @@
-"""Episodes that an outside program leads: a coroutine with a real SDK, at a real server on loopback, before a scripted policy."""
+"""Episodes of an external program: a coroutine with a real SDK, a real server on loopback, and a scripted policy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Program = Callable[[str, str], Awaitable[Any]]
 
 @dataclass(slots=True)
 class Led:
-    """An agent that gives a program its address and key."""
+    """An agent that passes the address and key to a program."""
 
     tokens: ConversationTokens
     program: Program
@@ -44,7 +44,7 @@ class Led:
 
 @dataclass(slots=True)
 class Outcome:
-    """What an episode became, and what its session counted."""
+    """The episode, its session and its policy."""
 
     episode: Episode
     session: Session
@@ -55,7 +55,7 @@ class Outcome:
         return {name: count for name, count in self.session.counts.items() if count}
 
     def trained_once(self) -> bool:
-        """Whether the samples train the tokens that were sampled, each once, after exactly what the policy was shown."""
+        """Whether the samples train the sampled tokens, each once, after exactly the tokens that the policy saw."""
         group = Group(index=0, task_id="t", task_key="k", episodes=(ScoredEpisode(episode=self.episode, score=Score(value=1.0)),))
         trained: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for sample in counted_samples([group]):
@@ -69,7 +69,7 @@ class Outcome:
 
 @pytest.fixture
 def lead(tokenizer: Any, task: Task) -> Callable[..., Awaitable[Outcome]]:
-    """Runs one episode; `script` gives what the policy says at its n-th request."""
+    """Runs one episode; `script` returns the completion of the n-th request."""
     chat = chat_of(tokenizer)
     roomy = replace(task, tools=(), limits=Limits(turns=40, turn_tokens=400, episode_tokens=20000, wall_s=30.0))
 

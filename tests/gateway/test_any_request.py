@@ -1,4 +1,4 @@
-"""Any JSON in any field of a request is answered, or refused with a status of 4xx, and never a fault of ours."""
+"""Any JSON in any field of a request is answered, or refused with a 4xx status, and never causes an internal error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BODIES = [(label.decode(), json.loads(body)) for label, _, body in (seed.partiti
 
 
 def chat_in(form: str) -> ChatFormat:
-    """A chat whose model writes its calls in this form."""
+    """A chat whose model writes calls in this form."""
     chat = copy.copy(chat_of(shared_tokenizer()))
     chat._form = FORMS[form]
     return chat

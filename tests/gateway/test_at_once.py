@@ -1,4 +1,4 @@
-"""Requests of one moment, where `Limits.all_tokens` has room for one of them: nobody's fault, and the other is answered."""
+"""Concurrent requests when `Limits.all_tokens` has room for one of them: the other is refused without blame."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMITS = Limits(turns=40, turn_tokens=100, episode_tokens=4000, all_tokens=800, 
 
 @dataclass(slots=True)
 class AtOnce:
-    """Asks in rounds; what is in one round is asked before any of it is answered."""
+    """Sends requests in rounds; those of a round are concurrent."""
 
     tokens: ConversationTokens
     rounds: list[list[str]]

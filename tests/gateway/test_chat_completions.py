@@ -89,7 +89,7 @@ async def test_a_user_continues_after_an_answer_and_after_a_cut_one(lead: Any, t
 
 
 async def test_sub_agents_compaction_branches_and_titles_are_distinguished(lead: Any) -> None:
-    """A main agent with two sub-agents at once, a title, a branch, and a summary from which it goes on."""
+    """A main agent with two concurrent sub-agents, a title, a branch, and a summary from which it continues."""
     import openai
 
     summary = "So far: the width is 3 cm and the height is 4 cm."
@@ -270,7 +270,7 @@ async def test_hostile_requests_are_counted_and_do_not_stop_the_server(lead: Any
 
 
 def posed(*messages: str, **more: str) -> str:
-    """A request as the text of its JSON, in which escapes of halves of characters and numbers of any size can stand."""
+    """A request as JSON text, with escapes of half surrogate pairs and numbers of any size."""
     fields = {"model": '"policy"', "messages": f"[{', '.join(messages)}]", **more}
     return "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
 
@@ -340,7 +340,7 @@ LONG = "x" * 2_000_000
 async def test_conversations_that_cannot_fit_are_refused_before_rendering(
     lead: Any, monkeypatch: pytest.MonkeyPatch, path: str, more: Any
 ) -> None:
-    """Rendering and tokenizing it would hold up all episodes."""
+    """Rendering and tokenizing it would block all episodes."""
 
     def rendered(*_: Any) -> Any:
         raise RuntimeError("it was rendered")
@@ -358,7 +358,7 @@ async def test_conversations_that_cannot_fit_are_refused_before_rendering(
 
 @pytest.mark.parametrize("count", [b"\xb2", b"9" * 5000, b"-1", b"0x1", b"\xff"], ids=["power", "long", "minus", "hex", "byte"])
 async def test_no_request_header_causes_an_internal_error(lead: Any, count: bytes) -> None:
-    """A policy that could have its episode left out would have those left out that it fails."""
+    """Otherwise a policy could exclude the episodes that it fails."""
 
     async def program(url: str, key: str) -> None:
         async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as http:
@@ -475,7 +475,7 @@ async def test_a_failing_policy_is_not_blamed_on_the_program(lead: Any) -> None:
 
 
 async def test_a_fault_of_the_gateway_is_not_blamed_on_the_program(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that is told of an internal error may answer anything; its episode must be left out."""
+    """A program that gets an internal error may answer anything; its episode must be excluded."""
     import openai
 
     async def breaks(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""Connections that hold on to the gateway without asking for anything."""
+"""Connections that stay open without sending requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IDLE_S = 0.4
 
 
 class Nobody:
-    """A session that no request reaches."""
+    """A session without requests."""
 
     models = ("policy",)
     stalls = None
@@ -117,7 +117,7 @@ ENDLESS = {
 
 @pytest.fixture(params=PARSERS)
 def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The gateway's server reads with this parser."""
+    """The gateway's server uses this parser."""
     name, kind = {"h11": ("h11_impl", "H11Protocol"), "httptools": ("httptools_impl", "HttpToolsProtocol")}[request.param]
     base = getattr(import_module(f"uvicorn.protocols.http.{name}"), kind)
     monkeypatch.setattr("agentrl.gateway.server.bounded", lambda: connections.bounded_protocol(base))
@@ -125,7 +125,7 @@ def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 async def taken_of(url: str, start: bytes, piece: bytes, total: int = 64 << 20) -> tuple[int, bytes]:
-    """How many bytes a connection takes of `start` and then of `piece` after `piece`, and what it answers."""
+    """How many bytes of `start` and repeated `piece` a connection accepts, and its answer."""
     reader, writer = await opened(url)
     sent, answer = len(start), b""
     with contextlib.suppress(ConnectionError, TimeoutError):  # one that is closed, or not read any more

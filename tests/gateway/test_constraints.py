@@ -1,4 +1,4 @@
-"""AnswerLiveness that must spell something: JSON of a schema, a call of a tool. They are sampled with supports, and trained over these."""
+"""Constrained answers: JSON of a schema, or a call of a tool. They are sampled with supports, and trained over these."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAMED: dict[str, Any] = {
 
 
 class Recording(ScriptedPolicy):
-    """Keeps what it was asked for."""
+    """Records the requests."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -57,7 +57,7 @@ async def spoken(lead: Any, text: str, program: Any) -> Any:
 
 
 def styles(made: str) -> list[Any]:
-    """The formats in a constraint, as pairs of what they are and what they hold."""
+    """The formats in a constraint, as pairs of type and content."""
     found: list[Any] = []
     left = [json.loads(made)["format"]]
     while left:
@@ -125,7 +125,7 @@ async def test_any_json_and_the_older_forms(lead: Any) -> None:
 
 
 class Part(BaseModel):
-    """What a program that uses an SDK asks for."""
+    """The answer type that a program requests with an SDK."""
 
     kind: Literal["leg", "top"]
     size: int | None = Field(default=None, description="in centimetres")
@@ -239,7 +239,7 @@ def test_only_some_forms_of_calls_can_be_forced() -> None:
 
 
 def matches(made: str, text: str) -> bool:
-    """Whether a whole text is what a constraint lets a policy say."""
+    """Whether a constraint allows exactly this text."""
     import xgrammar
 
     grammar = xgrammar.Grammar.from_structural_tag(made)
@@ -252,7 +252,7 @@ def matches(made: str, text: str) -> bool:
 @pytest.mark.parametrize("form", CALLS)
 @pytest.mark.parametrize("thinks", [False, True])
 def test_constrained_output_is_parsed_as_intended(form: str, thinks: bool) -> None:
-    """By the library that vLLM compiles it with, and the reader of the form."""
+    """With the library that vLLM uses, and the reader of the form."""
     from agentrl.agent.forms import FORMS
 
     head = "hm, so\n</think>\n\n" if thinks else ""

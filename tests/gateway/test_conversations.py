@@ -1,4 +1,4 @@
-"""Conversations that programs give back in other words or in other pieces: roles, parents and answers follow the conversation."""
+"""Conversations that programs send back reworded or in other pieces: roles, parents and answers are recognized."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def words(http: Any, *messages: Any, tools: Any = ()) -> Any:
 
 
 def as_text(message: Any, result: str) -> str:
-    """A call and its result in words, as programs write them whose models have no calls of their own."""
+    """A call and its result as text, as programs write them for models without tool calls."""
     made = [f"{one['function']['name']}({one['function']['arguments']})" for one in message["tool_calls"]]
     return f"Calling tools: {made}\nObservation: {result}"
 
@@ -81,7 +81,7 @@ async def test_a_commit_message_is_not_the_answer_of_a_program_that_rewrites_its
 
 @pytest.mark.parametrize("commit", [True, False])
 async def test_a_program_with_separate_contexts_has_one_main_agent(lead: Any, commit: bool) -> None:
-    """A map of the files comes first in each request, and has changed: one system message is all that the requests share."""
+    """A changing map of the files is first in each request; the requests share only a system message."""
 
     async def program(http: Any) -> None:
         for number in range(2):
@@ -95,7 +95,7 @@ async def test_a_program_with_separate_contexts_has_one_main_agent(lead: Any, co
 
 
 async def test_a_plan_and_its_execution_are_both_main_work(lead: Any) -> None:
-    """Two requests under system messages of their own, of which the second quotes the first one's answer, and gives the answer."""
+    """Two requests with separate system messages; the second quotes the first one's answer, and gives the final answer."""
     plan = "First measure the table with a ruler, then say it."
 
     async def program(http: Any) -> None:
@@ -107,7 +107,7 @@ async def test_a_plan_and_its_execution_are_both_main_work(lead: Any) -> None:
 
 
 async def test_a_sub_agent_that_rewrites_its_history_stays_one_and_the_next_one_is_another(lead: Any) -> None:
-    """Both are asked while their calls run, and the second one's task is a message of its own behind the first words of its framework."""
+    """Both start while their calls run, and the second one's task is a separate message after text of the framework."""
     others = ("what is the height of the table?", WIDTH)
 
     async def program(http: Any) -> None:
@@ -227,7 +227,7 @@ async def test_a_split_turn_is_one_turn(lead: Any, protocol: str, way: str) -> N
 
 @pytest.mark.parametrize("protocol", PATHS)
 async def test_two_joined_turns_are_two_turns(lead: Any, protocol: str) -> None:
-    """A program asks on after an answer that was cut, and keeps both as one message, or as two."""
+    """A program continues after a cut answer, and sends both parts as one message or as two."""
     bound = "max_output_tokens" if protocol == "responses" else "max_tokens"
 
     async def program(http: Any) -> None:
@@ -255,7 +255,7 @@ async def test_calls_may_come_back_with_other_ids(lead: Any) -> None:
 
 
 async def test_a_coding_agent_with_kept_reasoning_and_reminders(lead: Any, tokenizer: Any) -> None:
-    """As Claude Code asks: a system message in mid-conversation, thinking kept, thinking blocks given back."""
+    """As Claude Code does: a late system message, kept reasoning, and thinking blocks sent back."""
     keep: Any = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
     async def program(url: str, key: str) -> None:
@@ -286,7 +286,7 @@ async def test_a_template_without_late_system_messages_shows_them_as_the_users(t
 
 
 async def test_many_pieces_of_a_turn_take_linear_time(lead: Any) -> None:
-    """Each piece is looked for as the end of a turn of ours."""
+    """Each piece may be the end of a sampled turn."""
     many = [{"role": "assistant", "content": "x" * 1000} for _ in range(4000)]
 
     async def program(url: str, key: str) -> None:

@@ -1,4 +1,4 @@
-"""The gateway before models whose chat formats differ: calls with ids, names that results repeat, several tokens that end a turn."""
+"""The gateway with models whose chat formats differ: call ids, names in results, several end tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ models = pytest.mark.parametrize("name", ["qwen3_5_think", "llama3_2", "mistral_
 
 @dataclass(slots=True)
 class Model:
-    """A policy that says given ids in turn, and what it was shown."""
+    """A policy that samples given ids in turn, and records its prompts."""
 
     said: Sequence[Sequence[int]]
     prompts: list[tuple[int, ...]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Model:
 
 @dataclass(slots=True)
 class Client:
-    """An agent that sends a whole conversation each time: the opening, then what is shown after each turn."""
+    """An agent that sends the complete conversation each time."""
 
     tokens: ConversationTokens
     asked: str
@@ -98,7 +98,7 @@ def lead(name: str, asked: str, said: Sequence[Sequence[int]], shown: Sequence[S
 
 
 def rendered(name: str, asked: str, said: Sequence[Round]) -> tuple[list[list[int]], list[int]]:
-    """The turns of a conversation, and all of it, as the chat template has them: what others wrote without the control tokens it spells."""
+    """The turns of a conversation and its rendered form, with control tokens in messages escaped."""
     made, one = tokenizer(name), chat(name)
     renderer = Renderer(made)
     renderer.arguments_as_text = one._renderer.arguments_as_text
@@ -130,21 +130,21 @@ def last_words(name: str, text: str) -> list[int]:
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_conversation_with_tools_equals_the_rendered_one(name: str, data: st.DataObject) -> None:
-    """Calls come back with ids of the gateway's, keys in another order and results from the last to the first."""
+    """Calls come back with the gateway's ids, keys in another order, and results in reverse."""
     asked: str = data.draw(texts) or "-"
     assert_same(name, asked, data.draw(conversations(most_calls=FOUND[name][1])))
 
 
 @models
 def test_control_tokens_in_messages_reach_the_model_as_text(name: str) -> None:
-    """All of the tokenizer's own, in the question, in what a tool gives and in what a call says."""
+    """All control tokens of the tokenizer, in the question, in a result and in a call."""
     spelled = " ".join(tokenizer(name).all_special_tokens)
     assert chat(name).escape_text(spelled) != spelled
     assert_same(name, spelled, [Round("", ({"code": spelled},), (spelled,)), Round("", ({"code": "x"},), (f"{spelled}\n{spelled}",))])
 
 
 def assert_same(name: str, asked: str, said: Sequence[Round]) -> None:
-    """Each turn through the gateway, and every token is trained once; the last prompt is what the template makes of it all."""
+    """Each turn through the gateway: every token is trained once, and the last prompt equals the rendered conversation."""
     turns, whole = rendered(name, asked, said)
     shown = [[{"role": "tool", "content": text} for text in turn.outputs] for turn in said]
     outcome = lead(name, asked, [*turns, last_words(name, "Done.")], shown)
@@ -159,7 +159,7 @@ CALL = Round("", ({"code": "x"},), ("seen",))
 @models
 @pytest.mark.parametrize("after", ["calls", "words"])
 def test_a_user_message_is_appended_or_starts_a_new_context(name: str, after: str) -> None:
-    """Results with a word of the user's beside them, and a user who goes on after the last word of a turn."""
+    """Results with a user message next to them, and a user message after an answer."""
     [turn], _ = rendered(name, "q?", [CALL])
     word = {"role": "user", "content": "And now?"}
     first, shown = (turn, [{"role": "tool", "content": "seen"}, word]) if after == "calls" else (last_words(name, "It is 4."), [word])

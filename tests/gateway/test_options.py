@@ -1,4 +1,4 @@
-"""Every option of a request, in each protocol that has it: obeyed, or refused with the protocol's own error."""
+"""Every option of a request, in each protocol that has it: applied, or refused in the protocol's format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATTERN = {"type": "object", "properties": {"at": {"type": "string", "pattern": 
 
 
 def tool(protocol: str, **more: Any) -> dict[str, Any]:
-    """The tool `look` as a protocol has it."""
+    """The tool `look` in each protocol's form."""
     if protocol == "messages":
         return {"name": "look", "input_schema": SCHEMA, **more}
     about = {"name": "look", "parameters": SCHEMA, **more}
@@ -25,14 +25,14 @@ def tool(protocol: str, **more: Any) -> dict[str, Any]:
 
 
 def body(protocol: str, *messages: Any, **more: Any) -> dict[str, Any]:
-    """A request; the messages are those of chat completions, which the other two take as well while they are text."""
+    """A request; plain messages are the same in all protocols."""
     shown = list(messages) or [{"role": "user", "content": "one?"}]
     bound = {"max_tokens": 300} if protocol == "messages" else {}
     return {"model": "policy", ("input" if protocol == "responses" else "messages"): shown, **bound, **more}
 
 
 def said(protocol: str, answer: Mapping[str, Any]) -> tuple[str, list[tuple[str, Any]], str]:
-    """The text of an answer, its calls, and why it ended."""
+    """The text of an answer, its calls, and its finish reason."""
     if protocol == "chat":
         [choice] = answer["choices"]
         message = choice["message"]
@@ -268,7 +268,7 @@ async def test_unsupported_options_are_refused_in_the_protocols_format(lead: Any
 
 @pytest.mark.parametrize("protocol", PATHS)
 async def test_too_long_a_conversation_is_refused_with_the_usual_message(lead: Any, protocol: str) -> None:
-    """Claude Code and litellm look for Anthropic's wording, litellm also for OpenAI's, before they shorten a conversation."""
+    """Claude Code and litellm recognize Anthropic's wording, litellm also OpenAI's, and then shorten a conversation."""
 
     async def program(http: Http) -> None:
         await http.answer(protocol)
@@ -285,7 +285,7 @@ async def test_too_long_a_conversation_is_refused_with_the_usual_message(lead: A
 @pytest.mark.parametrize("protocol", PATHS)
 @pytest.mark.parametrize("offered", [False, True], ids=["no tools", "choice none"])
 async def test_text_stays_text_if_calls_are_disabled(lead: Any, protocol: str, offered: bool) -> None:
-    """Without tools, and with `tool_choice` none; the conversation goes on from the same tokens."""
+    """Without tools, or with `tool_choice` none; the conversation continues from the same tokens."""
     none = {"type": "none"} if protocol == "messages" else "none"
     more: dict[str, Any] = {"tools": [tool(protocol)], "tool_choice": none} if offered else {}
     looks = "I look." + calls("look", at="there")
@@ -323,7 +323,7 @@ async def test_an_answer_ends_before_a_stop_sequence_and_later_tokens_are_droppe
 
 @pytest.mark.parametrize("protocol", PATHS)
 async def test_one_call_at_a_time(lead: Any, protocol: str) -> None:
-    """The client gets the first call; the policy is shown that the other was not made, and goes on from the same tokens."""
+    """The client gets the first call; the policy sees that the other was not run, and continues from the same tokens."""
     one = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}} if protocol == "messages" else {"parallel_tool_calls": False}
     more: dict[str, Any] = {"tools": [tool(protocol)], **one}
 
@@ -339,7 +339,7 @@ async def test_one_call_at_a_time(lead: Any, protocol: str) -> None:
 
 
 def history(protocol: str, answer: Any, *results: str) -> list[Any]:
-    """The conversation after an answer with calls and what these gave."""
+    """The conversation after an answer with calls, and their results."""
     user = {"role": "user", "content": "one?"}
     if protocol == "chat":
         message = answer["choices"][0]["message"]
@@ -373,7 +373,7 @@ async def test_a_strict_tool_is_called_only_with_valid_arguments(lead: Any, prot
 
 
 async def test_the_older_form_of_functions(lead: Any) -> None:
-    """Calls have no ids there, and an answer has one of them."""
+    """Calls have no ids in this form, and an answer has one call."""
     function = {"name": "look", "parameters": SCHEMA}
 
     async def program(http: Http) -> None:

@@ -1,4 +1,4 @@
-"""The Anthropic SDK, and the OpenAI SDK's Responses, unchanged: the same episodes as over chat completions."""
+"""The Anthropic SDK, and Responses of the OpenAI SDK, unchanged: the same episodes as over chat completions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAID = ("<think>hm</think>I look." + calls("look", at="é") + calls("look", at="
 
 
 def one_line(outcome: Any) -> list[tuple[ToolResult, ...]]:
-    """The results shown after each turn of an episode that is one trajectory of exact tokens."""
+    """The results after each turn of an episode that is one trajectory of exact tokens."""
     assert not outcome.episode.failures
     [line] = outcome.episode.trajectories
     assert outcome.trained_once() and [turn.message.content for turn in line.turns] == ["<think>hm</think>I look.", *SAID[1:]]
@@ -107,7 +107,7 @@ async def test_openai_responses(lead: Any, streams: bool, refers: bool) -> None:
 
 @pytest.mark.parametrize("words", ["I look at it first.", "I look at what is there before I change anything in it."], ids=["short", "long"])
 async def test_a_title_that_quotes_a_running_call_is_not_a_sub_agent(lead: Any, words: str) -> None:
-    """As an agent asks that names its conversations: for a title, while the first call runs, with all that was said so far."""
+    """An agent that names its conversations requests a title while the first call runs, with the complete history."""
 
     async def program(url: str, key: str) -> None:
         async with claude(url, key) as sdk:
@@ -128,7 +128,7 @@ async def test_a_title_that_quotes_a_running_call_is_not_a_sub_agent(lead: Any, 
 
 
 async def test_tools_in_a_namespace_are_called_by_both_names(lead: Any) -> None:
-    """As a coding agent asks that offers sub-agents: its calls come back with the namespace apart, and go on from what was sampled."""
+    """A coding agent with sub-agents: its calls come back with the namespace separate, and continue from the sampled tokens."""
     import openai
 
     spawn = {"type": "function", "name": "spawn", "description": "Starts one.", "parameters": SCHEMA, "strict": False}
@@ -162,7 +162,7 @@ LATER: Any = {"name": "later", "description": "Is never searched for.", "input_s
 
 
 async def test_a_deferred_tool_is_shown_when_a_result_refers_to_it(lead: Any, tokenizer: Any) -> None:
-    """As a program asks that has a search for tools: the list of tools grows with what a search returns, and the context stays."""
+    """A program with a tool search: the list of tools grows with search results, and the context stays."""
 
     async def program(url: str, key: str) -> None:
         async with claude(url, key) as sdk:

@@ -1,4 +1,4 @@
-"""Programs run as they are, in a sandbox: how they end, whose blame that is, and what their episode holds."""
+"""Unmodified programs in a sandbox: how they end, the blame, and the recorded episode."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Run = Callable[..., Awaitable[Episode]]
 
 
 class HostSandbox(ScriptedSandbox):
-    """Runs the tests' own programs on this machine, in a folder of their own: no sandbox, for programs that need what is installed here."""
+    """Runs the tests' own programs on this machine in a folder, without a sandbox, for programs that need installed packages."""
 
     folder: Path
 
@@ -96,7 +96,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def run(tokenizer: Any, task: Task, tmp_path: Path) -> Run:
-    """Runs a program's episode: its source or file, what the policy says, and where; further options are the agent's."""
+    """Runs a program's episode. Further options are the agent's."""
 
     def spoken(said: Any) -> str:
         if isinstance(said, Exception):
@@ -250,7 +250,7 @@ def test_options_are_checked_before_anything_starts(tokenizer: Any, options: Any
 
 @pytest.mark.parametrize("key", ["rollout.branching", "rollout.checkpoint_turns", "tools.mcp", "tools.bounds", "tools.words"])
 def test_settings_without_effect_are_refused(key: str, tmp_path: Path) -> None:
-    """A program has no state between turns that could be captured, and tools of its own."""
+    """A program has no state between turns to capture, and has its own tools."""
     (tmp_path / "agent.py").write_text("print()")
     options = {"command": ["true"], "files": {"agent.py": str(tmp_path / "agent.py")}}
     base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))

@@ -1,4 +1,4 @@
-"""At the gateway, too, what the policy's own output provokes is the policy's, and time that it samples is its own."""
+"""In the gateway too, faults that the policy's output provokes are blamed on the policy, and its sampling time counts as its own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMITS = Limits(turns=10, turn_tokens=100_000, episode_tokens=200_000, wall_s=60
 
 @dataclass(slots=True)
 class Asking:
-    """A program that asks once and once more about what it was answered, and ends its session as `ExternalProgram` does."""
+    """A program that sends two requests, and ends its session as `ExternalProgram` does."""
 
     chat: Any
     refusals: list[str] = field(default_factory=list)
@@ -105,7 +105,7 @@ def test_a_gateway_that_fails_on_the_policys_text() -> None:
 
 @pytest.mark.parametrize(("speed", "left_out"), [(20.0, False), (0.0, True)])
 def test_endless_sampling_is_blamed_on_the_policy_and_a_stalled_server_is_not(speed: float, left_out: bool) -> None:
-    """The first answer comes at once; then the policy samples without end, or the server stalls."""
+    """The first answer is immediate; then the policy samples endlessly, or the server stalls."""
     policy = PacedPolicy(
         TOKENIZER, wants=lambda episode, turn: 10 if turn == 0 else 10**9, speed=lambda now, in_flight: 20.0 if now < 2.0 else speed
     )
@@ -116,7 +116,7 @@ def test_endless_sampling_is_blamed_on_the_policy_and_a_stalled_server_is_not(sp
 
 
 async def test_a_request_that_blocks_the_driver_excuses_only_other_episodes(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the episode that started the gateway's server, in whose context all requests are served."""
+    """Including the episode that started the gateway's server, in whose context all requests are served."""
 
     def counted(session: Session, asked: Any) -> int:
         time.sleep(3 * STALL_S)

@@ -1,4 +1,4 @@
-"""What HTTP clients really send: offers of HTTP/2, compressed bodies, half-closed connections, foreign hosts, and the small GET routes."""
+"""Requests of real HTTP clients: offers of HTTP/2, compressed bodies, half-closed connections, foreign hosts, and the small GET routes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OFFERS = {
 @pytest.mark.parametrize("offer", OFFERS)
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_an_upgrade_offer_is_answered_in_http(lead: Any, parser: str, offer: str, chunked: bool) -> None:
-    """Java's default client and `curl --http2` make one; the connection is used again afterwards, and several requests may come at once."""
+    """Java's default client and `curl --http2` send this offer. The connection is reused, also for concurrent requests."""
 
     async def program(url: str, key: str) -> None:
         reader, writer = await opened(url)
@@ -84,7 +84,7 @@ async def test_a_request_to_be_a_proxy_is_refused(lead: Any, parser: str) -> Non
 
 
 async def test_a_half_closed_client_gets_its_answer(lead: Any, parser: str) -> None:
-    """As `nc -N` does; while it is sampled the same request again is given the same answer, since the client may as well be gone."""
+    """As `nc -N` does. A repeated request gets the same answer, because the client may have disconnected."""
     continue_context, under_way = asyncio.Event(), asyncio.Event()
 
     class Held(ScriptedPolicy):
@@ -155,7 +155,7 @@ FOREIGN = ("evil.example", "evil.example:8790", "127.0.0.1.evil.example", "local
 
 
 async def test_public_internet_names_are_refused(lead: Any) -> None:
-    """A web page may have its own name resolve to this machine, with or without a key."""
+    """A web page can make its own name resolve to this machine, with or without a key."""
 
     async def program(url: str, key: str) -> None:
         async with httpx.AsyncClient(base_url=url) as http:
@@ -220,7 +220,7 @@ async def test_the_small_routes_of_each_protocol(lead: Any) -> None:
 
 
 async def test_counted_tokens_equal_the_policys_prompt(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a conversation that goes on from what was sampled; nothing is sampled, and no place in the tree is taken."""
+    """Also for a conversation that continues from sampled tokens. Nothing is sampled, and the tree does not change."""
     import anthropic
 
     async def program(url: str, key: str) -> None:
