@@ -20,14 +20,14 @@ BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewr
 
 def processes_of(word):
     """Pids of processes with `word` in their command line."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if word in path.read_text():
-                found.append(int(path.parent.name))
+                pids.append(int(path.parent.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def holds_open(pid, end):

@@ -59,22 +59,22 @@ def packed(top, limit=1 << 30):
     return b"".join(sink.sent) + packer.out.last()
 
 
-def plant(top, tree, made):
+def plant(top, tree, files):
     """Creates `tree` below `top`; `same` is another name of the first file."""
     for name, (kind, *what) in tree.items():
         path = os.path.join(top, name)
         if kind == "folder":
             os.mkdir(path)
-            plant(path, what[0], made)
+            plant(path, what[0], files)
         elif kind == "link":
             os.symlink(what[0], path)
         elif kind == "pipe":
             os.mkfifo(path)
         elif kind == "same":
-            if made:
-                os.link(made[0], path)
+            if files:
+                os.link(files[0], path)
         else:
-            made.append(path)
+            files.append(path)
             with open(path, "wb") as file:
                 file.write(what[0])
         if kind in ("file", "folder"):
@@ -84,20 +84,20 @@ def plant(top, tree, made):
 
 def seen(top):
     """Everything below `top` that an archive contains: path -> content or target, and the groups of paths that are one file."""
-    found, inodes = {}, {}
+    entries_seen, inodes = {}, {}
     for folder, folders, names in os.walk(os.fsencode(top)):
         for name in folders + names:
             path = os.path.join(folder, name)
             info, key = os.lstat(path), os.path.relpath(path, os.fsencode(top))
             if stat.S_ISLNK(info.st_mode):
-                found[key] = os.readlink(path)
+                entries_seen[key] = os.readlink(path)
             elif stat.S_ISDIR(info.st_mode):
-                found[key] = ("folder", info.st_mode & 0o777, int(info.st_mtime))
+                entries_seen[key] = ("folder", info.st_mode & 0o777, int(info.st_mtime))
             elif stat.S_ISREG(info.st_mode):
                 with open(path, "rb") as file:
-                    found[key] = (file.read(), info.st_mode & 0o777, int(info.st_mtime))
+                    entries_seen[key] = (file.read(), info.st_mode & 0o777, int(info.st_mtime))
                 inodes.setdefault(info.st_ino, set()).add(key)
-    return found, sorted(map(sorted, inodes.values()))
+    return entries_seen, sorted(map(sorted, inodes.values()))
 
 
 @FEW
@@ -220,10 +220,10 @@ def test_entries_may_change_while_they_are_packed(tmp_path, monkeypatch):
     for name in ("gone", "link", "folder", "shrinks", "stays"):
         (tmp_path / name).write_bytes(b"x" * 1000)
     (tmp_path / "was a folder").mkdir()
-    found = Packer.listing
+    listing = Packer.listing
 
     def and_then(packer, folder, level):
-        names = found(packer, folder, level)
+        names = listing(packer, folder, level)
         for name in ("gone", "link", "folder"):
             (tmp_path / name).unlink()
         (tmp_path / "link").symlink_to("/etc/passwd")

@@ -45,7 +45,7 @@ CALL = st.sampled_from(sorted(CALLS)).flatmap(lambda name: st.tuples(st.just(nam
 TYPED = (ValueError, TypeError)
 
 
-def made(sandbox, call):
+def start_call(sandbox, call):
     """The coroutine of one call."""
     name, given_arguments = call
     by_place = [given_arguments[key] for key in POSITIONAL[name]]
@@ -82,7 +82,7 @@ async def judged(call):
     taker = Taker()
     channel = await taker.channel()
     sandbox = ChannelSandbox("test", SandboxSpec(image="none"), channel, None)
-    task = asyncio.create_task(made(sandbox, call))
+    task = asyncio.create_task(start_call(sandbox, call))
     try:
         await asyncio.sleep(0)
         await asyncio.sleep(0)

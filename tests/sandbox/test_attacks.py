@@ -292,9 +292,9 @@ async def test_runtime_needs_docker(root):
 
 
 def test_every_attack_has_a_description():
-    found = load_attacks()
-    assert len({item.name for item in found}) == len(found) > 70
-    for item in found:
+    every_attack = load_attacks()
+    assert len({item.name for item in every_attack}) == len(every_attack) > 70
+    for item in every_attack:
         assert item.description.endswith(".") and item.seconds > 0, item
         assert bool(item.program) + bool(item.trick) + (item.name == "hostile_archives") == 1, item
         assert not item.host or item.host in STEPS, item

@@ -31,16 +31,16 @@ def write(tmp_path, base, monkeypatch):
     monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "environment"
     folder.mkdir()
-    made = []
+    built = []
 
     def write(*lines, start=None):
         (folder / "Dockerfile").write_text("\n".join([f"FROM {base}" if start is None else start, *lines]) + "\n")
-        made.append(images.load_image(folder))
-        return made[-1]
+        built.append(images.load_image(folder))
+        return built[-1]
 
     yield write
     api = docker_client.client()
-    for image in made:
+    for image in built:
         for tag in (image.tag, image.built_tag, f"{image.built_tag}-unchecked"):
             if builds.has_image(api, tag):
                 api.remove_image(tag, force=True)
@@ -48,9 +48,9 @@ def write(tmp_path, base, monkeypatch):
 
 @pytest.fixture(params=["docker", pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)])
 async def backend(request, tmp_path, write):
-    said = []
-    backend = select_backend(request.param, run_label="test", root=tmp_path, progress=said.append)
-    backend.said = said
+    output = []
+    backend = select_backend(request.param, run_label="test", root=tmp_path, progress=output.append)
+    backend.progress_lines = output
     yield backend
     await backend.close()
 
@@ -65,15 +65,15 @@ async def test_dockerfile_is_built_once_and_sandboxes_run_on_it(backend, write, 
         "USER nobody",
     )
     await backend.prepare(SPEC)
-    assert "said by the step" in backend.said and any(line.startswith("Step 2/6 : COPY") for line in backend.said)
+    assert "said by the step" in backend.progress_lines and any(line.startswith("Step 2/6 : COPY") for line in backend.progress_lines)
     sandbox = await backend.open(SPEC)
     result = await sandbox.exec(["sh", "-c", "cat /opt/data.txt /opt/made; id -un; pwd"], timeout_s=60)
     assert result.stdout == "from the contextmade\nagent\n/home/agent\n", result
     await sandbox.close()
-    again, said = select_backend(backend.name, run_label="test", root=tmp_path, progress=lambda line: said.append(line)), []
+    again, output = select_backend(backend.name, run_label="test", root=tmp_path, progress=lambda line: output.append(line)), []
     await again.prepare(SPEC)
     await again.close()
-    assert said == []
+    assert output == []
 
 
 async def test_volumes_and_health_checks_are_ignored(backend, write):
@@ -89,7 +89,7 @@ async def test_volumes_and_health_checks_are_ignored(backend, write):
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "output"),
     [
         (
             ["# a comment", "", "RUN for n in 1 2 3; do \\", "    echo line $n; done; echo oh >&2; exit 3"],
@@ -104,12 +104,12 @@ async def test_volumes_and_health_checks_are_ignored(backend, write):
         ),
     ],
 )
-def test_failed_build_shows_the_line_and_the_last_output(write, lines, said):
+def test_failed_build_shows_the_line_and_the_last_output(write, lines, output):
     image = write(*lines)
     with pytest.raises(TaskError) as caught:
         images.ensure_docker_image(image)
     assert str(image.recipe.dockerfile) in str(caught.value)
-    for words in said:
+    for words in output:
         assert re.search(words, str(caught.value)), (words, str(caught.value))
     assert not builds.has_image(docker_client.client(), image.tag)
 

@@ -77,8 +77,8 @@ async def test_images_of_the_daemon_are_removed_with_their_folder(cache, tmp_pat
         for tag in tags.values():
             api.import_image_from_file(str(tmp_path / "empty.tar"), repository=tag.partition(":")[0], tag=tag.partition(":")[2])
         api.tag(tags[OLD], "agentrl/eviction-test", f"{OLD}-built")
-        found = [item.name for item in evict(days=30, dry=False) if "eviction-test" in item.name]
-        assert found == [tags[OLD], f"{tags[OLD]}-built"]
+        removed = [item.name for item in evict(days=30, dry=False) if "eviction-test" in item.name]
+        assert removed == [tags[OLD], f"{tags[OLD]}-built"]
         assert sorted(tag for image in api.images("agentrl/eviction-test") for tag in image["RepoTags"]) == sorted(
             [tags[NEW], tags["f" * 16]]
         )

@@ -340,16 +340,16 @@ async def test_idle_and_slow_connections_end(tmp_path):
         async with proxied(tmp_path / "drips", f"127.0.0.1:{server.port}", idle_s=2.0, total_s=3.0) as listener:
             _, writer = await asyncio.open_connection("127.0.0.1", listener.port)
             writer.write(connect)
-            start = said = time.monotonic()
+            start = last = time.monotonic()
             widest = 0.0
             with contextlib.suppress(ConnectionError):
                 async with asyncio.timeout(50):
                     while True:
                         writer.write(b".")
                         await writer.drain()
-                        widest, said = max(widest, time.monotonic() - said), time.monotonic()
+                        widest, last = max(widest, time.monotonic() - last), time.monotonic()
                         await asyncio.sleep(0.05)
-            assert said - start > 2.5 or widest > 1.5, "it was ended for being idle, though it was not"
+            assert last - start > 2.5 or widest > 1.5, "it was ended for being idle, though it was not"
             writer.close()
 
 

@@ -12,7 +12,7 @@ from agentrl.records import ExecResult
 from agentrl.sandbox import select_backend, server_code
 from agentrl.task.outputs import collect_outputs
 from tests.sandbox.building import BOTH, SPEC, holds_open, processes_of
-from tests.sandbox.test_arguments import CALL, TYPED, made
+from tests.sandbox.test_arguments import CALL, TYPED, start_call
 
 SOON_S = 20.0
 LOOK = (
@@ -188,7 +188,7 @@ async def test_any_call_gives_a_result_or_a_typed_error(backend):
 
     async def one(call):
         try:
-            result = await made(sandbox, call)
+            result = await start_call(sandbox, call)
         except (*TYPED, FileNotFoundError) as error:
             str(error).encode()
         else:

@@ -26,7 +26,7 @@ def test_recipe_names_its_image(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('pakages = ["python3"]', r"pakages: (.|\n)*fix: remove pakages; known keys: suite, packages"),
         ('packages = "python3"', r'packages: (.|\n)*fix: packages is a list .*\["python3"'),
@@ -37,8 +37,8 @@ def test_recipe_names_its_image(tmp_path):
         ("suite = ", r"image\.toml is not TOML(.|\n)*fix: write"),
     ],
 )
-def test_wrong_recipes_name_the_key(tmp_path, text, said):
-    with pytest.raises(UserError, match=said) as caught:
+def test_wrong_recipes_name_the_key(tmp_path, text, message):
+    with pytest.raises(UserError, match=message) as caught:
         images.load_image(write(tmp_path / "image", text), cache=tmp_path)
     assert str(tmp_path / "image" / "image.toml") in str(caught.value)
 
@@ -103,8 +103,8 @@ def test_parallel_callers_build_once(tmp_path, monkeypatch):
     assert len(built) == 1
 
 
-@pytest.mark.parametrize(("version", "said"), [("", "no python3"), ("python3.7", r"python3\.7"), ("python3.11", None)])
-def test_packages_must_include_a_recent_python(tmp_path, monkeypatch, version, said):
+@pytest.mark.parametrize(("version", "message"), [("", "no python3"), ("python3.7", r"python3\.7"), ("python3.11", None)])
+def test_packages_must_include_a_recent_python(tmp_path, monkeypatch, version, message):
     image = images.load_image(write(tmp_path / "image", ""), cache=tmp_path)
     tool = tmp_path / "bin" / "mmdebstrap"
     tool.parent.mkdir()
@@ -113,9 +113,9 @@ def test_packages_must_include_a_recent_python(tmp_path, monkeypatch, version, s
     tool.write_text(f'#!/bin/sh\nfor last; do :; done\ntop=$(mktemp -d -p {tmp_path})\nmkdir -p "$top/usr/bin"\n{link}{pack}')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
-    if said is None:
+    if message is None:
         assert images.ensure_tarball(image).exists()
         return
-    with pytest.raises(UserError, match=rf"include {said}; the exec server(.|\n)*fix: add .python3. to packages"):
+    with pytest.raises(UserError, match=rf"include {message}; the exec server(.|\n)*fix: add .python3. to packages"):
         images.ensure_tarball(image)
     assert [path.name for path in image.folder.iterdir()] == ["files.lock"]

@@ -156,10 +156,10 @@ class TwoAtOnce(BubblewrapBackend):
     def __init__(self, root):
         super().__init__(run_label="test", root=root)
         self.both = asyncio.Barrier(2)
-        self.made = []
+        self.prepared = []
 
     async def _ensure(self, image):
-        self.made.append(image.name)
+        self.prepared.append(image.name)
         await self.both.wait()
         return await super()._ensure(image)
 
@@ -172,7 +172,7 @@ async def test_different_images_are_prepared_concurrently_and_each_once(root):
     backend = TwoAtOnce(root)
     async with asyncio.timeout(60):
         await asyncio.gather(*(backend.prepare(replace(SPEC, image=name)) for name in ("image", "other", "image", "other")))
-        assert sorted(backend.made) == ["image", "other"]
+        assert sorted(backend.prepared) == ["image", "other"]
         third = asyncio.create_task(backend.prepare(replace(SPEC, image="third")))
         while backend.both.n_waiting == 0:
             await asyncio.sleep(0.001)
@@ -240,10 +240,10 @@ def test_folders_may_disappear_while_they_are_listed(monkeypatch):
     is_folder = Path.is_dir
 
     def gone_since(path):
-        found = is_folder(path)
+        result = is_folder(path)
         if path.name == DEAD:
             path.rmdir()
-        return found
+        return result
 
     monkeypatch.setattr(Path, "is_dir", gone_since)
     for look in (list_open, prune):
@@ -275,9 +275,9 @@ async def test_stopped_ready_sandbox_does_not_block_the_pool(root):
 
 def processes_in(name):
     """Pids of the processes of sandbox `name`, which see its runtime folder."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/mountinfo"):
         with contextlib.suppress(OSError):
             if f"/{name}/" in path.read_text():
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids

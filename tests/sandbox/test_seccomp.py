@@ -51,8 +51,8 @@ def test_tables_do_not_overlap():
     names = [name for table in TABLES for name in table]
     assert len(names) == len(set(names)) > 300
     for column in (0, 1):
-        found = [value[column] for table in TABLES for value in table.values() if value[column] is not None]
-        assert len(found) == len(set(found)) > 250
+        numbers_used = [value[column] for table in TABLES for value in table.values() if value[column] is not None]
+        assert len(numbers_used) == len(set(numbers_used)) > 250
 
 
 @pytest.mark.parametrize("arch", ["x86_64", "generic"])

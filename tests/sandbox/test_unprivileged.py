@@ -69,9 +69,9 @@ def as_nobody(place, work):
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
-    said = json.loads(answer.read_text())
-    assert "failed" not in said, said["failed"]
-    return said["ok"]
+    outcome = json.loads(answer.read_text())
+    assert "failed" not in outcome, outcome["failed"]
+    return outcome["ok"]
 
 
 async def with_backend(place, work):

@@ -203,13 +203,13 @@ class _Suite:
         code = (
             "import os\n"
             f"mark = {self._arena.mark!r}\n"
-            "found = [folder for folder, folders, names in os.walk('/') if mark in names or (folder == '/' and folders.remove('proc'))]\n"
-            "found += [pid for pid in os.listdir('/proc') if pid.isdigit() and int(pid) not in (1, os.getpid())]\n"
+            "traces = [folder for folder, folders, names in os.walk('/') if mark in names or (folder == '/' and folders.remove('proc'))]\n"
+            "traces += [pid for pid in os.listdir('/proc') if pid.isdigit() and int(pid) not in (1, os.getpid())]\n"
             "for name in ('shm', 'msg', 'sem'):\n"
             "    try:\n"
-            "        with open('/proc/sysvipc/' + name) as file: found += file.readlines()[1:]\n"
+            "        with open('/proc/sysvipc/' + name) as file: traces += file.readlines()[1:]\n"
             "    except OSError: pass\n"
-            "print(found)\n"
+            "print(traces)\n"
         )
         try:
             self._next = await self._backend.open(self._arena.spec, timeout_s=_OPEN_S)
@@ -250,13 +250,13 @@ def _evidence(item: Attack, result: ExecResult, secret: str) -> str:
 
 async def _check_answers(sandbox: ChannelSandbox) -> None:
     """Raises `Escaped` unless the attacked sandbox answers correctly, or with an error."""
-    one, other = random.randrange(10**6), random.randrange(10**6)
-    total = str(one + other)
+    first, second = random.randrange(10**6), random.randrange(10**6)
+    total = str(first + second)
     try:
         answers = {
-            "a snippet": await sandbox.python(f"import json; print(json.loads('{one}') + {other})", timeout_s=20),
-            "an interpreter": await sandbox.exec(["python3", "-I", "-c", f"import csv, json; print({one} + {other})"], timeout_s=20),
-            "a shell": await sandbox.exec(["sh", "-c", f"echo $(({one} + {other}))"], timeout_s=20),
+            "a snippet": await sandbox.python(f"import json; print(json.loads('{first}') + {second})", timeout_s=20),
+            "an interpreter": await sandbox.exec(["python3", "-I", "-c", f"import csv, json; print({first} + {second})"], timeout_s=20),
+            "a shell": await sandbox.exec(["sh", "-c", f"echo $(({first} + {second}))"], timeout_s=20),
             "cat": await sandbox.exec(["cat"], stdin=f"{total}\n".encode(), timeout_s=20),
         }
         if (await sandbox.exec(["false"], timeout_s=20)).exit_code == 0:

@@ -34,7 +34,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxyRequest:
-    """A request."""
+    """A parsed request of a program."""
 
     host: str  # in the form of `agentrl.records.destinations.plain_host`
     port: int

@@ -104,7 +104,7 @@ class Program:
     def end(self, status: int, as_server: bool = False) -> None:
         """Records the end of the process. `status` is in the form of waitpid(2).
 
-        `as_server`: the process still belonged to the server's user. If it exited, the program never started and the status is not its.
+        `as_server`: the process still belonged to the server's user. If it exited, the program never started.
         """
         if self.status is None:
             self.status, self.ended = status, time.monotonic()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Argument = tuple[list[str], dict[str, str] | None]
 
 _NOT_STARTED, _FAULT = 126, 1
-"""Exit codes of a child that fails before it belongs to the agent, which the server distinguishes from a program's end, and after."""
+"""Exit codes of a child that fails before, or after, it belongs to the agent. The server distinguishes the first from a program's end."""
 _WORK_SIZE = struct.Struct("=Q")
 _RUNNERS: dict[str, Callable[[Any], int]] = {"exec": run_argv, "python": run_snippet, "session": run_session}
 

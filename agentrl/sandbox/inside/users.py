@@ -29,7 +29,7 @@ ENVIRONMENT = {
 }
 SERVER_FILES = 256
 OOM_SCORE = b"1000"
-"""OOM score of programs: without memory the kernel ends them rather than the server. If a process with SYS_RESOURCE has set it, they
+"""OOM score of programs: when memory runs out, the kernel ends them rather than the server. If a process with SYS_RESOURCE has set it, they
 cannot lower it."""
 PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 8, 22, 24, 38
 SECCOMP_MODE_FILTER = 2
