@@ -145,7 +145,7 @@ async def test_answers_go_to_their_calls_by_id_and_else_in_order() -> None:
     done = await tools["f"]({"x": 3, "y": "a"}, None, Limits())
     assert not done.ok and "no recorded answer to this call; 3 calls are recorded, with the arguments x, y" in done.output
     assert list(load_tools(task.tools)) == [], "where only names are looked at"
-    with pytest.raises(TaskError, match="have no recording"):
+    with pytest.raises(TaskError, match="no valid recording"):
         load_tools(task.tools, task=replace(task, data={}))
 
 

@@ -177,7 +177,7 @@ def test_sampling_settings_raise_for_a_reward_model(model: Path) -> None:
     for odd in ({"seed": 1}, {"temperature": 0.5}, {"structured": "auto"}, {"max_tokens": 5}):
         with pytest.raises(UserError, match="has no effect"):
             ScoreEndpoint(url="http://127.0.0.1:1", model="rm", **odd)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="which model is it"):
+    with pytest.raises(UserError, match="folder is missing"):
         RewardModel(endpoint=ScoreEndpoint(url="http://127.0.0.1:1", model="rm"))
     with pytest.raises(UserError, match="twice"):
         RewardModel(endpoint=ScoreEndpoint(url=served("x"), model="x"), folder=str(model))
