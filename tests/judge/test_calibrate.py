@@ -118,7 +118,7 @@ def test_ten_percent_of_flipped_verdicts_are_reported_as_such(project: Path) -> 
         assert found[name]["low"] <= 0.9 <= found[name]["high"]  # type: ignore[index]
     assert found["kappa"]["low"] <= 0.8 <= found["kappa"]["high"] and found["tasks"] == N // 4  # type: ignore[index]
     assert found["more"]["spent"]["money"] == pytest.approx(N * (100 * 1 + 10 * 2) / 1e6)  # type: ignore[index]
-    assert "Cohen's kappa" in told and "of them are worth one in the interval" in told and f"0 calls and {N} answers from the cache" in told
+    assert "Cohen's kappa" in told and "the design effect of informedness is" in told and f"0 calls, {N} cached answers" in told
     rate = json.loads(agentrl("judge", "correct", "c.json", "740", "1000", "--json").stdout)
     assert rate["judged"] == 0.74 and rate["low"] <= 0.8 <= rate["high"], "0.8 * 0.9 + 0.2 * 0.1 = 0.74"
     assert "corrected" in agentrl("judge", "correct", "c.json", "740", "1000").stdout

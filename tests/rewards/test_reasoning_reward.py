@@ -126,7 +126,7 @@ async def test_problem_that_is_no_longer_generated_is_a_task_fault() -> None:
     one = made("chain_sum")
     other = task(one, index=one.index + 1)
     episode = Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=one.answer)
-    with pytest.raises(TaskError, match="no longer makes this problem"):
+    with pytest.raises(TaskError, match="no longer generates this problem"):
         await own_scorer(other, episode)
     assert (await TaskScorer()(other, episode)).blame is Blame.TASK
 

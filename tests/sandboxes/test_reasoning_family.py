@@ -161,7 +161,7 @@ def test_the_truth_stays_on_the_host() -> None:
         ({"datasets": "basic_arithmetic(allow_parentheses=false)"}, "from left to right", "leave allow_parentheses out"),
         ({"datasets": "chain_sum(max_term=3)"}, "no key 'max_term'", "max_terms"),
         ({"datasets": "chain_sum(min_terms=9 max_terms=3)"}, "refuses", "max_terms"),
-        ({"datasets": 'basic_arithmetic(operators=["/"])'}, "generated no problem with operators=['/']: IndexError", "change these"),
+        ({"datasets": 'basic_arithmetic(operators=["/"])'}, "generated no problem with operators=['/']: IndexError", "change them"),
         ({"datasets": "chain_sum(seed=3)"}, "no key 'seed'", "max_terms"),
         ({"datasets": "chain_sum@99"}, "levels end at", "chain_sum@0"),
         ({"datasets": "gsm_symbolic@0"}, "no levels", "key=value"),
