@@ -15,8 +15,8 @@ from pathlib import Path
 from agentrl.base.estimates import wilson_interval
 from agentrl.check.check import prove_tasks
 from agentrl.errors import TaskError, UserError
-from agentrl.evaluation.regressions import PreparedEvaluation, open_policy
-from agentrl.evaluation.suites import utc_now
+from agentrl.evaluation.engine import utc_now
+from agentrl.evaluation.open_policy import PreparedEvaluation, open_policy
 from agentrl.failure.case import Baseline, Case
 from agentrl.failure.minimize import RemovablePart, describe_size, line_parts, message_and_file_parts, removable_parts, remove_parts
 from agentrl.gate.rule import attempt_passes

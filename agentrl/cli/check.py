@@ -42,7 +42,7 @@ def check(
 ) -> None:
     """Prove a task family in real sandboxes: gold solutions score 1, nothing and cheats 0, tasks are pure, splits apart, answers hidden."""
     from agentrl.check.check import check_family, render
-    from agentrl.session.judges_alone import standalone_judge_servers
+    from agentrl.session.judge_servers import standalone_judge_servers
 
     source, config = open_target(target, sandbox, overrides or [])
     wanted = count if count is not None or target.is_dir() else 24

@@ -343,8 +343,8 @@ def minimize(
     """Make a case smaller while the policy still fails it: fewer messages, files and lines, each proven to be solvable."""
     from agentrl.check.minimize import minimize_case
     from agentrl.cli.recipes import load_recipe
+    from agentrl.evaluation.open_policy import prepare_evaluation
     from agentrl.evaluation.policies import find_policy
-    from agentrl.evaluation.regressions import prepare_evaluation
     from agentrl.failure.case import load_case, save_case
     from agentrl.task import open_family
 

@@ -88,6 +88,13 @@ def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests
     raise UserError(f"--policy {named}: no such folder or version of a run", fix=_FIX)
 
 
+def recipe_policy(recipe: Recipe) -> NamedPolicy:
+    """Returns the model of a recipe, which may be a version's folder (`--model RUN@VERSION`), as a policy."""
+    model, folder = recipe.policy.model, Path(recipe.policy.model)
+    is_version = folder.parent.name == "versions" and folder.name.isdecimal()
+    return NamedPolicy(source=PolicySource.VERSION if is_version else PolicySource.FOLDER, name=model, model=model)
+
+
 def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> NamedPolicy:
     """Returns the policy that the suites' `suite.toml` files name: a model of their project.
 

@@ -252,7 +252,7 @@ async def replay_starts(run: Path, traces: Sequence[Trace], wanted: str) -> dict
 
     Args:
         run: the run folder that contains the traces.
-        wanted: see `turn_of`.
+        wanted: see `start_turn`.
 
     Raises `UserError` before any case is written.
     """

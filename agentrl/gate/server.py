@@ -52,6 +52,7 @@ class GateServer:
         await self.policy.watch(on_loss=on_loss)
 
     async def close(self) -> None:
+        """Stops the server."""
         await self.policy.close()
 
     def _newest(self) -> PolicyVersion | None:

@@ -58,6 +58,7 @@ class GateVerdict(Record):
 
     @property
     def promoted(self) -> bool:
+        """Whether the version is promoted."""
         return self.outcome in (GateOutcome.REFERENCE, GateOutcome.PROMOTED)
 
 

@@ -55,7 +55,7 @@ def blame_for_timeout(limit_s: float, *, program_s: float, sampled_s: float, los
         program_s: seconds in programs that the agent called.
         sampled_s: seconds in requests; for a slow one, the usual time of such requests.
         lost_s: seconds that slow requests took beyond the usual.
-        stalled_s: seconds for which the driver's event loop stood still (`agentrl.lag.Stalls`).
+        stalled_s: seconds for which the driver's event loop stood still (`agentrl.base.loop_lag.StallCount`).
     """
     if max(lost_s, stalled_s) > LOST_SHARE * limit_s:
         return Blame.INFRASTRUCTURE
@@ -179,7 +179,7 @@ class Pace:
         self._work = _History()  # including prompt tokens, in sampled tokens
         self._read = 0  # new prompt tokens so far
         self._sizes: dict[int, _History] = {}  # requests that ended normally, by the power of two of their tokens
-        self._measured_s: float | None = None  # seconds per token of the idle server, until `slow_start` has used it
+        self._measured_s: float | None = None  # seconds per token of the idle server, until `slow_start_alert` has used it
         self._area, self._at = 0.0, 0.0  # request-seconds so far, and the time of the last update
 
     @property

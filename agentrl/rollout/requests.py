@@ -145,7 +145,7 @@ class EpisodeRequests:
 
     @contextmanager
     def external_request(self, at_most: int, *, within_s: float) -> Iterator[TimedExternalRequest]:
-        """See `LiveEpisode.elsewhere`."""
+        """See `LiveEpisode.external_request`."""
         request, most, left_s = self.pace.begin(loop_time()), at_most, min(within_s, max(0.0, self.left_s))
         usual_s = self.pace.usual_s(at_most, self.pace.in_flight, cut=True)
         if usual_s is not None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import shutil
+import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +23,7 @@ from agentrl.config.recipe import Recipe
 from agentrl.errors import AgentRLError, ServingError, UserError
 from agentrl.judge import servers as known_servers
 from agentrl.judge.reward_record import load_record
+from agentrl.session.models import find_model
 from agentrl.version.model_folder import check_model_files, read_json
 
 if TYPE_CHECKING:
@@ -85,6 +89,16 @@ def _vocabulary(folder: Path) -> Any:
     path = folder / "tokenizer.json"
     model = read_json(path).get("model") if path.is_file() else None
     return model.get("vocab") if isinstance(model, dict) else None
+
+
+def declare_judges(recipe: Recipe, *, root: Path) -> dict[str, Path]:
+    """Returns the model folders of the judges' servers and registers these servers for this process. Raises `UserError`."""
+    folders = {
+        name: find_model(config.model, root, chat_template=False, key=f"judge_servers.{name}.model")
+        for name, config in recipe.judge_servers.items()
+    }
+    declare_judge_servers(recipe, folders)
+    return folders
 
 
 class JudgeServers:
@@ -208,6 +222,24 @@ async def running_judge_servers(
         yield servers
     finally:
         await servers.close()
+
+
+@asynccontextmanager
+async def standalone_judge_servers(recipe: Recipe | None, *, root: Path) -> AsyncIterator[None]:
+    """Serves the judges of a recipe, if it has any. Their logs are kept if something fails.
+
+    Raises `UserError` for a model that cannot be served, and `ServingError` for a server that does not start.
+    """
+    models = {} if recipe is None else declare_judges(recipe, root=root)
+    if recipe is None or not models:
+        yield
+        return
+    work = Path(tempfile.mkdtemp(prefix="agentrl-judges-"))
+    print(f"starting the judges' servers {', '.join(models)}; their logs are in {work / 'logs'}", file=sys.stderr)
+    async with running_judge_servers(recipe, models, folder=work) as servers:
+        await servers.ready()
+        yield
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def _hash(folder: Path) -> str:

@@ -21,7 +21,7 @@ from agentrl.base.scores import all_equal
 from agentrl.base.user_code import printable
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
-from agentrl.evaluation.evaluate import SplitEvaluation
+from agentrl.evaluation.splits import SplitEvaluation
 from agentrl.failure import quarantine, withholding
 from agentrl.failure.digest import failures_by_tag
 from agentrl.gate.verdict import read_verdicts
@@ -151,7 +151,7 @@ def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def score_part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
-    """Returns the mean of each score part over the episodes that have it, as `part/NAME`, for the `MOST_PARTS` most frequent parts.
+    """Returns the mean of each score part over the episodes that have it, as `part/NAME`, for the `MAX_PARTS` most frequent parts.
 
     The audit is `audit_mean`, and the mean disagreement of all judge ensembles is `judge_disagreement`.
     """
@@ -216,7 +216,7 @@ def save_evaluation(
 
     Args:
         bounded: evaluations with bounded thinking: split -> bound -> evaluation.
-        of: hash of the weights and settings, see `evaluated`.
+        of: hash of the weights and settings, see `recorded_rates`.
     """
     path = folder / "evaluations.json"
     phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -285,10 +285,6 @@ def summarize(
     steps = _steps(folder / "metrics.jsonl")
     earlier = Summary.read(folder).wall_s if (folder / "summary.json").exists() else {}
 
-    def rate(phase: str, split: Split) -> Rate | None:
-        found = phases.get(phase, {}).get(str(split))
-        return Rate(**{name: found[name] for name in _OF_A_RATE}) if found and "value" in found else None
-
     def total(name: str) -> int:
         return int(sum(line.get(name) or 0 for line in steps))
 
@@ -297,7 +293,6 @@ def summarize(
     sessions = read_sessions(folder)
     last = sessions[-1] if sessions else None
     broken = (f"the run ended early: {last.why}",) if last is not None and last.ended == "failed" else ()
-    setbacks = UpdateFailureLog(folder).read()
     finished = len(steps) >= recipe.steps and "after" in phases
     refused = gate_problems(folder, finished=finished) if recipe.gate is not None else ()
     stalls, probes = ([line[name] for line in steps if line.get(name) is not None] for name in ("swap_stall_ms", "swap_probe_max_abs_diff"))
@@ -307,10 +302,7 @@ def summarize(
         interrupted=interrupted or bool(broken),
         sessions=sessions,
         problems=(*broken, *run_problems(steps, left_out, phases), *refused),
-        heldout_before=rate("before", Split.HELDOUT),
-        heldout_after=rate("after", Split.HELDOUT),
-        heldout_real_before=rate("before", Split.HELDOUT_REAL),
-        heldout_real_after=rate("after", Split.HELDOUT_REAL),
+        **_held_out_rates(phases),
         steps=len(steps),
         episodes=total("episodes") + len(early),
         episodes_left_out=total("episodes_left_out") + sum(exclusion_reason(one) != "" for one in early),
@@ -325,9 +317,7 @@ def summarize(
         judges=judge_costs(folder),
         tokens_trained=total("tokens_trained"),
         delivered_share=total("tokens_delivered") / captured if (captured := total("tokens_captured")) else None,
-        updates_left_out=sum(setback.what in ("policy", "critic") for setback in setbacks),
-        groups_left_out=sum(setback.what == "group" for setback in setbacks),
-        rollbacks=sum(setback.action == "rollback" for setback in setbacks),
+        **_update_failures(folder),
         weight_swaps=len(stalls),
         swap_stall_ms_p50=statistics.median(stalls) if stalls else None,
         swap_probe_max_abs_diff=max(probes, default=None),
@@ -337,6 +327,24 @@ def summarize(
         versions=package_versions(),
         by_kind={phase: _kinds(phases[phase]) for phase in ("before", "after") if phase in phases},
     )
+
+
+def _held_out_rates(phases: Mapping[str, Any]) -> dict[str, Rate | None]:
+    rates: dict[str, Rate | None] = {}
+    for split in (Split.HELDOUT, Split.HELDOUT_REAL):
+        for phase in ("before", "after"):
+            rate = phases.get(phase, {}).get(str(split), {})
+            rates[f"{split}_{phase}"] = Rate(**{name: rate[name] for name in _OF_A_RATE}) if "value" in rate else None
+    return rates
+
+
+def _update_failures(folder: Path) -> dict[str, int]:
+    failures = UpdateFailureLog(folder).read()
+    return {
+        "updates_left_out": sum(failure.what in ("policy", "critic") for failure in failures),
+        "groups_left_out": sum(failure.what == "group" for failure in failures),
+        "rollbacks": sum(failure.action == "rollback" for failure in failures),
+    }
 
 
 def judge_costs(folder: Path) -> dict[str, float]:

@@ -20,7 +20,7 @@ from agentrl.base.user_code import raising_as
 from agentrl.cluster.gpus import Placement, place_parts
 from agentrl.config.recipe import EvalConfig, PolicyConfig, Recipe
 from agentrl.errors import AgentRLError, PluginError, RecipeError, TaskError, UserError
-from agentrl.evaluation.evaluate import with_thinking_bound
+from agentrl.evaluation.splits import with_thinking_bound
 from agentrl.evaluation.suite_code import check_suite_code
 from agentrl.failure.case import Suite, load_suite
 from agentrl.failure.overlap import WithheldTasks, load_withheld
@@ -31,7 +31,7 @@ from agentrl.memory import require_full_text_search, scope_of
 from agentrl.memory.run_memory import placeholder_memory
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.plugins import parts
-from agentrl.protocols import EpisodeMemory, TaskFamily, ToolSource
+from agentrl.protocols import EpisodeMemory, Sandbox, SandboxBackend, TaskFamily, ToolSource
 from agentrl.protocols.group_judge import GroupJudge
 from agentrl.records import Split, Task
 from agentrl.reward import TaskScorer
@@ -40,7 +40,7 @@ from agentrl.reward.verifier_call import prepare_verifier
 from agentrl.rollout import thinking_bound
 from agentrl.session.disk_space import check_disk_space
 from agentrl.session.folder import check_disk
-from agentrl.session.judge_servers import check_judge_servers_used, check_reward_model_vocabulary, declare_judge_servers
+from agentrl.session.judge_servers import check_judge_servers_used, check_reward_model_vocabulary, declare_judges
 from agentrl.session.models import find_model
 from agentrl.session.run_practice import open_run_practice
 from agentrl.task import open_family
@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 
 _THERE = "correct it there"
+
+
+_COPY_PATH, _COPY_DATA = ".agentrl-copy", b"a file that is to be in the copy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,16 +114,6 @@ def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = 
         group_judge=group_judge,
         notes=(*disk, *notes),
     )
-
-
-def declare_judges(recipe: Recipe, *, root: Path) -> dict[str, Path]:
-    """Returns the model folders of the judges' servers and registers these servers for this process. Raises `UserError`."""
-    folders = {
-        name: find_model(config.model, root, chat_template=False, key=f"judge_servers.{name}.model")
-        for name, config in recipe.judge_servers.items()
-    }
-    declare_judge_servers(recipe, folders)
-    return folders
 
 
 def check_parts(recipe: Recipe) -> None:
@@ -235,7 +228,7 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
 
     with raising_as(lambda error: PluginError(f"tasks.family {named!r} cannot be opened: {said(error)}", fix=_THERE), but=(AgentRLError,)):
         family = open_family(recipe.tasks, seed=recipe.seed, root=root)
-    with raising_as(lambda error: TaskError(f"the first task of {named!r} cannot be created: {said(error)}", fix=_THERE), but=(AgentRLError,)):
+    with raising_as(lambda error: TaskError(f"the first task of {named!r} is broken: {said(error)}", fix=_THERE), but=(AgentRLError,)):
         _check_sizes(family, recipe)
         first = family.task(Split.TRAIN, 0)
     if not isinstance(first, Task):
@@ -364,3 +357,48 @@ def check_thinking(chat: ChatFormat, family: TaskFamily, config: EvalConfig) -> 
     for split, count in ((Split.HELDOUT, config.heldout), (Split.HELDOUT_REAL, config.heldout_real)):
         if count and family.size(split) != 0:
             with_thinking_bound(family.task(split, 0), max(config.thinking_tokens))
+
+
+async def check_snapshots(recipe: Recipe, task: Task, sandboxes: SandboxBackend) -> None:
+    """Opens a sandbox from the snapshot of another one, if the recipe needs that. Built-in backends are not checked.
+
+    Raises `UserError` if no snapshot can be taken or it does not restore the same files, and `InfrastructureError` if no sandbox opens.
+    """
+    rollout = recipe.rollout
+    wanted = {
+        "rollout.delegation.sandbox=own": rollout.delegation is not None and rollout.delegation.sandbox == "own",
+        "rollout.branching": rollout.branching is not None,
+        "rollout.checkpoint_turns": rollout.checkpoint_turns,
+    }
+    key = next((key for key, on in wanted.items() if on), None)
+    if key is None or recipe.sandbox.backend in parts.BACKEND.shipped:
+        return
+    await sandboxes.prepare(task.sandbox)
+    first = await sandboxes.open(task.sandbox, files=task.contents(), timeout_s=recipe.sandbox.open_timeout_s)
+    try:
+        problem = await _copy_problem(recipe, task, sandboxes, first)
+    finally:
+        await first.close()
+    if problem:
+        raise UserError(
+            f"{key} needs copies of a working directory, and sandbox.backend={recipe.sandbox.backend} does not create them: {problem}",
+            fix="implement its Sandbox.snapshot() and open(snapshot=...) (agentrl sandbox check tests them), use another backend, or remove"
+            f" {key.partition('=')[0]}",
+        )
+
+
+async def _copy_problem(recipe: Recipe, task: Task, sandboxes: SandboxBackend, first: Sandbox) -> str:
+    """What is wrong with a copy of the first sandbox's working directory; empty if nothing is."""
+    await first.write(_COPY_PATH, _COPY_DATA)
+    try:
+        archive = await first.snapshot()
+        second = await sandboxes.open(task.sandbox, snapshot=archive, timeout_s=recipe.sandbox.open_timeout_s)
+    except Exception as error:  # a user-supplied backend may raise anything
+        return one_line_error(error)
+    try:
+        found = await second.read(_COPY_PATH, max_bytes=2 * len(_COPY_DATA))
+        return "" if found == _COPY_DATA else "a file in it has other content"
+    except (FileNotFoundError, ValueError) as error:
+        return f"a file in it is missing: {one_line_error(error)}"
+    finally:
+        await second.close()

@@ -31,7 +31,7 @@ __all__ = ["make_runner", "task", "tokenizer"]
 
 HOSTILE = Path(__file__).parents[1] / "agent" / "hostile_mcp.py"
 RECIPE = Recipe(name="r", policy={"model": "m"}, tasks={"family": "f:g"})  # type: ignore[arg-type]
-CHAT = SimpleNamespace(defang=lambda text: text.replace("\ufffd", "?"), unfit=lambda schema: "")
+CHAT = SimpleNamespace(escape_text=lambda text: text.replace("\ufffd", "?"), tool_problem=lambda schema: "")
 NOWHERE = ScriptedSandboxes(printing("no session"))
 
 
@@ -168,5 +168,5 @@ async def test_unusable_tools_are_reported_and_the_others_remain(caplog: pytest.
     wanted = recipe("some-odd").tools.mcp["it"].model_dump() | {"only": ("echo", "keys")}
     with pytest.raises(UserError, match="it offers the tool keys with the key"):
         await begun(RECIPE.but(tools={"mcp": {"it": wanted}}), "mcp:it")
-    unfit = SimpleNamespace(defang=str, unfit=lambda schema: "it cannot be called" if schema["function"]["name"] == "echo" else "")
-    assert [tool.name for tool in (await begun(recipe(), "mcp:it", chat=unfit)).servers["it"].offers or ()] == ["count"]
+    chat = SimpleNamespace(escape_text=str, tool_problem=lambda schema: "no call" if schema["function"]["name"] == "echo" else "")
+    assert [tool.name for tool in (await begun(recipe(), "mcp:it", chat=chat)).servers["it"].offers or ()] == ["count"]

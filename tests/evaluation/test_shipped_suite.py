@@ -48,9 +48,7 @@ def record(project: Path, policy: str, *, name: str = "s") -> Path:
 
 
 @pytest.mark.parametrize(("named", "source"), [("runs/q@3", PolicySource.VERSION), ("model", PolicySource.FOLDER)])
-def test_the_recorded_policy_equals_the_named_one(
-    named: str, source: PolicySource, project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recorded_policy_equals_the_named_one(named: str, source: PolicySource, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite = load_suite(record(project, named))
     assert recorded_policy([suite]) == find_policy(named) and find_policy(named).source is source
     monkeypatch.chdir(project / "sub")
