@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import agentrl
@@ -173,12 +172,6 @@ def evaluation_info(
         at=utc_now(),
         wall_s=time.monotonic() - began,
     )
-
-
-def version_number(model: str) -> int:
-    """The version number of a model folder within a run (`--model RUN@VERSION`); 0 for any other model."""
-    folder = Path(model)
-    return int(folder.name) if folder.parent.name == "versions" and folder.name.isdecimal() else 0
 
 
 def case_repeats(case: Case, otherwise: int) -> int:

@@ -149,8 +149,8 @@ def held_out_suite(recipe: Recipe, root: Path) -> Suite:
 async def open_policy(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
     """Opens the policy and the sandboxes of its episodes."""
     kind = _served if given.policy.served else _not_served
-    async with kind(given, console=console) as found:
-        yield found
+    async with kind(given, console=console) as policy:
+        yield policy
 
 
 @asynccontextmanager
@@ -246,12 +246,12 @@ def _parts(given: PreparedEvaluation) -> tuple[Policy, Agent, ChatFormat | None]
     """Returns policy, agent and chat format. An endpoint has its own agent and no chat format."""
     if given.policy.source is PolicySource.ENDPOINT:
         return NoPolicy(), _chat_agent(given.policy, given.recipe), None
-    made: Any = load_policy_plugin(given.policy)
+    plugin: Any = load_policy_plugin(given.policy)
     rollout = given.recipe.rollout
     policy = given.recipe.policy
-    chat = ChatFormat(made.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
+    chat = ChatFormat(plugin.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
     agent: Agent = parts.make_part(parts.AGENT, rollout.agent, rollout.agent_settings, chat=chat)
-    return made, agent, chat
+    return plugin, agent, chat
 
 
 def _chat_agent(policy: NamedPolicy, recipe: Recipe) -> ChatAgent:

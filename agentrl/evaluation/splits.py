@@ -131,7 +131,7 @@ def _measured(groups: Sequence[_TaskAttempts], *, phase: str, step: int) -> Spli
     means = [(_kind(one.task), statistics.fmean(value for value, _ in one.counted)) for one in groups if one.counted]
     kinds = sorted({kind for kind, _ in means})
     tries = [[CountedAttempt(passed=is_at_least(value, SOLVED_SCORE), tokens=tokens) for value, tokens in one.counted] for one in groups]
-    tokens = [attempt.tokens for some in tries for attempt in some]
+    tokens = [attempt.tokens for attempts in tries for attempt in attempts]
     episodes = sum(len(one.attempts) for one in groups)
     return SplitEvaluation(
         rate=_rate(value for _, value in means),

@@ -164,9 +164,9 @@ class _Evaluation:
         info = evaluation_info(given.recipe, suite, self._policy.version, repeats=repeats, threshold=given.threshold, began=self._began)
         info = replace(info, model=given.policy.name, version=given.policy.version)  # as typed, so that it is the same on any machine
         attempts = [record for _, records in cases for record in records]
-        found = SuiteResults(about=info, attempts=tuple(record.attempt for record in attempts))
-        results.save_results(folder, found, transcripts_of(attempts))
-        return SuiteEvaluation(suite=suite, folder=folder, results=found, outcomes=tuple(outcome for outcome, _ in cases))
+        suite_results = SuiteResults(about=info, attempts=tuple(record.attempt for record in attempts))
+        results.save_results(folder, suite_results, transcripts_of(attempts))
+        return SuiteEvaluation(suite=suite, folder=folder, results=suite_results, outcomes=tuple(outcome for outcome, _ in cases))
 
     def _count(self, attempt: PlannedAttempt, scored: ScoredEpisode) -> None:
         self._scored += 1

@@ -71,10 +71,10 @@ def read_verdict(run_dir: Path, version: int) -> GateVerdict | None:
     """The verdict on a version, or None where there is none. Raises `StoreError` for one that cannot be read."""
     path = evaluation_folder(run_dir, version) / FILE
     try:
-        found = codec.from_json(GateVerdict, read_bytes(path, most=_LARGEST, inside=run_dir))
-        if found.version != version:
-            raise ValueError(f"it is on version {found.version}")
-        return found
+        verdict = codec.from_json(GateVerdict, read_bytes(path, most=_LARGEST, inside=run_dir))
+        if verdict.version != version:
+            raise ValueError(f"it is on version {verdict.version}")
+        return verdict
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -319,16 +319,16 @@ class ActiveEpisode:
         sampling = self._sampling.constrained() if constraint else self._sampling
         common = {**asdict(sampling), "stop_token_ids": tuple(stop_token_ids), "stop": tuple(stop), "constraint": constraint}
         self.stage = "generate"
-        made = await self.requests.sample(
+        completion = await self.requests.sample(
             token_ids,
             lambda most: SamplingParams(**common, max_tokens=most),
             max_tokens,
             f"{self.id}-{number}{part}",
             reads=0 if part else reads,
         )
-        if sampling.supports and (made.supports is None or not all(made.supports.rows)):
+        if sampling.supports and (completion.supports is None or not all(completion.supports.rows)):
             raise ServingError("the policy did not return the support of every token, without which the learner would score them wrongly")
-        return made
+        return completion
 
     def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[TimedExternalRequest]:
         """Times a request that the agent sends itself."""
@@ -404,7 +404,7 @@ class ActiveEpisode:
         try:
             if self._sub_sandboxes:
                 raise ValueError("a sub-agent is running in its own sandbox")
-            kept = await agent_state()
+            tool_state = await agent_state()
             started = loop_time()
             return EpisodeState(
                 episode_id=self.id,
@@ -412,7 +412,7 @@ class ActiveEpisode:
                 attempt=self._attempt,
                 trajectories=self.record(),
                 prompt_ids=tuple(trajectory.prompt_ids for trajectory in self._trajectories),
-                agent_state=kept,
+                agent_state=tool_state,
                 snapshot=await self._box.snapshot(),
                 output_chars=self._output_chars,
                 wall_s=wall_s,

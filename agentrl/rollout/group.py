@@ -101,11 +101,11 @@ class GroupRunner:
         """
         broken: Failure | None = None
         members = self._members(index, oldest_version)
-        found = [await self._found(member, task) for member in members]
+        stored = [await self._found(member, task) for member in members]
 
         async def play(slot: GroupAttempt) -> None:
             try:
-                scored = await self._scored(members[slot.number], task, found[slot.number], slot)
+                scored = await self._scored(members[slot.number], task, stored[slot.number], slot)
             except _BrokenTask:
                 race.stop()
                 raise
@@ -124,7 +124,7 @@ class GroupRunner:
         )
         try:
             async with asyncio.TaskGroup() as running:
-                race.start([number for number, one in enumerate(found) if isinstance(one, ScoredEpisode)])
+                race.start([number for number, one in enumerate(stored) if isinstance(one, ScoredEpisode)])
         except* _BrokenTask as errors:
             broken = _first(errors).fault
         if broken is not None:
@@ -260,20 +260,22 @@ class GroupRunner:
         forks = [_Fork(stem, range(stem + 1, stem + width), self.branching.turn) for stem in range(0, self.group_size, width)]
         return [_Member(index, member, forks[member // width], oldest_version) for member in range(self.group_size)]
 
-    async def _scored(self, member: _Member, task: Task, found: EpisodeState | ScoredEpisode | None, slot: GroupAttempt) -> ScoredEpisode:
+    async def _scored(self, member: _Member, task: Task, stored: EpisodeState | ScoredEpisode | None, slot: GroupAttempt) -> ScoredEpisode:
         """One attempt, started or continued. A branch waits for its stem outside of `slots`, so stems never wait for branches."""
         fork, since = member.stem_of, user_code.cancellation_count()
         try:
-            if isinstance(found, ScoredEpisode):
-                waits = self.group_scoring is None and found.score.reason == AWAITING_GROUP_JUDGE  # the recipe no longer has a group scorer
-                return replace(found, score=await self.scorer(task, found.episode)) if waits else found
-            if fork is not None and found is not None and found.turn_count >= fork.turn:
-                fork.settle(found if found.turn_count == fork.turn < task.limits.turns else None)  # later, branches have their own states
-            if member.fork is not None and fork is None and found is None:
-                found = await member.fork.state
+            if isinstance(stored, ScoredEpisode):
+                waits = (
+                    self.group_scoring is None and stored.score.reason == AWAITING_GROUP_JUDGE
+                )  # the recipe no longer has a group scorer
+                return replace(stored, score=await self.scorer(task, stored.episode)) if waits else stored
+            if fork is not None and stored is not None and stored.turn_count >= fork.turn:
+                fork.settle(stored if stored.turn_count == fork.turn < task.limits.turns else None)  # later, branches have their own states
+            if member.fork is not None and fork is None and stored is None:
+                stored = await member.fork.state
             on_turn = None if fork is None and self.checkpoints is None else self._watching(member, task)
             scorer, alone = (self.scorer, True) if self.group_scoring is None else (self.group_scoring.score_attempt, False)
-            scored = await self._episode(task, member.name, found, on_turn, scorer, tell=alone, slot=slot)
+            scored = await self._episode(task, member.name, stored, on_turn, scorer, tell=alone, slot=slot)
         except BaseException as error:
             user_code.reraise_if_fatal(error, since)
             failure = failure_from_error(error, stage="group")
@@ -312,13 +314,13 @@ class GroupRunner:
 
     async def _found(self, member: _Member, task: Task) -> EpisodeState | ScoredEpisode | None:
         """What a process that died stored of this attempt, if it is still usable."""
-        found: EpisodeState | ScoredEpisode | None = None
+        stored: EpisodeState | ScoredEpisode | None = None
         if self.checkpoints is not None:
             with _safety_net():
-                found = await self.checkpoints.load(member.group, member.number)
-        if found is None:
+                stored = await self.checkpoints.load(member.group, member.number)
+        if stored is None:
             return None
-        episode = found.episode if isinstance(found, ScoredEpisode) else found
+        episode = stored.episode if isinstance(stored, ScoredEpisode) else stored
         oldest = episode.oldest_version
         if episode.task_key != task.key:
             log.warning("attempt %s restarts: task %s changed since it started", member.name, task.id)
@@ -328,7 +330,7 @@ class GroupRunner:
                 "attempt %s restarts: it used version %d, and at least version %d is needed", member.name, oldest, member.oldest_version
             )
             return None
-        return found
+        return stored
 
 
 def _watched(slot: GroupAttempt | None) -> StartListener:

@@ -95,17 +95,17 @@ class AttemptScheduler:
     @property
     def episodes(self) -> tuple[ScoredEpisode, ...]:
         """The attempts of the group in order: those that count, and those that were excluded or have no score."""
-        kept = {attempt.number for attempt in self.counted}
-        return tuple(one.scored for one in self.attempts if one.scored and (one.number in kept or not counts_for_group(one.scored)))
+        counted = {attempt.number for attempt in self.counted}
+        return tuple(one.scored for one in self.attempts if one.scored and (one.number in counted or not counts_for_group(one.scored)))
 
     @property
     def cancelled(self) -> tuple[Cancelled, ...]:
         """The records of the cancelled attempts, in order."""
-        kept = {attempt.number for attempt in self.counted}
+        counted = {attempt.number for attempt in self.counted}
         return tuple(
             _cancelled(one, self._reason)
             for one in self.attempts
-            if one.number not in kept and (one.scored is None or counts_for_group(one.scored))
+            if one.number not in counted and (one.scored is None or counts_for_group(one.scored))
         )
 
     def _advance(self) -> None:

@@ -109,7 +109,7 @@ class SampleResult:
     def evaluation(self) -> SplitEvaluation:
         """Returns the result as an evaluation of the training tasks."""
         tries = list(self.totals.tries.values())
-        tokens = [one.tokens for some in tries for one in some]
+        tokens = [one.tokens for attempts in tries for one in attempts]
         kinds = {kind: rate for kind, came in self.by_kind.items() if (rate := came.rate) is not None}
         return SplitEvaluation(
             rate=self.totals.rate,
@@ -136,18 +136,18 @@ async def sample(
     Args:
         groups: None means as many as before, or `DEFAULT_GROUPS`. Raises `UserError` for fewer than before.
     """
-    asked = _asked(start.folder, groups)
+    requested = _asked(start.folder, groups)
     async with open_run(recipe, start, checked, root=root, console=console, steps=StepGroups.single_step(recipe.rollout)) as run:
-        write_atomically(start.folder / SAMPLE_FILE, json.dumps({"groups": asked}) + "\n")
+        write_atomically(start.folder / SAMPLE_FILE, json.dumps({"groups": requested}) + "\n")
         with measure.handle_interrupts(run.stop_after_step, in_hand="the groups"):
-            if missing := [index for index in range(asked) if not run.store.has(index)]:
+            if missing := [index for index in range(requested) if not run.store.has(index)]:
                 await _served(run, missing)
-            found = sample_result(run, asked)
-    write_atomically(start.folder / SAMPLE_FILE, json.dumps(found.as_json(), indent=2) + "\n")
-    measure.save_evaluation(start.folder, "sample", {Split.TRAIN: found.evaluation()})
+            result = sample_result(run, requested)
+    write_atomically(start.folder / SAMPLE_FILE, json.dumps(result.as_json(), indent=2) + "\n")
+    measure.save_evaluation(start.folder, "sample", {Split.TRAIN: result.evaluation()})
     with warn_on_error(start.folder, "the digest of failures"):
         write_digest(start.folder)
-    return found
+    return result
 
 
 def _asked(folder: Path, groups: int | None) -> int:

@@ -42,7 +42,7 @@ def declare_judge_servers(recipe: Recipe, folders: Mapping[str, Path]) -> None:
     Args:
         folders: model folders by server name.
     """
-    found = {}
+    servers = {}
     for name, folder in folders.items():
         key, config = f"judge_servers.{name}", read_json(folder / "config.json")
         reward_model = is_reward_model(config)
@@ -52,8 +52,8 @@ def declare_judge_servers(recipe: Recipe, folders: Mapping[str, Path]) -> None:
             raise UserError(
                 f"{key}.max_model_len={wanted}, and the model has {positions} positions", fix=f"set {key}.max_model_len={positions}"
             )
-        found[name] = known_servers.JudgeServer(folder=folder, weights=_hash(folder), reward_model=reward_model)
-    known_servers.register_servers(found)
+        servers[name] = known_servers.JudgeServer(folder=folder, weights=_hash(folder), reward_model=reward_model)
+    known_servers.register_servers(servers)
 
 
 def is_reward_model(config: Mapping[str, Any]) -> bool:

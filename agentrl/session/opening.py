@@ -190,19 +190,12 @@ async def _open_parts(
     folder, steps = start.folder, steps or StepGroups.from_config(recipe.rollout)
     clock = StageClock(began=start.began)
     tracker = await _open_tracker(stack, recipe, folder, clock, console=console)
-    tracker.stage("prepare", chat.form_summary)
-    for note in checked.notes:
-        tracker.alert(note)
-    store, checkpoints = _open_experience(stack, recipe, folder)
-    memory = open_memory(recipe, folder, store, steps)
-    if memory is not None:
-        stack.callback(memory.close)
+    _report_preparation(tracker, chat, checked)
+    store, checkpoints, memory = _open_experience(stack, recipe, folder, steps)
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, alert=tracker.alert)
     pace = restore_pace(recipe, folder)
     stack.callback(save_pace, pace, recipe, folder)
-    learner = LearnerProcess(folder, recipe, gpus=checked.gpus.learner, root=root)
-    stack.push_async_callback(learner.kill)
-    capture = _open_capture(stack, recipe, folder)
+    learner = _open_learner(stack, recipe, folder, checked, root)
     faults, scorer = fault_rate(recipe), replace(checked.scorer, sandboxes=sandboxes)
     episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace)
     slots = Admission(recipe.rollout.concurrency, use=lambda: served.cache_use, full=recipe.rollout.max_cache_use)
@@ -217,7 +210,7 @@ async def _open_parts(
         store=store,
         checkpoints=checkpoints,
         quarantine=Quarantine(folder, limit=recipe.rollout.max_quarantined),
-        capture=capture,
+        capture=_open_capture(stack, recipe, folder),
         fault_rate=faults,
         registry=registry,
         family=checked.family,
@@ -241,6 +234,18 @@ async def _open_tracker(stack: AsyncExitStack, recipe: Recipe, folder: Path, clo
     return tracker
 
 
+def _open_learner(stack: AsyncExitStack, recipe: Recipe, folder: Path, checked: PreflightResult, root: Path) -> LearnerProcess:
+    learner = LearnerProcess(folder, recipe, gpus=checked.gpus.learner, root=root)
+    stack.push_async_callback(learner.kill)
+    return learner
+
+
+def _report_preparation(tracker: RunTracker, chat: ChatFormat, checked: PreflightResult) -> None:
+    tracker.stage("prepare", chat.form_summary)
+    for note in checked.notes:
+        tracker.alert(note)
+
+
 def _open_capture(stack: AsyncExitStack, recipe: Recipe, folder: Path) -> Capture:
     origin = {"run": folder.name, "recipe": recipe.name, "model": recipe.policy.model}
     capture = Capture(folder, recipe.capture, origin=origin, audit=partial(audit_contradiction, below=recipe.capture.below))
@@ -248,13 +253,18 @@ def _open_capture(stack: AsyncExitStack, recipe: Recipe, folder: Path) -> Captur
     return capture
 
 
-def _open_experience(stack: AsyncExitStack, recipe: Recipe, folder: Path) -> tuple[ExperienceStore, FolderCheckpoints]:
+def _open_experience(
+    stack: AsyncExitStack, recipe: Recipe, folder: Path, steps: StepGroups
+) -> tuple[ExperienceStore, FolderCheckpoints, RunMemory | None]:
     store = open_store(folder, recipe)
     stack.callback(store.close)
     checkpoints = FolderCheckpoints(folder / "running")
     for index in filter(store.has, checkpoints.groups()):  # the driver died after storing it
         checkpoints.remove_group(index)
-    return store, checkpoints
+    memory = open_memory(recipe, folder, store, steps)
+    if memory is not None:
+        stack.callback(memory.close)
+    return store, checkpoints, memory
 
 
 async def _open_servers(

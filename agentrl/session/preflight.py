@@ -79,11 +79,14 @@ def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = 
     `training`: whether a learner and the recipe's gate will start and need GPUs.
     """
     check_disk(folder)
-    named, begun = recipe.policy.chat_template, (folder / "versions" / "000000").is_dir()  # version 0 of a resumed run has its template
-    template = None if named is None or begun else read_template(named, root)
+    template_name, begun = (
+        recipe.policy.chat_template,
+        (folder / "versions" / "000000").is_dir(),
+    )  # version 0 of a resumed run has its template
+    template = None if template_name is None or begun else read_template(template_name, root)
     if recipe.policy.tool_format is not None:
         forms.call_form(recipe.policy.tool_format)
-    model = find_model(recipe.policy.model, root, chat_template=named is None)
+    model = find_model(recipe.policy.model, root, chat_template=template_name is None)
     check_model(model, recipe)
     disk = check_disk_space(recipe, model, folder) if training else ()
     _check_known(str(read_json(model / "config.json")["model_type"]))
@@ -119,7 +122,7 @@ def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = 
 def check_parts(recipe: Recipe) -> None:
     """Resolves all plug-ins of the recipe and checks them against their protocols. Raises `PluginError` with all problems."""
     serving, objective, sandbox = recipe.serving, recipe.objective, recipe.sandbox
-    named: list[tuple[parts.PartKind, str, parts.Options]] = [
+    configured: list[tuple[parts.PartKind, str, parts.Options]] = [
         (parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_options),
         (parts.BACKEND, sandbox.backend, sandbox.options),
         (parts.CHANNEL, serving.weight_transfer, serving.weight_transfer_options),
@@ -129,7 +132,7 @@ def check_parts(recipe: Recipe) -> None:
         (parts.LOSS, objective.loss, objective.loss_options),
     ]
     wrong: list[PluginError] = []
-    for kind, name, options in named:
+    for kind, name, options in configured:
         if name not in kind.shipped:  # the type checker checks built-in parts
             try:
                 parts.load_part(kind, name, options)
@@ -159,8 +162,8 @@ def _check_agent(recipe: Recipe) -> None:
         "tools.bounds": (bool(recipe.tools.bounds), *tools),
         "tools.words": (bool(recipe.tools.words), *tools),
     }
-    for key, (given, has, why) in wanted.items():
-        if given and not getattr(agent, has, True):
+    for key, (is_set, has, why) in wanted.items():
+        if is_set and not getattr(agent, has, True):
             raise UserError(f"{key} does nothing with rollout.agent={rollout.agent}: {why}", fix=f"remove {key}")
 
 
@@ -221,19 +224,23 @@ def _check_known(kind: str) -> None:
 def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tuple[TaskFamily, TaskScorer]:
     """Returns the recipe's task family, and a scorer with the verifiers of its first task. Raises `UserError`, also for a bug in them."""
     scorer = TaskScorer(root=root, folder=folder, audit=recipe.tasks.audit)
-    named = recipe.tasks.family
+    family_name = recipe.tasks.family
 
     def said(error: BaseException) -> str:
         return f"{one_line_error(error)} ({error_text.raise_location(error)})"
 
-    with raising_as(lambda error: PluginError(f"tasks.family {named!r} cannot be opened: {said(error)}", fix=_THERE), but=(AgentRLError,)):
+    with raising_as(
+        lambda error: PluginError(f"tasks.family {family_name!r} cannot be opened: {said(error)}", fix=_THERE), but=(AgentRLError,)
+    ):
         family = open_family(recipe.tasks, seed=recipe.seed, root=root)
-    with raising_as(lambda error: TaskError(f"the first task of {named!r} is broken: {said(error)}", fix=_THERE), but=(AgentRLError,)):
+    with raising_as(
+        lambda error: TaskError(f"the first task of {family_name!r} is broken: {said(error)}", fix=_THERE), but=(AgentRLError,)
+    ):
         _check_sizes(family, recipe)
         first = family.task(Split.TRAIN, 0)
     if not isinstance(first, Task):
         raise TaskError(
-            f"the first task of {named!r} has type {type(first).__name__} instead of Task",
+            f"the first task of {family_name!r} has type {type(first).__name__} instead of Task",
             fix="return agentrl.records.Task(...) from its task()",
         )
     scorer.load([*first.verifiers, *recipe.tasks.audit])
@@ -396,8 +403,8 @@ async def _copy_problem(recipe: Recipe, task: Task, sandboxes: SandboxBackend, f
     except Exception as error:  # a user-supplied backend may raise anything
         return one_line_error(error)
     try:
-        found = await second.read(_COPY_PATH, max_bytes=2 * len(_COPY_DATA))
-        return "" if found == _COPY_DATA else "a file in it has other content"
+        copied = await second.read(_COPY_PATH, max_bytes=2 * len(_COPY_DATA))
+        return "" if copied == _COPY_DATA else "a file in it has other content"
     except (FileNotFoundError, ValueError) as error:
         return f"a file in it is missing: {one_line_error(error)}"
     finally:

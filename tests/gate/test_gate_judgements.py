@@ -21,7 +21,7 @@ from agentrl.observe import Rate
 from agentrl.records import SandboxSpec, VersionState
 from agentrl.version import rollback
 from tests.gate import test_rolled_back as plain
-from tests.gate.test_judgement import RECIPE, Player, looked, opened, publish, served_through, serving_the_second
+from tests.gate.test_gate import RECIPE, Player, looked, opened, publish, served_through, serving_the_second
 
 scripted = plain.scripted
 

@@ -21,7 +21,7 @@ from agentrl.records import PolicyVersion, VersionState
 from agentrl.run import loop
 from agentrl.version import rollback
 from tests.gate import test_rolled_back as plain
-from tests.gate.test_judgement import RECIPE, Player, learner_answers, opened, publish, states
+from tests.gate.test_gate import RECIPE, Player, learner_answers, opened, publish, states
 from tests.waiting import until
 
 scripted = plain.scripted

@@ -61,7 +61,7 @@ def make_suite() -> Suite:
             prompt=(Message(role="user", content=f"case {name}"),),
             tools=("submit",),
             sandbox=SandboxSpec(image="none"),
-            verifiers=("tests.gate.test_judgement:verdict",),
+            verifiers=("tests.gate.test_gate:verdict",),
             data={},
             split=Split.HELDOUT,
         )
@@ -105,7 +105,8 @@ async def opened(run_dir: Path) -> Any:
     run.sandboxes = ScriptedSandboxes(printing(""))
     (run_dir / "versions/000000/model.safetensors").write_text("good")
     run.registry._write(replace(run.registry.get(0), sha256=plain.sha256_file(run_dir / "versions/000000/model.safetensors")))
-    run.served.sha256 = run.registry.get(0).sha256
+    run.base_version = run.registry.get(0)
+    run.served.sha256 = run.base_version.sha256
     (run_dir / "recipe.json").write_text(RECIPE.model_dump_json())
     equip(run)
     return run
