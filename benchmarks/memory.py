@@ -19,7 +19,7 @@ from pathlib import Path
 
 from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.config import MemoryConfig
-from agentrl.evaluation.evaluate import evaluate_split
+from agentrl.evaluation.splits import evaluate_split
 from agentrl.experience import SqliteStore, StepGroups
 from agentrl.memory.run_memory import EvaluationNotes, RunMemory
 from agentrl.records import Group, Split

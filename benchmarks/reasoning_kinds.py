@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from agentrl.cli.recipes import load_recipe  # noqa: E402
 from agentrl.cli.running import run_folder  # noqa: E402
-from agentrl.evaluation.evaluate import evaluate_split  # noqa: E402
+from agentrl.evaluation.splits import evaluate_split  # noqa: E402
 from agentrl.observe.stats import Rate  # noqa: E402
 from agentrl.records import Split  # noqa: E402
 from agentrl.records.sampling import Sampling  # noqa: E402
@@ -34,9 +34,7 @@ RECIPE = ROOT / "recipes" / "smollm2.py"
 
 async def measure(run: Run, arguments: argparse.Namespace) -> dict[str, dict[str, Rate]]:
     """Success by tool and kind."""
-    base = run.registry.get(0)
-    assert base is not None, "version 0 was registered"
-    await run.start_serving(base)
+    await run.start_serving(run.base_version)
     runner = replace(run.groups, runner=replace(run.groups.runner, sampling=Sampling(temperature=arguments.temperature)))
     found: dict[str, dict[str, Rate]] = {}
     for tool in arguments.tools:

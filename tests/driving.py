@@ -24,6 +24,7 @@ from agentrl.memory.run_memory import open_memory
 from agentrl.observe import RunTracker, StageClock
 from agentrl.protocols import Policy, SandboxBackend
 from agentrl.records import Completion, Episode, ExecResult, Limits, Message, SandboxSpec, Score, Split, Task
+from agentrl.rollout import Admission
 from agentrl.run import loop
 from agentrl.sandbox import select_backend
 from agentrl.session import opening
@@ -133,8 +134,9 @@ async def opened(
     """A `Run` whose rollouts are real; it has neither server nor learner. `steps`: which groups make one, if not the recipe's."""
     steps = steps or StepGroups.from_config(recipe.rollout)
     store, tracker = SqliteStore(run_dir / "experience.sqlite"), RunTracker(run_dir)
-    running = FolderCheckpoints(run_dir / "running")
-    chat, faults = chat_of(shared_tokenizer()), FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency)
+    checkpoints = FolderCheckpoints(run_dir / "running")
+    faults, slots = FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency), Admission(recipe.rollout.concurrency)
+    episodes = opening.build_episode_runner(recipe, policy, sandboxes, chat_of(shared_tokenizer()))
     capture = Capture(run_dir, recipe.capture, origin={"run": run_dir.name})
     memory = open_memory(recipe, run_dir, store, steps)
     try:
@@ -144,7 +146,7 @@ async def opened(
             tracker=tracker,
             clock=StageClock(),
             store=store,
-            running=running,
+            checkpoints=checkpoints,
             quarantine=Quarantine(run_dir, limit=recipe.rollout.max_quarantined),
             capture=capture,
             fault_rate=faults,
@@ -152,14 +154,12 @@ async def opened(
             family=family,
             sandboxes=sandboxes,
             served=cast(Any, AlwaysServed()),
-            groups=opening.build_group_runner(
-                recipe, policy, sandboxes, chat, cast(Any, one), running, faults, memory=memory and memory.view
-            ),
+            groups=opening.build_group_runner(recipe, episodes, cast(Any, one), checkpoints, faults, slots, memory=memory),
             group_tasks=GroupTasks(recipe, run_dir, store, GroupSchedule(family, recipe.seed), steps),
             step_groups=steps,
             learner=cast(Any, None),
             judges=JudgeServers(recipe, {}, folder=run_dir),
-            stop_at=recipe.steps,
+            progress=opening.Progress(stop_at=recipe.steps),
             memory=memory,
         )
     finally:

@@ -102,33 +102,35 @@ async def pin_tools(
             f"tools.mcp.{unused[0]} does nothing: none of the first {len(looked_at)} tasks uses {MCP_PREFIX}{unused[0]}",
             fix=f"add {MCP_PREFIX}{unused[0]} to the tools of tasks, or remove the server",
         )
-    kept = _read(folder)
-    asked = await asyncio.gather(*(_asked(tools.servers[name], task, sandboxes) for name, task in users.items()))
-    servers = {}
-    for server, listed in asked:
-        before = kept.get(server.name)
-        try:
-            usable = before or usable_tools(listed, server.config.only)
-        except InvalidMessage as error:
-            raise _refused(server, f"it offers {error}") from None
-        shown, reasons = _shown(usable, chat)
-        if reasons and (server.config.only or not shown):
-            raise _refused(server, next(iter(reasons.values())))
-        reasons |= {} if server.config.only else excluded_tools(listed)
-        if reasons:
-            more = f"; and {len(reasons) - _MOST_REASONS} more" if len(reasons) > _MOST_REASONS else ""
-            listing = "; ".join(itertools.islice(reasons.values(), _MOST_REASONS))
-            log.warning("tools.mcp.%s: %d of its tools are not offered: %s%s", server.name, len(reasons), listing, more)
-        if before is not None and (difference := tool_difference(before, listed)):
-            raise UserError(
-                f"tools.mcp.{server.name}: the server differs from the one at the start of this run: {difference}",
-                fix="install the version that the run started with, or start a new run",
-            )
-        servers[server.name] = replace(server, offers=shown, excluded=reasons)
-    made = RunTools(servers=servers, bounds=tools.bounds, words=tools.words)
+    before = _read(folder)
+    listings = await asyncio.gather(*(_list_tools(tools.servers[name], task, sandboxes) for name, task in users.items()))
+    servers = {server.name: _pin(server, listed, before.get(server.name), chat) for server, listed in listings}
+    pinned = RunTools(servers=servers, bounds=tools.bounds, words=tools.words)
     if not idle_words:
-        _check_used(made, looked_at, memory, every=every)
-    return made
+        _check_used(pinned, looked_at, memory, every=every)
+    return pinned
+
+
+def _pin(server: Server, listed: list[object], before: tuple[ListedTool, ...] | None, chat: ChatFormat | None) -> Server:
+    """The server with its usable tools. `before`: those at the start of a resumed run."""
+    try:
+        usable = before or usable_tools(listed, server.config.only)
+    except InvalidMessage as error:
+        raise _refused(server, f"it offers {error}") from None
+    shown, reasons = _shown(usable, chat)
+    if reasons and (server.config.only or not shown):
+        raise _refused(server, next(iter(reasons.values())))
+    reasons |= {} if server.config.only else excluded_tools(listed)
+    if reasons:
+        more = f"; and {len(reasons) - _MOST_REASONS} more" if len(reasons) > _MOST_REASONS else ""
+        listing = "; ".join(itertools.islice(reasons.values(), _MOST_REASONS))
+        log.warning("tools.mcp.%s: %d of its tools are not offered: %s%s", server.name, len(reasons), listing, more)
+    if before is not None and (difference := tool_difference(before, listed)):
+        raise UserError(
+            f"tools.mcp.{server.name}: the server differs from the one at the start of this run: {difference}",
+            fix="install the version that the run started with, or start a new run",
+        )
+    return replace(server, offers=shown, excluded=reasons)
 
 
 def _shown(usable: Sequence[ListedTool], chat: ChatFormat | None) -> tuple[tuple[ListedTool, ...], dict[str, str]]:
@@ -167,7 +169,7 @@ def _check_used(tools: RunTools, tasks: Sequence[Task], memory: EpisodeMemory | 
         )
 
 
-async def _asked(server: Server, task: Task, sandboxes: SandboxBackend) -> tuple[Server, list[object]]:
+async def _list_tools(server: Server, task: Task, sandboxes: SandboxBackend) -> tuple[Server, list[object]]:
     """Starts a server and returns its tool list."""
     sandbox, connection = None, ServerConnection(server)
     try:

@@ -18,9 +18,8 @@ from pathlib import Path
 from agentrl.base.estimates import wilson_interval
 from agentrl.check.check import prove_tasks
 from agentrl.errors import TaskError, UserError
-from agentrl.evaluation.regressions import PreparedEvaluation, open_policy
-from agentrl.evaluation.results import attempt_passes
-from agentrl.evaluation.suites import utc_now
+from agentrl.evaluation.engine import utc_now
+from agentrl.evaluation.open_policy import PreparedEvaluation, open_policy
 from agentrl.failure.case import Baseline, Case
 from agentrl.protocols import SandboxBackend, TaskFamily
 from agentrl.records import Task

@@ -349,8 +349,8 @@ def minimize(
     """Remove messages, files and lines from a case while the policy still fails it and the gold solution still solves it."""
     from agentrl.check.minimize import minimize_case
     from agentrl.cli.recipes import load_recipe
+    from agentrl.evaluation.open_policy import prepare_evaluation
     from agentrl.evaluation.policies import find_policy
-    from agentrl.evaluation.regressions import prepare_evaluation
     from agentrl.failure.case import load_case, save_case
     from agentrl.task import open_family
 

@@ -184,8 +184,8 @@ def _keys() -> Iterator[Iterator[str]]:
 
 
 async def _served(path: Path, root: Path, measured: Callable[[], Coroutine[Any, Any, CalibrationReport]]) -> CalibrationReport:
-    """Runs a measurement while the judge servers of a recipe are running."""
-    from agentrl.session.judges_alone import standalone_judge_servers
+    """A measurement beside the judges' servers of a recipe."""
+    from agentrl.session.judge_servers import standalone_judge_servers
 
     _, recipe = load_recipe(path, [])
     if not recipe.judge_servers:

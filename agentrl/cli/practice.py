@@ -61,7 +61,7 @@ async def _make(
 ) -> PracticeReport:
     from agentrl.check.practice import check_count, generate_practice
     from agentrl.sandbox import open_sandboxes
-    from agentrl.session.judges_alone import standalone_judge_servers
+    from agentrl.session.judge_servers import standalone_judge_servers
     from agentrl.session.run_practice import held_out_cases
     from agentrl.task import open_family
 

@@ -23,9 +23,10 @@ from agentrl.session.ending import ended_by_user, report_error
 
 if TYPE_CHECKING:
     from agentrl.config.recipe import Recipe
+    from agentrl.evaluation.open_policy import PreparedEvaluation
     from agentrl.evaluation.outcomes import CaseOutcome
     from agentrl.evaluation.policies import NamedPolicy
-    from agentrl.evaluation.regressions import PreparedEvaluation, SuiteEvaluation
+    from agentrl.evaluation.suites import SuiteEvaluation
 
 _SHOWN = 12  # failed cases with details
 _LISTED = 40  # rows of the table
@@ -53,9 +54,10 @@ def evaluate_suites_command(
         raise UserError(f"--junit {junit_file}: cannot write there", fix="give a file in an existing folder")
     with loading():
         from agentrl.evaluation.junit import junit_xml
+        from agentrl.evaluation.open_policy import prepare_evaluation
         from agentrl.evaluation.policies import project_of, recorded_policy
-        from agentrl.evaluation.regressions import exit_code, pin_baselines, prepare_evaluation
         from agentrl.evaluation.suite_code import check_project
+        from agentrl.evaluation.suites import exit_code, pin_baselines
 
     check_project(suites, project_of(suites))
     policy = policy or recorded_policy(suites)
@@ -83,7 +85,7 @@ def evaluate_recipe(
             fix=f"agentrl eval RECIPE --model {policy.name}",
         )
     with loading():
-        from agentrl.evaluation.regressions import held_out_suite, prepare_evaluation
+        from agentrl.evaluation.open_policy import held_out_suite, prepare_evaluation
 
     own = root, recipe.but({"gate": None, "trackers": ("terminal",), "tracker_options": {}})
     suites = [held_out_suite(recipe, root)]
@@ -95,8 +97,8 @@ def evaluate_recipe(
 
 
 def _evaluated(given: PreparedEvaluation, *, as_json: bool) -> tuple[SuiteEvaluation, ...]:
-    """Runs an evaluation and prints its table, or JSON."""
-    from agentrl.evaluation.regressions import evaluate_suites
+    """Runs the evaluation and prints its table, or JSON."""
+    from agentrl.evaluation.suites import evaluate_suites
     from agentrl.session.measure import judge_costs
 
     folder = given.start.folder

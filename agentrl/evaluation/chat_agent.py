@@ -61,8 +61,8 @@ class ChatEndpoint(Endpoint):
         try:
             body = json.loads(content)
             choice = body["choices"][0]
-            said = choice["message"]
-            words, refusal, wanted = said.get("content"), said.get("refusal"), said.get("tool_calls") or []
+            message = choice["message"]
+            words, refusal, wanted = message.get("content"), message.get("refusal"), message.get("tool_calls") or []
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise JudgeError(f"{self._where()} did not return a chat completion") from None
         if not isinstance(wanted, list) or not isinstance(words, str | None):
@@ -116,9 +116,9 @@ class ChatAgent:
             answer = await self._asked(episode, messages, schemas, most)
             context = answer.prompt_tokens + answer.completion_tokens
             good = [one.call for one in answer.calls if isinstance(one.call, ToolCall)]
-            said = Message(role="assistant", content=answer.text, tool_calls=tuple(good))
+            message = Message(role="assistant", content=answer.text, tool_calls=tuple(good))
             unknown = Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length" if answer.cut else "stop")
-            main.add_turn(unknown, said)
+            main.add_turn(unknown, message)
             if answer.cut:
                 return "token_limit"
             if not answer.calls:
@@ -151,7 +151,7 @@ class ChatAgent:
     async def _called(self, episode: LiveEpisode, tools: Toolbox, calls: Sequence[RequestedCall], messages: list[dict[str, Any]]) -> str:
         """Runs the calls of a turn in order, until an answer is submitted or the sandbox is lost, and appends the results. Returns the
         stop reason."""
-        began, made = time.monotonic(), count_calls(episode)
+        began, counts = time.monotonic(), count_calls(episode)
         results: list[ToolResult] = []
         errors: list[ToolResult] = []  # recorded after the others, as in the turn loop
         ended = ""
@@ -161,7 +161,7 @@ class ChatAgent:
                 errors.append(ToolResult(name="", output=output, ok=False))
             else:
                 started = time.monotonic()
-                outcome = await run_call(episode, tools, one.call, made)
+                outcome = await run_call(episode, tools, one.call, counts)
                 output = episode.clip_output(outcome.output)
                 results.append(ToolResult(name=one.name[:64], output=output, ok=outcome.ok, wall_s=time.monotonic() - started))
                 if outcome.answer is not None or episode.sandbox_lost:
@@ -182,19 +182,19 @@ class NoPolicy:
 
 def _calls(wanted: Sequence[Any]) -> tuple[RequestedCall, ...]:
     """Parses tool calls. An invalid or repeated id is replaced."""
-    made: list[RequestedCall] = []
+    calls: list[RequestedCall] = []
     for number, one in enumerate(wanted):
         about = one.get("function") if isinstance(one, dict) else None
         name, arguments = (about.get("name"), about.get("arguments")) if isinstance(about, dict) else (None, None)
         arguments = json.dumps(arguments) if isinstance(arguments, dict) else arguments
-        given = one.get("id") if isinstance(one, dict) else None
-        fine = isinstance(given, str) and 0 < len(given) <= _LONGEST_ID and given not in {other.id for other in made}
+        call_id = one.get("id") if isinstance(one, dict) else None
+        fine = isinstance(call_id, str) and 0 < len(call_id) <= _LONGEST_ID and call_id not in {other.id for other in calls}
         call: ToolCall | str = "a tool call needs a function with a name and arguments"
         if isinstance(name, str) and isinstance(arguments, str | None):
             call = parse_call(name, arguments or "")
-        made.append(
+        calls.append(
             RequestedCall(
-                id=encodable(given) if fine else f"call_{number}",
+                id=encodable(call_id) if fine else f"call_{number}",
                 name=encodable(name)[:256] if isinstance(name, str) else "",
                 arguments=encodable(arguments.strip())
                 if isinstance(call, ToolCall) and isinstance(arguments, str) and arguments.strip()
@@ -202,7 +202,7 @@ def _calls(wanted: Sequence[Any]) -> tuple[RequestedCall, ...]:
                 call=call,
             )
         )
-    return tuple(made)
+    return tuple(calls)
 
 
 def _echo(answer: ChatAnswer) -> dict[str, Any]:

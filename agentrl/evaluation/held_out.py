@@ -4,119 +4,147 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentrl.config.recipe import Recipe
+from agentrl.config.recipe import EvalConfig, Recipe
+from agentrl.config.tools import MemoryConfig
 from agentrl.errors import InfrastructureError
-from agentrl.evaluation.evaluate import SplitEvaluation, evaluate_split
+from agentrl.evaluation.engine import evaluation_runner
+from agentrl.evaluation.splits import SplitEvaluation, evaluate_split
+from agentrl.failure import Capture
 from agentrl.failure.digest import write_digest
 from agentrl.memory.run_memory import EvaluationNotes, record_answer_leaks
+from agentrl.protocols import PolicyServer, TaskFamily, Tracker, VersionRegistry
 from agentrl.records import ScoredEpisode, Split, Task
+from agentrl.rollout import GroupRunner
 from agentrl.session import measure
 from agentrl.session.ending import warn_on_error
 from agentrl.session.folder import RunStart
-from agentrl.session.opening import Run, open_run
+from agentrl.session.opening import open_run
 from agentrl.session.preflight import PreflightResult
 from agentrl.session.transcript import append_transcripts
 
-
-async def evaluate_once(run: Run, phase: str, *, step: int) -> dict[str, float]:
-    """Like `evaluate_served`, but reuses a finished evaluation of an earlier driver if weights and settings are the same."""
-    rated = measure.recorded_rates(run.folder, phase, of=_of(run), splits=(split for split, count in _counts(run) if count))
-    if not rated:  # also if nothing is held out, so that this is recorded
-        return await evaluate_served(run, phase, step=step)
-    run.tracker.evaluated(phase, {str(split): rate for split, rate in rated.items()})
-    rates = {str(split): rate.value for split, rate in rated.items()}
-    run.registry.set_evals(run.served.version, rates)
-    return rates
+if TYPE_CHECKING:
+    from agentrl.session.opening import Run
 
 
-async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float]:
-    """Evaluates the served version on both held-out splits, and stores the result in `evaluations.json` and `episodes/`."""
-    run.tracker.stage(f"evaluate {phase}")
-    transcripts = run.folder / "episodes" / f"{phase}.jsonl"
-    transcripts.unlink(missing_ok=True)  # from an interrupted evaluation
-    sampler = replace(run.groups.runner, sampling=run.recipe.evaluation.sampling)
-    runner = replace(run.groups, runner=sampler)
-    results: dict[Split, SplitEvaluation] = {}
-    bounded: dict[Split, dict[int, SplitEvaluation]] = {}  # split -> thinking bound -> evaluation
-    run.capture.reset_phase(phase)
-    config = run.recipe.memory
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutEvaluation:
+    """Evaluations of one run's served version on its held-out tasks."""
 
-    async def played(
-        split: Split, count: int, name: str, on_scored: Callable[[Task, ScoredEpisode], None], most: int | None
-    ) -> SplitEvaluation:
-        with closing(EvaluationNotes(config)) if config is not None else nullcontext() as notes:
+    config: EvalConfig
+    memory: MemoryConfig | None
+    folder: Path
+    family: TaskFamily
+    groups: GroupRunner
+    registry: VersionRegistry
+    served: PolicyServer
+    capture: Capture
+    tracker: Tracker
+
+    @classmethod
+    def of(cls, run: Run) -> HeldOutEvaluation:
+        """The evaluations of an open run."""
+        return cls(
+            config=run.recipe.evaluation,
+            memory=run.recipe.memory,
+            folder=run.folder,
+            family=run.family,
+            groups=run.groups,
+            registry=run.registry,
+            served=run.served,
+            capture=run.capture,
+            tracker=run.tracker,
+        )
+
+    async def run_once(self, phase: str, *, step: int) -> dict[str, float]:
+        """Like `run`, but reuses a finished evaluation of an earlier driver if weights and settings are the same."""
+        rates = measure.recorded_rates(self.folder, phase, of=self._key(), splits=self._counts())
+        if not rates:  # also if nothing is held out, so that this is recorded
+            return await self.run(phase, step=step)
+        self.tracker.evaluated(phase, {str(split): rate for split, rate in rates.items()})
+        return self._register({str(split): rate.value for split, rate in rates.items()})
+
+    async def run(self, phase: str, *, step: int) -> dict[str, float]:
+        """Evaluates the served version on both held-out splits, and stores the result. Returns split -> rate.
+
+        Raises `InfrastructureError` if no episode was scored before training. Later, that must not discard the training.
+        """
+        self.tracker.stage(f"evaluate {phase}")
+        transcripts = self.folder / "episodes" / f"{phase}.jsonl"
+        transcripts.unlink(missing_ok=True)  # from an interrupted evaluation
+        self.capture.reset_phase(phase)
+        evaluations: dict[Split, SplitEvaluation] = {}
+        bounded: dict[Split, dict[int, SplitEvaluation]] = {}  # split -> thinking bound -> evaluation
+        for split, count in self._counts().items():
+            evaluations[split] = await self._evaluate(split, count, phase, step=step)
+            append_transcripts(transcripts, evaluations[split].transcripts)
+            bounded[split] = {
+                bound: await self._evaluate(split, count, f"{phase}_think{bound}", step=step, thinking_tokens=bound)
+                for bound in self.config.thinking_tokens
+            }
+        measure.save_evaluation(self.folder, phase, evaluations, bounded, of=self._key())
+        rates = {str(split): one.rate for split, one in evaluations.items() if one.rate is not None}
+        self.tracker.evaluated(phase, rates)
+        alerts = measure.excluded_alerts(phase, evaluations)
+        for alert in alerts:
+            self.tracker.alert(alert)
+        if len(rates) < len(evaluations) and phase in ("before", "eval"):
+            raise InfrastructureError(f"the evaluation has no rate, because no episode was scored: {'; '.join(alerts)}")
+        return self._register({split: rate.value for split, rate in rates.items()})
+
+    async def _evaluate(self, split: Split, count: int, phase: str, *, step: int, thinking_tokens: int | None = None) -> SplitEvaluation:
+        def on_scored(task: Task, scored: ScoredEpisode) -> None:
+            if thinking_tokens is None:
+                self.capture.capture_episode(task, scored, phase=phase, step=step)
+            if alert := record_answer_leaks(self.folder, task, [scored], phase=phase, step=step):
+                self.tracker.alert(alert)
+
+        with closing(EvaluationNotes(self.memory)) if self.memory is not None else nullcontext() as notes:
             return await evaluate_split(
-                runner,
-                run.family,
+                evaluation_runner(self.groups, self.config.sampling),
+                self.family,
                 split,
                 count,
-                phase=name,
+                phase=phase,
                 step=step,
-                attempts=run.recipe.evaluation.attempts,
-                on_done=run.tracker.evaluating,
+                attempts=self.config.attempts,
+                on_done=self.tracker.evaluating,
                 on_scored=on_scored,
                 notes=notes,
-                thinking_tokens=most,
+                thinking_tokens=thinking_tokens,
             )
 
-    def noted(name: str, task: Task, episode: ScoredEpisode) -> None:
-        if told := record_answer_leaks(run.folder, task, [episode], phase=name, step=step):
-            run.tracker.alert(told)
+    def _register(self, rates: dict[str, float]) -> dict[str, float]:
+        self.registry.set_evals(self.served.version, rates)
+        return rates
 
-    def scored(task: Task, episode: ScoredEpisode) -> None:
-        run.capture.capture_episode(task, episode, phase=phase, step=step)
-        noted(phase, task, episode)
+    def _counts(self) -> dict[Split, int]:
+        counts = {Split.HELDOUT: self.config.heldout, Split.HELDOUT_REAL: self.config.heldout_real}
+        return {split: count for split, count in counts.items() if count}
 
-    for split, count in _counts(run):
-        if count:
-            results[split] = await played(split, count, phase, scored, None)
-            append_transcripts(transcripts, results[split].transcripts)
-            for most in run.recipe.evaluation.thinking_tokens:
-                named = f"{phase}_think{most}"
-                bounded.setdefault(split, {})[most] = await played(split, count, named, partial(noted, named), most)
-    measure.save_evaluation(run.folder, phase, results, bounded, of=_of(run))
-    rated = {str(split): result.rate for split, result in results.items() if result.rate is not None}
-    run.tracker.evaluated(phase, rated)
-    told = measure.excluded_alerts(phase, results)
-    for line in told:
-        run.tracker.alert(line)
-    if len(rated) < len(results) and phase in ("before", "eval"):  # a later failure must not discard the training
-        raise InfrastructureError(f"the evaluation has no rate, because no episode was scored: {'; '.join(told)}")
-    rates = {split: rate.value for split, rate in rated.items()}
-    run.registry.set_evals(run.served.version, rates)
-    return rates
-
-
-def _counts(run: Run) -> tuple[tuple[Split, int], ...]:
-    return (Split.HELDOUT, run.recipe.evaluation.heldout), (Split.HELDOUT_REAL, run.recipe.evaluation.heldout_real)
-
-
-def _of(run: Run) -> str:
-    """A hash of the served weights and the recipe's evaluation settings."""
-    settings = run.recipe.evaluation.model_dump_json(exclude={"every"})
-    return hashlib.sha256(f"{run.served.sha256} {settings}".encode()).hexdigest()
+    def _key(self) -> str:
+        """A hash of the served weights and the recipe's evaluation settings."""
+        settings = self.config.model_dump_json(exclude={"every"})
+        return hashlib.sha256(f"{self.served.sha256} {settings}".encode()).hexdigest()
 
 
 async def evaluate_held_out(
     recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, console: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """Serves the recipe's model and evaluates it on the held-out splits. Returns split -> `measure.read_evaluation`. The caller prepares as
-    for `agentrl.run.loop.train`."""
+    """Serves the recipe's model and evaluates it on the held-out splits. Returns split -> `measure.read_evaluation`.
+
+    The caller prepares as for `agentrl.run.loop.train`.
+    """
     async with open_run(recipe, start, checked, root=root, console=console) as run:
         run.tracker.stage("start", "server and sandbox image")
-        base = run.registry.get(0)
-        assert base is not None, "version 0 was registered"
-        await run.start_serving(base)
+        await run.start_serving(run.base_version)
         async with asyncio.TaskGroup() as parts:
             watcher = parts.create_task(run.served.watch(on_loss=run.learner.kill))
-            await evaluate_served(run, "eval", step=0)
+            await HeldOutEvaluation.of(run).run("eval", step=0)
             watcher.cancel()
     with warn_on_error(start.folder, "the digest of failures"):
         write_digest(start.folder)

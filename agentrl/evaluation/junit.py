@@ -25,11 +25,11 @@ def junit_xml(outcomes: Sequence[CaseOutcome], *, folder: Path, policy: str, at:
     """
     root = xml.Element("testsuites", {"name": "agentrl", **_counts(outcomes)})
     for name in dict.fromkeys(one.suite for one in outcomes):
-        some = [one for one in outcomes if one.suite == name]
-        suite = xml.SubElement(root, "testsuite", {"name": xml_text(name), **_counts(some), **({"timestamp": xml_text(at)} if at else {})})
+        cases = [one for one in outcomes if one.suite == name]
+        suite = xml.SubElement(root, "testsuite", {"name": xml_text(name), **_counts(cases), **({"timestamp": xml_text(at)} if at else {})})
         about = xml.SubElement(suite, "properties")
         xml.SubElement(about, "property", name="policy", value=xml_text(policy))
-        for one in some:
+        for one in cases:
             _add(suite, one, folder)
     xml.indent(root)
     written: bytes = xml.tostring(root, encoding="utf-8", xml_declaration=True)
@@ -53,9 +53,9 @@ def _add(suite: xml.Element, one: CaseOutcome, folder: Path) -> None:
         return
     kind = "failure" if one.status is CaseStatus.FAILED else "error"
     tag = one.example.tag if one.example is not None and one.example.tag else str(one.status)
-    told = xml.SubElement(case, kind, type=xml_text(tag), message=xml_text(summary_line(one)))
+    element = xml.SubElement(case, kind, type=xml_text(tag), message=xml_text(summary_line(one)))
     tail = ["", one.example.tail] if one.example is not None else []
-    told.text = xml_text("\n".join([*detail_lines(one), *tail, "", show_command(one, folder)]))
+    element.text = xml_text("\n".join([*detail_lines(one), *tail, "", show_command(one, folder)]))
 
 
 def _counts(outcomes: Sequence[CaseOutcome]) -> dict[str, str]:

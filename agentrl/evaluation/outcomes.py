@@ -116,19 +116,19 @@ def case_outcome(
     """Returns the outcome of a case, with its attempts in order. `threshold`: for a case without its own."""
     pairs = sorted(attempts, key=lambda pair: pair[0].number)
     bar = threshold if case.threshold is None else case.threshold
-    found = CaseOutcome(suite=suite, case=case, threshold=bar, attempts=tuple(one for one, _ in pairs))
-    if found.status is CaseStatus.PASSED or not pairs:
-        return found
+    outcome = CaseOutcome(suite=suite, case=case, threshold=bar, attempts=tuple(one for one, _ in pairs))
+    if outcome.status is CaseStatus.PASSED or not pairs:
+        return outcome
     attempt, scored = min(pairs, key=lambda pair: math.inf if pair[0].score is None else pair[0].score)
-    return replace(found, example=_shown(case, attempt, scored, bar, rules, origin))
+    return replace(outcome, example=_shown(case, attempt, scored, bar, rules, origin))
 
 
 def _shown(
     case: Case, attempt: CaseAttempt, scored: ScoredEpisode, bar: float, rules: Sequence[TriageRule], origin: Mapping[str, str]
 ) -> ExampleAttempt:
-    kept = capture_reason(scored, below=bar) or CaptureReason.FAILED
+    reason = capture_reason(scored, below=bar) or CaptureReason.FAILED
     bare = Trace(
-        id=attempt.episode, why=kept, task=case.task, episode=scored.episode, score=scored.score, phase="eval", origin=dict(origin)
+        id=attempt.episode, why=reason, task=case.task, episode=scored.episode, score=scored.score, phase="eval", origin=dict(origin)
     )
     trace = replace(bare, tags=tag_by_rules(bare, rules))
     name = deciding_tag_name(trace.tags)

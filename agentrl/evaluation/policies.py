@@ -70,9 +70,9 @@ def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests
         if not model_name:
             raise UserError("an endpoint needs the name of its model", fix="set it with --model (--agentrl-model in pytest)")
         validate_url(named)
-        asked = requests or RequestOptions()
-        name = f"{model_name} at {named}{asked.summary and f' ({asked.summary})'}"
-        return NamedPolicy(source=PolicySource.ENDPOINT, name=name, model=named, model_name=model_name, key_env=key_env, requests=asked)
+        options = requests or RequestOptions()
+        name = f"{model_name} at {named}{options.summary and f' ({options.summary})'}"
+        return NamedPolicy(source=PolicySource.ENDPOINT, name=name, model=named, model_name=model_name, key_env=key_env, requests=options)
     if model_name or key_env or (requests or RequestOptions()) != RequestOptions():
         raise UserError(
             f"a model name, a key, request keys and headers need an endpoint, and --policy {named} is not one",
@@ -86,6 +86,13 @@ def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests
     if ":" in named:
         return NamedPolicy(source=PolicySource.PLUGIN, name=named, model=named)
     raise UserError(f"--policy {named}: no such folder or version of a run", fix=_FIX)
+
+
+def recipe_policy(recipe: Recipe) -> NamedPolicy:
+    """Returns the model of a recipe, which may be a version's folder (`--model RUN@VERSION`), as a policy."""
+    model, folder = recipe.policy.model, Path(recipe.policy.model)
+    is_version = folder.parent.name == "versions" and folder.name.isdecimal()
+    return NamedPolicy(source=PolicySource.VERSION if is_version else PolicySource.FOLDER, name=model, model=model)
 
 
 def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> NamedPolicy:
@@ -182,24 +189,24 @@ def load_policy_plugin(policy: NamedPolicy) -> Any:
 
     Raises `PluginError` if it returns anything else.
     """
-    made = parts.make_part(_PART, policy.model, None)
-    if getattr(made, "tokenizer", None) is None:
+    loaded = parts.make_part(_PART, policy.model, None)
+    if getattr(loaded, "tokenizer", None) is None:
         raise PluginError(
-            f"--policy {policy.model!r}: the policy, of class {type(made).__name__}, has no tokenizer",
+            f"--policy {policy.model!r}: the policy, of class {type(loaded).__name__}, has no tokenizer",
             fix="set its attribute `tokenizer` to a Hugging Face tokenizer with a chat template, like agentrl.testing.ScriptedPolicy",
         )
-    return made
+    return loaded
 
 
 def _of_run(run: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = load(run / "recipe.json").model_dump(mode="json")
+        data: dict[str, Any] = load(run / "recipe.json").model_dump(mode="json")
     except (OSError, ValueError) as error:
         raise UserError(
             f"{run}: its recipe cannot be read: {getattr(error, 'message', None) or error}"[:2000],
             fix="use the version's folder instead of RUN@VERSION; it is then served with the default settings",
         ) from None
-    return found
+    return data
 
 
 def _room(suites: Sequence[Suite]) -> int:
@@ -213,10 +220,10 @@ def _room(suites: Sequence[Suite]) -> int:
 def _longest(model: Path) -> int:
     """The maximum context length of a model. The checks before a start report an invalid folder."""
     try:
-        found = read_json(model / "config.json").get("max_position_embeddings")
+        positions = read_json(model / "config.json").get("max_position_embeddings")
     except (OSError, ValueError):
         return _LONGEST_CONTEXT
-    return found if type(found) is int and found >= 16 else _LONGEST_CONTEXT
+    return positions if type(positions) is int and positions >= 16 else _LONGEST_CONTEXT
 
 
 def recorded_sampling(model: Path) -> dict[str, Any]:
@@ -225,12 +232,12 @@ def recorded_sampling(model: Path) -> dict[str, Any]:
     path = model / SAMPLING_FILE
     try:
         if path.is_file():
-            found = json.loads(untrusted_files.read_bytes(path, most=_LARGEST, inside=model))
+            recorded = json.loads(untrusted_files.read_bytes(path, most=_LARGEST, inside=model))
         elif model.parent.name == "versions" and (model.parent.parent / "recipe.json").is_file():
-            found = load(model.parent.parent / "recipe.json").evaluation.model_dump(mode="json")
+            recorded = load(model.parent.parent / "recipe.json").evaluation.model_dump(mode="json")
         else:
             return {}
-        return {name: found[name] for name in SAMPLING_KEYS}
+        return {name: recorded[name] for name in SAMPLING_KEYS}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path} cannot be read: {one_line_error(error)}", fix="delete it, and set evaluation.temperature, top_k, ..."

@@ -16,11 +16,12 @@ import pytest
 from agentrl.base.error_text import main_error
 from agentrl.base.user_code import describe_error
 from agentrl.errors import AgentRLError, UserError
+from agentrl.evaluation.open_policy import PreparedEvaluation, prepare_evaluation
 from agentrl.evaluation.outcomes import CaseOutcome, CaseStatus, detail_lines, show_command, summary_line
 from agentrl.evaluation.policies import NamedPolicy, find_policy, recorded_policy
 from agentrl.evaluation.pytest_plugin import suite_arguments
-from agentrl.evaluation.regressions import PreparedEvaluation, SuiteEvaluation, evaluate_suites, prepare_evaluation
 from agentrl.evaluation.request_options import RequestOptions
+from agentrl.evaluation.suites import SuiteEvaluation, evaluate_suites
 from agentrl.failure.case import Case, Suite, load_suite, load_suites
 from agentrl.failure.render import one_line
 

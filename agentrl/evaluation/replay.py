@@ -115,11 +115,11 @@ async def replay_state(trace: Trace, turn: int, stage: ReplaySetup) -> EpisodeSt
     if any(call.name == _SESSION for one in episode.trajectories[0].turns[:turn] for call in one.message.tool_calls):
         raise _refused(trace, turn, f"tool {_SESSION} keeps variables in a running program, which snapshots do not contain")
     recorded = episode.trajectories[0].turns
-    player, found = _Player(recorded[: turn + 1]), list[EpisodeState | None]()
+    player, states = _Player(recorded[: turn + 1]), list[EpisodeState | None]()
 
     async def on_turn(turns: int, capture: CaptureState) -> None:
         if turns == turn:
-            found.append(await capture())
+            states.append(await capture())
             raise _Enough("the turn is reached")
 
     runner = EpisodeRunner(
@@ -134,14 +134,14 @@ async def replay_state(trace: Trace, turn: int, stage: ReplaySetup) -> EpisodeSt
     await stage.sandboxes.prepare(task.sandbox)
     memory = None if episode.memory is None else ReplayedMemory(episode.memory, recorded[:turn])
     played = await runner.run(task, episode_id=trace.id, on_turn=on_turn, memory=memory)
-    if not found:
+    if not states:
         faults = [one.message for one in played.failures if one.blame is not Blame.POLICY]
         raise _refused(trace, turn, faults[-1] if faults else f"it ended before turn {turn + 1}")
-    if found[0] is None:
+    if states[0] is None:
         raise _refused(trace, turn, "its working directory or its tools' state is too large")
-    if why := _differs(found[0], recorded, turn):
+    if why := _differs(states[0], recorded, turn):
         raise _refused(trace, turn, why)
-    return found[0]
+    return states[0]
 
 
 def _differs(state: EpisodeState, recorded: Sequence[Turn], turn: int) -> str:
@@ -183,12 +183,12 @@ async def open_replay(run: Path, tasks: Iterable[Task]) -> AsyncIterator[ReplayS
 
 
 def _chat(run: Path, recipe: Recipe) -> ChatFormat:
-    base, named = run / "versions" / "000000", recipe.policy.model
+    base, model = run / "versions" / "000000", recipe.policy.model
     if base.is_dir():
         return open_chat(base, policy=recipe.policy)
-    if ":" in named and "://" not in named:
-        made, policy = load_policy_plugin(NamedPolicy(source=PolicySource.PLUGIN, name=named, model=named)), recipe.policy
-        return ChatFormat(made.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
+    if ":" in model and "://" not in model:
+        loaded, policy = load_policy_plugin(NamedPolicy(source=PolicySource.PLUGIN, name=model, model=model)), recipe.policy
+        return ChatFormat(loaded.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
     raise UserError(f"{run} has no model with the tokenizer of its traces", fix=_FROM_START)
 
 
@@ -204,10 +204,10 @@ def check_start_tokens(suites: Iterable[Suite], chat: ChatFormat, tools: ToolSou
         tools: of the recipe, with the tool lists of its servers: their schemas are part of a prompt.
         rollout: of the recipe, for its instructions and sub-agents.
     """
-    told = delegation.delegate_schema(rollout.delegation or DelegationConfig())
+    delegate = delegation.delegate_schema(rollout.delegation or DelegationConfig())
     for suite in suites:
         for case in suite.cases:
-            if case.start is not None and (why := _foreign(case, case.start, chat, tools, told, rollout.instructions)):
+            if case.start is not None and (why := _foreign(case, case.start, chat, tools, delegate, rollout.instructions)):
                 raise UserError(
                     f"case {case.id} starts at turn {case.start.turn_count + 1}, with tokens of another tokenizer, template or wording than"
                     f" the policy's: {why}",
@@ -225,12 +225,12 @@ def _foreign(
 ) -> str:
     if len(start.trajectories) != 1:
         return "it has several trajectories"
-    turns, asked = start.trajectories[0].turns, [turn.prompt_ids for turn in start.trajectories[0].turns] + [start.prompt_ids[0]]
+    turns, prompts = start.trajectories[0].turns, [turn.prompt_ids for turn in start.trajectories[0].turns] + [start.prompt_ids[0]]
     try:
         memory = None if start.memory is None else EmptyMemory(start.memory)
         schemas = [tool.schema for tool in load_tools(case.task.tools, None, tools, memory=memory).values()]
         prompt = with_instructions(case.task.prompt, instructions)
-        if asked[0] not in [chat.opening(prompt, some) for some in (schemas, [*schemas, delegate])]:
+        if prompts[0] not in [chat.opening(prompt, some) for some in (schemas, [*schemas, delegate])]:
             return "its prompt has other tokens"
         for number, turn in enumerate(turns):
             if turn.completion_ids[-1:] not in [(token,) for token in chat.stop_token_ids]:
@@ -238,7 +238,7 @@ def _foreign(
             parsed = chat.parse(turn.completion_ids, schemas)
             if parsed.message != turn.message:
                 return f"turn {number + 1} reads as another message"
-            if chat.tool_delta([result.output for result in turn.tool_results], parsed) != asked[number + 1]:
+            if chat.tool_delta([result.output for result in turn.tool_results], parsed) != prompts[number + 1]:
                 return f"the tool results of turn {number + 1} have other tokens"
     except UserError as error:
         return error.message
@@ -252,7 +252,7 @@ async def replay_starts(run: Path, traces: Sequence[Trace], wanted: str) -> dict
 
     Args:
         run: the run folder that contains the traces.
-        wanted: see `turn_of`.
+        wanted: see `start_turn`.
 
     Raises `UserError` before any case is written.
     """

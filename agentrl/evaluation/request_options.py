@@ -49,8 +49,8 @@ class RequestOptions:
         keys = {key: value for key, value in keys.items() if key != "temperature"}
         if problem := next(secrets.literal_secret_errors(keys, "--request"), ""):
             raise UserError(problem, fix="set headers by reference: --header NAME=env:VARIABLE")
-        made = dict(_pair("--header", text, "api-key=env:THEIR_KEY") for text in headers)
-        return cls(tokens_name=tokens_name or "max_tokens", keys=keys, without_temperature=without, headers=made)
+        references = dict(_pair("--header", text, "api-key=env:THEIR_KEY") for text in headers)
+        return cls(tokens_name=tokens_name or "max_tokens", keys=keys, without_temperature=without, headers=references)
 
     @property
     def summary(self) -> str:

@@ -1,173 +1,77 @@
-"""Evaluates suites: every case runs as often as configured, in live sandboxes, and is scored as in training."""
+"""Evaluates suites of cases with one policy. The status of each case is reported as soon as it is known."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import agentrl
 from agentrl.agent.run_tools import declared_tools
-from agentrl.base import user_code
 from agentrl.config.recipe import Recipe
-from agentrl.errors import SandboxUnavailable, UserError
-from agentrl.evaluation import results
-from agentrl.evaluation.replay import check_start_tokens, starts_mid_episode
-from agentrl.evaluation.results import CaseAttempt, EvaluationInfo, SuiteResults, suite_sha256
-from agentrl.failure.case import Case, Suite
+from agentrl.evaluation import SuiteResults, results
+from agentrl.evaluation.engine import PlannedAttempt, SuiteAttempt, evaluation_info, plan_case, run_attempts, suite_attempt, transcripts_of
+from agentrl.evaluation.open_policy import OpenPolicy, PreparedEvaluation, open_policy
+from agentrl.evaluation.outcomes import CaseOutcome, CaseStatus, case_outcome
+from agentrl.evaluation.policies import recipe_policy
+from agentrl.failure.case import Baseline, Case, Suite, load_suite, save_case
 from agentrl.failure.digest import write_digest
-from agentrl.observe.exclusions import exclusion_reason
-from agentrl.protocols import SandboxBackend
-from agentrl.records import Blame, Episode, Failure, PolicyVersion, SandboxSpec, Score, ScoredEpisode, Task, Trajectory
-from agentrl.rollout import GroupRunner
+from agentrl.failure.triage import load_rules
+from agentrl.records import ScoredEpisode
 from agentrl.session.ending import warn_on_error
 from agentrl.session.folder import RunStart
-from agentrl.session.opening import Run, open_run
-from agentrl.session.preflight import PreflightResult, check_suite, open_chat
-from agentrl.session.transcript import transcript
+from agentrl.session.preflight import PreflightResult, check_suite
 
+EVAL_PHASE = "eval"
 SUITE_FOLDER = "suite"
 """Folder within a run folder: the evaluation of one suite."""
+SUITES_FOLDER = "suites"
+"""Folder within a run folder: the evaluations of several suites, one folder each."""
 
-OnDone = Callable[[int, int], None]
-OnScored = Callable[[Task, ScoredEpisode], None]
+CaseListener = Callable[[CaseOutcome], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SuiteAttempt:
-    """One attempt at a case, and its transcript."""
+class SuiteEvaluation:
+    """The stored evaluation of a suite."""
 
-    attempt: CaseAttempt
-    transcript: dict[str, Any]
-
-
-BrokenImages = Mapping[tuple[str, str], str]
-"""(image, runtime) -> why it cannot be built."""
+    suite: Suite
+    folder: Path
+    results: SuiteResults
+    outcomes: tuple[CaseOutcome, ...]
 
 
-async def prepare_images(suites: Iterable[Suite], sandboxes: SandboxBackend) -> BrokenImages:
-    """Builds the images of the suites' cases. Returns those that cannot be built; only their own cases are excluded.
-
-    Raises:
-        ExceptionGroup: of `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
-    """
-    specs = {_image(case): case.task.sandbox for suite in suites for case in suite.cases}
-    broken: dict[tuple[str, str], str] = {}
-
-    async def one(image: tuple[str, str], spec: SandboxSpec) -> None:
-        try:
-            await sandboxes.prepare(spec)
-        except SandboxUnavailable:
-            raise
-        except UserError as error:
-            broken[image] = user_code.error_text(error)
-
-    async with asyncio.TaskGroup() as making:
-        for image, spec in specs.items():
-            making.create_task(one(image, spec))
-    return broken
-
-
-def unrunnable_attempt(case: Case, name: str, broken: BrokenImages) -> ScoredEpisode | None:
-    """Returns an excluded attempt if the case's image cannot be built; else None."""
-    why = broken.get(_image(case))
-    if why is None:
-        return None
-    fault = Failure(stage="task", blame=Blame.TASK, kind="image", message=why)
-    nothing = Trajectory(agent="main", turns=(), stop_reason="failed")
-    episode = Episode(id=f"{name}-a0", task_id=case.task.id, task_key=case.task.key, trajectories=(nothing,), failures=(fault,))
-    return ScoredEpisode(episode=episode, score=Score(value=None, reason=f"left out: task image: {why}", blame=Blame.TASK))
-
-
-def _image(case: Case) -> tuple[str, str]:
-    return case.task.sandbox.image, case.task.sandbox.runtime
-
-
-async def run_cases(
-    runner: GroupRunner,
-    cases: Sequence[Case],
-    numbers: Callable[[Case], range],
+async def evaluate_suites(
+    given: PreparedEvaluation,
     *,
-    phase: str,
-    version: int,
-    broken: BrokenImages,
-    again: bool = False,
-    on_done: OnDone = lambda done, total: None,
-    on_scored: OnScored = lambda task, scored: None,
-) -> tuple[SuiteAttempt, ...]:
-    """Runs the attempts at each case that `numbers` returns, in the order of the cases.
+    console: bool = True,
+    on_ready: Callable[[], None] = lambda: None,
+    on_case: CaseListener = lambda outcome: None,
+) -> tuple[SuiteEvaluation, ...]:
+    """Runs every case in live sandboxes, scores it and stores the results in the run folder.
 
-    An attempt with tokens from any version other than `version` has no score.
+    Args:
+        console: whether to show the progress.
+        on_ready: called once the policy answers.
+        on_case: called with each case when its last attempt is scored.
 
     Raises:
-        ExceptionGroup: of `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
+        InfrastructureError: for example, the server is lost for good. Faults of single episodes are in their attempts.
     """
-    done, total = 0, sum(len(numbers(case)) for case in cases)
-
-    async def one(case: Case, number: int) -> SuiteAttempt:
-        nonlocal done
-        name = f"{phase}-{case.id}-r{number}"
-        scored = unrunnable_attempt(case, name, broken) or await runner.run_episode(case.task, name=name, start=case.start, always=True)
-        done += 1
-        on_done(done, total)
-        on_scored(case.task, scored)
-        return suite_attempt(case, number, scored, phase=phase, version=version, again=again)
-
-    async with asyncio.TaskGroup() as running:
-        jobs = [running.create_task(one(case, number)) for case in cases for number in numbers(case)]
-    return tuple(job.result() for job in jobs)
-
-
-def evaluation_info(
-    recipe: Recipe, suite: Suite, version: PolicyVersion, *, repeats: int, threshold: float, began: float
-) -> EvaluationInfo:
-    """Returns the metadata of an evaluation. `began`: monotonic seconds."""
-    return EvaluationInfo(
-        suite=suite.name,
-        suite_sha256=suite_sha256({case.id: case.key for case in suite.cases}),
-        cases=len(suite.cases),
-        repeats=repeats,
-        model=recipe.policy.model,
-        version=version.number,
-        sha256=version.sha256,
-        recipe=recipe.name,
-        recipe_sha256=hashlib.sha256(recipe.model_dump_json().encode()).hexdigest(),
-        sampling=dataclasses.asdict(recipe.evaluation.sampling),
-        seed=recipe.seed,
-        threshold=threshold,
-        thresholds=case_thresholds(suite),
-        agentrl=agentrl.__version__,
-        at=utc_now(),
-        wall_s=time.monotonic() - began,
-    )
-
-
-def version_number(model: str) -> int:
-    """The version number of a model folder within a run (`--model RUN@VERSION`); 0 for any other model."""
-    folder = Path(model)
-    return int(folder.name) if folder.parent.name == "versions" and folder.name.isdecimal() else 0
-
-
-def case_repeats(case: Case, otherwise: int) -> int:
-    """Attempts at a case: its own number, or else that of the evaluation."""
-    return otherwise if case.repeats is None else case.repeats
-
-
-def case_thresholds(suite: Suite) -> dict[str, float]:
-    """The cases' own thresholds, if they have any."""
-    return {case.id: case.threshold for case in suite.cases if case.threshold is not None}
-
-
-def evaluation_runner(run: Run) -> GroupRunner:
-    """The run's group runner with the sampling of evaluations."""
-    return replace(run.groups, runner=replace(run.groups.runner, sampling=run.recipe.evaluation.sampling))
+    async with open_policy(given, console=console) as policy:
+        on_ready()
+        cases = [(suite, case) for suite in given.suites for case in suite.cases]
+        total = sum(given.repeats_of(suite, case) for suite, case in cases)
+        policy.tracker.stage("evaluate", f"{len(cases)} cases, {total} attempts")
+        policy.capture.reset_phase(EVAL_PHASE)
+        evaluation = _Evaluation(given, policy, total, on_case)
+        async with asyncio.TaskGroup() as running:
+            jobs = {suite.folder: [running.create_task(evaluation.run_case(suite, case)) for case in suite.cases] for suite in given.suites}
+        done = tuple(evaluation.save(suite, [job.result() for job in jobs[suite.folder]]) for suite in given.suites)
+    with warn_on_error(given.start.folder, "the digest of failures"):
+        write_digest(given.start.folder)
+    return done
 
 
 async def evaluate_suite(
@@ -181,8 +85,7 @@ async def evaluate_suite(
     root: Path,
     console: bool = True,
 ) -> SuiteResults:
-    """Serves the recipe's model, evaluates it on a suite and stores the result in `suite/` of the run folder. The caller prepares as for
-    `agentrl.run.loop.train`.
+    """Serves the recipe's model and evaluates it on a suite. The caller prepares as for `agentrl.run.loop.train`.
 
     Args:
         repeats: attempts per case; None means the number of the case, or else of the suite.
@@ -190,74 +93,95 @@ async def evaluate_suite(
     Raises `PluginError` before anything starts, for a case whose verifier or tool does not resolve.
     """
     check_suite(suite, checked.scorer, declared_tools(recipe.tools, root), root=root)
-    async with open_run(recipe, start, checked, root=root, console=console) as run:
-        run.tracker.stage("start", "server and sandbox images")
-        base = run.registry.get(0)
-        assert base is not None, "version 0 was registered"
-        async with asyncio.TaskGroup() as starting:
-            making = starting.create_task(prepare_images([suite], run.sandboxes))
-            starting.create_task(run.served.start(base))
-            starting.create_task(run.judges.ready())
-        if starts_mid_episode([suite]):
-            chat = open_chat(start.folder / "versions" / "000000", policy=recipe.policy)
-            check_start_tokens([suite], chat, run.groups.runner.tools, recipe.rollout)
-        total = sum(repeats or case_repeats(case, suite.repeats) for case in suite.cases)
-        run.tracker.stage(f"evaluate {suite.name}", f"{len(suite.cases)} cases, {total} attempts")
-        began = time.monotonic()
-        run.capture.reset_phase("eval")
-        async with asyncio.TaskGroup() as parts:
-            watcher = parts.create_task(run.served.watch(on_loss=run.learner.kill))
-            tried = await run_cases(
-                evaluation_runner(run),
-                suite.cases,
-                lambda case: range(repeats or case_repeats(case, suite.repeats)),
-                phase="eval",
-                version=0,
-                broken=making.result(),
-                on_done=run.tracker.evaluating,
-                on_scored=partial(run.capture.capture_episode, phase="eval", step=0),
-            )
-            watcher.cancel()
-        origin = evaluation_info(recipe, suite, base, repeats=repeats or suite.repeats, threshold=threshold, began=began)
-        origin = replace(origin, version=version_number(recipe.policy.model))
-        found = SuiteResults(about=origin, attempts=tuple(one.attempt for one in tried))
-        results.save_results(start.folder / SUITE_FOLDER, found, transcripts_of(tried))
-    with warn_on_error(start.folder, "the digest of failures"):
-        write_digest(start.folder)
-    return found
-
-
-def transcripts_of(tried: Iterable[SuiteAttempt]) -> list[dict[str, Any]]:
-    """The transcripts of the attempts."""
-    return [one.transcript for one in tried]
-
-
-def utc_now() -> str:
-    """The current UTC time, in seconds."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def suite_attempt(case: Case, number: int, scored: ScoredEpisode, *, phase: str, version: int | None, again: bool = False) -> SuiteAttempt:
-    """Returns the record of an attempt. `version`: the only one that may have sampled its tokens; None allows any."""
-    episode, value = scored.episode, scored.score.value
-    words = transcript(case.task, scored, phase=phase, step=version or 0)
-    others = sorted({span.version for one in episode.trajectories for turn in one.own_turns for span in turn.versions} - {version})
-    reason = exclusion_reason(scored)
-    if others and version is not None:
-        reason = f"version {', '.join(map(str, others))} sampled some of its tokens, not only version {version}"
-    counts = not reason and value is not None and abs(value) <= results.LARGEST_SCORE
-    attempt = CaseAttempt(
-        case=case.id,
-        task_key=case.key,
-        number=number,
-        episode=episode.id,
-        score=value if counts else None,
-        reason="" if counts else reason or "the score is not finite or too large for a mean",
-        again=again,
-        tokens=episode.completion_tokens,
-        turns=sum(len(one.own_turns) for one in episode.trajectories),
-        wall_s=episode.wall_s,
-        ended=str(words["stop_reason"] or ""),
-        versions=tuple(words["versions"]),
+    given = PreparedEvaluation(
+        policy=recipe_policy(recipe),
+        suites=(suite,),
+        recipe=recipe,
+        root=root,
+        start=start,
+        repeats=repeats,
+        threshold=threshold,
+        checked=checked,
+        scorer=checked.scorer,
     )
-    return SuiteAttempt(attempt=attempt, transcript={"episode": episode.id, "case": case.id, "attempt": number, **words})
+    (done,) = await evaluate_suites(given, console=console)
+    return done.results
+
+
+def pin_baselines(done: Sequence[SuiteEvaluation]) -> int:
+    """Stores the results of an evaluation as the baselines of its cases, except cases without a score or with a changed task. Returns
+    how many."""
+    pinned = 0
+    for one in done:
+        cases = {case.id: case for case in load_suite(one.suite.folder).cases}
+        for outcome in one.outcomes:
+            if outcome.mean is None:
+                continue
+            info, case = one.results.about, cases.get(outcome.case.id)
+            baseline = Baseline(model=info.model, version=info.version if info.sha256 else None, scores=outcome.scores, at=info.at)
+            if case is not None and case.task == outcome.case.task:  # the file may have changed meanwhile
+                save_case(one.suite.folder, replace(case, baseline=baseline))
+                pinned += 1
+    return pinned
+
+
+def exit_code(outcomes: Sequence[CaseOutcome]) -> int:
+    """Returns 0 if every case passed, else 1."""
+    return 0 if all(one.status is CaseStatus.PASSED for one in outcomes) else 1
+
+
+class _Evaluation:
+    """Runs and saves the attempts at the cases of an evaluation."""
+
+    def __init__(self, given: PreparedEvaluation, policy: OpenPolicy, total: int, on_case: CaseListener) -> None:
+        self._given, self._policy, self._total, self._on_case = given, policy, total, on_case
+        self._rules = load_rules(given.recipe.capture.rules)
+        self._names = _names(given.suites)
+        self._began, self._scored = time.monotonic(), 0
+
+    async def run_case(self, suite: Suite, case: Case) -> tuple[CaseOutcome, list[SuiteAttempt]]:
+        """Runs the attempts at a case."""
+        given, policy = self._given, self._policy
+        label = EVAL_PHASE if len(given.suites) == 1 else self._names[suite.folder]
+        planned = [plan_case(case, f"{label}-{case.id}-r{number}", policy.broken) for number in range(given.repeats_of(suite, case))]
+        episodes = await run_attempts(policy.groups, planned, self._count)
+        attempts = []
+        for number, scored in enumerate(episodes):
+            record = suite_attempt(case, number, scored, phase=EVAL_PHASE, version=policy.sampled_by)
+            tokens = policy.spent.pop(scored.episode.id, record.attempt.tokens)
+            attempts.append(replace(record, attempt=replace(record.attempt, tokens=tokens)))
+        pairs = [(record.attempt, scored) for record, scored in zip(attempts, episodes, strict=True)]
+        origin = {"model": given.policy.name}
+        outcome = case_outcome(suite.name, case, pairs, threshold=given.threshold, rules=self._rules, origin=origin)
+        self._on_case(outcome)
+        return outcome, attempts
+
+    def save(self, suite: Suite, cases: Sequence[tuple[CaseOutcome, list[SuiteAttempt]]]) -> SuiteEvaluation:
+        """Writes a suite's evaluation, for `agentrl compare`."""
+        given, run = self._given, self._given.start.folder
+        folder = run / SUITE_FOLDER if len(given.suites) == 1 else run / SUITES_FOLDER / self._names[suite.folder]
+        repeats = given.repeats or suite.repeats
+        info = evaluation_info(given.recipe, suite, self._policy.version, repeats=repeats, threshold=given.threshold, began=self._began)
+        info = replace(info, model=given.policy.name, version=given.policy.version)  # as typed, so that it is the same on any machine
+        attempts = [record for _, records in cases for record in records]
+        suite_results = SuiteResults(about=info, attempts=tuple(record.attempt for record in attempts))
+        results.save_results(folder, suite_results, transcripts_of(attempts))
+        return SuiteEvaluation(suite=suite, folder=folder, results=suite_results, outcomes=tuple(outcome for outcome, _ in cases))
+
+    def _count(self, attempt: PlannedAttempt, scored: ScoredEpisode) -> None:
+        self._scored += 1
+        self._policy.tracker.evaluating(self._scored, self._total)
+        assert attempt.task is not None, "a case has a task"
+        self._policy.capture.capture_episode(attempt.task, scored, phase=EVAL_PHASE, step=0)
+
+
+def _names(suites: Sequence[Suite]) -> dict[Path, str]:
+    """A unique name for each suite, for files and episodes."""
+    names: dict[Path, str] = {}
+    for suite in suites:
+        plain = "".join(c if c.isascii() and (c.isalnum() or c in "_.") else "-" for c in suite.folder.resolve().name).strip("-.")[:60]
+        name, number = plain or "suite", 2
+        while name in names.values():
+            name, number = f"{plain or 'suite'}-{number}", number + 1
+        names[suite.folder] = name
+    return names

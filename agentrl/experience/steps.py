@@ -71,14 +71,14 @@ class StepGroups:
         return self._taken(step, lambda index: self._stored(index, store))
 
     def _taken(self, step: int, preference: Callable[[int], bool | None]) -> range | None:
-        block, wanted, made = self.indices(step), self.per_step, 0
-        while made < wanted:
-            found = preference(block[made])
-            if found is None:
+        block, wanted, taken = self.indices(step), self.per_step, 0
+        while taken < wanted:
+            has_preference = preference(block[taken])
+            if has_preference is None:
                 return None
-            made += 1
-            wanted += not found and wanted < len(block)
-        return block[:made]
+            taken += 1
+            wanted += not has_preference and wanted < len(block)
+        return block[:taken]
 
     def _stored(self, index: int, store: ExperienceStore) -> bool | None:
         if index not in self._known:

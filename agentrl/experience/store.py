@@ -163,9 +163,9 @@ class SqliteStore:
         make_tables(db, _SCHEMA)
         if read_pragma(db, "application_id") != _APPLICATION_ID:
             raise StoreError(f"{self.path} is an SQLite file but not an experience store")
-        if (found := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
+        if (version := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
             raise StoreError(
-                f"{self.path} has store schema {found}; this agentrl reads {_SCHEMA_VERSION}\n"
+                f"{self.path} has store schema {version}; this agentrl reads {_SCHEMA_VERSION}\n"
                 "  fix: continue with the agentrl version that started this run, or start a new run folder"
             )
 
@@ -177,8 +177,8 @@ def _absent(db: sqlite3.Connection, indices: Sequence[int]) -> list[int]:
 
 def open_store(run_dir: Path, recipe: Recipe) -> ExperienceStore:
     """Opens the store that a recipe configures, for driver and learner. Raises `PluginError` for an invalid plug-in, or `StoreError`."""
-    made: ExperienceStore = parts.make_part(parts.STORE, recipe.store, recipe.store_options, run_dir, recipe)
-    return made
+    store: ExperienceStore = parts.make_part(parts.STORE, recipe.store, recipe.store_options, run_dir, recipe)
+    return store
 
 
 def open_sqlite(run_dir: Path, recipe: Recipe) -> SqliteStore:

@@ -6,105 +6,107 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from agentrl.errors import StoreError, SwapError
-from agentrl.gate.judgement import due_serving_version, due_versions, gate_version, is_refused, verdict_for
+from agentrl.gate.gate import Gate
 from agentrl.gate.server import GateServer
 from agentrl.records import PolicyVersion
-from agentrl.session.opening import Run
+
+if TYPE_CHECKING:
+    from agentrl.session.opening import Progress
 
 _POLL_S = 0.05
 
 
 @asynccontextmanager
-async def schedule_gate(run: Run) -> AsyncIterator[GateSchedule]:
-    """The gate's schedule of a run. A failing evaluation ends the block.
+async def schedule_gate(gate: Gate | None, progress: Progress) -> AsyncIterator[GateSchedule]:
+    """Yields the gate's schedule in a run. A failing evaluation ends the block.
 
     Leaving the block waits for the running evaluation, or cancels it if the run is interrupted; the resumed run repeats it.
     """
-    if run.gate_server is None:
-        yield GateSchedule(run, None)
+    if gate is None or gate.server is None:
+        yield GateSchedule(gate, progress, None)
         return
-    async with asyncio.TaskGroup() as beside:
-        made = GateSchedule(run, beside)
-        yield made
-        await made.finish()
+    async with asyncio.TaskGroup() as evaluations:
+        schedule = GateSchedule(gate, progress, evaluations)
+        yield schedule
+        await schedule.finish()
 
 
 class GateSchedule:
-    """Runs one evaluation at a time. Call `look` after every change of the served version.
+    """Runs one evaluation at a time. Call `evaluate_due` after every change of the served version.
 
-    On the policy's servers, `look` returns after the evaluation. On the gate's own server it returns at once, unless the previous version
-    is still being evaluated.
+    On the policy's servers, `evaluate_due` returns after the evaluation. On the gate's own server it returns at once, unless the previous
+    version is still being evaluated. Without a gate, it does nothing.
     """
 
-    def __init__(self, run: Run, beside: asyncio.TaskGroup | None) -> None:
-        self._run, self._beside = run, beside
-        self._judgement: asyncio.Task[None] | None = None
-        self._seen: set[tuple[int, str]] = set()  # number and sha256 of versions that were judged, or are being judged
+    def __init__(self, gate: Gate | None, progress: Progress, evaluations: asyncio.TaskGroup | None) -> None:
+        self._gate, self._progress, self._evaluations = gate, progress, evaluations
+        self._running: asyncio.Task[None] | None = None
+        self._started: set[tuple[int, str]] = set()  # number and sha256 of versions whose evaluation has started
 
     async def evaluate_due(self) -> None:
         """Evaluates due versions, or starts to."""
-        run = self._run
-        if run.recipe.gate is None:
+        gate = self._gate
+        if gate is None:
             return
-        if run.gate_server is None or self._beside is None:
-            await self._between_swaps()
+        if gate.server is None or self._evaluations is None:
+            await self._evaluate_serving(gate)
             return
         # A retracted version may be published again with the same weights, so versions that are not served yet are forgotten.
-        self._seen = {one for one in self._seen if one[0] < run.served.version}
-        while new := [version for version in due_versions(run) if (version.number, version.sha256) not in self._seen]:
-            await self._at_rest()
-            if run.interrupted:
+        self._started = {one for one in self._started if one[0] < gate.served.version}
+        while new := [version for version in gate.due_versions() if (version.number, version.sha256) not in self._started]:
+            await self._wait_idle()
+            if self._progress.interrupted:
                 return
-            self._seen.add((new[0].number, new[0].sha256))
-            run.registry.hold(new[0].number)
-            self._judgement = self._beside.create_task(self._judge(run.gate_server, new[0]))
+            self._started.add((new[0].number, new[0].sha256))
+            gate.registry.hold(new[0].number)
+            self._running = self._evaluations.create_task(self._evaluate(gate, gate.server, new[0]))
 
     async def finish(self) -> None:
         """Waits for the running evaluation, unless the run is interrupted."""
-        if self._judgement is not None and not self._judgement.done():
-            self._run.tracker.stage("gate", "the last evaluation, on the gate's own server")
-            await self._at_rest()
-            self._judgement.cancel()
+        if self._gate is not None and self._running is not None and not self._running.done():
+            self._gate.tracker.stage("gate", "the last evaluation, on the gate's own server")
+            await self._wait_idle()
+            self._running.cancel()
 
-    async def _at_rest(self) -> None:
+    async def _wait_idle(self) -> None:
         """Waits until no evaluation is running or the run is interrupted."""
-        while self._judgement is not None and not self._judgement.done() and not self._run.interrupted:
-            await asyncio.wait([self._judgement], timeout=_POLL_S)
+        while self._running is not None and not self._running.done() and not self._progress.interrupted:
+            await asyncio.wait([self._running], timeout=_POLL_S)
 
-    async def _between_swaps(self) -> None:
-        run, version = self._run, due_serving_version(self._run)
+    async def _evaluate_serving(self, gate: Gate) -> None:
+        version = gate.due(gate.served.version)
         if version is None:
             return
-        judged_before = verdict_for(run, version) is not None
-        await gate_version(run, version)
-        if not judged_before:
-            run.tracker.stage("train", f"{run.stop_at} steps")
-            run.last_step_at = time.monotonic()
+        is_new = gate.verdict_for(version) is None
+        await gate.decide(version)
+        if is_new:
+            gate.tracker.stage("train", f"{self._progress.stop_at} steps")
+            self._progress.last_step_at = time.monotonic()
 
-    async def _judge(self, server: GateServer, version: PolicyVersion) -> None:
-        run = self._run
-        if verdict_for(run, version) is None:
-            if not self._wanted(version):
+    async def _evaluate(self, gate: Gate, server: GateServer, version: PolicyVersion) -> None:
+        if gate.verdict_for(version) is None:
+            if not _is_wanted(gate, version):
                 return
             try:
-                await asyncio.to_thread(run.registry.verify, version)
+                await asyncio.to_thread(gate.registry.verify, version)
                 await server.serve(version)
             except StoreError as error:
-                if self._wanted(version):
-                    run.tracker.alert(f"version {version.number} is not evaluated: {error}")
+                if _is_wanted(gate, version):
+                    gate.tracker.alert(f"version {version.number} is not evaluated: {error}")
                 return
             except SwapError:
-                if self._wanted(version):
+                if _is_wanted(gate, version):
                     raise
                 return
-        current = run.registry.get(version.number)
+        current = gate.registry.get(version.number)
         if current is not None and current.sha256 == version.sha256:
-            await gate_version(run, current)
+            await gate.decide(current)
 
-    def _wanted(self, version: PolicyVersion) -> bool:
-        """Whether the version must still be evaluated: neither rejected nor retracted. A new version with its number is evaluated when
-        it serves."""
-        current = self._run.registry.get(version.number)
-        return current is not None and current.sha256 == version.sha256 and not is_refused(self._run, current)
+
+def _is_wanted(gate: Gate, version: PolicyVersion) -> bool:
+    """Whether the version must still be evaluated. If it was retracted, a new version with its number is evaluated when it serves."""
+    current = gate.registry.get(version.number)
+    return current is not None and current.sha256 == version.sha256 and not gate.is_rejected(current)

@@ -4,12 +4,11 @@
 many run at once.
 """
 
-from agentrl.rollout.active import CaptureState, TurnListener
 from agentrl.rollout.admission import Admission
-from agentrl.rollout.episode import EpisodeRunner, RequestRouter
-from agentrl.rollout.episode_memory import EmptyMemory
+from agentrl.rollout.episode import EmptyMemory, EpisodeRunner
 from agentrl.rollout.faults import failure_from_error, task_fault
-from agentrl.rollout.group import AttemptListener, GroupRunner, MemorySource, excluded_group
+from agentrl.rollout.group import GroupRunner, excluded_attempt, excluded_group
+from agentrl.rollout.hooks import AttemptListener, CaptureState, MemorySource, RequestRouter, TurnListener
 from agentrl.rollout.pace import Pace
 from agentrl.rollout.thinking import thinking_bound
 
@@ -24,6 +23,7 @@ __all__ = [
     "Pace",
     "RequestRouter",
     "TurnListener",
+    "excluded_attempt",
     "excluded_group",
     "failure_from_error",
     "task_fault",

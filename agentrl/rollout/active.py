@@ -29,18 +29,13 @@ from agentrl.records.limits import Thinking
 from agentrl.records.memo import Memo
 from agentrl.records.sampling import Sampling
 from agentrl.rollout.episode_sandbox import EpisodeSandbox
+from agentrl.rollout.hooks import TurnListener
 from agentrl.rollout.pace import OutOfTime, Pace, SamplingTime
 from agentrl.rollout.requests import WALL_LIMIT, EpisodeRequests, TimedExternalRequest, loop_time
 from agentrl.rollout.sub_episode import SubEpisode, open_sub_episode
 from agentrl.rollout.thinking import sample_turn, thinking_bound
 
 log = logging.getLogger(__name__)
-
-CaptureState = Callable[[], Awaitable[EpisodeState | None]]
-"""Returns the state of an episode between two turns; None if its working directory or its tools' state is too large."""
-
-TurnListener = Callable[[int, CaptureState], Awaitable[None]]
-"""Called between two turns with the number of turns and a function that captures the state. The episode waits for it."""
 
 MAX_TOOL_FAILURES = 16
 """Tool failures that an episode records; later ones are dropped."""
@@ -51,14 +46,14 @@ AgentState = Callable[[], Awaitable[Mapping[str, Any]]]
 class ActiveTrajectory:
     """A `LiveTrajectory`: the turns so far, and the tokens that start the next one."""
 
-    def __init__(self, life: ActiveEpisode, index: int, begun: Trajectory, prompt_ids: tuple[int, ...] = ()) -> None:
+    def __init__(self, episode: ActiveEpisode, index: int, begun: Trajectory, prompt_ids: tuple[int, ...] = ()) -> None:
         self.index = index
         self.parent = begun.parent
         self.turns = list(begun.turns)
         self.stop_reason = begun.stop_reason
         self.prompt_ids = prompt_ids
         self.sampling = False  # a turn has started and is not recorded yet
-        self._life = life
+        self._episode = episode
         self._begun = begun
         self._context = [token for turn in begun.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
         self._generate_s = 0.0
@@ -80,22 +75,23 @@ class ActiveTrajectory:
 
     def limit(self) -> str:
         """The stop reason of the limit that forbids another turn; empty if none does."""
-        if self._life.turns_begun >= self._life.task.limits.turns:
+        if self._episode.turns_begun >= self._episode.task.limits.turns:
             return "turn_limit"
-        if self._life.out_of_time:
+        if self._episode.out_of_time:
             return WALL_LIMIT
         return "" if self._budget() > 0 else "token_limit"
 
     def _budget(self) -> int:
         """Tokens that the next completion may have; 0 or less if none fits."""
-        limits, room = self._life.task.limits, self._life.room
+        task, room = self._episode.task, self._episode.room
+        limits = task.limits
         left = room - self.tokens
         if limits.all_tokens is not None:  # concurrent turns count once they are recorded
-            room, left = min(room, limits.all_tokens), min(left, limits.all_tokens - self._life.tokens)
+            room, left = min(room, limits.all_tokens), min(left, limits.all_tokens - self._episode.tokens)
         budget = min(limits.turn_tokens, left)
-        if budget <= 0 and not self._life.turns_begun:
+        if budget <= 0 and not self._episode.turns_begun:
             raise TaskError(
-                f"task {self._life.task.id!r}: its prompt has {len(self.prompt_ids)} tokens, but the limit for prompt and answer is {room}",
+                f"task {task.id!r}: its prompt has {len(self.prompt_ids)} tokens, but the limit for prompt and answer is {room}",
                 fix="shorten the prompt, or raise limits.episode_tokens, limits.all_tokens and policy.max_model_len",
             )
         return budget
@@ -119,7 +115,7 @@ class ActiveTrajectory:
             raise OutOfTime("the episode's time has ended")
         if forbids:
             raise RuntimeError(f"trajectory {self.index} cannot have another turn: {forbids}")
-        budget, number, started = self._budget(), self._life.turns_begun, loop_time()
+        budget, number, started = self._budget(), self._episode.turns_begun, loop_time()
         if max_tokens is not None:
             if max_tokens < 1:
                 raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
@@ -127,11 +123,13 @@ class ActiveTrajectory:
         self.sampling = True
         try:
             reads = max(0, self.tokens - self._computed)
-            ask = partial(self._life.generate, stop_token_ids=stop_token_ids, stop=stop, constraint=constraint, number=number, reads=reads)
-            completion = await sample_turn([*self._context, *self.prompt_ids], budget, ask, thinking_bound(self._life.task, thinking))
+            ask = partial(
+                self._episode.generate, stop_token_ids=stop_token_ids, stop=stop, constraint=constraint, number=number, reads=reads
+            )
+            completion = await sample_turn([*self._context, *self.prompt_ids], budget, ask, thinking_bound(self._episode.task, thinking))
         except RequestRefused as error:
             self.sampling = False
-            if not self._life.turn_count:  # the context contains no text of the policy
+            if not self._episode.turn_count:  # the context contains no text of the policy
                 raise
             raise PolicyFault(f"the server refuses a context that contains the policy's text: {error}") from error
         except BaseException:
@@ -193,8 +191,7 @@ class ActiveEpisode:
         pace: Pace | None = None,
     ) -> None:
         self.id = episode_id
-        self.tools = tools
-        self.memory = memory
+        self.tools, self.memory = tools, memory
         self.task = task
         self.answer: str | None = None
         self.stage = "episode"
@@ -217,8 +214,8 @@ class ActiveEpisode:
         )
         self.open_timeout_s = open_timeout_s
         self._on_turn = on_turn
-        self._place = EpisodeSandbox(self, None if start is None else start.snapshot)
-        self._places: set[EpisodeSandbox] = set()  # sandboxes of sub-agents
+        self._box = EpisodeSandbox(self, None if start is None else start.snapshot)
+        self._sub_sandboxes: set[EpisodeSandbox] = set()  # sandboxes of sub-agents
         self._running, self._since = 0, 0.0  # calls in progress, and the start of the first of them
         self._output_chars = 0  # characters of tool output so far
         self._trajectories = [ActiveTrajectory(self, 0, Trajectory(agent="main", turns=(), stop_reason=""))]
@@ -279,7 +276,7 @@ class ActiveEpisode:
     @property
     def untouched(self) -> bool:
         """Whether the sandbox was never opened, so that its files are the task's."""
-        return self._place.untouched
+        return self._box.untouched
 
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> ActiveTrajectory:
         """Opens another trajectory."""
@@ -322,16 +319,16 @@ class ActiveEpisode:
         sampling = self._sampling.constrained() if constraint else self._sampling
         common = {**asdict(sampling), "stop_token_ids": tuple(stop_token_ids), "stop": tuple(stop), "constraint": constraint}
         self.stage = "generate"
-        made = await self.requests.sample(
+        completion = await self.requests.sample(
             token_ids,
             lambda most: SamplingParams(**common, max_tokens=most),
             max_tokens,
             f"{self.id}-{number}{part}",
             reads=0 if part else reads,
         )
-        if sampling.supports and (made.supports is None or not all(made.supports.rows)):
+        if sampling.supports and (completion.supports is None or not all(completion.supports.rows)):
             raise ServingError("the policy did not return the support of every token, without which the learner would score them wrongly")
-        return made
+        return completion
 
     def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[TimedExternalRequest]:
         """Times a request that the agent sends itself."""
@@ -340,29 +337,29 @@ class ActiveEpisode:
 
     async def sandbox(self) -> Sandbox:
         """Returns the sandbox, opened at the first call with the task's files or the working directory of the start state."""
-        return await self._place.sandbox()
+        return await self._box.sandbox()
 
     @property
     def sandbox_opened(self) -> bool:
         """Whether the sandbox was opened."""
-        return self._place.opened
+        return self._box.opened
 
     @property
     def sandbox_lost(self) -> bool:
         """Whether a tool call was cut short in the sandbox, so that its files are undefined."""
-        return self._place.lost
+        return self._box.lost
 
     @sandbox_lost.setter
     def sandbox_lost(self, lost: bool) -> None:
-        self._place.lost = lost
+        self._box.lost = lost
 
     async def working_copy(self) -> bytes | None:
         """Returns a snapshot of the working directory."""
-        return await self._place.working_copy()
+        return await self._box.working_copy()
 
     def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[SubEpisode]:
         """Opens a sub-episode with its own sandbox."""
-        return open_sub_episode(self, copy, self._places)
+        return open_sub_episode(self, copy, self._sub_sandboxes)
 
     @contextmanager
     def running(self, sandbox: Sandbox | None) -> Iterator[None]:
@@ -405,9 +402,9 @@ class ActiveEpisode:
     async def _capture(self, agent_state: AgentState) -> EpisodeState | None:
         wall_s, started = self.wall_s, loop_time()
         try:
-            if self._places:
+            if self._sub_sandboxes:
                 raise ValueError("a sub-agent is running in its own sandbox")
-            kept = await agent_state()
+            tool_state = await agent_state()
             started = loop_time()
             return EpisodeState(
                 episode_id=self.id,
@@ -415,8 +412,8 @@ class ActiveEpisode:
                 attempt=self._attempt,
                 trajectories=self.record(),
                 prompt_ids=tuple(trajectory.prompt_ids for trajectory in self._trajectories),
-                agent_state=kept,
-                snapshot=await self._place.snapshot(),
+                agent_state=tool_state,
+                snapshot=await self._box.snapshot(),
                 output_chars=self._output_chars,
                 wall_s=wall_s,
                 sandbox_s=self.sandbox_s,
@@ -435,8 +432,8 @@ class ActiveEpisode:
     async def close(self) -> None:
         """Closes all sandboxes of the episode. None can be opened afterwards."""
         async with AsyncExitStack() as stack:
-            for place in (self._place, *self._places):
-                stack.push_async_callback(place.close)
+            for box in (self._box, *self._sub_sandboxes):
+                stack.push_async_callback(box.close)
 
 
 def _checked(stop_reason: str) -> str:

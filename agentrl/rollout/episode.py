@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from agentrl.base import user_code
 from agentrl.base.error_text import group_members
-from agentrl.protocols import Agent, MemoryView, Policy, SandboxBackend, ToolSource
+from agentrl.protocols import Agent, EpisodeMemory, MemoryView, Policy, SandboxBackend, ToolSource
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Task
+from agentrl.records.memo import Memo
 from agentrl.records.sampling import Sampling
-from agentrl.rollout.active import ActiveEpisode, TurnListener
-from agentrl.rollout.episode_memory import episode_memory
+from agentrl.rollout.active import ActiveEpisode
 from agentrl.rollout.episode_sandbox import task_files
 from agentrl.rollout.faults import failure_from_error
+from agentrl.rollout.hooks import RequestRouter, StartListener, TurnListener
 from agentrl.rollout.pace import OutOfTime, Pace
 from agentrl.rollout.requests import WALL_LIMIT
 from agentrl.task.outputs import CollectedOutputs, collect_outputs, select_files
-
-RequestRouter = Callable[[str, str], AbstractContextManager[object]]
-"""Enters a context around the requests of an episode, given its id and its task's key. A router over several servers learns its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +34,7 @@ class EpisodeRunner:
     request_timeout_s: float
     open_timeout_s: float = 60.0
     tools: ToolSource | None = None
-    router: RequestRouter = lambda episode_id, task_key: nullcontext()
+    router: RequestRouter | None = None  # of several servers
     pace: Pace = field(default_factory=Pace)  # history of the policy's server in this run
 
     async def run(
@@ -49,7 +46,7 @@ class EpisodeRunner:
         start: EpisodeState | None = None,
         on_turn: TurnListener | None = None,
         memory: MemoryView | None = None,
-        on_begin: Callable[[ActiveEpisode], None] = lambda life: None,
+        on_start: StartListener = lambda episode: None,
     ) -> Episode:
         """Runs one attempt. Anything that breaks becomes a `Failure` in the episode, never an exception or a score.
 
@@ -59,7 +56,7 @@ class EpisodeRunner:
                 that inherits the turns (see `agentrl.objective.branches`).
             on_turn: called after every turn except the last.
             memory: earlier episodes' notes that it may read; None disables memory. Notes that it writes are only in its record.
-            on_begin: called with the running episode, so that a caller that cancels it can read its progress.
+            on_start: called with the running episode, so that a caller that cancels it can read its progress.
 
         Raises:
             SandboxUnavailable: this machine cannot open any sandbox of this kind.
@@ -67,7 +64,39 @@ class EpisodeRunner:
         """
         if start is not None and start.task_key != task.key:
             raise ValueError(f"the state of episode {start.episode_id} belongs to another task than {task.id!r}")
-        life = ActiveEpisode(
+        episode = self._open(task, episode_id=episode_id, attempt=attempt, start=start, on_turn=on_turn, memory=memory)
+        on_start(episode)
+        try:
+            with self.router.episode(episode_id, task.key) if self.router is not None else nullcontext():
+                stop_reason, collected, failures = await self._attempt(episode)
+        finally:
+            await episode.close()
+        return Episode(
+            id=episode_id,
+            task_id=task.id,
+            task_key=task.key,
+            trajectories=episode.record(stop_reason),
+            answer=episode.answer,
+            failures=(*episode.failures, *failures),
+            attempt=attempt,
+            wall_s=episode.wall_s,
+            sandbox_s=episode.sandbox_s,
+            outputs=collected.files,
+            removed=collected.removed,
+            memory=episode.memo,
+        )
+
+    def _open(
+        self,
+        task: Task,
+        *,
+        episode_id: str,
+        attempt: int,
+        start: EpisodeState | None,
+        on_turn: TurnListener | None,
+        memory: MemoryView | None,
+    ) -> ActiveEpisode:
+        return ActiveEpisode(
             task,
             episode_id=episode_id,
             attempt=attempt,
@@ -83,71 +112,81 @@ class EpisodeRunner:
             tools=self.tools,
             memory=episode_memory(memory, start),
         )
-        on_begin(life)
-        try:
-            with self.router(episode_id, task.key):
-                stop_reason, collected, failures = await self._attempt(life)
-        finally:
-            await life.close()
-        return Episode(
-            id=episode_id,
-            task_id=task.id,
-            task_key=task.key,
-            trajectories=life.record(stop_reason),
-            answer=life.answer,
-            failures=(*life.failures, *failures),
-            attempt=attempt,
-            wall_s=life.wall_s,
-            sandbox_s=life.sandbox_s,
-            outputs=collected.files,
-            removed=collected.removed,
-            memory=life.memo,
-        )
 
-    async def _attempt(self, life: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[Failure, ...]]:
+    async def _attempt(self, episode: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[Failure, ...]]:
         """Runs the agent and collects the outputs within the episode's time. Returns stop reason, outputs and failures."""
-        limit_s = life.task.limits.wall_s
+        limit_s = episode.task.limits.wall_s
         nothing, since = CollectedOutputs(files={}), user_code.cancellation_count()
-        wall = asyncio.timeout(max(0.0, limit_s - life.spent_s))
+        wall = asyncio.timeout(max(0.0, limit_s - episode.spent_s))
         try:
             async with wall:
-                stop_reason = life.check_result(await self._act(life, limit_s))
-            if stop_reason == WALL_LIMIT and life.out_of_time:
-                return _out_of_time(life)
-            if not life.task.outputs or life.sandbox_lost:
+                stop_reason = episode.check_result(await self._act(episode, limit_s))
+            if stop_reason == WALL_LIMIT and episode.out_of_time:
+                return _out_of_time(episode)
+            if not episode.task.outputs or episode.sandbox_lost:
                 return stop_reason, nothing, ()
-            life.stage = "collect"
-            return stop_reason, *await _collect(life)
+            episode.stage = "collect"
+            return stop_reason, *await _collect(episode)
         except BaseException as error:
             user_code.reraise_if_fatal(error, since)
             if wall.expired() or all(isinstance(one, OutOfTime) for one in group_members(error)):
-                return _out_of_time(life)
-            return "failed", nothing, (failure_from_error(error, stage=life.stage, turn=life.turn_count),)
+                return _out_of_time(episode)
+            return "failed", nothing, (failure_from_error(error, stage=episode.stage, turn=episode.turn_count),)
 
-    async def _act(self, life: ActiveEpisode, limit_s: float) -> str:
+    async def _act(self, episode: ActiveEpisode, limit_s: float) -> str:
         """Runs the user-supplied agent. It may ignore cancellation, so its call has a deadline, after which it is abandoned."""
-        grace_s = life.task.limits.tool_timeout_s + user_code.GRACE_S  # an agent closes its tools
+        grace_s = episode.task.limits.tool_timeout_s + user_code.GRACE_S  # an agent closes its tools
         return await user_code.call_user_code(
-            lambda: self.agent.act(life), what="the agent", timeout_s=limit_s + grace_s, grace_s=grace_s, within=life.requests.stalls
+            lambda: self.agent.act(episode), what="the agent", timeout_s=limit_s + grace_s, grace_s=grace_s, within=episode.requests.stalls
         )
 
 
-def _out_of_time(life: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[Failure, ...]]:
+def _out_of_time(episode: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[Failure, ...]]:
     """The end of an episode without time left: no outputs, and no failure if the policy's programs used the time."""
-    failure = life.timeout_failure()
+    failure = episode.timeout_failure()
     return WALL_LIMIT, CollectedOutputs(files={}), () if failure is None else (failure,)
 
 
-async def _collect(life: ActiveEpisode) -> tuple[CollectedOutputs, tuple[Failure, ...]]:
+async def _collect(episode: ActiveEpisode) -> tuple[CollectedOutputs, tuple[Failure, ...]]:
     """Collects the declared outputs after the agent's last action. Outputs that the agent made unreadable are the policy's failure."""
-    if life.untouched:  # nothing ran, so the files are the task's
-        return CollectedOutputs(files=select_files(task_files(life.task), life.task.outputs)), ()
-    sandbox = await life.sandbox()
+    if episode.untouched:  # nothing ran, so the files are the task's
+        return CollectedOutputs(files=select_files(task_files(episode.task), episode.task.outputs)), ()
+    sandbox = await episode.sandbox()
     started = time.monotonic()
-    collected = await collect_outputs(sandbox, life.task.outputs)
-    life.sandbox_s += time.monotonic() - started
+    collected = await collect_outputs(sandbox, episode.task.outputs)
+    episode.sandbox_s += time.monotonic() - started
     refused = "; ".join(f"{path}: {reason}" for path, reason in collected.refused.items())
     if not refused:
         return collected, ()
-    failure = Failure(stage="collect", blame=Blame.POLICY, kind="outputs_refused", message=refused[:2000], turn=life.turn_count)
+    failure = Failure(stage="collect", blame=Blame.POLICY, kind="outputs_refused", message=refused[:2000], turn=episode.turn_count)
     return collected, (failure,)
+
+
+class EmptyMemory:
+    """An `EpisodeMemory` without notes, for an episode that continues one with a memory in a run without: its context describes the
+    tools."""
+
+    def __init__(self, memo: Memo) -> None:
+        self._memo = memo
+
+    @property
+    def memo(self) -> Memo:
+        """The notes of the state that it started from."""
+        return self._memo
+
+    def note(self, text: str) -> tuple[bool, str]:
+        """Accepts a note and drops it."""
+        return True, "noted"
+
+    def recall(self, query: str) -> tuple[bool, str]:
+        """Finds no notes."""
+        return True, "no notes"
+
+
+def episode_memory(view: MemoryView | None, start: EpisodeState | None) -> EpisodeMemory | None:
+    """Returns the memory of an episode. An episode that continues a state has one exactly if that state had one."""
+    if start is None:
+        return None if view is None else view.begin()
+    if start.memory is None:
+        return None
+    return EmptyMemory(start.memory) if view is None else view.begin(start.memory)

@@ -23,13 +23,13 @@ class EpisodeSandbox:
     """The sandbox that one or several agents of an episode share. Many episodes of a weak policy never open it.
 
     Args:
-        life: the episode, which its time counts for.
+        episode: the episode, which its time counts for.
         snapshot: initial content of the working directory; None means the task's files.
     """
 
-    def __init__(self, life: ActiveEpisode, snapshot: bytes | None = None) -> None:
+    def __init__(self, episode: ActiveEpisode, snapshot: bytes | None = None) -> None:
         self.lost = False  # a tool call was cut short in it, so its files are undefined
-        self._life = life
+        self._episode = episode
         self._snapshot = snapshot
         self._sandbox: Sandbox | None = None
         self._opening = asyncio.Lock()  # concurrent agents share the sandbox
@@ -56,10 +56,10 @@ class EpisodeSandbox:
 
     async def working_copy(self) -> bytes | None:
         """See `LiveEpisode.working_copy`."""
-        self._life.stage = "sandbox"
+        self._episode.stage = "sandbox"
         started = time.monotonic()
         copy = await self.snapshot()
-        self._life.sandbox_s += time.monotonic() - started
+        self._episode.sandbox_s += time.monotonic() - started
         if copy is not None and len(copy) > MAX_SNAPSHOT_BYTES:
             raise ValueError(f"the working directory takes {len(copy) >> 20} MiB; at most {MAX_SNAPSHOT_BYTES >> 20} MiB are copied")
         return copy
@@ -67,13 +67,13 @@ class EpisodeSandbox:
     async def _open(self) -> Sandbox:
         if self._over:
             raise SandboxError("the episode, or the sub-agent that used this sandbox, has ended")
-        life = self._life
-        life.stage = "sandbox"
-        task, started = life.task, time.monotonic()
+        episode = self._episode
+        episode.stage = "sandbox"
+        task, started = episode.task, time.monotonic()
         files = task_files(task) if self._snapshot is None else None
         try:
-            sandbox = await life.sandboxes.open(task.sandbox, files=files, snapshot=self._snapshot, timeout_s=life.open_timeout_s)
-        except (SandboxUnavailable, UnicodeError):  # `contents` has checked the files' names and texts
+            sandbox = await episode.sandboxes.open(task.sandbox, files=files, snapshot=self._snapshot, timeout_s=episode.open_timeout_s)
+        except (SandboxUnavailable, UnicodeError):  # `task_files` has checked the files' names and texts
             raise
         except UserError as error:  # an image that cannot be built
             raise TaskError(f"task {task.id!r}: {error.message}", fix=error.fix) from error
@@ -83,7 +83,7 @@ class EpisodeSandbox:
             message = f"task {task.id!r}: its files do not fit into its sandbox: {error}"
             raise TaskError(message, fix="raise sandbox.disk_mb") from error
         self._sandbox = sandbox
-        life.sandbox_s += time.monotonic() - started
+        episode.sandbox_s += time.monotonic() - started
         if self._over:  # closed meanwhile, because an agent ignored its cancellation
             await self._end(sandbox)
         return sandbox
@@ -103,7 +103,7 @@ class EpisodeSandbox:
             user_code.reraise_if_fatal(error, since)
             user_code.log_unexpected("closing a sandbox", error)
         self._closed = True
-        self._life.sandbox_s += time.monotonic() - started
+        self._episode.sandbox_s += time.monotonic() - started
 
 
 def task_files(task: Task) -> dict[str, bytes]:

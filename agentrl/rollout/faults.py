@@ -20,10 +20,12 @@ def failure_from_error(error: BaseException, *, stage: str, turn: int | None = N
     Args:
         stage: stage of the episode, used if the exception does not determine it.
     """
-    if (found := user_code.first_cause(error, TaskError, PluginError)) is not None:
-        return task_fault(found, turn=turn)
-    if (said := user_code.first_cause(error, PolicyFault)) is not None and user_code.first_cause(error, InfrastructureError) is None:
-        return Failure(stage=stage, blame=Blame.POLICY, kind="not_taken", message=_message(said), turn=turn)
+    if (task_error := user_code.first_cause(error, TaskError, PluginError)) is not None:
+        return task_fault(task_error, turn=turn)
+    if (policy_error := user_code.first_cause(error, PolicyFault)) is not None and user_code.first_cause(
+        error, InfrastructureError
+    ) is None:
+        return Failure(stage=stage, blame=Blame.POLICY, kind="not_taken", message=_message(policy_error), turn=turn)
     known = user_code.first_cause(error, InfrastructureError)
     if known is None:
         user_code.log_unexpected(f"episode ({stage})", error)

@@ -11,47 +11,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from agentrl.base import user_code
 from agentrl.config.recipe import BranchingConfig
-from agentrl.protocols import EpisodeCheckpoints, MemoryView
+from agentrl.protocols import EpisodeCheckpoints
 from agentrl.protocols.group_judge import AWAITING_GROUP_JUDGE
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
-from agentrl.rollout.active import ActiveEpisode, CaptureState, TurnListener
+from agentrl.rollout.active import ActiveEpisode
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.faults import failure_from_error, infrastructure_fault
+from agentrl.rollout.hooks import AttemptListener, CaptureState, EpisodeScorer, GroupScoring, MemorySource, StartListener, TurnListener
 from agentrl.rollout.scheduling import AttemptScheduler, GroupAttempt
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
 """Seconds before the first retry. The pause doubles with each further retry."""
-
-EpisodeScorer = Callable[[Task, Episode], Awaitable[Score]]
-"""Scores a finished episode. The score has no value if a verifier failed; only a broken task raises."""
-
-
-class GroupScoring(Protocol):
-    """Scores the attempts of a group together."""
-
-    async def score_attempt(self, task: Task, episode: Episode) -> Score:
-        """Returns the score of an attempt that has just ended, like a `Scorer`."""
-        ...
-
-    async def score_group(self, task: Task, scored: Sequence[ScoredEpisode]) -> Sequence[Score]:
-        """Returns the scores of all attempts, in their order, after all have ended."""
-        ...
-
-
-MemorySource = Callable[[Task, int | None], MemoryView]
-"""Returns the notes that attempts of a group may read, given its task and index; the index is None outside of groups."""
-
-AttemptListener = Callable[[Failure | None], None]
-"""Called with the failure, or None, of every attempt that ends, retried or not, except attempts at a broken task."""
 
 
 class _BrokenTask(Exception):
@@ -123,18 +101,18 @@ class GroupRunner:
         """
         broken: Failure | None = None
         members = self._members(index, oldest_version)
-        found = [await self._found(member, task) for member in members]
+        stored = [await self._found(member, task) for member in members]
 
-        async def play(place: GroupAttempt) -> None:
+        async def play(slot: GroupAttempt) -> None:
             try:
-                scored = await self._scored(members[place.number], task, found[place.number], place)
+                scored = await self._scored(members[slot.number], task, stored[slot.number], slot)
             except _BrokenTask:
                 race.stop()
                 raise
-            race.record_end(place, scored)
+            race.record_end(slot, scored)
 
-        def begin(place: GroupAttempt) -> asyncio.Task[None] | None:
-            attempt = play(place)
+        def begin(slot: GroupAttempt) -> asyncio.Task[None] | None:
+            attempt = play(slot)
             try:
                 return running.create_task(attempt)
             except RuntimeError:  # the group is ending
@@ -146,7 +124,7 @@ class GroupRunner:
         )
         try:
             async with asyncio.TaskGroup() as running:
-                race.start([number for number, one in enumerate(found) if isinstance(one, ScoredEpisode)])
+                race.start([number for number, one in enumerate(stored) if isinstance(one, ScoredEpisode)])
         except* _BrokenTask as errors:
             broken = _first(errors).fault
         if broken is not None:
@@ -213,14 +191,14 @@ class GroupRunner:
         *,
         tell: bool = True,
         always: bool = False,
-        place: GroupAttempt | None = None,
+        slot: GroupAttempt | None = None,
     ) -> ScoredEpisode:
         """See `episode`. `tell`: whether the score is final, so that `on_attempt` is called with it; a group scorer may still change it.
-        `place`: the attempt's entry in its group's schedule; None outside of groups. A fault is not retried if the group can do without
+        `slot`: the attempt's entry in its group's schedule; None outside of groups. A fault is not retried if the group can do without
         the attempt."""
         continued = start is not None and start.episode_id == f"{name}-a{start.attempt}"
         for attempt in range(start.attempt if start is not None and continued else 0, self.max_retries + 1):
-            episode, score = await self._attempt(task, f"{name}-a{attempt}", attempt, start, on_turn, scorer, place)
+            episode, score = await self._attempt(task, f"{name}-a{attempt}", attempt, start, on_turn, scorer, slot)
             start = start if always else None
             if score is not None:
                 unscored = infrastructure_fault("score", "unscored", score.reason) if score.value is None else None
@@ -232,7 +210,7 @@ class GroupRunner:
                 break
             self.on_attempt(failure)
             if attempt < self.max_retries:
-                if place is not None and place.abandon():
+                if slot is not None and slot.abandon():
                     break
                 await asyncio.sleep(min(RETRY_S * 2**attempt, 5.0))  # gives a failed part time to restart
         return _unscored(episode, failure)
@@ -245,13 +223,13 @@ class GroupRunner:
         start: EpisodeState | None,
         on_turn: TurnListener | None,
         scorer: EpisodeScorer,
-        place: GroupAttempt | None,
+        slot: GroupAttempt | None,
     ) -> tuple[Episode, Score | None]:
         """Runs one attempt and scores it. The score is None if a fault, the last of the episode's failures, excludes it."""
-        episode = _nothing(episode_id, task.id, task.key, attempt)
+        episode = _empty_episode(episode_id, task.id, task.key, attempt)
         stage, since = "episode", user_code.cancellation_count()
         try:
-            memory = None if self.memory is None else self.memory(task, None if place is None else place.group)
+            memory = None if self.memory is None else self.memory.view(task, None if slot is None else slot.group)
             async with self.slots:
                 episode = await self.runner.run(
                     task,
@@ -260,7 +238,7 @@ class GroupRunner:
                     start=start,
                     on_turn=on_turn,
                     memory=memory,
-                    on_begin=_watched(place),
+                    on_start=_watched(slot),
                 )
             if episode.left_out:
                 return episode, None
@@ -282,24 +260,26 @@ class GroupRunner:
         forks = [_Fork(stem, range(stem + 1, stem + width), self.branching.turn) for stem in range(0, self.group_size, width)]
         return [_Member(index, member, forks[member // width], oldest_version) for member in range(self.group_size)]
 
-    async def _scored(self, member: _Member, task: Task, found: EpisodeState | ScoredEpisode | None, place: GroupAttempt) -> ScoredEpisode:
+    async def _scored(self, member: _Member, task: Task, stored: EpisodeState | ScoredEpisode | None, slot: GroupAttempt) -> ScoredEpisode:
         """One attempt, started or continued. A branch waits for its stem outside of `slots`, so stems never wait for branches."""
         fork, since = member.stem_of, user_code.cancellation_count()
         try:
-            if isinstance(found, ScoredEpisode):
-                waits = self.group_scoring is None and found.score.reason == AWAITING_GROUP_JUDGE  # the recipe no longer has a group scorer
-                return replace(found, score=await self.scorer(task, found.episode)) if waits else found
-            if fork is not None and found is not None and found.turn_count >= fork.turn:
-                fork.settle(found if found.turn_count == fork.turn < task.limits.turns else None)  # later, branches have their own states
-            if member.fork is not None and fork is None and found is None:
-                found = await member.fork.state
+            if isinstance(stored, ScoredEpisode):
+                waits = (
+                    self.group_scoring is None and stored.score.reason == AWAITING_GROUP_JUDGE
+                )  # the recipe no longer has a group scorer
+                return replace(stored, score=await self.scorer(task, stored.episode)) if waits else stored
+            if fork is not None and stored is not None and stored.turn_count >= fork.turn:
+                fork.settle(stored if stored.turn_count == fork.turn < task.limits.turns else None)  # later, branches have their own states
+            if member.fork is not None and fork is None and stored is None:
+                stored = await member.fork.state
             on_turn = None if fork is None and self.checkpoints is None else self._watching(member, task)
             scorer, alone = (self.scorer, True) if self.group_scoring is None else (self.group_scoring.score_attempt, False)
-            scored = await self._episode(task, member.name, found, on_turn, scorer, tell=alone, place=place)
+            scored = await self._episode(task, member.name, stored, on_turn, scorer, tell=alone, slot=slot)
         except BaseException as error:
             user_code.reraise_if_fatal(error, since)
             failure = failure_from_error(error, stage="group")
-            scored = _unscored(replace(_nothing(f"{member.name}-a0", task.id, task.key), failures=(failure,)), failure)
+            scored = excluded_attempt(member.name, task.id, task.key, failure)
         finally:
             if fork is not None:
                 fork.settle(None)
@@ -334,13 +314,13 @@ class GroupRunner:
 
     async def _found(self, member: _Member, task: Task) -> EpisodeState | ScoredEpisode | None:
         """What a process that died stored of this attempt, if it is still usable."""
-        found: EpisodeState | ScoredEpisode | None = None
+        stored: EpisodeState | ScoredEpisode | None = None
         if self.checkpoints is not None:
             with _safety_net():
-                found = await self.checkpoints.load(member.group, member.number)
-        if found is None:
+                stored = await self.checkpoints.load(member.group, member.number)
+        if stored is None:
             return None
-        episode = found.episode if isinstance(found, ScoredEpisode) else found
+        episode = stored.episode if isinstance(stored, ScoredEpisode) else stored
         oldest = episode.oldest_version
         if episode.task_key != task.key:
             log.warning("attempt %s restarts: task %s changed since it started", member.name, task.id)
@@ -350,30 +330,33 @@ class GroupRunner:
                 "attempt %s restarts: it used version %d, and at least version %d is needed", member.name, oldest, member.oldest_version
             )
             return None
-        return found
+        return stored
 
 
-def _watched(place: GroupAttempt | None) -> Callable[[ActiveEpisode], None]:
+def _watched(slot: GroupAttempt | None) -> StartListener:
     """Stores the running episode in its group attempt."""
 
-    def on_begin(life: ActiveEpisode) -> None:
-        if place is not None:
-            place.life = life
+    def on_start(episode: ActiveEpisode) -> None:
+        if slot is not None:
+            slot.episode = episode
 
-    return on_begin
+    return on_start
 
 
 def excluded_group(index: int, task_id: str, task_key: str, failure: Failure, *, size: int) -> Group:
     """Returns a group of excluded attempts, because its task is broken or the group cannot be stored."""
-    names = (f"g{index:06d}-{member}-a0" for member in range(size))
-    episodes = tuple(replace(_nothing(name, task_id, task_key), failures=(failure,)) for name in names)
-    return Group(index=index, task_id=task_id, task_key=task_key, episodes=tuple(_unscored(episode, failure) for episode in episodes))
+    attempts = tuple(excluded_attempt(f"g{index:06d}-{member}", task_id, task_key, failure) for member in range(size))
+    return Group(index=index, task_id=task_id, task_key=task_key, episodes=attempts)
 
 
-def _nothing(episode_id: str, task_id: str, task_key: str, attempt: int = 0) -> Episode:
-    """An attempt without any turn."""
-    nothing = (Trajectory(agent="main", turns=(), stop_reason="failed"),)
-    return Episode(id=episode_id, task_id=task_id, task_key=task_key, trajectories=nothing, attempt=attempt)
+def excluded_attempt(name: str, task_id: str, task_key: str, failure: Failure) -> ScoredEpisode:
+    """Returns an attempt without turns, excluded because of a failure."""
+    return _unscored(replace(_empty_episode(f"{name}-a0", task_id, task_key), failures=(failure,)), failure)
+
+
+def _empty_episode(episode_id: str, task_id: str, task_key: str, attempt: int = 0) -> Episode:
+    trajectories = (Trajectory(agent="main", turns=(), stop_reason="failed"),)
+    return Episode(id=episode_id, task_id=task_id, task_key=task_key, trajectories=trajectories, attempt=attempt)
 
 
 def _unscored(episode: Episode, failure: Failure) -> ScoredEpisode:

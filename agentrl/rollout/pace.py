@@ -55,7 +55,7 @@ def blame_for_timeout(limit_s: float, *, program_s: float, sampled_s: float, los
         program_s: seconds in programs that the agent called.
         sampled_s: seconds in requests; for a slow one, the usual time of such requests.
         lost_s: seconds that slow requests took beyond the usual.
-        stalled_s: seconds for which the driver's event loop stood still (`agentrl.lag.Stalls`).
+        stalled_s: seconds for which the driver's event loop stood still (`agentrl.base.loop_lag.StallCount`).
     """
     if max(lost_s, stalled_s) > LOST_SHARE * limit_s:
         return Blame.INFRASTRUCTURE
@@ -127,17 +127,17 @@ class _History:
     @classmethod
     def from_data(cls, data: Any) -> _History:
         """Restores the history. Raises `ValueError` for data that `to_data` does not return."""
-        made = cls()
+        history = cls()
         try:
-            made._stride = int(data["stride"])
-            made._kept = [(float(one), float(all_), float(tokens)) for one, all_, tokens in data["requests"]]
+            history._stride = int(data["stride"])
+            history._kept = [(float(one), float(all_), float(tokens)) for one, all_, tokens in data["requests"]]
         except (TypeError, LookupError, ValueError, OverflowError) as error:
             raise ValueError(f"not a history of requests: {error}") from None
-        numbers = [value for one in made._kept for value in one]
-        if made._stride < 1 or len(made._kept) > _KEPT or not all(0 < value < math.inf for value in numbers):
+        numbers = [value for one in history._kept for value in one]
+        if history._stride < 1 or len(history._kept) > _KEPT or not all(0 < value < math.inf for value in numbers):
             raise ValueError("not a history of requests: a number is out of range")
-        made._newer = len(made._kept)
-        return made
+        history._newer = len(history._kept)
+        return history
 
 
 def _median(weighted: list[tuple[float, float]]) -> float:
@@ -179,7 +179,7 @@ class Pace:
         self._work = _History()  # including prompt tokens, in sampled tokens
         self._read = 0  # new prompt tokens so far
         self._sizes: dict[int, _History] = {}  # requests that ended normally, by the power of two of their tokens
-        self._measured_s: float | None = None  # seconds per token of the idle server, until `slow_start` has used it
+        self._measured_s: float | None = None  # seconds per token of the idle server, until `slow_start_alert` has used it
         self._area, self._at = 0.0, 0.0  # request-seconds so far, and the time of the last update
 
     @property
@@ -238,13 +238,13 @@ class Pace:
         size = tokens.bit_length()
         smaller = [one for one in self._sizes if one <= size]
         if cut or not self._sizes:
-            least, kept = tokens, self._all
+            least, history = tokens, self._all
         elif smaller:
-            least, kept = tokens, self._sizes[max(smaller)]
+            least, history = tokens, self._sizes[max(smaller)]
         else:
             larger = min(self._sizes)
-            least, kept = 1 << (larger - 1), self._sizes[larger]
-        seconds, throughput = kept.usual()
+            least, history = 1 << (larger - 1), self._sizes[larger]
+        seconds, throughput = history.usual()
         usual = max(least * seconds, tokens * in_flight / throughput)
         seconds, throughput = self._work.usual()
         return max(

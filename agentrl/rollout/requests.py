@@ -97,22 +97,22 @@ class EpisodeRequests:
             SlowServer: the server was slow for `timeout_s`.
             ServingError: the server failed.
         """
-        made: Completion | None = None
+        completion: Completion | None = None
         lost_before_s = self.sampling.lost_s
         for number in count():  # ends because each request takes time
-            ids = [] if made is None else list(made.token_ids)
+            ids = [] if completion is None else list(completion.token_ids)
             request = params(max_tokens - len(ids)), f"{name}.{number}" if number else name
             part = await self._part([*token_ids, *ids], *request, first=not number, reads=0 if ids else reads, lost_before_s=lost_before_s)
-            made = part if made is None else join_completions(made, part)
-            if not made.token_ids and (newest := self.sampling.newest) is not None and newest.usual_s is not None:
+            completion = part if completion is None else join_completions(completion, part)
+            if not completion.token_ids and (newest := self.sampling.newest) is not None and newest.usual_s is not None:
                 reads = int(reads * max(0.0, 1.0 - newest.seconds / newest.usual_s))  # the server has computed the rest
-            if made.finish_reason != CUT or len(made.token_ids) >= max_tokens or self.out_of_time:
+            if completion.finish_reason != CUT or len(completion.token_ids) >= max_tokens or self.out_of_time:
                 break
-        assert made is not None, "max_tokens is positive"
-        if len(made.token_ids) >= max_tokens and made.finish_reason == CUT:
-            return replace(made, finish_reason="length")
-        if made.token_ids or made.finish_reason != CUT:
-            return made
+        assert completion is not None, "max_tokens is positive"
+        if len(completion.token_ids) >= max_tokens and completion.finish_reason == CUT:
+            return replace(completion, finish_reason="length")
+        if completion.token_ids or completion.finish_reason != CUT:
+            return completion
         raise OutOfTime("the episode's time ended before the policy had sampled a token")
 
     async def _part(
@@ -128,12 +128,12 @@ class EpisodeRequests:
         request, tokens, cut = self.pace.begin(loop_time(), reads=reads), None, False
         self.sampling.begin(loop_time())
         try:
-            made = await self.policy.generate(token_ids, params, request_id=name, timeout_s=timeout_s)
-            tokens, cut = len(made.token_ids), made.finish_reason == CUT
-            if made.versions:
-                if self._version not in (None, made.versions[0].version):  # the cache of another version is of no use
+            completion = await self.policy.generate(token_ids, params, request_id=name, timeout_s=timeout_s)
+            tokens, cut = len(completion.token_ids), completion.finish_reason == CUT
+            if completion.versions:
+                if self._version not in (None, completion.versions[0].version):  # the cache of another version is of no use
                     reads = len(token_ids)
-                self._version = made.versions[-1].version
+                self._version = completion.versions[-1].version
         finally:
             reading = self.pace.end(request, loop_time(), tokens=tokens, at_most=params.max_tokens, cut=cut, reads=reads)
             self.sampling.end(loop_time(), reading)
@@ -141,21 +141,21 @@ class EpisodeRequests:
             self._cut = True
         elif cut and self.sampling.lost_s - lost_before_s >= self.timeout_s:
             raise SlowServer(f"request {name}: the server was slow for {self.timeout_s:g} s; {self._figures(reading)}\n  fix: {ADVICE}")
-        return made
+        return completion
 
     @contextmanager
     def external_request(self, at_most: int, *, within_s: float) -> Iterator[TimedExternalRequest]:
-        """See `LiveEpisode.elsewhere`."""
+        """See `LiveEpisode.external_request`."""
         request, most, left_s = self.pace.begin(loop_time()), at_most, min(within_s, max(0.0, self.left_s))
         usual_s = self.pace.usual_s(at_most, self.pace.in_flight, cut=True)
         if usual_s is not None:
             most = max(1, min(at_most, int(at_most * left_s / (SLOW_FACTOR * usual_s))))
-        asked = TimedExternalRequest(most)
+        request_limits = TimedExternalRequest(most)
         self.sampling.begin(loop_time())
         try:
-            yield asked
+            yield request_limits
         finally:
-            reading = self.pace.end(request, loop_time(), tokens=asked.tokens, at_most=most)
+            reading = self.pace.end(request, loop_time(), tokens=request_limits.tokens, at_most=most)
             self.sampling.end(loop_time(), reading)
 
     def timeout_failure(self, *, program_s: float, sandbox_s: float, turn: int) -> Failure | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from agentrl.base.scores import all_equal
 from agentrl.protocols.group_judge import AWAITING_GROUP_JUDGE
@@ -24,13 +25,21 @@ class GroupAttempt:
     name: str
     group: int
     job: asyncio.Task[None] | None = None  # None before it starts
-    life: ActiveEpisode | None = None  # its newest episode
+    episode: ActiveEpisode | None = None  # its newest episode
     scored: ScoredEpisode | None = None  # None until it ends
     abandoned: bool = False
 
     def abandon(self) -> bool:
         """After a fault: abandons this attempt if the group has enough others, so that it need not be retried. Returns whether it did."""
         return self.race.abandon(self)
+
+
+class StartAttempt(Protocol):
+    """Runs an attempt."""
+
+    def __call__(self, attempt: GroupAttempt, /) -> asyncio.Task[None] | None:
+        """Starts the attempt. Returns its task, or None if the group is ending."""
+        ...
 
 
 class AttemptScheduler:
@@ -43,12 +52,9 @@ class AttemptScheduler:
     Args:
         names: of the attempts, in the order in which they start.
         first: see above; 0 starts all at once.
-        begin: starts an attempt; returns None while the group is ending.
     """
 
-    def __init__(
-        self, names: Sequence[str], *, group: int, size: int, begin: Callable[[GroupAttempt], asyncio.Task[None] | None], first: int = 0
-    ) -> None:
+    def __init__(self, names: Sequence[str], *, group: int, size: int, begin: StartAttempt, first: int = 0) -> None:
         self.attempts = tuple(GroupAttempt(self, number, name, group) for number, name in enumerate(names))
         self.counted: list[GroupAttempt] = []  # in the order in which they ended
         self._size, self._spare, self._first = size, len(names) - size, first or size
@@ -60,27 +66,27 @@ class AttemptScheduler:
 
     def start(self, ended: Sequence[int] = ()) -> None:
         """Starts the schedule. `ended`: numbers of attempts that an earlier process finished; they are recorded before any other starts."""
-        self._before = [place for place in self.attempts if place.number in ended]
-        for place in self._before:
-            self._play(place)
-        self._go_on()
+        self._before = [attempt for attempt in self.attempts if attempt.number in ended]
+        for attempt in self._before:
+            self._start(attempt)
+        self._advance()
 
-    def record_end(self, place: GroupAttempt, scored: ScoredEpisode) -> None:
+    def record_end(self, attempt: GroupAttempt, scored: ScoredEpisode) -> None:
         """Records an attempt that has ended."""
-        place.scored = scored
+        attempt.scored = scored
         if counts_for_group(scored):
             if not self._over:
-                self.counted.append(place)
-        elif not place.abandoned:
+                self.counted.append(attempt)
+        elif not attempt.abandoned:
             self._may_count -= 1
-        self._go_on()
+        self._advance()
 
-    def abandon(self, place: GroupAttempt) -> bool:
+    def abandon(self, attempt: GroupAttempt) -> bool:
         """Abandons an attempt if the group has enough without it. Returns whether it did."""
         if self._may_count - 1 >= self._size:
             self._may_count -= 1
-            place.abandoned = True
-        return place.abandoned
+            attempt.abandoned = True
+        return attempt.abandoned
 
     def stop(self) -> None:
         """Starts no further attempt, because the group has failed."""
@@ -89,50 +95,50 @@ class AttemptScheduler:
     @property
     def episodes(self) -> tuple[ScoredEpisode, ...]:
         """The attempts of the group in order: those that count, and those that were excluded or have no score."""
-        kept = {place.number for place in self.counted}
-        return tuple(one.scored for one in self.attempts if one.scored and (one.number in kept or not counts_for_group(one.scored)))
+        counted = {attempt.number for attempt in self.counted}
+        return tuple(one.scored for one in self.attempts if one.scored and (one.number in counted or not counts_for_group(one.scored)))
 
     @property
     def cancelled(self) -> tuple[Cancelled, ...]:
         """The records of the cancelled attempts, in order."""
-        kept = {place.number for place in self.counted}
+        counted = {attempt.number for attempt in self.counted}
         return tuple(
             _cancelled(one, self._reason)
             for one in self.attempts
-            if one.number not in kept and (one.scored is None or counts_for_group(one.scored))
+            if one.number not in counted and (one.scored is None or counts_for_group(one.scored))
         )
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Ends the schedule, or starts the attempts that it needs."""
         if self._over:
             return
         if len(self.counted) >= self._size:
             self._end(SPARE)
             return
-        if any(place.scored is None for place in self._before):
+        if any(attempt.scored is None for attempt in self._before):
             return
         if len(self.counted) >= self._first and self._equal():
             self._end(EQUAL)
             return
         wanted = self._size if len(self.counted) >= self._first else self._first
-        playing = sum(place.job is not None and place.scored is None for place in self.attempts)
+        playing = sum(attempt.job is not None and attempt.scored is None for attempt in self.attempts)
         while self._waiting and playing + len(self.counted) < wanted + self._spare:
-            self._play(self._waiting[0])
+            self._start(self._waiting[0])
             playing += 1
 
     def _equal(self) -> bool:
-        scores = [place.scored.score.value for place in self.counted if place.scored is not None]
+        scores = [attempt.scored.score.value for attempt in self.counted if attempt.scored is not None]
         return all_equal(score for score in scores if score is not None)
 
     def _end(self, reason: str) -> None:
         self._over, self._reason = True, reason
-        for place in self.attempts:
-            if place.scored is None and place.job is not None:
-                place.job.cancel()
+        for attempt in self.attempts:
+            if attempt.scored is None and attempt.job is not None:
+                attempt.job.cancel()
 
-    def _play(self, place: GroupAttempt) -> None:
-        self._waiting.remove(place)
-        place.job = self._begin(place)
+    def _start(self, attempt: GroupAttempt) -> None:
+        self._waiting.remove(attempt)
+        attempt.job = self._begin(attempt)
 
 
 def counts_for_group(scored: ScoredEpisode) -> bool:
@@ -140,11 +146,11 @@ def counts_for_group(scored: ScoredEpisode) -> bool:
     return not scored.episode.left_out and (scored.score.value is not None or scored.score.reason == AWAITING_GROUP_JUDGE)
 
 
-def _cancelled(place: GroupAttempt, reason: str) -> Cancelled:
-    if place.scored is not None:  # it ended just when it was no longer needed
-        episode = place.scored.episode
+def _cancelled(attempt: GroupAttempt, reason: str) -> Cancelled:
+    if attempt.scored is not None:  # it ended just when it was no longer needed
+        episode = attempt.scored.episode
         turns = sum(len(line.own_turns) for line in episode.trajectories)
         return Cancelled(episode_id=episode.id, reason=reason, turns=turns, tokens=episode.completion_tokens, wall_s=episode.wall_s)
-    if place.life is None:
-        return Cancelled(episode_id=f"{place.name}-a0", reason=reason, begun=False)
-    return place.life.cancellation_record(reason)
+    if attempt.episode is None:
+        return Cancelled(episode_id=f"{attempt.name}-a0", reason=reason, begun=False)
+    return attempt.episode.cancellation_record(reason)

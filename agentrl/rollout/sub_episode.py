@@ -34,33 +34,33 @@ class _Fresh(ForwardingSandbox):
 class SubEpisode:
     """A `LiveEpisode` with its own sandbox. Trajectories, limits, budgets and failures belong to the episode."""
 
-    def __init__(self, life: ActiveEpisode, workplace: EpisodeSandbox) -> None:
-        self.id: str = life.id
-        self.task: Task = life.task
-        self.room: int = life.room
-        self.tools: ToolSource | None = life.tools
-        self.memory: EpisodeMemory | None = life.memory
-        self._life = life
+    def __init__(self, episode: ActiveEpisode, workplace: EpisodeSandbox) -> None:
+        self.id: str = episode.id
+        self.task: Task = episode.task
+        self.room: int = episode.room
+        self.tools: ToolSource | None = episode.tools
+        self.memory: EpisodeMemory | None = episode.memory
+        self._episode = episode
         self._workplace = workplace
         self._fresh: _Fresh | None = None
 
     @property
     def answer(self) -> str | None:
         """The submitted answer."""
-        return self._life.answer
+        return self._episode.answer
 
     @answer.setter
     def answer(self, answer: str | None) -> None:
-        self._life.answer = answer
+        self._episode.answer = answer
 
     @property
     def stage(self) -> str:
         """The current stage, for failures."""
-        return self._life.stage
+        return self._episode.stage
 
     @stage.setter
     def stage(self, stage: str) -> None:
-        self._life.stage = stage
+        self._episode.stage = stage
 
     @property
     def sandbox_lost(self) -> bool:
@@ -74,17 +74,17 @@ class SubEpisode:
     @property
     def trajectories(self) -> Sequence[LiveTrajectory]:
         """All trajectories of the episode."""
-        return self._life.trajectories
+        return self._episode.trajectories
 
     @property
     def turn_count(self) -> int:
         """Finished turns of the episode."""
-        return self._life.turn_count
+        return self._episode.turn_count
 
     @property
     def agent_state(self) -> Mapping[str, Any]:
         """The agent state that the episode resumed from."""
-        return self._life.agent_state
+        return self._episode.agent_state
 
     @property
     def sandbox_opened(self) -> bool:
@@ -93,11 +93,11 @@ class SubEpisode:
 
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> LiveTrajectory:
         """Opens another trajectory of the episode."""
-        return self._life.open(agent, parent=parent, prompt=prompt)
+        return self._episode.open(agent, parent=parent, prompt=prompt)
 
     def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[ExternalRequest]:
         """Times a request that the agent sends itself."""
-        return self._life.external_request(at_most, within_s=within_s)
+        return self._episode.external_request(at_most, within_s=within_s)
 
     async def sandbox(self) -> Sandbox:
         """Returns this sub-agent's sandbox, opened at the first call."""
@@ -111,33 +111,33 @@ class SubEpisode:
 
     def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[SubEpisode]:
         """Opens another sub-episode."""
-        return self._life.sub_episode(copy)
+        return self._episode.sub_episode(copy)
 
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
         """Counts the time of a tool call."""
-        return self._life.running(sandbox)
+        return self._episode.running(sandbox)
 
     def clip_output(self, output: str) -> str:
         """Cuts tool output to the episode's remaining budget."""
-        return self._life.clip_output(output)
+        return self._episode.clip_output(output)
 
     def add_failure(self, failure: Failure) -> None:
         """Records a failure of a tool."""
-        self._life.add_failure(failure)
+        self._episode.add_failure(failure)
 
     async def boundary(self, agent_state: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
         """Marks the boundary between two turns."""
-        await self._life.boundary(agent_state)
+        await self._episode.boundary(agent_state)
 
 
 @asynccontextmanager
-async def open_sub_episode(life: ActiveEpisode, copy: bytes | None, places: set[EpisodeSandbox]) -> AsyncIterator[SubEpisode]:
-    """See `LiveEpisode.sub_episode`. The episode closes the sandboxes left in `places` when it ends, even if closing was interrupted
+async def open_sub_episode(episode: ActiveEpisode, copy: bytes | None, sandboxes: set[EpisodeSandbox]) -> AsyncIterator[SubEpisode]:
+    """See `LiveEpisode.sub_episode`. The episode closes the sandboxes left in `sandboxes` when it ends, even if closing was interrupted
     here."""
-    place = EpisodeSandbox(life, copy)
-    places.add(place)
+    box = EpisodeSandbox(episode, copy)
+    sandboxes.add(box)
     try:
-        yield SubEpisode(life, place)
+        yield SubEpisode(episode, box)
     finally:
-        await place.close()
-        places.discard(place)  # not reached if closing was interrupted: then the episode closes it
+        await box.close()
+        sandboxes.discard(box)  # not reached if closing was interrupted: then the episode closes it

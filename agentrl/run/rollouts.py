@@ -1,83 +1,121 @@
-"""Runs one group, from its task to the store. Failures are recorded in the group; only a failing store ends the run."""
+"""Runs the groups of a run, from their tasks to the store. Failures are recorded in the group; only a failing store ends the run."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentrl.base import user_code
 from agentrl.errors import StoreError, UserError
-from agentrl.memory.run_memory import record_answer_leaks
+from agentrl.experience import FolderCheckpoints, StepGroups
+from agentrl.failure import Capture, Quarantine
+from agentrl.memory.run_memory import RunMemory, record_answer_leaks
+from agentrl.protocols import ExperienceStore, Tracker
 from agentrl.records import Group, Task
-from agentrl.rollout import excluded_group, failure_from_error, task_fault
-from agentrl.session.opening import Run
+from agentrl.rollout import GroupRunner, excluded_group, failure_from_error, task_fault
 from agentrl.session.transcript import append_transcripts, transcript
+from agentrl.task.group_tasks import GroupTasks
+
+if TYPE_CHECKING:
+    from agentrl.session.opening import Run
 
 
-async def roll_out_step(run: Run, step: int) -> None:
-    """Runs the groups of a step that are not stored yet, plus one for each without a preference, up to the recipe's limit."""
-    if run.memory is not None:
-        await run.memory.prepare_step(step)
-    await run.group_tasks.prepare_step(step)
-    block = run.step_groups.indices(step)
-    waiting = iter(block)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """The groups of one run: their tasks, their attempts and where they are stored."""
 
-    async def one(index: int) -> None:
-        group = run.store.groups([index])[0] if run.store.has(index) else await roll_out_group(run, index)
-        if not run.step_groups.preference(group) and (another := next(waiting, None)) is not None:
-            running.create_task(one(another))
+    folder: Path
+    max_staleness: int
+    tasks: GroupTasks
+    steps: StepGroups
+    runner: GroupRunner
+    store: ExperienceStore
+    checkpoints: FolderCheckpoints
+    memory: RunMemory | None
+    quarantine: Quarantine
+    capture: Capture
+    tracker: Tracker
 
-    async with asyncio.TaskGroup() as running:
-        for index in islice(waiting, run.recipe.rollout.groups_per_step):
-            running.create_task(one(index))
+    @classmethod
+    def of(cls, run: Run) -> Rollouts:
+        """The rollouts of an open run."""
+        return cls(
+            folder=run.folder,
+            max_staleness=run.recipe.max_staleness,
+            tasks=run.group_tasks,
+            steps=run.step_groups,
+            runner=run.groups,
+            store=run.store,
+            checkpoints=run.checkpoints,
+            memory=run.memory,
+            quarantine=run.quarantine,
+            capture=run.capture,
+            tracker=run.tracker,
+        )
 
+    async def prepare_step(self, step: int) -> None:
+        """Brings notes and task weights up to date for the groups of a step. Call it once the step may start."""
+        if self.memory is not None:
+            await self.memory.prepare_step(step)
+        await self.tasks.prepare_step(step)
 
-async def roll_out_group(run: Run, index: int) -> Group:
-    """Samples, scores and stores group `index`, and reports it to the tracker."""
-    step = run.step_groups.step_of(index)
-    group, task = await _sampled(run, index, step)
-    group = _stored(run, group)
-    run.running.remove_group(index)
-    run.capture.capture_group(task, group, step=step)
-    run.tracker.progress(index, group)
-    run.quarantine.add(group)
-    if task is not None:
-        _note(run, task, group, step=step)
-    return group
+    async def step(self, step: int) -> None:
+        """Runs the groups of a step that are not stored yet, plus one for each without a preference, up to the recipe's limit."""
+        await self.prepare_step(step)
+        waiting = iter(self.steps.indices(step))
 
+        async def run_next(index: int) -> None:
+            group = self.store.groups([index])[0] if self.store.has(index) else await self.group(index)
+            if not self.steps.preference(group) and (extra := next(waiting, None)) is not None:
+                running.create_task(run_next(extra))
 
-def _note(run: Run, task: Task, group: Group, *, step: int) -> None:
-    """Records a stored group outside of the store: its outcome, leaked answers, and an episode for the report."""
-    run.group_tasks.record(task, group)
-    if told := record_answer_leaks(run.folder, task, group.episodes, phase="train", step=step):
-        run.tracker.alert(told)
-    if group.index == run.step_groups.indices(step)[0]:
-        append_transcripts(run.folder / "episodes" / "train.jsonl", [transcript(task, group.episodes[0], phase="train", step=step)])
+        async with asyncio.TaskGroup() as running:
+            for index in islice(waiting, self.steps.per_step):
+                running.create_task(run_next(index))
 
-
-def _stored(run: Run, group: Group) -> Group:
-    """Stores the group, or an excluded group if it cannot be serialized. A `StoreError`, such as a full disk, ends the run."""
-    try:
-        run.store.put(group)
+    async def group(self, index: int) -> Group:
+        """Samples, scores and stores group `index`, and reports it to the tracker."""
+        step = self.steps.step_of(index)
+        group, task = await self._sample(index, step)
+        group = self._stored(group)
+        self.checkpoints.remove_group(index)
+        self.capture.capture_group(task, group, step=step)
+        self.tracker.progress(index, group)
+        self.quarantine.add(group)
+        if task is not None:
+            self.tasks.record(task, group)
+            if alert := record_answer_leaks(self.folder, task, group.episodes, phase="train", step=step):
+                self.tracker.alert(alert)
+            if index == self.steps.indices(step)[0]:
+                example = transcript(task, group.episodes[0], phase="train", step=step)
+                append_transcripts(self.folder / "episodes" / "train.jsonl", [example])
         return group
-    except StoreError:
-        raise
-    except Exception as error:
-        size = run.recipe.rollout.group_size
-        left_out = excluded_group(group.index, f"group {group.index}", group.task_key, failure_from_error(error, stage="store"), size=size)
-        run.store.put(left_out)
-        return left_out
 
+    async def _sample(self, index: int, step: int) -> tuple[Group, Task | None]:
+        """The group of a task; without attempts if the task is quarantined or cannot be created (then it is None)."""
+        size = self.runner.group_size
+        try:
+            task = self.tasks.task(index)
+        except Exception as error:  # user-supplied; a retry would fail again, because the task is a pure function of the index
+            if not isinstance(error, UserError):
+                user_code.log_unexpected(f"task of group {index}", error)
+            return excluded_group(index, f"task of group {index}", f"group {index}", task_fault(error), size=size), None
+        if (fault := self.quarantine.known_fault(task.key)) is not None:
+            return excluded_group(index, task.id, task.key, fault, size=size), task
+        return await self.runner.run_group(index, task, oldest_version=step - self.max_staleness), task
 
-async def _sampled(run: Run, index: int, step: int) -> tuple[Group, Task | None]:
-    """The group of a task; without attempts if the task is quarantined or cannot be created (then it is None)."""
-    size = run.recipe.rollout.group_size
-    try:
-        task = run.group_tasks.task(index)
-    except Exception as error:  # user-supplied; a retry would fail again, because the task is a pure function of the index
-        if not isinstance(error, UserError):
-            user_code.log_unexpected(f"task of group {index}", error)
-        return excluded_group(index, f"task of group {index}", f"group {index}", task_fault(error), size=size), None
-    if (fault := run.quarantine.known_fault(task.key)) is not None:
-        return excluded_group(index, task.id, task.key, fault, size=size), task
-    return await run.groups.run_group(index, task, oldest_version=step - run.recipe.max_staleness), task
+    def _stored(self, group: Group) -> Group:
+        """Stores the group, or an excluded group if it cannot be serialized. A `StoreError`, such as a full disk, ends the run."""
+        try:
+            self.store.put(group)
+            return group
+        except StoreError:
+            raise
+        except Exception as error:
+            failure = failure_from_error(error, stage="store")
+            excluded = excluded_group(group.index, f"group {group.index}", group.task_key, failure, size=self.runner.group_size)
+            self.store.put(excluded)
+            return excluded

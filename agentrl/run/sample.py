@@ -18,14 +18,14 @@ from agentrl.base.scores import is_at_least
 from agentrl.config.recipe import Recipe, RolloutConfig
 from agentrl.errors import UserError
 from agentrl.evaluation.compute import CountedAttempt, compute_curves, pass_at_attempt_counts
-from agentrl.evaluation.evaluate import SOLVED_SCORE, SplitEvaluation
+from agentrl.evaluation.splits import SOLVED_SCORE, SplitEvaluation
 from agentrl.experience import StepGroups
 from agentrl.experience.steps import has_preference
 from agentrl.failure.digest import write_digest
 from agentrl.observe.exclusions import count_exclusions, merge_counts
 from agentrl.observe.stats import Rate, format_duration
 from agentrl.records import Group, Split, Task
-from agentrl.run.rollouts import roll_out_group
+from agentrl.run.rollouts import Rollouts
 from agentrl.run.supervise import watch_daemon
 from agentrl.session import measure
 from agentrl.session.ending import warn_on_error
@@ -38,7 +38,7 @@ SAMPLE_FILE = "sample.json"
 """File in a run folder: the requested number of groups, and the result."""
 DEFAULT_GROUPS = 32
 """Default number of groups."""
-_TOLD = 10  # progress reports
+_REPORTS = 10  # progress reports
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class SampleResult:
     def evaluation(self) -> SplitEvaluation:
         """Returns the result as an evaluation of the training tasks."""
         tries = list(self.totals.tries.values())
-        tokens = [one.tokens for some in tries for one in some]
+        tokens = [one.tokens for attempts in tries for one in attempts]
         kinds = {kind: rate for kind, came in self.by_kind.items() if (rate := came.rate) is not None}
         return SplitEvaluation(
             rate=self.totals.rate,
@@ -135,18 +135,18 @@ async def sample(
     Args:
         groups: None means as many as before, or `DEFAULT_GROUPS`. Raises `UserError` for fewer than before.
     """
-    asked = _asked(start.folder, groups)
+    requested = _asked(start.folder, groups)
     async with open_run(recipe, start, checked, root=root, console=console, steps=StepGroups.single_step(recipe.rollout)) as run:
-        write_atomically(start.folder / SAMPLE_FILE, json.dumps({"groups": asked}) + "\n")
+        write_atomically(start.folder / SAMPLE_FILE, json.dumps({"groups": requested}) + "\n")
         with measure.handle_interrupts(run.stop_after_step, in_hand="the groups"):
-            if missing := [index for index in range(asked) if not run.store.has(index)]:
+            if missing := [index for index in range(requested) if not run.store.has(index)]:
                 await _served(run, missing)
-            found = sample_result(run, asked)
-    write_atomically(start.folder / SAMPLE_FILE, json.dumps(found.as_json(), indent=2) + "\n")
-    measure.save_evaluation(start.folder, "sample", {Split.TRAIN: found.evaluation()})
+            result = sample_result(run, requested)
+    write_atomically(start.folder / SAMPLE_FILE, json.dumps(result.as_json(), indent=2) + "\n")
+    measure.save_evaluation(start.folder, "sample", {Split.TRAIN: result.evaluation()})
     with warn_on_error(start.folder, "the digest of failures"):
         write_digest(start.folder)
-    return found
+    return result
 
 
 def _asked(folder: Path, groups: int | None) -> int:
@@ -162,9 +162,7 @@ def _asked(folder: Path, groups: int | None) -> int:
 
 async def _served(run: Run, indices: Sequence[int]) -> None:
     run.tracker.stage("start", "server and sandbox image")
-    base = run.registry.get(0)
-    assert base is not None, "version 0 was registered"
-    await run.start_serving(base)
+    await run.start_serving(run.base_version)
     async with asyncio.TaskGroup() as parts:
         watching = [run.served.watch(on_loss=run.learner.kill), run.fault_rate.watch()]
         if run.sandboxes.name == "docker":
@@ -177,30 +175,28 @@ async def _served(run: Run, indices: Sequence[int]) -> None:
 
 async def sample_groups(run: Run, indices: Sequence[int]) -> None:
     """Samples these groups in order, as many at once as keep all slots busy, and starts none after an interrupt."""
-    if run.memory is not None:
-        await run.memory.prepare_step(0)
-    await run.group_tasks.prepare_step(0)
-    rollout = run.recipe.rollout
-    waiting, began, made = iter(indices), time.monotonic(), 0
-    every = math.ceil(len(indices) / _TOLD)
-    told = f"{len(indices)} groups of {rollout.group_size}"
+    rollouts, rollout = Rollouts.of(run), run.recipe.rollout
+    await rollouts.prepare_step(0)
+    waiting, began, done = iter(indices), time.monotonic(), 0
+    every = math.ceil(len(indices) / _REPORTS)
+    goal = f"{len(indices)} groups of {rollout.group_size}"
 
-    async def some() -> None:
-        nonlocal made
+    async def work() -> None:
+        nonlocal done
         for index in waiting:
-            if run.interrupted:
+            if run.progress.interrupted:
                 return
-            await roll_out_group(run, index)
-            made += 1
-            if made % every == 0 and made < len(indices):
-                left = (time.monotonic() - began) / made * (len(indices) - made)
-                run.tracker.stage("sample", f"{made} of {told}, about {format_duration(left)} left")
-            run.tracker.evaluating(made * rollout.group_size, len(indices) * rollout.group_size)
+            await rollouts.group(index)
+            done += 1
+            if done % every == 0 and done < len(indices):
+                left = (time.monotonic() - began) / done * (len(indices) - done)
+                run.tracker.stage("sample", f"{done} of {goal}, about {format_duration(left)} left")
+            run.tracker.evaluating(done * rollout.group_size, len(indices) * rollout.group_size)
 
-    run.tracker.stage("sample", told)
+    run.tracker.stage("sample", goal)
     async with asyncio.TaskGroup() as running:
         for _ in range(2 * math.ceil(rollout.concurrency / _at_once(rollout))):  # twice, because ending groups leave slots free
-            running.create_task(some())
+            running.create_task(work())
 
 
 def _at_once(rollout: RolloutConfig) -> int:
@@ -212,17 +208,17 @@ def _at_once(rollout: RolloutConfig) -> int:
 
 def sample_result(run: Run, asked: int) -> SampleResult:
     """Returns the result of the first `asked` groups. Writes their transcripts to `episodes/train.jsonl`."""
-    whole, kinds = AttemptTotals(), defaultdict[str, AttemptTotals](AttemptTotals)
+    totals, kinds = AttemptTotals(), defaultdict[str, AttemptTotals](AttemptTotals)
     path = run.folder / "episodes" / "train.jsonl"
     path.unlink(missing_ok=True)  # from a killed process
     size, stored = run.recipe.rollout.min_group_size, 0
     for group, task in _stored(run, asked):
         stored += 1
-        for came in (whole, kinds[task.kind if task is not None else ""]):
-            came.add(group, min_group_size=size)
+        for counted in (totals, kinds[task.kind if task is not None else ""]):
+            counted.add(group, min_group_size=size)
         if task is not None:
             append_lines(path, (json_line(transcript(task, one, phase="train", step=0)) for one in group.episodes))
-    return SampleResult(folder=run.folder, requested=asked, totals=whole, by_kind=dict(sorted(kinds.items())), unfinished=stored < asked)
+    return SampleResult(folder=run.folder, requested=asked, totals=totals, by_kind=dict(sorted(kinds.items())), unfinished=stored < asked)
 
 
 def _stored(run: Run, asked: int) -> Iterator[tuple[Group, Task | None]]:

@@ -8,39 +8,40 @@ from collections.abc import Callable
 from agentrl.base import liveness
 from agentrl.base.liveness import Liveness, Restarts
 from agentrl.errors import LearnerError, LearnerHalted
+from agentrl.learner.process import LearnerProcess
+from agentrl.protocols import VersionRegistry
 from agentrl.sandbox import docker_client
-from agentrl.session.opening import Run
 
 _RESTARTS = 3  # in a row
 _PING_S = 5.0  # between two pings of the daemon
 _LOOK_S = 5.0  # between two checks of unanswered requests
 
 
-async def watch_learner(run: Run) -> None:
+async def watch_learner(learner: LearnerProcess, registry: VersionRegistry, alert: Callable[[str], None]) -> None:
     """Starts the learner, and restarts it from its newest checkpoint when it fails. A `LearnerHalted` is final.
 
     The count of restarts returns to 0 when a version is published that is newer than all earlier ones.
     """
-    restarts, reached = Restarts(sound_s=0.0), _newest(run)
+    restarts, reached = Restarts(sound_s=0.0), _newest(registry)
     while True:
-        await run.learner.start()
+        await learner.start()
         try:
-            await run.learner.wait()
+            await learner.wait()
             return
         except LearnerHalted as error:
-            run.tracker.alert(f"halted: {error}")
+            alert(f"halted: {error}")
             raise
         except LearnerError as error:
-            if (newest := _newest(run)) > reached:
+            if (newest := _newest(registry)) > reached:
                 reached = newest
                 restarts.progress()
             if (failures := restarts.failed()) > _RESTARTS:
                 raise
-            run.tracker.alert(f"{error}\n  restart {failures} of at most {_RESTARTS} without a new version")
+            alert(f"{error}\n  restart {failures} of at most {_RESTARTS} without a new version")
 
 
-def _newest(run: Run) -> int:
-    version = run.registry.latest()
+def _newest(registry: VersionRegistry) -> int:
+    version = registry.latest()
     return -1 if version is None else version.number
 
 

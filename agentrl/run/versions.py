@@ -1,88 +1,125 @@
-"""Handles new versions in the driver: the metrics of their step, and the fallback when the learner retracts one."""
+"""Handles new versions in the driver: records the step that produced each, and falls back when the learner retracts one."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentrl.base.loop_lag import DRIVER_LAG
-from agentrl.evaluation.held_out import evaluate_once
-from agentrl.memory import run_memory
+from agentrl.config.recipe import Recipe
+from agentrl.evaluation.held_out import HeldOutEvaluation
+from agentrl.experience import StepGroups
+from agentrl.failure import FaultRate
+from agentrl.memory.run_memory import memory_metrics
+from agentrl.protocols import ExperienceStore, PolicyServer, Tracker, VersionRegistry
 from agentrl.records import Group, PolicyVersion, SwapReport
+from agentrl.rollout import Pace
 from agentrl.serving.supervisor import version_to_serve
 from agentrl.session import measure
-from agentrl.session.opening import Run
 from agentrl.session.pacing import save_pace
 
+if TYPE_CHECKING:
+    from agentrl.session.opening import Progress, Run
 
-def is_retracted(run: Run) -> bool:
+
+def is_retracted(registry: VersionRegistry, served: PolicyServer) -> bool:
     """Whether the learner returned to an older checkpoint, because the newest was damaged, and retracted the serving version."""
-    found = run.registry.get(run.served.version)
-    return found is None or found.sha256 != run.served.sha256
+    version = registry.get(served.version)
+    return version is None or version.sha256 != served.sha256
 
 
-async def fall_back(run: Run) -> None:
+async def fall_back(registry: VersionRegistry, served: PolicyServer, alert: Callable[[str], None]) -> None:
     """Serves the newest remaining version in place of a retracted one."""
-    version = version_to_serve(run.registry)
+    version = version_to_serve(registry)
     assert version is not None, "version 0 is never retracted"
-    run.tracker.alert(f"version {run.served.version} was retracted by the learner; serving version {version.number}")
-    await run.served.fall_back(version)
+    alert(f"version {served.version} was retracted by the learner; serving version {version.number}")
+    await served.fall_back(version)
 
 
-async def finish_step(run: Run, version: PolicyVersion, report: SwapReport | None) -> None:
-    """Records the step that produced `version`, evaluates the version if the recipe says so, and prunes old versions."""
-    metrics = _figures(run, version, report)
-    every = run.recipe.evaluation.every
-    if every and version.number % every == 0 and version.number < run.recipe.steps:
-        metrics |= await evaluate_once(run, f"step{version.number}", step=version.number)
-        run.tracker.stage("train", f"{run.stop_at} steps")
-        if run.last_step_at is not None:
-            run.last_step_at = time.monotonic()
-    _record(run, version, metrics)
-    run.registry.prune(run.recipe.learner.keep_versions)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecords:
+    """Records the learner steps of one run, a line in `metrics.jsonl` each."""
 
+    recipe: Recipe
+    folder: Path
+    progress: Progress
+    steps: StepGroups
+    store: ExperienceStore
+    registry: VersionRegistry
+    served: PolicyServer
+    pace: Pace
+    fault_rate: FaultRate
+    evaluation: HeldOutEvaluation
+    tracker: Tracker
 
-async def finish_serving_step(run: Run) -> None:
-    """Finishes the step of the serving version if the driver died before that."""
-    version = run.registry.get(run.served.version)
-    if version is not None and version.number and version.number not in measure.recorded_steps(run.folder):
-        await finish_step(run, version, None)
+    @classmethod
+    def of(cls, run: Run) -> StepRecords:
+        """The step records of an open run."""
+        return cls(
+            recipe=run.recipe,
+            folder=run.folder,
+            progress=run.progress,
+            steps=run.step_groups,
+            store=run.store,
+            registry=run.registry,
+            served=run.served,
+            pace=run.groups.runner.pace,
+            fault_rate=run.fault_rate,
+            evaluation=HeldOutEvaluation.of(run),
+            tracker=run.tracker,
+        )
 
+    async def finish(self, version: PolicyVersion, report: SwapReport | None) -> None:
+        """Records the step that produced `version`, evaluates the version if the recipe says so, and prunes old versions."""
+        metrics = self._metrics(version, report)
+        every = self.recipe.evaluation.every
+        if every and version.number % every == 0 and version.number < self.recipe.steps:
+            metrics |= await self.evaluation.run_once(f"step{version.number}", step=version.number)
+            self.tracker.stage("train", f"{self.progress.stop_at} steps")
+            if self.progress.last_step_at is not None:
+                self.progress.last_step_at = time.monotonic()
+        self._record(version, metrics)
+        self.registry.prune(self.recipe.learner.keep_versions)
 
-def record_missing_steps(run: Run) -> None:
-    """Records the steps up to the serving version that are not recorded, because the driver died."""
-    known = measure.recorded_steps(run.folder)
-    for number in range(1, run.served.version + 1):
-        version = run.registry.get(number)
-        if version is not None and number not in known:
-            _record(run, version, _figures(run, version, None))
+    async def finish_serving(self) -> None:
+        """Finishes the step of the serving version if an earlier driver died before that."""
+        version = self.registry.get(self.served.version)
+        if version is not None and version.number and version.number not in measure.recorded_steps(self.folder):
+            await self.finish(version, None)
 
+    def record_missing(self) -> None:
+        """Records the steps up to the serving version that are not recorded, because the driver died."""
+        known = measure.recorded_steps(self.folder)
+        for number in range(1, self.served.version + 1):
+            version = self.registry.get(number)
+            if version is not None and number not in known:
+                self._record(version, self._metrics(version, None))
 
-def _figures(run: Run, version: PolicyVersion, report: SwapReport | None) -> dict[str, float]:
-    step = version.number - 1
-    groups: tuple[Group, ...] = run.store.groups(index for index in run.step_groups.indices(step) if run.store.has(index))
-    now = time.monotonic()
-    wall_s = None if run.last_step_at is None else now - run.last_step_at
-    metrics = measure.step_metrics(groups, run.folder / version.folder, report, step=step, wall_s=wall_s)
-    if run.step_groups.extra:
-        metrics["groups_extra"] = len(groups) - run.step_groups.per_step
-    measure.record_excluded(run.folder, version.number, groups)
-    if wall_s is not None:
-        run.last_step_at = now
-        metrics |= DRIVER_LAG.metrics()
-    return (
-        metrics
-        | run_memory.memory_metrics(groups)
-        | run.fault_rate.attempt_metrics()
-        | run.fault_rate.suspect_metrics()
-        | run.served.figures()
-    )
+    def unfinished_groups(self) -> tuple[Group, ...]:
+        """The stored groups of steps that are not recorded."""
+        known = measure.recorded_steps(self.folder)
+        return self.store.groups(index for index in self.store.indices() if self.steps.step_of(index) + 1 not in known)
 
+    def _metrics(self, version: PolicyVersion, report: SwapReport | None) -> dict[str, float]:
+        step, now = version.number - 1, time.monotonic()
+        groups = self.store.groups(index for index in self.steps.indices(step) if self.store.has(index))
+        wall_s = None if self.progress.last_step_at is None else now - self.progress.last_step_at
+        metrics = measure.step_metrics(groups, self.folder / version.folder, report, step=step, wall_s=wall_s)
+        if self.steps.extra:
+            metrics["groups_extra"] = len(groups) - self.steps.per_step
+        measure.record_excluded(self.folder, version.number, groups)
+        if wall_s is not None:
+            self.progress.last_step_at = now
+            metrics |= DRIVER_LAG.metrics()
+        faults = self.fault_rate.attempt_metrics() | self.fault_rate.suspect_metrics()
+        return metrics | memory_metrics(groups) | faults | self.served.figures()
 
-def _record(run: Run, version: PolicyVersion, metrics: dict[str, float]) -> None:
-    run.tracker.log(version.number, metrics)
-    pace = run.groups.runner.pace
-    save_pace(pace, run.recipe, run.folder)
-    for line in filter(
-        None, (*measure.step_alerts(run.folder, version.number - 1), run.fault_rate.suspect_alert(), pace.slow_start_alert())
-    ):
-        run.tracker.alert(line)
+    def _record(self, version: PolicyVersion, metrics: dict[str, float]) -> None:
+        self.tracker.log(version.number, metrics)
+        save_pace(self.pace, self.recipe, self.folder)
+        alerts = (*measure.step_alerts(self.folder, version.number - 1), self.fault_rate.suspect_alert(), self.pace.slow_start_alert())
+        for alert in filter(None, alerts):
+            self.tracker.alert(alert)

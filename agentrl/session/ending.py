@@ -124,8 +124,8 @@ def _words(cause: BaseException, folder: Path | None) -> list[str]:
     if isinstance(cause, UserError):
         return [f"error: {cause}"]
     if (full := disk_full_error(cause)) is not None:
-        told = str(cause).splitlines()[0] if isinstance(cause, AgentRLError) else one_line_error(full)
-        return [f"failed: {_disk(folder)}: {told}", "  fix: free space there; finished work is kept"]
+        detail = str(cause).splitlines()[0] if isinstance(cause, AgentRLError) else one_line_error(full)
+        return [f"failed: {_disk(folder)}: {detail}", "  fix: free space there; finished work is kept"]
     at = "" if isinstance(cause, AgentRLError) else raise_location(cause)
     lines = (str(cause) if isinstance(cause, AgentRLError) else one_line_error(cause) + (f" ({at})" if at else "")).splitlines() or [
         one_line_error(cause)

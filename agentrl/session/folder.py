@@ -57,8 +57,8 @@ def _program() -> list[str]:
     """The program as typed: the console script, with its path if it is not on PATH, or this Python."""
     typed = Path(sys.argv[0])
     if typed.name == "agentrl":
-        found = shutil.which("agentrl")
-        return ["agentrl"] if found is not None and Path(found).resolve() == typed.resolve() else [str(typed)]
+        script = shutil.which("agentrl")
+        return ["agentrl"] if script is not None and Path(script).resolve() == typed.resolve() else [str(typed)]
     return [sys.executable, "-m", "agentrl"]
 
 
@@ -135,18 +135,18 @@ def recorded_overrides(folder: Path) -> tuple[str, ...]:
 
 def check_same_command(folder: Path, verb: str) -> None:
     """Raises `UserError` if another command created the content of a folder, which this one would damage."""
-    made = str(_started(folder).get("verb", "train"))
-    if made != verb:
-        raise UserError(f"{folder} was created by `agentrl {made}`", fix=f"choose another --run-dir, or use agentrl {made}")
+    command = str(_started(folder).get("verb", "train"))
+    if command != verb:
+        raise UserError(f"{folder} was created by `agentrl {command}`", fix=f"choose another --run-dir, or use agentrl {command}")
 
 
 def _started(folder: Path) -> dict[str, Any]:
     path = folder / _STARTED
     try:
-        found = json.loads(read_bytes(path, most=_LARGEST, inside=folder))
-        if not isinstance(found, dict) or not isinstance(found.get("overrides"), list):
+        data = json.loads(read_bytes(path, most=_LARGEST, inside=folder))
+        if not isinstance(data, dict) or not isinstance(data.get("overrides"), list):
             raise ValueError("no overrides")
-        return found
+        return data
     except FileNotFoundError:
         return {}
     except ValueError as error:
@@ -174,10 +174,10 @@ def check_resumed_recipe(folder: Path, recipe: Recipe) -> list[str]:
     may = resumable_keys(Recipe)
     fixed = [change for key, change in changes.items() if not any(fnmatchcase(key, pattern) for pattern in may)]
     if fixed:
-        named = ", ".join(key for key in may if f"{key}.*" not in may)
+        allowed = ", ".join(key for key in may if f"{key}.*" not in may)
         raise RecipeError(
             f"--resume: the recipe differs from the run's: {'; '.join(fixed)}",
-            fix=f"undo these changes, or start a new run. Keys that may change: {named}",
+            fix=f"undo these changes, or start a new run. Keys that may change: {allowed}",
         )
     return list(changes.values())
 

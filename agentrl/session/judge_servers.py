@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import shutil
+import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +23,7 @@ from agentrl.config.recipe import Recipe
 from agentrl.errors import AgentRLError, ServingError, UserError
 from agentrl.judge import servers as known_servers
 from agentrl.judge.reward_record import load_record
+from agentrl.session.models import find_model
 from agentrl.version.model_folder import check_model_files, read_json
 
 if TYPE_CHECKING:
@@ -38,7 +42,7 @@ def declare_judge_servers(recipe: Recipe, folders: Mapping[str, Path]) -> None:
     Args:
         folders: model folders by server name.
     """
-    found = {}
+    servers = {}
     for name, folder in folders.items():
         key, config = f"judge_servers.{name}", read_json(folder / "config.json")
         reward_model = is_reward_model(config)
@@ -48,8 +52,8 @@ def declare_judge_servers(recipe: Recipe, folders: Mapping[str, Path]) -> None:
             raise UserError(
                 f"{key}.max_model_len={wanted}, and the model has {positions} positions", fix=f"set {key}.max_model_len={positions}"
             )
-        found[name] = known_servers.JudgeServer(folder=folder, weights=_hash(folder), reward_model=reward_model)
-    known_servers.register_servers(found)
+        servers[name] = known_servers.JudgeServer(folder=folder, weights=_hash(folder), reward_model=reward_model)
+    known_servers.register_servers(servers)
 
 
 def is_reward_model(config: Mapping[str, Any]) -> bool:
@@ -85,6 +89,16 @@ def _vocabulary(folder: Path) -> Any:
     path = folder / "tokenizer.json"
     model = read_json(path).get("model") if path.is_file() else None
     return model.get("vocab") if isinstance(model, dict) else None
+
+
+def declare_judges(recipe: Recipe, *, root: Path) -> dict[str, Path]:
+    """Returns the model folders of the judges' servers and registers these servers for this process. Raises `UserError`."""
+    folders = {
+        name: find_model(config.model, root, chat_template=False, key=f"judge_servers.{name}.model")
+        for name, config in recipe.judge_servers.items()
+    }
+    declare_judge_servers(recipe, folders)
+    return folders
 
 
 class JudgeServers:
@@ -208,6 +222,24 @@ async def running_judge_servers(
         yield servers
     finally:
         await servers.close()
+
+
+@asynccontextmanager
+async def standalone_judge_servers(recipe: Recipe | None, *, root: Path) -> AsyncIterator[None]:
+    """Serves the judges of a recipe, if it has any. Their logs are kept if something fails.
+
+    Raises `UserError` for a model that cannot be served, and `ServingError` for a server that does not start.
+    """
+    models = {} if recipe is None else declare_judges(recipe, root=root)
+    if recipe is None or not models:
+        yield
+        return
+    work = Path(tempfile.mkdtemp(prefix="agentrl-judges-"))
+    print(f"starting the judges' servers {', '.join(models)}; their logs are in {work / 'logs'}", file=sys.stderr)
+    async with running_judge_servers(recipe, models, folder=work) as servers:
+        await servers.ready()
+        yield
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def _hash(folder: Path) -> str:

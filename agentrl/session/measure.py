@@ -21,8 +21,8 @@ from agentrl.base.scores import all_equal
 from agentrl.base.user_code import printable
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
-from agentrl.evaluation.evaluate import SplitEvaluation
-from agentrl.failure import overlap, quarantine
+from agentrl.evaluation.splits import SplitEvaluation
+from agentrl.failure import quarantine, withholding
 from agentrl.failure.digest import failures_by_tag
 from agentrl.gate.verdict import read_verdicts
 from agentrl.judge.ledger import usage_in
@@ -150,7 +150,7 @@ def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def score_part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
-    """Returns the mean of each score part over the episodes that have it, as `part/NAME`, for the `MOST_PARTS` most frequent parts.
+    """Returns the mean of each score part over the episodes that have it, as `part/NAME`, for the `MAX_PARTS` most frequent parts.
 
     The audit is `audit_mean`, and the mean disagreement of all judge ensembles is `judge_disagreement`.
     """
@@ -160,38 +160,38 @@ def score_part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if audit := values.pop(AUDIT_PART, []):
         metrics["audit_mean"] = statistics.fmean(audit)
-    if apart := [value for name, some in values.items() if name.rpartition("/")[2] == "disagreement" for value in some]:
+    if apart := [value for name, scores in values.items() if name.rpartition("/")[2] == "disagreement" for value in scores]:
         metrics[DISAGREEMENT] = statistics.fmean(apart)
-    kept = sorted(values, key=lambda name: (-len(values[name]), name))[:MAX_PARTS]
-    return metrics | {f"part/{printable(name, _PART_NAME)}": statistics.fmean(values[name]) for name in sorted(kept)}
+    names = sorted(values, key=lambda name: (-len(values[name]), name))[:MAX_PARTS]
+    return metrics | {f"part/{printable(name, _PART_NAME)}": statistics.fmean(values[name]) for name in sorted(names)}
 
 
 def step_alerts(folder: Path, step: int) -> list[str]:
     """Returns the alerts of a learner step: excluded or rolled-back groups with reasons, and reward drift."""
     steps = sorted((line for line in _steps(folder / "metrics.jsonl") if line["step"] <= step + 1), key=lambda line: line["step"])
-    found = [f"step {step + 1}: {text}" for text in drift_alerts(steps)] if steps and steps[-1]["step"] == step + 1 else []
+    alerts = [f"step {step + 1}: {text}" for text in drift_alerts(steps)] if steps and steps[-1]["step"] == step + 1 else []
     for setback in UpdateFailureLog(folder).read(step):
         groups = ", ".join(map(str, setback.groups))
         did = {"skip": "excluded", "rollback": "rolled back, and excluded", "halt": "halted at"}[setback.action]
-        found.append(f"step {step + 1}: {did} groups {groups} ({len(setback.episodes)} episodes): {'; '.join(setback.reasons)}")
-    return found
+        alerts.append(f"step {step + 1}: {did} groups {groups} ({len(setback.episodes)} episodes): {'; '.join(setback.reasons)}")
+    return alerts
 
 
 def record_excluded(folder: Path, step: int, groups: Sequence[Group]) -> None:
     """Appends the excluded episodes of a step, reason -> ids, to `failures/left_out.jsonl`. `step` counts from 1."""
-    found: dict[str, list[str]] = {}
+    excluded: dict[str, list[str]] = {}
     for scored in (one for group in groups for one in group.episodes):
         if reason := exclusion_reason(scored):
-            found.setdefault(reason, []).append(scored.episode.id)
-    if found:
-        append_lines(folder / EXCLUDED_FILE, [json_line({"step": step, "left_out": found})])
+            excluded.setdefault(reason, []).append(scored.episode.id)
+    if excluded:
+        append_lines(folder / EXCLUDED_FILE, [json_line({"step": step, "left_out": excluded})])
 
 
 def _left_out(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Reason -> number of excluded episodes of these steps. Only the last line of a step counts, because a resumed run may repeat it."""
     by_step = {line["step"]: line["left_out"] for line in read_json_lines(folder / EXCLUDED_FILE)}
-    kept = [by_step[line["step"]] for line in steps if line.get("episodes_left_out") and line["step"] in by_step]
-    return merge_counts(*({reason: len(ids) for reason, ids in found.items()} for found in kept))
+    excluded = [by_step[line["step"]] for line in steps if line.get("episodes_left_out") and line["step"] in by_step]
+    return merge_counts(*({reason: len(ids) for reason, ids in reasons.items()} for reasons in excluded))
 
 
 def excluded_alerts(phase: str, results: Mapping[Split, SplitEvaluation]) -> list[str]:
@@ -215,7 +215,7 @@ def save_evaluation(
 
     Args:
         bounded: evaluations with bounded thinking: split -> bound -> evaluation.
-        of: hash of the weights and settings, see `evaluated`.
+        of: hash of the weights and settings, see `recorded_rates`.
     """
     path = folder / "evaluations.json"
     phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -254,8 +254,8 @@ def _thought(most: int, result: SplitEvaluation) -> dict[str, Any]:
 def recorded_rates(folder: Path, phase: str, *, of: str, splits: Iterable[Split]) -> dict[Split, Rate] | None:
     """Returns the rates of a phase if its evaluation has the hash `of` and a rate on every split. None means that the evaluation is due."""
     path = folder / "evaluations.json"
-    found: dict[str, Any] = json.loads(path.read_text()).get(phase, {}) if path.exists() else {}
-    wanted = {split: found.get(str(split), {}) for split in splits}
+    recorded: dict[str, Any] = json.loads(path.read_text()).get(phase, {}) if path.exists() else {}
+    wanted = {split: recorded.get(str(split), {}) for split in splits}
     if any(one.get("of") != of or "value" not in one for one in wanted.values()):
         return None
     return {split: Rate(**{name: one[name] for name in _OF_A_RATE}) for split, one in wanted.items()}
@@ -275,18 +275,11 @@ def read_evaluation(folder: Path, phase: str) -> dict[str, dict[str, Any]]:
 def summarize(
     folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, backend: str, interrupted: bool, begun: Sequence[Group] = ()
 ) -> Summary:
-    """Returns the summary of a run folder, finished or not. Stage times add up over resumed runs.
-
-    `begun`: the stored groups of unfinished steps.
-    """
+    """Returns the summary of a run folder, finished or not. `begun`: the stored groups of unfinished steps."""
     evaluations = folder / "evaluations.json"
     phases: dict[str, Any] = json.loads(evaluations.read_text()) if evaluations.exists() else {}
     steps = _steps(folder / "metrics.jsonl")
     earlier = Summary.read(folder).wall_s if (folder / "summary.json").exists() else {}
-
-    def rate(phase: str, split: Split) -> Rate | None:
-        found = phases.get(phase, {}).get(str(split))
-        return Rate(**{name: found[name] for name in _OF_A_RATE}) if found and "value" in found else None
 
     def total(name: str) -> int:
         return int(sum(line.get(name) or 0 for line in steps))
@@ -296,7 +289,6 @@ def summarize(
     sessions = read_sessions(folder)
     last = sessions[-1] if sessions else None
     broken = (f"the run ended early: {last.why}",) if last is not None and last.ended == "failed" else ()
-    setbacks = UpdateFailureLog(folder).read()
     finished = len(steps) >= recipe.steps and "after" in phases
     refused = gate_problems(folder, finished=finished) if recipe.gate is not None else ()
     stalls, probes = ([line[name] for line in steps if line.get(name) is not None] for name in ("swap_stall_ms", "swap_probe_max_abs_diff"))
@@ -306,36 +298,47 @@ def summarize(
         interrupted=interrupted or bool(broken),
         sessions=sessions,
         problems=(*broken, *run_problems(steps, left_out, phases), *refused),
-        heldout_before=rate("before", Split.HELDOUT),
-        heldout_after=rate("after", Split.HELDOUT),
-        heldout_real_before=rate("before", Split.HELDOUT_REAL),
-        heldout_real_after=rate("after", Split.HELDOUT_REAL),
+        **_held_out_rates(phases),
         steps=len(steps),
         episodes=total("episodes") + len(early),
         episodes_left_out=total("episodes_left_out") + sum(exclusion_reason(one) != "" for one in early),
         attempts_failed=total("attempts_failed") + sum(one.attempts_failed for one in sessions),
         left_out_reasons=left_out,
         failures=failures_by_tag(folder),
-        attempts_cancelled=total("attempts_cancelled"),
-        attempts_not_begun=total("attempts_not_begun"),
-        groups_stopped=total("groups_stopped"),
+        **{name: total(name) for name in ("attempts_cancelled", "attempts_not_begun", "groups_stopped", "tokens_trained")},
         tasks_quarantined=quarantine.count_quarantined(folder),
         tasks_withheld=overlap.count_withheld(folder),
         judges=judge_costs(folder),
-        tokens_trained=total("tokens_trained"),
         delivered_share=total("tokens_delivered") / captured if (captured := total("tokens_captured")) else None,
-        updates_left_out=sum(setback.what in ("policy", "critic") for setback in setbacks),
-        groups_left_out=sum(setback.what == "group" for setback in setbacks),
-        rollbacks=sum(setback.action == "rollback" for setback in setbacks),
+        **_update_failures(folder),
         weight_swaps=len(stalls),
         swap_stall_ms_p50=statistics.median(stalls) if stalls else None,
         swap_probe_max_abs_diff=max(probes, default=None),
+        # stage times add up over resumed runs
         wall_s={name: earlier.get(name, 0.0) + wall_s.get(name, 0.0) for name in {**earlier, **wall_s}},
         sandbox_backend=backend,
         seed=recipe.seed,
         versions=package_versions(),
         by_kind={phase: _kinds(phases[phase]) for phase in ("before", "after") if phase in phases},
     )
+
+
+def _held_out_rates(phases: Mapping[str, Any]) -> dict[str, Rate | None]:
+    rates: dict[str, Rate | None] = {}
+    for split in (Split.HELDOUT, Split.HELDOUT_REAL):
+        for phase in ("before", "after"):
+            rate = phases.get(phase, {}).get(str(split), {})
+            rates[f"{split}_{phase}"] = Rate(**{name: rate[name] for name in _OF_A_RATE}) if "value" in rate else None
+    return rates
+
+
+def _update_failures(folder: Path) -> dict[str, int]:
+    failures = UpdateFailureLog(folder).read()
+    return {
+        "updates_left_out": sum(failure.what in ("policy", "critic") for failure in failures),
+        "groups_left_out": sum(failure.what == "group" for failure in failures),
+        "rollbacks": sum(failure.action == "rollback" for failure in failures),
+    }
 
 
 def judge_costs(folder: Path) -> dict[str, float]:
@@ -350,11 +353,11 @@ def judge_costs(folder: Path) -> dict[str, float]:
 
 def package_versions() -> dict[str, str]:
     """The versions of the installed packages that matter for a run."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:

@@ -121,7 +121,7 @@ def _export(
     Args:
         weights: writes the weight file; None copies the source's.
         probe: file with the probe logprobs of these weights; None copies the source's, if it has one.
-        sampling: written as `SAMPLING`.
+        sampling: written as `SAMPLING_FILE`.
     """
     beside = partial_folder(target)
     if weights is not None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from agentrl.agent import ChatFormat
+from agentrl.agent.mcp.servers import RunTools
 from agentrl.agent.run_tools import candidate_tasks, declared_tools, pin_tools, save_tool_offers, with_sub_agent_tools
 from agentrl.base.files import sha256_file
 from agentrl.base.loop_lag import DRIVER_LAG
@@ -28,7 +29,6 @@ from agentrl.memory.run_memory import RunMemory, open_memory, placeholder_memory
 from agentrl.observe import RunTracker, StageClock, open_trackers
 from agentrl.plugins import parts
 from agentrl.protocols import (
-    CacheUse,
     ExperienceStore,
     Policy,
     PolicyServer,
@@ -39,7 +39,7 @@ from agentrl.protocols import (
     VersionRegistry,
 )
 from agentrl.protocols.group_judge import GroupJudge
-from agentrl.records import Group, PolicyVersion, Split
+from agentrl.records import PolicyVersion, Split
 from agentrl.reward import TaskScorer
 from agentrl.reward.combine import audit_contradiction
 from agentrl.reward.group_judging import GroupJudgeScorer
@@ -51,11 +51,9 @@ from agentrl.session.ending import closing_stack
 from agentrl.session.folder import RunStart, write_start
 from agentrl.session.judge_servers import JudgeServers, running_judge_servers
 from agentrl.session.models import copy_base_version
-from agentrl.session.pacing import restore_pace
-from agentrl.session.pacing import save_pace as keep_pace
-from agentrl.session.preflight import PreflightResult, check_prompt, check_thinking, open_chat
+from agentrl.session.pacing import restore_pace, save_pace
+from agentrl.session.preflight import PreflightResult, check_prompt, check_snapshots, check_thinking, open_chat
 from agentrl.session.run_practice import copy_practice_files
-from agentrl.session.snapshot_check import check_snapshots
 from agentrl.task import GroupSchedule, sandbox_specs
 from agentrl.task.group_tasks import GroupTasks
 from agentrl.version import FolderRegistry
@@ -64,15 +62,26 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
+class Progress:
+    """How far a run is in this session."""
+
+    stop_at: int  # learner step after which the run ends; the first ctrl-C lowers it
+    learning: bool = False
+    interrupted: bool = False
+    last_step_at: float | None = None  # monotonic seconds; None until this driver has finished a step
+
+
+@dataclass(slots=True, kw_only=True)
 class Run:
-    """The parts of a running pipeline, and its progress."""
+    """The open parts of a run. `Rollouts`, `HeldOutEvaluation`, `StepRecords` and `Gate` each take the parts that they use."""
 
     recipe: Recipe
     folder: Path
+    progress: Progress
     tracker: Tracker
     clock: StageClock
     store: ExperienceStore
-    running: FolderCheckpoints
+    checkpoints: FolderCheckpoints
     quarantine: Quarantine
     capture: Capture
     fault_rate: FaultRate
@@ -85,35 +94,38 @@ class Run:
     step_groups: StepGroups
     learner: LearnerProcess
     judges: JudgeServers
-    stop_at: int  # learner step after which the run ends; the first ctrl-C lowers it
-    learning: bool = False
-    interrupted: bool = False
-    unfinished_groups: tuple[Group, ...] = ()  # at the end: the stored groups of unfinished steps
-    last_step_at: float | None = None  # None until this driver has finished a step
     suite: Suite | None = None  # of the gate
     memory: RunMemory | None = None
     gate_server: GateServer | None = None  # with gate.server=own
 
-    async def start_serving(self, version: PolicyVersion, *, judging: bool = False, learning: bool = False) -> None:
+    @property
+    def base_version(self) -> PolicyVersion:
+        """Version 0."""
+        base = self.registry.get(0)
+        assert base is not None, "version 0 was registered"
+        return base
+
+    async def start_serving(self, version: PolicyVersion, *, gating: bool = False, learning: bool = False) -> None:
         """Starts the servers with a version, and builds the images of the family's sandboxes in the meantime.
 
         Args:
-            judging: whether the gate will run; otherwise its server is not started.
+            gating: whether the gate will run; otherwise its server is not started.
             learning: whether the learner is starting; it writes the probe logprobs of version 0.
         """
         async with asyncio.TaskGroup() as starting:
             for spec in sandbox_specs(self.family):
                 starting.create_task(self.sandboxes.prepare(spec))
             starting.create_task(self.served.start(version, await_probe=learning))
-            if judging and self.gate_server is not None:
+            if gating and self.gate_server is not None:
                 starting.create_task(self.gate_server.start(version, await_probe=learning))
             starting.create_task(self.judges.ready())
         self.groups.runner.pace.set_idle_token_s(self.served.token_s)
 
     def stop_after_step(self) -> None:
         """Ends the run after the current step, if there is one."""
-        self.interrupted = True
-        self.stop_at = min(self.stop_at, self.served.version + 1 if self.learning else max(self.served.version, 0))
+        progress, serving = self.progress, self.served.version
+        progress.interrupted = True
+        progress.stop_at = min(progress.stop_at, serving + 1 if progress.learning else max(serving, 0))
 
 
 @asynccontextmanager
@@ -125,113 +137,153 @@ async def open_run(
     Args:
         steps: the groups of each step; None means those of the recipe.
     """
-    run_dir = start.folder
-    steps = steps or StepGroups.from_config(recipe.rollout)
     raise_file_limit()
-    faults = fault_rate(recipe)
-    async with rare_collections(), closing_stack(run_dir) as stack:
-        sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
+    async with rare_collections(), closing_stack(start.folder) as stack:
+        sandboxes = await open_sandboxes(recipe.sandbox, run_label=start.folder.name, root=root)
         stack.push_async_callback(sandboxes.close)
-        await check_snapshots(recipe, checked.family.task(Split.TRAIN, 0), sandboxes)
-        base = run_dir / "versions" / "000000"
-        model, template = (base, None) if base.is_dir() else (checked.model, checked.template)  # a resumed run has its template
-        chat = open_chat(model, template, policy=recipe.policy)
-        others = [case.task for case in checked.suite.cases] if checked.suite is not None else []
-        if checked.practice is not None:
-            others += [task for tasks in checked.practice.tasks for task in tasks]
-        tools = await pin_tools(
-            declared_tools(recipe.tools, root),
-            with_sub_agent_tools(candidate_tasks(checked.family, others), recipe.rollout.delegation),
-            sandboxes,
-            folder=run_dir,
-            chat=chat,
-            memory=placeholder_memory(recipe),
-        )
-        if checked.suite is not None:
-            check_start_tokens([checked.suite], chat, tools, recipe.rollout)
-        if recipe.rollout.agent in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
-            check_prompt(chat, checked.family, tools, placeholder_memory(recipe), recipe.rollout.instructions)
-        check_thinking(chat, checked.family, recipe.evaluation)
-        write_start(run_dir, recipe, start)
-        save_tool_offers(tools, run_dir)
-        copy_practice_files(run_dir, recipe, root=root)
-        copy_base_version(checked.model, base, template=checked.template)
-        clock = StageClock(began=start.began)
-        tracker = RunTracker(run_dir, [clock, *open_trackers(run_dir, recipe, console=console)], steps=recipe.steps)
-        stack.callback(tracker.close)
-        await stack.enter_async_context(DRIVER_LAG.watched(tracker.alert))
-        tracker.stage("prepare", chat.form_summary)
-        for note in checked.notes:
-            tracker.alert(note)
-        store = open_store(run_dir, recipe)
-        stack.callback(store.close)
-        running = FolderCheckpoints(run_dir / "running")
-        for index in running.groups():
-            if store.has(index):  # the driver died after storing it
-                running.remove_group(index)
-        memory = open_memory(recipe, run_dir, store, steps)
-        if memory is not None:
-            stack.callback(memory.close)
-        registry = FolderRegistry(run_dir / "versions")
-        stack.callback(registry.close)
-        if registry.get(0) is None:
-            weights = run_dir / "versions" / "000000" / "model.safetensors"
-            registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
-        served = open_policy_server(recipe, run_dir, registry, checked.gpus, alert=tracker.alert)
-        stack.push_async_callback(served.close)
-        gate_server = None
-        if recipe.gate_has_server:
-            gate_server = GateServer(recipe, run_dir, registry, gpus=checked.gpus.gate, alert=tracker.alert)
-            stack.push_async_callback(gate_server.close)
-        judges = await stack.enter_async_context(
-            running_judge_servers(recipe, checked.judges, folder=run_dir, gpus=checked.gpus.judges, alert=tracker.alert)
-        )
-        pace = restore_pace(recipe, run_dir)
-        stack.callback(keep_pace, pace, recipe, run_dir)
-        learner = LearnerProcess(run_dir, recipe, gpus=checked.gpus.learner, root=root)
-        stack.push_async_callback(learner.kill)
-        origin = {"run": run_dir.name, "recipe": recipe.name, "model": recipe.policy.model}
-        capture = Capture(run_dir, recipe.capture, origin=origin, audit=partial(audit_contradiction, below=recipe.capture.below))
-        stack.callback(capture.close)
-        schedule = GroupSchedule(checked.family, recipe.seed, withheld=WithholdingLog(run_dir, checked.withheld), practice=checked.practice)
-        yield Run(
-            recipe=recipe,
-            folder=run_dir,
-            tracker=tracker,
-            clock=clock,
-            store=store,
-            running=running,
-            quarantine=Quarantine(run_dir, limit=recipe.rollout.max_quarantined),
-            capture=capture,
-            fault_rate=faults,
-            registry=registry,
-            family=checked.family,
-            sandboxes=sandboxes,
-            served=served,
-            groups=build_group_runner(
-                recipe,
-                served,
-                sandboxes,
-                chat,
-                replace(checked.scorer, sandboxes=sandboxes),
-                running,
-                faults,
-                tools,
-                group_judge=checked.group_judge,
-                cache_use=lambda: served.cache_use,
-                router=served.episode,
-                memory=None if memory is None else memory.view,
-                pace=pace,
-            ),
-            group_tasks=GroupTasks(recipe, run_dir, store, schedule, steps),
-            step_groups=steps,
-            learner=learner,
-            judges=judges,
-            stop_at=recipe.steps,
-            suite=checked.suite,
-            memory=memory,
-            gate_server=gate_server,
-        )
+        chat, tools = await _check_slowly(recipe, start.folder, checked, sandboxes, root=root)
+        _write_folder(recipe, start, checked, tools, root=root)
+        yield await _open_parts(stack, recipe, start, checked, sandboxes, chat, tools, root, console, steps)
+
+
+async def _check_slowly(
+    recipe: Recipe, folder: Path, checked: PreflightResult, sandboxes: SandboxBackend, *, root: Path
+) -> tuple[ChatFormat, RunTools]:
+    """The checks that need sandboxes or the tokenizer. Returns the policy's chat format and the pinned tools."""
+    await check_snapshots(recipe, checked.family.task(Split.TRAIN, 0), sandboxes)
+    base, memory = folder / "versions" / "000000", placeholder_memory(recipe)
+    model, template = (base, None) if base.is_dir() else (checked.model, checked.template)  # a resumed run has its template
+    chat = open_chat(model, template, policy=recipe.policy)
+    others = [case.task for case in checked.suite.cases] if checked.suite is not None else []
+    if checked.practice is not None:
+        others += [task for tasks in checked.practice.tasks for task in tasks]
+    tasks = with_sub_agent_tools(candidate_tasks(checked.family, others), recipe.rollout.delegation)
+    tools = await pin_tools(declared_tools(recipe.tools, root), tasks, sandboxes, folder=folder, chat=chat, memory=memory)
+    if checked.suite is not None:
+        check_start_tokens([checked.suite], chat, tools, recipe.rollout)
+    if recipe.rollout.agent in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
+        check_prompt(chat, checked.family, tools, memory, recipe.rollout.instructions)
+    check_thinking(chat, checked.family, recipe.evaluation)
+    return chat, tools
+
+
+def _write_folder(recipe: Recipe, start: RunStart, checked: PreflightResult, tools: RunTools, *, root: Path) -> None:
+    """Creates the run folder with what the run must keep: its start, tool lists, practice files and version 0."""
+    write_start(start.folder, recipe, start)
+    save_tool_offers(tools, start.folder)
+    copy_practice_files(start.folder, recipe, root=root)
+    copy_base_version(checked.model, start.folder / "versions" / "000000", template=checked.template)
+
+
+async def _open_parts(
+    stack: AsyncExitStack,
+    recipe: Recipe,
+    start: RunStart,
+    checked: PreflightResult,
+    sandboxes: SandboxBackend,
+    chat: ChatFormat,
+    tools: RunTools,
+    root: Path,
+    console: bool,
+    steps: StepGroups | None,
+) -> Run:
+    folder, steps = start.folder, steps or StepGroups.from_config(recipe.rollout)
+    clock = StageClock(began=start.began)
+    tracker = await _open_tracker(stack, recipe, folder, clock, console=console)
+    _report_preparation(tracker, chat, checked)
+    store, checkpoints, memory = _open_experience(stack, recipe, folder, steps)
+    registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, alert=tracker.alert)
+    pace = restore_pace(recipe, folder)
+    stack.callback(save_pace, pace, recipe, folder)
+    learner = _open_learner(stack, recipe, folder, checked, root)
+    faults, scorer = fault_rate(recipe), replace(checked.scorer, sandboxes=sandboxes)
+    episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace)
+    slots = Admission(recipe.rollout.concurrency, use=lambda: served.cache_use, full=recipe.rollout.max_cache_use)
+    groups = build_group_runner(recipe, episodes, scorer, checkpoints, faults, slots, group_judge=checked.group_judge, memory=memory)
+    schedule = GroupSchedule(checked.family, recipe.seed, withheld=WithholdingLog(folder, checked.withheld), practice=checked.practice)
+    return Run(
+        recipe=recipe,
+        folder=folder,
+        progress=Progress(stop_at=recipe.steps),
+        tracker=tracker,
+        clock=clock,
+        store=store,
+        checkpoints=checkpoints,
+        quarantine=Quarantine(folder, limit=recipe.rollout.max_quarantined),
+        capture=_open_capture(stack, recipe, folder),
+        fault_rate=faults,
+        registry=registry,
+        family=checked.family,
+        sandboxes=sandboxes,
+        served=served,
+        groups=groups,
+        group_tasks=GroupTasks(recipe, folder, store, schedule, steps),
+        step_groups=steps,
+        learner=learner,
+        judges=judges,
+        suite=checked.suite,
+        memory=memory,
+        gate_server=gate_server,
+    )
+
+
+async def _open_tracker(stack: AsyncExitStack, recipe: Recipe, folder: Path, clock: StageClock, *, console: bool) -> RunTracker:
+    tracker = RunTracker(folder, [clock, *open_trackers(folder, recipe, console=console)], steps=recipe.steps)
+    stack.callback(tracker.close)
+    await stack.enter_async_context(DRIVER_LAG.watched(tracker.alert))
+    return tracker
+
+
+def _open_learner(stack: AsyncExitStack, recipe: Recipe, folder: Path, checked: PreflightResult, root: Path) -> LearnerProcess:
+    learner = LearnerProcess(folder, recipe, gpus=checked.gpus.learner, root=root)
+    stack.push_async_callback(learner.kill)
+    return learner
+
+
+def _report_preparation(tracker: RunTracker, chat: ChatFormat, checked: PreflightResult) -> None:
+    tracker.stage("prepare", chat.form_summary)
+    for note in checked.notes:
+        tracker.alert(note)
+
+
+def _open_capture(stack: AsyncExitStack, recipe: Recipe, folder: Path) -> Capture:
+    origin = {"run": folder.name, "recipe": recipe.name, "model": recipe.policy.model}
+    capture = Capture(folder, recipe.capture, origin=origin, audit=partial(audit_contradiction, below=recipe.capture.below))
+    stack.callback(capture.close)
+    return capture
+
+
+def _open_experience(
+    stack: AsyncExitStack, recipe: Recipe, folder: Path, steps: StepGroups
+) -> tuple[ExperienceStore, FolderCheckpoints, RunMemory | None]:
+    store = open_store(folder, recipe)
+    stack.callback(store.close)
+    checkpoints = FolderCheckpoints(folder / "running")
+    for index in filter(store.has, checkpoints.groups()):  # the driver died after storing it
+        checkpoints.remove_group(index)
+    memory = open_memory(recipe, folder, store, steps)
+    if memory is not None:
+        stack.callback(memory.close)
+    return store, checkpoints, memory
+
+
+async def _open_servers(
+    stack: AsyncExitStack, recipe: Recipe, folder: Path, checked: PreflightResult, *, alert: Callable[[str], None]
+) -> tuple[FolderRegistry, PolicyServer, GateServer | None, JudgeServers]:
+    """Opens the registry, in which version 0 is registered, and the servers. Only the judges' servers start here."""
+    registry = FolderRegistry(folder / "versions")
+    stack.callback(registry.close)
+    if registry.get(0) is None:
+        weights = folder / "versions" / "000000" / "model.safetensors"
+        registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
+    served = open_policy_server(recipe, folder, registry, checked.gpus, alert=alert)
+    stack.push_async_callback(served.close)
+    gate_server = None
+    if recipe.gate_has_server:
+        gate_server = GateServer(recipe, folder, registry, gpus=checked.gpus.gate, alert=alert)
+        stack.push_async_callback(gate_server.close)
+    starting = running_judge_servers(recipe, checked.judges, folder=folder, gpus=checked.gpus.judges, alert=alert)
+    return registry, served, gate_server, await stack.enter_async_context(starting)
 
 
 def fault_rate(recipe: Recipe) -> FaultRate:
@@ -248,26 +300,18 @@ def open_policy_server(
     return ServerPool(recipe, run_dir, registry, gpus=gpus.replicas, alert=alert)
 
 
-def build_group_runner(
+def build_episode_runner(
     recipe: Recipe,
     policy: Policy,
     sandboxes: SandboxBackend,
     chat: ChatFormat,
-    scorer: TaskScorer,
-    running: FolderCheckpoints,
-    faults: FaultRate,
     tools: ToolSource | None = None,
     *,
-    group_judge: GroupJudge | None = None,
-    cache_use: Callable[[], CacheUse | None] = lambda: None,
-    router: RequestRouter = lambda episode_id, task_key: nullcontext(),
-    memory: MemorySource | None = None,
+    router: RequestRouter | None = None,
     pace: Pace | None = None,
-) -> GroupRunner:
-    """Builds the group runner from the recipe's settings, policy, sandboxes and scorer."""
-    named, weight = str(recipe.tasks.group_judge), recipe.tasks.group_weight
-    together = None if group_judge is None else GroupJudgeScorer(judge=group_judge, name=named, weight=weight, task_scorer=scorer)
-    runner = EpisodeRunner(
+) -> EpisodeRunner:
+    """Builds the episode runner of a recipe."""
+    return EpisodeRunner(
         policy=policy,
         sandboxes=sandboxes,
         agent=parts.make_part(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat),
@@ -279,17 +323,35 @@ def build_group_runner(
         router=router,
         pace=pace or Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas),
     )
+
+
+def build_group_runner(
+    recipe: Recipe,
+    episodes: EpisodeRunner,
+    scorer: TaskScorer,
+    checkpoints: FolderCheckpoints,
+    faults: FaultRate,
+    slots: Admission,
+    *,
+    group_judge: GroupJudge | None = None,
+    memory: MemorySource | None = None,
+) -> GroupRunner:
+    """Builds the group runner of a recipe."""
+    scoring, rollout = None, recipe.rollout
+    if group_judge is not None:
+        name, weight = str(recipe.tasks.group_judge), recipe.tasks.group_weight
+        scoring = GroupJudgeScorer(judge=group_judge, name=name, weight=weight, task_scorer=scorer)
     return GroupRunner(
-        runner=runner,
+        runner=episodes,
         scorer=scorer,
-        group_scoring=together,
-        slots=Admission(recipe.rollout.concurrency, use=cache_use, full=recipe.rollout.max_cache_use),
-        group_size=recipe.rollout.group_size,
-        spare_attempts=recipe.rollout.spare_attempts,
-        stop_equal_after=recipe.rollout.stop_equal_after,
-        max_retries=recipe.rollout.max_retries,
-        branching=recipe.rollout.branching,
+        group_scoring=scoring,
+        slots=slots,
+        group_size=rollout.group_size,
+        spare_attempts=rollout.spare_attempts,
+        stop_equal_after=rollout.stop_equal_after,
+        max_retries=rollout.max_retries,
+        branching=rollout.branching,
         memory=memory,
-        checkpoints=running if recipe.rollout.checkpoint_turns else None,
+        checkpoints=checkpoints if rollout.checkpoint_turns else None,
         on_attempt=faults.record_attempt,
     )

@@ -20,7 +20,7 @@ from agentrl.base.user_code import raising_as
 from agentrl.cluster.gpus import Placement, place_parts
 from agentrl.config.recipe import EvalConfig, PolicyConfig, Recipe
 from agentrl.errors import AgentRLError, PluginError, RecipeError, TaskError, UserError
-from agentrl.evaluation.evaluate import with_thinking_bound
+from agentrl.evaluation.splits import with_thinking_bound
 from agentrl.evaluation.suite_code import check_suite_code
 from agentrl.failure.case import Suite, load_suite
 from agentrl.failure.overlap import WithheldTasks, load_withheld
@@ -31,7 +31,7 @@ from agentrl.memory import require_full_text_search, scope_of
 from agentrl.memory.run_memory import placeholder_memory
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.plugins import parts
-from agentrl.protocols import EpisodeMemory, TaskFamily, ToolSource
+from agentrl.protocols import EpisodeMemory, Sandbox, SandboxBackend, TaskFamily, ToolSource
 from agentrl.protocols.group_judge import GroupJudge
 from agentrl.records import Split, Task
 from agentrl.reward import TaskScorer
@@ -40,7 +40,7 @@ from agentrl.reward.verifier_call import prepare_verifier
 from agentrl.rollout import thinking_bound
 from agentrl.session.disk_space import check_disk_space
 from agentrl.session.folder import check_disk
-from agentrl.session.judge_servers import check_judge_servers_used, check_reward_model_vocabulary, declare_judge_servers
+from agentrl.session.judge_servers import check_judge_servers_used, check_reward_model_vocabulary, declare_judges
 from agentrl.session.models import find_model
 from agentrl.session.run_practice import open_run_practice
 from agentrl.task import open_family
@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 
 _THERE = "correct it there"
+
+
+_COPY_PATH, _COPY_DATA = ".agentrl-copy", b"a file that is to be in the copy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +79,14 @@ def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = 
     `training`: whether a learner and the recipe's gate will start and need GPUs.
     """
     check_disk(folder)
-    named, begun = recipe.policy.chat_template, (folder / "versions" / "000000").is_dir()  # version 0 of a resumed run has its template
-    template = None if named is None or begun else read_template(named, root)
+    template_name, begun = (
+        recipe.policy.chat_template,
+        (folder / "versions" / "000000").is_dir(),
+    )  # version 0 of a resumed run has its template
+    template = None if template_name is None or begun else read_template(template_name, root)
     if recipe.policy.tool_format is not None:
         forms.call_form(recipe.policy.tool_format)
-    model = find_model(recipe.policy.model, root, chat_template=named is None)
+    model = find_model(recipe.policy.model, root, chat_template=template_name is None)
     check_model(model, recipe)
     disk = check_disk_space(recipe, model, folder) if training else ()
     _check_known(str(read_json(model / "config.json")["model_type"]))
@@ -113,20 +119,10 @@ def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = 
     )
 
 
-def declare_judges(recipe: Recipe, *, root: Path) -> dict[str, Path]:
-    """Returns the model folders of the judges' servers and registers these servers for this process. Raises `UserError`."""
-    folders = {
-        name: find_model(config.model, root, chat_template=False, key=f"judge_servers.{name}.model")
-        for name, config in recipe.judge_servers.items()
-    }
-    declare_judge_servers(recipe, folders)
-    return folders
-
-
 def check_parts(recipe: Recipe) -> None:
     """Resolves all plug-ins of the recipe and checks them against their protocols. Raises `PluginError` with all problems."""
     serving, objective, sandbox = recipe.serving, recipe.objective, recipe.sandbox
-    named: list[tuple[parts.PartKind, str, parts.Options]] = [
+    configured: list[tuple[parts.PartKind, str, parts.Options]] = [
         (parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_options),
         (parts.BACKEND, sandbox.backend, sandbox.options),
         (parts.CHANNEL, serving.weight_transfer, serving.weight_transfer_options),
@@ -136,7 +132,7 @@ def check_parts(recipe: Recipe) -> None:
         (parts.LOSS, objective.loss, objective.loss_options),
     ]
     wrong: list[PluginError] = []
-    for kind, name, options in named:
+    for kind, name, options in configured:
         if name not in kind.shipped:  # the type checker checks built-in parts
             try:
                 parts.load_part(kind, name, options)
@@ -166,8 +162,8 @@ def _check_agent(recipe: Recipe) -> None:
         "tools.bounds": (bool(recipe.tools.bounds), *tools),
         "tools.words": (bool(recipe.tools.words), *tools),
     }
-    for key, (given, has, why) in wanted.items():
-        if given and not getattr(agent, has, True):
+    for key, (is_set, has, why) in wanted.items():
+        if is_set and not getattr(agent, has, True):
             raise UserError(f"{key} does nothing with rollout.agent={rollout.agent}: {why}", fix=f"remove {key}")
 
 
@@ -228,21 +224,23 @@ def _check_known(kind: str) -> None:
 def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tuple[TaskFamily, TaskScorer]:
     """Returns the recipe's task family, and a scorer with the verifiers of its first task. Raises `UserError`, also for a bug in them."""
     scorer = TaskScorer(root=root, folder=folder, audit=recipe.tasks.audit)
-    named = recipe.tasks.family
+    family_name = recipe.tasks.family
 
     def said(error: BaseException) -> str:
         return f"{one_line_error(error)} ({error_text.raise_location(error)})"
 
-    with raising_as(lambda error: PluginError(f"tasks.family {named!r} cannot be opened: {said(error)}", fix=_THERE), but=(AgentRLError,)):
+    with raising_as(
+        lambda error: PluginError(f"tasks.family {family_name!r} cannot be opened: {said(error)}", fix=_THERE), but=(AgentRLError,)
+    ):
         family = open_family(recipe.tasks, seed=recipe.seed, root=root)
     with raising_as(
-        lambda error: TaskError(f"the first task of {named!r} cannot be created: {said(error)}", fix=_THERE), but=(AgentRLError,)
+        lambda error: TaskError(f"the first task of {family_name!r} is broken: {said(error)}", fix=_THERE), but=(AgentRLError,)
     ):
         _check_sizes(family, recipe)
         first = family.task(Split.TRAIN, 0)
     if not isinstance(first, Task):
         raise TaskError(
-            f"the first task of {named!r} has type {type(first).__name__} instead of Task",
+            f"the first task of {family_name!r} has type {type(first).__name__} instead of Task",
             fix="return agentrl.records.Task(...) from its task()",
         )
     scorer.load([*first.verifiers, *recipe.tasks.audit])
@@ -366,3 +364,48 @@ def check_thinking(chat: ChatFormat, family: TaskFamily, config: EvalConfig) -> 
     for split, count in ((Split.HELDOUT, config.heldout), (Split.HELDOUT_REAL, config.heldout_real)):
         if count and family.size(split) != 0:
             with_thinking_bound(family.task(split, 0), max(config.thinking_tokens))
+
+
+async def check_snapshots(recipe: Recipe, task: Task, sandboxes: SandboxBackend) -> None:
+    """Opens a sandbox from the snapshot of another one, if the recipe needs that. Built-in backends are not checked.
+
+    Raises `UserError` if no snapshot can be taken or it does not restore the same files, and `InfrastructureError` if no sandbox opens.
+    """
+    rollout = recipe.rollout
+    wanted = {
+        "rollout.delegation.sandbox=own": rollout.delegation is not None and rollout.delegation.sandbox == "own",
+        "rollout.branching": rollout.branching is not None,
+        "rollout.checkpoint_turns": rollout.checkpoint_turns,
+    }
+    key = next((key for key, on in wanted.items() if on), None)
+    if key is None or recipe.sandbox.backend in parts.BACKEND.shipped:
+        return
+    await sandboxes.prepare(task.sandbox)
+    first = await sandboxes.open(task.sandbox, files=task.contents(), timeout_s=recipe.sandbox.open_timeout_s)
+    try:
+        problem = await _copy_problem(recipe, task, sandboxes, first)
+    finally:
+        await first.close()
+    if problem:
+        raise UserError(
+            f"{key} needs copies of a working directory, and sandbox.backend={recipe.sandbox.backend} does not create them: {problem}",
+            fix="implement its Sandbox.snapshot() and open(snapshot=...) (agentrl sandbox check tests them), use another backend, or remove"
+            f" {key.partition('=')[0]}",
+        )
+
+
+async def _copy_problem(recipe: Recipe, task: Task, sandboxes: SandboxBackend, first: Sandbox) -> str:
+    """What is wrong with a copy of the first sandbox's working directory; empty if nothing is."""
+    await first.write(_COPY_PATH, _COPY_DATA)
+    try:
+        archive = await first.snapshot()
+        second = await sandboxes.open(task.sandbox, snapshot=archive, timeout_s=recipe.sandbox.open_timeout_s)
+    except Exception as error:  # a user-supplied backend may raise anything
+        return one_line_error(error)
+    try:
+        copied = await second.read(_COPY_PATH, max_bytes=2 * len(_COPY_DATA))
+        return "" if copied == _COPY_DATA else "a file in it has other content"
+    except (FileNotFoundError, ValueError) as error:
+        return f"a file in it is missing: {one_line_error(error)}"
+    finally:
+        await second.close()

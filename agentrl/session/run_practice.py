@@ -41,7 +41,7 @@ def open_run_practice(
         return None, ()
     measured = held_out_cases(recipe, family)
     apart = WithheldTasks([*kept_away.cases, *measured])
-    files = {suite: kept for number, suite in enumerate(config.suites) if (kept := _kept(folder, number, suite)).is_file()}
+    files = {suite: path for number, suite in enumerate(config.suites) if (path := _kept(folder, number, suite)).is_file()}
     practice = open_practice(config, seed=recipe.seed, root=root, withheld=apart, files=files)
     every = [task for tasks in practice.tasks for task in tasks]
     scorer.load(sorted({name for task in every for name in task.verifiers}))
@@ -59,10 +59,10 @@ def held_out_cases(recipe: Recipe, family: TaskFamily) -> list[Case]:
 def copy_practice_files(run_dir: Path, recipe: Recipe, *, root: Path) -> None:
     """Copies the practice files into the run folder, once."""
     for number, suite in enumerate(recipe.tasks.practice.suites if recipe.tasks.practice is not None else ()):
-        kept = _kept(run_dir, number, suite)
-        if not kept.exists():
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(kept, (root / suite / FILE).read_bytes(), durable=True)
+        path = _kept(run_dir, number, suite)
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, (root / suite / FILE).read_bytes(), durable=True)
 
 
 def _kept(run_dir: Path, number: int, suite: str) -> Path:

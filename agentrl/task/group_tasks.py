@@ -87,8 +87,8 @@ class GroupTasks:
         indices = self._steps.consumed_indices(step, self._store)
         if indices is None:
             raise StoreError(f"the outcomes of step {step} are unknown: some of its groups are not in the experience store")
-        told = [index in self._lines or self._schedule.is_practice(self._steps.position(index)) for index in indices]
-        return [(index, None if known else self._store.groups([index])[0]) for index, known in zip(indices, told, strict=True)]
+        recorded = [index in self._lines or self._schedule.is_practice(self._steps.position(index)) for index in indices]
+        return [(index, None if known else self._store.groups([index])[0]) for index, known in zip(indices, recorded, strict=True)]
 
     def _again(self, group: Group) -> Task | None:
         """The task of a group without a recorded outcome; None if it had none. Raises `TaskError` if it cannot be created again."""
@@ -103,5 +103,5 @@ class GroupTasks:
             ) from error
 
     def _read(self) -> dict[int, GroupOutcome]:
-        found = map(GroupOutcome.from_line, complete_lines(self._path))
-        return {line.group: line for line in found if line is not None}
+        outcomes = map(GroupOutcome.from_line, complete_lines(self._path))
+        return {line.group: line for line in outcomes if line is not None}

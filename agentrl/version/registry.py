@@ -164,8 +164,8 @@ class FolderRegistry:
             serving = {version.number for version in versions if version.state is VersionState.SERVING}
             spared = {0, *newest, *promoted[max(0, len(promoted) - keep) :], *serving, *self._held(), *self._asked_back()}
             old = [version for version in versions if version.number not in spared]
-            kept = [v.number for v in versions if v not in old]
-            needed = {link for number in kept for link in deltas.base_folders(self._home(number))}
+            numbers = [v.number for v in versions if v not in old]
+            needed = {link for number in numbers for link in deltas.base_folders(self._home(number))}
             old = [v for v in old if self._home(v.number) not in needed]
             return tuple(version.number for version in old if self._drop_weights(version.number))
 

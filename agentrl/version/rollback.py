@@ -62,8 +62,8 @@ def pending_request(versions: Path, registry: VersionRegistry) -> RollbackReques
     request = read_request(versions)
     if request is None:
         return None
-    found = registry.get(request.version)
-    if found is None or found.sha256 != request.sha256 or found.state is VersionState.ROLLED_BACK:
+    version = registry.get(request.version)
+    if version is None or version.sha256 != request.sha256 or version.state is VersionState.ROLLED_BACK:
         return None
     promoted = registry.latest(VersionState.PROMOTED)
     return None if promoted is not None and promoted.number > request.version else request

@@ -168,7 +168,5 @@ async def test_unusable_tools_are_reported_and_the_others_offered(caplog: pytest
     wanted = recipe("some-odd").tools.mcp["it"].model_dump() | {"only": ("echo", "keys")}
     with pytest.raises(UserError, match="it offers the tool keys with the key"):
         await begun(RECIPE.but(tools={"mcp": {"it": wanted}}), "mcp:it")
-    tool_problem = SimpleNamespace(
-        escape_text=str, tool_problem=lambda schema: "it cannot be called" if schema["function"]["name"] == "echo" else ""
-    )
-    assert [tool.name for tool in (await begun(recipe(), "mcp:it", chat=tool_problem)).servers["it"].offers or ()] == ["count"]
+    chat = SimpleNamespace(escape_text=str, tool_problem=lambda schema: "no call" if schema["function"]["name"] == "echo" else "")
+    assert [tool.name for tool in (await begun(recipe(), "mcp:it", chat=chat)).servers["it"].offers or ()] == ["count"]

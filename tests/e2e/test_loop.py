@@ -82,4 +82,4 @@ def _interrupted_twice_while_it_starts(*arguments: str) -> None:
         assert line, "it ended without a message"
     interrupt(process)
     output, _ = process.communicate(timeout=600)
-    assert process.returncode == 130 and "stopped; finished work is kept" in output, output
+    assert process.returncode == 130 and "stopped; what was finished is kept" in output, output

@@ -9,7 +9,7 @@ import pytest
 from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.config import EvalConfig
 from agentrl.errors import RecipeError, UserError
-from agentrl.evaluation.evaluate import evaluate_split
+from agentrl.evaluation.splits import evaluate_split
 from agentrl.observe.rundata import read_run
 from agentrl.records import Episode, Message, SandboxSpec, Score, Split, Task
 from agentrl.records.sampling import Sampling
@@ -101,7 +101,7 @@ async def test_success_against_thinking_is_measured_written_and_drawn(tmp_path: 
     policy = ScriptedPolicy(tokenizer, lambda turn, name: "4" if name.endswith(".answer") else thought)
     play = runner(policy)
     family, chat = Family("0", "0"), ChatFormat(tokenizer)
-    object.__setattr__(play, "score", solved_when_thought_out)
+    object.__setattr__(play, "scorer", solved_when_thought_out)
     free = await evaluate_split(play, family, Split.HELDOUT, 2, phase="eval", step=0, attempts=2)
     cut = await evaluate_split(play, family, Split.HELDOUT, 2, phase="eval_think20", step=0, attempts=2, thinking_tokens=20)
     assert free.rate is not None and cut.rate is not None and (free.rate.value, cut.rate.value) == (1.0, 0.0)

@@ -1,219 +1,288 @@
-"""An evaluation of a suite: all attempts are stored, reported, read back and compared. The server is scripted."""
+"""Suites evaluated without a recipe: statuses by threshold, details of a failure, JUnit and JSON, the exit code."""
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
 import json
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from xml.etree import ElementTree as xml
 
 import pytest
 from typer.testing import CliRunner
 
 from agentrl.cli import app
-from agentrl.cli.suites import table
+from agentrl.config import load
 from agentrl.errors import PluginError, UserError
-from agentrl.evaluation import results, suites
-from agentrl.failure.case import Case, Suite, load_suite, save_case
-from agentrl.records import Episode, Score, Task
+from agentrl.evaluation import open_policy, results, suites
+from agentrl.evaluation.junit import xml_text
+from agentrl.evaluation.outcomes import CaseStatus, case_status
+from agentrl.evaluation.policies import NamedPolicy, PolicySource, find_policy, load_policy_plugin, project_of, recipe_for, recipe_policy
+from agentrl.failure.case import Baseline, load_suite, save_case
 from agentrl.reward import TaskScorer
 from agentrl.session.folder import RunStart
 from agentrl.session.preflight import PreflightResult
-from tests.gate import test_judgement
+from agentrl.testing import ScriptedPolicy, byte_tokenizer
+from tests.evaluation.suite_parts import HERE, OVERRIDES, make_case, make_suite
+from tests.gate import test_gate
 
-scripted = test_judgement.scripted
-NAMES = ("easy", "flaky", "broken")
-
-
-async def judged(task: Task, episode: Episode) -> Score:
-    if task.id == "broken":
-        raise RuntimeError("no \x1b[31mjudge")
-    number = int(episode.id.split("-r")[1].split("-")[0])
-    return Score(value=1.0 if task.id == "easy" or number % 2 else 0.0)
+POLICY = f"{HERE}:policy"
+scripted = test_gate.scripted
 
 
-def make_suite(folder: Path) -> Suite:
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "pyproject.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
-    task = test_judgement.make_suite().cases[0].task
-    for name in NAMES:
-        save_case(folder, Case(id=name, task=replace(task, id=name, verifiers=("tests.evaluation.test_suites:judged",))))
-    return load_suite(folder)
+
+def asked(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["eval", *map(str, arguments), *OVERRIDES, "--policy", POLICY])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout
 
 
-async def evaluated(folder: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch, *, repeats: int) -> results.SuiteResults:
-    run = await test_judgement.opened(folder)
-    run.learner, run.groups = SimpleNamespace(kill=None), run.groups
+def test_every_case_has_a_status_that_decides_the_exit_code(project: Path) -> None:
+    pinned = Baseline(model="m", version=3, scores=(0.0, None))
+    first = make_suite(
+        project / "evals" / "one",
+        make_case("good"),
+        make_case("bad", baseline=pinned),
+        make_case("flaky", threshold=0.5, repeats=4),
+        make_case("flaky_strict", threshold=0.75, repeats=4),
+    )
+    second = make_suite(project / "evals" / "two", make_case("broken"), make_case("good"))
+    code, printed = asked(project / "evals", "--junit", project / "out.xml", "--run-dir", project / "r", "--json")
+    told = json.loads(printed.splitlines()[-1])
+    assert code == 1 and not told["passed"]
+    verdicts = {(one["suite"], one["case"]): (one["verdict"], one["scores"], one["threshold"]) for one in told["cases"]}
+    assert verdicts == {
+        ("one", "bad"): ("failed", [0.0], 1.0),
+        ("one", "flaky_strict"): ("failed", [1.0, 0.0, 1.0, 0.0], 0.75),
+        ("one", "flaky"): ("passed", [1.0, 0.0, 1.0, 0.0], 0.5),
+        ("one", "good"): ("passed", [1.0], 1.0),
+        ("two", "broken"): ("unscored", [None], 1.0),
+        ("two", "good"): ("passed", [1.0], 1.0),
+    }
+    assert [one["case"] for one in told["cases"]][:3] == ["bad", "flaky_strict", "broken"], "failed first, then unscored"
+    bad = told["cases"][0]
+    assert (bad["shown"]["tag"], bad["shown"]["turn"]) == ("wrong_answer", None), bad["shown"]
+    assert told["suites"][0]["figures"]["pass_at_1"] == 0.5, "an attempt passes at its case's threshold"
+    assert bad["shown"]["answer"].startswith("fail") and "wanted pass" in bad["shown"]["evidence"] and bad["baseline"]["version"] == 3
+
+    document = xml.fromstring((project / "out.xml").read_bytes())
+    counts = [{key: suite.get(key) for key in ("name", "tests", "failures", "errors")} for suite in document]
+    assert counts == [
+        {"name": "one", "tests": "4", "failures": "2", "errors": "0"},
+        {"name": "two", "tests": "2", "failures": "0", "errors": "1"},
+    ]
+    words = "".join(document.itertext())
+    assert "agentrl failures show" in words and "What is case bad?" in words and "no judge" in words
+    assert not any(c in words for c in "\x1b\x00\u202e\ufffe")
+
+    kept = results.load_results(project / "r" / "suites" / "one")
+    assert len(kept.attempts) == 10 and kept.scores()["flaky"] == [1.0, 0.0, 1.0, 0.0]
+    assert results.load_results(project / "r" / "suites" / "two").scores() == {"broken": [None], "good": [1.0]}
+    assert load(project / "r" / "recipe.json").policy.model == POLICY, "the run folder records its command"
+    assert load_suite(first.folder) == first and load_suite(second.folder) == second, "cases are unchanged"
+
+    shown = CliRunner().invoke(app, ["failures", "show", str(project / "r"), bad["shown"]["episode"]])
+    assert shown.exit_code == 0 and "What is case bad?" in shown.stdout
+
+
+def test_a_passing_policy_exits_with_0_and_can_be_pinned(project: Path) -> None:
+    suite = make_suite(project / "s", make_case("good"), make_case("flaky", threshold=0.5))
+    code, printed = asked(suite.folder, "--repeats", "2", "--pin", "--run-dir", project / "r")
+    assert code == 0 and "s: 2 of 2 cases passed, 0 failed" in printed and "pass@1  0.750" in printed
+    pinned = {case.id: case.baseline for case in load_suite(suite.folder).cases}
+    assert [one is not None and one.scores for one in pinned.values()] == [(1.0, 0.0), (1.0, 1.0)]
+    assert (project / "r" / "suite" / "about.json").is_file(), "agentrl compare reads it there"
+
+
+def test_a_failed_case_is_printed_readably_without_escape_sequences(project: Path) -> None:
+    suite = make_suite(project / "s", make_case("bad"), make_case("good"))
+    code, printed = asked(suite.folder, "--run-dir", project / "r")
+    assert code == 1 and "\x1b" not in printed and "\u202e" not in printed
+    lines = [text.strip() for text in printed.splitlines()]
+    at = next(number for number, text in enumerate(lines) if text.startswith("failed"))
+    assert lines[at] == "failed    bad  0.00 of 1 in 1 attempt" and lines[at + 1] == "question  What is case bad?"
+    assert lines[at + 2].startswith("answer    fail") and lines[at + 3].startswith("evidence  wanted pass")
+    assert any(text.startswith("note      seen twice (anna)") for text in lines) and any("failures show" in text for text in lines)
+
+
+def test_a_case_without_its_image_is_unscored_and_the_others_run(project: Path) -> None:
+    suite = make_suite(project / "s", make_case("good"), make_case("good_too", image="gone"))
+    code, printed = asked(suite.folder, "--run-dir", project / "r", "--junit", project / "out.xml")
+    assert code == 1 and "s: 1 of 2 cases passed, 0 failed, 1 unscored" in printed and "no sandbox image at gone" in printed, printed
+    assert "\x1b" not in printed and 'errors="1"' in (project / "out.xml").read_text()
+
+
+def test_code_that_raises_system_exit_costs_only_its_case(project: Path) -> None:
+    names = ("good", "good_leaves", "leaves", "exits")
+    suite = make_suite(project / "s", *map(make_case, names))
+    code, printed = asked(suite.folder, "--run-dir", project / "r")
+    assert code == 1 and "s: 1 of 4 cases passed, 0 failed, 3 unscored" in printed, printed
+    said = {name: attempt.reason for name, attempt in zip(sorted(names), _attempts(project / "r"), strict=True)}
+    assert "verifier raised RuntimeError: verifier" in said["good_leaves"] and "suite_parts.py:" in said["good_leaves"], said
+    assert "the agent raised KeyboardInterrupt" in said["leaves"] and "suite_parts.py:" in said["leaves"], said
+    assert "SystemExit: 0" in said["exits"], said
+
+
+def _attempts(run: Path) -> list[results.CaseAttempt]:
+    return sorted(results.load_results(run / "suite").attempts, key=lambda one: one.case)
+
+
+def test_unusable_suites_are_reported_before_anything_runs(project: Path) -> None:
+    suite = make_suite(project / "s", make_case("good"))
+    for wrong, said in ((["--threshold", "nan"], "--threshold nan"), (["--policy", f"{HERE}:make_case"], "'make_case|policy")):
+        done = CliRunner().invoke(app, ["eval", str(suite.folder), *OVERRIDES, "--policy", POLICY, *wrong, "--run-dir", str(project / "r")])
+        assert isinstance(done.exception, UserError), done.output
+        assert any(one in str(done.exception) for one in said.split("|")), done.exception
+        assert not (project / "r" / "recipe.json").exists(), "the folder contains no run"
+
+
+def test_pinning_keeps_cases_changed_in_the_meantime(project: Path) -> None:
+    suite = make_suite(project / "s", make_case("good"), make_case("flaky"), make_case("bad"))
+    given = cast(
+        Any, SimpleNamespace(suite=suite, results=SimpleNamespace(about=SimpleNamespace(model="m", version=1, sha256="", at="now")))
+    )
+    given.outcomes = [SimpleNamespace(case=case, mean=1.0, scores=(1.0,)) for case in suite.cases]
+    good, other = load_suite(suite.folder).cases[2], make_case("flaky")
+    save_case(suite.folder, replace(good, note="edited"))
+    save_case(suite.folder, replace(other, task=replace(other.task, data={"answer": "x"})))
+    (suite.folder / "cases" / "bad.json").unlink()
+    assert suites.pin_baselines([given]) == 1
+    now = {case.id: case for case in load_suite(suite.folder).cases}
+    assert sorted(now) == ["flaky", "good"] and now["good"].note == "edited"
+    assert now["good"].baseline is not None and now["flaky"].baseline is None
+
+
+@pytest.mark.parametrize(
+    ("scores", "threshold", "verdict"),
+    [
+        ((1.0, 1.0), 1.0, CaseStatus.PASSED),
+        ((0.1,) * 10, 0.1, CaseStatus.PASSED),  # rounding of the mean must not fail a case
+        ((1.0, None), 1.0, CaseStatus.UNSCORED),  # a missing score may be a failure
+        ((0.0, None), 1.0, CaseStatus.FAILED),
+        ((None,), 0.0, CaseStatus.UNSCORED),
+        ((), 0.0, CaseStatus.UNSCORED),
+    ],
+)
+def test_a_fault_is_never_a_score(scores: tuple[float | None, ...], threshold: float, verdict: CaseStatus) -> None:
+    assert case_status(scores, threshold) is verdict
+
+
+def test_only_text_that_xml_cannot_contain_is_replaced() -> None:
+    every = "".join(chr(code) for code in range(0x3000)) + "\ud800\udfff\ufffe\uffff\U0001f600"
+    element = xml.Element("a", b=xml_text(every))
+    element.text = xml_text(every)
+    back = xml.fromstring(xml.tostring(element))
+    assert back.text == xml_text(every)
+    assert xml_text("a\tb\nc é 漢 😀 <&>") == "a\tb\nc é 漢 😀 <&>"
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_model_folder_is_served_and_only_its_version_counts(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is scripted; `agentrl eval` opens the other parts of a run."""
+    run = await test_gate.opened(project / "r")
+    run.learner, tokenizer = SimpleNamespace(kill=None), byte_tokenizer()
+    script = load_policy_plugin(find_policy(POLICY)).script
+    watched: list[str] = []
 
     @asynccontextmanager
     async def opened(*_: object, **__: object) -> AsyncIterator[Any]:
         yield run
-        await test_judgement.plain.close(run)
 
-    monkeypatch.setattr(suites, "open_run", opened)
-    checked = cast(PreflightResult, SimpleNamespace(scorer=TaskScorer()))
-    start = RunStart(recipe=Path("r.py"), folder=folder, overrides=())
-    return await suites.evaluate_suite(test_judgement.RECIPE, start, checked, suite, repeats=repeats, threshold=1.0, root=folder)
+    async def watch(*, on_loss: object) -> None:
+        watched.append("begun")
+        await asyncio.Event().wait()
 
-
-@pytest.mark.usefixtures("scripted")
-async def test_every_attempt_is_stored_with_its_cost_and_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    suite = make_suite(tmp_path / "suite-of-mine")
-    found = await evaluated(tmp_path / "run", suite, monkeypatch, repeats=4)
-    assert results.load_results(tmp_path / "run" / suites.SUITE_FOLDER) == found
-    figures = found.figures()
-    assert (figures.attempts, figures.unscored, figures.k) == (12, 4, 4)
-    assert figures.pass_at_1 == 0.75 and figures.pass_at_k == 1.0 and found.figures(2).pass_at_k == pytest.approx((1 + 5 / 6) / 2)
-    assert figures.turns == 1.0 and figures.tokens == sum(one.tokens for one in found.attempts) > 0
-    assert found.about.suite == "suite-of-mine" and found.about.sha256 and found.about.recipe == "back"
-    assert all(one.score is None and "RuntimeError" in one.reason for one in found.attempts if one.case == "broken")
-    episodes = [json.loads(line) for line in (tmp_path / "run/suite/episodes.jsonl").read_text().splitlines()]
-    assert [(one["case"], one["attempt"]) for one in episodes] == [(case.id, n) for case in suite.cases for n in range(4)]
-    captured = json.loads((tmp_path / "run/failures/failures.json").read_text())
-    assert (captured["episodes"], captured["why"]) == (12, {"failed": 2, "fault": 4}), "for the flaky and the broken case"
-    shown = table(found, where=Path("x"))
-    assert "pass@1  0.750" in shown and "flaky: 2 of 4 passed" in shown and "broken: 0 of 0 passed, 4 unscored" in shown
-
-
-@pytest.mark.usefixtures("scripted")
-async def test_two_evaluations_are_compared_on_unchanged_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    suite = make_suite(tmp_path / "s")
-    first = await evaluated(tmp_path / "a", suite, monkeypatch, repeats=4)
-    found = first.attempts
-    fewer = [one for one in found if one.case != "broken"]
-    about = first.about
-
-    second = results.SuiteResults(about=about, attempts=tuple(replace(one, score=0.0) for one in fewer if one.case == "easy"))
-    results.save_results(tmp_path / "b", second, [])
-    edited = tuple(replace(one, task_key="another") if one.case == "easy" else one for one in fewer)
-    results.save_results(tmp_path / "c", results.SuiteResults(about=about, attempts=edited), [])
-    told = json.loads(CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]).output)
-    assert (told["cases"], told["lost"], told["unpaired"], told["verdict"]) == (1, ["easy"], ["broken", "flaky"], "not enough data")
-    shown = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "c")]).output
-    assert "changed: easy" in shown and "a difference of 10 points" in shown
-
-
-@pytest.mark.usefixtures("scripted")
-async def test_a_comparison_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    await evaluated(tmp_path / "a", make_suite(tmp_path / "s"), monkeypatch, repeats=4)
-
-    def asked(*arguments: str) -> str:
-        done = CliRunner().invoke(app, ["compare", *arguments])
-        assert done.exception is None, done.exception
-        return done.output
-
-    told = json.loads(asked(str(tmp_path / "a"), "--difference", "0.2", "--json"))
-    assert told["noise"] == pytest.approx((0.0 + 2 / 3) / 2) and told["suite_cases"] == 2, "easy and flaky; unscored attempts do not count"
-    assert told["cases"]["1"] > told["cases"]["4"] > told["cases"]["8"] > 20 and told["here"]["8"] is None
-    assert "the 2 cases of this suite detect no difference" in asked(str(tmp_path / "a"))
-    shown = asked("--rate", "0.95")
-    assert "a difference of 10 points is detected with 80% probability" in shown and "154 cases, each tried once by both" in shown
-    assert "1,000,000 cases" in asked("--rate", "0.95", "--difference", "1e-300")
-    assert "14,3" in asked("--rate", "1", "--alpha", "1e-300")
-    unbounded = replace(results.load_results(tmp_path / "a" / suites.SUITE_FOLDER).attempts[0], case="x", score=math.inf)
-    found = results.load_results(tmp_path / "a" / suites.SUITE_FOLDER)
-    results.save_results(tmp_path / "b", replace(found, attempts=(*found.attempts, unbounded)), [])
-    assert asked(str(tmp_path / "b")) == asked(str(tmp_path / "a")), "a score that is not a number is excluded from comparisons and plans"
-    for wrong in ((), (str(tmp_path / "a"), "--rate", "0.5"), (str(tmp_path / "a"), str(tmp_path / "a"), "--rate", "0.5")):
-        done = CliRunner().invoke(app, ["compare", *wrong])
-        assert isinstance(done.exception, UserError) and "give two evaluations to compare" in str(done.exception)
-
-
-def test_an_invalid_evaluation_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"about\.json is missing"):
-        results.load_results(tmp_path)
-    (tmp_path / "about.json").write_text('{"suite": 3}')
-    (tmp_path / "attempts.jsonl").write_text("")
-    with pytest.raises(UserError, match="is no evaluation"):
-        results.load_results(tmp_path)
-    about = results.EvaluationInfo(
-        suite="s", suite_sha256="", cases=1, repeats=1, model="m", version=0, sha256="", recipe="r", recipe_sha256="", sampling={}, seed=0,
-        threshold=1.0, agentrl="0", at="",
-    )  # fmt: skip
-    one = results.CaseAttempt(case="c", task_key="k", number=0, episode="e", score=1.0)
-    for attempts in (
-        (one, one),
-        (dataclasses.replace(one, number=-1),),
-        (dataclasses.replace(one, score=1.7e308),),
-        *[
-            (dataclasses.replace(one, **figure),)
-            for figure in ({"tokens": 1 << 62}, {"tokens": -1}, {"turns": 1 << 62}, {"wall_s": math.inf})
-        ],
-    ):
-        results.save_results(tmp_path, results.SuiteResults(about=about, attempts=attempts), [])
-        with pytest.raises(UserError, match="is no evaluation"):
-            results.load_results(tmp_path)
-    for wrong in (["compare", "a", "b", "--alpha", "0.9"], ["eval", "recipes/quickstart.py", "--repeats", "3"]):
-        done = CliRunner().invoke(app, wrong)
-        assert isinstance(done.exception, UserError), done.output
-    done = CliRunner().invoke(app, ["eval", "recipes/quickstart.py", "--suite", str(tmp_path)])
-    assert isinstance(done.exception, UserError) and "is no suite" in str(done.exception)
-
-
-async def test_a_missing_verifier_is_reported_before_anything_starts(tmp_path: Path) -> None:
-
-    task = replace(test_judgement.make_suite().cases[0].task, verifiers=("rewards.gone:nothing",))
-    save_case(tmp_path, Case(id="a", task=task))
-    checked = cast(PreflightResult, SimpleNamespace(scorer=TaskScorer()))
-    start = RunStart(recipe=Path("r.py"), folder=tmp_path, overrides=())
-    with pytest.raises(PluginError, match=r"rewards\.gone"):
-        await suites.evaluate_suite(test_judgement.RECIPE, start, checked, load_suite(tmp_path), repeats=1, threshold=1.0, root=tmp_path)
-
-
-def test_suites_are_reported_over_versions_with_a_plot(tmp_path: Path) -> None:
-    about = results.EvaluationInfo(
-        suite="s", suite_sha256="a", cases=2, repeats=1, model="m", version=0, sha256="0123456789abcdef", recipe="r", recipe_sha256="",
-        sampling={}, seed=0, threshold=1.0, agentrl="0", at="2026-11-23T00:00:00+00:00", wall_s=3.0,
-    )  # fmt: skip
-
-    def evaluated(folder: str, version: int, *scores: float | None, **more: Any) -> None:
-        attempts = [
-            results.CaseAttempt(case=f"c{n % 2}", task_key="k", number=n // 2, episode="e", score=score, tokens=10, turns=2, wall_s=1.5)
-            for n, score in enumerate(scores)
-        ]
-        results.save_results(
-            tmp_path / folder, results.SuiteResults(about=replace(about, version=version, **more), attempts=tuple(attempts)), []
+    monkeypatch.setattr(open_policy, "open_run", opened)
+    monkeypatch.setattr(run.served, "watch", watch)
+    found: list[suites.SuiteEvaluation] = []
+    for version in (0, 1):
+        policy = ScriptedPolicy(tokenizer, script, version=version)
+        run.groups = replace(run.groups, runner=replace(run.groups.runner, policy=policy))
+        given = open_policy.PreparedEvaluation(
+            policy=NamedPolicy(source=PolicySource.VERSION, name="runs/x@12", model="/home/me/runs/x/versions/000012"),
+            suites=(make_suite(project / f"s{version}", make_case("good"), make_case("bad")),),
+            recipe=test_gate.RECIPE,
+            root=project,
+            start=RunStart(recipe=Path("s"), folder=project / "r", overrides=()),
+            repeats=None,
+            threshold=1.0,
+            checked=cast(PreflightResult, object()),
+            scorer=TaskScorer(),
         )
+        found += await suites.evaluate_suites(given, console=False)
+    right, another = ({one.case.id: one for one in each.outcomes} for each in found)
+    assert (right["good"].status, right["bad"].status) == ("passed", "failed") and watched == ["begun", "begun"]
+    about = found[0].results.about
+    assert (about.sha256, about.model, about.version) == (run.registry.get(0).sha256, "runs/x@12", 12)
+    assert suites.pin_baselines(found[:1]) == 2
+    pinned = load_suite(found[0].suite.folder).cases[0].baseline
+    assert pinned is not None and (pinned.model, pinned.version) == ("runs/x@12", 12), "not a local folder"
+    assert {one.status for one in another.values()} == {"unscored"}, "tokens of another version do not count"
+    await test_gate.plain.close(run)
 
-    evaluated("run/gate/000000", 0, 0.0, 0.0, 1.0, 0.0)
-    evaluated("run/gate/000004", 4, 1.0, 1.0, 1.0, 0.0)
-    evaluated("later/suite", 8, 1.0, None, 1.0, 1.0, suite_sha256="b", suite="s")
-    evaluated("other/suites/a", 0, 1.0, 1.0, suite="a\x1b[31m")
-    for unfinished in ("run/gate/.000008.part", "other/suites/.b.part"):
-        evaluated(unfinished, 0, 1.0)
-        (tmp_path / unfinished / results.ATTEMPTS).unlink()
-    asked = ["history", *(str(tmp_path / name) for name in ("run", "later", "other"))]
-    page = tmp_path / "h.html"
-    done = CliRunner().invoke(app, [*asked, "--out", str(page)])
-    assert done.exception is None, done.exception
-    rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
-    assert rows["run@4"][1:] == [
-        "0.750",
-        *rows["run@4"][2:4],
-        "1.000",
-        "(k=2)",
-        "10",
-        "2.0",
-        "1.5",
-        "4",
-        "0",
-        "0123456789ab",
-        about.at,
-        "-",
-    ]
-    assert rows["run@0"][1] == "0.250" and rows["later"][-1] == "suite" and rows["later"][-4] == "1", "one attempt is unscored"
-    assert "\x1b" not in done.stdout and "pass@k" in page.read_text() and page.read_text().count("<svg") == 2
-    first, other = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
-    assert [row["version"] for row in first["rows"]] == [0, 4, 8] and len(other["rows"]) == 1
-    evaluated("hostile", 1, 1.0, at="\x1b]0;mine\x07\nnow", sha256="\x1b[2J\x07")
-    shown = CliRunner().invoke(app, ["history", str(tmp_path / "hostile")]).stdout
-    assert "mine" in shown and len(shown.splitlines()) == 3
-    shown += CliRunner().invoke(app, ["compare", *[str(tmp_path / "hostile")] * 2]).stdout
-    assert "verdict" in shown and not {"\x1b", "\x07"} & set(shown)
-    wrong = CliRunner().invoke(app, ["history", str(tmp_path / "nothing")])
-    assert isinstance(wrong.exception, UserError) and "no folder" in str(wrong.exception)
-    assert isinstance(CliRunner().invoke(app, [*asked, "--out", str(tmp_path)]).exception, UserError)
+
+def test_a_version_uses_its_runs_settings_and_a_folder_the_defaults(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    suite = make_suite(project / "s", make_case("good"))
+    run = project / "runs" / "x"
+    model = run / "versions" / "000012"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text('{"max_position_embeddings": 512}')
+    of_folder = recipe_for(find_policy(str(model)), [suite], ["rollout.concurrency=3"])
+    assert (of_folder.policy.model, of_folder.policy.max_model_len, of_folder.rollout.concurrency) == (str(model), 512, 3)
+    whole = of_folder.model_dump(mode="json")
+    whole["policy"] |= {"max_model_len": 333, "chat_template": "chatml"}
+    whole["evaluation"] |= {"temperature": 0.5, "heldout": 7, "attempts": 4, "every": 2, "thinking_tokens": [64]}
+    whole["gate"], whole["name"] = {"suite": "s"}, "theirs"
+    (run / "recipe.json").write_text(json.dumps(whole))
+    found = find_policy("runs/x@12")
+    assert (found.source, found.model, found.served, found.version) == (PolicySource.VERSION, str(model.resolve()), True, 12)
+    recipe = recipe_for(found, [suite])
+    assert find_policy(str(model)).version == 0 and recipe_policy(recipe).version == 12
+    assert (recipe.policy.max_model_len, recipe.policy.chat_template, recipe.evaluation.temperature) == (333, None, 0.5)
+    assert (recipe.gate, recipe.evaluation.heldout, recipe.name, recipe.trackers) == (None, 0, "s", ("terminal",))
+    assert project_of([suite]) == project
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["s", "--policy", "nowhere"], "no such folder or version"),
+        (["s", "--policy", "runs/x@9"], "has no complete model of version 9"),
+        (["s"], "its suite.toml names no policy"),
+        (["nothing", "--policy", "a:b"], "no folder nothing"),
+        (["s", "--policy", "a:b", "--suite", "s"], "--policy does not go with --suite"),
+        (["s", "--policy", "a:b", "--junit", "no/such/folder.xml"], "no file can be written there"),
+        (["s", "--policy", "a:b", "--repeats", "0"], "--repeats 0"),
+        (["s", "same/s", "--policy", "a:b"], "two suites are called 's'"),
+        (["s", "--policy", "a:b", "rollout.size=3"], "rollout.size: unknown key"),
+        (["s", "--policy", "http://127.0.0.1/v1"], "an endpoint needs the name of its model"),
+        (["s", "--policy", "http://u:secret@127.0.0.1/v1", "--model", "m"], "without a user, a password"),
+        (["s", "--policy", "a:b", "--key-env", "KEY"], "need an endpoint"),
+        (["s", "--policy", "http://127.0.0.1/v1", "--model", "m", "evaluation.top_k=3"], "chat completions have no settings"),
+        (["recipes/x.py", "--junit", "x.xml"], "need --policy"),
+    ],
+)
+def test_wrong_use_is_reported_with_a_fix(project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
+    monkeypatch.chdir(project)
+    make_suite(project / "s", make_case("good"))
+    make_suite(project / "same" / "s", make_case("good"))
+    (project / "runs" / "x" / "versions").mkdir(parents=True)
+    done = CliRunner().invoke(app, ["eval", *arguments])
+    assert isinstance(done.exception, UserError) and said in str(done.exception), done.exception
+    assert any(word in str(done.exception) for word in ("fix:", "known here:")), "what to do"
+
+
+def test_a_plugin_that_returns_no_policy_is_reported() -> None:
+    with pytest.raises(PluginError, match="generate"):
+        load_policy_plugin(find_policy(f"{HERE}:no_policy"))

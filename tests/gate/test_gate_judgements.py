@@ -15,13 +15,13 @@ import pytest
 from agentrl.config.gate import GATE
 from agentrl.errors import UserError
 from agentrl.failure.case import Suite
-from agentrl.gate.judgement import due_serving_version, due_versions, gate_version, is_refused, serve_result
+from agentrl.gate.gate import Gate, serve_result
 from agentrl.gate.verdict import GateOutcome, read_verdict
 from agentrl.observe import Rate
 from agentrl.records import SandboxSpec, VersionState
 from agentrl.version import rollback
 from tests.gate import test_rolled_back as plain
-from tests.gate.test_judgement import RECIPE, Player, looked, opened, publish, served_through, serving_the_second
+from tests.gate.test_gate import RECIPE, Player, looked, opened, publish, served_through, serving_the_second
 
 scripted = plain.scripted
 
@@ -49,7 +49,7 @@ def with_image(suite: Suite, case_id: str, image: str) -> Suite:
 async def test_the_gate_reports_stage_attempts_and_rate(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     reports = Reports(run)
-    await gate_version(run, run.registry.get(0))
+    await Gate.of(run).decide(run.registry.get(0))
     assert reports.stages == [("gate", "version 0: 12 cases, 48 attempts")] and reports.counted[-1] == (48, 48)
     (rate,) = reports.rates["gate 0"].values()
     assert isinstance(rate, Rate) and (rate.value, rate.n) == (1.0, 48) and rate.ci_low < rate.ci_high
@@ -62,7 +62,7 @@ async def test_a_gate_on_its_own_server_does_not_change_the_stage(tmp_path: Path
     run = await opened(tmp_path)
     run.gate_server = SimpleNamespace(policy=Player(run))
     reports = Reports(run)
-    await gate_version(run, run.registry.get(0))
+    await Gate.of(run).decide(run.registry.get(0))
     assert reports.stages == [] and reports.counted == [] and reports.rates["gate 0"]["x"].n == 48
     assert run.gate_server.policy.asked == 48 and run.player.asked == 0
     await plain.close(run)
@@ -208,17 +208,19 @@ async def test_versions_are_due_at_the_recipes_interval_from_the_newest_with_a_v
 
     async def served(number: int) -> list[int]:
         await run.served.swap(run.registry.get(number))
-        return [version.number for version in due_versions(run)]
+        return [version.number for version in Gate.of(run).due_versions()]
 
     assert await served(1) == [0]
     assert await served(2) == [0, 2] and await served(3) == [0, 2] and await served(4) == [0, 2, 4]
-    await gate_version(run, run.registry.get(2))
-    assert [version.number for version in due_versions(run)] == [2, 4]
+    await Gate.of(run).decide(run.registry.get(2))
+    assert [version.number for version in Gate.of(run).due_versions()] == [2, 4]
     assert await served(5) == [2, 4, 5], "the last version is always due"
     run.registry.reconcile(4)
-    assert due_serving_version(run) is None and [version.number for version in due_versions(run)] == [2, 4], "version 5 is gone"
+    assert Gate.of(run).due(run.served.version) is None and [version.number for version in Gate.of(run).due_versions()] == [2, 4], (
+        "version 5 is gone"
+    )
     publish(run, 5, 4, "others")
-    assert due_serving_version(run) is None and [version.number for version in due_versions(run)] == [2, 4], (
+    assert Gate.of(run).due(run.served.version) is None and [version.number for version in Gate.of(run).due_versions()] == [2, 4], (
         "the new version 5 does not serve yet"
     )
     await plain.close(run)
@@ -231,22 +233,22 @@ async def test_a_rolled_back_version_is_not_evaluated_unless_it_is_the_last(tmp_
     for number in (1, 2, 3):
         publish(run, number, number - 1, f"good {number}")
     versions = run.registry.versions()
-    assert [is_refused(run, version) for version in versions] == [False] * 4
+    assert [Gate.of(run).is_rejected(version) for version in versions] == [False] * 4
     one = versions[1]
     rollback.request_rollback(
         tmp_path / "versions", rollback.RollbackRequest(version=1, sha256=one.sha256, to=0, to_sha256=versions[0].sha256, reason="worse")
     )
-    assert [is_refused(run, version) for version in versions] == [True, True, True, False]
+    assert [Gate.of(run).is_rejected(version) for version in versions] == [True, True, True, False]
     run.registry.set_state(1, VersionState.ROLLED_BACK)
-    assert [is_refused(run, run.registry.get(version.number)) for version in versions] == [False, True, False, False]
+    assert [Gate.of(run).is_rejected(run.registry.get(version.number)) for version in versions] == [False, True, False, False]
     await plain.close(run)
 
 
 @pytest.mark.usefixtures("scripted")
 async def test_the_serving_version_stays_if_nothing_else_was_promoted(tmp_path: Path) -> None:
     run = await opened(tmp_path)
-    await serve_result(run)
+    await serve_result(run.registry, run.served, run.tracker.alert)
     await looked(run)
-    await serve_result(run)
+    await serve_result(run.registry, run.served, run.tracker.alert)
     assert run.served.version == 0 and run.tracker.said == [] and plain.RecordingChannel.swapped == []
     await plain.close(run)

@@ -29,6 +29,7 @@ from agentrl.run import loop, supervise
 from agentrl.serving import supervisor
 from agentrl.session import measure
 from agentrl.session.judge_servers import JudgeServers
+from agentrl.session.opening import Progress
 from agentrl.version import FolderRegistry
 from tests.serving.test_loss_of_a_server import ScriptedChannel, ScriptedClient, ScriptedServer
 from tests.waiting import until
@@ -94,8 +95,9 @@ async def opened(run_dir: Path) -> Any:
     registry.set_state(0, VersionState.SERVING)
     return SimpleNamespace(
         **{"recipe": RECIPE, "folder": run_dir, "tracker": Alerts(run_dir), "store": store, "registry": registry, "served": policy},
-        **{"stop_at": 4, "last_step_at": time.monotonic(), "faults": FaultRate(0.5, concurrency=16), "suite": None},
-        **{"gate_server": None, "interrupted": False},
+        **{"fault_rate": FaultRate(0.5, concurrency=16), "suite": None, "gate_server": None, "family": None},
+        progress=Progress(stop_at=4, last_step_at=time.monotonic()),
+        base_version=base,
         capture=Capture(run_dir, RECIPE.capture, origin={}),
         step_groups=StepGroups.from_config(RECIPE.rollout),
         groups=SimpleNamespace(runner=SimpleNamespace(pace=Pace())),
@@ -149,7 +151,7 @@ async def test_serving_advances_from_a_version_rolled_back_while_serving(tmp_pat
             run.registry.set_state(2, VersionState.ROLLED_BACK)
 
     RecordingChannel.during = strike
-    run.stop_at = 3
+    run.progress.stop_at = 3
     async with asyncio.timeout(120):
         await loop._swap_versions(run)
     assert (run.served.version, run.registry.get(2).state) == (3, VersionState.ROLLED_BACK)
@@ -221,7 +223,7 @@ async def test_a_learner_is_restarted_only_if_that_may_help(error: Exception, st
 
     run = SimpleNamespace(learner=Learner(), tracker=Alerts(tmp_path), registry=SimpleNamespace(latest=lambda: None))
     with pytest.raises(type(error), match=str(error).splitlines()[0]):
-        await supervise.watch_learner(run)  # type: ignore[arg-type]
+        await supervise.watch_learner(run.learner, run.registry, run.tracker.alert)  # type: ignore[arg-type]
     assert (run.learner.starts, run.tracker.said) == (starts, said)
     run.tracker.close()
 

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from agentrl.errors import ServingError, SwapError
-from agentrl.gate.judgement import is_concluded
+from agentrl.gate.gate import Gate
 from agentrl.gate.verdict import GateOutcome, read_verdict, read_verdicts
 from agentrl.records import PolicyVersion, VersionState
 from agentrl.run import loop
 from agentrl.version import rollback
 from tests.gate import test_rolled_back as plain
-from tests.gate.test_judgement import RECIPE, Player, learner_answers, opened, publish, states
+from tests.gate.test_gate import RECIPE, Player, learner_answers, opened, publish, states
 from tests.waiting import until
 
 scripted = plain.scripted
@@ -63,7 +63,7 @@ async def beside(run_dir: Path) -> Any:
 
 async def swapped(run: Any, last: int, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
     """Serves the versions up to `last`, and does something else meanwhile."""
-    run.stop_at = last
+    run.progress.stop_at = last
     async with asyncio.timeout(60), asyncio.TaskGroup() as parts:
         swaps = parts.create_task(loop._swap_versions(run))
         if meanwhile is not None:
@@ -124,7 +124,7 @@ async def test_a_version_rejected_after_newer_ones_serve_is_rolled_back_with_the
         (4, GateOutcome.PROMOTED),
         (6, GateOutcome.PROMOTED),
     ]
-    assert is_concluded(run) and held == [0, 2, 4, 6]
+    assert Gate.of(run).is_concluded and held == [0, 2, 4, 6]
     await plain.close(run)
 
 
@@ -140,25 +140,25 @@ async def test_an_interrupted_run_abandons_the_evaluation_and_the_resumed_one_co
 
     run.held_up.add(2)
 
-    def die(run: Any, version: PolicyVersion, verdict: object) -> None:
+    def die(gate: Gate, version: PolicyVersion, verdict: object) -> None:
         """Before the consequences of the verdict on version 2."""
-        run.interrupted = version.number == 2
+        run.progress.interrupted = version.number == 2
 
     async def interrupt() -> None:
         await until(lambda: run.gate_server.given == [0, 2] and run.served.version == stop)
-        run.interrupted, run.stop_at = True, stop
+        run.progress.interrupted, run.progress.stop_at = True, stop
 
     await swapped(run, 5, interrupt)
     assert read_verdict(tmp_path, 2) is None and run.served.version == stop
 
-    run.interrupted = False
+    run.progress.interrupted = False
     run.held_up = {4}
     run.gate_server.policy.run.held_up = run.held_up
     with monkeypatch.context() as patch:
-        patch.setattr("agentrl.gate.judgement._follow", die)
+        patch.setattr("agentrl.gate.gate.Gate._apply", die)
         await swapped(run, stop)
     assert [one.version for one in read_verdicts(tmp_path)] == [0, 2] and states(run)[2] == "served"
-    run.interrupted = False
+    run.progress.interrupted = False
     run.held_up.clear()
     if stop == 3:
         publish(run, 4, 3, weights[3])
@@ -179,14 +179,14 @@ async def test_an_interrupt_ends_the_wait_for_the_last_evaluation(tmp_path: Path
     async def interrupt() -> None:
         await until(lambda: run.gate_server.given == [0, 1])
         await asyncio.sleep(0.1)
-        run.interrupted = True
+        run.progress.interrupted = True
 
     await swapped(run, 1, interrupt)
-    assert read_verdict(tmp_path, 1) is None and not is_concluded(run)
-    run.interrupted = False
+    assert read_verdict(tmp_path, 1) is None and not Gate.of(run).is_concluded
+    run.progress.interrupted = False
     run.held_up.clear()
     await swapped(run, 1)
-    assert is_concluded(run)
+    assert Gate.of(run).is_concluded
     await plain.close(run)
 
 

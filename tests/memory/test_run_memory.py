@@ -15,7 +15,7 @@ from agentrl.agent.mcp.servers import NO_TOOLS
 from agentrl.cli import app
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import ServingError, StoreError, UserError
-from agentrl.evaluation.held_out import evaluate_served
+from agentrl.evaluation.held_out import HeldOutEvaluation
 from agentrl.evaluation.replay import ReplaySetup, replay_state
 from agentrl.experience import SqliteStore
 from agentrl.failure.trace import CaptureReason, Trace
@@ -26,7 +26,7 @@ from agentrl.records import Group, Split, Task
 from agentrl.records.memo import Memo
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.run.rollouts import roll_out_step
+from agentrl.run.rollouts import Rollouts
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of
@@ -76,9 +76,9 @@ async def played(folder: Path, steps: range, family: Family, before: tuple[Group
             run.store.put(group)
         run.registry = Registry()  # type: ignore[assignment]
         if heldout:
-            await evaluate_served(run, "before", step=0)
+            await HeldOutEvaluation.of(run).run("before", step=0)
         for step in steps:
-            await roll_out_step(run, step)
+            await Rollouts.of(run).step(step)
         return list(run.store.groups(run.store.indices()))
 
 

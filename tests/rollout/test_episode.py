@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ async def test_the_router_gets_the_task_and_encloses_all_requests_of_an_episode(
                 raise ServingError("it died")
             return await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
 
-    runner = replace(make_runner(Heard(tokenizer, lambda *_: PYTHON)), router=hosted)
+    runner = replace(make_runner(Heard(tokenizer, lambda *_: PYTHON)), router=SimpleNamespace(episode=hosted))
     episode = await runner.run(task, episode_id="x-y")
     assert episode.left_out and heard == ["begin x-y True", "x-y-0", "x-y-1", "end x-y"]
 
@@ -252,7 +253,7 @@ def test_a_continued_episode_has_the_rest_of_its_time(tokenizer: Any, task: Task
 
 async def test_the_caller_gets_the_running_episode(tokenizer: Any, task: Task, make_runner: Any) -> None:
     begun: list[str] = []
-    await make_runner(ScriptedPolicy.saying(tokenizer, SUBMIT)).run(task, episode_id="e", on_begin=lambda life: begun.append(life.id))
+    await make_runner(ScriptedPolicy.saying(tokenizer, SUBMIT)).run(task, episode_id="e", on_start=lambda episode: begun.append(episode.id))
     assert begun == ["e"]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.errors import InfrastructureError, ServingError, StoreError
-from agentrl.evaluation.evaluate import evaluate_split
+from agentrl.evaluation.splits import evaluate_split
 from agentrl.failure.quarantine import count_quarantined
 from agentrl.records import Blame, Episode, Group, PolicyVersion, Score, Split, Task
 from agentrl.run import loop

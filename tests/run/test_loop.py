@@ -185,7 +185,7 @@ async def test_cancelled_attempts_are_counted_and_leave_nothing(tmp_path: Path) 
             await loop._roll_out(run)
             groups = run.store.groups(range(2))
             async with asyncio.timeout(20.0):
-                while run.running.groups():  # a thread may still write an obsolete state
+                while run.checkpoints.groups():  # a thread may still write an obsolete state
                     await asyncio.sleep(0.01)
     assert [(len(group.scored), len(group.episodes), len(group.cancelled)) for group in groups] == [(2, 2, 3)] * 2
     (tmp_path / "update.json").write_text("{}")
@@ -212,7 +212,7 @@ async def test_a_run_stopped_in_its_last_evaluation_resumes_without_a_learner(tm
         run.served = SimpleNamespace(version=run.recipe.steps)  # type: ignore[assignment]
         run.learner = LearnerProcess(tmp_path, run.recipe)
         await loop._learn(run, None)
-        assert run.learner.returncode is None and not run.learning
+        assert run.learner.returncode is None and not run.progress.learning
 
 
 @pytest.mark.bubblewrap
@@ -224,13 +224,13 @@ async def test_a_resumed_run_keeps_checkpoints_of_running_groups_only(tmp_path: 
     checked = run_preflight(recipe, tmp_path, root=ROOT)
     for resume, left in ((False, ()), (True, (1,))):
         async with opening.open_run(recipe, start, checked, root=ROOT, console=False) as run:
-            assert run.running.groups() == left
-            assert run.groups.checkpoints is run.running and run.groups.branching == recipe.rollout.branching
+            assert run.checkpoints.groups() == left
+            assert run.groups.checkpoints is run.checkpoints and run.groups.branching == recipe.rollout.branching
             if not resume:
                 group = excluded_group(0, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message=""), size=1)
                 run.store.put(group)
                 for index in (0, 1):
-                    await run.running.save_scored(index, 0, group.episodes[0])
+                    await run.checkpoints.save_scored(index, 0, group.episodes[0])
     plain = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"checkpoint_turns": False})})
     async with opening.open_run(plain, start, checked, root=ROOT, console=False) as run:
         assert run.groups.checkpoints is None

@@ -84,9 +84,8 @@ def watched(lives: list[int], **options: Any) -> tuple[Learner, list[str], Excep
     alerts: list[str] = []
     registry = Registry()
     learner = Learner(registry, lives, **options)
-    run = SimpleNamespace(learner=learner, registry=registry, tracker=SimpleNamespace(alert=alerts.append))
     try:
-        run_virtually(supervise.watch_learner(run))  # type: ignore[arg-type]
+        run_virtually(supervise.watch_learner(learner, registry, alerts.append))  # type: ignore[arg-type]
     except LearnerError as error:
         return learner, alerts, error
     return learner, alerts, None

@@ -12,6 +12,10 @@ import pytest
 from agentrl.base.loop_lag import DRIVER_LAG, TICK_S
 from agentrl.records import PolicyVersion, VersionState
 from agentrl.run import versions
+from agentrl.run.versions import StepRecords
+from agentrl.session.opening import Progress
+
+FIELDS = ("recipe", "registry", "served", "tracker", "evaluation", "steps", "store", "fault_rate")
 
 
 def version(number: int) -> PolicyVersion:
@@ -21,47 +25,52 @@ def version(number: int) -> PolicyVersion:
     )
 
 
+def records(last_step_at: float | None = None, **fields: Any) -> StepRecords:
+    given: dict[str, Any] = dict.fromkeys(FIELDS) | fields
+    pace: Any = None
+    return StepRecords(folder=Path(), progress=Progress(stop_at=4, last_step_at=last_step_at), pace=pace, **given)
+
+
 @pytest.mark.parametrize(("known", "every", "evaluated"), [({1}, 2, ["step2"]), ({1, 2}, 2, []), ({1}, 3, []), (set(), 2, ["step2"])])
 async def test_an_interrupted_evaluation_is_repeated(
     known: set[int], every: int, evaluated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: dict[int, dict[str, float]] = {number: {} for number in known}
-    made: list[str] = []
+    phases: list[str] = []
 
-    async def evaluate(run: Any, phase: str, *, step: int) -> dict[str, float]:
-        made.append(phase)
+    async def evaluate(phase: str, *, step: int) -> dict[str, float]:
+        phases.append(phase)
         return {"heldout": 0.5}
 
-    monkeypatch.setattr(versions.measure, "recorded", lambda folder: set(lines))
-    monkeypatch.setattr(versions, "_figures", lambda run, version, report: {"reward_mean": 1.0})
-    monkeypatch.setattr(versions, "_record", lambda run, version, metrics: lines.__setitem__(version.number, metrics))
-    monkeypatch.setattr(versions, "evaluate_once", evaluate)
-    run: Any = SimpleNamespace(
-        folder="f",
+    monkeypatch.setattr(versions.measure, "recorded_steps", lambda folder: set(lines))
+    monkeypatch.setattr(StepRecords, "_metrics", lambda self, version, report: {"reward_mean": 1.0})
+    monkeypatch.setattr(StepRecords, "_record", lambda self, version, metrics: lines.__setitem__(version.number, metrics))
+    steps = records(
+        recipe=SimpleNamespace(steps=4, evaluation=SimpleNamespace(every=every), learner=SimpleNamespace(keep_versions=2)),
         registry=SimpleNamespace(get=version, prune=lambda keep: None),
         served=SimpleNamespace(version=2),
-        recipe=SimpleNamespace(steps=4, evaluation=SimpleNamespace(every=every), learner=SimpleNamespace(keep_versions=2)),
+        evaluation=SimpleNamespace(run_once=evaluate),
         tracker=SimpleNamespace(stage=lambda *_: None),
-        stop_at=4,
-        last_step_at=None,
     )
-    await versions.finish_serving_step(run)
-    versions.record_missing_steps(run)
-    assert made == evaluated and set(lines) == {1, 2}
+    await steps.finish_serving()
+    steps.record_missing()
+    assert phases == evaluated and set(lines) == {1, 2}
     assert lines[2] == ({} if 2 in known else {"reward_mean": 1.0, **({"heldout": 0.5} if evaluated else {})})
 
 
 @pytest.mark.parametrize("made_here", [True, False])
 async def test_a_step_of_this_driver_has_the_event_loops_lag(made_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions.measure, "step_metrics", lambda *_, **__: {})
-    monkeypatch.setattr(versions.measure, "keep_left_out", lambda *_: None)
-    nothing = SimpleNamespace(figures=dict, suspects=dict)
-    steps = SimpleNamespace(indices=lambda step: (), extra=0)
-    run: Any = SimpleNamespace(
-        store=SimpleNamespace(groups=tuple), step_groups=steps, folder=Path(), faults=nothing, served=nothing, last_step_at=None
+    monkeypatch.setattr(versions.measure, "record_excluded", lambda *_: None)
+    nothing = SimpleNamespace(figures=dict, attempt_metrics=dict, suspect_metrics=dict)
+    steps = records(
+        0.0 if made_here else None,
+        steps=SimpleNamespace(indices=lambda step: (), extra=0),
+        store=SimpleNamespace(groups=tuple),
+        fault_rate=nothing,
+        served=nothing,
     )
-    run.last_step_at = 0.0 if made_here else None
     async with DRIVER_LAG.watched(lambda alert: None):
         await asyncio.sleep(5 * TICK_S)
-        figures = versions._figures(run, version(1), None)
-    assert set(figures) == ({"loop_lag_ms_p99", "loop_lag_ms_max"} if made_here else set())
+        metrics = steps._metrics(version(1), None)
+    assert set(metrics) == ({"loop_lag_ms_p99", "loop_lag_ms_max"} if made_here else set())

@@ -15,8 +15,9 @@ import pytest
 
 from agentrl.base import secrets
 from agentrl.config import SandboxConfig
+from agentrl.evaluation.open_policy import prepare_evaluation
 from agentrl.evaluation.policies import find_policy
-from agentrl.evaluation.regressions import evaluate_suites, prepare_evaluation
+from agentrl.evaluation.suites import evaluate_suites
 from agentrl.failure.case import load_suite
 from agentrl.records import SandboxSpec
 from agentrl.sandbox.select import open_backend

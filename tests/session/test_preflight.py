@@ -299,7 +299,7 @@ class Own:
     ("gives", "says"),
     [
         ("exit at once", r"cannot be opened: SystemExit: bye \(.*test_preflight.py:\d+\)"),
-        ("exit", r"the first task .* cannot be created: SystemExit: 0 \("),
+        ("exit", r"the first task .* is broken: SystemExit: 0 \("),
         ("dict", "the first task .* has type dict instead of Task"),
         ("text", r"size\(train\) returned str instead of a number"),
         ("none", "no tasks in split train"),

@@ -26,7 +26,8 @@ from agentrl.config.gate import GATE, GateConfig
 from agentrl.errors import StoreError, UserError
 from agentrl.failure.case import Case, Suite
 from agentrl.failure.collection import Collection
-from agentrl.gate.judgement import first_different_turn, first_version_to_serve, is_concluded, result_version, serve_result
+from agentrl.gate.gate import Gate, first_version_to_serve, promoted_result, serve_result
+from agentrl.gate.regressions import first_different_turn
 from agentrl.gate.schedule import schedule_gate
 from agentrl.gate.verdict import GateOutcome, read_verdict, read_verdicts
 from agentrl.observe import write_report
@@ -35,7 +36,7 @@ from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.run import loop
-from agentrl.run.versions import record_missing_steps
+from agentrl.run.versions import StepRecords
 from agentrl.session import measure
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
@@ -60,7 +61,7 @@ def make_suite() -> Suite:
             prompt=(Message(role="user", content=f"case {name}"),),
             tools=("submit",),
             sandbox=SandboxSpec(image="none"),
-            verifiers=("tests.gate.test_judgement:verdict",),
+            verifiers=("tests.gate.test_gate:verdict",),
             data={},
             split=Split.HELDOUT,
         )
@@ -100,11 +101,12 @@ class Player(ScriptedPolicy):
 async def opened(run_dir: Path) -> Any:
     """A run at version 0, which passes every case."""
     run = await plain.opened(run_dir)
-    run.recipe, run.suite, run.stop_at = RECIPE, make_suite(), RECIPE.steps
+    run.recipe, run.suite, run.progress.stop_at = RECIPE, make_suite(), RECIPE.steps
     run.sandboxes = ScriptedSandboxes(printing(""))
     (run_dir / "versions/000000/model.safetensors").write_text("good")
     run.registry._write(replace(run.registry.get(0), sha256=plain.sha256_file(run_dir / "versions/000000/model.safetensors")))
-    run.served.sha256 = run.registry.get(0).sha256
+    run.base_version = run.registry.get(0)
+    run.served.sha256 = run.base_version.sha256
     (run_dir / "recipe.json").write_text(RECIPE.model_dump_json())
     equip(run)
     return run
@@ -140,7 +142,7 @@ def learner_answers(run: Any, number: int) -> rollback.RollbackRequest:
 
 
 async def looked(run: Any) -> None:
-    async with schedule_gate(run) as gate:
+    async with schedule_gate(Gate.of(run), run.progress) as gate:
         await gate.evaluate_due()
 
 
@@ -154,7 +156,7 @@ async def serving_the_second(run: Any, one: str, two: str) -> None:
 
 
 async def served_through(run: Any, last: int) -> None:
-    run.stop_at = last
+    run.progress.stop_at = last
     async with asyncio.timeout(60):
         await loop._swap_versions(run)
 
@@ -191,7 +193,7 @@ async def test_a_version_that_fails_a_case_is_rolled_back_and_reported_with_both
     assert (request.version, request.to) == (4, 2) and "case c03: 4 of 4 before, 0 of 16 now" in request.reason
     await served_through(run, 6)
     assert states(run) == ["promoted", "served", "promoted", "rolled_back", "rolled_back", "rolled_back", "promoted"]
-    assert is_concluded(run) and result_version(run).number == 6
+    assert Gate.of(run).is_concluded and promoted_result(run.registry, run.folder).number == 6
     assert any(said.startswith("version 4 is rolled back: case c03") and "at turn 1" in said for said in run.tracker.said)
     await plain.close(run)
     with Collection(tmp_path) as collection:
@@ -221,7 +223,7 @@ async def test_a_resumed_driver_completes_the_gates_work_and_evaluates_no_versio
     def die(*_: object, **__: object) -> None:
         raise Killed
 
-    points = ("agentrl.evaluation.results.commit_folder", "agentrl.gate.judgement._follow", "agentrl.gate.judgement.rollback.ask")
+    points = ("agentrl.evaluation.results.commit_folder", "agentrl.gate.gate.Gate._apply", "agentrl.gate.gate.rollback.request_rollback")
     for point in points:
         with monkeypatch.context() as patch:
             patch.setattr(point, die)
@@ -238,9 +240,9 @@ async def test_a_resumed_driver_completes_the_gates_work_and_evaluates_no_versio
 
     learner_answers(run, 3)
     assert rollback.pending_request(tmp_path / "versions", run.registry) is None
-    assert first_version_to_serve(run).number == 3, "version 0 is promoted, but its successor serves"
+    assert first_version_to_serve(run.registry, Gate.of(run)).number == 3, "version 0 is promoted, but its successor serves"
     await run.served.swap(run.registry.get(3))
-    record_missing_steps(run)
+    StepRecords.of(run).record_missing()
     assert measure.recorded_steps(tmp_path) == {1, 2, 3}
     await plain.close(run)
     with Collection(tmp_path) as collection:
@@ -305,13 +307,13 @@ async def test_the_result_is_the_last_promoted_version_if_the_newest_is_blocked(
     await served_through(run, 4)
     assert [one.outcome for one in read_verdicts(tmp_path)] == [GateOutcome.REFERENCE, GateOutcome.PROMOTED, GateOutcome.BLOCKED]
     assert rollback.pending_request(tmp_path / "versions", run.registry) is None
-    assert is_concluded(run) and result_version(run).number == 2
-    await serve_result(run)
+    assert Gate.of(run).is_concluded and promoted_result(run.registry, run.folder).number == 2
+    await serve_result(run.registry, run.served, run.tracker.alert)
     assert "version 4 is not promoted; the result of the run is version 2" in run.tracker.said
     assert run.served.version == 2 and states(run) == ["promoted", "served", "promoted", "served", "served"]
-    assert first_version_to_serve(run).number == 2, "a finished run resumes with its result"
+    assert first_version_to_serve(run.registry, Gate.of(run)).number == 2, "a finished run resumes with its result"
     longer = SimpleNamespace(**{**vars(run), "recipe": RECIPE.but({"steps": 8})})
-    assert first_version_to_serve(longer).number == 4, "a run with more steps resumes with its newest weights"  # type: ignore[arg-type]
+    assert first_version_to_serve(longer.registry, Gate.of(longer)).number == 4, "a run with more steps resumes with its newest weights"  # type: ignore[arg-type]
     assert measure.gate_problems(tmp_path, finished=True) == ()
     await plain.close(run)
 
@@ -340,15 +342,15 @@ async def test_a_run_whose_gate_promoted_nothing_says_so(tmp_path: Path) -> None
     publish(run, 1, 0, "awful 1")
     publish(run, 2, 1, "awful")
     await served_through(run, 2)
-    assert result_version(run) is None
+    assert promoted_result(run.registry, run.folder) is None
     (problem,) = measure.gate_problems(tmp_path, finished=True)
     assert "promoted no version after the first" in problem and "the suite fell by 100.0 points" in problem
 
     run.registry.set_state(2, VersionState.PROMOTED)
-    assert result_version(run).number == 2
+    assert promoted_result(run.registry, run.folder).number == 2
     adapter = {f"base_model.model.q.lora_{part}.weight": torch.full((2, 2), value) for part, value in (("A", 1.0), ("B", 0.0))}
     save_file(adapter, tmp_path / "versions/000002" / ADAPTER)
-    assert result_version(run) is None, "with adapters, a rollback to version 0 has its own hash"
+    assert promoted_result(run.registry, run.folder) is None, "with adapters, a rollback to version 0 has its own hash"
     await plain.close(run)
 
 
@@ -412,7 +414,7 @@ async def test_attempts_of_another_version_are_unscored_and_too_few_scores_give_
     await looked(run)
     publish(run, 1, 0, "good 1")
     publish(run, 2, 1, "good 2")
-    run.stop_at = 2
+    run.progress.stop_at = 2
 
     def late(said: Callable[[int, str], str]) -> Callable[[int, str], str]:
         def say(turn: int, episode: str) -> str:

@@ -1,12 +1,11 @@
-"""Evaluates several suites without a recipe, with one policy and one set of sandboxes. The status of each case is reported as soon as it
-is known."""
+"""Opens what an evaluation of suites runs on: the checks before its start, the policy and the sandboxes."""
 
 from __future__ import annotations
 
 import asyncio
 import shlex
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,48 +16,26 @@ from agentrl.agent.run_tools import declared_tools, pin_tools, with_sub_agent_to
 from agentrl.base.processes import process_age_s
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
-from agentrl.evaluation import results
 from agentrl.evaluation.chat_agent import BYTES_PER_TOKEN, ChatAgent, ChatEndpoint, NoPolicy
-from agentrl.evaluation.outcomes import CaseOutcome, CaseStatus, case_outcome
+from agentrl.evaluation.engine import BrokenImages, case_repeats, evaluation_runner, prepare_images
 from agentrl.evaluation.policies import NamedPolicy, PolicySource, check_policy_plugin, load_policy_plugin, project_of, recipe_for
 from agentrl.evaluation.replay import check_start_tokens, starts_mid_episode
-from agentrl.evaluation.results import SuiteResults
-from agentrl.evaluation.suites import (
-    SUITE_FOLDER,
-    BrokenImages,
-    SuiteAttempt,
-    case_repeats,
-    evaluation_info,
-    evaluation_runner,
-    prepare_images,
-    suite_attempt,
-    transcripts_of,
-    unrunnable_attempt,
-)
 from agentrl.failure import Capture, FaultRate
-from agentrl.failure.case import Baseline, Case, Suite, check_attempt_options, load_suite, save_case
-from agentrl.failure.digest import write_digest
-from agentrl.failure.triage import load_rules
+from agentrl.failure.case import Case, Suite, check_attempt_options
 from agentrl.observe import RunTracker, StageClock, open_trackers
 from agentrl.plugins import parts
 from agentrl.plugins.references import add_project_root
-from agentrl.protocols import Agent, Policy, SandboxBackend, Tracker
-from agentrl.records import PolicyVersion, ScoredEpisode, Split
+from agentrl.protocols import Agent, Policy, SandboxBackend, ToolSource, Tracker
+from agentrl.records import PolicyVersion, Split
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.sandbox import open_sandboxes
 from agentrl.session import preflight
-from agentrl.session.ending import closing_stack, warn_on_error
+from agentrl.session.ending import closing_stack
 from agentrl.session.folder import RunStart, check_disk, claim_run_folder, write_start
 from agentrl.session.opening import open_run
-from agentrl.session.snapshot_check import check_snapshots
+from agentrl.session.preflight import check_snapshots
 from agentrl.task import make_task, open_family
-
-EVAL_PHASE = "eval"
-SUITES_FOLDER = "suites"
-"""Folder within a run folder: the evaluations of several suites, one folder each."""
-
-CaseListener = Callable[[CaseOutcome], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,19 +52,9 @@ class PreparedEvaluation:
     checked: preflight.PreflightResult | None  # None for a policy that is not served here
     scorer: TaskScorer
 
-    def tries(self, suite: Suite, case: Case) -> int:
+    def repeats_of(self, suite: Suite, case: Case) -> int:
         """Attempts at a case."""
         return self.repeats or case_repeats(case, suite.repeats)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SuiteEvaluation:
-    """The stored evaluation of a suite."""
-
-    suite: Suite
-    folder: Path
-    results: SuiteResults
-    outcomes: tuple[CaseOutcome, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +105,7 @@ def prepare_evaluation(
         scorer = TaskScorer(root=root, folder=folder) if checked is None else checked.scorer
         for suite in suites:
             preflight.check_suite(suite, scorer, declared_tools(recipe.tools, root), root=root if own is None else None)
-        if policy.source is PolicySource.ENDPOINT and starts_mid_episode(suites):
-            late = next(case.id for suite in suites for case in suite.cases if case.start is not None)
-            raise UserError(
-                f"case {late} starts in the middle of an episode, with exact tokens, and an endpoint accepts only messages",
-                fix="evaluate a suite of cases that start with their task",
-            )
-        if policy.source is PolicySource.PLUGIN:
-            check_policy_plugin(policy)
+        _check_source(policy, suites)
         yield PreparedEvaluation(
             policy=policy,
             suites=tuple(suites),
@@ -161,6 +121,18 @@ def prepare_evaluation(
         )
 
 
+def _check_source(policy: NamedPolicy, suites: Sequence[Suite]) -> None:
+    """Raises `UserError` for a plug-in that does not resolve, and for a case that an endpoint cannot start."""
+    if policy.source is PolicySource.PLUGIN:
+        check_policy_plugin(policy)
+    late = [case.id for suite in suites for case in suite.cases if case.start is not None]
+    if policy.source is PolicySource.ENDPOINT and late:
+        raise UserError(
+            f"case {late[0]} starts in the middle of an episode, with exact tokens, and an endpoint accepts only messages",
+            fix="evaluate a suite of cases that start with their task",
+        )
+
+
 def held_out_suite(recipe: Recipe, root: Path) -> Suite:
     """Returns the recipe's held-out tasks, generated and real, as cases. Raises `UserError` if there are none."""
     family = open_family(recipe.tasks, seed=recipe.seed, root=root)
@@ -173,142 +145,12 @@ def held_out_suite(recipe: Recipe, root: Path) -> Suite:
     return Suite(folder=root / recipe.name, name=recipe.name, repeats=recipe.evaluation.attempts, cases=tuple(cases))
 
 
-async def evaluate_suites(
-    given: PreparedEvaluation,
-    *,
-    console: bool = True,
-    on_ready: Callable[[], None] = lambda: None,
-    on_case: CaseListener = lambda outcome: None,
-) -> tuple[SuiteEvaluation, ...]:
-    """Runs every case in live sandboxes, scores it and stores the results in the run folder.
-
-    Args:
-        console: whether to show the progress.
-        on_ready: called once the policy answers.
-        on_case: called with each case when its last attempt is scored.
-
-    Raises:
-        InfrastructureError: for example, the server is lost for good. Faults of single episodes are in their attempts.
-    """
-    folder, done = given.start.folder, list[SuiteEvaluation]()
-    async with open_policy(given, console=console) as parts_:
-        on_ready()
-        asked = [(suite, case) for suite in given.suites for case in suite.cases]
-        total = sum(given.tries(suite, case) for suite, case in asked)
-        parts_.tracker.stage("evaluate", f"{len(asked)} cases, {total} attempts")
-        parts_.capture.reset_phase(EVAL_PHASE)
-        began, scored = time.monotonic(), 0
-
-        def on_scored() -> None:
-            nonlocal scored
-            scored += 1
-            parts_.tracker.evaluating(scored, total)
-
-        asking = _Asking(given, parts_, on_scored, on_case)
-        async with asyncio.TaskGroup() as running:
-            jobs = {suite.folder: [running.create_task(asking.case(suite, case)) for case in suite.cases] for suite in given.suites}
-        for suite in given.suites:
-            found = [job.result() for job in jobs[suite.folder]]
-            done.append(_kept(given, suite, [one for one, _ in found], [each for _, some in found for each in some], parts_.version, began))
-    with warn_on_error(folder, "the digest of failures"):
-        write_digest(folder)
-    return tuple(done)
-
-
-def pin_baselines(done: Sequence[SuiteEvaluation]) -> int:
-    """Stores the results of an evaluation as the baselines of its cases, except cases without a score or with a changed task. Returns
-    how many."""
-    pinned = 0
-    for one in done:
-        there = {case.id: case for case in load_suite(one.suite.folder).cases}
-        for outcome in one.outcomes:
-            if outcome.mean is None:
-                continue
-            of = one.results.about
-            baseline = Baseline(model=of.model, version=of.version if of.sha256 else None, scores=outcome.scores, at=of.at)
-            found = there.get(outcome.case.id)
-            if found is not None and found.task == outcome.case.task:  # the file may have changed meanwhile
-                save_case(one.suite.folder, replace(found, baseline=baseline))
-                pinned += 1
-    return pinned
-
-
-def exit_code(outcomes: Sequence[CaseOutcome]) -> int:
-    """Returns 0 if every case passed, else 1."""
-    return 0 if all(one.status is CaseStatus.PASSED for one in outcomes) else 1
-
-
-class _Asking:
-    """Runs the attempts at the cases of an evaluation."""
-
-    def __init__(self, given: PreparedEvaluation, open_: OpenPolicy, on_scored: Callable[[], None], on_case: CaseListener) -> None:
-        self._given, self._open, self._on_scored, self._on_case = given, open_, on_scored, on_case
-        self._rules = load_rules(given.recipe.capture.rules)
-        self._names = _names(given.suites)
-
-    async def case(self, suite: Suite, case: Case) -> tuple[CaseOutcome, list[SuiteAttempt]]:
-        async with asyncio.TaskGroup() as running:
-            numbers = range(self._given.tries(suite, case))
-            jobs = [running.create_task(self._attempt(suite, case, number)) for number in numbers]
-        done = [job.result() for job in jobs]
-        origin = {"model": self._given.policy.name}
-        threshold = self._given.threshold
-        outcome = case_outcome(
-            suite.name, case, [(one.attempt, scored) for one, scored in done], threshold=threshold, rules=self._rules, origin=origin
-        )
-        self._on_case(outcome)
-        return outcome, [one for one, _ in done]
-
-    async def _attempt(self, suite: Suite, case: Case, number: int) -> tuple[SuiteAttempt, ScoredEpisode]:
-        label = EVAL_PHASE if len(self._given.suites) == 1 else self._names[suite.folder]
-        name = f"{label}-{case.id}-r{number}"
-        scored = unrunnable_attempt(case, name, self._open.broken) or await self._open.groups.run_episode(
-            case.task, name=name, start=case.start, always=True
-        )
-        self._on_scored()
-        self._open.capture.capture_episode(case.task, scored, phase=EVAL_PHASE, step=0)
-        made = suite_attempt(case, number, scored, phase=EVAL_PHASE, version=self._open.sampled_by)
-        tokens = self._open.spent.pop(scored.episode.id, made.attempt.tokens)
-        return replace(made, attempt=replace(made.attempt, tokens=tokens)), scored
-
-
-def _names(suites: Sequence[Suite]) -> dict[Path, str]:
-    """A unique name for each suite, for files and episodes."""
-    names: dict[Path, str] = {}
-    for suite in suites:
-        plain = "".join(c if c.isascii() and (c.isalnum() or c in "_.") else "-" for c in suite.folder.resolve().name).strip("-.")[:60]
-        name, number = plain or "suite", 2
-        while name in names.values():
-            name, number = f"{plain or 'suite'}-{number}", number + 1
-        names[suite.folder] = name
-    return names
-
-
-def _kept(
-    given: PreparedEvaluation,
-    suite: Suite,
-    outcomes: Sequence[CaseOutcome],
-    attempts: Sequence[SuiteAttempt],
-    version: PolicyVersion,
-    began: float,
-) -> SuiteEvaluation:
-    """Writes a suite's evaluation, for `agentrl compare`."""
-    run = given.start.folder
-    folder = run / SUITE_FOLDER if len(given.suites) == 1 else run / SUITES_FOLDER / _names(given.suites)[suite.folder]
-    repeats = given.repeats or suite.repeats
-    origin = evaluation_info(given.recipe, suite, version, repeats=repeats, threshold=given.threshold, began=began)
-    origin = replace(origin, model=given.policy.name, version=given.policy.version)  # as typed, so that it is the same on any machine
-    found = SuiteResults(about=origin, attempts=tuple(one.attempt for one in attempts))
-    results.save_results(folder, found, transcripts_of(attempts))
-    return SuiteEvaluation(suite=suite, folder=folder, results=found, outcomes=tuple(outcomes))
-
-
 @asynccontextmanager
 async def open_policy(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
     """Opens the policy and the sandboxes of its episodes."""
     kind = _served if given.policy.served else _not_served
-    async with kind(given, console=console) as found:
-        yield found
+    async with kind(given, console=console) as policy:
+        yield policy
 
 
 @asynccontextmanager
@@ -317,8 +159,7 @@ async def _served(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[
     assert given.checked is not None, "a served policy was checked"
     async with open_run(given.recipe, given.start, given.checked, root=given.root, console=console) as run:
         run.tracker.stage("start", "server and sandbox images")
-        base = run.registry.get(0)
-        assert base is not None, "version 0 was registered"
+        base = run.base_version
         if starts_mid_episode(given.suites):
             chat = preflight.open_chat(given.start.folder / "versions" / "000000", policy=given.recipe.policy)
             check_start_tokens(given.suites, chat, run.groups.runner.tools, given.recipe.rollout)
@@ -328,7 +169,7 @@ async def _served(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[
             starting.create_task(run.judges.ready())
         async with asyncio.TaskGroup() as watched:
             watcher = watched.create_task(run.served.watch(on_loss=run.learner.kill))
-            groups = evaluation_runner(run)
+            groups = evaluation_runner(run.groups, given.recipe.evaluation.sampling)
             yield OpenPolicy(
                 groups=groups,
                 sandboxes=run.sandboxes,
@@ -366,48 +207,51 @@ async def _not_served(given: PreparedEvaluation, *, console: bool) -> AsyncItera
             for task in [one for one in cases if (one.sandbox.image, one.sandbox.runtime) not in broken][:1]:
                 await check_snapshots(recipe, task, sandboxes)
             check_start_tokens(given.suites, chat, tools, recipe.rollout)
-        runner = EpisodeRunner(
-            tools=tools,
-            policy=policy,
-            sandboxes=sandboxes,
-            agent=agent,
-            sampling=recipe.evaluation.sampling,
-            max_model_len=recipe.policy.max_model_len,
-            request_timeout_s=recipe.serving.request_timeout_s,
-            open_timeout_s=recipe.sandbox.open_timeout_s,
-        )
-        groups = GroupRunner(
-            runner=runner,
-            scorer=replace(given.scorer, sandboxes=sandboxes),
-            slots=asyncio.Semaphore(recipe.rollout.concurrency),
-            group_size=1,
-            max_retries=recipe.rollout.max_retries,
-            on_attempt=FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency).record_attempt,
-        )
-        spent = agent.tokens if isinstance(agent, ChatAgent) else {}
-        unknown = PolicyVersion(number=0, parent=None, folder="-", sha256="")
         yield OpenPolicy(
-            groups=groups,
+            groups=_group_runner(recipe, policy, agent, tools, sandboxes, given.scorer),
             sandboxes=sandboxes,
             capture=capture,
             tracker=tracker,
-            version=unknown,
+            version=PolicyVersion(number=0, parent=None, folder="-", sha256=""),
             sampled_by=None,
             broken=broken,
-            spent=spent,
+            spent=agent.tokens if isinstance(agent, ChatAgent) else {},
         )
+
+
+def _group_runner(
+    recipe: Recipe, policy: Policy, agent: Agent, tools: ToolSource, sandboxes: SandboxBackend, scorer: TaskScorer
+) -> GroupRunner:
+    runner = EpisodeRunner(
+        tools=tools,
+        policy=policy,
+        sandboxes=sandboxes,
+        agent=agent,
+        sampling=recipe.evaluation.sampling,
+        max_model_len=recipe.policy.max_model_len,
+        request_timeout_s=recipe.serving.request_timeout_s,
+        open_timeout_s=recipe.sandbox.open_timeout_s,
+    )
+    return GroupRunner(
+        runner=runner,
+        scorer=replace(scorer, sandboxes=sandboxes),
+        slots=asyncio.Semaphore(recipe.rollout.concurrency),
+        group_size=1,
+        max_retries=recipe.rollout.max_retries,
+        on_attempt=FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency).record_attempt,
+    )
 
 
 def _parts(given: PreparedEvaluation) -> tuple[Policy, Agent, ChatFormat | None]:
     """Returns policy, agent and chat format. An endpoint has its own agent and no chat format."""
     if given.policy.source is PolicySource.ENDPOINT:
         return NoPolicy(), _chat_agent(given.policy, given.recipe), None
-    made: Any = load_policy_plugin(given.policy)
+    plugin: Any = load_policy_plugin(given.policy)
     rollout = given.recipe.rollout
     policy = given.recipe.policy
-    chat = ChatFormat(made.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
+    chat = ChatFormat(plugin.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
     agent: Agent = parts.make_part(parts.AGENT, rollout.agent, rollout.agent_settings, chat=chat)
-    return made, agent, chat
+    return plugin, agent, chat
 
 
 def _chat_agent(policy: NamedPolicy, recipe: Recipe) -> ChatAgent:

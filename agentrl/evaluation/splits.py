@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -13,12 +12,13 @@ from agentrl.base import user_code
 from agentrl.base.scores import is_at_least
 from agentrl.errors import RecipeError
 from agentrl.evaluation.compute import ComputeCurve, CountedAttempt, compute_curves, pass_at_attempt_counts
+from agentrl.evaluation.engine import PlannedAttempt, run_attempts
 from agentrl.memory.run_memory import EvaluationNotes
 from agentrl.observe.exclusions import count_exclusions
 from agentrl.observe.stats import Rate
 from agentrl.protocols import TaskFamily
 from agentrl.records import Failure, ScoredEpisode, Split, Task
-from agentrl.rollout import GroupRunner, excluded_group, task_fault
+from agentrl.rollout import GroupRunner, task_fault
 from agentrl.session.transcript import transcript
 from agentrl.task import make_task
 
@@ -43,7 +43,7 @@ class SplitEvaluation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Played:
+class _TaskAttempts:
     """The attempts at one task."""
 
     task: Task | Failure
@@ -81,40 +81,41 @@ async def evaluate_split(
         thinking_tokens: replaces the tasks' `Limits.thinking_tokens`; None keeps them.
         notes: read and extended by the episodes, round by round. None means one round with the memory of `runner`.
     """
+    tasks = _split_tasks(family, split, count, thinking_tokens)
+    done, total = 0, len(tasks) * attempts
+
+    def count_attempt(attempt: PlannedAttempt, scored: ScoredEpisode) -> None:
+        nonlocal done
+        done += 1
+        on_done(done, total)
+        if attempt.task is not None:
+            on_scored(attempt.task, scored)
+
+    def plan(index: int, number: int) -> PlannedAttempt:
+        task, name = tasks[index], f"{phase}-{split}-{index:05d}" + (f"-{number:03d}" if attempts > 1 else "")
+        return PlannedAttempt(name=name, task=None, fault=task) if isinstance(task, Failure) else PlannedAttempt(name=name, task=task)
+
+    runner = runner if notes is None else replace(runner, memory=notes)
+    episodes: list[ScoredEpisode] = []
+    for part in [range(len(tasks))] if notes is None else notes.rounds(len(tasks)):
+        planned = [plan(index, number) for index in part for number in range(attempts)]
+        scored = await run_attempts(runner, planned, count_attempt)
+        episodes += scored
+        if notes is not None:
+            notes.end_round(scored)
+    groups = [_TaskAttempts(task=task, attempts=tuple(episodes[n * attempts : (n + 1) * attempts])) for n, task in enumerate(tasks)]
+    return _measured(groups, phase=phase, step=step)
+
+
+def _split_tasks(family: TaskFamily, split: Split, count: int, thinking_tokens: int | None) -> list[Task | Failure]:
+    """The tasks, or why they cannot be created. Raises `RecipeError` if the split is empty or a task has no room for the bound."""
     size = family.size(split)
-    tasks = [_made(family, split, index) for index in range(count if size is None else min(count, size))]
-    if thinking_tokens is not None:
-        tasks = [task if isinstance(task, Failure) else with_thinking_bound(task, thinking_tokens) for task in tasks]
+    tasks = [_create_task(family, split, index) for index in range(count if size is None else min(count, size))]
     if not tasks:
         raise RecipeError(f"task family {family.name!r} has no tasks in split {split}", fix=f"set evaluation.{split}=0")
-    done = 0
-
-    async def one(index: int, task: Task | Failure, attempt: int) -> ScoredEpisode:
-        nonlocal done
-        if isinstance(task, Failure):
-            (scored,) = excluded_group(index, f"{split} {index}", "", task, size=1).episodes
-        else:
-            name = f"{phase}-{split}-{index:05d}"
-            scored = await runner.run_episode(task, name=name if attempts == 1 else f"{name}-{attempt:03d}")
-            on_scored(task, scored)
-        done += 1
-        on_done(done, len(tasks) * attempts)
-        return scored
-
-    runner = runner if notes is None else replace(runner, memory=notes.view)
-    played: list[_Played] = []
-    for part in [range(len(tasks))] if notes is None else notes.rounds(len(tasks)):
-        async with asyncio.TaskGroup() as running:
-            jobs = [[running.create_task(one(index, tasks[index], n)) for n in range(attempts)] for index in part]
-        some = [_Played(task=tasks[index], attempts=tuple(job.result() for job in of)) for index, of in zip(part, jobs, strict=True)]
-        played += some
-        if notes is not None:
-            notes.end_round([scored for one in some for scored in one.attempts])
-    return _measured(
-        played,
-        phase=phase,
-        step=step,
-    )
+    if thinking_tokens is None:
+        return tasks
+    return [task if isinstance(task, Failure) else with_thinking_bound(task, thinking_tokens) for task in tasks]
 
 
 def with_thinking_bound(task: Task, thinking_tokens: int) -> Task:
@@ -125,35 +126,35 @@ def with_thinking_bound(task: Task, thinking_tokens: int) -> Task:
         raise RecipeError(f"evaluation.thinking_tokens: task {task.id!r}: {error}", fix="use smaller bounds") from None
 
 
-def _measured(played: Sequence[_Played], *, phase: str, step: int) -> SplitEvaluation:
+def _measured(groups: Sequence[_TaskAttempts], *, phase: str, step: int) -> SplitEvaluation:
     """Computes the rates over tasks, because attempts at one task are not independent: their number must not narrow the interval."""
-    means = [(_kind(one.task), statistics.fmean(value for value, _ in one.counted)) for one in played if one.counted]
+    means = [(_kind(one.task), statistics.fmean(value for value, _ in one.counted)) for one in groups if one.counted]
     kinds = sorted({kind for kind, _ in means})
-    tries = [[CountedAttempt(passed=is_at_least(value, SOLVED_SCORE), tokens=tokens) for value, tokens in one.counted] for one in played]
-    tokens = [attempt.tokens for some in tries for attempt in some]
-    episodes = sum(len(one.attempts) for one in played)
+    tries = [[CountedAttempt(passed=is_at_least(value, SOLVED_SCORE), tokens=tokens) for value, tokens in one.counted] for one in groups]
+    tokens = [attempt.tokens for attempts in tries for attempt in attempts]
+    episodes = sum(len(one.attempts) for one in groups)
     return SplitEvaluation(
         rate=_rate(value for _, value in means),
         by_kind={kind: Rate.from_scores([value for other, value in means if other == kind]) for kind in kinds},
-        attempts=max(len(one.attempts) for one in played),
+        attempts=max(len(one.attempts) for one in groups),
         episodes=episodes,
         excluded=episodes - len(tokens),
-        excluded_reasons=count_exclusions(scored for one in played for scored in one.attempts),
+        excluded_reasons=count_exclusions(scored for one in groups for scored in one.attempts),
         tokens_mean=statistics.fmean(tokens) if tokens else None,
         pass_at=pass_at_attempt_counts(tries),
         compute=compute_curves(tries),
         transcripts=tuple(
-            transcript(one.task, scored, phase=phase, step=step) for one in played if isinstance(one.task, Task) for scored in one.attempts
+            transcript(one.task, scored, phase=phase, step=step) for one in groups if isinstance(one.task, Task) for scored in one.attempts
         ),
     )
 
 
 def _rate(values: Iterable[float]) -> Rate | None:
-    found = list(values)
-    return Rate.from_scores(found) if found else None
+    scores = list(values)
+    return Rate.from_scores(scores) if scores else None
 
 
-def _made(family: TaskFamily, split: Split, index: int) -> Task | Failure:
+def _create_task(family: TaskFamily, split: Split, index: int) -> Task | Failure:
     """Returns the task, or why it cannot be created; the other tasks are still evaluated."""
     try:
         return make_task(family, split, index)

@@ -10,8 +10,7 @@ import pytest
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import RecipeError, UserError
 from agentrl.records import Task
-from agentrl.session.preflight import check_delegation
-from agentrl.session.snapshot_check import check_snapshots
+from agentrl.session.preflight import check_delegation, check_snapshots
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox, printing
 from tests.episodes import task

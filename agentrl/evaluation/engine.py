@@ -1,0 +1,220 @@
+"""The evaluation engine: runs attempts at tasks in live sandboxes, scored as in training, and records them.
+
+Held-out splits (`splits`), suites of cases (`suites`) and the gate (`agentrl.gate.gate`) plan attempts and run them here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import agentrl
+from agentrl.base import user_code
+from agentrl.config.recipe import Recipe
+from agentrl.errors import SandboxUnavailable, UserError
+from agentrl.evaluation import CaseAttempt, EvaluationInfo, results
+from agentrl.evaluation.results import suite_sha256
+from agentrl.failure.case import Case, Suite
+from agentrl.observe.exclusions import exclusion_reason
+from agentrl.protocols import SandboxBackend
+from agentrl.records import Blame, EpisodeState, Failure, PolicyVersion, SandboxSpec, ScoredEpisode, Task
+from agentrl.records.sampling import Sampling
+from agentrl.rollout import GroupRunner, excluded_attempt
+from agentrl.session.transcript import transcript
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedAttempt:
+    """An attempt that an evaluation will run, or exclude because of a `fault` that is already known."""
+
+    name: str  # of its episodes
+    task: Task | None  # None if it cannot be created
+    start: EpisodeState | None = None
+    fault: Failure | None = None
+
+
+async def run_attempts(
+    runner: GroupRunner,
+    planned: Sequence[PlannedAttempt],
+    on_scored: Callable[[PlannedAttempt, ScoredEpisode], None] = lambda attempt, scored: None,
+) -> list[ScoredEpisode]:
+    """Runs attempts concurrently and returns their scored episodes in order.
+
+    Raises:
+        ExceptionGroup: of `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
+    """
+
+    async def run(attempt: PlannedAttempt) -> ScoredEpisode:
+        task = attempt.task
+        if attempt.fault is not None or task is None:
+            assert attempt.fault is not None, "an attempt without a task has a fault"
+            scored = excluded_attempt(attempt.name, *(("", "") if task is None else (task.id, task.key)), attempt.fault)
+        else:
+            scored = await runner.run_episode(task, name=attempt.name, start=attempt.start, always=True)
+        on_scored(attempt, scored)
+        return scored
+
+    async with asyncio.TaskGroup() as running:
+        jobs = [running.create_task(run(attempt)) for attempt in planned]
+    return [job.result() for job in jobs]
+
+
+def evaluation_runner(groups: GroupRunner, sampling: Sampling) -> GroupRunner:
+    """A run's group runner with the sampling of evaluations."""
+    return replace(groups, runner=replace(groups.runner, sampling=sampling))
+
+
+BrokenImages = Mapping[tuple[str, str], str]
+"""(image, runtime) -> why it cannot be built."""
+
+
+async def prepare_images(suites: Iterable[Suite], sandboxes: SandboxBackend) -> BrokenImages:
+    """Builds the images of the suites' cases. Returns those that cannot be built; only their own cases are excluded.
+
+    Raises:
+        ExceptionGroup: of `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
+    """
+    specs = {_image(case): case.task.sandbox for suite in suites for case in suite.cases}
+    broken: dict[tuple[str, str], str] = {}
+
+    async def build(image: tuple[str, str], spec: SandboxSpec) -> None:
+        try:
+            await sandboxes.prepare(spec)
+        except SandboxUnavailable:
+            raise
+        except UserError as error:
+            broken[image] = user_code.error_text(error)
+
+    async with asyncio.TaskGroup() as building:
+        for image, spec in specs.items():
+            building.create_task(build(image, spec))
+    return broken
+
+
+def plan_case(case: Case, name: str, broken: BrokenImages) -> PlannedAttempt:
+    """Plans an attempt at a case, which is excluded if the case's image cannot be built."""
+    why = broken.get(_image(case))
+    fault = None if why is None else Failure(stage="task", blame=Blame.TASK, kind="image", message=why)
+    return PlannedAttempt(name=name, task=case.task, start=case.start, fault=fault)
+
+
+def _image(case: Case) -> tuple[str, str]:
+    return case.task.sandbox.image, case.task.sandbox.runtime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteAttempt:
+    """The record of one attempt at a case, and its transcript."""
+
+    attempt: CaseAttempt
+    transcript: dict[str, Any]
+
+
+async def run_cases(
+    runner: GroupRunner,
+    cases: Sequence[Case],
+    numbers: Callable[[Case], range],
+    *,
+    phase: str,
+    version: int,
+    broken: BrokenImages,
+    again: bool = False,
+    on_done: Callable[[int, int], None] = lambda done, total: None,
+    on_scored: Callable[[Task, ScoredEpisode], None] = lambda task, scored: None,
+) -> tuple[SuiteAttempt, ...]:
+    """Runs the attempts at each case that `numbers` returns, in the order of the cases.
+
+    An attempt with tokens from any version other than `version` has no score. Raises like `run_attempts`.
+    """
+    plan = [(case, number) for case in cases for number in numbers(case)]
+    done = 0
+
+    def count(attempt: PlannedAttempt, scored: ScoredEpisode) -> None:
+        nonlocal done
+        done += 1
+        on_done(done, len(plan))
+        assert attempt.task is not None, "a case has a task"
+        on_scored(attempt.task, scored)
+
+    planned = [plan_case(case, f"{phase}-{case.id}-r{number}", broken) for case, number in plan]
+    episodes = await run_attempts(runner, planned, count)
+    return tuple(
+        suite_attempt(case, number, scored, phase=phase, version=version, again=again)
+        for (case, number), scored in zip(plan, episodes, strict=True)
+    )
+
+
+def evaluation_info(
+    recipe: Recipe, suite: Suite, version: PolicyVersion, *, repeats: int, threshold: float, began: float
+) -> EvaluationInfo:
+    """Returns the metadata of an evaluation. `began`: monotonic seconds."""
+    return EvaluationInfo(
+        suite=suite.name,
+        suite_sha256=suite_sha256({case.id: case.key for case in suite.cases}),
+        cases=len(suite.cases),
+        repeats=repeats,
+        model=recipe.policy.model,
+        version=version.number,
+        sha256=version.sha256,
+        recipe=recipe.name,
+        recipe_sha256=hashlib.sha256(recipe.model_dump_json().encode()).hexdigest(),
+        sampling=dataclasses.asdict(recipe.evaluation.sampling),
+        seed=recipe.seed,
+        threshold=threshold,
+        thresholds=case_thresholds(suite),
+        agentrl=agentrl.__version__,
+        at=utc_now(),
+        wall_s=time.monotonic() - began,
+    )
+
+
+def case_repeats(case: Case, otherwise: int) -> int:
+    """Attempts at a case: its own number, or else that of the evaluation."""
+    return otherwise if case.repeats is None else case.repeats
+
+
+def case_thresholds(suite: Suite) -> dict[str, float]:
+    """The cases' own thresholds, if they have any."""
+    return {case.id: case.threshold for case in suite.cases if case.threshold is not None}
+
+
+def transcripts_of(tried: Iterable[SuiteAttempt]) -> list[dict[str, Any]]:
+    """The transcripts of the attempts."""
+    return [one.transcript for one in tried]
+
+
+def utc_now() -> str:
+    """The current UTC time, in seconds."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def suite_attempt(case: Case, number: int, scored: ScoredEpisode, *, phase: str, version: int | None, again: bool = False) -> SuiteAttempt:
+    """Returns the record of an attempt. `version`: the only one that may have sampled its tokens; None allows any."""
+    episode, value = scored.episode, scored.score.value
+    words = transcript(case.task, scored, phase=phase, step=version or 0)
+    others = sorted({span.version for one in episode.trajectories for turn in one.own_turns for span in turn.versions} - {version})
+    reason = exclusion_reason(scored)
+    if others and version is not None:
+        reason = f"version {', '.join(map(str, others))} sampled some of its tokens, not only version {version}"
+    counts = not reason and value is not None and abs(value) <= results.LARGEST_SCORE
+    attempt = CaseAttempt(
+        case=case.id,
+        task_key=case.key,
+        number=number,
+        episode=episode.id,
+        score=value if counts else None,
+        reason="" if counts else reason or "the score is not finite or too large for a mean",
+        again=again,
+        tokens=episode.completion_tokens,
+        turns=sum(len(one.own_turns) for one in episode.trajectories),
+        wall_s=episode.wall_s,
+        ended=str(words["stop_reason"] or ""),
+        versions=tuple(words["versions"]),
+    )
+    return SuiteAttempt(attempt=attempt, transcript={"episode": episode.id, "case": case.id, "attempt": number, **words})

@@ -1,0 +1,327 @@
+"""The gate of a run. At the recipe's intervals, the served version runs a suite and is compared with the last promoted one, its baseline.
+
+    the version serves -> attempts at every case -> more attempts at suspicious cases -> durable verdict -> its consequences
+
+The consequences (promotion, or a rollback request to the learner) are idempotent, and are repeated if the driver died in between. A version
+without a verdict on exactly its weights is evaluated again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.config.gate import GATE, GateConfig
+from agentrl.config.recipe import Recipe
+from agentrl.errors import StoreError
+from agentrl.evaluation import GateRule, RuleResult, Scores, SuiteResults, apply_rule, cases_to_retry, results
+from agentrl.evaluation.engine import (
+    SuiteAttempt,
+    case_repeats,
+    case_thresholds,
+    evaluation_info,
+    evaluation_runner,
+    prepare_images,
+    run_cases,
+    transcripts_of,
+    utc_now,
+)
+from agentrl.failure import Capture
+from agentrl.failure.case import Suite
+from agentrl.gate.regressions import case_regressions
+from agentrl.gate.server import GateServer
+from agentrl.gate.verdict import FILE, CaseRegression, GateOutcome, GateVerdict, evaluation_folder, read_verdict, read_verdicts
+from agentrl.observe import Rate
+from agentrl.protocols import PolicyServer, SandboxBackend, Tracker, VersionRegistry
+from agentrl.records import PolicyVersion, VersionState, codec
+from agentrl.rollout import Admission, GroupRunner, Pace
+from agentrl.serving.supervisor import version_to_serve
+from agentrl.session import measure
+from agentrl.version import rollback
+
+if TYPE_CHECKING:
+    from agentrl.session.opening import Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """Decides which versions of one run are promoted."""
+
+    config: GateConfig
+    suite: Suite
+    recipe: Recipe
+    folder: Path
+    registry: VersionRegistry
+    served: PolicyServer
+    runner: GroupRunner  # of evaluations
+    sandboxes: SandboxBackend
+    capture: Capture
+    tracker: Tracker
+    server: GateServer | None  # with gate.server=own
+
+    @classmethod
+    def of(cls, run: Run) -> Gate | None:
+        """The gate of an open run; None if its recipe has none."""
+        if run.recipe.gate is None:
+            return None
+        assert run.suite is not None, "the preflight checks opened the suite"
+        return cls(
+            config=run.recipe.gate,
+            suite=run.suite,
+            recipe=run.recipe,
+            folder=run.folder,
+            registry=run.registry,
+            served=run.served,
+            runner=evaluation_runner(run.groups, run.recipe.evaluation.sampling),
+            sandboxes=run.sandboxes,
+            capture=run.capture,
+            tracker=run.tracker,
+            server=run.gate_server,
+        )
+
+    async def decide(self, version: PolicyVersion) -> None:
+        """Evaluates a due version, unless it has a verdict, and applies the consequences, also those that an earlier driver left undone."""
+        verdict = self.verdict_for(version)
+        if verdict is None:
+            if self.is_rejected(version):
+                return
+            verdict = await self._evaluate(version)
+        if verdict is not None:
+            self._apply(version, verdict)
+
+    def is_rejected(self, version: PolicyVersion) -> bool:
+        """Whether a version is or will be rolled back, so that it need not be evaluated. The last version of a run is always evaluated."""
+        if version.state is VersionState.ROLLED_BACK:
+            return True
+        return version.number != self.recipe.steps and rollback.pending_request(self.folder / "versions", self.registry) is not None
+
+    def verdict_for(self, version: PolicyVersion) -> GateVerdict | None:
+        """The verdict on exactly these weights, if there is one."""
+        verdict = read_verdict(self.folder, version.number)
+        return verdict if verdict is not None and verdict.sha256 == version.sha256 else None
+
+    def due(self, number: int) -> PolicyVersion | None:
+        """The version of this number, if the gate must evaluate it and it was not retracted."""
+        version = self.registry.get(number)
+        if version is None or (number == self.served.version and version.sha256 != self.served.sha256):
+            return None
+        return version if number % self.config.every == 0 or number == self.recipe.steps else None
+
+    def due_versions(self) -> list[PolicyVersion]:
+        """The versions up to the served one that the gate must evaluate, oldest first, starting with the newest that has a verdict."""
+        versions: list[PolicyVersion] = []
+        for number in reversed(range(self.served.version + 1)):
+            if (version := self.due(number)) is not None:
+                versions.append(version)
+                if self.verdict_for(version) is not None:
+                    break
+        return versions[::-1]
+
+    @property
+    def is_concluded(self) -> bool:
+        """Whether the gate has decided about the last version of the run, so that training is finished."""
+        last = self.registry.get(self.recipe.steps)
+        return last is not None and self.verdict_for(last) is not None
+
+    async def _evaluate(self, version: PolicyVersion) -> GateVerdict | None:
+        """Evaluates a version and stores the verdict. Returns None if the learner retracted the version meanwhile."""
+        config, began = self.config, time.monotonic()
+        rule = gate_rule(config, self.suite)
+        attempt = await self._attempts(version)
+        first = await attempt(self.suite.cases, lambda case: range(case_repeats(case, config.repeats)))
+        baseline, result = self._baseline(version), None
+        retries: tuple[SuiteAttempt, ...] = ()
+        if baseline is not None:
+            before, scores = baseline.scores(), _scores(first)
+            names = cases_to_retry(rule, before, scores)
+            suspicious = [case for case in self.suite.cases if case.id in names]
+            retries = await attempt(
+                suspicious, lambda case: range(done := case_repeats(case, config.repeats), done + config.confirm), again=True
+            )
+            result = apply_rule(rule, before, scores, _scores(retries))
+        current = self.registry.get(version.number)
+        if current is None or current.sha256 != version.sha256 or current.state is VersionState.ROLLED_BACK:
+            return None
+        info = evaluation_info(self.recipe, self.suite, version, repeats=config.repeats, threshold=config.threshold, began=began)
+        attempts = (*first, *retries)
+        evaluation = SuiteResults(about=info, attempts=tuple(one.attempt for one in attempts))
+        verdict = self._verdict(version, baseline, evaluation, result, attempts)
+        record = {FILE: codec.to_json(verdict) + b"\n"}
+        results.save_results(evaluation_folder(self.folder, version.number), evaluation, transcripts_of(attempts), more=record)
+        self._report(verdict, evaluation)
+        return verdict
+
+    async def _attempts(self, version: PolicyVersion) -> Callable[..., Awaitable[tuple[SuiteAttempt, ...]]]:
+        """Prepares the evaluation of a version. Returns `run_cases` with everything but the cases and the numbers of their attempts."""
+        if self.server is None:
+            total = sum(case_repeats(case, self.config.repeats) for case in self.suite.cases)
+            self.tracker.stage("gate", f"version {version.number}: {len(self.suite.cases)} cases, {total} attempts")
+        broken = await prepare_images([self.suite], self.sandboxes)
+        for (image, _), why in broken.items():
+            self.tracker.alert(f"gate: the cases of image {image} cannot be run: {why}")
+        phase = f"gate{version.number:06d}"
+        self.capture.reset_phase("gate", step=version.number, place=phase)
+        return partial(
+            run_cases,
+            self._attempt_runner(),
+            phase=phase,
+            version=version.number,
+            broken=broken,
+            on_done=self.tracker.evaluating if self.server is None else lambda done, total: None,  # training shows its own progress
+            on_scored=partial(self.capture.capture_episode, phase="gate", step=version.number, place=phase),
+        )
+
+    def _attempt_runner(self) -> GroupRunner:
+        """The runner of evaluations, or one on the gate's own server with its own limit of concurrent episodes."""
+        if self.server is None:
+            return self.runner
+        policy, rollout = self.server.policy, self.recipe.rollout
+        slots = Admission(rollout.concurrency, use=lambda: policy.cache_use, full=rollout.max_cache_use)
+        return replace(self.runner, runner=replace(self.runner.runner, policy=policy, router=policy, pace=Pace()), slots=slots)
+
+    def _baseline(self, candidate: PolicyVersion) -> SuiteResults | None:
+        """The evaluation of the last promoted version with attempts at unchanged cases, reduced to these attempts."""
+        keys = {case.id: case.key for case in self.suite.cases}
+        for number in reversed(range(candidate.number)):
+            version = self.registry.get(number)
+            if version is not None and version.state is VersionState.PROMOTED and self.verdict_for(version) is not None:
+                evaluation = results.load_results(evaluation_folder(self.folder, version.number))
+                if unchanged := tuple(one for one in evaluation.attempts if keys.get(one.case) == one.task_key):
+                    return replace(evaluation, attempts=unchanged)
+        return None
+
+    def _verdict(
+        self,
+        version: PolicyVersion,
+        baseline: SuiteResults | None,
+        evaluation: SuiteResults,
+        result: RuleResult | None,
+        attempts: Sequence[SuiteAttempt],
+    ) -> GateVerdict:
+        outcome, reason = GateOutcome.REFERENCE, "there is no promoted version to compare with"
+        regressions: tuple[CaseRegression, ...] = ()
+        if baseline is not None and result is not None:
+            outcome, reason = self._outcome(result)
+            if result.blocked:
+                regressions = case_regressions(self.folder, baseline, evaluation, result, attempts)
+        elif evaluation.figures().pass_at_1 is None:
+            outcome, reason = GateOutcome.UNJUDGED, "no attempt was scored"
+        return GateVerdict(
+            version=version.number,
+            sha256=version.sha256,
+            outcome=outcome,
+            reason=reason,
+            at=utc_now(),
+            reference=None if baseline is None else baseline.about.version,
+            judgement=result,
+            figures=evaluation.figures(),
+            regressions=regressions,
+        )
+
+    def _outcome(self, result: RuleResult) -> tuple[GateOutcome, str]:
+        if not result.enough:
+            return GateOutcome.UNJUDGED, result.reason
+        if not result.blocked:
+            effect = f"{100 * result.effect:+.1f} points on {result.cases} cases"
+            return GateOutcome.PROMOTED, f"no worse: {effect} (p = {result.p_value:.2g})"
+        if not self.config.rolls_back or self.registry.get(self.recipe.steps) is not None:  # the learner has ended and cannot roll back
+            return GateOutcome.BLOCKED, result.reason
+        rollbacks = sum(one.outcome is GateOutcome.ROLLED_BACK for one in read_verdicts(self.folder))
+        if rollbacks >= self.config.max_rollbacks:
+            return GateOutcome.BLOCKED, f"{result.reason}; after {rollbacks} rollbacks, gate.max_rollbacks allows no more"
+        return GateOutcome.ROLLED_BACK, result.reason
+
+    def _apply(self, version: PolicyVersion, verdict: GateVerdict) -> None:
+        """Applies the consequences of a verdict. Idempotent."""
+        if verdict.promoted and not self._promote(version):
+            return
+        if verdict.outcome is GateOutcome.ROLLED_BACK and verdict.reference is not None and version.state is not VersionState.ROLLED_BACK:
+            target = self.registry.get(verdict.reference)
+            if target is None or target.state is not VersionState.PROMOTED:
+                path = evaluation_folder(self.folder, version.number) / FILE
+                raise StoreError(f"{path} rolls the run back to version {verdict.reference}, which was not promoted")
+            request = rollback.RollbackRequest(
+                version=version.number, sha256=version.sha256, to=target.number, to_sha256=target.sha256, reason=verdict.reason
+            )
+            rollback.request_rollback(self.folder / "versions", request)
+        figure = verdict.figures.pass_at_1 if verdict.figures is not None else None
+        if figure is not None:  # after the promotion, until which the learner keeps the version's checkpoint
+            self.registry.set_evals(version.number, {GATE: figure})
+
+    def _promote(self, version: PolicyVersion) -> bool:
+        """Promotes a version. Returns False if the learner retracted it at the same moment."""
+        try:
+            self.registry.set_state(version.number, VersionState.PROMOTED, sha256=version.sha256)
+        except StoreError:
+            current = self.registry.get(version.number)
+            if current is not None and current.sha256 == version.sha256 and current.state is not VersionState.ROLLED_BACK:
+                raise
+            self.tracker.alert(f"version {version.number} passed the gate but is not promoted, because the learner retracted it")
+            return False
+        return True
+
+    def _report(self, verdict: GateVerdict, evaluation: SuiteResults) -> None:
+        figures = evaluation.figures()
+        if figures.pass_at_1 is not None:
+            assert figures.low is not None and figures.high is not None, "a rate has its interval"
+            rate = Rate(value=figures.pass_at_1, ci_low=figures.low, ci_high=figures.high, n=figures.attempts - figures.unscored)
+            self.tracker.evaluated(f"gate {verdict.version}", {evaluation.about.suite: rate})
+        if not verdict.promoted:
+            turns = "".join(f"; case {one.case} differs from version {verdict.reference} at turn {one.turn}" for one in verdict.regressions)
+            self.tracker.alert(f"version {verdict.version} is {verdict.outcome}: {verdict.reason}{turns}")
+
+
+def gate_rule(gate: GateConfig, suite: Suite) -> GateRule:
+    """The rule that a recipe configures, with the thresholds of the suite's cases."""
+    return GateRule(
+        repeats=gate.repeats,
+        confirm=gate.confirm,
+        alpha=gate.alpha,
+        margin=gate.margin,
+        threshold=gate.threshold,
+        thresholds=case_thresholds(suite),
+    )
+
+
+def first_version_to_serve(registry: VersionRegistry, gate: Gate | None) -> PolicyVersion:
+    """The version that a run starts with: the serving one, or else the newest that was not rolled back.
+
+    With a gate, promoted versions may be older: the newest was blocked and training continued from it, or it was rolled back and its
+    successor has not served yet.
+    """
+    newest = version_to_serve(registry)
+    if gate is not None and not gate.is_concluded:
+        states = [state for state in VersionState if state is not VersionState.ROLLED_BACK]
+        newest = registry.latest(VersionState.SERVING) or registry.latest(*states)
+    assert newest is not None, "version 0 was registered"
+    return newest
+
+
+def promoted_result(registry: VersionRegistry, folder: Path) -> PolicyVersion | None:
+    """The result of a run with a gate: the last promoted version; None if its weights equal version 0.
+
+    A rollback to version 0 has its hash; with adapters it has its own hash and changes nothing.
+    """
+    promoted, base = registry.latest(VersionState.PROMOTED), registry.get(0)
+    if promoted is None or base is None or promoted.sha256 == base.sha256 or measure.is_zero_version(folder, promoted.number):
+        return None
+    return promoted
+
+
+async def serve_result(registry: VersionRegistry, served: PolicyServer, alert: Callable[[str], None]) -> None:
+    """Serves the result of a run with a gate: the last promoted version, if the newest one was not promoted."""
+    promoted = registry.latest(VersionState.PROMOTED)
+    if promoted is not None and promoted.number != served.version:
+        alert(f"version {served.version} is not promoted; the result of the run is version {promoted.number}")
+        await served.fall_back(promoted)
+
+
+def _scores(attempts: Sequence[SuiteAttempt]) -> Scores:
+    scores: dict[str, list[float | None]] = {}
+    for one in attempts:
+        scores.setdefault(one.attempt.case, []).append(one.attempt.score)
+    return scores

@@ -1,0 +1,81 @@
+"""The protocols of what `EpisodeRunner` and `GroupRunner` call: scorers, memory, routing and listeners."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+from agentrl.protocols import MemoryView
+from agentrl.records import Episode, EpisodeState, Failure, Score, ScoredEpisode, Task
+
+if TYPE_CHECKING:
+    from agentrl.rollout.active import ActiveEpisode
+
+
+class EpisodeScorer(Protocol):
+    """Scores a finished episode, such as `agentrl.reward.TaskScorer`."""
+
+    async def __call__(self, task: Task, episode: Episode, /) -> Score:
+        """Returns the score, without a value if a verifier failed. Raises only for a broken task."""
+        ...
+
+
+class GroupScoring(Protocol):
+    """Scores the attempts of a group together, such as `agentrl.reward.group_judging.GroupJudgeScorer`."""
+
+    async def score_attempt(self, task: Task, episode: Episode) -> Score:
+        """Returns the score of an attempt that has just ended, like an `EpisodeScorer`."""
+        ...
+
+    async def score_group(self, task: Task, scored: Sequence[ScoredEpisode]) -> Sequence[Score]:
+        """Returns the scores of all attempts, in their order, after all have ended."""
+        ...
+
+
+class MemorySource(Protocol):
+    """Provides earlier episodes' notes, such as `agentrl.memory.run_memory.RunMemory`."""
+
+    def view(self, task: Task, group: int | None) -> MemoryView:
+        """Returns the notes that the attempts of a group may read; `group` is None outside of groups."""
+        ...
+
+
+class RequestRouter(Protocol):
+    """Distributes episodes over servers, such as `agentrl.serving.server_pool.ServerPool`."""
+
+    def episode(self, episode_id: str, task_key: str) -> AbstractContextManager[object]:
+        """Encloses all requests of an episode."""
+        ...
+
+
+class AttemptListener(Protocol):
+    """Observes attempts, such as `agentrl.failure.FaultRate.record_attempt`."""
+
+    def __call__(self, failure: Failure | None, /) -> None:
+        """Called with the failure, or None, of every attempt that ends, retried or not, except attempts at a broken task."""
+        ...
+
+
+class StartListener(Protocol):
+    """Observes the start of an episode."""
+
+    def __call__(self, episode: ActiveEpisode, /) -> None:
+        """Called with the running episode, so that a caller that cancels it can read its progress."""
+        ...
+
+
+class CaptureState(Protocol):
+    """Captures the state of an episode between two turns."""
+
+    async def __call__(self) -> EpisodeState | None:
+        """Returns the state; None if the working directory or the tools' state is too large."""
+        ...
+
+
+class TurnListener(Protocol):
+    """Observes the turns of an episode."""
+
+    async def __call__(self, turns: int, capture: CaptureState, /) -> None:
+        """Called between two turns with the number of turns. The episode waits for it."""
+        ...
