@@ -156,10 +156,12 @@ class LearnerProcess:
 
     def _command(self) -> list[str]:
         torchrun = ["--nnodes=1", f"--nproc-per-node={self.recipe.learner.ranks}", "-m"]
-        addresses = ["--mailbox", self._mailbox.address, "--progress", self._reports.address]
+        return [sys.executable, "-m", "agentrl.learner.launch", str(os.getpid()), *torchrun, *self._worker()]
+
+    def _worker(self) -> list[str]:
         root = [] if self.root is None else ["--root", str(self.root)]
-        worker = ["agentrl.learner.main", "--run-dir", str(self.run_dir), *addresses, *root]
-        return [sys.executable, "-m", "agentrl.learner.launch", str(os.getpid()), *torchrun, *worker]
+        addresses = ["--mailbox", self._mailbox.address, "--progress", self._reports.address]
+        return ["agentrl.learner.main", "--run-dir", str(self.run_dir), *addresses, *root]
 
     def _environment(self) -> dict[str, str]:
         learner = self.recipe.learner

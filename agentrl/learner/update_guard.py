@@ -140,7 +140,7 @@ class UpdateGuard:
         self._stop_at(self.counts.bad_in_a_row, part, "optimizer steps", reasons)
 
     def record_critic_step(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
-        """Records an optimizer step of the critic; see `settle`."""
+        """Records an optimizer step of the critic; see `record_policy_step`."""
         if applied:
             self.counts = replace(self.counts, critic_bad_in_a_row=0)
             return

@@ -95,7 +95,7 @@ def batch_advantages(
     """Computes the advantage of each episode of a step with the estimator in `objective.advantage`.
 
     Unscored or excluded episodes get None and count in no mean. A group is dropped, with the reason, if fewer than `min_group_size`
-    episodes count, if a score is infinite, or if all its advantages would be zero up to rounding (`agentrl.scores`).
+    episodes count, if a score is infinite, or if all its advantages would be zero up to rounding (`agentrl.base.scores`).
 
     Args:
         penalties: subtracted from the score of the episode with that id (the KL term of the reward).

@@ -45,7 +45,7 @@ class ServerPool:
         gpus: Sequence[str] = (),
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`gpus`: CUDA_VISIBLE_DEVICES of each server; empty inherits the driver's. `alert`: as for `ServedPolicy`."""
+        """`gpus`: CUDA_VISIBLE_DEVICES of each server; empty inherits the driver's. `alert`: as for `SupervisedServer`."""
         count = recipe.serving.replicas
         self.version = -1
         self.sha256 = ""
@@ -82,7 +82,7 @@ class ServerPool:
         return CacheUse(reading=min(use.reading for use in uses), shares=tuple(share for use in uses for share in use.shares))
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
-        """Starts all servers concurrently. Raises as `ServedPolicy.start` does if one of them cannot start."""
+        """Starts all servers concurrently. Raises as `SupervisedServer.start` does if one of them cannot start."""
         async with asyncio.TaskGroup() as starting:
             for replica in self._replicas:
                 starting.create_task(replica.start(version, await_probe=await_probe))

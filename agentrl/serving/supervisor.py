@@ -39,8 +39,8 @@ class ServerLost(SwapError):
 class SupervisedServer:
     """A `PolicyServer` on a supervised vLLM server. Requests wait while the server restarts.
 
-    `version` is the number of the serving version. After `_RESTARTS` restarts in a row it raises `ServingError`. `ReplicatedPolicy` uses
-    several of these without waiting for a successor: `open`, `answer`, `take`, `become`.
+    `version` is the number of the serving version. After `_RESTARTS` restarts in a row it raises `ServingError`. `ServerPool` uses
+    several of these without waiting for a successor: `accepts_requests`, `try_generate`, `load_version`, `load_or_restart`.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class SupervisedServer:
             raise ServerDied(f"{self.title} died: {error}") from error
 
     async def check_died(self) -> bool:
-        """Whether the server is dead. If so, it is not `open` until a successor serves."""
+        """Whether the server is dead. If so, it does not accept requests until a successor serves."""
         server = self._server
         if server is not None and await server.alive():
             return False
@@ -196,14 +196,14 @@ class SupervisedServer:
         return report
 
     async def load_or_restart(self, version: PolicyVersion) -> SwapReport | None:
-        """Swaps a version in as `take` does, or restarts the server with a version that has no probe; then there is no report."""
+        """Swaps a version in as `load_version` does, or restarts the server with a version that has no probe; then there is no report."""
         if self._probed(version):
             return await self.load_version(version)
         await self._start_with(version)
         return None
 
     async def load_with_retries(self, version: PolicyVersion) -> None:
-        """Does what `become` does, and continues with the server's successor if it dies meanwhile.
+        """Does what `load_or_restart` does, and continues with the server's successor if it dies meanwhile.
 
         Raises `SwapError` after three attempts on live servers, and `ServingError` if no server comes back.
         """
@@ -226,7 +226,7 @@ class SupervisedServer:
             await self.start(version)
 
     async def _with_successor(self, take: Callable[[PolicyVersion], Awaitable[_Taken]], version: PolicyVersion) -> _Taken:
-        """Calls `take`, again for the server's successor if the server dies meanwhile."""
+        """Calls `take`, and again for the server's successor if the server dies meanwhile."""
         while True:
             server = await self._opened_server()
             try:

@@ -1,7 +1,7 @@
 """The file weight channel's engine inside vLLM: maps a version's safetensors files and loads them in place, on CPU and GPU.
 
 A version is checked completely before the first parameter is touched, because vLLM's layerwise reload starts by moving parameters away:
-after a rejected file the old weights serve. A delta (`agentrl.weights.deltas`) is applied to a copy of its parent's file, and the result
+after a rejected file the old weights serve. A delta (`agentrl.version.deltas`) is applied to a copy of its parent's file, and the result
 must have the published checksum. An adapter is merged while it is loaded, into the weights that the server was started with. So requests
 name no adapter, and decoding costs the same as without adapters.
 """

@@ -12,8 +12,8 @@ from agentrl.errors import ServingError
 class WeightState:
     """The serving version, the one on probation after a swap, and the salt that separates their cached prefixes.
 
-    New weights are on probation until their probe agrees; tokens that they sample are withheld until then (`settle`), so nothing sampled by
-    rejected weights reaches an episode.
+    New weights are on probation until their probe agrees; tokens that they sample are withheld until then (`wait_verified`), so nothing
+    sampled by rejected weights reaches an episode.
 
     Keys and values cached under older weights must not be used with newer ones. Resetting vLLM's prefix cache would restart every request
     in flight; a new `cache_salt` per swap makes old entries unreachable instead. A request in flight keeps its keys and values.

@@ -38,7 +38,7 @@ async def started(run: Path, registry: FolderRegistry) -> AsyncIterator[tuple[Ga
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_it_takes_versions_in_without_a_word_to_registry_and_learner(tmp_path: Path) -> None:
+async def test_it_loads_versions_without_registry_changes(tmp_path: Path) -> None:
     registry = open_registry(tmp_path)
     async with started(tmp_path, registry) as (server, _, first):
         await server.serve(first)
@@ -49,7 +49,7 @@ async def test_it_takes_versions_in_without_a_word_to_registry_and_learner(tmp_p
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_it_dies_while_it_takes_a_version_in_and_its_successor_has_that_version(tmp_path: Path) -> None:
+async def test_a_death_during_a_swap_restarts_with_that_version(tmp_path: Path) -> None:
     registry = open_registry(tmp_path)
     async with started(tmp_path, registry) as (server, _, first):
         ScriptedChannel.deaths = 1
@@ -60,7 +60,7 @@ async def test_it_dies_while_it_takes_a_version_in_and_its_successor_has_that_ve
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_it_dies_later_and_comes_back_with_the_version_that_is_judged(tmp_path: Path) -> None:
+async def test_a_later_death_restarts_with_the_evaluated_version(tmp_path: Path) -> None:
     registry = open_registry(tmp_path)
     async with started(tmp_path, registry) as (server, base, first):
         registry.set_state(first.number, VersionState.SERVING)  # the policy's server has gone on
@@ -72,7 +72,7 @@ async def test_it_dies_later_and_comes_back_with_the_version_that_is_judged(tmp_
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("gone", ["retracted", "pruned", "made anew"])
-async def test_it_dies_when_the_weights_that_it_has_are_gone_and_comes_back_with_version_0(tmp_path: Path, gone: str) -> None:
+async def test_a_death_without_weights_restarts_with_version_0(tmp_path: Path, gone: str) -> None:
     """Nobody judges those any more, and the run goes on: the next version that is judged is taken in as ever."""
     registry = open_registry(tmp_path)
     async with started(tmp_path, registry) as (server, _, first):
@@ -91,7 +91,7 @@ async def test_it_dies_when_the_weights_that_it_has_are_gone_and_comes_back_with
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_it_refuses_is_an_error(tmp_path: Path) -> None:
+async def test_a_rejected_version_raises(tmp_path: Path) -> None:
     registry = open_registry(tmp_path)
     async with started(tmp_path, registry) as (server, _, first):
         ScriptedChannel.refusals = 3
@@ -99,6 +99,6 @@ async def test_a_version_that_it_refuses_is_an_error(tmp_path: Path) -> None:
             await server.serve(first)
 
 
-def test_its_port_is_free_where_the_policys_is_given(tmp_path: Path) -> None:
+def test_its_port_differs_from_the_policys(tmp_path: Path) -> None:
     registry = FolderRegistry(tmp_path / "versions")
     assert GateServer(RECIPE, tmp_path, registry).policy._recipe.serving.port == 0

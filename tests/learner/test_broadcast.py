@@ -86,7 +86,7 @@ def announce(tmp_path: Path, url: str, start: int) -> None:
     (tmp_path / NAME).write_text(json.dumps({"url": url, "key": "k", "start": start}))
 
 
-def test_one_connection_serves_many_versions_and_a_new_server_gets_a_new_one(tmp_path: Path, weights: Weights, url: str) -> None:
+def test_versions_reuse_a_connection_and_a_new_server_gets_a_new_one(tmp_path: Path, weights: Weights, url: str) -> None:
     made = make(tmp_path, weights)
     announce(tmp_path, url, 11)
     made.send(1)
@@ -96,7 +96,7 @@ def test_one_connection_serves_many_versions_and_a_new_server_gets_a_new_one(tmp
     assert (weights.sent, weights.connected) == ([1, 2, 3], [11, 12])
 
 
-def test_catching_up_sends_only_what_the_server_lacks(tmp_path: Path, weights: Weights, url: str) -> None:
+def test_catch_up_sends_only_a_missing_version(tmp_path: Path, weights: Weights, url: str) -> None:
     announce(tmp_path, url, 1)
     weights.carried = "5"
     made = make(tmp_path, weights)
@@ -106,7 +106,7 @@ def test_catching_up_sends_only_what_the_server_lacks(tmp_path: Path, weights: W
     assert weights.sent == [6]
 
 
-def test_without_a_server_or_with_a_broken_channel_the_learner_says_so(tmp_path: Path, weights: Weights, url: str) -> None:
+def test_a_missing_server_or_broken_channel_raises(tmp_path: Path, weights: Weights, url: str) -> None:
     with pytest.raises(LearnerError, match="no inference server started"):
         make(tmp_path, weights, patience_s=0.3).send(1)
     made = make(tmp_path, weights)

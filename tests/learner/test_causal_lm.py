@@ -39,7 +39,7 @@ def lm():
     return transformers.Qwen3ForCausalLM(tiny_config())
 
 
-def test_kernels_that_agree_are_taken_and_the_output_head_stays(lm, monkeypatch):
+def test_matching_kernels_are_used_and_the_output_head_stays(lm, monkeypatch):
     calls = package(monkeypatch, wrong_by=1e-6)
     before = lm.forward.__func__
     causal_lm._replace(lm)
@@ -48,19 +48,19 @@ def test_kernels_that_agree_are_taken_and_the_output_head_stays(lm, monkeypatch)
 
 
 @pytest.mark.parametrize("wrong_by", [0.5, float("nan")])
-def test_kernels_that_compute_something_else_are_refused(lm, monkeypatch, wrong_by):
+def test_differing_kernels_raise(lm, monkeypatch, wrong_by):
     package(monkeypatch, wrong_by)
     with pytest.raises(UserError, match=r"logprobs of this model differ by(.|\n)*fix: learner\.kernels=torch"):
         causal_lm._replace(lm)
 
 
-def test_a_model_type_without_kernels_is_refused(lm, monkeypatch):
+def test_a_model_type_without_kernels_raises(lm, monkeypatch):
     package(monkeypatch, wrong_by=0.0, known="llama")
     with pytest.raises(UserError, match="no kernels for model type 'qwen3'"):
         causal_lm._replace(lm)
 
 
-def test_a_missing_package_and_a_missing_gpu_are_named(lm, monkeypatch):
+def test_a_missing_package_or_gpu_raises(lm, monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(UserError, match=r"liger_kernel(.|\n)*fix: pip install"):
         causal_lm._replace(lm)

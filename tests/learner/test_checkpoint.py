@@ -48,7 +48,7 @@ TORN: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("what", TORN)
-def test_a_torn_checkpoint_is_passed_over_for_the_one_before_it(tmp_path: Path, what: str) -> None:
+def test_a_torn_checkpoint_is_skipped(tmp_path: Path, what: str) -> None:
     _write(tmp_path, 4)
     folder = _write(tmp_path, 5)
     (tmp_path / ".000006.part" / "state").mkdir(parents=True)  # being written when the power went
@@ -64,7 +64,7 @@ def test_a_torn_checkpoint_is_passed_over_for_the_one_before_it(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("free", "kept"), [(0, ["000001", "000004"]), (10**9, ["000001", "000002", "000003", "000004"])])
-def test_on_a_full_disk_older_checkpoints_make_room_for_the_next(
+def test_older_checkpoints_are_deleted_on_a_full_disk(
     free: int, kept: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in (1, 2, 3, 4):
@@ -79,7 +79,7 @@ def test_on_a_full_disk_older_checkpoints_make_room_for_the_next(
     assert (tmp_path / "000003").exists(), "the newest is damaged, and the one before it is what a run goes on from"
 
 
-def test_a_run_that_has_made_no_checkpoint_has_none(tmp_path: Path) -> None:
+def test_newest_is_none_without_checkpoints(tmp_path: Path) -> None:
     assert newest(tmp_path / "none") is None
     (tmp_path / ".000001.part").mkdir()
     assert newest(tmp_path) is None
@@ -87,5 +87,5 @@ def test_a_run_that_has_made_no_checkpoint_has_none(tmp_path: Path) -> None:
 
 @given(strategies.records(CheckpointMeta))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_what_a_checkpoint_knows_is_read_back_equal(meta: CheckpointMeta) -> None:
+def test_checkpoint_metadata_round_trips(meta: CheckpointMeta) -> None:
     assert codec.from_json(CheckpointMeta, codec.to_json(meta)) == meta

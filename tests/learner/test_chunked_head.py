@@ -40,7 +40,7 @@ class Chunked(Scenario):
         return {"gap": gap, "trained": metrics[-1]["tokens_trained"]}
 
 
-def test_chunks_make_the_same_update_as_the_whole_at_zero_3(tmp_path: Path, host: Path) -> None:
+def test_chunks_give_the_same_update_at_zero_3(tmp_path: Path, host: Path) -> None:
     write_run(tmp_path, recipe(), [random_group(index, size=5) for index in range(6)])
     done = subprocess.run(
         preloaded.command(host, 2, "tests.learner.test_chunked_head", str(tmp_path), str(tmp_path), "chunked-3"),

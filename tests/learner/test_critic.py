@@ -43,7 +43,7 @@ def _samples(seed: int, told: bool) -> tuple[Sample, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("told", [True, False])
-def test_values_follow_what_the_tokens_tell_from_the_token_on_that_tells_it(told: bool) -> None:
+def test_values_change_from_the_informative_token_on(told: bool) -> None:
     """After 40 batches, on episodes it has not seen. Before the third token everyone is worth 0.5; after it, 0 or 1."""
     torch.manual_seed(0)
     config = CriticConfig()

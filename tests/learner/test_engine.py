@@ -92,7 +92,7 @@ def _name(stage: int, variant: str) -> str:
 
 
 @pytest.mark.parametrize("case", ["0", "2", "3", "3-lora"])
-def test_two_ranks_that_share_their_sequences_make_the_same_update(results: dict[tuple[int, str], dict[str, Any]], case: str) -> None:
+def test_a_team_of_two_ranks_gives_the_same_update(results: dict[tuple[int, str], dict[str, Any]], case: str) -> None:
     found, reference = results[2, f"ulysses-{case}"], results[1, "stage-0-lora" if "lora" in case else "stage-0"]
     assert _gap(found["weights"], reference["weights"]) < 2e-4
     for ours, theirs in zip(found["metrics"], reference["metrics"], strict=True):
@@ -102,13 +102,13 @@ def test_two_ranks_that_share_their_sequences_make_the_same_update(results: dict
     assert found["metrics"][0]["tokens_computed"] <= results[1, "stage-0"]["metrics"][0]["tokens_computed"], "none is computed twice"
 
 
-def test_the_gradients_of_a_team_are_those_of_one_rank(results: dict[tuple[int, str], dict[str, Any]]) -> None:
+def test_a_team_has_the_gradients_of_one_rank(results: dict[tuple[int, str], dict[str, Any]]) -> None:
     found = results[2, "exact-0"]
     assert found.keys() == {"qwen3", "qwen3 sliding", "llama"}
     assert max(found.values()) < 1e-10, found
 
 
-def test_minibatches_are_further_optimizer_steps_the_same_on_two_ranks(results: dict[tuple[int, str], dict[str, Any]]) -> None:
+def test_minibatches_are_optimizer_steps_equal_on_two_ranks(results: dict[tuple[int, str], dict[str, Any]]) -> None:
     one, two = results[1, "stage-2-3"], results[2, "stage-2-3"]
     assert one["metrics"][0]["optimizer_steps"] == 3
     assert _gap(one["weights"], two["weights"]) < 1e-3
@@ -116,22 +116,20 @@ def test_minibatches_are_further_optimizer_steps_the_same_on_two_ranks(results: 
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(1, "resume-0"), (1, "resume-2"), (2, "resume-1"), (2, "resume-2"), (2, "resume-3"), *RESUMED])
-def test_the_update_after_a_resume_is_the_same_bit_for_bit(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
+def test_the_update_after_a_resume_is_bitwise_equal(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
     found = results[ranks, name]
     assert _gap(found["weights"], found["again"]) == 0.0
 
 
 @pytest.mark.parametrize(("ranks", "name"), [name for name in RESUMED if "lora" in name[1]])
-def test_a_checkpoint_of_an_adapter_holds_nothing_of_the_base_model(
-    results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str
-) -> None:
+def test_an_adapter_checkpoint_excludes_the_base_model(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
     found = results[ranks, name]
     assert {saved.removeprefix("lm.") for saved in found["saved"]} == found["weights"].keys()
     assert all(".lora_" in saved for saved in found["saved"])
 
 
 @pytest.mark.parametrize("case", ["0", "2", "3", "2-lora", "3-lora"])
-def test_one_rank_goes_on_from_the_checkpoint_of_two(results: dict[tuple[int, str], dict[str, Any]], case: str) -> None:
+def test_one_rank_resumes_the_checkpoint_of_two(results: dict[tuple[int, str], dict[str, Any]], case: str) -> None:
     found, reference = results[1, f"reshape-{case}"], results[2, f"resume-{case}"]
     assert _gap(found["weights"], reference["weights"]) < 1e-4
     assert found["left"] == ["000001"], "nothing is left beside the checkpoint"
@@ -141,7 +139,7 @@ def test_one_rank_goes_on_from_the_checkpoint_of_two(results: dict[tuple[int, st
     ("ranks", "name"),
     [(2, f"cross-{pair}") for pair in ("3-2", "2-3", "2-0", "0-3", "1-2")] + [(1, f"cross-{pair}") for pair in ("3-0", "0-2")],
 )
-def test_another_zero_stage_goes_on_from_a_checkpoint(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
+def test_another_zero_stage_resumes_a_checkpoint(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
     """With as many ranks and with fewer. Weight decay makes two groups of parameters, each with its options and its step count."""
     found, reference = results[ranks, name], results[2, f"resume-{name[-1]}"]
     assert _gap(found["weights"], reference["weights"]) < 1e-4
@@ -149,13 +147,13 @@ def test_another_zero_stage_goes_on_from_a_checkpoint(results: dict[tuple[int, s
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(2, "crossppo-3-0"), (2, "crossppo-2-3"), (2, "crossppo-0-2"), (1, "crossppo-0-3")])
-def test_another_zero_stage_goes_on_with_a_value_head(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
+def test_another_zero_stage_resumes_a_value_head(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
     found, reference = results[ranks, name], results[2, f"shared-{name[-1]}"]
     assert _gap(found["weights"], reference["weights"]) < 1e-4
     assert _gap(found["heads"], reference["heads"][0]) < 1e-5
 
 
-def test_a_checkpoint_that_cannot_be_gone_on_from_is_refused_with_what_to_do(results: dict[tuple[int, str], dict[str, Any]]) -> None:
+def test_an_unsuitable_checkpoint_raises_with_a_fix(results: dict[tuple[int, str], dict[str, Any]]) -> None:
     said = results[1, "refused-2"]
     assert "made no step; resume with the ranks and the learner.zero_stage" in said["fresh"]
     assert "holds no critic; resume with the critic settings" in said["no critic"]
@@ -164,7 +162,7 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_is_refused_with_what_to_do(res
 
 
 @pytest.mark.parametrize(("ranks", "name"), POISONED)
-def test_a_gradient_with_a_nan_leaves_no_trace(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
+def test_a_nan_gradient_changes_nothing(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
     """Weights untouched, the update counted, and the next good one is what it would have been (moments were untouched too)."""
     found = results[ranks, name]
     assert _gap(found["before"], found["after"]) == 0.0
@@ -190,7 +188,7 @@ def test_ppo_trains_critic_and_policy_alike_on_ranks_and_stages(
         assert second[key] == pytest.approx(reference["metrics"][1][key], rel=5e-3, abs=1e-5), key
 
 
-def test_minibatches_of_the_critic_are_further_steps_of_it_alone(results: dict[tuple[int, str], dict[str, Any]]) -> None:
+def test_critic_minibatches_are_steps_of_the_critic_only(results: dict[tuple[int, str], dict[str, Any]]) -> None:
     one, two, whole = results[1, "ppo-0-3"], results[2, "ppo-2-3"], results[1, "ppo-0"]
     assert one["metrics"][1]["optimizer_steps"] == 1
     assert one["metrics"][0]["advantage_std"] == pytest.approx(whole["metrics"][0]["advantage_std"])
@@ -229,7 +227,7 @@ def test_the_values_of_a_shared_trunk_are_taken_once_before_all_its_optimizer_st
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(1, "odd-0"), (2, "odd-2")])
-def test_batches_at_the_edge_have_a_defined_end(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
+def test_edge_case_batches(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
     found = results[ranks, name]
     for kind, empty in found["empty"].items():
         assert _gap(empty["before"], empty["after"]) == 0.0, kind
@@ -243,7 +241,7 @@ def test_batches_at_the_edge_have_a_defined_end(results: dict[tuple[int, str], d
     assert "holds token 5000, but the policy's vocabulary has 97" in found["strange"]
 
 
-def test_vllm_is_sent_full_tensors_and_the_tied_head(results: dict[tuple[int, str], dict[str, Any]]) -> None:
+def test_vllm_gets_full_tensors_and_the_tied_head(results: dict[tuple[int, str], dict[str, Any]]) -> None:
     found = results[2, "source-3"]
     sent = dict(found["sent"])
     assert torch.equal(sent.pop("lm_head.weight"), sent["model.embed_tokens.weight"])
@@ -266,7 +264,7 @@ def test_every_objective_is_the_same_in_one_micro_batch_many_or_on_two_ranks_or_
             assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-5), key
 
 
-def test_the_reference_is_version_0_and_stays_there(results: dict[tuple[int, str], dict[str, Any]]) -> None:
+def test_the_kl_reference_model_stays_version_0(results: dict[tuple[int, str], dict[str, Any]]) -> None:
     """Before the first update policy and reference are the same weights; after it they are not. Asked for by no KL term, none is there."""
     for name in ("gspo", "rloo"):
         first, second = results[1, "objective-0-256"][name]["metrics"]
@@ -288,7 +286,7 @@ def test_different_objectives_are_different_updates(results: dict[tuple[int, str
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_no_file_of_a_checkpoint_runs_a_program(results: dict[tuple[int, str], dict[str, Any]], stage: int) -> None:
+def test_checkpoint_files_run_no_code(results: dict[tuple[int, str], dict[str, Any]], stage: int) -> None:
     found = results[1, f"hostile-{stage}"]
     assert not found["ran"] and found["files"] >= 2
     assert {file for target, file in found["said"] if target == stage} >= {"rng_00.pt", "state/mp_rank_00_model_states.pt"}

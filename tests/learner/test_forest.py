@@ -24,7 +24,7 @@ sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_s
 
 
 @given(sequences)
-def test_paths_read_back_the_sequences_and_nothing_is_there_twice(rows: list[list[int]]) -> None:
+def test_paths_restore_the_sequences_and_prefixes_are_stored_once(rows: list[list[int]]) -> None:
     forest = build_forest(rows)
     prefixes = {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
     assert len(forest.token_ids) == len(prefixes)
@@ -34,7 +34,7 @@ def test_paths_read_back_the_sequences_and_nothing_is_there_twice(rows: list[lis
 
 
 @given(sequences)
-def test_the_intervals_say_who_continues_whom(rows: list[list[int]]) -> None:
+def test_intervals_are_the_descendants(rows: list[list[int]]) -> None:
     forest = build_forest(rows)
     pairs = {(int(a), int(b)) for path in forest.paths for n, b in enumerate(path) for a in path[: n + 1]}
     size = len(forest.token_ids)
@@ -126,7 +126,7 @@ def test_logprobs_and_gradients_equal_the_plain_computation(kind: str, budget: i
         assert _gap(ours.grad, theirs.grad) < 1e-10, name
 
 
-def test_recomputing_layers_changes_no_gradient() -> None:
+def test_gradient_checkpointing_changes_no_gradient() -> None:
     gradients = []
     for recompute in (False, True):
         model = _model("qwen3", register()).train()
@@ -141,7 +141,7 @@ def test_recomputing_layers_changes_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_the_block_kernel_gives_the_numbers_of_the_branch_kernel(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_kernel_equals_the_branch_kernel(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention, which CUDA uses, run here without a compiler; its backward pass has no CPU form."""
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -38,9 +38,7 @@ async def learn(make_learner: MakeLearner, run_dir: Path, which: Recipe) -> None
 
 
 @pytest.mark.deepspeed
-async def test_the_learner_goes_back_to_the_promoted_version_when_asked_also_when_it_dies_in_between(
-    tmp_path: Path, host: Path, make_learner: MakeLearner
-) -> None:
+async def test_the_learner_rolls_back_on_request_even_after_a_crash(tmp_path: Path, host: Path, make_learner: MakeLearner) -> None:
     """Version 2 is refused while the learner waits for step 2: that step is a step back to version 1, and step 3 goes on from there, as
     if steps 1 and 2 had never been, bit for bit. The groups of step 2 were sampled by what is undone, and stay consumed."""
     groups = [random_group(index) for index in range(12)]

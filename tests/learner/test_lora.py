@@ -40,7 +40,7 @@ def adapted(model: transformers.Qwen3ForCausalLM, config: LoraConfig = CONFIG) -
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("logits_at_once", [2**25, 7 * VOCABULARY])
-def test_gradients_are_the_chain_rule_through_the_merged_weights(ranks: int, logits_at_once: int) -> None:
+def test_adapter_gradients_follow_from_the_merged_weights(ranks: int, logits_at_once: int) -> None:
     """W' = W + s B A, hence dL/dA = s Bᵀ dL/dW' and dL/dB = s dL/dW' Aᵀ, with dL/dW' of a plain model, one sequence at a time.
 
     Two ranks are two shares of the batch, whose gradients are summed.
@@ -70,7 +70,7 @@ def test_gradients_are_the_chain_rule_through_the_merged_weights(ranks: int, log
     }
 
 
-def test_disabled_it_leaves_the_base_policy_and_comes_back() -> None:
+def test_a_disabled_adapter_leaves_the_base_policy() -> None:
     base, model = _model("qwen3", register()), _model("qwen3", register())
     adapted(model)
     batch = build_micro_batch(tuple(_samples(2)), CPU)
@@ -88,7 +88,7 @@ def test_disabled_it_leaves_the_base_policy_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")])
-def test_a_published_adapter_is_read_by_peft_and_by_the_merge_alike(tmp_path: Path, targets: tuple[str, ...] | None) -> None:
+def test_peft_and_the_merge_read_a_published_adapter_alike(tmp_path: Path, targets: tuple[str, ...] | None) -> None:
     from peft import PeftModel
 
     base, version, merged = (tmp_path / name for name in ("base", "version", "merged"))
@@ -129,13 +129,13 @@ def test_a_published_adapter_is_read_by_peft_and_by_the_merge_alike(tmp_path: Pa
         (("embed_tokens",), "embed_tokens is not a linear layer"),
     ],
 )
-def test_layers_that_cannot_be_adapted_are_named(targets: tuple[str, ...], named: str) -> None:
+def test_unsupported_target_modules_raise(targets: tuple[str, ...], named: str) -> None:
     with pytest.raises(UserError, match=named) as error:
         lora.attach(transformers.Qwen3ForCausalLM(tiny_config()), LoraConfig(target_modules=targets), seed=0)
     assert "q_proj" in str(error.value) and "base_layer" not in str(error.value)
 
 
-def test_the_seed_makes_the_adapter_and_leaves_the_random_state() -> None:
+def test_the_seed_determines_the_adapter_and_keeps_the_random_state() -> None:
     made = []
     for seed in (3, 3, 4):
         torch.manual_seed(0)

@@ -28,7 +28,7 @@ def _sample(name: int, length: int, group: int = 0, first: int = 0) -> Sample:
 
 
 @given(st.lists(st.tuples(st.integers(2, 60), st.integers(0, 3)), max_size=40), st.integers(1, 4), st.integers(60, 200))
-def test_every_sample_is_on_one_rank_once_and_ranks_run_equally_many_micro_batches(
+def test_each_sample_is_planned_once_and_ranks_get_equally_many_micro_batches(
     shapes: list[tuple[int, int]], ranks: int, budget: int
 ) -> None:
     samples = [_sample(number, length, first=first) for number, (length, first) in enumerate(shapes)]
@@ -40,17 +40,17 @@ def test_every_sample_is_on_one_rank_once_and_ranks_run_equally_many_micro_batch
         assert build_micro_batch(rows, CPU).input_ids.shape[1] <= budget
 
 
-def test_micro_batches_are_as_even_as_their_number_allows() -> None:
+def test_micro_batches_have_even_sizes() -> None:
     made = plan_micro_batches([_sample(n, 10, first=n) for n in range(8)], rank=0, ranks=1, max_tokens=70)
     assert sorted(len(rows) for rows in made) == [4, 4]
 
 
-def test_a_sample_longer_than_the_budget_is_alone() -> None:
+def test_a_sample_above_the_budget_gets_its_own_micro_batch() -> None:
     made = plan_micro_batches([_sample(0, 50), _sample(1, 5, first=7)], rank=0, ranks=1, max_tokens=20)
     assert [[sample.episode_id for sample in rows] for rows in made] == [["0"], ["1"]]
 
 
-def test_tensors_pick_the_token_before_each_trained_one() -> None:
+def test_positions_index_the_token_before_each_trained_one() -> None:
     made = build_micro_batch((_sample(0, 4, first=5), _sample(1, 2)), CPU)
     assert made.input_ids.tolist() == [[0, 1, 5, 6, 7, 8]]
     assert made.layout.positions.tolist() == [0, 1, 0, 1, 2, 3]
@@ -61,7 +61,7 @@ def test_tensors_pick_the_token_before_each_trained_one() -> None:
     assert build_micro_batch((_sample(0, 4), _sample(1, 2)), torch.device("cpu"), [7, 5]).sequence.tolist() == [7, 7, 7, 5]
 
 
-def test_shared_tokens_are_there_once_and_every_sample_keeps_its_own_numbers() -> None:
+def test_shared_tokens_are_stored_once_and_samples_keep_their_values() -> None:
     """Two samples alike up to their last token, and one that is the same as the first."""
     first, twin = _sample(0, 4), _sample(2, 4)
     other = replace(_sample(1, 4), token_ids=(0, 1, 2, 9), logprobs=(0.0, -5.0, -6.0, -7.0))
@@ -72,7 +72,7 @@ def test_shared_tokens_are_there_once_and_every_sample_keeps_its_own_numbers() -
     assert made.behaviour.tolist() == [-1.0, -2.0, -3.0, -5.0, -6.0, -7.0, -1.0, -2.0, -3.0]
 
 
-def test_no_samples_are_padding_that_trains_nothing() -> None:
+def test_an_empty_micro_batch_is_untrained_padding() -> None:
     assert plan_micro_batches([], rank=0, ranks=2, max_tokens=64) == []
     made = build_micro_batch((), CPU)
     assert made.input_ids.shape == (1, 2)
@@ -80,7 +80,7 @@ def test_no_samples_are_padding_that_trains_nothing() -> None:
 
 
 @pytest.mark.parametrize("token", [97, -1])
-def test_a_token_that_the_model_does_not_have_is_refused_with_its_episode(token: int) -> None:
+def test_a_token_outside_the_vocabulary_raises_with_its_episode(token: int) -> None:
     good, bad = _sample(0, 5, first=92), replace(_sample(1, 3), token_ids=(0, token, 2))
     check_vocabulary([good], 97)
     check_vocabulary([], 97)
@@ -88,7 +88,7 @@ def test_a_token_that_the_model_does_not_have_is_refused_with_its_episode(token:
         check_vocabulary([good, bad], 97)
 
 
-def test_minibatches_share_the_groups_and_have_their_own_denominators() -> None:
+def test_minibatches_split_the_groups_and_have_separate_denominators() -> None:
     samples = tuple(_sample(group, length, group) for group, length in ((10, 3), (11, 5), (12, 7)))
     batch = Batch(step=0, samples=samples, denominator=12, group_indices=(10, 11, 12, 13))
     parts = split_minibatches(batch, 2)

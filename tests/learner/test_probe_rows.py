@@ -28,7 +28,7 @@ def group(index: int, *token_ids: int) -> Group:
     return Group(index=index, task_id="t", task_key="k", episodes=(ScoredEpisode(episode=episode, score=Score(value=1.0)),))
 
 
-def test_rows_are_the_ends_of_contexts_that_begin_alike() -> None:
+def test_probe_rows_are_the_ends_of_contexts() -> None:
     groups = tuple(group(index, *range(1000), 2000 + index) for index in range(PROBE_ROWS + 2))
     rows = select_probe_rows(groups, vocabulary=5000, max_model_len=1024)
     assert len(rows) == PROBE_ROWS
@@ -36,12 +36,12 @@ def test_rows_are_the_ends_of_contexts_that_begin_alike() -> None:
     assert all(1 < len(row) <= 128 and row[:-1] == tuple(range(1000))[-len(row) + 1 :] for row in rows)
 
 
-def test_a_row_leaves_room_for_the_token_that_the_server_samples() -> None:
+def test_a_probe_row_is_shorter_than_the_context() -> None:
     (row,) = select_probe_rows((group(0, *range(100)),), vocabulary=5000, max_model_len=64)
     assert len(row) == 63
 
 
-def test_groups_without_tokens_are_probed_with_a_fixed_row() -> None:
+def test_groups_without_tokens_get_a_fixed_probe_row() -> None:
     (row,) = select_probe_rows((group(0), group(1)), vocabulary=5, max_model_len=64)
     assert row == tuple(token % 5 for token in range(16))
 

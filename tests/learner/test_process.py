@@ -52,7 +52,7 @@ def _listening(argument: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Addr
     return [ipaddress.ip_address(found.laddr.ip) for found in sockets]
 
 
-async def test_steps_are_made_as_groups_arrive_and_stop_is_clean(tmp_path: Path) -> None:
+async def test_steps_run_as_groups_arrive_and_stop_is_clean(tmp_path: Path) -> None:
     made = recipe()
     write_run(tmp_path, made, [random_group(index) for index in range(3)])
     learner = LearnerProcess(tmp_path, made)
@@ -108,7 +108,7 @@ def _check_export(folder: Path) -> None:
     assert '"updates_left_out": 0.0' in (folder / "update.json").read_text()
 
 
-async def test_a_divergence_in_the_reward_gives_groups_of_equal_scores_a_preference(tmp_path: Path, make_learner: MakeLearner) -> None:
+async def test_a_kl_penalty_gives_groups_of_equal_scores_a_preference(tmp_path: Path, make_learner: MakeLearner) -> None:
     made = recipe(objective={"kl": "k1_reward", "kl_coef": 0.1}).model_copy(update={"steps": 1})
     write_run(tmp_path, made, [random_group(index, scores=[1.0] * 4) for index in range(3)])
     learner = make_learner(tmp_path, made)
@@ -120,7 +120,7 @@ async def test_a_divergence_in_the_reward_gives_groups_of_equal_scores_a_prefere
     assert update["groups_trained"] == 3
 
 
-async def test_a_value_head_is_saved_and_not_published_and_goes_on_at_another_zero_stage(tmp_path: Path, make_learner: MakeLearner) -> None:
+async def test_a_value_head_is_saved_but_not_published_and_resumes_at_another_zero_stage(tmp_path: Path, make_learner: MakeLearner) -> None:
     sections = {"objective": {"advantage": "gae"}, "critic": {"trunk": "shared"}}
     made = recipe(**sections).model_copy(update={"steps": 1})
     write_run(tmp_path, made, [random_group(index) for index in range(6)])
@@ -145,7 +145,7 @@ async def test_a_value_head_is_saved_and_not_published_and_goes_on_at_another_ze
     assert update["value_loss"] > 0 and update["value_mean"] != 0
 
 
-async def test_adapters_are_published_alone_and_belong_to_the_base_they_were_trained_on(tmp_path: Path, make_learner: MakeLearner) -> None:
+async def test_adapters_are_published_without_their_base_and_check_it_on_resume(tmp_path: Path, make_learner: MakeLearner) -> None:
     """On two ranks that share sequences, shard weights and put them aside: all of it in one learner."""
     from peft import PeftModel
 
@@ -222,7 +222,7 @@ def _run_until_killed(host: Path, run_dir: Path, point: str) -> int:
     return subprocess.run(command, capture_output=True, timeout=600, check=False).returncode
 
 
-async def test_a_learner_that_cannot_start_says_why(tmp_path: Path) -> None:
+async def test_a_failed_start_reports_its_cause(tmp_path: Path) -> None:
     made = recipe()
     write_run(tmp_path, made, [])
     (tmp_path / "checkpoints" / "000001").mkdir(parents=True)
@@ -235,7 +235,7 @@ async def test_a_learner_that_cannot_start_says_why(tmp_path: Path) -> None:
         learner.check()
 
 
-async def test_a_rank_that_is_killed_is_told_as_that(tmp_path: Path) -> None:
+async def test_a_killed_rank_is_reported(tmp_path: Path) -> None:
     """It can say nothing itself; what torchrun knows of it is passed on."""
     made = recipe()
     write_run(tmp_path, made, [])
@@ -266,7 +266,7 @@ print("left")
 """
 
 
-async def test_what_a_local_user_leaves_in_the_workers_store_is_not_run(tmp_path: Path) -> None:
+async def test_the_workers_store_does_not_unpickle_injected_data(tmp_path: Path) -> None:
     made = recipe()
     write_run(tmp_path, made, [])
     learner = LearnerProcess(tmp_path, made)
@@ -296,7 +296,7 @@ def _workers(run_dir: Path) -> list[int]:
 
 
 @pytest.mark.usefixtures("own_mounts")
-async def test_a_disk_that_fills_up_under_the_learner_is_told_as_that(tmp_path: Path, make_learner: MakeLearner) -> None:
+async def test_a_full_disk_is_reported(tmp_path: Path, make_learner: MakeLearner) -> None:
     """The first checkpoint does not fit; torch's own writer gives no reason, and the log has no room for one. Mounting takes root."""
     made = recipe()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(tmp_path)], check=True)
@@ -312,7 +312,7 @@ async def test_a_disk_that_fills_up_under_the_learner_is_told_as_that(tmp_path: 
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
-def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path) -> None:
+def test_no_process_survives_a_killed_driver(tmp_path: Path) -> None:
     made = recipe()
     write_run(tmp_path, made, [])
     driver = (

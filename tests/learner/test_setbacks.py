@@ -57,7 +57,7 @@ def _gap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> flo
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(("ranks", "name"), REFUSED)
-def test_a_refused_update_leaves_no_trace_and_is_written_down(results: Results, ranks: int, name: str) -> None:
+def test_a_skipped_update_changes_nothing_and_is_logged(results: Results, ranks: int, name: str) -> None:
     found, kind = results[ranks, name], name.partition("-")[0]
     assert _gap(found["before"], found["after"]) == 0.0
     assert _gap(found["then"], found["clean"]) == 0.0, "moments and gradients were untouched too"
@@ -90,7 +90,7 @@ def test_a_refused_update_leaves_no_trace_and_is_written_down(results: Results, 
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(("ranks", "name"), UNDONE)
-def test_an_engine_goes_back_as_if_nothing_had_happened(results: Results, ranks: int, name: str) -> None:
+def test_an_engine_restores_a_checkpoint_exactly(results: Results, ranks: int, name: str) -> None:
     found = results[ranks, name]
     assert _gap(found["again"], found["straight"]) == 0.0
     assert _gap(found["from_scratch"], found["first"]) == 0.0
@@ -99,7 +99,7 @@ def test_an_engine_goes_back_as_if_nothing_had_happened(results: Results, ranks:
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(("ranks", "name"), [(2, "undocritic-2"), (1, "undocritic-0")])
-def test_a_critic_goes_back_with_its_policy(results: Results, ranks: int, name: str) -> None:
+def test_a_critic_is_restored_with_its_policy(results: Results, ranks: int, name: str) -> None:
     found = results[ranks, name]
     assert _gap(found["first"], found["again"]) == 0.0
     assert found["base"]["head.weight"].abs().max() == 0.0 < found["first"]["head.weight"].abs().max()
@@ -129,7 +129,7 @@ FINE = {"loss": 0.1, "kl_behaviour": 0.1, "entropy": 2.0, "ess": 0.9, "ratio_max
         ("min_effective_sample_size", 0.5, "ess", 0.4),
     ],
 )
-def test_every_limit_judges_its_own_figure_at_its_bound(name: str, at: float, metric: str, bad: float) -> None:
+def test_each_limit_checks_its_metric_at_its_bound(name: str, at: float, metric: str, bad: float) -> None:
     guard = UpdateGuard(LearnerConfig(limits=LimitsConfig(**{name: Limit(at=at)})))
     for fine in (FINE, FINE | {metric: at}):
         known = {key: value for key, value in fine.items() if key != "grad_norm"}
@@ -144,7 +144,7 @@ def test_every_limit_judges_its_own_figure_at_its_bound(name: str, at: float, me
     assert guard.take_failures() == ()
 
 
-def test_the_strictest_action_wins_and_rollbacks_run_out() -> None:
+def test_the_strictest_action_wins_and_rollbacks_are_limited() -> None:
     limits = LimitsConfig(max_kl=Limit(at=0.5), min_entropy=Limit(at=0.5, action="rollback"), max_rollbacks=1)
     guard = UpdateGuard(LearnerConfig(limits=limits))
     bad = FINE | {"kl_behaviour": 0.6, "entropy": 0.1}
@@ -159,7 +159,7 @@ def test_the_strictest_action_wins_and_rollbacks_run_out() -> None:
     assert [setback.action for setback in guard.take_failures()] == ["rollback", "halt"]
 
 
-def test_a_good_critic_does_not_hide_a_policy_that_is_never_updated() -> None:
+def test_a_working_critic_does_not_reset_the_policys_skipped_steps() -> None:
     guard = UpdateGuard(LearnerConfig(max_bad_updates=2))
     nan = FINE | {"grad_norm": math.nan}
     for _ in range(2):
@@ -177,7 +177,7 @@ def test_a_good_critic_does_not_hide_a_policy_that_is_never_updated() -> None:
     assert guard.take_failures()[0].metrics == {"value_grad_norm": None}
 
 
-def test_the_log_forgets_the_steps_that_are_made_again(tmp_path: Path) -> None:
+def test_the_log_drops_steps_that_run_again(tmp_path: Path) -> None:
     log = UpdateFailureLog(tmp_path)
     assert log.read() == ()
     log.remove_from(0)
@@ -232,7 +232,7 @@ def _rolling(ranks: int, steps: int = 4, **limits: object) -> Recipe:
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("ranks", [1, 2])
-async def test_a_rollback_takes_the_run_to_where_it_was_sound(tmp_path: Path, host: Path, make_learner: MakeLearner, ranks: int) -> None:
+async def test_a_rollback_restores_the_last_good_weights(tmp_path: Path, host: Path, make_learner: MakeLearner, ranks: int) -> None:
     """Update 2 finds the policy far from everything: version 2 is refused, version 3 is version 1 again, and update 3 is what update 1
     would have been with its groups: same weights, moments and learning rate, bit for bit. So too when it dies right after."""
     groups = [random_group(index) for index in range(12)]
@@ -265,7 +265,7 @@ async def test_a_rollback_takes_the_run_to_where_it_was_sound(tmp_path: Path, ho
 
 
 @pytest.mark.deepspeed
-async def test_weights_that_did_not_move_stay_as_sound_as_they_were(tmp_path: Path, make_learner: MakeLearner) -> None:
+async def test_unchanged_weights_stay_good(tmp_path: Path, make_learner: MakeLearner) -> None:
     """Nothing to learn in step 0: version 1 is the base, so that a rollback in step 1 finds nothing to undo."""
     groups = [*(random_group(index, scores=[1.0] * 4) for index in range(3)), *(_strange(index) for index in range(3, 6))]
     versions = (await _learn(make_learner, tmp_path, _rolling(1, 2), groups)).versions()
@@ -275,7 +275,7 @@ async def test_weights_that_did_not_move_stay_as_sound_as_they_were(tmp_path: Pa
 
 
 @pytest.mark.deepspeed
-async def test_versions_that_are_deltas_are_what_whole_ones_would_have_been(tmp_path: Path, make_learner: MakeLearner) -> None:
+async def test_delta_versions_equal_whole_ones(tmp_path: Path, make_learner: MakeLearner) -> None:
     groups = [random_group(index) for index in range(15)]
     made = recipe(learner={"lr": 1e-7, "full_every": 3, "keep_versions": 2}, serving={"weight_transfer": "delta"})
     made = made.model_copy(update={"steps": 5})
@@ -295,7 +295,7 @@ async def test_versions_that_are_deltas_are_what_whole_ones_would_have_been(tmp_
 
 
 @pytest.mark.deepspeed
-async def test_halting_stops_the_run_once_with_its_reason_and_other_limits_let_it_go_on(tmp_path: Path, make_learner: MakeLearner) -> None:
+async def test_a_halt_stops_the_run_and_other_limits_let_it_resume(tmp_path: Path, make_learner: MakeLearner) -> None:
     groups = [*(random_group(index) for index in range(3)), *(_strange(index) for index in range(3, 6))]
     made = _rolling(1, 2, max_kl={"at": 1.0, "action": "halt"})
     with pytest.raises(LearnerHalted, match=r"step 1: kl_behaviour .* is above learner\.limits\.max_kl\.at=1"):
@@ -315,9 +315,7 @@ async def test_halting_stops_the_run_once_with_its_reason_and_other_limits_let_i
 
 
 @pytest.mark.deepspeed
-async def test_numbers_that_are_not_finite_cost_their_group_not_the_run_until_there_are_too_many(
-    tmp_path: Path, make_learner: MakeLearner
-) -> None:
+async def test_non_finite_numbers_exclude_their_group_until_there_are_too_many(tmp_path: Path, make_learner: MakeLearner) -> None:
     """An infinite reward, an infinite logprob and scores too large to square, through the real store, on two ranks."""
     groups = [random_group(index) for index in range(6)]
     groups[1] = random_group(1, scores=[math.inf, 0.0, 1.0, 0.0])

@@ -78,7 +78,7 @@ def test_autograd_agrees_with_finite_differences(logits_at_once: int) -> None:
     assert torch.autograd.gradcheck(score, inputs)
 
 
-def test_a_support_of_the_whole_vocabulary_is_no_truncation() -> None:
+def test_a_support_of_the_whole_vocabulary_equals_no_support() -> None:
     torch.manual_seed(2)
     linear = nn.Linear(WIDTH, VOCABULARY)
     head, hidden, targets = LogprobHead(linear, 10**6), torch.randn(4, WIDTH), torch.arange(4)
@@ -86,7 +86,7 @@ def test_a_support_of_the_whole_vocabulary_is_no_truncation() -> None:
         torch.testing.assert_close(over, plain)
 
 
-def test_chunks_of_a_bfloat16_head_give_the_gradients_of_the_whole() -> None:
+def test_chunks_of_a_bfloat16_head_give_the_gradients_of_one_chunk() -> None:
     linear = nn.Linear(WIDTH, VOCABULARY).to(torch.bfloat16)
     targets, supports = drawn(40, 3, whole=False)
     gradients = []

@@ -14,7 +14,7 @@ from tests.learner.building import VOCABULARY, tiny_config
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("logits_at_once", [VOCABULARY * 3, 2**27])
-def test_the_same_as_the_models_own_logits(tied: bool, logits_at_once: int) -> None:
+def test_logprobs_equal_those_from_the_models_logits(tied: bool, logits_at_once: int) -> None:
     """Logprobs, entropies and the gradients of both in float64, chunked and not, at a temperature."""
     torch.manual_seed(0)
     lm = transformers.Qwen3ForCausalLM(tiny_config(tie_word_embeddings=tied, attn_implementation=register())).double()
@@ -37,7 +37,7 @@ def test_the_same_as_the_models_own_logits(tied: bool, logits_at_once: int) -> N
         torch.testing.assert_close(parameter.grad, expected[name], msg=name)
 
 
-def test_chunks_of_a_bfloat16_head_give_the_gradients_of_the_whole() -> None:
+def test_chunks_of_a_bfloat16_head_give_the_gradients_of_one_chunk() -> None:
     torch.manual_seed(0)
     linear = nn.Linear(16, VOCABULARY).to(torch.bfloat16)
     gradients = []
@@ -69,7 +69,7 @@ class Shifting:
 
 
 @pytest.mark.parametrize("kind", [Capped, Shifting])
-def test_a_model_that_does_more_than_attention_and_a_head_is_refused(kind: type) -> None:
+def test_a_model_with_more_than_attention_and_a_head_raises(kind: type) -> None:
     torch.manual_seed(0)
     config = tiny_config(attn_implementation=register(), initializer_range=0.2)
     good = TokenScorer(transformers.Qwen3ForCausalLM(config))

@@ -104,7 +104,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, host: Path) -> dict[str, d
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_learner_scores_over_the_supports_that_tokens_were_drawn_from(results: dict[str, dict[str, Any]], name: str) -> None:
+def test_the_learner_scores_over_the_sampled_supports(results: dict[str, dict[str, Any]], name: str) -> None:
     found = results[name]
     first, second = found["metrics"]
     assert first["mismatch_max"] < 1e-4 and first["mismatch_tokens"] == 1.0
@@ -115,7 +115,7 @@ def test_the_learner_scores_over_the_supports_that_tokens_were_drawn_from(result
 
 
 @pytest.mark.parametrize("name", NAMES[1:4])
-def test_ranks_stages_chunks_and_teams_make_the_same_update(results: dict[str, dict[str, Any]], name: str) -> None:
+def test_ranks_stages_chunks_and_teams_give_the_same_update(results: dict[str, dict[str, Any]], name: str) -> None:
     found, expected = results[name], results[NAMES[0]]
     gap = max((found["weights"][key] - expected["weights"][key]).abs().max().item() for key in expected["weights"])
     assert gap < 2e-4
@@ -123,7 +123,7 @@ def test_ranks_stages_chunks_and_teams_make_the_same_update(results: dict[str, d
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_probe_tells_what_may_follow_its_rows_at_the_rollouts_temperature(results: dict[str, dict[str, Any]], name: str) -> None:
+def test_the_probe_has_next_tokens_at_the_rollouts_temperature(results: dict[str, dict[str, Any]], name: str) -> None:
     probe, expected = results[name]["probe"], results[NAMES[0]]["probe"]
     assert [len(ids) for ids in probe.next_ids] == [VOCABULARY, VOCABULARY], "fewer than are told of a larger one"
     for ids, logprobs, same in zip(probe.next_ids, probe.next_logprobs, expected.next_logprobs, strict=True):

@@ -21,7 +21,7 @@ def team(rank: int, size: int) -> Team:
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.data())
-def test_every_token_and_every_prediction_is_one_ranks_own(length: int, size: int, data: st.DataObject) -> None:
+def test_each_token_and_prediction_belongs_to_one_rank(length: int, size: int, data: st.DataObject) -> None:
     positions = torch.tensor(sorted(data.draw(st.lists(st.integers(0, length - 1), max_size=20))), dtype=torch.long)
     stretches = [TokenShard.of(team(rank, size), length, positions) for rank in range(size)]
     tokens = torch.arange(1, length + 1)
@@ -35,7 +35,7 @@ def test_every_token_and_every_prediction_is_one_ranks_own(length: int, size: in
         assert ((local >= 0) & (local < stretch.width)).all()
 
 
-def test_the_parts_of_a_micro_batch_are_the_micro_batch() -> None:
+def test_shards_add_up_to_the_micro_batch() -> None:
     rows = tuple(_samples(1))
     whole = build_micro_batch(rows, CPU)
     parts = [build_micro_batch(rows, CPU, team=team(rank, 3)) for rank in range(3)]
@@ -46,7 +46,7 @@ def test_the_parts_of_a_micro_batch_are_the_micro_batch() -> None:
         assert torch.equal(part.expand, whole.expand) and torch.equal(part.advantages, whole.advantages)
 
 
-def test_heads_that_cannot_be_dealt_out_are_refused() -> None:
+def test_indivisible_heads_raise() -> None:
     check_heads(tiny_config(), team(0, 2))
     with pytest.raises(UserError, match=r"sequence_parallel=4 does not divide the model's 2 key heads"):
         check_heads(tiny_config(), team(0, 4))

@@ -15,7 +15,7 @@ PART = Batch(step=3, samples=(), denominator=1, group_indices=(7,))
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_a_figure_that_is_no_number_is_beyond_its_limit(name: str) -> None:
+def test_nan_violates_a_limit(name: str) -> None:
     """A model that masks part of its vocabulary with -inf has an entropy of NaN and a finite loss; no comparison would object."""
     bound = 5.0 if name == "max_ratio" else 0.5
     guard = UpdateGuard(LearnerConfig(max_grad_norm=0.1, limits=LimitsConfig(**{name: Limit(at=bound, action="rollback")})))
@@ -27,6 +27,6 @@ def test_a_figure_that_is_no_number_is_beyond_its_limit(name: str) -> None:
     assert setback.reasons[-1] == f"{METRICS[name]} is not a number, so learner.limits.{name}.at={bound:g} cannot be checked"
 
 
-def test_a_figure_without_a_limit_or_without_a_value_stops_nothing() -> None:
+def test_a_metric_without_limit_or_value_stops_nothing() -> None:
     guard = UpdateGuard(LearnerConfig(limits=LimitsConfig(max_kl_reference=Limit(at=0.5))))
     assert guard.largest_norm({"loss": 0.1, "entropy": math.nan}) == math.inf

@@ -88,7 +88,7 @@ def test_one_forward_pass_gives_the_loss_and_gradient_of_the_plain_computation(b
 
 
 @pytest.mark.parametrize("way", ["detach", "warm-up"])
-def test_a_stopped_gradient_reaches_the_head_alone(way: str) -> None:
+def test_a_detached_gradient_reaches_only_the_head(way: str) -> None:
     scorer = _scorer(detach=way == "detach")
     batch = build_micro_batch(tuple(_samples(2)), CPU)
     targets = batch.targets if way == "detach" else None
@@ -103,7 +103,7 @@ def test_a_stopped_gradient_reaches_the_head_alone(way: str) -> None:
     assert any(parameter.grad.any() for parameter in free.lm.parameters())
 
 
-def test_the_model_under_a_value_head_knows_nothing_of_it() -> None:
+def test_the_value_head_is_not_part_of_the_model() -> None:
     """What is published, and what a server is sent, are the model's own parameters."""
     scorer = _scorer()
     assert {id(p) for p in scorer.value.parameters()}.isdisjoint(id(p) for p in scorer.lm.parameters())

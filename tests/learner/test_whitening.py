@@ -28,14 +28,14 @@ def test_advantages_are_whitened_over_all_micro_batches_at_once(alone: Ranks) ->
 
 
 @pytest.mark.parametrize("count", [1, 7])
-def test_advantages_that_are_all_equal_become_zeros(alone: Ranks, count: int) -> None:
+def test_equal_advantages_become_zeros(alone: Ranks, count: int) -> None:
     """All episodes scored alike under a critic that tells nothing apart: no token is better than another, so none is reinforced."""
     equal = torch.full((count,), 0.7)
     shift, scale = advantage_moments([equal], alone)
     assert ((equal - shift) / scale).tolist() == [0.0] * count
 
 
-def test_one_advantage_that_is_not_finite_makes_all_of_them_so(alone: Ranks) -> None:
+def test_a_non_finite_advantage_makes_all_non_finite(alone: Ranks) -> None:
     """Not only its own minibatch: what the others would be divided by is not known."""
     shift, scale = advantage_moments([torch.tensor([1.0, 2.0]), torch.tensor([math.nan])], alone)
     assert not ((torch.ones(3) - shift) / scale).isfinite().any()

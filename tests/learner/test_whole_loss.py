@@ -75,7 +75,7 @@ def _plain(model: nn.Module, rows: tuple[Sample, ...], objective: ObjectiveConfi
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("changes", OBJECTIVES, ids=str)
-def test_the_gradient_of_a_step_is_that_of_the_formulas_over_plain_sequences(changes: dict[str, Any], seed: int) -> None:
+def test_the_gradient_of_a_step_equals_the_formulas_over_plain_sequences(changes: dict[str, Any], seed: int) -> None:
     rng, objective = random.Random(seed), ObjectiveConfig.model_validate(changes)
     ours, plain = _model("qwen3", register()), _model("qwen3", "sdpa")
     samples = _samples(rng)

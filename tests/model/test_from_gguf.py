@@ -112,7 +112,7 @@ def write(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_file_becomes_the_model_it_was_written_from(tied: bool, tmp_path: Path) -> None:
+def test_a_gguf_file_restores_its_model(tied: bool, tmp_path: Path) -> None:
     model = tiny_llama(tied=tied)
     record = import_model(str(write(tmp_path / "m.gguf", model)), tmp_path / "made", chat_template="hermes").record
     made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made")
@@ -127,7 +127,7 @@ def test_a_file_becomes_the_model_it_was_written_from(tied: bool, tmp_path: Path
     assert json.loads((tmp_path / "made" / RECORD).read_text()) == record
 
 
-def test_text_is_cut_by_the_rule_that_the_file_names(tmp_path: Path) -> None:
+def test_text_is_split_by_the_files_rule(tmp_path: Path) -> None:
     """Where digits stand alone, two line ends before one are one token, and so is an indentation; GPT-2's rule parts them."""
     tokens = {}
     for rule in ("smollm", "gpt-2"):
@@ -154,14 +154,14 @@ def test_text_is_cut_by_the_rule_that_the_file_names(tmp_path: Path) -> None:
         ({"more": {"split.count": 2}}, "is one of several files"),
     ],
 )
-def test_what_transformers_would_not_hear_is_refused(spoilt: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_settings_that_transformers_ignores_raise(spoilt: dict[str, Any], reason: str, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", tiny_llama(), **spoilt)
     with pytest.raises(UserError, match=reason):
         import_model(str(path), tmp_path / "made")
     assert not (tmp_path / "made").exists()
 
 
-def test_an_architecture_that_transformers_cannot_read_is_refused(tmp_path: Path) -> None:
+def test_an_unsupported_architecture_raises(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", tiny_llama())
     path.write_bytes(path.read_bytes().replace(b"llama", b"llamb"))
     with pytest.raises(
@@ -170,12 +170,12 @@ def test_an_architecture_that_transformers_cannot_read_is_refused(tmp_path: Path
         import_model(str(path), tmp_path / "made")
 
 
-def test_harmless_keys_are_no_hindrance(tmp_path: Path) -> None:
+def test_harmless_keys_are_accepted(tmp_path: Path) -> None:
     more = {"llama.attention.key_length": 16, "llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 1.0, "general.url": "x"}
     assert import_model(str(write(tmp_path / "m.gguf", tiny_llama(), more=more)), tmp_path / "made").fresh
 
 
-def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_file_raises(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", tiny_llama())
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match="is cut off"):

@@ -53,7 +53,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_header_is_refused_with_its_reason(name: str, tmp_path: Path) -> None:
+def test_a_hostile_header_raises_with_its_reason(name: str, tmp_path: Path) -> None:
     content, reason = HOSTILE[name]
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
@@ -62,7 +62,7 @@ def test_a_hostile_header_is_refused_with_its_reason(name: str, tmp_path: Path) 
 
 
 @given(st.integers(0, len(SOUND) - 1))
-def test_a_header_cut_anywhere_is_refused(tmp_path_factory: pytest.TempPathFactory, length: int) -> None:
+def test_a_header_truncated_anywhere_raises(tmp_path_factory: pytest.TempPathFactory, length: int) -> None:
     path = tmp_path_factory.getbasetemp() / "cut.gguf"
     path.write_bytes(SOUND[:length])
     with pytest.raises(UserError, match=r"cut off|no GGUF file"):
@@ -70,7 +70,7 @@ def test_a_header_cut_anywhere_is_refused(tmp_path_factory: pytest.TempPathFacto
 
 
 @given(st.integers(24, len(SOUND) - 1), st.binary(min_size=1, max_size=12))
-def test_a_header_with_any_bytes_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, at: int, wrong: bytes) -> None:
+def test_a_header_with_random_bytes_is_read_or_raises(tmp_path_factory: pytest.TempPathFactory, at: int, wrong: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "wrong.gguf"
     path.write_bytes((SOUND[:at] + wrong + SOUND[at + len(wrong) :])[: len(SOUND)])
     try:
@@ -98,7 +98,7 @@ def test_every_tensor_lies_within_the_file(tmp_path: Path) -> None:
         (ggufs.tensor("a", offset=1 << 63), "cut off"),
     ],
 )
-def test_a_tensor_that_cannot_be_is_refused(wrong: bytes, reason: str, tmp_path: Path) -> None:
+def test_an_impossible_tensor_raises(wrong: bytes, reason: str, tmp_path: Path) -> None:
     path = ggufs.write(tmp_path / "m.gguf", ggufs.header(tensors=[wrong]), data=4096)
     with pytest.raises(UserError, match=reason):
         check_data(read_header(path))

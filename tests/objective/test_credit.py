@@ -84,7 +84,7 @@ def test_roles() -> None:
     assert left_out["b"] == [[-0.8], [-0.95]], "against (1 + 0.5 + 0.9) / 3, and (1 + 0.9) / 2"
 
 
-def test_a_verifiers_word_on_branches() -> None:
+def test_credit_from_the_verifier() -> None:
     """a's workers were worth 1 and 0, b's 0.2: u = 0.5 and 0.2, mean 0.35. Those of which nothing is said have their episode's score."""
     said = (
         rollout("a", 1.0, "worker", "worker", branches=(None, 1.0, 0.0)),
@@ -100,7 +100,7 @@ def test_a_verifiers_word_on_branches() -> None:
     assert credit(recipe(credit="verifier"), *alike)["a"] == [[0.0], [0.65], [-0.35]], "equal scores teach where branches differ"
 
 
-def test_the_branch_left_out() -> None:
+def test_counterfactual_credit() -> None:
     said = (
         rollout("a", 1.0, "worker", "worker", without=(None, 0.25, 1.0)),
         rollout("b", 0.0, "worker", without=(None, 0.5)),
@@ -117,12 +117,12 @@ def test_the_branch_left_out() -> None:
 
 
 @pytest.mark.parametrize("mode", ["verifier", "counterfactual"])
-def test_what_a_verifier_does_not_say_stops_the_step(mode: str) -> None:
+def test_missing_branch_scores_raise(mode: str) -> None:
     with pytest.raises(RecipeError, match=r"episode a, which has several trajectories, has no (branches|without)\n.*fix: "):
         credit(recipe(credit=mode), *TREES)
 
 
-def test_siblings_are_compared_where_they_parted() -> None:
+def test_siblings_are_compared_at_their_branch_point() -> None:
     """a and b go on from stem s, whose own rest is s; c and d share t. Means: group 0.5, s a b 0.6, c d 0.35."""
     first, second, other = turn(), turn(), turn()
     tree = (
@@ -146,9 +146,7 @@ def test_siblings_are_compared_where_they_parted() -> None:
     normalize=st.booleans(),
     copies=st.lists(st.integers(0, 3), min_size=5, max_size=5),
 )
-def test_credit_counts_rollouts_whatever_they_were_cut_into(
-    scores: list[float], advantage: str, normalize: bool, copies: list[int]
-) -> None:
+def test_credit_counts_rollouts_not_trajectories(scores: list[float], advantage: str, normalize: bool, copies: list[int]) -> None:
     """Without branches all modes are the estimator; and how many workers a rollout has changes no baseline of others."""
     plain = [rollout(str(number), score) for number, score in enumerate(scores)]
     expected = credit(recipe(advantage=advantage, normalize_std=normalize), *plain)
@@ -167,7 +165,7 @@ def test_credit_counts_rollouts_whatever_they_were_cut_into(
     assert total == pytest.approx({name: lines[0][0] for name, lines in credit(recipe(), *plain).items()}, abs=1e-8)
 
 
-def test_two_trajectories_of_which_nothing_is_said_stop_the_step() -> None:
+def test_two_trajectories_without_scores_raise() -> None:
     group = (rollout("a", 1.0, "worker"), rollout("b", 0.0))
     with pytest.raises(RecipeError, match="episode a, which has several trajectories, has no branches"):
         credit(recipe(credit="verifier"), *group)
@@ -183,7 +181,7 @@ def with_turns(one: ScoredEpisode, line: int, *turns: Turn) -> ScoredEpisode:
     return replace(one, episode=replace(one.episode, trajectories=tuple(lines)))
 
 
-def test_trajectories_without_a_sampled_token_count_for_nothing() -> None:
+def test_trajectories_without_a_sampled_token_are_ignored() -> None:
     """A worker that was called and never sampled: not a share of its rollout, and no difference between equal ones."""
     halved = with_turns(rollout("a", 1.0, "worker"), 1, turn(), unsampled())
     whole = with_turns(rollout("b", 0.0, "worker"), 1, unsampled())
@@ -210,14 +208,14 @@ def test_a_role_of_one_rollout_is_compared_with_its_mean() -> None:
         assert credit(recipe(credit="verifier", advantage=advantage), *said)["a"][1:] == [[0.5], [-0.5]]
 
 
-def test_scores_too_large_for_credit_leave_their_group_out() -> None:
+def test_overflowing_scores_exclude_their_group() -> None:
     """1e200 cannot be squared; three of 1.7e308 cannot be added up."""
     for scores in ((1e200, 0.0, 0.0), (1.7e308, 1.7e308, 1.6e308)):
         group = Group(index=0, task_id="t", task_key="k", episodes=tuple(rollout(n, s, "w") for n, s in zip("abc", scores, strict=True)))
         assert assemble(0, [group], recipe(credit="roles")).drop_reasons == {0: "non_finite_advantage"}
 
 
-def test_penalties_come_off_the_scores_of_branches() -> None:
+def test_penalties_reduce_branch_scores() -> None:
     group = Group(index=0, task_id="t", task_key="k", episodes=(rollout("a", 1.0, "worker"), rollout("b", 1.0, "worker")))
     samples = assemble(0, [group], recipe(credit="roles"), penalties={"a": 0.5}).batch.samples
     assert [max(sample.advantages, key=abs) for sample in samples] == [-0.25, -0.25, 0.25, 0.25]
@@ -228,7 +226,7 @@ def test_penalties_come_off_the_scores_of_branches() -> None:
     assert samples[1].advantages[1] == pytest.approx(0.75 / scale)
 
 
-def test_a_turn_that_all_share_says_nothing() -> None:
+def test_a_turn_shared_by_all_gets_no_credit() -> None:
     stem = turn()
     tree = (rollout("a", 1.0, turns=(stem, turn())), rollout("b", 0.0, turns=(stem, turn()), inherited=("a",)))
     for advantage, gap in (("grpo", 0.5), ("rloo", 1.0)):

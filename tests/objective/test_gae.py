@@ -41,7 +41,7 @@ def test_discounting_by_turn_takes_a_tensor() -> None:
     assert returns.tolist() == [[4.0, 4.0, 0.0, 0.0, 8.0, 8.0]]
 
 
-def test_a_perfect_critic_leaves_no_advantage_and_one_token_is_enough() -> None:
+def test_a_perfect_critic_gives_no_advantage() -> None:
     ones = torch.ones(1, 4)
     advantages, _ = gae(torch.tensor([[0.0, 0.0, 0.0, 1.0]]), ones, ones.bool(), gamma=1.0, lam=0.95)
     assert advantages.tolist() == [[0.0] * 4]

@@ -41,7 +41,7 @@ def test_expected_gradients_as_a_loss() -> None:
     torch.testing.assert_close(gradient((weight * k3(logp, reference)).sum()), forward)
 
 
-def test_the_penalty_of_a_sequence_is_its_sum_wherever_its_tokens_lie() -> None:
+def test_a_sequence_penalty_is_its_sum() -> None:
     behaviour, reference = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.25])
     found = sequence_penalty(behaviour, reference, torch.tensor([2, 0, 2]), 4)
     assert found.tolist() == [-1.0, 0.0, 0.75, 0.0]

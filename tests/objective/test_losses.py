@@ -28,7 +28,7 @@ TOKENS = LossInput(
         ((THREE.long(), FLAGS), "types torch.int64 and torch.bool"),
     ],
 )
-def test_what_a_loss_may_not_give(made: object, wrong: str) -> None:
+def test_invalid_results_of_a_loss_raise(made: object, wrong: str) -> None:
     with pytest.raises(PluginError) as caught:
         check_surrogate(made, TOKENS, "mine:loss")
     assert str(caught.value).splitlines()[0] == f"objective.loss 'mine:loss' returned {wrong}"

@@ -139,9 +139,7 @@ def _part(tokens: TrainedTokens, keep: Tensor) -> TrainedTokens:
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(EVERY), st.integers(0, 50), st.lists(st.integers(0, 3), min_size=9, max_size=9), st.integers(1, 60))
-def test_splitting_whole_sequences_over_micro_batches_changes_nothing(
-    changes: dict[str, Any], seed: int, places: list[int], n: int
-) -> None:
+def test_splitting_over_micro_batches_changes_nothing(changes: dict[str, Any], seed: int, places: list[int], n: int) -> None:
     """Any division of the sequences over four micro-batches, some of them empty: the same loss, gradient and metrics."""
     objective, tokens = made(changes), draw(seed, n)
     d = total_weight(tokens, objective)
@@ -159,7 +157,7 @@ def test_splitting_whole_sequences_over_micro_batches_changes_nothing(
 
 
 @pytest.mark.parametrize("changes", EVERY, ids=str)
-def test_no_trained_token_is_zero_loss_with_a_graph(changes: dict[str, Any]) -> None:
+def test_no_trained_token_gives_a_differentiable_zero(changes: dict[str, Any]) -> None:
     """What a rank computes that got none of the last samples."""
     tokens = _part(draw(1), torch.zeros(300, dtype=torch.bool))
     result = policy_loss(tokens, made(changes), denominator=5)
@@ -182,12 +180,12 @@ def test_one_token_completions(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("d", [0, -1.0, math.nan])
-def test_a_batch_without_tokens_has_no_loss(d: float) -> None:
+def test_a_batch_without_tokens_raises(d: float) -> None:
     with pytest.raises(ValueError, match="denominator"):
         policy_loss(draw(0), made({}), denominator=d)
 
 
-def test_what_an_objective_needs_must_be_there() -> None:
+def test_missing_inputs_raise() -> None:
     tokens = draw(0)
     with pytest.raises(ValueError, match="reference"):
         policy_loss(replace(tokens, kl_reference=None), made({"kl": "k3", "kl_coef": 0.1}), denominator=1)
@@ -250,7 +248,7 @@ def test_metrics_against_numpy() -> None:
 
 
 @pytest.mark.parametrize("proximal", [True, False])
-def test_server_and_learner_are_compared_where_they_had_the_same_weights(proximal: bool) -> None:
+def test_the_mismatch_covers_tokens_of_the_same_weights(proximal: bool) -> None:
     tokens = draw(4, proximal=proximal)
     same = torch.arange(300) % 3 == 0
     parts = [
@@ -267,7 +265,7 @@ def test_server_and_learner_are_compared_where_they_had_the_same_weights(proxima
 @pytest.mark.parametrize(
     "changes", [{"dual_clip": 1.2}, {"loss": "gspo", "clip_low": 0.01, "clip_high": 0.01}, {"loss": "cispo", "clip_low": 0.1}]
 )
-def test_the_side_of_a_clip_is_the_side_of_the_ratio_that_was_clipped(changes: dict[str, Any]) -> None:
+def test_a_clip_counts_on_the_side_of_its_ratio(changes: dict[str, Any]) -> None:
     objective, tokens = made(changes), draw(5, proximal=False)
     result = policy_loss(tokens, objective, denominator=1)
     found = summarize(result.sums, result.maxima)
@@ -288,7 +286,7 @@ def test_the_side_of_a_clip_is_the_side_of_the_ratio_that_was_clipped(changes: d
     assert found["clip_fraction"] == pytest.approx(high.mean() + low.mean())
 
 
-def test_extremes_hold_when_every_ratio_lies_on_one_side() -> None:
+def test_extremes_when_all_ratios_are_on_one_side() -> None:
     for shift in (0.5, -0.5, 800.0):
         tokens = TrainedTokens(
             **{"logprobs": torch.zeros(3, dtype=torch.float64) + shift, "behaviour": torch.tensor([0.0, 0.1, 0.2], dtype=torch.float64)},
@@ -300,7 +298,7 @@ def test_extremes_hold_when_every_ratio_lies_on_one_side() -> None:
         assert found["ratio_max"] == pytest.approx(math.exp(shift) if shift < 700 else math.inf)
 
 
-def test_figures_of_several_optimizer_steps_count_tokens_not_steps() -> None:
+def test_metrics_of_several_steps_are_weighted_by_tokens() -> None:
     passes = [
         {"kl": 1.0, "ratio_max": 2.0, "ratio_min": 0.5, "nan": math.nan},
         {"kl": 4.0, "ratio_max": 3.0, "ratio_min": 0.9, "once": 7.0},
@@ -309,7 +307,7 @@ def test_figures_of_several_optimizer_steps_count_tokens_not_steps() -> None:
     assert combine_steps([], []) == {}
 
 
-def test_denominators_count_the_whole_step() -> None:
+def test_denominators_cover_the_step() -> None:
     def sample(trained: int, episode: str) -> Sample:
         mask = (False, *[True] * trained)
         zeros = (0.0,) * len(mask)

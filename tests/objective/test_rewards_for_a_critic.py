@@ -29,7 +29,7 @@ def _group(*, cut_off: bool = False) -> Group:
     return Group(index=0, task_id="t", task_key="k", episodes=(replace(made, score=replace(made.score, turn_rewards=((1.0, 2.0, 4.0),))),))
 
 
-def test_the_score_lies_on_the_last_sampled_token_and_turn_rewards_on_the_last_of_their_turns() -> None:
+def test_rewards_are_on_the_last_sampled_tokens() -> None:
     (plain,) = assemble(0, [_group()], _recipe()).batch.samples
     assert (plain.rewards, plain.advantages) == ((0.0,) * 10 + (8.0,), ())
     (credited,) = assemble(0, [_group()], _recipe(turn_coef=0.5)).batch.samples
@@ -37,7 +37,7 @@ def test_the_score_lies_on_the_last_sampled_token_and_turn_rewards_on_the_last_o
     assert credited.rewards == (0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 10.0)
 
 
-def test_returns_pass_over_what_tools_said_without_a_discount_and_end_where_the_episode_was_cut_off() -> None:
+def test_returns_skip_tool_output_and_end_at_the_cut() -> None:
     """Five sampled tokens, each half a step's discount from the next; the same when the last turn ran out of tokens."""
     for cut_off in (False, True):
         batch = assemble(0, [_group(cut_off=cut_off)], _recipe(turn_coef=0.5)).batch

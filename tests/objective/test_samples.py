@@ -92,7 +92,7 @@ def test_tokens_are_the_turns_end_to_end_and_the_advantage_is_broadcast() -> Non
     assert (first.group_index, first.episode_id) == (5, "good")
 
 
-def test_groups_without_a_sample_are_consumed_all_the_same() -> None:
+def test_groups_without_a_sample_are_consumed() -> None:
     left_out = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="gone", message="")
     groups = [
         _group(0, _scored("a", 1.0, [_turn([1], [2])]), _scored("b", 1.0, [_turn([1], [2])])),
@@ -111,7 +111,7 @@ def test_groups_without_a_sample_are_consumed_all_the_same() -> None:
     assert names == ["all_equal", "too_few", "non_finite_logprob", "non_finite_score", "no_prompt", "no_sampled_token", "too_few"]
 
 
-def test_a_bad_logprob_in_an_episode_that_is_left_out_does_not_matter() -> None:
+def test_a_bad_logprob_in_an_excluded_episode_is_ignored() -> None:
     left_out = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="gone", message="")
     broken = _scored("c", 1.0, [_turn([1], [2], logprob=math.nan)], failures=(left_out,))
     group = _group(0, _scored("a", 1.0, [_turn([1], [2])]), _scored("b", 0.0, [_turn([1], [2])]), broken)
@@ -123,7 +123,7 @@ def test_a_one_token_completion_is_a_sample() -> None:
     assert [sample.loss_mask for sample in assemble(0, [group], RECIPE).batch.samples] == [(False, True)] * 2
 
 
-def test_an_episode_longer_than_the_context_leaves_its_group_out() -> None:
+def test_an_episode_above_the_context_excludes_its_group() -> None:
     longest = RECIPE.policy.max_model_len
     fits = _scored("a", 1.0, [_turn([1] * (longest - 1), [2])])
     over = _scored("b", 0.0, [_turn([1], [2])], [_turn([1] * (longest - 1), [2]), _turn([], [3])])
@@ -158,7 +158,7 @@ def test_turn_rewards_are_added_to_the_turns_they_belong_to() -> None:
     assert second.advantages == pytest.approx((0.0, 0.5, 0.5))
 
 
-def test_turn_rewards_that_are_missing_equal_or_infinite() -> None:
+def test_missing_equal_or_infinite_turn_rewards() -> None:
     plain = _group(0, _scored("a", 1.0, [_turn([1], [2])]), _scored("b", 0.0, [_turn([1], [2])]))
     with pytest.raises(RecipeError, match=r"episode a has no turn rewards.*\n.*fix: "):
         assemble(0, [plain], _with(turn_coef=1.0))
@@ -207,7 +207,7 @@ def test_an_empty_step_is_an_empty_batch() -> None:
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce++", "reinforce++-baseline", "gae"])
 @pytest.mark.parametrize("scores", [(1e300, -1e300), (1.7e308, 1.6e308), (1e39, 0.0)])
-def test_scores_whose_advantages_leave_the_range_of_a_float_are_left_out(advantage: str, scores: tuple[float, float]) -> None:
+def test_overflowing_advantages_exclude_the_group(advantage: str, scores: tuple[float, float]) -> None:
     """1e300 cannot be squared, 1.7e308 not even be added up; 1e39 is a fine score, but no float32."""
     changes = {"critic": {}} if advantage == "gae" else {}
     recipe = build({**RECIPE.model_dump(mode="json"), "objective": {"advantage": advantage, "normalize_std": False}, **changes})
@@ -217,12 +217,12 @@ def test_scores_whose_advantages_leave_the_range_of_a_float_are_left_out(advanta
     assert made.batch.group_indices == (0,)
 
 
-def test_turn_rewards_too_large_to_square_are_left_out() -> None:
+def test_overflowing_turn_rewards_exclude_the_group() -> None:
     huge = [_rewarded(_scored(name, 1.0, [_turn([1], [2])]), (reward,)) for name, reward in (("a", 1e300), ("b", -1e300))]
     assert assemble(0, [_group(0, *huge)], _with(turn_coef=1.0)).drop_reasons == {0: "non_finite_advantage"}
 
 
-def test_advantages_are_left_out_from_the_first_that_float32_cannot_hold() -> None:
+def test_advantages_beyond_float32_exclude_the_group() -> None:
     """On either side of zero, and not before: the largest float32 is one."""
     largest = 3.4028234663852886e38
 
@@ -241,14 +241,14 @@ def test_a_group_without_a_counted_episode_has_too_few() -> None:
     assert assemble(0, [group], RECIPE).drop_reasons[0].startswith("too_few: 0 scored episodes")
 
 
-def test_each_sample_says_how_many_tokens_its_rollout_trains() -> None:
+def test_samples_carry_their_rollouts_token_count() -> None:
     two = _scored("two", 1.0, [_turn([1], [2, 3])], [_turn([1], [4])])
     samples = assemble(0, [_group(0, two, _scored("one", 0.0, [_turn([1], [5])]))], RECIPE).batch.samples
     assert [sample.rollout_tokens for sample in samples] == [3, 3, None]
 
 
 @pytest.mark.parametrize("critic", [False, True])
-def test_tokens_that_were_put_into_a_completion_are_context(critic: bool) -> None:
+def test_forced_tokens_are_context(critic: bool) -> None:
     """The end of thinking, between what was thought and what was answered."""
     turn = replace(_turn([1], [2, 3, 4, 5]), forced=(1, 2), logprobs=(-1.0, -7.0, -7.0, -1.0))
     group = _group(0, _scored("a", 1.0, [turn]), _scored("b", 0.0, [_turn([1], [6])]))

@@ -6,7 +6,7 @@ import torch
 from agentrl.objective.values import rows_of, value_loss
 
 
-def test_the_clip_keeps_what_has_moved_too_far_from_gaining() -> None:
+def test_the_value_clip_bounds_the_gain() -> None:
     shift = 3.0  # of all values, which changes no loss
     old = torch.tensor([shift] * 5, dtype=torch.float64)
     returns = shift + torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
@@ -21,7 +21,7 @@ def test_the_clip_keeps_what_has_moved_too_far_from_gaining() -> None:
     assert plain.tolist() == pytest.approx([0.5 * e * e for e in (0.9, 0.1, 1.5, 1.0, 0.1)])
 
 
-def test_rows_and_tokens_are_the_same_thing() -> None:
+def test_rows_restore_the_tokens() -> None:
     tokens = torch.arange(1.0, 7.0)
     rows, mask = rows_of(tokens, torch.tensor([7, 7, 7, 2, 9, 9]))
     assert rows.tolist() == [[1, 2, 3], [4, 0, 0], [5, 6, 0]]

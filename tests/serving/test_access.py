@@ -94,7 +94,7 @@ async def test_a_request_needs_the_key(guard: access.RequireKey, headers: list[t
     assert await answer(guard, "/health", kind="websocket", method="", headers=headers) == (200 if status == 200 else "websocket.close")
 
 
-async def test_what_starts_and_stops_the_application_passes(guard: access.RequireKey) -> None:
+async def test_lifespan_messages_pass(guard: access.RequireKey) -> None:
     assert await answer(guard, "", kind="lifespan") == 200
 
 
@@ -107,7 +107,7 @@ def test_a_server_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch) 
         access.RequireKey(passed)
 
 
-def test_the_key_is_taken_out_of_the_environment_of_what_the_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access, "_expected", b"")
     monkeypatch.setenv(access.KEY_VARIABLE, "the key")
     access.load_key()
@@ -117,7 +117,7 @@ def test_the_key_is_taken_out_of_the_environment_of_what_the_server_starts(monke
 
 @pytest.mark.vllm
 @pytest.mark.asyncio(loop_scope="session")
-async def test_a_real_server_refuses_whoever_has_no_key_on_every_route(served: Served) -> None:
+async def test_a_real_server_requires_the_key_on_every_route(served: Served) -> None:
     arguments = served.server._command(1)
     command = [sys.executable, "-c", ROUTES, *arguments[arguments.index("--") + 1 :]]
     variables = {**os.environ, **served.server._environment(Path("/tmp")), access.KEY_VARIABLE: "another"}

@@ -97,7 +97,7 @@ def entries(items: Iterable[tuple[int, float]]) -> list[dict[str, object]]:
     return [{"token_id": token, "logprob": logprob, "rank": 1} for token, logprob in items]
 
 
-def test_the_support_of_every_token_is_asked_for_with_some_to_spare_and_kept() -> None:
+def test_supports_are_requested_with_ties_and_stored() -> None:
     sampling = generate_body([1, 2], TRUNCATED, "r", "salt")["sampling_params"]
     assert (sampling["top_k"], sampling["top_p"], sampling["min_p"], sampling["logprobs"]) == (2, 0.9, 0.01, 2 + TIES)
     half, third = math.log(0.5), math.log(1 / 3)
@@ -131,12 +131,12 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)
-def test_answers_without_the_supports_that_were_asked_for_are_serving_errors(case: str) -> None:
+def test_answers_without_requested_supports_are_serving_errors(case: str) -> None:
     with pytest.raises(ServingError):
         parse_completion(UNSUPPORTED[case], TRUNCATED)
 
 
-def test_a_support_that_may_be_larger_than_what_is_shown_says_what_to_do() -> None:
+def test_a_possibly_incomplete_support_raises_with_advice() -> None:
     with pytest.raises(ServingError, match=r"2 of the 2 most likely tokens could have been sampled.*Lower top_k"):
         parse_completion(drawn({4: HALF, 5: HALF}), TRUNCATED)
 
@@ -148,14 +148,14 @@ async def test_http_faults_are_serving_errors(answer: object) -> None:
             await generate(server.url)
 
 
-async def test_deadline_passes() -> None:
+async def test_a_passed_deadline_raises() -> None:
     async with scripted_server(lambda call: HANG) as server:
         async with asyncio.timeout(60):  # the answer never comes
             with pytest.raises(ServingError, match=r"within 0\.2 s"):
                 await generate(server.url, timeout_s=0.2)
 
 
-async def test_a_request_that_was_received_is_not_sent_again() -> None:
+async def test_a_received_request_is_not_resent() -> None:
     async with scripted_server(lambda call: DROP) as server:
         with pytest.raises(ServingError):
             await generate(server.url)
@@ -181,7 +181,7 @@ async def test_tokens_of_a_version_on_probation_wait_for_its_acceptance() -> Non
         assert (await request).versions[0].version == 3
 
 
-async def test_tokens_of_a_refused_version_are_void_and_older_ones_are_not() -> None:
+async def test_tokens_of_a_rejected_version_are_void() -> None:
     weights = WeightState(2)
     weights.begin_probation(3)
     async with scripted_server(lambda call: generated([4], version="3")) as server:
@@ -195,7 +195,7 @@ async def test_tokens_of_a_refused_version_are_void_and_older_ones_are_not() -> 
         await generate(server.url, weights=weights)
 
 
-async def test_a_refused_version_may_try_again() -> None:
+async def test_a_rejected_version_may_retry() -> None:
     weights = WeightState(2)
     weights.begin_probation(3)
     weights.refuse()
@@ -226,12 +226,12 @@ def test_every_swap_makes_old_cached_prefixes_unreachable() -> None:
     assert len(set(salts)) == 4
 
 
-def test_an_empty_prompt_is_refused() -> None:
+def test_an_empty_prompt_raises() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         generate_body([], PARAMS, "r", "salt")
 
 
-async def test_a_request_that_is_cut_off_gives_the_tokens_that_were_sampled() -> None:
+async def test_a_cut_request_returns_the_sampled_tokens() -> None:
     """The server answers the request once it is asked to end it."""
     for tokens in ([4, 5, 6], []):
         aborted = asyncio.Event()
@@ -249,7 +249,7 @@ async def test_a_request_that_is_cut_off_gives_the_tokens_that_were_sampled() ->
         assert len(completion.logprobs) == len(tokens) == sum(span.end - span.start for span in completion.versions)
 
 
-async def test_a_server_that_ends_a_request_unasked_has_failed() -> None:
+async def test_an_unrequested_abort_is_an_error() -> None:
     async with scripted_server(lambda call: generated([4], finish_reason="abort")) as server:
         with pytest.raises(ServingError, match="abort"):
             await generate(server.url)

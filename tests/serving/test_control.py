@@ -23,7 +23,7 @@ python_info{version="3"} 1.0
 """
 
 
-def test_metrics_are_numbers_by_name_and_what_is_none_is_left_out() -> None:
+def test_metrics_are_parsed_and_other_lines_ignored() -> None:
     assert parse_metrics(METRICS) == {
         "vllm:kv_cache_usage_perc": 0.75,  # the fuller of two engines
         "vllm:prefix_cache_hits_total": 1.28e6,
@@ -34,7 +34,7 @@ def test_metrics_are_numbers_by_name_and_what_is_none_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("answer", "share"), [((200, METRICS.encode()), 0.75), ((404, {}), None), ((200, b"vllm:kv_cache_usage_perc 7\n"), None)]
 )
-async def test_a_server_that_does_not_tell_its_use_holds_nobody_back(answer: object, share: float | None) -> None:
+async def test_a_server_without_cache_metrics_admits_episodes(answer: object, share: float | None) -> None:
     class Server:
         def __init__(self, url: str) -> None:
             self.control = ControlPlane(url)
@@ -48,7 +48,7 @@ async def test_a_server_that_does_not_tell_its_use_holds_nobody_back(answer: obj
     assert (None if use is None else (use.reading, use.shares)) == (None if share is None else (5, (share,)))
 
 
-async def test_metrics_are_read_as_utf_8_whatever_codec_their_header_names() -> None:
+async def test_metrics_are_decoded_as_utf_8() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         head = f"HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset=hex\r\nContent-Length: {len(METRICS.encode())}\r\n\r\n"

@@ -55,7 +55,7 @@ async def test_a_reward_model_is_served_as_transformers_computes_it(tmp_path: Pa
         assert score.parts["number"] == pytest.approx(wanted, abs=1e-3), "one that is too long loses its beginning"
 
 
-async def test_a_judge_that_is_a_version_of_a_run_is_compared_with_its_reference(tmp_path: Path) -> None:
+async def test_a_judge_model_from_a_run_is_compared_with_its_probe(tmp_path: Path) -> None:
     folder, config = tmp_path / "model", JudgeServerConfig(model="unused", max_model_len=512, kv_cache_gb=0.1, startup_timeout_s=400)
     make_model(0).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

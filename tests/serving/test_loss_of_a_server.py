@@ -150,7 +150,7 @@ async def swap_once(run: Path, *, startup_timeout_s: float = 60.0) -> tuple[supe
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("deaths", [1, 4])
-async def test_a_server_that_dies_in_a_swap_is_replaced_and_the_swap_made_again(tmp_path: Path, deaths: int) -> None:
+async def test_a_death_during_a_swap_is_retried_on_the_successor(tmp_path: Path, deaths: int) -> None:
     ScriptedChannel.deaths = deaths
     policy, report = await swap_once(tmp_path)
     assert report.version == policy.version == 1
@@ -159,7 +159,7 @@ async def test_a_server_that_dies_in_a_swap_is_replaced_and_the_swap_made_again(
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_a_living_server_refuses_three_times_is_refused(tmp_path: Path) -> None:
+async def test_a_version_rejected_three_times_raises(tmp_path: Path) -> None:
     ScriptedChannel.refusals = 2
     policy, _ = await swap_once(tmp_path / "twice")
     assert policy.version == 1
@@ -169,7 +169,7 @@ async def test_a_version_that_a_living_server_refuses_three_times_is_refused(tmp
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_dead_server_that_nobody_replaces_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_for_a_successor_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def no_watch(*_: object, **__: object) -> None:
         pass
 
@@ -180,7 +180,7 @@ async def test_a_dead_server_that_nobody_replaces_ends_the_wait(tmp_path: Path, 
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_requests_that_a_dying_server_never_received_wait_for_its_successor(tmp_path: Path) -> None:
+async def test_unsent_requests_wait_for_the_successor(tmp_path: Path) -> None:
     """None of them is a fault, however long it takes until the death is noticed: a fault costs an attempt."""
     registry = open_registry(tmp_path)
     recipe = Recipe(name="served", policy=PolicyConfig(model="unused"), tasks=TasksConfig(family="unused:unused"))
@@ -214,7 +214,7 @@ async def test_requests_that_a_dying_server_never_received_wait_for_its_successo
     ],
 )
 @pytest.mark.usefixtures("scripted")
-async def test_a_request_in_flight_says_whether_the_server_died(
+async def test_a_failed_request_reports_whether_the_server_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: ServingError, dies: bool, raised: type[ServingError]
 ) -> None:
     """A death costs each episode in flight an attempt, and is nothing that the policy can have provoked."""
@@ -239,9 +239,7 @@ async def test_a_request_in_flight_says_whether_the_server_died(
 
 @pytest.mark.parametrize("sound_s", [0.0, 600.0])
 @pytest.mark.usefixtures("scripted")
-async def test_restarts_count_until_a_server_has_worked_for_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sound_s: float
-) -> None:
+async def test_restarts_are_counted_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sound_s: float) -> None:
     monkeypatch.setattr(supervisor, "_RESTARTS", 2)
     registry = open_registry(tmp_path)
     recipe = Recipe(name="served", policy=PolicyConfig(model="unused"), tasks=TasksConfig(family="unused:unused"))
@@ -266,7 +264,7 @@ async def test_restarts_count_until_a_server_has_worked_for_a_while(
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_server_that_is_stopped_for_another_version_is_not_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_restart_for_another_version_is_not_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = open_registry(tmp_path)
     (tmp_path / "versions/000000/probe.json").unlink()  # so that a server is started with it
     recipe = Recipe(name="served", policy=PolicyConfig(model="unused"), tasks=TasksConfig(family="unused:unused")).but(

@@ -25,7 +25,7 @@ class Learner(Engine):
         return super().__call__(call)
 
 
-async def test_the_controller_holds_the_pause_until_the_learner_has_sent(tmp_path: Path) -> None:
+async def test_the_controller_keeps_the_pause_until_the_learner_has_sent(tmp_path: Path) -> None:
     version = publish(tmp_path, 5)
     async with channel(tmp_path, Learner(), kind=NcclWeightChannel) as (to, server, script):
         await swap(to, tmp_path, version)
@@ -45,7 +45,7 @@ async def test_going_back_uses_the_old_versions_folder(tmp_path: Path) -> None:
         assert (server.weights.number, engine.version, script.paths()[-1]) == (0, "0", "/resume")
 
 
-async def test_a_learner_that_never_sends_does_not_keep_the_server_paused(tmp_path: Path) -> None:
+async def test_the_pause_ends_if_the_learner_never_sends(tmp_path: Path) -> None:
     version = publish(tmp_path, 6)
     async with channel(tmp_path, Learner(), kind=NcclWeightChannel) as (to, _, script):
         with pytest.raises(SwapError, match="not done within"):

@@ -66,7 +66,7 @@ async def test_every_server_of_a_run_is_probed(tmp_path: Path, kind: str) -> Non
     registry.close()
 
 
-async def test_nothing_is_sampled_by_weights_that_disagree_with_their_reference(tmp_path: Path) -> None:
+async def test_weights_that_disagree_with_their_probe_sample_nothing(tmp_path: Path) -> None:
     registry = open_registry(tmp_path)
     policy = SupervisedServer(RECIPE.but("serving.startup_timeout_s=0.2"), tmp_path, registry)
     ScriptedServer.difference = 2.4
@@ -95,7 +95,7 @@ async def test_a_successor_that_disagrees_ends_the_run(tmp_path: Path) -> None:
     registry.close()
 
 
-async def test_version_0_waits_for_the_reference_that_a_learner_is_about_to_write(tmp_path: Path) -> None:
+async def test_version_0_waits_for_the_learners_probe(tmp_path: Path) -> None:
     registry = open_registry(tmp_path)
     path = tmp_path / "versions" / "000000" / "probe.json"
     path.unlink()
@@ -122,7 +122,7 @@ async def test_version_0_waits_for_the_reference_that_a_learner_is_about_to_writ
     registry.close()
 
 
-async def test_a_reference_that_cannot_be_read_is_no_reason_to_serve_without(tmp_path: Path) -> None:
+async def test_an_unreadable_probe_prevents_serving(tmp_path: Path) -> None:
     registry = open_registry(tmp_path)
     (tmp_path / "versions" / "000000" / "probe.json").write_text("{")
     policy = SupervisedServer(RECIPE, tmp_path, registry)
@@ -134,7 +134,7 @@ async def test_a_reference_that_cannot_be_read_is_no_reason_to_serve_without(tmp
 
 
 @pytest.mark.parametrize(("difference", "serves"), [(0.001, True), (0.0010001, False), (-1.0, True)])
-async def test_the_tolerance_is_the_recipes_to_the_digit(tmp_path: Path, difference: float, serves: bool) -> None:
+async def test_the_tolerance_is_the_recipes(tmp_path: Path, difference: float, serves: bool) -> None:
     registry = open_registry(tmp_path)
     policy = SupervisedServer(RECIPE, tmp_path, registry)
     ScriptedServer.difference = difference
@@ -158,7 +158,7 @@ async def test_the_tolerance_is_the_recipes_to_the_digit(tmp_path: Path, differe
         ("float32", float("inf"), False),
     ],
 )
-async def test_a_judge_that_a_run_has_published_is_held_to_its_reference(
+async def test_a_published_judge_model_is_compared_with_its_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, difference: float, serves: bool
 ) -> None:
     async def differs(*_: object, **__: object) -> float:

@@ -37,7 +37,7 @@ asyncio.run(main(Path(sys.argv[1])))
 """
 
 
-def test_a_driver_that_is_killed_takes_server_and_engine_along(tmp_path: Path) -> None:
+def test_server_and_engine_die_with_the_driver(tmp_path: Path) -> None:
     write_version(tmp_path, 0, make_model(seed=0))
     root = Path(__file__).parents[2]
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], cwd=root, stdout=subprocess.PIPE, text=True)
@@ -53,7 +53,7 @@ def test_a_driver_that_is_killed_takes_server_and_engine_along(tmp_path: Path) -
     wait_until(lambda: not any(path.exists() for path in shared))
 
 
-async def test_a_server_that_dies_while_starting_says_why(tmp_path: Path) -> None:
+async def test_a_failed_start_reports_its_cause(tmp_path: Path) -> None:
     version = write_version(tmp_path, 0, make_model(seed=0))
     config = tmp_path / version.folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["NoSuchModel"], "model_type": "no_such"}))
@@ -64,7 +64,7 @@ async def test_a_server_that_dies_while_starting_says_why(tmp_path: Path) -> Non
     assert server.pid is None
 
 
-async def test_a_start_past_its_deadline_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_start_past_its_deadline_leaves_no_process(tmp_path: Path) -> None:
     version = write_version(tmp_path, 0, make_model(seed=0))
     serving = RECIPE.serving.model_copy(update={"startup_timeout_s": 3.0})
     recipe = RECIPE.model_copy(update={"serving": serving})

@@ -13,7 +13,7 @@ from tests.serving.conftest import Served
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
 
-async def test_a_request_that_is_cut_off_keeps_its_tokens(served: Served) -> None:
+async def test_a_cut_request_keeps_its_tokens(served: Served) -> None:
     prompt = list(range(60, 70))
     for timeout_s in (0.05, 0.1, 0.2, 0.4):  # by the speed of the machine
         cut = await served.generate(prompt, max_tokens=1000, timeout_s=timeout_s)
@@ -27,7 +27,7 @@ async def test_a_request_that_is_cut_off_keeps_its_tokens(served: Served) -> Non
     assert [*cut.logprobs, *rest.logprobs] == pytest.approx(expected, abs=1e-3)
 
 
-async def test_requests_that_are_cut_off_at_once_leave_the_server_sound(served: Served) -> None:
+async def test_requests_cut_at_once_keep_the_server_healthy(served: Served) -> None:
     cut = await asyncio.gather(*(served.generate([1, 2, 3], max_tokens=1000, timeout_s=0.001 * number) for number in range(1, 33)))
     assert {one.finish_reason for one in cut} <= {CUT, "stop", "length"}
     assert len((await served.generate([1, 2, 3], max_tokens=4)).token_ids) > 0

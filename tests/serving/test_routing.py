@@ -18,7 +18,7 @@ def begin(routing: EpisodeRouter, episode: str, tokens: int, *, able: list[int] 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_an_episode_stays_while_it_can_and_the_books_balance(seed: int) -> None:
+def test_an_episode_stays_on_its_replica_and_loads_add_up(seed: int) -> None:
     rng = random.Random(seed)
     routing = EpisodeRouter(3, apart=rng.choice([1, 4, 16]))
     living: dict[str, tuple[int, int]] = {}  # where, and its longest context
@@ -55,13 +55,13 @@ def test_groups_stay_together_and_replicas_fill_alike() -> None:
     assert Counter(replica for (replica,) in homes.values()) == {0: 4, 1: 4, 2: 4}
 
 
-def test_a_group_is_divided_where_one_replica_would_be_too_far_ahead() -> None:
+def test_a_group_is_split_if_a_replica_would_be_too_far_ahead() -> None:
     routing = EpisodeRouter(3, apart=8)
     at = Counter(begin(routing, f"g0-{member}", 100) for member in range(90))
     assert max(at.values()) - min(at.values()) <= 8 + 1 and set(at) == {0, 1, 2}
 
 
-def test_a_full_cache_gets_no_further_episode_while_another_has_room_and_keeps_those_it_has() -> None:
+def test_a_full_replica_gets_no_new_episode_and_keeps_its_own() -> None:
     routing = EpisodeRouter(3, apart=8)
     first = begin(routing, "g0-0", 100)
     assert begin(routing, "g0-1", 100, full=(first,)) != first
@@ -69,7 +69,7 @@ def test_a_full_cache_gets_no_further_episode_while_another_has_room_and_keeps_t
     assert begin(routing, "g0-2", 100, able=[first], full=(first,)) == first, "liveness comes before room"
 
 
-def test_whoever_loses_a_replica_goes_where_its_group_went_and_does_not_come_back() -> None:
+def test_a_moved_episode_joins_its_group_and_stays() -> None:
     routing = EpisodeRouter(3, apart=8)
     assert [begin(routing, f"g{group}-{member}", 100) for group in range(3) for member in range(4)] == [0] * 4 + [1] * 4 + [2] * 4
     assert {routing.choose(f"g0-{member}", 150, able=[1, 2]) for member in range(4)} == {1}

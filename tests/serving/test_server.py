@@ -97,7 +97,7 @@ async def test_what_every_server_process_has_in_common(tmp_path: Path) -> None:
         assert failed.pid is None and not scratch.exists() and not failed.warmed
 
 
-async def test_two_runs_that_start_at_once_get_two_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_concurrent_starts_get_different_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is starting does not listen yet, so that its port looks free."""
     wanted = free_port("127.0.0.1", 0)
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
@@ -154,7 +154,7 @@ def test_the_installed_build_decides_the_device(monkeypatch: pytest.MonkeyPatch)
         serving_device(recipe())
 
 
-def test_a_server_that_is_not_running_says_so(tmp_path: Path) -> None:
+def test_a_stopped_server_raises(tmp_path: Path) -> None:
     server = VLLMServer(recipe=recipe(), model=tmp_path, version=0, run_dir=tmp_path)
     with pytest.raises(ServingError, match="not running"):
         _ = server.url

@@ -199,7 +199,7 @@ async def test_episodes_stay_with_their_replica_groups_together_and_replicas_sha
         assert [figures[f"replica{n}_{what}"] for n in range(3) for what in ("tokens", "load", "restarts")] == [0] * 9
 
 
-async def test_a_replica_that_dies_loses_only_what_is_in_flight_on_it_and_takes_new_work_again(tmp_path: Path) -> None:
+async def test_a_dead_replica_loses_only_requests_in_flight(tmp_path: Path) -> None:
     async with running(tmp_path) as (policy, _, _):
         with ExitStack() as episodes:
             for number in range(3):
@@ -222,7 +222,7 @@ async def test_a_replica_that_dies_loses_only_what_is_in_flight_on_it_and_takes_
             assert policy.figures()["episodes_moved"] == 1
 
 
-async def test_requests_that_no_replica_can_take_wait_for_the_first_that_comes_back(tmp_path: Path) -> None:
+async def test_requests_wait_for_the_first_replica_to_come_back(tmp_path: Path) -> None:
     async with running(tmp_path) as (policy, _, _):
         for server in Server.newest.values():
             server.dead = True
@@ -237,7 +237,7 @@ async def test_requests_that_no_replica_can_take_wait_for_the_first_that_comes_b
             await ask(policy, "e")
 
 
-async def test_every_replica_gets_a_version_and_only_then_it_is_told(tmp_path: Path) -> None:
+async def test_a_version_is_announced_when_every_replica_has_it(tmp_path: Path) -> None:
     order: list[tuple[int, int]] = []  # replica, and what the run served then
 
     async with running(tmp_path) as (policy, registry, _):
@@ -256,7 +256,7 @@ async def test_every_replica_gets_a_version_and_only_then_it_is_told(tmp_path: P
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-async def test_a_replica_that_dies_in_a_swap_does_not_hold_it_up_and_ends_with_the_version(victim: int, tmp_path: Path) -> None:
+async def test_a_replica_that_dies_in_a_swap_catches_up(victim: int, tmp_path: Path) -> None:
     async with running(tmp_path) as (policy, registry, _):
 
         async def during(server: Server, version: PolicyVersion) -> None:
@@ -270,7 +270,7 @@ async def test_a_replica_that_dies_in_a_swap_does_not_hold_it_up_and_ends_with_t
         assert policy.restarts == 1
 
 
-async def test_a_replica_that_starts_while_the_others_take_a_version_in_gets_no_request_until_it_has_it_too(tmp_path: Path) -> None:
+async def test_a_replica_that_starts_during_a_swap_gets_no_request_before_it(tmp_path: Path) -> None:
     starting = asyncio.Event()
     async with running(tmp_path) as (policy, registry, _):
         original, stale, behind = Server.start, asyncio.Event(), 0
@@ -299,7 +299,7 @@ async def test_a_replica_that_starts_while_the_others_take_a_version_in_gets_no_
         assert Server.started[-1] == (1, 0) and weights() == [1, 1, 1] and behind > 0
 
 
-async def test_a_version_that_the_first_replica_refuses_reaches_no_other(tmp_path: Path) -> None:
+async def test_a_version_rejected_by_the_first_replica_reaches_no_other(tmp_path: Path) -> None:
     tried: list[int] = []
 
     async def during(server: Server, version: PolicyVersion) -> None:
@@ -313,7 +313,7 @@ async def test_a_version_that_the_first_replica_refuses_reaches_no_other(tmp_pat
         assert tried == [0, 0, 0] and policy.version == 0 and weights() == [0, 0, 0] and policy.restarts == 0
 
 
-async def test_a_replica_that_refuses_what_another_took_in_is_replaced(tmp_path: Path) -> None:
+async def test_a_replica_that_rejects_a_served_version_is_replaced(tmp_path: Path) -> None:
     async def during(server: Server, version: PolicyVersion) -> None:
         if server.replica == 1 and server is first:
             raise SwapError("the probe disagrees")
@@ -328,7 +328,7 @@ async def test_a_replica_that_refuses_what_another_took_in_is_replaced(tmp_path:
 
 
 @pytest.mark.parametrize("removed", [False, True])
-async def test_a_version_that_is_taken_back_in_mid_swap_stays_on_no_replica(removed: bool, tmp_path: Path) -> None:
+async def test_a_version_retracted_during_a_swap_stays_on_no_replica(removed: bool, tmp_path: Path) -> None:
     async with running(tmp_path) as (policy, registry, _):
         await policy.swap(publish(registry, 1))
 
@@ -352,7 +352,7 @@ async def test_a_version_that_is_taken_back_in_mid_swap_stays_on_no_replica(remo
 
 
 @pytest.mark.parametrize("back_to", [1, 0])
-async def test_all_replicas_go_back_with_a_learner_that_has_retracted_a_version(back_to: int, tmp_path: Path) -> None:
+async def test_all_replicas_fall_back_with_the_learner(back_to: int, tmp_path: Path) -> None:
     async with running(tmp_path) as (policy, registry, _):
         for number in (1, 2):
             await policy.swap(publish(registry, number))
@@ -375,7 +375,7 @@ async def test_all_replicas_go_back_with_a_learner_that_has_retracted_a_version(
         assert weights() == [back_to + 1] * 3 and policy.sha256 == again.sha256
 
 
-async def test_a_replica_begins_with_what_the_others_serve_and_the_last_one_with_what_one_server_would(tmp_path: Path) -> None:
+async def test_a_restarted_replica_loads_the_served_version(tmp_path: Path) -> None:
     async with running(tmp_path) as (policy, registry, _):
         for number in (1, 2):
             await policy.swap(publish(registry, number))
@@ -393,7 +393,7 @@ async def test_a_replica_begins_with_what_the_others_serve_and_the_last_one_with
         assert weights() == [3, 3, 3]
 
 
-async def test_a_replica_that_does_not_start_any_more_is_given_up_and_the_last_one_ends_the_run(tmp_path: Path) -> None:
+async def test_a_failing_replica_is_abandoned_and_the_last_one_ends_the_run(tmp_path: Path) -> None:
     async with running(tmp_path) as (policy, registry, watcher):
         Server.broken |= {0, 1, 2}
         for victim, left in ((1, [0, 2]), (2, [0])):
@@ -410,9 +410,7 @@ async def test_a_replica_that_does_not_start_any_more_is_given_up_and_the_last_o
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_no_request_is_ever_sampled_with_less_than_what_the_run_served(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_request_is_sampled_with_a_version_older_than_served(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers die at random while versions come and requests go: no answer is older than the version that was told before it was asked."""
     rng, wrong, answered = random.Random(seed), [], 0
     monkeypatch.setattr(supervisor, "_RESTARTS", 10**6)
@@ -452,7 +450,7 @@ async def test_no_request_is_ever_sampled_with_less_than_what_the_run_served(
         assert policy._routing.loads == [0, 0, 0]
 
 
-async def test_admission_knows_each_cache_and_counts_a_reading_when_all_were_read(tmp_path: Path) -> None:
+async def test_cache_use_covers_each_replica(tmp_path: Path) -> None:
     async with running(tmp_path) as (policy, _, _):
         for number, (reading, share) in enumerate([(8, 0.5), (4, 0.95), (8, 0.2)]):
             policy._replicas[number].cache_use = CacheUse(reading=reading, shares=(share,))
@@ -469,11 +467,11 @@ async def test_admission_knows_each_cache_and_counts_a_reading_when_all_were_rea
         ({"group_size": 2, "groups_per_step": 1, "concurrency": 64}, 1),
     ],
 )
-def test_how_far_ahead_a_replica_may_be_for_its_group(rollout: dict[str, Any], wanted: int) -> None:
+def test_the_largest_load_lead(rollout: dict[str, Any], wanted: int) -> None:
     assert max_load_lead(RECIPE.but({f"rollout.{key}": value for key, value in rollout.items()})) == wanted
 
 
-def test_each_replica_has_a_log_and_a_scratch_folder_of_its_own_and_its_share_of_the_cores(
+def test_each_replica_has_a_separate_log_and_scratch_folder_and_a_share_of_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("", "0", "gate")

@@ -118,7 +118,7 @@ async def test_cached_prefixes_do_not_survive_a_swap(served: Served) -> None:
             assert completion.logprobs == pytest.approx(reference, abs=1e-3)
 
 
-async def test_a_version_the_learner_disagrees_with_is_refused_and_the_old_one_serves_on(served: Served) -> None:
+async def test_a_version_that_disagrees_is_rejected_and_the_old_one_serves(served: Served) -> None:
     await served.swap(1)
     with pytest.raises(SwapError, match="nats on the probe"):
         await served.swap(2, probe=0)
@@ -141,7 +141,7 @@ async def test_the_probe_sees_a_stale_output_head(served: Served) -> None:
     assert await max_logprob_difference(served.server, 2, served.probes[2]) < 1e-3
 
 
-async def test_a_model_of_another_shape_is_refused_before_any_weight_moves(served: Served, tmp_path: Path) -> None:
+async def test_another_shape_is_rejected_before_loading(served: Served, tmp_path: Path) -> None:
     await served.swap(1)
     other = make_model(seed=5)
     other.model.layers = other.model.layers[:3]
@@ -151,7 +151,7 @@ async def test_a_model_of_another_shape_is_refused_before_any_weight_moves(serve
     assert await max_logprob_difference(served.server, 1, served.probes[1]) < 1e-3
 
 
-async def test_weights_that_are_not_finite_are_refused(served: Served) -> None:
+async def test_non_finite_weights_are_rejected(served: Served) -> None:
     import torch
 
     await served.swap(1)
@@ -164,7 +164,7 @@ async def test_weights_that_are_not_finite_are_refused(served: Served) -> None:
     assert await max_logprob_difference(served.server, 1, served.probes[1]) < 1e-3
 
 
-async def test_weights_from_outside_the_run_are_refused_by_the_server_itself(served: Served, tmp_path: Path) -> None:
+async def test_the_server_rejects_weights_from_outside_the_run(served: Served, tmp_path: Path) -> None:
     version = write_version(tmp_path, 1, served.models[1])
     control = served.server.control
     await control.start_weight_update()
@@ -210,7 +210,7 @@ def write_adapter(served: Served, number: int, *, rank: int = 4) -> tuple[Policy
     return PolicyVersion(number=number, parent=0, folder=f"versions/{number}", sha256=digest, weights=ADAPTER), make_probe(model)
 
 
-async def test_adapters_are_merged_in_and_out_and_travel_alone(served: Served) -> None:
+async def test_adapters_are_merged_and_replaced(served: Served) -> None:
     for number in (20, 21):
         served.versions[number], served.probes[number] = write_adapter(served, number)
     # Any of them may end soon by chance. Nothing in the loop below holds this process, so no request can end unseen between two swaps.
@@ -231,7 +231,7 @@ async def test_adapters_are_merged_in_and_out_and_travel_alone(served: Served) -
     assert sorted(files) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
-async def test_an_adapter_that_is_refused_leaves_the_one_before_it(served: Served) -> None:
+async def test_a_rejected_adapter_leaves_the_previous_one(served: Served) -> None:
     served.versions[22], served.probes[22] = write_adapter(served, 22)
     await served.swap(22)
     served.versions[23], _ = write_adapter(served, 23)
@@ -259,7 +259,7 @@ async def test_an_adapter_that_is_refused_leaves_the_one_before_it(served: Serve
     ],
     ids=str,
 )
-async def test_the_learner_scores_what_was_drawn_from_a_support_as_the_server_does(served: Served, setting: dict[str, Any]) -> None:
+async def test_learner_and_server_score_supports_alike(served: Served, setting: dict[str, Any]) -> None:
     """Over the support that the server answered, in the learner's own code; and that support is what the setting says."""
     await served.swap(1)
     sampling = Sampling(**setting, supports=True)
@@ -319,7 +319,7 @@ def check_support(logits: Any, support: tuple[int, ...], sampling: Sampling) -> 
     assert certain - edge <= len(support) <= possible
 
 
-async def test_a_swap_is_probed_at_the_setting_of_the_rollouts(served: Served) -> None:
+async def test_a_swap_is_probed_with_the_rollouts_sampling_settings(served: Served) -> None:
     """The learner's logprobs of what may follow each row, over the support that the server answers for its sampled token."""
     import torch
 
@@ -423,7 +423,7 @@ async def test_thinking_is_ended_while_the_server_samples(task: Task, served: Se
         assert all(turn.logprobs[at] == 0.0 for at in turn.forced) and min(turn.forced, default=24) == 24
 
 
-async def test_what_a_group_no_longer_wants_is_not_sampled_on(task: Task, served: Served) -> None:
+async def test_cancelled_requests_stop_sampling(task: Task, served: Served) -> None:
     async def score(task: Task, episode: Episode) -> Score:
         return Score(value=1.0)
 
@@ -442,7 +442,7 @@ async def test_what_a_group_no_longer_wants_is_not_sampled_on(task: Task, served
     assert await sampled() == after and after - before < 5 * 900, "the server goes on with what was cancelled"
 
 
-async def test_an_idle_server_burns_no_cpu(served: Served) -> None:
+async def test_an_idle_server_uses_no_cpu(served: Served) -> None:
     def cpu_seconds() -> float:
         total = 0
         for pid in group_members(served.server.pid or 0):
@@ -460,7 +460,7 @@ async def test_an_idle_server_burns_no_cpu(served: Served) -> None:
     pytest.fail(f"CPU time in each 2 s: {spent}")
 
 
-async def test_a_dead_engine_is_noticed_and_nothing_is_left_after_stop(served: Served) -> None:
+async def test_a_dead_engine_is_detected_and_stop_leaves_no_process(served: Served) -> None:
     server = served.server
     pid = server.pid
     assert pid is not None

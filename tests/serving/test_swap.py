@@ -91,7 +91,7 @@ async def test_a_swap_pauses_loads_resumes_and_probes(tmp_path: Path) -> None:
         assert (server.weights.number, server.weights.on_probation, engine.version) == (5, None, "5")
 
 
-async def test_disagreement_puts_the_old_version_back_and_voids_what_the_new_one_sampled(tmp_path: Path) -> None:
+async def test_disagreement_restores_the_old_version_and_voids_new_samples(tmp_path: Path) -> None:
     engine = Engine()
     engine.logprobs = (-1.0, -2.5)
     version = publish(tmp_path, 5)
@@ -107,7 +107,7 @@ async def test_disagreement_puts_the_old_version_back_and_voids_what_the_new_one
 
 
 @pytest.mark.parametrize("bad", [(float("nan"), -2.0), (-1.0, float("-inf"))])
-async def test_logprobs_that_are_not_numbers_are_disagreement(tmp_path: Path, bad: tuple[float, float]) -> None:
+async def test_nan_logprobs_are_disagreement(tmp_path: Path, bad: tuple[float, float]) -> None:
     engine = Engine()
     engine.logprobs = bad
     version = publish(tmp_path, 5)
@@ -140,23 +140,21 @@ TOP_2 = Sampling(temperature=0.5, top_k=2, supports=True)
         ({4: -9999.0, 5: 0.0}, Sampling(), 9999.0 + math.log(0.5)),
     ],
 )
-def test_what_follows_a_row_is_compared_over_the_support_that_the_server_answers(
-    theirs: dict[int, float], sampling: Sampling, worst: float
-) -> None:
+def test_next_tokens_are_compared_over_the_servers_support(theirs: dict[int, float], sampling: Sampling, worst: float) -> None:
     assert max(next_token_differences(after(theirs), OURS, sampling, 5)) == pytest.approx(worst, abs=1e-9)
 
 
-def test_tokens_that_are_next_to_impossible_are_compared_too() -> None:
+def test_very_unlikely_tokens_are_compared() -> None:
     assert next_token_differences(after({4: 0.0, 5: -2000.0, 6: -9999.0}), {4: 0.0, 5: -2000.0}, TOP_2, 5) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("answer", [{}, after(), after({4: 0.0, 5: -9999.0}, {4: 0.0}), after({4: 0.0}), after({4: -1.0, 5: -9999.0})])
-def test_a_support_that_is_none_refuses_the_version(answer: Any) -> None:
+def test_an_invalid_support_rejects_the_version(answer: Any) -> None:
     with pytest.raises(SwapError, match="version 5: malformed answer to the logprob probe"):
         next_token_differences(answer, OURS, TOP_2, 5)
 
 
-async def test_the_probe_is_taken_at_the_setting_of_the_rollouts(tmp_path: Path) -> None:
+async def test_the_probe_uses_the_rollouts_sampling_settings(tmp_path: Path) -> None:
     """The rows agree and what follows one does not: a server that samples at another temperature, say."""
     probe = Probe(token_ids=((1, 2, 3),), logprobs=((-1.0, -2.0),), next_ids=(tuple(OURS),), next_logprobs=(tuple(OURS.values()),))
     version, tables = publish(tmp_path, 5), [{4: math.log(2 / 3), 5: math.log(1 / 3), 6: -9999.0}]
@@ -230,7 +228,7 @@ async def test_a_server_that_answers_with_another_version_is_refused(tmp_path: P
             await swap(to, tmp_path, version)
 
 
-async def test_a_server_that_cannot_go_back_is_condemned(tmp_path: Path) -> None:
+async def test_a_server_that_cannot_restore_is_marked_unsound(tmp_path: Path) -> None:
     def broken(call: Call) -> Any:
         return (500, {"error": "gone"}) if call.path == "/update_weights" else {}
 
@@ -241,7 +239,7 @@ async def test_a_server_that_cannot_go_back_is_condemned(tmp_path: Path) -> None
         assert not await server.alive() and server.end_reason.startswith("version 0 could not be restored: ")
 
 
-async def test_a_file_that_is_not_the_published_one_never_reaches_the_server(tmp_path: Path) -> None:
+async def test_an_unpublished_file_never_reaches_the_server(tmp_path: Path) -> None:
     version = publish(tmp_path, 5)
     (tmp_path / "versions/5/model.safetensors").write_bytes(b"weights X")
     async with channel(tmp_path, Engine()) as (to, _, script):
@@ -277,7 +275,7 @@ async def test_the_report_is_in_milliseconds(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("broken", ["nothing else", "mode=abort"])
-async def test_what_refused_weights_sampled_is_void_also_if_the_server_cannot_go_back(tmp_path: Path, broken: str) -> None:
+async def test_samples_of_rejected_weights_are_void_even_if_the_restore_fails(tmp_path: Path, broken: str) -> None:
     """Requests that wait for the verdict on version 5 fail, and the error says why the server counts as lost."""
     engine, version = Engine(), publish(tmp_path, 5)
     engine.logprobs = (-1.0, -9.0)
@@ -296,7 +294,7 @@ async def test_what_refused_weights_sampled_is_void_also_if_the_server_cannot_go
         assert not await server.alive() and "gone" in server.end_reason
 
 
-async def test_what_refused_weights_sampled_is_void_and_new_requests_share_no_prefix_with_it(tmp_path: Path) -> None:
+async def test_samples_of_rejected_weights_are_void_and_their_prefixes_unused(tmp_path: Path) -> None:
     engine, version = Engine(), publish(tmp_path, 5)
     engine.logprobs = (-1.0, -9.0)
     async with channel(tmp_path, engine) as (to, server, _):
@@ -321,7 +319,7 @@ def delta(run_dir: Path, number: int, parent: int) -> PolicyVersion:
     return PolicyVersion(number=number, parent=parent, folder=f"versions/{number}", sha256=made.sha256)
 
 
-async def test_a_delta_is_loaded_as_one_and_a_whole_file_beside_it_is_preferred(tmp_path: Path) -> None:
+async def test_a_delta_is_loaded_unless_there_is_a_whole_file(tmp_path: Path) -> None:
     version = delta(tmp_path, 5, 4)
     folder = tmp_path / version.folder
     frames = (folder / deltas.DELTA_FILE).stat().st_size
@@ -336,7 +334,7 @@ async def test_a_delta_is_loaded_as_one_and_a_whole_file_beside_it_is_preferred(
         assert server.weights.number == 5
 
 
-async def test_a_delta_that_the_server_refuses_is_loaded_whole(tmp_path: Path) -> None:
+async def test_a_rejected_delta_is_loaded_whole(tmp_path: Path) -> None:
     version = delta(tmp_path, 5, 4)
     async with channel(tmp_path, Engine(update_weights=(500, {"error": "it does not fit"}))) as (to, server, script):
         await swap(to, tmp_path, version)
@@ -344,7 +342,7 @@ async def test_a_delta_that_the_server_refuses_is_loaded_whole(tmp_path: Path) -
         assert server.weights.number == 5
 
 
-async def test_a_delta_that_cannot_be_made_whole_leaves_the_old_version(tmp_path: Path) -> None:
+async def test_a_broken_delta_leaves_the_old_version(tmp_path: Path) -> None:
     version = delta(tmp_path, 5, 4)
     shutil.rmtree(tmp_path / "versions" / "000004")
     async with channel(tmp_path, Engine(update_weights=(500, {"error": "it does not fit"}))) as (to, server, _):
@@ -354,7 +352,7 @@ async def test_a_delta_that_cannot_be_made_whole_leaves_the_old_version(tmp_path
         assert server.end_reason == "it died", "it has no process here; it was not condemned"
 
 
-async def test_a_whole_file_beside_a_delta_is_what_is_checked(tmp_path: Path) -> None:
+async def test_a_whole_file_next_to_a_delta_is_checked(tmp_path: Path) -> None:
     version = delta(tmp_path, 5, 4)
     folder = tmp_path / version.folder
     deltas.materialize(folder)
@@ -369,7 +367,7 @@ async def test_a_whole_file_beside_a_delta_is_what_is_checked(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("what", ["frames", "record", "missing", "another"])
-async def test_a_delta_that_is_not_the_published_one_never_reaches_the_server(tmp_path: Path, what: str) -> None:
+async def test_an_unpublished_delta_never_reaches_the_server(tmp_path: Path, what: str) -> None:
     version = delta(tmp_path, 5, 4)
     folder = tmp_path / version.folder
     if what == "frames":
@@ -406,14 +404,14 @@ async def test_an_adapter_is_checked_against_its_own_file(tmp_path: Path, there:
             assert script.calls == []
 
 
-async def test_an_empty_probe_differs_by_nothing_and_equal_logprobs_too(tmp_path: Path) -> None:
+async def test_an_empty_probe_has_no_difference(tmp_path: Path) -> None:
     async with channel(tmp_path, Engine()) as (_, server, _):
         assert await max_logprob_difference(server, 0, Probe(token_ids=(), logprobs=())) == 0.0
         assert await max_logprob_difference(server, 0, PROBE) == 0.0
 
 
 @pytest.mark.parametrize("answer", [{}, [], {"choices": []}, {"choices": [{"weight_versions": [{}]}], "prompt_logprobs": [None]}])
-def test_an_answer_without_logprobs_refuses_the_version(answer: Any) -> None:
+def test_an_answer_without_logprobs_rejects_the_version(answer: Any) -> None:
     with pytest.raises(SwapError, match="version 5: malformed answer to the logprob probe"):
         parse_prompt_logprobs(answer, (1, 2), 5)
 

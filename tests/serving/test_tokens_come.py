@@ -90,7 +90,7 @@ async def alive_for(server: Server, seconds: float) -> bool:
 
 
 @pytest.mark.parametrize("busy", [False, True])
-async def test_an_engine_that_stands_still_behind_healthy_routes_is_dead(tmp_path: Path, busy: bool) -> None:
+async def test_a_stuck_engine_with_healthy_routes_is_dead(tmp_path: Path, busy: bool) -> None:
     engine = Engine()
     engine.busy = busy
     async with serving(tmp_path, engine) as server:
@@ -100,7 +100,7 @@ async def test_an_engine_that_stands_still_behind_healthy_routes_is_dead(tmp_pat
         assert "the server has made no progress for" in server.end_reason and "computing tokens" in server.end_reason
 
 
-async def test_a_server_that_gives_no_answer_is_judged_by_its_silence(tmp_path: Path) -> None:
+async def test_a_silent_server_is_dead_after_the_deadline(tmp_path: Path) -> None:
     """A machine under load may keep one answer waiting; a stopped process keeps all of them."""
     engine = Engine()
     async with serving(tmp_path, engine) as server:
@@ -111,14 +111,14 @@ async def test_a_server_that_gives_no_answer_is_judged_by_its_silence(tmp_path: 
         assert "no progress" in server.end_reason
 
 
-async def test_an_engine_that_reports_its_death_is_dead_at_once(tmp_path: Path) -> None:
+async def test_a_dead_engine_is_detected_at_once(tmp_path: Path) -> None:
     engine = Engine()
     async with serving(tmp_path, engine) as server:
         engine.dead = True
         assert not await server.alive() and server.end_reason == "its engine died"
 
 
-async def test_a_paused_server_computes_nothing_and_is_alive(tmp_path: Path) -> None:
+async def test_a_paused_server_is_alive(tmp_path: Path) -> None:
     engine = Engine()
     async with serving(tmp_path, engine) as server:
         assert await alive_for(server, 2 * SHORT_S)
@@ -132,7 +132,7 @@ async def test_a_paused_server_computes_nothing_and_is_alive(tmp_path: Path) -> 
         assert not await alive_for(server, 20 * SHORT_S)
 
 
-async def test_a_server_that_stops_as_it_is_resumed_is_dead(tmp_path: Path) -> None:
+async def test_a_server_that_is_stuck_after_resume_is_dead(tmp_path: Path) -> None:
     engine = Engine()
     async with serving(tmp_path, engine) as server:
         await server.control.pause()

@@ -66,7 +66,7 @@ async def served(answer: Callable[[int], bytes | None], *, max_connections: int 
         await until(lambda: script.lost == script.connections)
 
 
-async def test_connections_are_kept_and_bounded_and_old_ones_are_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_are_reused_bounded_and_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(lambda n: OK, max_connections=3) as (server, made):
         server.go.clear()
         several = [asyncio.create_task(made.post("/", b"[1]")) for _ in range(5)]
@@ -82,7 +82,7 @@ async def test_connections_are_kept_and_bounded_and_old_ones_are_not_used_again(
         assert server.connections == 4
 
 
-async def test_an_answer_may_come_in_chunks_and_a_server_that_closes_gets_a_new_connection() -> None:
+async def test_chunked_answers_and_closed_connections() -> None:
     chunked = b"HTTP/1.1 503 X\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n1\r\n[\r\n1\r\n]\r\n0\r\n\r\n"
     async with served(lambda n: chunked) as (server, made):
         assert await made.post("/", b"[1]") == (503, b"[]")
@@ -102,7 +102,7 @@ HOSTILE: dict[str, bytes | None] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-async def test_what_is_no_answer_is_a_serving_error_and_its_connection_is_gone(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invalid_answers_raise_and_close_the_connection(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "MAX_ANSWER_BYTES", 2000)
     async with served(lambda n: HOSTILE[case]) as (server, made):
         with pytest.raises(ServingError) as caught:
@@ -112,7 +112,7 @@ async def test_what_is_no_answer_is_a_serving_error_and_its_connection_is_gone(c
         await until(lambda: server.lost == 1)
 
 
-async def test_a_cancelled_request_takes_its_connection_along_and_a_closed_wire_sends_nothing() -> None:
+async def test_cancellation_closes_the_connection_and_a_closed_transport_sends_nothing() -> None:
     async with served(lambda n: OK) as (server, made):
         server.go.clear()
         job = asyncio.create_task(made.post("/", b"[1]"))
@@ -129,14 +129,14 @@ async def test_a_cancelled_request_takes_its_connection_along_and_a_closed_wire_
         assert server.connections == 2
 
 
-async def test_an_answer_that_nobody_asked_for_is_never_taken_for_the_next_one() -> None:
+async def test_an_unsolicited_answer_is_discarded() -> None:
     async with served(lambda n: OK + OK.replace(b"{}", b"[]")) as (server, made):
         assert await made.post("/", b"[1]") == (200, b"{}")
         assert await made.post("/", b"[1]") == (200, b"{}")
         assert server.connections == 2
 
 
-async def test_a_wire_that_is_closed_while_it_connects_sends_nothing() -> None:
+async def test_a_transport_closed_while_connecting_sends_nothing() -> None:
     async with served(lambda n: OK) as (_, made):
         job = asyncio.create_task(made.post("/", b"[1]"))
         await asyncio.sleep(0)  # it is connecting

@@ -134,7 +134,7 @@ def test_the_generate_body_is_vllms() -> None:
     assert (stopping.sampling_params.stop, stopping.sampling_params.detokenize) == (["a", "b"], True), "texts are found by the detokenizer"
 
 
-async def test_the_trainer_sends_only_while_the_controller_holds_the_pause(engine: RecordingEngine, url: str) -> None:
+async def test_the_trainer_sends_only_during_the_pause(engine: RecordingEngine, url: str) -> None:
     import torch
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
@@ -174,7 +174,7 @@ async def test_the_trainer_sends_only_while_the_controller_holds_the_pause(engin
     assert calls["finish"] == "7"
 
 
-def test_a_trainer_whose_server_is_never_paused_gives_up(url: str) -> None:
+def test_the_trainer_times_out_without_a_pause(url: str) -> None:
     from agentrl.learner.nccl_source import PausedServerClient
 
     with pytest.raises(TimeoutError, match="not paused for version 0"):

@@ -14,7 +14,7 @@ from tests.supervised.test_tune import groups
 pytestmark = pytest.mark.slow
 
 
-def test_a_training_that_diverges_is_told_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_diverged_training_raises_and_writes_nothing(tmp_path: Path) -> None:
     from agentrl.supervised.tune import train_sft
 
     write_version(tmp_path, 0, make_model(0, vocabulary=VOCABULARY))

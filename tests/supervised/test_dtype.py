@@ -38,7 +38,7 @@ def _trained(train: Callable[..., float], data: Any, model: Path, out: Path, kin
 
 
 @pytest.mark.parametrize("way", ["sft", "dpo", "reward"])
-def test_a_bfloat16_model_ends_where_the_same_one_in_float32_does_rounded_once(twins: tuple[Path, Path], tmp_path: Path, way: str) -> None:
+def test_a_bfloat16_model_is_trained_in_float32_and_rounded_once(twins: tuple[Path, Path], tmp_path: Path, way: str) -> None:
     from agentrl.supervised import tune
 
     train, kind, data, options = {

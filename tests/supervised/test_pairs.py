@@ -15,7 +15,7 @@ def _group(index: int, *attempts: object) -> Group:
     return Group(index=index, task_id="t", task_key="k", episodes=attempts)  # type: ignore[arg-type]
 
 
-def test_attempts_at_one_task_that_were_given_different_prompts_are_no_pair() -> None:
+def test_attempts_with_different_prompts_are_not_paired() -> None:
     """A task whose wording was drawn anew: what one answered is no answer to what the other was asked."""
     first = _group(0, _attempt("a", [1, 2], [7], 1.0), _attempt("b", [1, 2], [8], 0.9))
     second = _group(1, _attempt("c", [1, 3, 4], [9], 0.0), _attempt("d", [1, 3, 4], [10], 1.0))

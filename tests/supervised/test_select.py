@@ -21,7 +21,7 @@ def group(index: int, *attempts: object) -> Group:
     return Group(index=index, task_id=f"t{index}", task_key=f"k{index}", episodes=attempts)  # type: ignore[arg-type]
 
 
-def test_the_best_and_shortest_attempt_is_imitated_and_tool_output_is_no_target() -> None:
+def test_the_best_shortest_attempt_is_selected_without_tool_output() -> None:
     made = group(0, attempt("a", [4, 5, 6], 1.0), attempt("b", [4, 5], 1.0), attempt("c", [4], 0.5))
     (row,) = select_demonstrations([made])
     assert row["input_ids"] == [1, 2, 3, 4, 5, 50, 51, 9]
@@ -36,7 +36,7 @@ def test_the_same_attempt_twice_is_one_demonstration() -> None:
     assert [row["input_ids"][4] for row in select_demonstrations([made], per_task=5)] == [5, 7]
 
 
-def test_pairs_are_of_one_task_with_scores_apart_and_no_attempt_is_in_two() -> None:
+def test_pairs_belong_to_one_task_and_share_no_attempt() -> None:
     made = group(0, attempt("a", [4], 1.0), attempt("b", [5], 0.0), attempt("c", [6], 0.9), attempt("d", [7], 0.6))
     (pair,) = select_preferences([made, group(1, attempt("e", [8], 0.0))], margin=0.5)
     assert (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids) == ((1, 2, 3), (4, 50, 51, 9), (5, 50, 51, 9))

@@ -21,7 +21,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], scaling: str | None = 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_what_is_adapted_is_merged_and_the_rest_goes_through(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_adapted_layers_are_merged_and_others_unchanged(tmp_path: Path, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tensors = {name: torch.randn(tensor.shape).to(dtype) for name, tensor in GOOD.items()}
     adapter = read_adapter(write(tmp_path, tensors, "0.3"), SHAPES)
@@ -51,7 +51,7 @@ def test_what_is_adapted_is_merged_and_the_rest_goes_through(tmp_path: Path, dty
         ({}, "a lot", "no valid scaling of the adapter"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(
+def test_an_adapter_that_does_not_fit_raises_with_the_layers_name(
     tmp_path: Path, changes: dict[str, torch.Tensor | None], scaling: str | None, named: str
 ) -> None:
     tensors = {name: tensor for name, tensor in {**GOOD, "x": None, **changes}.items() if tensor is not None}
@@ -59,12 +59,12 @@ def test_what_does_not_fit_is_refused_by_name(
         read_adapter(write(tmp_path, tensors or {"other": torch.ones(1)}, scaling), SHAPES)
 
 
-def test_a_layer_the_model_lacks_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unknown_layer_raises_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"adapter of model\.q: .* weight None"):
         read_adapter(write(tmp_path, GOOD), {})
 
 
-def test_an_adapter_that_adds_nothing_is_told_from_one_that_adds_little(tmp_path: Path) -> None:
+def test_is_zero_adapter_detects_small_changes(tmp_path: Path) -> None:
     a, b = GOOD
     assert is_zero_adapter(write(tmp_path, {**GOOD, b: torch.zeros(4, 2)})) and is_zero_adapter(
         write(tmp_path, {**GOOD, a: torch.zeros(2, 6)})

@@ -55,7 +55,7 @@ def sha(versions: Path, number: int) -> str:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), size=st.integers(0, 300), stride=st.sampled_from([1, 2, 4, 8]), chunk=st.sampled_from([7, 64, 300]))
-def test_any_bytes_come_back(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, size: int, stride: int, chunk: int) -> None:
+def test_any_bytes_round_trip(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, size: int, stride: int, chunk: int) -> None:
     folder = tmp_path_factory.mktemp("any")
     old, new = (data.draw(st.binary(min_size=size, max_size=size)) for _ in range(2))
     (folder / "old").write_bytes(old)
@@ -69,7 +69,7 @@ def test_any_bytes_come_back(tmp_path_factory: pytest.TempPathFactory, data: st.
     assert (folder / "old").read_bytes() == new
 
 
-def test_the_numbers_of_a_file_decide_how_it_is_split(tmp_path: Path) -> None:
+def test_a_files_dtype_determines_the_stride(tmp_path: Path) -> None:
     for dtype, stride in ((np.float32, 4), (np.float16, 2), (np.float64, 8)):
         weights(tmp_path / "w", 0, dtype=dtype)
         assert deltas._stride(tmp_path / "w") == stride
@@ -89,7 +89,7 @@ def test_a_delta_of_few_changes_is_small(versions: Path) -> None:
         assert (versions / f"{number:06d}" / deltas.DELTA_FILE).stat().st_size < 0.25 * len(whole(versions, number))
 
 
-def test_a_chain_is_made_whole_and_stays_whole(versions: Path) -> None:
+def test_a_chain_is_materialized(versions: Path) -> None:
     made = deltas.materialize(versions / "000003")
     assert made.read_bytes() == whole(versions, 3)
     deltas.verify_weights(versions / "000002", sha(versions, 2))
@@ -102,7 +102,7 @@ def test_a_chain_is_made_whole_and_stays_whole(versions: Path) -> None:
     assert sorted(path.name for path in (versions / "000002").iterdir()) == [deltas.DELTA_RECORD, deltas.DELTA_FILE]
 
 
-def test_the_learners_own_copy_saves_the_chain_and_is_not_believed_blindly(versions: Path) -> None:
+def test_the_learners_copy_is_used_only_if_its_checksum_fits(versions: Path) -> None:
     shutil.rmtree(versions / "000001")
     (versions / deltas.NEWEST_WEIGHTS).write_bytes(b"x" * len(whole(versions, 3)))
     with pytest.raises(ValueError, match="neither"):
@@ -112,7 +112,7 @@ def test_the_learners_own_copy_saves_the_chain_and_is_not_believed_blindly(versi
 
 
 @pytest.mark.parametrize("what", ["frames", "cut", "parent", "record", "older"])
-def test_damage_anywhere_is_found(versions: Path, what: str) -> None:
+def test_damage_anywhere_raises(versions: Path, what: str) -> None:
     frames, record = versions / "000002" / deltas.DELTA_FILE, versions / "000002" / deltas.DELTA_RECORD
     if what == "frames":
         data = bytearray(frames.read_bytes())
@@ -133,7 +133,7 @@ def test_damage_anywhere_is_found(versions: Path, what: str) -> None:
     assert not (versions / "000002" / deltas.WEIGHTS).exists()
 
 
-def test_what_a_frame_holds_is_bounded_by_the_file(versions: Path) -> None:
+def test_a_frames_size_is_bounded_by_the_file(versions: Path) -> None:
     """A record that vouches for a hostile frame: it may not grow beyond the piece it changes."""
     import zstandard
 
@@ -146,7 +146,7 @@ def test_what_a_frame_holds_is_bounded_by_the_file(versions: Path) -> None:
         deltas.materialize(home)
 
 
-def test_the_server_follows_deltas_in_place_and_refuses_what_does_not_belong(versions: Path, tmp_path: Path) -> None:
+def test_the_server_applies_deltas_in_place_and_rejects_others(versions: Path, tmp_path: Path) -> None:
     copy = WeightCopy(tmp_path)
     for number in (1, 2):
         assert copy.apply_delta(versions / f"{number:06d}").read_bytes() == whole(versions, number)
@@ -182,7 +182,7 @@ def registry(versions: Path) -> FolderRegistry:
     return made
 
 
-def test_the_registry_proves_deltas_and_keeps_what_they_need(registry: FolderRegistry) -> None:
+def test_the_registry_verifies_deltas_and_keeps_their_bases(registry: FolderRegistry) -> None:
     for version in registry.versions():
         registry.verify(version)
     assert registry.prune(1) == ()
@@ -194,7 +194,7 @@ def test_the_registry_proves_deltas_and_keeps_what_they_need(registry: FolderReg
     assert [path.name for path in (registry.folder / "000002").iterdir()] == ["version.json"]
 
 
-def test_a_serving_delta_keeps_its_parents_whatever_is_pruned(registry: FolderRegistry) -> None:
+def test_pruning_keeps_the_parents_of_a_serving_delta(registry: FolderRegistry) -> None:
     registry.set_state(2, VersionState.SERVING)
     deltas.materialize(registry.folder / "000003")
     assert registry.prune(1) == ()
@@ -202,7 +202,7 @@ def test_a_serving_delta_keeps_its_parents_whatever_is_pruned(registry: FolderRe
     assert registry.prune(1) == (1, 2)
 
 
-def test_an_export_and_an_evaluation_get_a_whole_model(registry: FolderRegistry, tmp_path: Path) -> None:
+def test_exports_and_evaluations_get_a_whole_model(registry: FolderRegistry, tmp_path: Path) -> None:
     home = registry.folder / "000002"
     kept = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     for name in (*kept, "update.json"):

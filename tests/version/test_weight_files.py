@@ -21,26 +21,26 @@ def paths(version: Path, sizes: dict[str, int], *, folder: Path | None = None) -
     return checked_weight_paths(folder or version, sizes, below=version.parent, first_folder=version.parent.parent / "base")
 
 
-def test_whole_files_below_the_versions_folder_pass(version: Path) -> None:
+def test_complete_files_below_the_versions_folder_pass(version: Path) -> None:
     file = version / "model.safetensors"
     assert paths(version, {file.name: file.stat().st_size}) == [file]
     assert tensor_shapes([file]) == {"a": (2, 3), "b": (4,)}
 
 
 @pytest.mark.parametrize("name", ["../1/model.safetensors", "/etc/passwd", "sub/model.safetensors", "missing.safetensors"])
-def test_names_that_lead_elsewhere_are_refused(version: Path, name: str) -> None:
+def test_paths_outside_the_folder_raise(version: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r"outside|missing"):
         paths(version, {name: 10})
 
 
-def test_a_link_out_of_the_folder_is_refused(version: Path, tmp_path: Path) -> None:
+def test_a_link_out_of_the_folder_raises(version: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"12345")
     (version / "link.safetensors").symlink_to(tmp_path / "secret")
     with pytest.raises(ValueError, match="outside"):
         paths(version, {"link.safetensors": 5})
 
 
-def test_other_folders_and_cut_files_are_refused(version: Path) -> None:
+def test_other_folders_and_truncated_files_raise(version: Path) -> None:
     size = (version / "model.safetensors").stat().st_size
     with pytest.raises(ValueError, match="not below"):
         paths(version, {"model.safetensors": size}, folder=version.parent)
@@ -53,14 +53,14 @@ def test_other_folders_and_cut_files_are_refused(version: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"short", b"\xff" * 64, b"\x05\0\0\0\0\0\0\0[1,2]"])
-def test_what_is_not_safetensors_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_other_formats_than_safetensors_raise(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(data)
     with pytest.raises(ValueError, match="not a safetensors file"):
         tensor_shapes([path])
 
 
-def test_a_model_of_another_shape_is_refused_by_name() -> None:
+def test_another_shape_raises_with_the_tensors_name() -> None:
     check_same_shapes({"a": (2, 3)}, {"a": (2, 3)})
     for given in ({}, {"a": (3, 2)}, {"a": (2, 3), "b": (1,)}):
         with pytest.raises(ValueError, match=r"tensor [ab]"):
