@@ -20,6 +20,7 @@ from agentrl.check.check import prove_tasks
 from agentrl.errors import TaskError, UserError
 from agentrl.evaluation.engine import utc_now
 from agentrl.evaluation.open_policy import PreparedEvaluation, open_policy
+from agentrl.evaluation.results import attempt_passes
 from agentrl.failure.case import Baseline, Case
 from agentrl.protocols import SandboxBackend, TaskFamily
 from agentrl.records import Task

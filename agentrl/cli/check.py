@@ -40,8 +40,9 @@ def check(
     parallel: Annotated[int, typer.Option(min=1, help="Number of tasks at a time.")] = 8,
     as_json: JsonFlag = False,
 ) -> None:
-    """Prove a task family in real sandboxes: gold solutions score 1, nothing and cheats 0, tasks are pure, splits apart, answers hidden."""
-    from agentrl.check.check import check_family, render
+    """Check a task family in real sandboxes: gold solutions score 1, cheats score 0, splits do not overlap, answers are hidden."""
+    from agentrl.check.check import check_family
+    from agentrl.check.report import render
     from agentrl.session.judge_servers import standalone_judge_servers
 
     source, config = open_target(target, sandbox, overrides or [])

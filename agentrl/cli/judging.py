@@ -184,7 +184,7 @@ def _keys() -> Iterator[Iterator[str]]:
 
 
 async def _served(path: Path, root: Path, measured: Callable[[], Coroutine[Any, Any, CalibrationReport]]) -> CalibrationReport:
-    """A measurement beside the judges' servers of a recipe."""
+    """Runs a measurement while the judge servers of a recipe are running."""
     from agentrl.session.judge_servers import standalone_judge_servers
 
     _, recipe = load_recipe(path, [])

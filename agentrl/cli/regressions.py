@@ -97,7 +97,7 @@ def evaluate_recipe(
 
 
 def _evaluated(given: PreparedEvaluation, *, as_json: bool) -> tuple[SuiteEvaluation, ...]:
-    """Runs the evaluation and prints its table, or JSON."""
+    """Runs an evaluation and prints its table, or JSON."""
     from agentrl.evaluation.suites import evaluate_suites
     from agentrl.session.measure import judge_costs
 

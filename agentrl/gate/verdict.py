@@ -71,7 +71,7 @@ def read_verdict(run_dir: Path, version: int) -> GateVerdict | None:
     """The verdict on a version, or None without one. Raises `StoreError` if it cannot be read."""
     path = evaluation_folder(run_dir, version) / FILE
     try:
-        verdict = codec.from_json(GateVerdict, read_bytes(path, most=_LARGEST, inside=run_dir))
+        verdict = codec.from_json(GateVerdict, read_bytes(path, most=_MAX_BYTES, inside=run_dir))
         if verdict.version != version:
             raise ValueError(f"it is on version {verdict.version}")
         return verdict

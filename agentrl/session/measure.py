@@ -22,7 +22,7 @@ from agentrl.base.user_code import printable
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
 from agentrl.evaluation.splits import SplitEvaluation
-from agentrl.failure import quarantine, withholding
+from agentrl.failure import overlap, quarantine
 from agentrl.failure.digest import failures_by_tag
 from agentrl.gate.verdict import read_verdicts
 from agentrl.judge.ledger import usage_in
