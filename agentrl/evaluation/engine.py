@@ -18,8 +18,8 @@ import agentrl
 from agentrl.base import user_code
 from agentrl.config.recipe import Recipe
 from agentrl.errors import SandboxUnavailable, UserError
-from agentrl.evaluation import CaseAttempt, EvaluationInfo, results
-from agentrl.evaluation.results import suite_sha256
+from agentrl.evaluation import results
+from agentrl.evaluation.results import CaseAttempt, EvaluationInfo, suite_sha256
 from agentrl.failure.case import Case, Suite
 from agentrl.observe.exclusions import exclusion_reason
 from agentrl.protocols import SandboxBackend

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from agentrl.agent.run_tools import declared_tools
 from agentrl.config.recipe import Recipe
-from agentrl.evaluation import SuiteResults, results
+from agentrl.evaluation import results
 from agentrl.evaluation.engine import PlannedAttempt, SuiteAttempt, evaluation_info, plan_case, run_attempts, suite_attempt, transcripts_of
 from agentrl.evaluation.open_policy import OpenPolicy, PreparedEvaluation, open_policy
 from agentrl.evaluation.outcomes import CaseOutcome, CaseStatus, case_outcome
 from agentrl.evaluation.policies import recipe_policy
+from agentrl.evaluation.results import SuiteResults
 from agentrl.failure.case import Baseline, Case, Suite, load_suite, save_case
 from agentrl.failure.digest import write_digest
 from agentrl.failure.triage import load_rules

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from agentrl.config.gate import GATE, GateConfig
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
-from agentrl.evaluation import GateRule, RuleResult, Scores, SuiteResults, apply_rule, cases_to_retry, results
+from agentrl.evaluation import results
+from agentrl.evaluation.comparison import Scores
 from agentrl.evaluation.engine import (
     SuiteAttempt,
     case_repeats,
@@ -30,9 +31,11 @@ from agentrl.evaluation.engine import (
     transcripts_of,
     utc_now,
 )
+from agentrl.evaluation.results import SuiteResults
 from agentrl.failure import Capture
 from agentrl.failure.case import Suite
 from agentrl.gate.regressions import case_regressions
+from agentrl.gate.rule import GateRule, RuleResult, apply_rule, cases_to_retry
 from agentrl.gate.server import GateServer
 from agentrl.gate.verdict import FILE, CaseRegression, GateOutcome, GateVerdict, evaluation_folder, read_verdict, read_verdicts
 from agentrl.observe import Rate
