@@ -38,12 +38,7 @@ class ValueScorer(nn.Module):
 
 
 class Critic:
-    """A separate value model in its own DeepSpeed engine. Every method is a collective.
-
-    Args:
-        folder: Hugging Face folder whose trunk initializes the critic: version 0 of the run.
-        recipe: `critic`, `policy` and `learner` are used.
-    """
+    """A separate value model in its own DeepSpeed engine, initialized from the trunk in `folder`. Every method is a collective."""
 
     def __init__(self, folder: Path, recipe: Recipe, ranks: Ranks) -> None:
         import deepspeed

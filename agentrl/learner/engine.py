@@ -28,10 +28,7 @@ _BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's default would reserve 2 GB for grad
 class PolicyEngine:
     """Weights, optimizer and their sharding over ranks. Every method is a collective: all ranks call it in the same order.
 
-    Args:
-        folder: Hugging Face folder with the initial weights.
-        recipe: `policy`, `learner` and `rollout.temperature` are used.
-        ranks: from `agentrl.learner.ranks.join`.
+    `folder` is a Hugging Face folder with the initial weights.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, ranks: Ranks) -> None:
@@ -200,12 +197,7 @@ def deepspeed_config(recipe: Recipe, ranks: Ranks, size: int) -> dict[str, Any]:
 
 
 class KLReferenceModel:
-    """Version 0, unsharded on every rank, without optimizer. Needs the memory of the weights; a collective only in teams.
-
-    Args:
-        folder: Hugging Face folder of version 0.
-        recipe: `policy.dtype` and `rollout.temperature` are used.
-    """
+    """Version 0 (`folder`), unsharded on every rank, without optimizer. Needs the memory of the weights; a collective only in teams."""
 
     def __init__(self, folder: Path, recipe: Recipe, ranks: Ranks) -> None:
         self._temperature = recipe.rollout.temperature

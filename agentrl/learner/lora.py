@@ -79,11 +79,9 @@ def exclude_frozen_weights(module: nn.Module) -> None:
 
 
 def save(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig, *, base: str) -> None:
-    """Writes an adapter in the format of peft and vLLM. The weight file, whose hash is recorded, holds everything that merging needs.
+    """Writes an adapter in the format of peft and vLLM: the trained matrices by their names in the model, and the name of the `base` model.
 
-    Args:
-        weights: the trained matrices by their names in the model.
-        base: name of the base model.
+    The weight file, whose hash is recorded, holds everything that merging needs.
     """
     from safetensors.torch import save_file
 

@@ -91,12 +91,8 @@ def connect(
 ) -> NCCLTrainerWeightTransferEngine:
     """Opens the NCCL channel to a server started with `--weight-transfer-config '{"backend": "nccl"}'`. All ranks call it.
 
-    For each update set `client.version` and call `send_weights()` on the result, on all ranks, while the server is paused.
-
-    Args:
-        client: for the server's control routes.
-        master_address, master_port: where rank 0 listens for the server's workers.
-        server_ranks: GPUs of the server (tensor times data parallel).
+    For each update set `client.version` and call `send_weights()` on the result, on all ranks, while the server is paused. Rank 0 listens
+    at the master address for the server's workers, one on each of its `server_ranks` GPUs.
     """
     info = NCCLTrainerInitInfo(rank=engine.ranks.rank, master_address=master_address, master_port=master_port, world_size=server_ranks + 1)
     channel: NCCLTrainerWeightTransferEngine = NCCLTrainerWeightTransferEngine.trainer_init(

@@ -65,18 +65,15 @@ def import_model(
     root: Path | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Imported:
-    """Writes the model folder `target` from `source`.
+    """Writes the model folder `target` from `source`: a Hugging Face folder, a GGUF file, or `package:NAME[/FILE]`.
 
     Args:
-        source: a Hugging Face folder, a GGUF file, or `package:NAME[/FILE]`.
         chat_template: name of a shipped template, or a file relative to `root` (default: the current folder). None keeps the model's.
-        dtype: of the written weights.
         force: whether to replace an existing model folder.
         tell: called with the name of each stage.
 
-    Raises:
-        UserError: the model cannot be served or trained exactly, a package is missing, the disk is too small, a folder is in the way, or
-            another import is writing it.
+    Raises `UserError` if the model cannot be served or trained exactly, a package is missing, the disk is too small, a folder is in the
+    way, or another import is writing it.
     """
     try:
         return _import(source, target, chat_template, dtype, force, root or Path.cwd(), tell)

@@ -29,11 +29,6 @@ class GroupAdvantages:
     values: tuple[float | None, ...]  # [E] None if the episode is excluded or unscored
     drop_reason: str = ""  # why the group has no learning signal; empty if it has one
 
-    @property
-    def useful(self) -> bool:
-        """Whether the group has a learning signal."""
-        return not self.drop_reason
-
 
 Groups = Sequence[Sequence[float]]
 

@@ -35,11 +35,9 @@ _METRIC = re.compile(r"^(vllm:[a-z0-9_]{1,80}(?<!_bucket))(?:\{[^\n]{0,2000}\})?
 
 
 class ControlPlane:
-    """Calls to one server. Use it from one event loop, and `close` it.
+    """Calls to one server; an empty `key` means that it needs none. Use it from one event loop, and `close` it.
 
-    Args:
-        key: of the server (`agentrl.serving.access`); empty means that it needs none.
-        max_connections: most concurrent requests for tokens; others wait.
+    `max_connections` bounds concurrent requests for tokens; others wait.
     """
 
     def __init__(self, url: str, *, key: str = "", max_connections: int = 64) -> None:

@@ -28,13 +28,8 @@ class JudgeServer(ServerProcess):
         device: str,
         gpus: str | None = None,
     ) -> None:
-        """Args:
-        name: the served model name.
-        model: its checked Hugging Face folder.
-        reward_model: whether it returns numbers instead of text.
-        folder: of the run, or another one; the log is logs/judge-NAME.log there.
-        device: "cpu" or "cuda" (`agentrl.serving.serving_device`).
-        gpus: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's.
+        """`name`: served model name; the log is `folder`/logs/judge-NAME.log. `reward_model`: whether it returns numbers instead of text.
+        `gpus`: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's.
         """
         folder = folder.resolve()
         super().__init__(f"the judge's server {name}", folder=folder, log=f"judge-{name}.log", scratch=f"{folder}\n{name}")
@@ -47,11 +42,7 @@ class JudgeServer(ServerProcess):
         self._gpus = gpus
 
     async def start(self) -> None:
-        """Starts the process and returns when it has answered a request.
-
-        Raises `UserError` if the port is taken, and `ServingError`, with the cause from the log, if the process dies or `startup_timeout_s`
-        passes.
-        """
+        """Starts the process and returns when it has answered a request. Raises `UserError` if the port is taken, or `ServingError`."""
         assert self._process is None, "a server is started once"
         key = f"judge_servers.{self.name}.port"
         await self._begin(HOST, self.config.port, key=key, timeout_s=self.config.startup_timeout_s)

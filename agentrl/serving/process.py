@@ -52,12 +52,7 @@ class ServerProcess(ABC):
     """
 
     def __init__(self, what: str, *, folder: Path, log: str, scratch: str) -> None:
-        """Args:
-        what: the server's name in errors, such as "the inference server".
-        folder: of the run, or another existing one.
-        log: file name of its log in logs/ there.
-        scratch: identifies its `scratch_folder`.
-        """
+        """`what`: the server's name in errors. `log`: file name in `folder`/logs/. `scratch`: identifies its `scratch_folder`."""
         self.log_path = folder / "logs" / log
         self.key = access.new_key()
         self._what, self._folder, self._scratch_of = what, folder, scratch
@@ -276,10 +271,8 @@ def launch_command(arguments: Mapping[str, str], flags: Sequence[str], *, cpu_th
 def server_environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, gpus: str | None = None) -> dict[str, str]:
     """Returns the variables that a vLLM server's environment adds to the driver's.
 
-    Args:
-        cpu_threads: of the engine on CPU; None means a GPU.
-        alone: no other process computes at the same time.
-        gpus: CUDA_VISIBLE_DEVICES; None inherits the driver's.
+    `cpu_threads`: of the engine on CPU; None means a GPU. `alone`: no other process computes at the same time. `gpus`:
+    CUDA_VISIBLE_DEVICES.
     """
     common = {
         "VLLM_NO_USAGE_STATS": "1",

@@ -49,9 +49,7 @@ class EpisodeRouter:
     def choose(self, episode_id: str, tokens: int, *, able: Sequence[int], full: Collection[int] = ()) -> int:
         """Returns the replica for a request of `tokens` tokens; the least loaded one if the episode is unknown.
 
-        Args:
-            able: replicas that may get the request, at least one.
-            full: replicas without room for another episode; ignored if all are full.
+        `able`: replicas that may get it, at least one. `full`: replicas without room for another episode; ignored if all are full.
         """
         placed = self._episodes.get(episode_id)
         if placed is None:

@@ -27,11 +27,8 @@ class VLLMServer(ServerProcess):
     """One vLLM server with the weights of one policy version, from `start` to `stop`."""
 
     def __init__(self, *, recipe: Recipe, model: Path, version: int, run_dir: Path, gpus: str | None = None, name: str = "") -> None:
-        """Args:
-        model: Hugging Face folder of policy version `version`.
-        run_dir: the run folder with logs/ and versions/.
-        gpus: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's.
-        name: of one of a run's several servers; empty for the only one.
+        """`model`: folder of policy version `version`. `gpus`: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's.
+        `name`: of one of a run's several servers; empty for the only one.
         """
         self.run_dir = run_dir.resolve()
         scratch = f"{self.run_dir} {name}" if name else str(self.run_dir)

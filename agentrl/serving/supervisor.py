@@ -54,11 +54,8 @@ class SupervisedServer:
         newest: Callable[[], PolicyVersion | None] | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """Args:
-        gpus: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's.
-        name: of one of a run's several servers; empty for the only one, whose address the learner gets.
-        newest: returns the version that a restarted server loads; None uses `version_to_serve`.
-        alert: called with a message for the user when a server is restarted.
+        """`gpus`, `name`: as for `VLLMServer`; the learner gets the address of an unnamed server. `newest`: returns the version that a
+        restarted server loads; None uses `version_to_serve`. `alert`: called with a message for the user when a server is restarted.
         """
         self.version = -1
         self.sha256 = ""  # of its weights: a resumed learner may publish the same number again

@@ -89,7 +89,7 @@ def test_a_group_whose_scores_differ_by_rounding_has_no_advantages(advantage: st
         (found,) = batch_advantages([group(*scores)], objective, min_group_size=2)
         assert found.drop_reason == "all_equal", found
         others = batch_advantages([group(*scores), group(scores[0] + 1, scores[0] - 1)], objective, min_group_size=2)
-        assert others[0].drop_reason == "all_equal" and others[1].useful, "a batch's mean is near the group's"
+        assert others[0].drop_reason == "all_equal" and not others[1].drop_reason, "a batch's mean is near the group's"
 
 
 @pytest.mark.parametrize("credit", ["episode", "branches", "roles", "verifier", "counterfactual"])

@@ -35,7 +35,7 @@ def test_closed_form() -> None:
     scores = [0.0, 1.0, 0.25, 0.5]
     group = _group(*(_episode(n, score) for n, score in enumerate(scores)))
     found = group_advantages(group, normalize_std=True, min_group_size=2)
-    assert found.useful
+    assert not found.drop_reason
     assert found.values == pytest.approx((np.array(scores) - np.mean(scores)) / (np.std(scores, ddof=1) + 1e-4), abs=1e-15)
     plain = group_advantages(group, normalize_std=False, min_group_size=2)
     assert plain.values == pytest.approx(np.array(scores) - np.mean(scores), abs=1e-15)
@@ -87,7 +87,7 @@ def test_a_policy_failure_counts() -> None:
 )
 def test_groups_without_a_signal_are_dropped_with_a_reason(episodes: list[ScoredEpisode], minimum: int, reason: str) -> None:
     found = group_advantages(_group(*episodes), normalize_std=True, min_group_size=minimum)
-    assert not found.useful
+    assert found.drop_reason
     assert found.drop_reason.startswith(reason)
     assert set(found.values) <= {None}
 

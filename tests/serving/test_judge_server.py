@@ -63,7 +63,7 @@ async def test_a_judge_model_from_a_run_is_compared_with_its_probe(tmp_path: Pat
         (folder / "probe.json").write_bytes(codec.to_json(make_probe(make_model(seed))))
         server = JudgeServer("mine", config, model=folder, reward_model=False, folder=tmp_path, device="cpu")
         if seed:
-            with pytest.raises(ServingError, match=r"the judge's server mine differs by .* nats from .*probe.json"):
+            with pytest.raises(ServingError, match=r"the logprobs of judge server mine differ by .* nats from .*probe.json"):
                 await server.start()
         else:
             await server.start()
