@@ -28,7 +28,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from agentrl.serving import access
-access.take_key()
+access.load_key()
 args = make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])
 found = []
 def walk(routes, prefix=""):
