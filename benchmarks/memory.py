@@ -56,7 +56,7 @@ async def trained(family: Archive, says: Callable[[str], str], folder: Path, *, 
         with closing(notes):
             for step in range(steps):
                 await notes.prepare_step(step)
-                playing = replace(groups, memory=notes.view if memory else None)
+                playing = replace(groups, memory=notes if memory else None)
                 for index in blocks.indices(step):
                     store.put(await playing.run_group(index, family.task(Split.TRAIN, index)))
         return list(store.groups(range(steps * GROUPS)))

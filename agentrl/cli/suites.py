@@ -140,7 +140,7 @@ class Plan:
         points = f"a difference of {100 * abs(self.difference):g} points"
         lines = [f"{points} is detected with {self.chance:.0%} probability (two-sided, alpha {self.alpha:g}) with"]
         for repeats, cases in self.cases.items():
-            line = f"  {cases:,} cases, each tried {'once' if repeats == 1 else f'{repeats} times'} by both policies policies"
+            line = f"  {cases:,} cases, each tried {'once' if repeats == 1 else f'{repeats} times'} by both policies"
             seen = self.here.get(repeats)
             if repeats in self.here:
                 shown = "no difference" if seen is None else f"{100 * seen:.0f} points or more"

@@ -109,9 +109,9 @@ async def test_a_comparison_can_be_planned(tmp_path: Path, monkeypatch: pytest.M
     told = json.loads(asked(str(tmp_path / "a"), "--difference", "0.2", "--json"))
     assert told["noise"] == pytest.approx((0.0 + 2 / 3) / 2) and told["suite_cases"] == 2, "easy and flaky; unscored attempts do not count"
     assert told["cases"]["1"] > told["cases"]["4"] > told["cases"]["8"] > 20 and told["here"]["8"] is None
-    assert "the 2 cases of this suite show no difference" in asked(str(tmp_path / "a"))
+    assert "the 2 cases of this suite detect no difference" in asked(str(tmp_path / "a"))
     shown = asked("--rate", "0.95")
-    assert "a difference of 10 points is seen with 80% chance" in shown and "154 cases, each tried once by both" in shown
+    assert "a difference of 10 points is detected with 80% probability" in shown and "154 cases, each tried once by both" in shown
     assert "1,000,000 cases" in asked("--rate", "0.95", "--difference", "1e-300")
     assert "14,3" in asked("--rate", "1", "--alpha", "1e-300")
     unbounded = replace(results.load_results(tmp_path / "a" / suites.SUITE_FOLDER).attempts[0], case="x", score=math.inf)
@@ -120,7 +120,7 @@ async def test_a_comparison_can_be_planned(tmp_path: Path, monkeypatch: pytest.M
     assert asked(str(tmp_path / "b")) == asked(str(tmp_path / "a")), "a score that is not a number is excluded from comparisons and plans"
     for wrong in ((), (str(tmp_path / "a"), "--rate", "0.5"), (str(tmp_path / "a"), str(tmp_path / "a"), "--rate", "0.5")):
         done = CliRunner().invoke(app, ["compare", *wrong])
-        assert isinstance(done.exception, UserError) and "two evaluations are compared" in str(done.exception)
+        assert isinstance(done.exception, UserError) and "give two evaluations to compare" in str(done.exception)
 
 
 def test_an_invalid_evaluation_is_reported(tmp_path: Path) -> None:

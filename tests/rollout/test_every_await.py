@@ -305,7 +305,7 @@ def expected(awaits: Awaits) -> str:
         return "nothing"
     if "Shelf.save_state" in where or "Shelf.save_scored" in where or "Shelf.load" in where or "Box.close" in where:
         return "nothing"
-    if "_judge_once" in " ".join(where) or "judge" in where:  # only infrastructure faults are retried
+    if "call_verifier" in where or "judge" in where:  # only infrastructure faults are retried
         return "unscored" if isinstance(error, UNANSWERED) else "nothing"
     in_tool = "call_tool" in " ".join(where) or ("_caught" in where and "TurnLoop.act" not in where)  # which has the same name
     if in_tool and isinstance(error, TimeoutError) and not any(name.startswith("Box.") for name in where):

@@ -144,7 +144,7 @@ async def test_an_unenforceable_bound_is_a_task_fault(tokenizer: Any, task: Task
     episode = await runner(tokenizer, lambda turn, name: SUBMIT).run(bounded(task), episode_id="e")
     (failure,) = episode.failures
     assert failure.blame is Blame.TASK and "limits.thinking_tokens=40 needs a chat template" in failure.message
-    with pytest.raises(ValueError, match="leaves no room for an answer"):
+    with pytest.raises(ValueError, match="leaves no tokens for an answer"):
         Limits(turn_tokens=64, thinking_tokens=64)
 
 

@@ -108,6 +108,6 @@ def test_the_command(cache):
 
     listing = command("--images", "--dry-run")
     assert f"would remove {OLD}/rootfs" in listing.stdout and listing.returncode == 0 and (cache / OLD / "rootfs").exists()
-    assert "0 of images" in command("--images", "--unused-days", "50", "--dry-run").stdout
+    assert "0 images" in command("--images", "--unused-days", "50", "--dry-run").stdout
     refused = command("--unused-days", "50")
-    assert refused.returncode == 2 and "give --images too" in refused.stderr
+    assert refused.returncode == 2 and "--unused-days needs --images" in refused.stderr
