@@ -115,7 +115,7 @@ $(VENV_STAMP):
 $(UNIT_STAMP): | $(VENV_STAMP)
 	@echo "set-up: torch, linters and test tools"
 	@# torch first and by exact version, so that nothing that follows can bring another build
-	@$(PIP_INSTALL) $$(grep -oE '^torch==[^ ]+' requirements/unit.lock)
+	@$(BIN)/python scripts/install_torch.py $$(sed -nE 's/^torch==([^ ]+).*/\1/p' requirements/unit.lock)
 	@$(PIP_INSTALL) -r requirements/unit.lock
 	@rm -f $(STAMPS)/unit-* && touch $@
 

@@ -50,7 +50,7 @@ UNIT = ["numpy", "pandas", "pycountry", "safetensors", "scikit-learn", "tensorbo
 HEADER = """\
 # {title}
 # Written by `make lock` (scripts/lock.py): do not edit. Install with `pip install --no-deps -r`, so that nothing else comes along.
-# torch is named without a local version: point pip's own configuration at PyTorch's CPU wheels, or pip takes the CUDA build.
+# torch is named without a local version: scripts/install_torch.py installs its CPU build if the machine has no GPU.
 """
 
 

@@ -355,23 +355,23 @@ def test_the_examples_of_own_parts_fulfil_their_protocols_and_work(project: Path
     shown = """
 import os, tempfile
 from pathlib import Path
-from agentrl import parts
+from agentrl.plugins import parts
 from agentrl.cli.recipes import load_recipe
 from agentrl.experience import open_store
-from agentrl.objective.advantages import estimator
+from agentrl.objective.advantages import load_estimator
 from agentrl.observe import open_trackers
-from agentrl.rollout import left_out_group
+from agentrl.rollout import excluded_group
 from agentrl.records import Blame, Failure
 from agentrl.session.preflight import check_parts, _try_objective
 
 _, recipe = load_recipe(Path("recipes/own_parts.py"), [])
 check_parts(recipe)
 _try_objective(recipe)
-print(estimator(recipe.objective)([[1.0, 0.0, 0.5]]))
+print(load_estimator(recipe.objective)([[1.0, 0.0, 0.5]]))
 with tempfile.TemporaryDirectory() as folder:
     recipe = recipe.but(store_options={"disk": folder})
     store = open_store(Path("run"), recipe)
-    store.put(left_out_group(3, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message="m"), size=1))
+    store.put(excluded_group(3, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message="m"), size=1))
     store.close()
     print(os.listdir(folder)[0], open_store(Path("run"), recipe).indices())
     tracker = open_trackers(Path(folder), recipe, console=False)[-1]

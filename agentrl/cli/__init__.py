@@ -1,59 +1,148 @@
-"""The command line: parse, call, print. Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+"""The command line. Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted.
+
+Modules of commands are imported when their command is used: `agentrl --help` imports none of them.
+"""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from agentrl import __version__
 from agentrl.base.secrets import RedactingFormatter
-from agentrl.cli import check, failures, history, judging, machine, memory, model, practice, runs, sandboxes, suites, train, tune
-from agentrl.cli import sample as sampling
 from agentrl.cli.terminal import outlast_readers, settle
 from agentrl.session.ending import ended_by_user, report_error
 
+
+class Command(NamedTuple):
+    """A command of `agentrl`: the function or `typer.Typer` that implements it, as `module:attribute` below `agentrl.cli`."""
+
+    implementation: str
+    summary: str
+    example: str = ""
+
+
+COMMANDS: dict[str, dict[str, Command]] = {
+    "Train": {
+        "train": Command(
+            "train:train", "Fine-tune an agent with reinforcement learning.", "train recipes/quickstart.py learner.lr=1e-4 --run-dir runs/x"
+        ),
+        "sample": Command(
+            "sample:sample",
+            "Sample and score attempts at training tasks without training.",
+            "sample recipes/quickstart.py --groups 16 --model runs/quickstart@12",
+        ),
+        "tune": Command("tune:tune_app", "Train on the episodes of a run with supervision: imitation, preferences, reward model."),
+        "practice": Command(
+            "practice:practice",
+            "Generate training tasks from the cases of a suite.",
+            "practice evals/pricing recipes/quickstart.py --count 24",
+        ),
+    },
+    "Evaluate": {
+        "eval": Command(
+            "train:evaluate",
+            "Evaluate a model or any other policy on held-out tasks or on suites of cases.",
+            "eval recipes/quickstart.py --model runs/quickstart/model --json; "
+            "agentrl eval evals/reading --policy runs/quickstart@12 --junit eval.xml",
+        ),
+        "compare": Command(
+            "suites:compare_evaluations",
+            "Compare two evaluations of a suite case by case.",
+            "compare runs/quickstart-eval runs/quickstart-eval-2 --difference 0.05",
+        ),
+        "history": Command(
+            "history:history",
+            "Show the results of suites over policy versions.",
+            "history runs/quickstart --out history.html; agentrl history runs/twelve runs/last",
+        ),
+        "judge": Command("judging:judge_app", "Measure a model judge on human labels and correct its success rates."),
+        "label": Command("judging:label", "Label the answers of a run by hand.", "label runs/quickstart --by anna --phase after"),
+    },
+    "Failures": {
+        "failures": Command("failures:failures_app", "List, read, tag, cluster, promote, import and export captured failures."),
+    },
+    "Inspect": {
+        "report": Command("runs:report", "Write report.html from the files of a run folder.", "report runs/quickstart"),
+        "versions": Command(
+            "runs:versions",
+            "List the policy versions of a run with their evaluations and gate decisions.",
+            "versions runs/quickstart --json",
+        ),
+        "memory": Command("memory:memory", "Show the notes of a run's agents and check who read them.", "memory runs/archive --json"),
+    },
+    "Set-up": {
+        "init": Command(
+            "machine:init",
+            "Create a project with a task family, verifier, recipe and test.",
+            "init my-agent && cd my-agent && agentrl train recipes/quickstart.py",
+        ),
+        "doctor": Command("machine:doctor", "Check this machine and print how to fix what is missing.", "doctor --json"),
+        "check": Command(
+            "check:check", "Check a task family in real sandboxes before training on it.", "check sandboxes/chores --backend bubblewrap"
+        ),
+        "sandbox": Command("sandboxes:sandbox_app", "Check and attack sandbox backends, list and remove sandboxes."),
+        "model": Command("model:model_app", "Import a model from a folder, a GGUF file or a package."),
+    },
+}
+"""Heading of `agentrl --help` -> name -> command."""
+
+
+class LazyGroup(TyperGroup):
+    """The commands of `COMMANDS`, each imported when it is used. typer bundles its own click, whose types it does not export."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of all commands, in the order of the help text."""
+        return [name for commands in COMMANDS.values() for name in commands]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Imports a command; None if there is no such command."""
+        for commands in COMMANDS.values():
+            if (command := commands.get(cmd_name)) is not None:
+                return load_command(cmd_name, command)
+        return super().get_command(ctx, cmd_name)
+
+    def get_help(self, ctx: Any) -> str:
+        """The help text. Rendering it with rich would take longer than everything else that `agentrl --help` does."""
+        width = max(len(name) for name in (*self.list_commands(ctx), "-h, --help"))
+        lines = ["Usage: agentrl COMMAND [ARGS]...", "", f"  {self.help}"]
+        for heading, commands in COMMANDS.items():
+            lines += ["", f"{heading}:", *(f"  {name:{width}}  {command.summary}" for name, command in commands.items())]
+        lines += ["", "Options:", f"  {'--version':{width}}  Print the version.", f"  {'-h, --help':{width}}  Print this text.", ""]
+        lines.append("`agentrl COMMAND --help` describes a command, with an example.")
+        return "\n".join(lines)
+
+
+def load_command(name: str, command: Command) -> Any:
+    """Imports the implementation of a command as a click command."""
+    module, _, attribute = command.implementation.partition(":")
+    implementation = getattr(importlib.import_module(f"agentrl.cli.{module}"), attribute)
+    if isinstance(implementation, typer.Typer):
+        implementation.info.help = command.summary
+        loaded = typer.main.get_command(implementation)
+    else:
+        single = typer.Typer(pretty_exceptions_enable=False, add_completion=False, context_settings=HELP_OPTIONS)
+        single.command(name, epilog=f"Example: agentrl {command.example}")(implementation)
+        loaded = typer.main.get_command(single)
+    loaded.name = name
+    loaded.context_settings = {**loaded.context_settings, **HELP_OPTIONS}
+    return loaded
+
+
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
+    cls=LazyGroup,
     no_args_is_help=True,
-    rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP_OPTIONS,
+    add_completion=False,
     help="Reinforcement-learning post-training for tool-using language-model agents.",
 )
-EVAL_EXAMPLES = (
-    "Example: agentrl eval recipes/quickstart.py --model runs/quickstart/model --json; "
-    "agentrl eval evals/reading --policy runs/quickstart@12 --junit eval.xml"
-)
-sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes: conformance check, attacks, list, clean up.")
-
-app.command("train", epilog="Example: agentrl train recipes/quickstart.py learner.lr=1e-4 --run-dir runs/x")(train.train)
-app.command("eval", epilog=EVAL_EXAMPLES)(train.evaluate)
-app.command("sample", epilog="Example: agentrl sample recipes/quickstart.py --groups 16 --model runs/quickstart@12")(sampling.sample)
-app.command("compare", epilog="Example: agentrl compare runs/quickstart-eval runs/quickstart-eval-2 --difference 0.05")(
-    suites.compare_evaluations
-)
-app.command("history", epilog="Example: agentrl history runs/quickstart --out history.html; agentrl history runs/twelve runs/last")(
-    history.history
-)
-app.command("check", epilog="Example: agentrl check sandboxes/chores --backend bubblewrap")(check.check)
-app.command("practice", epilog="Example: agentrl practice evals/pricing recipes/quickstart.py --count 24")(practice.practice)
-app.command("doctor", epilog="Example: agentrl doctor --json")(machine.doctor)
-app.command("init", epilog="Example: agentrl init my-agent && cd my-agent && agentrl train recipes/quickstart.py")(machine.init)
-app.command("report", epilog="Example: agentrl report runs/quickstart")(runs.report)
-app.command("label", epilog="Example: agentrl label runs/quickstart --by anna --phase after")(judging.label)
-app.command("versions", epilog="Example: agentrl versions runs/quickstart --json")(runs.versions)
-app.command("memory", epilog="Example: agentrl memory runs/archive --json")(memory.memory)
-sandbox_app.command("check", epilog="Example: agentrl sandbox check --backend all")(check.sandbox_check)
-sandbox_app.command("attack", epilog="Example: agentrl sandbox attack --backend all --only fork")(check.sandbox_attack)
-sandbox_app.command("ls", epilog="Example: agentrl sandbox ls --json")(sandboxes.sandbox_ls)
-sandbox_app.command("prune", epilog="Example: agentrl sandbox prune --images --dry-run")(sandboxes.sandbox_prune)
-app.add_typer(sandbox_app, name="sandbox")
-app.add_typer(judging.judge_app, name="judge")
-app.add_typer(failures.failures_app, name="failures")
-app.add_typer(model.model_app, name="model")
-app.add_typer(tune.tune_app, name="tune")
 
 
 def _version(wanted: bool) -> None:
@@ -76,18 +165,18 @@ def version_command() -> None:
 
 
 def run_recipe(file: str) -> NoReturn:
-    """What a recipe file calls when it is run as a script: the same as `agentrl train FILE ...`."""
+    """Runs `agentrl train FILE ...`. A recipe file calls it when it is run as a script."""
     main(["train", file, *sys.argv[1:]])
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Entry point of the console script."""
+    """The entry point of the console script."""
     outlast_readers()
-    shown = logging.StreamHandler()
-    shown.setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[shown])
+    handler = logging.StreamHandler()
+    handler.setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     try:
-        app(args=argv, prog_name="agentrl")
+        app(args=(sys.argv[1:] if argv is None else argv) or ["--help"], prog_name="agentrl")
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agentrl.failure.triage import TriageRule
     from agentrl.records import EpisodeState
 
-failures_app = typer.Typer(no_args_is_help=True, help="Captured failures: read them, name them, make them regression cases.")
+failures_app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 RunFolder = Annotated[Path, typer.Argument(help="Run folder, or any that holds captured failures.")]
 OfTag = Annotated[str, typer.Option("--tag", help="Only those with this tag.")]

@@ -14,8 +14,8 @@ from agentrl.base.user_code import printable
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.suites import evaluation
 from agentrl.errors import UserError
-from agentrl.evaluation import SuiteResults, results
-from agentrl.evaluation.results import EvaluationInfo
+from agentrl.evaluation import results
+from agentrl.evaluation.results import EvaluationInfo, SuiteResults
 from agentrl.gate.verdict import FOLDER as GATE
 
 if TYPE_CHECKING:

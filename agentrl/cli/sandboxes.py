@@ -1,4 +1,4 @@
-"""`agentrl sandbox ls` and `agentrl sandbox prune`: what is open, and what was left behind."""
+"""`agentrl sandbox`: check and attack backends, list and remove sandboxes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from typing import Annotated
 
 import typer
 
+from agentrl.cli.check import sandbox_attack, sandbox_check
 from agentrl.cli.options import JsonFlag
 from agentrl.errors import UserError
 
+sandbox_app = typer.Typer(no_args_is_help=True, add_completion=False)
+sandbox_app.command("check", epilog="Example: agentrl sandbox check --backend all")(sandbox_check)
+sandbox_app.command("attack", epilog="Example: agentrl sandbox attack --backend all --only fork")(sandbox_attack)
 
+
+@sandbox_app.command("ls", epilog="Example: agentrl sandbox ls --json")
 def sandbox_ls(as_json: JsonFlag = False) -> None:
     """List the sandboxes on this machine, leftovers of dead drivers included."""
     from agentrl.records import codec
@@ -26,6 +32,7 @@ def sandbox_ls(as_json: JsonFlag = False) -> None:
         print("no sandboxes")
 
 
+@sandbox_app.command("prune", epilog="Example: agentrl sandbox prune --images --dry-run")
 def sandbox_prune(
     images: Annotated[bool, typer.Option("--images", help="Also images of sandboxes that nothing has used for long.")] = False,
     unused_days: Annotated[float | None, typer.Option(help="How long, with --images: 30 days where it is not given.", min=0.0)] = None,

@@ -17,9 +17,9 @@ from agentrl.base.user_code import printable
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.running import loading, run_folder
 from agentrl.errors import UserError
-from agentrl.evaluation import Comparison, Scores, SuiteResults, compare, power, results
-from agentrl.evaluation.comparison import ALPHA, MARGIN
-from agentrl.evaluation.results import EvaluationFigures
+from agentrl.evaluation import power, results
+from agentrl.evaluation.comparison import ALPHA, MARGIN, Comparison, Scores, compare
+from agentrl.evaluation.results import EvaluationFigures, SuiteResults
 from agentrl.failure.case import Suite, check_attempt_options, load_suite
 from agentrl.gate.rule import attempt_passes
 from agentrl.gate.verdict import evaluation_folder

@@ -19,7 +19,7 @@ from agentrl.records import Group
 from agentrl.supervised.select import Preference, select_demonstrations, select_preferences
 from agentrl.version.model_folder import write_chat_template
 
-tune_app = typer.Typer(no_args_is_help=True, help="Supervised training on the episodes of a run: imitation, preferences, reward model.")
+tune_app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 SHOWS = "question,answer"
 MARGIN = 0.5

@@ -16,11 +16,12 @@ from agentrl.agent.run_tools import declared_tools, pin_tools, with_sub_agent_to
 from agentrl.base.processes import process_age_s
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
-from agentrl.evaluation import SuiteResults, results
+from agentrl.evaluation import results
 from agentrl.evaluation.chat_agent import BYTES_PER_TOKEN, ChatAgent, ChatEndpoint, NoPolicy
 from agentrl.evaluation.outcomes import CaseOutcome, CaseStatus, case_outcome
 from agentrl.evaluation.policies import NamedPolicy, PolicySource, check_policy_plugin, load_policy_plugin, project_of, recipe_for
 from agentrl.evaluation.replay import check_start_tokens, starts_mid_episode
+from agentrl.evaluation.results import SuiteResults
 from agentrl.evaluation.suites import (
     SUITE_FOLDER,
     BrokenImages,

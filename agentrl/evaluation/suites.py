@@ -18,9 +18,9 @@ from agentrl.agent.run_tools import declared_tools
 from agentrl.base import user_code
 from agentrl.config.recipe import Recipe
 from agentrl.errors import SandboxUnavailable, UserError
-from agentrl.evaluation import CaseAttempt, EvaluationInfo, SuiteResults, results
+from agentrl.evaluation import results
 from agentrl.evaluation.replay import check_start_tokens, starts_mid_episode
-from agentrl.evaluation.results import suite_sha256
+from agentrl.evaluation.results import CaseAttempt, EvaluationInfo, SuiteResults, suite_sha256
 from agentrl.failure.case import Case, Suite
 from agentrl.failure.digest import write_digest
 from agentrl.observe.exclusions import exclusion_reason

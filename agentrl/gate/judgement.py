@@ -17,8 +17,9 @@ from typing import Any
 from agentrl.base.files import read_json_lines
 from agentrl.config.gate import GATE, GateConfig
 from agentrl.errors import StoreError
-from agentrl.evaluation import GateRule, RuleResult, Scores, SuiteResults, apply_rule, cases_to_retry, results
-from agentrl.evaluation.comparison import pair_scores
+from agentrl.evaluation import results
+from agentrl.evaluation.comparison import Scores, pair_scores
+from agentrl.evaluation.results import SuiteResults
 from agentrl.evaluation.suites import (
     SuiteAttempt,
     case_repeats,
@@ -31,7 +32,7 @@ from agentrl.evaluation.suites import (
     utc_now,
 )
 from agentrl.failure.case import Suite
-from agentrl.gate.rule import attempt_passes
+from agentrl.gate.rule import GateRule, RuleResult, apply_rule, attempt_passes, cases_to_retry
 from agentrl.gate.verdict import FILE, CaseRegression, GateOutcome, GateVerdict, evaluation_folder, read_verdict, read_verdicts
 from agentrl.observe import Rate
 from agentrl.records import PolicyVersion, VersionState, codec

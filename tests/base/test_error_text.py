@@ -95,7 +95,7 @@ def test_an_error_is_placed_in_the_code_of_its_user_and_cut_to_a_few_lines() -> 
             return error
         raise AssertionError
 
-    assert raise_location(caught()).startswith("tests/base/test_error_text.py:") or "/tests/test_causes.py:" in raise_location(caught())
+    assert raise_location(caught()).startswith("tests/base/test_error_text.py:") or "/tests/test_error_text.py:" in raise_location(caught())
     assert raise_location(KeyError()) == "" and one_line_error(KeyError()) == "KeyError"
     assert len(one_line_error(caught())) <= 600 and len(clip_text("line\n" * 99).splitlines()) == 6
 
@@ -110,7 +110,7 @@ def test_code_installed_in_another_environment_is_never_the_users(tmp_path: Path
     try:
         scope["check"](colour="red")
     except TypeError as error:
-        assert "test_causes.py:" in raise_location(error)
+        assert "test_error_text.py:" in raise_location(error)
 
 
 def test_the_leaves_of_groups_come_in_order_however_deep_they_lie() -> None:

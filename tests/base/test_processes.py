@@ -43,7 +43,7 @@ def test_a_child_dies_with_its_parent() -> None:
 
 def test_the_age_of_a_process_is_that_of_the_clock() -> None:
     began = time.monotonic()
-    code = "import time; time.sleep(0.7); from agentrl.base.processes import age_s; print(age_s())"
+    code = "import time; time.sleep(0.7); from agentrl.base.processes import process_age_s; print(process_age_s())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert 0.68 <= float(done.stdout) <= time.monotonic() - began + 0.02
     assert process_age_s() > float(done.stdout)

@@ -24,8 +24,8 @@ from agentrl.session.folder import claim_run_folder
 HOLD = """
 import sys, time
 from pathlib import Path
-from agentrl.base.run_lock import driving
-with driving(Path(sys.argv[1]), command="agentrl train mine.py"):
+from agentrl.base.run_lock import drive_folder
+with drive_folder(Path(sys.argv[1]), command="agentrl train mine.py"):
     print("holds it", flush=True)
     time.sleep(600)
 """

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from agentrl.base.scores import ROUNDING, all_equal, all_negligible, exact_fraction, is_above, is_at_least, tolerance
 from agentrl.config import ObjectiveConfig, build
-from agentrl.evaluation import GateRule, apply_rule, compare
+from agentrl.evaluation.comparison import compare
 from agentrl.experience.steps import has_preference
 from agentrl.failure.capture import CaptureReason, capture_reason
-from agentrl.gate.rule import attempt_passes
+from agentrl.gate.rule import GateRule, apply_rule, attempt_passes
 from agentrl.objective import assemble, batch_advantages
 from agentrl.objective.turns import turn_advantages
 from agentrl.records import Episode, Group, Score, ScoredEpisode

@@ -72,7 +72,7 @@ def test_a_task_that_the_code_starts_cannot_leave_the_event_loop_with_systemexit
         for code, kind in ((grouped, ExceptionGroup), (gathered, CodeExited)):
             with pytest.raises(kind) as error:
                 await call_user_code(code, what="w", timeout_s=5.0)
-            assert first_cause(error.value, CodeExited) is not None and describe_error(error.value) == "Exited: SystemExit: 0"
+            assert first_cause(error.value, CodeExited) is not None and describe_error(error.value) == "CodeExited: SystemExit: 0"
         assert await call_user_code(forgotten, what="w", timeout_s=5.0) == 3
         assert "leave" in repr(late[0])
         found = await asyncio.gather(*late, return_exceptions=True)
@@ -121,7 +121,7 @@ def test_ctrl_c_ends_the_run_and_code_that_raises_the_same_by_itself_does_not(fo
     def run(code: Callable[[], Coroutine[Any, Any, None]]) -> None:
         asyncio.run(call_user_code(code, what="w", timeout_s=60.0))
 
-    with pytest.raises(RuntimeError, match=r"w raised KeyboardInterrupt \(.*test_usercode\.py:\d+\)"):
+    with pytest.raises(RuntimeError, match=r"w raised KeyboardInterrupt \(.*test_user_code\.py:\d+\)"):
         run(own)
     with pytest.raises(CodeExited, match="KeyboardInterrupt"):
         run(own_task)

@@ -1,14 +1,16 @@
-"""What commands say at the door: help, version, and paths that lead nowhere."""
+"""Help texts, the version, and the errors for paths that do not exist."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from agentrl import __version__
+from agentrl import __version__, cli
 from agentrl.cli import app
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import UserError
@@ -22,6 +24,24 @@ COMMANDS = [[], ["train"], ["failures"], ["failures", "list"], ["model", "import
 def test_every_level_has_both_options_for_help(command: list[str]) -> None:
     short, long = (CliRunner().invoke(app, [*command, option]) for option in ("-h", "--help"))
     assert short.exit_code == long.exit_code == 0 and short.output == long.output and "Usage" in short.output
+
+
+def test_help_lists_every_command_and_imports_none() -> None:
+    modules = "sorted(m for m in sys.modules if m.startswith('agentrl.cli.'))"
+    code = f"import sys; from agentrl.cli import main\ntry: main(['--help'])\nfinally: print({modules})"
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "['agentrl.cli.terminal']"
+    for heading, commands in cli.COMMANDS.items():
+        assert f"\n{heading}:\n" in done.stdout
+        for name, command in commands.items():
+            assert f"  {name} " in done.stdout and command.summary in done.stdout
+
+
+@pytest.mark.parametrize("name", [name for commands in cli.COMMANDS.values() for name in commands])
+def test_every_command_has_an_example(name: str) -> None:
+    shown = CliRunner().invoke(app, [name, "--help"])
+    assert shown.exit_code == 0
+    assert "Example: agentrl" in shown.output or "Commands" in shown.output
 
 
 def test_the_version_is_an_option() -> None:

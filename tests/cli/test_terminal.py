@@ -21,10 +21,11 @@ from types import SimpleNamespace
 
 from agentrl.observe import RunTracker, Summary
 from agentrl.observe.tracker import TerminalTracker
-from agentrl.run import loop, preflight
+from agentrl.run import loop
+from agentrl.session import preflight
 from agentrl.session.folder import write_start
 
-preflight.check = lambda recipe, folder, **_: SimpleNamespace()
+preflight.run_preflight = lambda recipe, folder, **_: SimpleNamespace()
 
 
 async def train(recipe, start, checked, *, root, console):

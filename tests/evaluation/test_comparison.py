@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from agentrl.evaluation import ComparisonVerdict, Scores, compare
+from agentrl.evaluation.comparison import ComparisonVerdict, Scores, compare
 from agentrl.evaluation.exact import sign_flip_test
 from agentrl.evaluation.intervals import difference_interval, rate_interval
 from agentrl.evaluation.passes import mean_pass_at_k, pass_at_k

@@ -127,7 +127,7 @@ def test_a_pytest_run_without_it_imports_nothing_of_agentrl_but_the_module(proje
         "import sys\n"
         "def test_mine():\n"
         "    ours = sorted(name for name in sys.modules if name.split('.')[0] in ('agentrl', 'pydantic', 'httpx', 'torch'))\n"
-        f"    assert ours == ['agentrl', 'agentrl.prove', {PLUGIN!r}], ours\n"
+        f"    assert ours == ['agentrl', 'agentrl.evaluation', {PLUGIN!r}], ours\n"
     )
     code, out = run(project, "-q")
     assert code == 0 and "1 passed" in out, out

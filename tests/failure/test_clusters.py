@@ -58,9 +58,9 @@ def test_features_are_bounded() -> None:
 
 SCRIPT = """
 import sys
-from agentrl.failure.clusters import clusters, digested
+from agentrl.failure.clusters import cluster_traces, trace_features
 from tests.failure.test_clusters import failure
-print([one.ids for one in clusters(digested(failure(n % 3, n)) for n in range(12))])
+print([one.ids for one in cluster_traces(trace_features(failure(n % 3, n)) for n in range(12))])
 """
 
 

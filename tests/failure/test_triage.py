@@ -22,11 +22,11 @@ CLEAR = trace(turn(said="I cannot."), ended="answered")
 
 RULE = """
 from agentrl.failure.trace import Tag, Trace
-from agentrl.failure.timeline import view
+from agentrl.failure.timeline import timeline_of
 
 
 def wrong_unit(trace: Trace) -> Tag | None:
-    seen = view(trace)
+    seen = timeline_of(trace)
     return Tag(name="wrong_unit", by="me", turn=1, confidence=0.9) if seen.answer == "97" else None
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from agentrl.config.gate import GateConfig
-from agentrl.evaluation import GateRule, RuleResult, Scores, apply_rule, cases_to_retry
-from agentrl.gate.rule import CaseDrop, can_trigger_retry
+from agentrl.evaluation.comparison import Scores
+from agentrl.gate.rule import CaseDrop, GateRule, RuleResult, apply_rule, can_trigger_retry, cases_to_retry
 from agentrl.gate.simulation import block_rate, block_rate_in_a_run
 
 RULE = GateRule(repeats=4, confirm=24, alpha=0.05)

@@ -284,7 +284,7 @@ async def test_collecting_takes_sandbox_time_and_its_failure_is_cut(
         await asyncio.sleep(0.1)
         return CollectedOutputs(files={}, refused={"a": "x" * 5000})
 
-    monkeypatch.setattr("agentrl.rollout.episode.collect", slowly)
+    monkeypatch.setattr("agentrl.rollout.episode.collect_outputs", slowly)
     runner = make_runner(ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT))
     episode = await runner.run(replace(task, outputs=("a",)), episode_id="e")
     assert 0.1 <= episode.sandbox_s <= episode.wall_s

@@ -86,7 +86,7 @@ class Closing:
 
 
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <coroutine object Stubborn.act")  # it does not let itself be closed either
-@pytest.mark.parametrize(("agent", "kind"), [(Stubborn(), "wall_limit"), (Leaving(), "Exited"), (Closing(), "RuntimeError")])
+@pytest.mark.parametrize(("agent", "kind"), [(Stubborn(), "wall_limit"), (Leaving(), "CodeExited"), (Closing(), "RuntimeError")])
 async def test_whatever_an_agent_does_its_episode_ends(agent: Agent, kind: str, task: Task, tokenizer: Any) -> None:
     runner = EpisodeRunner(
         agent=agent,

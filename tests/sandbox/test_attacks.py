@@ -189,7 +189,7 @@ async def test_what_others_on_the_machine_take_is_no_escape(root, monkeypatch):
     ):
         assert plain in others[0].program
         others = [replace(one, program=one.program.replace(plain, busy)) for one in others]
-    monkeypatch.setattr("agentrl.sandbox.attacks.suite.attacks", lambda: others)
+    monkeypatch.setattr("agentrl.sandbox.attacks.suite.load_attacks", lambda: others)
     backend = select_backend("bubblewrap", run_label="test", root=root)
     try:
         (result,) = await run_attacks(backend, SPEC, only="file_locks")
@@ -214,7 +214,7 @@ async def test_a_sandbox_whose_uncharged_memory_nobody_counts_is_seen(weak, name
     # 8 MiB of locks say it: the servers of other tests read a table that grows for minutes, and hold it meanwhile.
     sooner = [replace(one, program=one.program.replace('["memory_mb"] // 3', '["memory_mb"] // 24')) for one in load_attacks()]
     assert name != "file_locks" or any("// 24" in one.program for one in sooner)
-    monkeypatch.setattr("agentrl.sandbox.attacks.suite.attacks", lambda: sooner)
+    monkeypatch.setattr("agentrl.sandbox.attacks.suite.load_attacks", lambda: sooner)
     monkeypatch.setattr(limits, "NETWORK_SETTINGS", {})
     monkeypatch.setattr(limits, "socket_bytes", lambda spec: 1 << 40)
     backend = weak(run_label="test", root=root)
