@@ -51,7 +51,7 @@ class ScoreEndpoint(Endpoint):
         return {"model": self.model, "input": messages[0]["content"], **self.options, **more, **fixed}
 
     def _read(self, content: bytes, messages: Sequence[Mapping[str, Any]]) -> Reply:
-        return parse_classification(content, self.max_bytes, asked=len(messages[0]["content"]) // CHARS_PER_TOKEN)
+        return parse_classification(content, self.max_bytes, query_tokens=len(messages[0]["content"]) // CHARS_PER_TOKEN)
 
 
 def parse_classification(content: bytes, most: int, *, query_tokens: int) -> Reply:
@@ -59,7 +59,7 @@ def parse_classification(content: bytes, most: int, *, query_tokens: int) -> Rep
 
     Args:
         most: maximum size in bytes.
-        asked: tokens of the query, as an estimate.
+        query_tokens: tokens of the query, as an estimate.
     """
     text = content[:most].decode(errors="replace")
     nothing: dict[str, Any] = {"prompt_tokens": query_tokens, "completion_tokens": 0, "counted": False}

@@ -168,7 +168,7 @@ def test_human_tags_survive_a_concurrent_judge(tmp_path: Path) -> None:
         f"        with Collection(Path({str(run)!r})) as other:\n"
         "            if (seen := other.get('g000000-0-a0')) and len(seen.tags) == 1:\n"
         "                other.tag('g000000-0-a0', (*seen.tags, Tag(name='budget', by='person:b')))\n"
-        "                other.forget('train', step=1)\n"
+        "                other.clear_phase('train', step=1)\n"
         "        return Tag(name='looped', by='judge:judge')\n"
         "judge = Slow(endpoint=Endpoint(url='http://127.0.0.1:1/v1', model='m'))\n"
     )

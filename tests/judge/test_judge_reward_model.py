@@ -118,7 +118,7 @@ def test_values_stay_between_0_and_1_and_grow_with_the_number(number: float, off
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_parsed_into_a_number_or_a_problem(content: bytes) -> None:
-    reply = parse_classification(content, 100, asked=3)
+    reply = parse_classification(content, 100, query_tokens=3)
     assert reply.problem or math.isfinite(json.loads(reply.text)["number"])
 
 

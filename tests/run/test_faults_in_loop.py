@@ -91,7 +91,7 @@ async def test_a_score_that_no_record_holds_costs_its_episode(tmp_path: Path) ->
 
     recipe = make_recipe(max_retries=0)
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, Family()) as run:
-        run.groups = replace(run.groups, score=score)
+        run.groups = replace(run.groups, scorer=score)
         await loop._roll_out(run)
         groups = run.store.groups(range(2))
     assert [len(group.scored) for group in groups] == [3, 2]

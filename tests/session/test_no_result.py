@@ -53,7 +53,7 @@ async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> S
     """One step of two groups, with the figures that the learner's batch gives; then the run's summary."""
     recipe = make_recipe(checkpoint_turns=False, max_retries=0)
     async with opened(folder, Journaled(folder / "journal.jsonl"), sandboxes, recipe, family) as run:
-        run.groups = replace(run.groups, score=TaskScorer())
+        run.groups = replace(run.groups, scorer=TaskScorer())
         await loop._roll_out(run)
         groups = run.store.groups(range(2))
         made = assemble(0, groups, recipe)
@@ -131,7 +131,7 @@ async def test_an_evaluation_without_a_score_has_no_rate(tmp_path: Path, phase: 
     """Before training it ends the run; later it must not cost what was learned, so it is told and the run goes on to its end."""
     recipe = make_recipe(max_retries=0).but({"evaluation.heldout": 3, "evaluation.heldout_real": 0})
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, judged_by(in_words)) as run:
-        run.groups = replace(run.groups, score=TaskScorer())
+        run.groups = replace(run.groups, scorer=TaskScorer())
         run.registry = Registry()  # type: ignore[assignment]
         told = "evaluation .*: 3 of 3 episodes on heldout excluded: 3 x tests.session.test_no_result:in_words: verifier returned str"
         if phase == "before":
@@ -161,7 +161,7 @@ async def test_an_evaluation_that_is_complete_is_not_made_again(tmp_path: Path) 
         policy = Journaled(tmp_path / "j")
         now = recipe.but({name: value for name, value in changes.items() if "." in name})
         async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), now, judged_by(same_for_all)) as run:
-            run.groups = replace(run.groups, score=TaskScorer())
+            run.groups = replace(run.groups, scorer=TaskScorer())
             run.registry = Rates()  # type: ignore[assignment]
             run.served.sha256 = changes.get("sha256", "a" * 64)  # type: ignore[misc]
             before = len((tmp_path / "j").read_text().splitlines()) if (tmp_path / "j").exists() else 0

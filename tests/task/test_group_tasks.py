@@ -28,10 +28,10 @@ STEPS = 12
 class Practised:
     """Every fifth group practises."""
 
-    def task(self, group_index: int) -> Task | None:
+    def task_of_group(self, group_index: int) -> Task | None:
         return replace(Kinds().task(Split.TRAIN, 0), id="practice") if group_index % 5 == 4 else None
 
-    def before(self, group_index: int) -> int:
+    def practice_groups_before(self, group_index: int) -> int:
         return group_index // 5
 
 

@@ -56,7 +56,7 @@ def chat(body: bytes) -> None:
 
 def number(body: bytes) -> None:
     """A reward model's answer."""
-    heard = parse_answer(parse_classification(body, LONGEST, asked=3), parse_reward)
+    heard = parse_answer(parse_classification(body, LONGEST, query_tokens=3), parse_reward)
     if heard.verdict is not None:
         must(math.isfinite(heard.verdict), "a number that is none")
         value = RECORD.value(heard.verdict)
