@@ -10,8 +10,8 @@ from agentrl.base.files import read_json_lines
 from agentrl.evaluation import results
 from agentrl.evaluation.comparison import Scores, pair_scores
 from agentrl.evaluation.engine import SuiteAttempt
-from agentrl.evaluation.results import SuiteResults
-from agentrl.gate.rule import RuleResult, attempt_passes
+from agentrl.evaluation.results import SuiteResults, attempt_passes
+from agentrl.gate.rule import RuleResult
 from agentrl.gate.verdict import CaseRegression, evaluation_folder
 
 _SHOWN = 3  # cases shown if only the suite as a whole got worse

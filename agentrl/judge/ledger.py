@@ -153,9 +153,8 @@ class JudgeLedger:
 
     def _usage(self, row: Sequence[object] | None) -> JudgeUsage:
         """Raises `StoreError` for values of other types, because SQLite stores any type."""
-        figures: dict[str, Any] = {
-            name: 0 if value is None else value for name, value in zip(_NAMES, row or [0] * len(_NAMES), strict=True)
-        }
+        values = [0 if value is None else value for value in row or [0] * len(_NAMES)]
+        figures: dict[str, Any] = dict(zip(_NAMES, values, strict=True))
         for name, value in figures.items():
             if not isinstance(value, int) and not (name == "money" and isinstance(value, float)):
                 raise StoreError(f"the judges' ledger {self.path} is damaged: {name} has a value of type {type(value).__name__}")

@@ -59,7 +59,7 @@ def parse_classification(content: bytes, most: int, *, query_tokens: int) -> Rep
 
     Args:
         most: maximum size in bytes.
-        asked: tokens of the query, as an estimate.
+        query_tokens: tokens of the query, as an estimate.
     """
     text = content[:most].decode(errors="replace")
     nothing: dict[str, Any] = {"prompt_tokens": query_tokens, "completion_tokens": 0, "counted": False}
