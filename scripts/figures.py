@@ -61,10 +61,10 @@ def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def public_definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """The name of each public class, function and method, and whether it has a docstring. Overloads do not count."""
+    """The name of each public class, function and method, and whether it has a docstring. Overloads and setters do not count."""
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
-            if any(isinstance(one, ast.Name) and one.id == "overload" for one in node.decorator_list):
+            if any(getattr(one, "id", getattr(one, "attr", "")) in ("overload", "setter") for one in node.decorator_list):
                 continue
             yield f"{prefix}{node.name}", ast.get_docstring(node) is not None
             if isinstance(node, ast.ClassDef):

@@ -174,4 +174,5 @@ def is_damaged(error: sqlite3.Error) -> bool:
 
 
 def read_pragma(db: sqlite3.Connection, name: str) -> int:
+    """The integer value of a pragma."""
     return int(db.execute(f"PRAGMA {name}").fetchone()[0])

@@ -124,10 +124,12 @@ class StallCount:
 
     @property
     def seconds(self) -> float:
+        """Seconds of counted stalls."""
         return max(0.0, DRIVER_LAG.stalled_s - self._since - self._own_s)
 
     @property
     def text(self) -> str:
+        """The counted stalls as text, for an error message."""
         return f"the driver's event loop stood still for {self.seconds:.1f} s of it"
 
     def excuse(self, limit_s: float) -> bool:

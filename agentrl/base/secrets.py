@@ -31,6 +31,7 @@ _read: set[str] = set()  # every secret that this process has read
 
 
 def is_reference(text: object) -> bool:
+    """Whether a text has the form of a reference to a secret."""
     return isinstance(text, str) and _REFERENCE.fullmatch(text) is not None
 
 
@@ -156,6 +157,7 @@ class RedactingFormatter(logging.Formatter):
     """Formats log records, tracebacks included, and redacts the text."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Formats a record without registered secrets."""
         return redact(super().format(record))
 
 

@@ -45,4 +45,5 @@ class GateConfig(Section):
 
     @property
     def rolls_back(self) -> bool:
+        """Whether a blocked version is rolled back."""
         return self.action == "rollback"

@@ -70,6 +70,7 @@ class LimitsConfig(Section):
 
     @property
     def roll_back(self) -> bool:
+        """Whether any limit rolls back."""
         return any(limit.action == "rollback" for limit in self.named.values())
 
     @model_validator(mode="after")
@@ -85,6 +86,8 @@ class LimitsConfig(Section):
 
 
 class LearnerConfig(Section):
+    """How the learner steps: `learner`."""
+
     lr: float = Field(5e-4, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(0, ge=0)

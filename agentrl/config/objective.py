@@ -71,6 +71,7 @@ class ObjectiveConfig(Section):
 
     @property
     def divides_by_std(self) -> bool:
+        """Whether advantages are divided by the standard deviation of their group."""
         return self.advantage != "rloo" if self.normalize_std is None else self.normalize_std
 
     @property
@@ -142,6 +143,7 @@ class CriticConfig(Section):
 
     @property
     def shared(self) -> bool:
+        """Whether the critic shares the trunk of the policy."""
         return self.trunk == "shared"
 
     @model_validator(mode="after")

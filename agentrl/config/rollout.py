@@ -112,6 +112,8 @@ class CompactionConfig(Section):
 
 
 class RolloutConfig(Section):
+    """How training episodes are sampled: `rollout`."""
+
     agent: parts.AgentName = "turns"
     """Agent of each episode. turns: samples and calls tools until the agent submits or answers. delegating: turns, with a tool that starts
     sub-agents."""
@@ -185,6 +187,7 @@ class RolloutConfig(Section):
 
     @property
     def sampling(self) -> Sampling:
+        """The sampling distribution of training episodes."""
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, supports=self.top_k > 0)
 
     @model_validator(mode="after")
@@ -237,6 +240,7 @@ class EvalConfig(Section):
 
     @property
     def sampling(self) -> Sampling:
+        """The sampling distribution of evaluations."""
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
     @model_validator(mode="after")

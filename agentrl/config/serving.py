@@ -14,6 +14,8 @@ ON_GPU = Needs("a server on a GPU (device=cuda or auto)", lambda recipe, own: re
 
 
 class PolicyConfig(Section):
+    """The model: `policy`."""
+
     model: str
     """Hugging Face model id, or a folder (relative to the project root) with model, tokenizer and chat template."""
     chat_template: str | None = Field(None, min_length=1)
@@ -30,6 +32,8 @@ class PolicyConfig(Section):
 
 
 class ServingConfig(Section):
+    """The inference server: `serving`."""
+
     replicas: int = Field(1, ge=1)
     """Servers of the policy, each with a process, a port, a KV cache and, on GPUs, a GPU."""
     host: str = "127.0.0.1"

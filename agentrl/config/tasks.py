@@ -50,6 +50,8 @@ class GroupJudging(Section):
 
 
 class TasksConfig(GroupJudging):
+    """The tasks and their verifiers: `tasks`."""
+
     family: str
     """Folder of task folders, such as `sandboxes/chores`, or plug-in reference to a callable `(seed=)` that returns a TaskFamily."""
     options: dict[str, str | int | float | bool] = Field({})

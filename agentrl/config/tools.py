@@ -14,6 +14,8 @@ from agentrl.plugins import parts
 
 
 class SandboxConfig(Section):
+    """The sandboxes: `sandbox`."""
+
     backend: parts.Backend = "auto"
     """auto: docker if a daemon answers, else bubblewrap. There is no host backend."""
     options: parts.Options = Field({})

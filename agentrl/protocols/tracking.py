@@ -12,16 +12,24 @@ class Interval(Protocol):
     """A mean over `n` episodes with its 95% confidence interval."""
 
     @property
-    def value(self) -> float: ...
+    def value(self) -> float:
+        """The mean."""
+        ...
 
     @property
-    def ci_low(self) -> float: ...
+    def ci_low(self) -> float:
+        """Lower bound of the interval."""
+        ...
 
     @property
-    def ci_high(self) -> float: ...
+    def ci_high(self) -> float:
+        """Upper bound of the interval."""
+        ...
 
     @property
-    def n(self) -> int: ...
+    def n(self) -> int:
+        """Number of episodes."""
+        ...
 
 
 class Tracker(Protocol):

@@ -37,6 +37,7 @@ class ScriptedAnswer:
     number: float | None = None  # of a reward model, in place of words
 
     def content(self) -> bytes:
+        """The body of the response."""
         if self.raw is not None:
             return self.raw
         if self.number is not None:
@@ -67,6 +68,7 @@ class ChatServer:
 
     @property
     def url(self) -> str:
+        """The base URL of the server."""
         return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
 
     def __enter__(self) -> Self:

@@ -18,12 +18,15 @@ class JumpingClock:
         self.slept: list[float] = []
 
     def monotonic(self) -> float:
+        """The current time in seconds."""
         return self.now
 
     def time(self) -> float:
+        """The current time in seconds."""
         return self.now
 
     async def sleep(self, seconds: float) -> None:
+        """Advances the clock."""
         self.slept.append(seconds)
         self.now += seconds
         await asyncio.sleep(0)
@@ -37,6 +40,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._selected)
 
     def time(self) -> float:
+        """The virtual time in seconds."""
         return self._selected.now
 
     def hold(self, seconds: float) -> None:

@@ -47,6 +47,7 @@ class PacedPolicy:
         self._letter = int(tokenizer.encode("x", add_special_tokens=False)[0])
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        """Samples at the speed of the moment."""
         loop = asyncio.get_running_loop()
         name = request_id.partition(".")[0]
         episode, _, number = name.rpartition("-")

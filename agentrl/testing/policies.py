@@ -54,6 +54,7 @@ class ScriptedPolicy:
         return cls(tokenizer, lambda turn, _: texts[turn])
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        """Returns the next text of the script."""
         self.prompts.append(tuple(prompt_ids))
         episode, _, turn = request_id.rpartition("-")
         number, part, name = turn.partition(".")
@@ -98,6 +99,7 @@ class ReplayPolicy:
         self.version = version
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        """Returns the recorded completion of a prompt."""
         ids = tuple(self.script(prompt_ids))
         kept = ids[: params.max_tokens]
         finish = "stop" if len(kept) == len(ids) else "length"

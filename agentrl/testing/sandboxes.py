@@ -35,15 +35,18 @@ class ScriptedSandbox:
         output_bytes: int = 65536,
         env: Mapping[str, str] | None = None,
     ) -> ExecResult:
+        """Answers a program with the function."""
         return await self.python(" ".join(argv), timeout_s=timeout_s, output_bytes=output_bytes)
 
     async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
+        """Answers code with the function."""
         if self.closed:
             raise SandboxError("the sandbox is closed")
         self.sessions.append(session)
         return self._answer(code)
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
+        """Reads a file of the sandbox."""
         data = self.files.get(path)
         if data is None:
             raise FileNotFoundError(path)
@@ -52,16 +55,21 @@ class ScriptedSandbox:
         return data
 
     async def write(self, path: str, data: bytes) -> None:
+        """Writes a file of the sandbox."""
         self.files[path] = data
 
     async def snapshot(self) -> bytes:
+        """The files as a snapshot."""
         return json.dumps({path: data.hex() for path, data in self.files.items()}).encode()
 
-    async def pause(self) -> None: ...
+    async def pause(self) -> None:
+        """Does nothing."""
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Does nothing."""
 
     async def close(self) -> None:
+        """Marks the sandbox as closed."""
         self.closed = True
 
 
@@ -74,16 +82,19 @@ class ScriptedSandboxes:
         self.opened: list[ScriptedSandbox] = []
         self._answer = answer
 
-    async def prepare(self, spec: SandboxSpec) -> None: ...
+    async def prepare(self, spec: SandboxSpec) -> None:
+        """Does nothing."""
 
     async def open(
         self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
     ) -> ScriptedSandbox:
+        """Opens a scripted sandbox."""
         kept = {path: bytes.fromhex(data) for path, data in json.loads(snapshot or b"{}").items()}
         sandbox = ScriptedSandbox(f"scripted-{len(self.opened)}", self._answer, {**kept, **(files or {})})
         self.opened.append(sandbox)
         return sandbox
 
     async def close(self) -> None:
+        """Marks the backend as closed."""
         for sandbox in self.opened:
             await sandbox.close()

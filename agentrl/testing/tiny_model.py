@@ -81,6 +81,7 @@ def token_logprobs(model: Qwen3ForCausalLM, ids: tuple[int, ...], *, temperature
 
 
 def make_probe(model: Qwen3ForCausalLM, *, rows: int = 4, length: int = 150) -> Probe:
+    """A probe with the logprobs of a model."""
     generator = random.Random(7)
     token_ids = tuple(tuple(generator.randrange(256) for _ in range(length)) for _ in range(rows))
     return Probe(token_ids=token_ids, logprobs=tuple(tuple(token_logprobs(model, ids)) for ids in token_ids))
