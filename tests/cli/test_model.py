@@ -59,7 +59,7 @@ def test_an_import_that_is_interrupted_leaves_nothing(source: Path, tmp_path: Pa
 def test_wrong_use_is_told_with_what_to_do(tmp_path: Path) -> None:
     for arguments, says in (
         (("package:nobody-has-this", "x"), "is not installed"),
-        (("absent.gguf", "x"), "no absent.gguf here"),
+        (("absent.gguf", "x"), "absent.gguf does not exist"),
         (("absent.gguf", "x", "--dtype", "float16"), "float16"),
         (("package:pytest", "x"), "holds no GGUF file"),
     ):
