@@ -3,48 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
 import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agentrl.cli import HELP_OPTIONS
+from agentrl.cli.cases import minimize, promote_failures
 from agentrl.cli.options import JsonFlag
+from agentrl.cli.traces import (
+    OfKind,
+    OfPhase,
+    OfTag,
+    OfVersion,
+    OfWhy,
+    Rules,
+    RunFolder,
+    batches,
+    each_trace,
+    open_collection,
+    trace_filter,
+    user_name,
+    user_rules,
+)
 from agentrl.errors import UserError
-from agentrl.plugins.references import add_project_root
 
 if TYPE_CHECKING:
     from agentrl.failure.collection import Collection
-    from agentrl.failure.listing import TraceFilter, TraceRow
-    from agentrl.failure.trace import Trace
+    from agentrl.failure.listing import TraceFilter
     from agentrl.failure.triage import TriageRule
-    from agentrl.records import EpisodeState
 
 failures_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
 
-RunFolder = Annotated[Path, typer.Argument(help="Run folder, or any folder with captured failures.")]
-OfTag = Annotated[str, typer.Option("--tag", help="Only traces with this tag.")]
-OfKind = Annotated[str, typer.Option("--kind", help="Only traces of this kind of task.")]
-OfPhase = Annotated[str, typer.Option("--phase", help="Only traces of this phase: train, before, step8, after, ...")]
-OfVersion = Annotated[int | None, typer.Option("--version", help="Only traces whose last tokens were sampled by this policy version.")]
-OfWhy = Annotated[
-    str, typer.Option("--why", help="Only traces captured for this reason: failed, hacked, timeout, limit, regressed, fault, imported.")
-]
-Rules = Annotated[list[str] | None, typer.Option("--rules", help="Your own rules, module:attr or ./file.py:attr, which are applied first.")]
-_REPORT_EVERY = 500  # traces between two progress messages
-_BATCH = 100  # traces in memory at a time
 _MIN_QUESTION = 12  # characters of a question worth showing
 _SHOWN = 20  # unreadable documents
-T = TypeVar("T")
 
 
 @failures_app.command("list", epilog="Example: agentrl failures list runs/quickstart --tag misread_output --phase after")
@@ -62,8 +60,8 @@ def list_failures(
     from agentrl.failure.digest import build_digest
     from agentrl.failure.render import one_line
 
-    with _opened(run) as collection:
-        wanted = _wanted(tag=tag, kind=kind, phase=phase, version=version, why=why)
+    with open_collection(run) as collection:
+        wanted = trace_filter(tag=tag, kind=kind, phase=phase, version=version, why=why)
         matching, rows = collection.count_matching(wanted), collection.rows(wanted, most=most, newest=True)[::-1]
         digest = {key: value for key, value in build_digest(collection).items() if key != "examples"}
         kinds: Counter[str] = Counter()
@@ -106,7 +104,7 @@ def show(
     from agentrl.failure.render import render_trace
     from agentrl.records import codec
 
-    with _opened(run) as collection:
+    with open_collection(run) as collection:
         found = collection.get(trace)
     if found is None:
         raise UserError(f"{run} has no trace {trace!r}", fix=f"list the traces: agentrl failures list {run}")
@@ -143,20 +141,24 @@ def tag_failures(
             raise UserError("--as needs ids of traces", fix="give their ids")
         try:
             by_hand = Tag(
-                name=check_tag_name(name), by=f"person:{_me()}", trajectory=trajectory, turn=None if turn is None else turn - 1, note=note
+                name=check_tag_name(name),
+                by=f"person:{user_name()}",
+                trajectory=trajectory,
+                turn=None if turn is None else turn - 1,
+                note=note,
             )
         except ValueError as error:
             raise UserError(str(error), fix="write it as wrong_unit") from None
-    wanted = _wanted(tag=tag, kind=kind, phase=phase, ids=traces)
+    wanted = trace_filter(tag=tag, kind=kind, phase=phase, ids=traces)
     try:
-        with _opened(run) as collection:
+        with open_collection(run) as collection:
             if by_hand is not None:
                 changed = {}
-                for row, trace in _each(collection, wanted, "tagged"):
+                for row, trace in each_trace(collection, wanted, "tagged"):
                     collection.tag(row.id, (*trace.tags, by_hand))
                     changed[row.id] = by_hand.name
             else:
-                changed = asyncio.run(_named(collection, wanted, _rules(rules), judge))
+                changed = asyncio.run(_named(collection, wanted, user_rules(rules), judge))
     finally:  # tags set before an interrupt or a failing judge are kept
         write_digest(run)
     if as_json:
@@ -176,7 +178,7 @@ async def _named(collection: Collection, wanted: TraceFilter, rules: Sequence[Tr
         judge.prepare(collection.folder)
     before, unsure, changed = judge.spent() if judge is not None else None, 0, dict[str, str]()
     try:
-        for some in _batches(_each(collection, wanted, "tagged")):
+        for some in batches(each_trace(collection, wanted, "tagged")):
             if judge is None:
                 said = [tag_by_rules(trace, rules) for _, trace in some]
             else:
@@ -227,10 +229,10 @@ def cluster(
     from agentrl.failure.render import one_line
 
     embedding = load_minilm() if embed else None
-    with _opened(run) as collection:
+    with open_collection(run) as collection:
         some = [
             trace_features(trace, describe_trace(trace) if embed else "")
-            for _, trace in _each(collection, _wanted(tag=tag, kind=kind, phase=phase), "read")
+            for _, trace in each_trace(collection, trace_filter(tag=tag, kind=kind, phase=phase), "read")
         ]
     least = alike if alike is not None else MIN_EMBEDDING_SIMILARITY if embed else MIN_SIMILARITY
     found = cluster_traces(some, alike=least, embed=embedding)
@@ -248,121 +250,6 @@ def cluster(
         print("no trace to cluster")
 
 
-@failures_app.command("promote", epilog="Example: agentrl failures promote runs/quickstart --tag looped --most 20 --into evals/loops")
-def promote_failures(
-    run: RunFolder,
-    into: Annotated[Path, typer.Option("--into", help="Folder of the suite, created if needed.")],
-    traces: Annotated[list[str] | None, typer.Argument(help="Ids of traces. Default: those that match the filters.")] = None,
-    tag: OfTag = "",
-    kind: OfKind = "",
-    phase: OfPhase = "",
-    version: OfVersion = None,
-    most: Annotated[int | None, typer.Option(min=1, help="Largest number of traces that match the filters; the newest are used.")] = None,
-    note: Annotated[str, typer.Option(help="Comment stored in the cases.")] = "",
-    threshold: Annotated[float | None, typer.Option(help="Mean score that the attempts at a case must reach. Default: 1.")] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, max=1000, help="Attempts per case. Default: as set in the suite.")] = None,
-    from_turn: Annotated[
-        str, typer.Option("--from-turn", help="Start the cases at this turn, counted from 1, or at the `failing` turn of the tag.")
-    ] = "",
-    verifier: Annotated[list[str] | None, typer.Option("--verifier", help="For imported traces: verifier, module:attr.")] = None,
-    truths: Annotated[Path | None, typer.Option(help='For imported traces: JSON lines file of {"trace": "ID", "truth": "412"}.')] = None,
-    truth_from: Annotated[str, typer.Option(help="For imported traces: key of the origin with the right answer.")] = "",
-    tools: Annotated[
-        list[str] | None, typer.Option("--tools", help="For imported traces: tool that replaces the recorded results, module:attr.")
-    ] = None,
-    image: Annotated[str, typer.Option(help="For imported traces: sandbox image, for tools and verifiers that use a sandbox.")] = "",
-    as_json: JsonFlag = False,
-) -> None:
-    """Turn traces into regression cases. A case holds the task and its origin. Tasks that are already in the suite are skipped.
-
-    An imported trace needs --verifier and a truth. Its prompt is the message of the user, and its tools return the recorded results.
-
-    With --from-turn the episode is replayed in a live sandbox up to that turn, and the case starts there.
-    """
-    from agentrl.failure.promote import UserParts, describe_excluded_messages, promote, read_truths
-
-    if not traces and not (tag or kind or phase or version is not None or most):
-        raise UserError("no traces are selected", fix="give ids, or filters such as --tag misread_output --most 20")
-    supplied = None
-    if verifier or truths or truth_from or tools or image:
-        known = read_truths(truths) if truths is not None else {}
-        supplied = UserParts(verifiers=tuple(verifier or ()), truths=known, truth_from=truth_from, tools=tuple(tools or ()), image=image)
-    with _opened(run) as collection:
-        wanted = _wanted(tag=tag, kind=kind, phase=phase, version=version, ids=traces)
-        chosen = selected = collection.rows(wanted, most=-1 if most is None else most, newest=True)
-        if not traces:  # traces that cannot become cases are skipped in a selection; given by id they raise an error
-            chosen = [row for row in selected if row.why != "fault" and (row.task_key or supplied is not None)]
-        _check_all_there(run, wanted.ids, chosen)
-        found = [trace for row in chosen[::-1] if (trace := collection.get(row.id)) is not None]
-    if not found:
-        raise _none_chosen(run, selected)
-    starts: dict[str, EpisodeState | None] = {}
-    if from_turn:
-        from agentrl.evaluation.replay import replay_starts
-
-        starts = asyncio.run(replay_starts(run, found, from_turn))
-    done = promote(found, into, note=note, by=_me(), threshold=threshold, repeats=repeats, starts=starts, supplied=supplied)
-    for trace in found:
-        if trace.task is None and (lost := describe_excluded_messages(trace)):
-            print(f"{trace.id}: {lost}", file=sys.stderr)
-    written = sum(one.path is not None for one in done)
-    if as_json:
-        print(
-            json.dumps(
-                [{"trace": one.trace, "case": one.case, "likeness": one.likeness, "path": one.path and str(one.path)} for one in done]
-            )
-        )
-    else:
-        print("\n".join(one.summary for one in done))
-        print(f"{written} new cases in {into}; {len(done) - written} exist already. Do not train on them: tasks.withhold='[\"{into}\"]'")
-
-
-def _none_chosen(run: Path, selected: Sequence[TraceRow]) -> UserError:
-    """The error that explains why none of the selected traces can become a case."""
-    if not selected:
-        return UserError(f"{run} has no trace that matches these filters", fix=f"agentrl failures list {run} shows all traces")
-    faults = sum(row.why == "fault" for row in selected)
-    reasons = {"ended in a fault, not a failure of the policy": faults, "have no task": len(selected) - faults}
-    text = ", ".join(f"{times} {why}" for why, times in reasons.items() if times)
-    return UserError(
-        f"none of the {len(selected)} traces that match these filters can become a case: {text}",
-        fix="select other traces; imported traces need --verifier, and --truths FILE or --truth-from KEY",
-    )
-
-
-@failures_app.command(
-    "minimize", epilog="Example: agentrl failures minimize evals/reading sum-0f3a9c81b2d4 recipes/quickstart.py --policy runs/quickstart@12"
-)
-def minimize(
-    suite: Annotated[Path, typer.Argument(help="Folder of the suite.")],
-    case: Annotated[str, typer.Argument(help="Id of a case in it. The smaller case replaces it.")],
-    recipe: Annotated[Path, typer.Argument(help="Recipe file with the task family, whose gold solution checks the smaller tasks.")],
-    policy: Annotated[str, typer.Option(help="Policy that fails the case: a model folder, RUN@VERSION, or module:attr.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Dotted overrides of the evaluation, such as evaluation.temperature=0.")
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=3, max=100, help="Attempts per smaller task.")] = 6,
-    budget: Annotated[int, typer.Option(min=12, max=100_000, help="Largest total number of attempts.")] = 240,
-    run_dir: Annotated[Path | None, typer.Option(help="Folder for logs. Default: runs/SUITE-eval, runs/SUITE-eval-2, ...")] = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Remove messages, files and lines from a case while the policy still fails it and the gold solution still solves it."""
-    from agentrl.check.minimize import minimize_case
-    from agentrl.cli.recipes import load_recipe
-    from agentrl.evaluation.open_policy import prepare_evaluation
-    from agentrl.evaluation.policies import find_policy
-    from agentrl.failure.case import load_case, save_case
-    from agentrl.task import open_family
-
-    root, loaded = load_recipe(recipe, [])
-    opened, found = load_case(suite, case)
-    family = open_family(loaded.tasks, seed=loaded.seed, root=root)
-    with prepare_evaluation(find_policy(policy), [replace(opened, cases=(found,))], overrides=overrides or [], run_dir=run_dir) as given:
-        smaller, summary = asyncio.run(minimize_case(given, found, family, repeats=repeats, budget=budget))
-    path = save_case(suite, smaller)
-    print(json.dumps({"case": smaller.id, "path": str(path), "summary": summary}) if as_json else f"{path}: {summary}")
-
-
 @failures_app.command("import", epilog="Example: agentrl failures import runs/support spans.jsonl --format otel")
 def import_failures(
     run: Annotated[Path, typer.Argument(help="Folder for the traces: a run folder or any other, created if needed.")],
@@ -378,8 +265,8 @@ def import_failures(
     from agentrl.failure.render import one_line
     from agentrl.failure.triage import tag_by_rules
 
-    applied, unreadable, stored, seen = _rules(rules), 0, 0, 0
-    for some in _batches(read(path, form)):
+    applied, unreadable, stored, seen = user_rules(rules), 0, 0, 0
+    for some in batches(read(path, form)):
         traces = [one for one in some if not isinstance(one, UnreadableDocument)]
         for one in some:
             if isinstance(one, UnreadableDocument):
@@ -417,66 +304,16 @@ def export_failures(
     """Write traces in a third-party format."""
     from agentrl.failure.formats import write
 
-    with _opened(run) as collection:
-        some = _each(collection, _wanted(tag=tag, kind=kind, phase=phase, ids=traces), "written")
+    with open_collection(run) as collection:
+        some = each_trace(collection, trace_filter(tag=tag, kind=kind, phase=phase, ids=traces), "written")
         number = write((trace for _, trace in some), path, form)
     print(json.dumps({"documents": number}) if as_json else f"{number} documents in {path}")
     raise typer.Exit(0 if number else 1)
 
 
-def _batches(found: Iterator[T]) -> Iterator[list[T]]:
-    while some := list(islice(found, _BATCH)):
-        yield some
-
-
-@contextmanager
-def _opened(run: Path) -> Iterator[Collection]:
-    from agentrl.failure.collection import Collection
-
-    if not run.is_dir():
-        raise UserError(f"there is no folder {run}", fix="give the folder of a run, such as runs/quickstart")
-    with Collection(run) as collection:
-        yield collection
-
-
-def _wanted(*, ids: Sequence[str] | None = None, **filters: Any) -> TraceFilter:
-    from agentrl.failure.listing import TraceFilter
-
-    return TraceFilter(ids=tuple(ids or ()), **filters)
-
-
-def _each(collection: Collection, wanted: TraceFilter, doing: str) -> Iterator[tuple[TraceRow, Trace]]:
-    """Yields each selected trace, with progress messages. A damaged trace is reported and skipped."""
-    from agentrl.errors import StoreError
-
-    rows = collection.rows(wanted)
-    _check_all_there(collection.folder, wanted.ids, rows)
-    for number, row in enumerate(rows, 1):
-        try:
-            trace = collection.get(row.id)
-        except StoreError as error:
-            print(f"excluded: {error}", file=sys.stderr)
-            continue
-        if trace is not None:
-            yield row, trace
-        if number % _REPORT_EVERY == 0:
-            print(f"{doing} {number} of {len(rows)}", file=sys.stderr)
-
-
-def _check_all_there(run: Path, ids: Sequence[str], rows: Sequence[TraceRow]) -> None:
-    if missing := sorted(set(ids) - {row.id for row in rows}):
-        raise UserError(f"{run} has no trace {', '.join(missing[:8])}", fix=f"list the traces: agentrl failures list {run}")
-
-
-def _rules(references: Sequence[str] | None) -> tuple[TriageRule, ...]:
-    from agentrl.failure.triage import load_rules
-
-    add_project_root(Path.cwd())
-    return load_rules(tuple(references or ()))
-
-
-def _me() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name
-        return "unknown"
+failures_app.command("promote", epilog="Example: agentrl failures promote runs/quickstart --tag looped --most 20 --into evals/loops")(
+    promote_failures
+)
+failures_app.command(
+    "minimize", epilog="Example: agentrl failures minimize evals/reading sum-0f3a9c81b2d4 recipes/quickstart.py --policy runs/quickstart@12"
+)(minimize)

@@ -7,7 +7,7 @@ import json
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,7 @@ from agentrl.evaluation.request_options import RequestOptions
 from agentrl.session.folder import finished_summary
 
 if TYPE_CHECKING:
+    from agentrl.evaluation.policies import NamedPolicy
     from agentrl.observe import Summary
 
 _REASONS_SHOWN = 5  # why episodes were excluded
@@ -104,22 +105,11 @@ def evaluate(
     if policy is not None or without_recipe:
         if suite is not None:
             raise UserError("--policy and --suite exclude each other", fix="agentrl eval SUITE [SUITE ...] --policy POLICY")
-        more = [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])]
-        named = [str(recipe), *(item for item in more if "=" not in item)]
-        changes = [item for item in more if "=" in item]
         requests = RequestOptions.parse(request or (), header or (), tokens_name)
         target = None if policy is None else find_policy(policy, model_name=model or "", key_env=key_env, requests=requests)
-        if target is not None and recipe.is_file():
-            if len(named) > 1 or junit is not None or pin:
-                raise UserError(
-                    f"--junit, --pin and more suites cannot be combined with the recipe {recipe}",
-                    fix=f"agentrl eval {recipe} [KEY=VALUE ...] --policy POLICY",
-                )
-            root, written = load_recipe(recipe, changes)
-            evaluate_recipe(root, written, target, repeats=repeats, threshold=threshold, run_dir=run_dir, as_json=as_json)
-            return
-        evaluate_suites_command(
-            named, target, changes, repeats=repeats, threshold=threshold, run_dir=run_dir, junit_file=junit, pinning=pin, as_json=as_json
+        arguments = [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])]
+        _evaluate_policy(
+            target, recipe, arguments, repeats=repeats, threshold=threshold, run_dir=run_dir, junit=junit, pin=pin, as_json=as_json
         )
         return
     if junit is not None or pin or key_env or request or header or tokens_name:
@@ -142,7 +132,45 @@ def evaluate(
         results = asyncio.run(evaluate_held_out(loaded, start, checked, root=root, console=not as_json))
     if as_json:
         print(json.dumps(results))
+    else:
+        _print_rates(results)
+
+
+def _evaluate_policy(
+    target: NamedPolicy | None,
+    path: Path,
+    arguments: list[str],
+    *,
+    repeats: int | None,
+    threshold: float,
+    run_dir: Path | None,
+    junit: Path | None,
+    pin: bool,
+    as_json: bool,
+) -> None:
+    """Evaluates a policy on the suites `path` and `arguments`, or on the held-out tasks of the recipe `path`.
+
+    Args:
+        target: None means the policy recorded in the suites.
+        arguments: overrides, and further suites.
+    """
+    suites = [str(path), *(item for item in arguments if "=" not in item)]
+    overrides = [item for item in arguments if "=" in item]
+    if target is None or not path.is_file():
+        evaluate_suites_command(
+            suites, target, overrides, repeats=repeats, threshold=threshold, run_dir=run_dir, junit_file=junit, pinning=pin, as_json=as_json
+        )
         return
+    if len(suites) > 1 or junit is not None or pin:
+        raise UserError(
+            f"--junit, --pin and more suites cannot be combined with the recipe {path}",
+            fix=f"agentrl eval {path} [KEY=VALUE ...] --policy POLICY",
+        )
+    root, written = load_recipe(path, overrides)
+    evaluate_recipe(root, written, target, repeats=repeats, threshold=threshold, run_dir=run_dir, as_json=as_json)
+
+
+def _print_rates(results: dict[str, dict[str, Any]]) -> None:
     for split, rate in results.items():
         print(f"{split:14} {rate['value']:.3f}  95% interval [{rate['ci_low']:.3f}, {rate['ci_high']:.3f}]  n={rate['n']}")
         if rate["attempts"] > 1:

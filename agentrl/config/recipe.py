@@ -126,6 +126,7 @@ class Recipe(Section):
         """Rejects inconsistent keys. Reports all of them at once, because the correction of one may require that of another."""
         checks = (
             self._combinations,
+            self._resources,
             self._every_key_acts,
             self._equal_scores_teach_nothing,
             self._one_way_to_begin_anew,
@@ -161,6 +162,18 @@ class Recipe(Section):
             )
         if self.objective.credit == "siblings" and self.rollout.branching is None:
             yield "objective.credit=siblings compares attempts that branched, and none do: set rollout.branching"
+        if self.rollout.extra_groups and self.objective.advantage in ("reinforce++", "gae"):
+            yield (
+                f"rollout.extra_groups replaces groups whose attempts score the same; with objective.advantage={self.objective.advantage},"
+                " which compares a step's attempts with one another, these teach too: set it to 0"
+            )
+        if self.tasks.weighting is not None and self.objective.advantage in ("reinforce++", "gae"):
+            yield (
+                "tasks.weighting passes over tasks whose attempts score the same; with objective.advantage="
+                f"{self.objective.advantage} these teach too: leave it out"
+            )
+
+    def _resources(self) -> Iterator[str]:
         compaction, longest = self.rollout.compaction, self.policy.max_model_len
         if compaction is not None and (compaction.tokens or compaction.share * longest) + compaction.summary_tokens >= longest:
             yield (
@@ -179,16 +192,6 @@ class Recipe(Section):
             yield (
                 "learner.max_tokens_per_microbatch times learner.sequence_parallel must be at least policy.max_model_len: an episode is"
                 " split over the ranks of a team, and nowhere else"
-            )
-        if self.rollout.extra_groups and self.objective.advantage in ("reinforce++", "gae"):
-            yield (
-                f"rollout.extra_groups replaces groups whose attempts score the same; with objective.advantage={self.objective.advantage},"
-                " which compares a step's attempts with one another, these teach too: set it to 0"
-            )
-        if self.tasks.weighting is not None and self.objective.advantage in ("reinforce++", "gae"):
-            yield (
-                "tasks.weighting passes over tasks whose attempts score the same; with objective.advantage="
-                f"{self.objective.advantage} these teach too: leave it out"
             )
         if self.learner.minibatches > self.rollout.groups_per_step:
             yield "learner.minibatches must not exceed rollout.groups_per_step"

@@ -200,7 +200,7 @@ def test_interrupt_keeps_finished_tags_and_counts(tmp_path: Path, monkeypatch: p
         "        return Tag(name='looped', by='judge:judge')\n"
         "judge = Pressed(endpoint=Endpoint(url='http://127.0.0.1:1/v1', model='m'))\n"
     )
-    monkeypatch.setattr("agentrl.cli.failures._BATCH", 1)
+    monkeypatch.setattr("agentrl.cli.traces._BATCH", 1)
     done = CliRunner().invoke(app, ["failures", "tag", str(run), "--judge", f"{tmp_path}/pressed.py:judge"])
     assert done.exit_code != 0
     assert json.loads((run / "failures" / "failures.json").read_text())["tags"] == {"looped": 1, "wrong_answer": 2}
