@@ -16,8 +16,8 @@ from agentrl.cli.options import JsonFlag
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
-    from agentrl.failure.promote import Promotion
     from agentrl.failure.listing import TraceRow
+    from agentrl.failure.promote import Promotion
     from agentrl.records import EpisodeState
 
 from agentrl.cli.traces import OfKind, OfPhase, OfTag, OfVersion, RunFolder, check_ids, open_collection, trace_filter, user_name
