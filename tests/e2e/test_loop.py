@@ -36,7 +36,7 @@ def test_a_run_survives_a_dead_server_a_dead_rank_and_interrupts(tmp_path: Path)
     finally:
         first.kill()
     assert first.returncode == 130, output[-4000:]
-    assert "the inference server is replaced" in " ".join(output.split()) and "--resume" in output
+    assert "the inference server is replaced:" in " ".join(output.split()) and "--resume" in output
     found = summary(run)
     assert found["interrupted"] and 2 <= found["steps"] < STEPS - 1 and found["heldout_after"] is None
     assert (run / "report.html").exists() and (run / "model" / "model.safetensors").exists()
@@ -82,4 +82,4 @@ def _interrupted_twice_while_it_starts(*arguments: str) -> None:
         assert line, "it ended without a message"
     interrupt(process)
     output, _ = process.communicate(timeout=600)
-    assert process.returncode == 130 and "stopped; what was finished is kept" in output, output
+    assert process.returncode == 130 and "stopped; finished work is kept" in output, output

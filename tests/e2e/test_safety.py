@@ -23,7 +23,7 @@ def test_rollbacks_run_out_and_the_run_continues_within_other_limits(tmp_path: P
     limit = ("learner.limits.min_entropy.at=50", "learner.limits.min_entropy.action=rollback", "learner.limits.max_rollbacks=1")
     code, output = agentrl(*arguments, *limit, by=forked)
     assert code == 1, output
-    assert "failed: step 1: entropy" in output and "1 rollbacks are made" in output
+    assert "failed: step 1: entropy" in output and "1 rollbacks were made" in output
     assert "alert: step 1: rolled back, and excluded groups 0, 1, 2, 3" in output
     assert output.count("alert: halted") == 1
     assert steps_logged(run) == [1]

@@ -37,7 +37,7 @@ def test_sampling_can_be_interrupted_extended_and_used_for_training(tmp_path: Pa
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output[-4000:]
-    assert "finishing the groups in hand" in output and "interrupted; continue with: " in output and "Traceback" not in output
+    assert "finishing the groups in progress" in output and "interrupted; continue with: " in output and "Traceback" not in output
     first = stored(run)
     assert 2 <= len(first) < 100 and not (run / "model").exists() and not list((run / "checkpoints").iterdir())
     assert all(len(group.episodes) == 4 for group in first.values())

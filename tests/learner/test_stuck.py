@@ -82,7 +82,7 @@ async def test_a_stuck_learner_is_restarted_and_each_group_is_trained_once(tmp_p
     live = learner.liveness = Stopping(tmp_path, work, rank=ranks - 1)
     registry = FolderRegistry(tmp_path / "versions")
     run = SimpleNamespace(learner=learner, tracker=Alerts(), registry=registry)
-    watching = asyncio.create_task(supervise.watch_learner(run))  # type: ignore[arg-type]
+    watching = asyncio.create_task(supervise.watch_learner(learner, registry, run.tracker.alert))
     try:
         async with asyncio.timeout(300):
             while not run.tracker.said:
