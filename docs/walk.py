@@ -1,4 +1,4 @@
-"""Traces one group from the schedule to the weight update and one version from the learner to serving, and prints the source files that ran.
+"""Traces one group from the schedule to the update and one version from the learner to serving, and prints the source files that ran.
 
     python docs/walk.py      # about 20 seconds of CPU; exits with 1 if a limit is exceeded or `how-it-works.md` omits a file
 
