@@ -163,7 +163,8 @@ async def version_to_serving(learner: Learner, group: Group, trace: AbstractCont
             publish_version(folder, learner.registry, learner.engine, number=1, parent=0, metrics={}, rows=rows, keep=2)
             version = learner.registry.get(1)
             assert version is not None, "it was published"
-            report = await served.swap(version)
+            async with asyncio.timeout(60):  # a rejected swap waits for a restart, and this server has none
+                report = await served.swap(version)
         await served.close()
     return report
 
@@ -180,7 +181,7 @@ async def scripted_vllm(run_dir: Path) -> AsyncIterator[str]:
         if not path.endswith("generate"):
             return {}
         probe = codec.from_json(Probe, (run_dir / "versions" / f"{int(version):06d}" / "probe.json").read_bytes())
-        return _probe_answer(probe, body["token_ids"], version)
+        return _probe_answer(probe, body["token_ids"], version, most=body["sampling_params"]["logprobs"])
 
     connections: set[asyncio.Task[None]] = set()
 
@@ -211,7 +212,7 @@ async def scripted_vllm(run_dir: Path) -> AsyncIterator[str]:
         await asyncio.gather(*connections, return_exceptions=True)
 
 
-def _probe_answer(probe: Probe, token_ids: Sequence[int], version: str) -> dict[str, Any]:
+def _probe_answer(probe: Probe, token_ids: Sequence[int], version: str, *, most: int) -> dict[str, Any]:
     """The answer of vLLM's /inference/v1/generate to a row of the probe."""
     row = probe.token_ids.index(tuple(token_ids))
     likely = [{"token_id": token, "logprob": value} for token, value in zip(probe.next_ids[row], probe.next_logprobs[row], strict=True)]
@@ -220,7 +221,7 @@ def _probe_answer(probe: Probe, token_ids: Sequence[int], version: str) -> dict[
         "index": 0,
         "finish_reason": "length",
         "token_ids": [likely[0]["token_id"]],
-        "logprobs": {"content": [{**likely[0], "top_logprobs": likely}]},
+        "logprobs": {"content": [{**likely[0], "top_logprobs": likely[:most]}]},
         "weight_versions": [{"version": version, "start": 0, "end": 1}],
     }
     return {"request_id": "r", "choices": [choice], "prompt_logprobs": [None, *prompt]}
