@@ -1,23 +1,34 @@
-"""Lists the source files that `how-it-works.md` leads through, from a task to a weight update and from a version to serving, and how
-many lines it takes to add a part from outside.
+"""Traces one group from the schedule to the update and one version from the learner to serving, and prints the source files that ran.
 
-python docs/walk.py            # prints the files, each once, in the order of the page; then the lines
+    python docs/walk.py      # about 20 seconds of CPU; exits with 1 if a limit is exceeded or `how-it-works.md` omits a file
 
-What a reader opens to follow the page is what it names; the lines are those of the pages' examples that are not blank. A test holds
-that every name exists, that the examples work, and all counts to their bounds.
+A file of `agentrl/` counts if one of its functions was called during the walk, or a method that `dataclass` generated for one of its
+classes. Imports do not count: neither module and class bodies nor what they call. Set-up is not part of the walk: the trace starts after
+the recipe, task family, chat format, verifier, runner, store, registry, DeepSpeed engine and server connection are open. The code that
+connects the steps between processes (`agentrl.run.loop`, `agentrl.run.rollouts`, `agentrl.learner.worker`) is not traced either; the page
+describes it. `walk_parts.py` has the scripted parts.
+
+The last lines count the lines that it takes to add a part from outside, in the pages' examples without blank lines.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
+import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "agentrl"
 PAGE = ROOT / "docs" / "how-it-works.md"
-WALKS = (("a task to a weight update", 2, 7, 30), ("a version from the learner to serving", 8, 8, 12))
-"""What a walk is, its first and last numbered section, and the most files it may take."""
-
+SECTIONS = (*(f"{number}. " for number in range(2, 9)), "Files that the walk also passes")
+"""The beginnings of the page's headings under which a traced file must be named."""
+WALKS = (("a task to a weight update", 45), ("a version from the learner to serving", 15))
+"""What a walk is, and the most files that it may take."""
 
 EXAMPLES = (
     ("a verifier", "verifiers.md", "# rewards/same.py\n", 5),
@@ -27,6 +38,76 @@ EXAMPLES = (
 """What is added, the page whose example shows it, how that begins, and the most lines it may take."""
 
 
+class Trace:
+    """A context manager that records the files of `agentrl/` in which a function is called, in order, by thread-safe profile hooks."""
+
+    def __init__(self) -> None:
+        self.files: dict[Path, str] = {}  # and the first function that was called in each
+
+    def __enter__(self) -> None:
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def _profile(self, frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or not frame.f_code.co_flags & 1:  # bit 1, CO_OPTIMIZED: not the body of a module or class
+            return
+        file = frame.f_code.co_filename
+        if file == "<string>" and str(frame.f_globals.get("__name__")).startswith("agentrl."):
+            file = str(frame.f_globals.get("__file__"))  # a generated method
+        if not file.startswith(f"{PACKAGE}/") or Path(file) in self.files or _is_import(frame):
+            return
+        self.files[Path(file)] = frame.f_code.co_qualname
+
+
+def _is_import(frame: FrameType | None) -> bool:
+    """Whether the body of a module of `agentrl/` is running."""
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(f"{PACKAGE}/"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def trace_walks() -> tuple[Trace, Trace]:
+    """Runs both walks in a temporary run folder."""
+    sys.path.insert(0, str(ROOT))
+    import walk_parts
+
+    first, second = Trace(), Trace()
+    with tempfile.TemporaryDirectory() as folder:
+        learner = walk_parts.Learner.open(walk_parts.small_recipe(), Path(folder))
+        group, metrics = walk_parts.task_to_update(learner, first)
+        if [scored.score.value for scored in group.episodes] != [1.0, 1.0, 0.0, 0.0] or metrics["optimizer_steps"] != 1:
+            raise RuntimeError(f"walk.py: the script did not lead to an update; see docs/walk_parts.py: {group}, {metrics}")
+        asyncio.run(walk_parts.version_to_serving(learner, group, second))
+        learner.close()
+    return first, second
+
+
+def named_files() -> set[Path]:
+    """Returns the files that the page names: `agentrl/a/b.py`, or the module of `agentrl.a.b.Name.member`."""
+    sections = PAGE.read_text().split("\n## ")
+    text = "\n".join(section for section in sections if section.startswith(SECTIONS))
+    names = re.findall(r"\bagentrl/[\w/]+\.py|\bagentrl(?:\.[A-Za-z_]\w*)+", text)
+    return {path for name in names for path in _source(name)}
+
+
+def _source(name: str) -> Iterator[Path]:
+    if name.endswith(".py"):
+        yield ROOT / name
+        return
+    parts = name.split(".")
+    for cut in range(len(parts), 1, -1):
+        module = ROOT.joinpath(*parts[:cut]).with_suffix(".py")
+        if module.is_file():
+            yield module
+            return
+
+
 def lines(page: str, begin: str) -> int:
     """Lines of an example, from `begin` to its end, without blank ones and the comment that names its file."""
     _, found, after = (ROOT / "docs" / page).read_text().partition(begin)
@@ -34,45 +115,23 @@ def lines(page: str, begin: str) -> int:
     return sum(bool(line.strip()) and not line.startswith("# ") for line in text.splitlines())
 
 
-def section(number: int) -> str:
-    """The text of a numbered section of the page."""
-    _, _, after = PAGE.read_text().partition(f"\n## {number}. ")
-    return after.partition("\n## ")[0]
-
-
-def source(name: str) -> Path | None:
-    """The file that `agentrl/a/b.py` or `agentrl.a.b.Name.member` is in; None for a folder and for other words."""
-    if name.endswith(".py"):
-        return ROOT / name
-    parts = name.split(".")
-    for cut in range(len(parts), 1, -1):
-        module = ROOT.joinpath(*parts[:cut]).with_suffix(".py")
-        if module.is_file():
-            return module
-    return None
-
-
-def files(first: int, last: int) -> list[Path]:
-    """The files that the sections name, in their order."""
-
-    def named() -> Iterator[Path]:
-        for number in range(first, last + 1):
-            for name in re.findall(r"\bagentrl/[\w/]+\.py|\bagentrl(?:\.[A-Za-z_]\w*)+", section(number)):
-                if (found := source(name)) is not None:
-                    yield found
-
-    return list(dict.fromkeys(named()))
-
-
-def main() -> None:
-    for what, first, last, most in WALKS:
-        opened = files(first, last)
-        print(f"{what}: {len(opened)} files (at most {most})")
-        for path in opened:
-            print(f"  {path.relative_to(ROOT)}")
+def main() -> int:
+    named, failed = named_files(), False
+    for path in sorted(path for path in named if not path.is_file()):
+        failed = True
+        print(f"{PAGE.name} names a file that does not exist: {path.relative_to(ROOT)}")
+    for (what, most), trace in zip(WALKS, trace_walks(), strict=True):
+        failed |= len(trace.files) > most or not named.issuperset(trace.files)
+        over = ", OVER" if len(trace.files) > most else ""
+        print(f"{what}: {len(trace.files)} files (at most {most}{over})")
+        for path, function in trace.files.items():
+            print(f"  {path.relative_to(ROOT)}: {function}{'' if path in named else '  NOT NAMED'}")
     for what, page, begin, most in EXAMPLES:
-        print(f"{what} from outside: {lines(page, begin)} lines (at most {most})")
+        count = lines(page, begin)
+        failed |= count > most
+        print(f"{what} from outside: {count} lines (at most {most}{', OVER' if count > most else ''})")
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
