@@ -94,7 +94,7 @@ def test_every_tensor_lies_within_the_file(tmp_path: Path) -> None:
         (ggufs.tensor("a", (1 << 62, 1 << 62)), "cut off"),
         (ggufs.tensor("a", (0, 4)), "has the shape"),
         (ggufs.tensor("a", (33,), kind=3), "has the shape"),
-        (ggufs.tensor("a", kind=255), "unknown way 255"),
+        (ggufs.tensor("a", kind=255), "unknown storage type 255"),
         (ggufs.tensor("a", offset=1 << 63), "cut off"),
     ],
 )
