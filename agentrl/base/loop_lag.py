@@ -61,7 +61,7 @@ class LoopLag:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A call of user code, which waits if the loop stands still."""
+        """Counts a call of user code, which waits while the loop is blocked."""
         self._calls, self._waited = self._calls + 1, True
         try:
             yield

@@ -38,7 +38,7 @@ def is_reference(text: object) -> bool:
 def read_secret(reference: str) -> str:
     """The secret at a reference, without a file's last line break. From then on, `redact` hides it.
 
-    Raises `UserError`, which does not repeat a possible secret, if there is none.
+    Raises `UserError` if it does not exist; the message never repeats text that may be a secret.
     """
     if not is_reference(reference):
         raise UserError("a secret is given by value, or its reference is misspelled", fix=HOW_TO_REFER)

@@ -188,11 +188,11 @@ class Recipe(Section):
         if self.learner.kernels == "liger" and self.device == "cpu":
             yield "learner.kernels=liger are GPU kernels; with device=cpu use kernels=torch"
         if self.learner.keep_versions <= self.max_staleness:
-            yield "learner.keep_versions must exceed max_staleness: a version must be kept until it no longer serves"
+            yield "learner.keep_versions must exceed max_staleness: a version must stay on disk until it has served"
         if self.learner.max_tokens_per_microbatch * self.learner.sequence_parallel < self.policy.max_model_len:
             yield (
-                "learner.max_tokens_per_microbatch times learner.sequence_parallel must be at least policy.max_model_len: an episode is"
-                " split only over the ranks of a team"
+                "learner.max_tokens_per_microbatch times learner.sequence_parallel must be at least policy.max_model_len: an episode can"
+                " only be split over the ranks of a team"
             )
         if self.learner.minibatches > self.rollout.groups_per_step:
             yield "learner.minibatches must not exceed rollout.groups_per_step"

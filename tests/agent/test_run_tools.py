@@ -120,7 +120,7 @@ def test_servers_in_a_recipe() -> None:
         "tools.bounds.echo={}": "it bounds nothing",
         "tools.words.echo={}": "it says nothing",
         "tools.mcp.it.nosuch=1": "unknown key",
-        'tools.mcp.it={"command": ["x"], "env": {"A": "env:A"}}': "env is for host_command",
+        'tools.mcp.it={"command": ["x"], "env": {"A": "env:A"}}': "env works only with host_command",
         'tools.mcp.it={"url": "http://a", "key_env": "a b"}': "pattern",
     }.items():
         with pytest.raises(RecipeError, match=says):
