@@ -2,8 +2,8 @@ r"""Mathematics: an expression that equals the truth, in evaluated form.
 
     rewards.mathematics:mathematics                      with task.data = {"answer": "\\frac{1}{2}"}
 
-`rewards.notation` parses expressions, and `rewards.algebra` compares them. Integrals, sums and limits, which only the package math-verify
-parses, can be truths, and with `unevaluated` also answers. Some short texts take hours to compute, so both run in a subprocess with a
+`rewards.notation` parses expressions, and `rewards.algebra` compares them. Only the package math-verify parses integrals, sums and limits.
+They are allowed as truths and, with `unevaluated`, as answers. Some short texts take hours to compute, so both run in a subprocess with a
 deadline (`agentrl.reward.worker`). Each request has one truth and one answer, and gets one verdict.
 """
 

@@ -40,7 +40,7 @@ def promote_failures(
     ] = "",
     verifier: Annotated[list[str] | None, typer.Option("--verifier", help="For imported traces: verifier, module:attr.")] = None,
     truths: Annotated[Path | None, typer.Option(help='For imported traces: JSON lines file of {"trace": "ID", "truth": "412"}.')] = None,
-    truth_from: Annotated[str, typer.Option(help="For imported traces: key of the origin with the right answer.")] = "",
+    truth_from: Annotated[str, typer.Option(help="For imported traces: key of the right answer in the origin of each trace.")] = "",
     tools: Annotated[
         list[str] | None, typer.Option("--tools", help="For imported traces: tool that replaces the recorded results, module:attr.")
     ] = None,

@@ -113,7 +113,7 @@ def e_value(differences: Sequence[float]) -> float:
     Raises `ValueError` for a difference beyond that.
     """
     if any(not -1 <= difference <= 1 for difference in differences):
-        raise ValueError("differences of scores within [0, 1] lie within [-1, 1]")
+        raise ValueError("a difference of scores is outside [-1, 1]: scores must be within [0, 1]")
     logs = (math.fsum(math.log1p(-stake * difference) for difference in differences) for stake in _STAKES)
     return math.fsum(map(math.exp, logs)) / len(_STAKES)
 

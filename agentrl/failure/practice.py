@@ -152,7 +152,7 @@ def gold_without_answer(family: TaskFamily, task: Task) -> str:
         raise TaskError(f"task {task.id!r} has no answer in its data that could be recomputed", fix=fix)
     program = family.gold(task)
     if program != family.gold(replace(task, data={**task.data, "answer": _UNKNOWN})):
-        raise TaskError(f"task {task.id!r}: its gold solution is made from the answer, so it proves none", fix=fix)
+        raise TaskError(f"task {task.id!r}: its gold solution depends on the answer, so it cannot compute another one", fix=fix)
     return program
 
 

@@ -291,7 +291,7 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
     tokenizer.save_pretrained(part)
     saved = AutoTokenizer.from_pretrained(part, trust_remote_code=False, local_files_only=True)
     if saved.encode(_SAMPLE, add_special_tokens=False) != tokenizer.encode(_SAMPLE, add_special_tokens=False):
-        raise UserError("the tokenizer makes other tokens after it is saved and loaded", fix="import the model's Hugging Face folder")
+        raise UserError("the tokenizer returns other tokens after it is saved and loaded", fix="import the model's Hugging Face folder")
     try:
         chat = ChatFormat(saved)
     except UserError as error:

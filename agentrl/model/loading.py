@@ -79,7 +79,7 @@ def check_size(config: Any, *, values: int, exact: bool) -> int:
             model.tie_weights()
     except Exception as error:  # any error of the model's code
         raise UserError(
-            f"the configuration makes no model: {one_line_error(error)}", fix="use another model, such as Qwen3 or Llama"
+            f"no model can be built from the configuration: {one_line_error(error)}", fix="use another model, such as Qwen3 or Llama"
         ) from error
     wanted: int = sum(parameter.numel() for parameter in model.parameters())
     if wanted > values or (exact and wanted != values):

@@ -82,7 +82,7 @@ def test_a_gold_solution_that_depends_on_the_answer_is_rejected() -> None:
         def gold(self, task: Task) -> str:
             return f"print({task.data['answer']!r})"
 
-    with pytest.raises(TaskError, match="made from the answer"):
+    with pytest.raises(TaskError, match="depends on the answer"):
         gold_without_answer(Knows(), CASES[0].task)
     with pytest.raises(TaskError, match="no answer in its data"):
         gold_without_answer(FAMILY, replace(CASES[0].task, data={"kind": "total", "names": {}}))

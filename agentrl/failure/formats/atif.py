@@ -47,7 +47,7 @@ def parse(document: Any, location: Mapping[str, str]) -> Trace:
     match = _VERSION.fullmatch(version) if isinstance(version, str) else None
     if match is None or int(match[1]) > NEWEST:
         given = f"has the schema_version {version[:40]!a}" if isinstance(version, str) else "has no schema_version"
-        raise UserError(f"{given}; known are ATIF-v1.0 to ATIF-v1.{NEWEST}", fix="export it again as one of these")
+        raise UserError(f"{given}; supported versions are ATIF-v1.0 to ATIF-v1.{NEWEST}", fix="export it again as one of these")
     reader = _Reader()
     messages = list(reader.trajectory(whole, "", 0))
     if not messages:

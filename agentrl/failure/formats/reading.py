@@ -86,7 +86,7 @@ def _read(path: Path, format: str | None) -> Iterator[Trace | UnreadableDocument
 def _parse(document: Document, kind: str) -> Trace | UnreadableDocument:
     try:
         if not kind:
-            raise UserError(f"has no known format: it is {_describe(document.value)}", fix=f"known are {', '.join(FORMATS)}; {_FIX}")
+            raise UserError(f"has no known format: it is {_describe(document.value)}", fix=f"use one of {', '.join(FORMATS)}; {_FIX}")
         trace: Trace = _PARSERS[kind].parse(document.value, document.location.origin)
         return trace
     except (ValueError, RecursionError) as error:

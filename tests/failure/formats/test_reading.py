@@ -74,8 +74,8 @@ def test_a_bad_line_does_not_lose_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("document", "said"),
     [
-        ({**ATIF, "schema_version": "ATIF-v2.0"}, r"'ATIF-v2\.0'; known are ATIF-v1\.0 to"),
-        ({**ATIF, "schema_version": "ATIF-v1.9"}, "known are"),
+        ({**ATIF, "schema_version": "ATIF-v2.0"}, r"'ATIF-v2\.0'; supported versions are ATIF-v1\.0 to"),
+        ({**ATIF, "schema_version": "ATIF-v1.9"}, "supported versions are"),
         ({**ATIF, "schema_version": None}, "has no schema_version"),
         ({**ATIF, "steps": []}, "has no steps"),
         ({**ATIF, "steps": {}}, "steps is an object, not a list"),
