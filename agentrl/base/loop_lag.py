@@ -76,7 +76,7 @@ class LoopLag:
             yield
         finally:
             task.cancel()
-            self._due = None  # first, because a cancellation may end the wait: the time after the watch is no stall
+            self._due = None  # first, because a cancellation may end the wait: the time after the watch is not a stall
             await asyncio.wait({task})
 
     async def _watch(self, alert: Callable[[str], None]) -> None:
@@ -106,7 +106,7 @@ class LoopLag:
             fix = "find out which other programs use this machine"
         return (
             f"the driver's event loop stood still for {late:.1f} s, and every episode waited: {cause}\n  fix: {fix}."
-            " Deadlines missed because of it are no fault of the policy; further stalls are only in loop_lag_ms_max of metrics.jsonl"
+            " Deadlines missed because of it are not the policy's fault; further stalls are only in loop_lag_ms_max of metrics.jsonl"
         )
 
 

@@ -204,7 +204,7 @@ def _pair(override: str) -> tuple[str, Any]:
 def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any) -> None:
     """Sets one value in the data of a section. Raises `RecipeError` for an unknown key."""
     if not isinstance(dotted, str):
-        raise RecipeError(f"{shortened(dotted)} is no key of a recipe", fix='write a key as text, such as "learner.lr"')
+        raise RecipeError(f"{shortened(dotted)} is not a key of a recipe", fix='write a key as text, such as "learner.lr"')
     *parents, leaf = dotted.split(".")
     node = data
     for depth, part in enumerate(parents):

@@ -124,7 +124,7 @@ class ToolsConfig(Section):
     def _named(cls, servers: dict[str, MCPConfig]) -> dict[str, MCPConfig]:
         for name in servers:
             if not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", name):
-                raise ValueError(f"{name[:80]!r} is no name of a server: use 1 to 32 letters, digits, _ and -")
+                raise ValueError(f"{name[:80]!r} is not a server name: use 1 to 32 letters, digits, _ and -")
         return servers
 
 

@@ -402,7 +402,7 @@ class Session:
     def _name_auxiliary(self) -> None:
         """Marks contexts of one turn that no request continues and that are not the main work as `auxiliary`: titles, summaries.
 
-        Contexts without a parent are auxiliary if they have no tools. So are contexts that quote the work, or ask about it without tools.
+        Contexts without a parent are auxiliary if they have no tools, quote the work, or ask about it without tools.
         """
         trajectories = self.episode.trajectories
         asides = {each.index for each in trajectories if each.index in self._asides and len(each.turns) == 1}

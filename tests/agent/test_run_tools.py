@@ -115,7 +115,7 @@ def test_servers_in_a_recipe() -> None:
         "tools.mcp.it.url=http://a": "one of command, host_command and url",
         "tools.mcp.it.together=true": "together does nothing with a program",
         "tools.mcp.it.key_env=KEY": "key_env does nothing without a url",
-        'tools.mcp={"a b": {"command": ["x"]}}': "no name of a server",
+        'tools.mcp={"a b": {"command": ["x"]}}': "is not a server name",
         "tools.mcp.it.url=file:///etc/passwd": "pattern",
         "tools.bounds.echo={}": "it bounds nothing",
         "tools.words.echo={}": "it says nothing",

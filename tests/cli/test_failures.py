@@ -114,7 +114,7 @@ def test_a_person_and_rules_name_failures(run: Path, tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (("tag", "{run}", "--as", "looped"), "needs ids of traces"),
-        (("tag", "{run}", "g000000-0-a0", "--as", "Not A Tag"), "is no tag"),
+        (("tag", "{run}", "g000000-0-a0", "--as", "Not A Tag"), "is not a tag"),
         (("tag", "{run}", "g000000-0-a0", "--turn", "1"), "--as NAME"),
         (("tag", "{run}", "nobody"), "has no trace nobody"),
         (("promote", "{run}", "--into", "{run}/s"), "no traces are selected"),

@@ -165,7 +165,7 @@ def test_what_is_no_override_is_refused_in_words() -> None:
     base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
     odd: Any
     for odd in (3, None, ["steps=3"], {3: 4}):
-        with pytest.raises(RecipeError, match=r"neither text nor a mapping|3 is no key"):
+        with pytest.raises(RecipeError, match=r"neither text nor a mapping|3 is not a key"):
             base.but(odd)
     with pytest.raises(RecipeError) as error:
         base.but("steps=" + "9" * 5000)

@@ -100,7 +100,7 @@ def test_a_model_that_does_not_fit_the_recipe_is_refused(
 def test_a_truncation_to_more_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
     folder = _described(tmp_path / "m", {**FITS, "vocab_size": 40}, WORDS)
     check_model(folder, RECIPE.but("rollout.top_k=32"))
-    with pytest.raises(UserError, match=r"top_k=33 is no truncation: .* a vocabulary of 40"):
+    with pytest.raises(UserError, match=r"top_k=33 does not truncate: .* a vocabulary of 40"):
         check_model(folder, RECIPE.but("rollout.top_k=33"))
 
 
