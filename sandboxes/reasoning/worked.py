@@ -19,7 +19,7 @@ GENERAL = ("products", "spell_backward")
 
 
 class _Unlike(ValueError):
-    """A question with another wording than the package's default, as some keys of a configuration cause."""
+    """The question differs from the package's default wording, because of keys of the configuration."""
 
 
 def program(kind: str, question: str) -> str | None:
