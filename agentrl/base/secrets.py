@@ -57,7 +57,7 @@ def read_secret(reference: str) -> str:
 
 def _checked(text: str, where: str, fix: str) -> str:
     if not text.strip() or len(text) > _MOST_BYTES or "\0" in text:
-        raise UserError(f"{where} holds no secret", fix=fix)
+        raise UserError(f"{where} contains no secret", fix=fix)
     return register(text)
 
 
@@ -96,7 +96,7 @@ def literal_secret_errors(value: Any, where: str = "") -> Iterator[str]:
                 yield from _under(str(key), inner, f"{where}.{key}" if where else str(key))
     elif isinstance(value, str):
         if secret_forms.holds_secret(value):
-            yield f"{where or 'it'} holds a key or a password: remove it, and use a recipe key that takes a reference"
+            yield f"{where or 'it'} contains a key or a password: remove it, and use a recipe key that takes a reference"
         elif "\n" not in value:
             words = secret_forms.split_command(value) if where.rpartition(".")[2] in _COMMANDS else [value]
             yield from _in_words(words, where, shell=True)
@@ -116,7 +116,7 @@ def _under(key: str, value: Any, path: str) -> Iterator[str]:
         for one in value:
             yield from _under(key, one, path)
     elif (isinstance(value, str) and secret_forms.is_secret(key, value)) or _is_pin(key, value):
-        yield f"{path} holds a secret by value: {HOW_TO_REFER}"
+        yield f"{path} contains a secret by value: {HOW_TO_REFER}"
     else:
         yield from literal_secret_errors(value, path)
 
@@ -128,7 +128,7 @@ def _is_pin(key: str, value: Any) -> bool:
 
 def _in_words(words: Sequence[str], where: str, *, shell: bool = False) -> Iterator[str]:
     for name in secret_forms.secrets_in_command(words, shell=shell):
-        yield f"{where or 'it'} holds a secret by value after {name}: pass it in a variable, by reference"
+        yield f"{where or 'it'} contains a secret by value after {name}: pass it in a variable, by reference"
 
 
 def redact(text: str) -> str:

@@ -158,7 +158,7 @@ def _writable(value: object) -> bool:
 
 
 def _unwritable(key: str, value: object) -> InitErrorDetails:
-    error = PydanticCustomError("unwritable", "it holds half of a surrogate pair, which UTF-8 cannot encode")
+    error = PydanticCustomError("unwritable", "it contains half of a surrogate pair, which UTF-8 cannot encode")
     return {"type": error, "loc": (key,), "input": value}
 
 

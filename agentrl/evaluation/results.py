@@ -185,7 +185,7 @@ def load_results(folder: Path) -> SuiteResults:
         attempts = tuple(codec.from_json(CaseAttempt, line) for line in lines)
         _check(attempts)
     except FileNotFoundError as error:
-        problem = f"{folder} holds no evaluation of a suite: {Path(str(error.filename)).name} is missing"
+        problem = f"{folder} contains no evaluation of a suite: {Path(str(error.filename)).name} is missing"
         raise UserError(problem, fix=f"give a folder that {_WRITTEN_BY} has written, or RUN@VERSION") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is not an evaluation of a suite: {error}"[:2000], fix="evaluate again") from None

@@ -155,7 +155,7 @@ def save_case(folder: Path, case: Case) -> Path:
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        raise UserError(f"no folder {folder}", fix="give the folder of a suite: one that holds suite.toml and cases/")
+        raise UserError(f"no folder {folder}", fix="give the folder of a suite: one that contains suite.toml and cases/")
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _settings(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path.parent} is not a suite: it has no {path.name}", fix="use a folder with suite.toml and cases/") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}", fix="a suite.toml holds name, repeats, note and policy") from None
+        raise UserError(f"{path}: {error}", fix="a suite.toml contains name, repeats, note and policy") from None
     known = {"name": str, "repeats": int, "note": str, "policy": str}
     for key, value in settings.items():
         if key not in known or type(value) is not known[key]:
@@ -181,5 +181,5 @@ def _case(path: Path) -> Case:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a case: {error}"[:2000], fix="move it away, or promote the failure again") from None
     if case.id != path.stem:
-        raise UserError(f"{path} holds case {case.id}", fix=f"name it {case.id}.json")
+        raise UserError(f"{path} contains case {case.id}", fix=f"name it {case.id}.json")
     return case

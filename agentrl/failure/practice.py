@@ -87,7 +87,7 @@ def load_practice(suite: Path, *, withheld: WithheldTasks | None = None, file: P
         raise UserError(f"{path} has format {str(known)[:40]}; this version reads {FORMAT}", fix=_FIX)
     tasks = tuple(_parse(f"{path}, line {number}", line, withheld) for number, line in enumerate(lines, 2))
     if not tasks:
-        raise UserError(f"{path} holds no task", fix=_FIX)
+        raise UserError(f"{path} contains no task", fix=_FIX)
     return tasks
 
 

@@ -109,7 +109,7 @@ def format_of_answer(trace: Trace) -> Tag | None:
         rejected = trace.score is not None and trace.score.value is not None and not is_above(trace.score.value, 0.0)
         return _tag("format", 0.7, "the right answer in another form, which was not accepted", last) if rejected else None
     if len(answer) <= 400 and contains_only_answer(truth, answer, tolerance):
-        return _tag("format", 0.8, "the answer holds the right answer and other text", last)
+        return _tag("format", 0.8, "the answer contains the right answer and other text", last)
     return None
 
 

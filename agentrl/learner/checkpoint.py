@@ -129,7 +129,7 @@ def restore(checkpoint: Checkpoint, engine: PolicyEngine, *, critic: Critic | No
 
 def _load(deepspeed: Any, folder: Path, tag: str, ranks: Ranks, *, same_ranks: bool) -> None:
     if not (folder / tag).is_dir():
-        raise LearnerError(f"checkpoint {folder} holds no {tag}; resume with the critic settings that wrote it")
+        raise LearnerError(f"checkpoint {folder} contains no {tag}; resume with the critic settings that wrote it")
     saved = layout_of(folder / tag)
     if saved != layout(deepspeed.zero_optimization_stage()) or not (same_ranks or saved == "whole"):  # whole: not sharded
         load_converted(deepspeed, folder, tag, ranks)

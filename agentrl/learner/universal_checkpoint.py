@@ -44,7 +44,7 @@ def tensors_only(what: str) -> Iterator[None]:
             yield
     except pickle.UnpicklingError as error:
         raise LearnerError(
-            f"{what} holds more than tensors and plain values ({_first_line(error)}); none of its code was run\n"
+            f"{what} contains more than tensors and plain values ({_first_line(error)}); none of its code was run\n"
             "  fix: resume from a checkpoint that this run has written"
         ) from error
     finally:

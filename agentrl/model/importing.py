@@ -161,11 +161,11 @@ def _check_target(target: Path, source: Source, *, force: bool) -> None:
     others = sorted(path.name for path in target.iterdir() if not path.is_file() or not any(fnmatch(path.name, one) for one in _OF_A_MODEL))
     model = any((target / name).is_file() for name in (RECORD, "config.json"))
     if not force or not model:
-        content = "holds another model, or a changed one" if model else "is not a model folder"
+        content = "contains another model, or a changed one" if model else "is not a model folder"
         raise UserError(f"{target} exists and {content}", fix="choose another folder" + (", or give --force" if model else ""))
     if others:
         held = ", ".join(map(repr, others[:5])) + (", ..." if len(others) > 5 else "")
-        raise UserError(f"{target} also holds files that --force does not delete: {held}", fix="choose another folder")
+        raise UserError(f"{target} also contains files that --force does not delete: {held}", fix="choose another folder")
 
 
 def _check_installed(source: Source) -> None:
@@ -232,7 +232,7 @@ def _plain(text: str) -> str:
 def _check_header(header: GgufHeader) -> None:
     kind = header.text("general.type") or "model"
     if kind != "model":
-        raise UserError(f"{header.path} holds only a part of a model: {kind[:80]}", fix="give the model's GGUF file")
+        raise UserError(f"{header.path} contains only a part of a model: {kind[:80]}", fix="give the model's GGUF file")
     if header.metadata.get("split.count", 1) not in (0, 1):
         raise UserError(f"{header.path} is one of several files of a model", fix="join them with llama-gguf-split --merge")
     _check_layers(header.metadata.get(f"{header.architecture}.block_count"), len(header.tensors))

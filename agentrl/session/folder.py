@@ -92,7 +92,7 @@ def _take(stack: ExitStack, folder: Path, *, resume: bool, command: str, resumab
         raise _no_run(folder)
     if not resume and holds_run(folder):
         go_on = "continue it with --resume, or " if resumable else ""
-        raise UserError(f"{folder} already holds a run", fix=f"{go_on}choose another --run-dir (or delete {folder})")
+        raise UserError(f"{folder} already contains a run", fix=f"{go_on}choose another --run-dir (or delete {folder})")
 
 
 def holds_run(folder: Path) -> bool:
@@ -101,7 +101,7 @@ def holds_run(folder: Path) -> bool:
 
 
 def _no_run(folder: Path) -> UserError:
-    return UserError(f"{folder} holds no run to resume", fix="start one without --resume")
+    return UserError(f"{folder} contains no run to resume", fix="start one without --resume")
 
 
 def _first_free(stack: ExitStack, runs: Path, name: str, command: str) -> Path:

@@ -96,7 +96,7 @@ def apply_delta(folder: Path, file: Path) -> None:
     """
     delta = read_delta(folder)
     if delta is None:
-        raise ValueError(f"{folder} holds no delta")
+        raise ValueError(f"{folder} contains no delta")
     if sha256_file(folder / DELTA_FILE) != delta.delta_sha256:
         raise ValueError(f"{folder / DELTA_FILE} is damaged: its sha256 differs")
     if file.stat().st_size != delta.size or delta.stride not in (1, 2, 4, 8):
@@ -127,7 +127,7 @@ def delta_chain(folder: Path) -> list[Path]:
     while not (links[0] / WEIGHTS).exists():
         delta = read_delta(links[0])
         if delta is None:
-            raise ValueError(f"{links[0]} holds neither {WEIGHTS} nor a delta")
+            raise ValueError(f"{links[0]} contains neither {WEIGHTS} nor a delta")
         if delta.parent >= int(links[0].name):
             raise ValueError(f"{links[0] / DELTA_RECORD} names a parent that is not older")
         links.insert(0, links[0].parent / f"{delta.parent:06d}")

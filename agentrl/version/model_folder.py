@@ -138,7 +138,7 @@ def check_model(folder: Path, recipe: Recipe | None = None) -> None:
         _check_model(folder, recipe)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise UserError(
-            f"policy.model: config.json or tokenizer.json in {folder} holds a value of a wrong type: {type(error).__name__}: {error}",
+            f"policy.model: config.json or tokenizer.json in {folder} contains a value of a wrong type: {type(error).__name__}: {error}",
             fix=_SAVE_AGAIN,
         ) from error
 

@@ -60,7 +60,7 @@ class WeightCopy:
         """
         delta = deltas.read_delta(folder)
         if delta is None:
-            raise ValueError(f"{folder} holds no delta")
+            raise ValueError(f"{folder} contains no delta")
         if self._sha256 != delta.parent_sha256:
             self._take(folder.parent / f"{delta.parent:06d}" / deltas.WEIGHTS, delta.parent_sha256)
         self._sha256, wanted = "", delta.sha256

@@ -133,7 +133,7 @@ def test_a_missing_secret_is_reported_before_the_run_starts(monkeypatch: pytest.
         ({"host_command": ["x"], "env": {"T": "env:NOT_THERE"}}, "env.T"),
         ({"url": "http://a", "key_env": "NOT_THERE"}, "key_env"),
     ):
-        with pytest.raises(UserError, match=rf"tools\.mcp\.it\.{key}: the environment variable NOT_THERE holds no secret") as error:
+        with pytest.raises(UserError, match=rf"tools\.mcp\.it\.{key}: the environment variable NOT_THERE contains no secret") as error:
             declared_tools(RECIPE.but(tools={"mcp": {"it": server}}).tools, HOSTILE.parent)
         assert "export NOT_THERE" in error.value.fix
 

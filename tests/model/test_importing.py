@@ -78,7 +78,7 @@ def test_the_same_import_again_does_nothing(source: Path, imported: Path, monkey
 def test_an_existing_folder_is_replaced_only_with_force(source: Path, imported: Path, tmp_path: Path) -> None:
     target = Path(shutil.copytree(imported, tmp_path / "there"))
     (target / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="holds another model, or a changed one\n  fix: choose another folder, or give --force"):
+    with pytest.raises(UserError, match="contains another model, or a changed one\n  fix: choose another folder, or give --force"):
         import_model(str(source), target, chat_template="hermes")
     assert import_model(str(source), target, dtype="bfloat16", force=True).fresh
     assert {tensor.dtype for tensor in load_file(target / "model.safetensors").values()} == {torch.bfloat16}

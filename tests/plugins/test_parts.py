@@ -198,7 +198,7 @@ def test_everything_that_is_wrong_is_told_at_once(written: Any) -> None:
         ("return [[0.0] * len(g) for g in groups[:-1]]", "3 groups need 3 lists, not a list of 2"),
         ("return [[0.0] for g in groups]", "group 0 of 4 scores needs 4 advantages, not a list of 1"),
         ("return 0.5", "3 groups need 3 lists, not a value of type float"),
-        ("return [['0'] * len(g) for g in groups]", "group 0 holds a str of 1 instead of a float"),
+        ("return [['0'] * len(g) for g in groups]", "group 0 contains a str of 1 instead of a float"),
         ("return [[(s - sum(g) / len(g)) / (max(g) - min(g)) for s in g] for g in groups]", "it raised ZeroDivisionError"),
         ("return [[float('nan')] * len(g) for g in groups]", "which is not finite"),
         ("import random; return [[random.random() for _ in g] for g in groups]", "make it a pure function"),

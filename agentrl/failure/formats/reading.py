@@ -52,7 +52,7 @@ def read_all(path: Path | str, format: str | None = None) -> tuple[list[Trace], 
         else:
             unreadable.append(one)
     if not traces:
-        raise unreadable[0] if unreadable else UserError(f"{path} holds no traces", fix=f"give files in one of {', '.join(FORMATS)}")
+        raise unreadable[0] if unreadable else UserError(f"{path} contains no traces", fix=f"give files in one of {', '.join(FORMATS)}")
     return traces, unreadable
 
 

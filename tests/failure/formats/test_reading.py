@@ -126,13 +126,13 @@ def test_too_many_spans_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_an_unreadable_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not there"):
         read(tmp_path / "none.json")
-    with pytest.raises(UserError, match="holds no files"):
+    with pytest.raises(UserError, match="contains no files"):
         list(read(tmp_path))
     with pytest.raises(UserError, match="no format 'xml'"):
         read(DATA, "xml")
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "link.json").symlink_to("/etc/passwd")
-    with pytest.raises(UserError, match="holds no files"):  # neither waited for nor followed
+    with pytest.raises(UserError, match="contains no files"):  # neither waited for nor followed
         list(read(tmp_path))
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(UserError, match=r"a\.json: has no known format"):
