@@ -87,7 +87,7 @@ def _resolved(key: str, value: Any) -> Any:
 
 
 def literal_secret_errors(value: Any, where: str = "") -> Iterator[str]:
-    """Error messages, without the secrets, for secrets in a recipe's value: `tracker_options.x.api_key holds a secret by value`."""
+    """Error messages, without the secrets, for secrets in a recipe's value: `tracker_options.x.api_key contains a secret by value`."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if secret_forms.holds_secret(str(key)):

@@ -47,7 +47,7 @@ def promote_failures(
     image: Annotated[str, typer.Option(help="For imported traces: sandbox image, for tools and verifiers that use a sandbox.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Turn traces into regression cases. A case holds the task and its origin. Tasks that are already in the suite are skipped.
+    """Turn traces into regression cases. A case contains the task and its origin. Tasks that are already in the suite are skipped.
 
     An imported trace needs --verifier and a truth. Its prompt is the message of the user, and its tools return the recorded results.
 

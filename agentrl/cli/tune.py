@@ -29,7 +29,7 @@ _LEAST = 1e-9  # of what would train nothing at 0
 Run = Annotated[Path, typer.Argument(help="Run folder whose scored episodes are used.")]
 Out = Annotated[Path, typer.Option(help="Folder to write the model to; must not exist.")]
 Start = Annotated[Path | None, typer.Option("--model", help="Model folder to start from. Default: the run's base policy.")]
-PerTask = Annotated[int, typer.Option(min=1, help="At most so many for each task.")]
+PerTask = Annotated[int, typer.Option(min=1, help="Maximum number for each task.")]
 Margin = Annotated[float, typer.Option(min=0, help="Minimum difference of two scores for a preference pair.")]
 Epochs = Annotated[float, typer.Option(min=0.01, help="Passes over the data.")]
 Rate = Annotated[float, typer.Option(min=_LEAST, help="Highest learning rate; it follows a cosine.")]

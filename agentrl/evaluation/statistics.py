@@ -149,7 +149,7 @@ def difference_interval(by_case: Sequence[float], *, level: float = 0.95, made_u
 def rate_interval(by_case: Sequence[float], tries: int, *, level: float = 0.95) -> Interval:
     """The mean of case rates with Wilson's interval for the effective number of independent tries (Kish 1965).
 
-    That number gives a mean of single tries the variance of the case rates. It lies between the number of cases, if repeats agree, and
+    That number gives a mean of single tries the variance of the case rates. It is between the number of cases, if repeats agree, and
     `tries`, if they are independent.
 
     Args:

@@ -230,7 +230,7 @@ def forbidden_tool(trace: Trace) -> Tag | None:
 
 
 def ignored_instruction(trace: Trace) -> Tag | None:
-    """Tags an answer without a look at the files, one that was not submitted, or text around an answer that had to stand alone."""
+    """Tags an answer without a look at the files, one that was not submitted, or text around an answer that had to be the only text."""
     timeline = timeline_of(trace)
     answer, last, offered = timeline.answer, timeline.last_step, timeline.offered_tools
     if last is None or timeline.hit_limit or last.truncated or last.malformed:

@@ -129,7 +129,7 @@ class Session:
             raise _too_long()
 
     def refused(self, kind: str) -> None:
-        """Counts a refused request."""
+        """Counts a rejected request."""
         self.counts[f"refused_{kind}"] += 1
         self._refused += 1
         if self._refused > MAX_REFUSED and not self.limit:

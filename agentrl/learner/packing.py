@@ -93,7 +93,7 @@ class MicroBatch:
 
 
 def build_micro_batch(rows: Rows, device: torch.device, numbers: Sequence[int] | None = None, *, team: Team | None = None) -> MicroBatch:
-    """Returns the tensors of some samples. Without samples it holds two untrained tokens, so that the rank still joins collectives.
+    """Returns the tensors of some samples. Without samples they have two untrained tokens, so that the rank still joins collectives.
 
     `numbers` are the samples' indices within the optimizer step; None counts from 0. All ranks of a `team` pass the same samples.
     """

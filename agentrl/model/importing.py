@@ -134,7 +134,7 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def _same(target: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """The record of a folder that already holds the requested import, undamaged; else None."""
+    """The record of a folder that already contains the requested import, undamaged; else None."""
     try:
         record = json.loads((target / RECORD).read_text(encoding="utf-8"))
         if record["format"] != _FORMAT or record["asked"] != asked:

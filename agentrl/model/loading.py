@@ -149,7 +149,7 @@ def fingerprints(model: Any) -> dict[str, str]:
 
 
 def check_saved(folder: Path, dtype: str, prints: Mapping[str, str]) -> None:
-    """Loads a written folder as the learner does. Raises `UserError` unless it holds the same bits and is scored as the model does."""
+    """Loads a written folder as the learner does. Raises `UserError` unless it has the same bits and its logprobs are the model's."""
     from transformers import AutoConfig
 
     from agentrl.learner.token_scorer import TOLERANCE, TokenScorer, check_scorer

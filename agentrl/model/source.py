@@ -79,7 +79,7 @@ def _folder(path: Path) -> Source:
 
 
 def _is_held(file: Path, folder: Path) -> bool:
-    """Whether a file to copy lies in this folder, or in the hub's cache; a link may point to any file."""
+    """Whether a file to copy is in this folder, or in the hub's cache; a link may point to any file."""
     real, root = file.resolve(), folder.resolve()
     return real.is_relative_to(root) or (root.parent.name == "snapshots" and real.is_relative_to(root.parents[1] / "blobs"))
 

@@ -35,7 +35,7 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
 
     A group with a non-finite score or logprob, or with a trajectory that starts without a prompt or exceeds the policy's context, is
     dropped before any mean is taken: half a group would shift its baseline. A group whose advantages are not finite in float32 is too.
-    `Batch.group_indices` holds all groups, because the step consumes them.
+    `Batch.group_indices` has all groups, because the step consumes them.
 
     Args:
         penalties: subtracted from the score of the episode with that id; see `counted_samples`.

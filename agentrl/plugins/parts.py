@@ -1,6 +1,6 @@
 """The replaceable parts of a run: built-in ones, which a recipe selects by name, and user-supplied ones, by plug-in reference.
 
-The name of a built-in part stands for a plug-in reference into agentrl. Every other name is resolved by `agentrl.plugins.references`.
+The name of a built-in part is an alias of a plug-in reference into agentrl. Every other name is resolved by `agentrl.plugins.references`.
 Before a run starts, each part is checked against the protocol of its kind. See docs/parts.md."""
 
 from __future__ import annotations

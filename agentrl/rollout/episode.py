@@ -24,7 +24,7 @@ from agentrl.task.outputs import CollectedOutputs, collect_outputs, select_files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRunner:
-    """Runs episodes of any task with one policy and one agent. It holds no state of an episode, so many may run at once."""
+    """Runs episodes of any task with one policy and one agent. It has no state of an episode, so many episodes may run at once."""
 
     agent: Agent
     policy: Policy
