@@ -190,7 +190,7 @@ def _smaller(database: _Database, truth: str, opened: contextlib.ExitStack) -> _
 
 
 def _on_copies(truth: str, answer: str, databases: Sequence[_Database]) -> Iterator[tuple[Result, Result | None]]:
-    """What truth and answer give on each changed copy on which the truth gives other rows; None for an answer that fails there."""
+    """The rows of truth and answer on each changed copy that changes the truth's rows; None for an answer that fails there."""
     for database in databases:
         original = Counter(database.wanted.rows)
         for name in changed_copies(database.connection, truth, database.wanted.reads):

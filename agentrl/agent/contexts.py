@@ -83,7 +83,7 @@ def read_turn(
 
 
 def current_trajectory(episode: LiveEpisode) -> LiveTrajectory:
-    """Returns the trajectory in which the main agent continues, also in a resumed episode: no sub-agent is running there."""
+    """Returns the trajectory in which the main agent continues. In a resumed episode no sub-agent is running."""
     return next(trajectory for trajectory in reversed(episode.trajectories) if not trajectory.stop_reason)
 
 

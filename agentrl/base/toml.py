@@ -15,7 +15,7 @@ _KEY = re.compile(r"[\w-]+(?:[ \t]*\.[ \t]*[\w-]+)*")
 
 
 def loads(text: str) -> dict[str, Any]:
-    """Parses a TOML text. Raises `ValueError`, also for deep nesting and for very long numbers."""
+    """Parses a TOML text. Raises `ValueError`, including for deep nesting and very long numbers."""
     longest = max((key.count(".") for key in _KEY.findall(_TEXT.sub("x", text))), default=0) + 1
     if longest > MAX_LEVELS:
         raise ValueError(f"has a key of {longest} parts; it may have {MAX_LEVELS}")

@@ -146,7 +146,7 @@ async def prove_tasks(
 
 
 def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence[Task], proofs: Sequence[Proof]) -> Iterator[str]:
-    """What the report does not prove, though a reader may expect it."""
+    """Limits of the report: properties that it does not prove, though a reader may expect them."""
     for split, done in wanted.items():
         size = family.size(split)
         if size is None or size > done:

@@ -178,7 +178,7 @@ class ConversationTokens:
             raise RequestError("invalid", f"The policy's chat template rejects these messages: {error.message[:300]}") from None
 
     def _check(self, ids: tuple[int, ...], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
-        """Refuses messages in which the tokenizer finds additional ends of turns, from characters that it normalizes."""
+        """Rejects messages with characters that the tokenizer normalizes to additional ends of turns."""
         roles = (*((message.role, len(message.tool_calls)) for message in messages), "tools" if tools else "")
         if roles not in self._ends:
             call = ToolCall(name="a", arguments={})

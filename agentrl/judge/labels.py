@@ -31,7 +31,7 @@ _MOST_MESSAGES = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPreference:
-    """What a reward model is shown of a right and of a wrong answer to one task."""
+    """The inputs of a reward model for a right and a wrong answer to one task."""
 
     chosen: str
     rejected: str

@@ -28,7 +28,7 @@ class Abstained(ValueError):
 
 
 def json_object(text: str, *, thought_apart: bool = False) -> dict[str, Any]:
-    """Parses a text that consists of one JSON object, plain or as its only fenced block. Skips reasoning before it, also if the prompt
+    """Parses a text that consists of one JSON object, plain or as its only fenced block. Skips reasoning before it, even if the prompt
     opened the reasoning block.
 
     Args:

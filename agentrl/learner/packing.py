@@ -132,7 +132,7 @@ def build_micro_batch(rows: Rows, device: torch.device, numbers: Sequence[int] |
 
 
 def check_vocabulary(samples: Sequence[Sample], size: int) -> None:
-    """Raises `LearnerError` for a token outside an embedding of `size` rows, also in a support."""
+    """Raises `LearnerError` for a token outside an embedding of `size` rows, including tokens of a support."""
     for sample in samples:
         supported = () if sample.supports is None else sample.supports.token_ids
         for ids in (sample.token_ids, supported):

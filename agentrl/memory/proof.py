@@ -36,7 +36,7 @@ class _Author:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
-    """What was written and read in a run, and the reads that were not allowed."""
+    """The writes and reads of a run, and the reads that were not allowed."""
 
     version: int  # number of steps in the store
     kept: Mapping[str, tuple[int, int]]  # scope -> number of stored notes, and of episodes that wrote them

@@ -1,4 +1,4 @@
-"""Finds the source of a model: a folder, a GGUF file, or one in an installed package. Runs and imports none of its code."""
+"""Finds the source of a model: a folder, a GGUF file, or a GGUF file in an installed package. Runs and imports none of its code."""
 
 from __future__ import annotations
 

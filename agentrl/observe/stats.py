@@ -51,7 +51,7 @@ class Rate:
 def rate_difference(before: Rate, after: Rate) -> tuple[float, float]:
     """95% interval of `after.value - before.value` from both intervals, whatever their n (MOVER, Zou and Donner 2008).
 
-    Treats the two as independent. If both come from the same tasks, the interval is rather too wide than too narrow.
+    Treats the two as independent. If both come from the same tasks, the interval is conservative.
     """
     change = after.value - before.value
     low = math.hypot(after.value - after.ci_low, before.ci_high - before.value)

@@ -13,7 +13,7 @@ from agentrl.base.validation import unknown_name
 
 
 class ProtocolError(NamedTuple):
-    """One way in which a candidate violates a protocol, and the fix."""
+    """One violation of a protocol, and the fix."""
 
     problem: str
     fix: str

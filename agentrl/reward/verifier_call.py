@@ -187,7 +187,7 @@ def timeout_of(verifier: object, default_s: float) -> float:
 
 
 def prepare_verifier(verifier: object, *, root: Path, folder: Path | None) -> None:
-    """Calls `prepare` of a `PreparedVerifier`. Raises `UserError` if the verifier cannot be used, also if it tries to exit the process."""
+    """Calls `prepare` of a `PreparedVerifier`. Raises `UserError` if the verifier cannot be used, or tries to exit the process."""
     if (method := getattr(verifier, "prepare", None)) is None:
         return
     try:

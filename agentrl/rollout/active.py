@@ -251,7 +251,7 @@ class ActiveEpisode:
 
     @property
     def memo(self) -> Memo | None:
-        """What the episode read from and wrote to its memory; None without memory."""
+        """The notes that the episode read and wrote; None without memory."""
         return None if self.memory is None else self.memory.memo
 
     @property

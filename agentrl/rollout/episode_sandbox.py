@@ -46,7 +46,7 @@ class EpisodeSandbox:
         return self._sandbox is None and self._snapshot is None
 
     async def sandbox(self) -> Sandbox:
-        """Returns the sandbox. Raises `SandboxError`, also after `close`, and `TaskError` if the task's sandbox cannot be created."""
+        """Returns the sandbox. Raises `SandboxError`, including after `close`, and `TaskError` if the task's sandbox cannot be created."""
         async with self._opening:
             return self._sandbox or await self._open()
 

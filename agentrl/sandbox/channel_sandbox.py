@@ -120,7 +120,7 @@ class ChannelSandbox:
             await self._channel.call("restore", body=arguments.content(archive, "a snapshot"), timeout_s=2 * FILE_S)
 
     async def pause(self) -> None:
-        """Stops every program and its clock, also while one runs. Memory stays in use. A program that wakes itself up is killed."""
+        """Stops every program and its clock, even while one runs. Memory stays in use. A program that wakes itself up is killed."""
         self._channel.pause_deadlines()
         await self._channel.call("pause", timeout_s=GRACE_S)
 

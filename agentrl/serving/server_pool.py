@@ -110,7 +110,7 @@ class ServerPool:
                 return completion
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
-        """Loads a published version into one server, and if its probe agrees into the others concurrently.
+        """Loads a published version into one server and, if its probe agrees, into the others concurrently.
 
         A server that dies meanwhile catches up later. One that rejects what another has loaded is replaced. Returns the longest stall and
         the largest difference. Raises `SwapError` if the first server rejects the version three times; then all serve the old version.

@@ -58,7 +58,7 @@ _COPY_PATH, _COPY_DATA = ".agentrl-copy", b"a file that is to be in the copy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightResult:
-    """What the checks before a start have opened. Nothing in it is running."""
+    """The objects that the checks before a start have opened. Nothing in it is running."""
 
     model: Path  # folder of the initial policy
     template: str | None  # a chat template that replaces the model's own, in a new run
@@ -222,7 +222,7 @@ def _check_known(kind: str) -> None:
 
 
 def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tuple[TaskFamily, TaskScorer]:
-    """Returns the recipe's task family, and a scorer with the verifiers of its first task. Raises `UserError`, also for a bug in them."""
+    """Returns the recipe's task family, and a scorer with the verifiers of its first task. Raises `UserError`, even for a bug in them."""
     scorer = TaskScorer(root=root, folder=folder, audit=recipe.tasks.audit)
     family_name = recipe.tasks.family
 

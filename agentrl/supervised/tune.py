@@ -51,7 +51,7 @@ def train_sft(rows: Sequence[dict[str, list[int]]], model: Path, out: Path, *, e
 def train_dpo(
     pairs: Sequence[Preference], model: Path, out: Path, *, beta: float, epochs: float, lr: float, batch: int, seed: int
 ) -> float:
-    """Trains with direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) from `model`, also the reference.
+    """Trains with direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) from `model`, which is also the reference model.
 
     Writes a model folder and returns the last loss.
     """

@@ -3,7 +3,7 @@
 The gate runs in the driver and the learner owns the weights; neither waits for the other. A request names the rejected version and its
 target, with the hashes of their weights. It is valid until the learner has published a successor and rolled the version back. It becomes
 void if the version is retracted or gets other weights, or if a later version is promoted. So it can be written and read any number of
-times, also after a crash.
+times, even after a crash.
 """
 
 from __future__ import annotations

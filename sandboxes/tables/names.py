@@ -72,7 +72,7 @@ ACCENTED = _words("é è ç ã å ö ü ñ í ó ô ā")
 
 
 def belongs(word: str) -> Split:
-    """The split that owns a word, ignoring case; one word in four is held out."""
+    """The split to which a word belongs, ignoring case. One word in four is held out."""
     return Split.HELDOUT if zlib.crc32(word.lower().encode()) % 4 == 0 else Split.TRAIN
 
 

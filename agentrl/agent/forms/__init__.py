@@ -1,6 +1,6 @@
 """The forms in which models write tool calls, each with a reader from the text of a turn to records or errors.
 
-`FORMS` maps names to forms, in the order in which they are tried on the calls that a chat template writes.
+`FORMS` maps names to forms. The probe of a chat template tries them in this order.
 """
 
 from collections.abc import Mapping

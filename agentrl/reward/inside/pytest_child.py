@@ -128,7 +128,7 @@ class Reports:
         self.tests = [(one, one.__code__) for one in functions if hasattr(one, "__code__")]
 
     def wrong(self) -> str:
-        """What the code under test has changed; empty if nothing."""
+        """The changes by the code under test; empty if there are none."""
         if any(function.__code__ is not code for function, code in self.tests):
             return "a test was replaced during the tests"
         return self.changed()

@@ -1,4 +1,4 @@
-"""What a sandbox gets of its host: a share of the CPUs, and the network destinations on its allow-list."""
+"""Checks the resources of the host that a sandbox gets: a share of the CPUs, and the destinations on its allow-list."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What one sandbox may use of the host's proxy. Times are in seconds. Connections beyond the bound wait."""
+    """Limits of one sandbox's use of the host's proxy. Times are in seconds. Connections beyond the bound wait."""
 
     connections: int = 16  # open at once
     pause_s: float = 0.005  # between two accepted connections
