@@ -200,7 +200,7 @@ def _on_copies(truth: str, answer: str, databases: Sequence[_Database]) -> Itera
 
 
 def _unused(truth: str, answer: str, database: _Database, relative: float) -> Iterator[str]:
-    """Columns whose values the truth returns or computes with, and the answer does not."""
+    """Columns that the truth uses in its result or in computations, but the answer does not."""
     before = _executed(database.name, answer)
     for column, name in altered_copies(database.connection, database.wanted.reads):
         wanted = _executed(name, truth)

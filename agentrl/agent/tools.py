@@ -79,7 +79,7 @@ NO_BOUNDS = Bounds()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolWording:
-    """Descriptions for a tool's schema, in place of its own. An empty text changes nothing."""
+    """Descriptions that replace those in a tool's schema. An empty text changes nothing."""
 
     description: str = ""
     arguments: Mapping[str, str] = field(default_factory=dict)  # argument -> its description

@@ -1,6 +1,6 @@
 """Opens files that a third party may have written: run folders, suites, traces, models. Only regular, bounded files are read.
 
-A pipe would block for ever, a device would never end, and a link could show a file that only its reader may read. A rejected file raises
+A pipe could block forever, a device might never end, and a link could show a file that only its reader may read. A rejected file raises
 `ValueError`, whose message quotes nothing of the file. Errors of the system stay `OSError`.
 """
 

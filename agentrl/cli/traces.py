@@ -30,7 +30,7 @@ OfVersion = Annotated[int | None, typer.Option("--version", help="Only traces wh
 OfWhy = Annotated[
     str, typer.Option("--why", help="Only traces captured for this reason: failed, hacked, timeout, limit, regressed, fault, imported.")
 ]
-Rules = Annotated[list[str] | None, typer.Option("--rules", help="Your own rules, module:attr or ./file.py:attr, which are applied first.")]
+Rules = Annotated[list[str] | None, typer.Option("--rules", help="User-supplied rules, module:attr or ./file.py:attr, applied first.")]
 _REPORT_EVERY = 500  # traces between two progress messages
 _BATCH = 100  # traces in memory at a time
 T = TypeVar("T")

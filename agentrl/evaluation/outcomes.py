@@ -113,7 +113,7 @@ def case_outcome(
     rules: Sequence[TriageRule],
     origin: Mapping[str, str],
 ) -> CaseOutcome:
-    """Returns the outcome of a case, with its attempts in order. `threshold`: for a case without its own."""
+    """Returns the outcome of a case, with its attempts in order. `threshold`: for a case without one."""
     pairs = sorted(attempts, key=lambda pair: pair[0].number)
     bar = threshold if case.threshold is None else case.threshold
     outcome = CaseOutcome(suite=suite, case=case, threshold=bar, attempts=tuple(one for one, _ in pairs))
@@ -180,5 +180,5 @@ def detail_lines(one: CaseOutcome) -> list[str]:
 
 
 def show_command(one: CaseOutcome, folder: Path) -> str:
-    """Returns the command that shows the whole episode; empty if the case passed."""
+    """Returns the command that shows the episode; empty if the case passed."""
     return "" if one.example is None else shlex.join(["agentrl", "failures", "show", str(folder), one.example.episode])

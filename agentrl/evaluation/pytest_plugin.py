@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=float,
         default=1.0,
         metavar="SCORE",
-        help="mean score a case without its own must reach (default: 1)",
+        help="mean score that a case without a threshold must reach (default: 1)",
     )
     group.addoption("--agentrl-run-dir", metavar="FOLDER", help="where transcripts and logs go (default: runs/SUITE-eval, -eval-2, ...)")
     group.addoption(

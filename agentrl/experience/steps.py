@@ -51,7 +51,7 @@ class StepGroups:
         return range(step * size, (step + 1) * size)
 
     def position(self, index: int) -> int:
-        """A group's position in the task schedule. Extra groups do not shift the others; they have positions of their own."""
+        """A group's position in the task schedule. Extra groups have separate positions, so they do not shift the others."""
         step, place = divmod(index, self.per_step + self.extra)
         return step * self.per_step + place if place < self.per_step else _FAR + step * self.extra + place - self.per_step
 

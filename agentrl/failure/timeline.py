@@ -90,7 +90,7 @@ class Timeline:
         return self.stop_reason not in _NOT_LIMITS
 
     def step_index(self, trajectory: int, turn: int | None) -> int:
-        """Index of a turn in `steps`; -1 if `turn` is None (the whole episode), `len(steps)` for an unknown turn."""
+        """Index of a turn in `steps`; -1 if `turn` is None (the episode as a whole), `len(steps)` for an unknown turn."""
         return -1 if turn is None else self._indices.get((trajectory, turn), len(self.steps))
 
 

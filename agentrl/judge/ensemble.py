@@ -97,7 +97,7 @@ class Ensemble:
         self._state.ready = True
 
     def without_calibration(self, *, ledger: str | None = None) -> Self:
-        """A copy in which neither the ensemble nor a member requires a calibration: for measuring it."""
+        """Returns a copy without required calibrations, for measuring the ensemble."""
         members = {
             name: judge.without_calibration(ledger=ledger) if hasattr(judge, "without_calibration") else judge
             for name, judge in self.judges.items()

@@ -124,7 +124,7 @@ def critic_advantages(batch: MicroBatch, values: Tensor, config: CriticConfig) -
 def advantage_moments(advantages: Sequence[Tensor], ranks: Ranks) -> tuple[float, float]:
     """Returns mean and standard deviation of the advantages of all tokens on all ranks, for whitening. A collective.
 
-    Equal advantages become zeros. A single non-finite advantage makes both results non-finite, so the whole step is skipped.
+    Equal advantages become zeros. A single non-finite advantage makes both results non-finite, so the step is skipped.
     """
     _, mean, variance = _moments(advantages, ranks)
     return mean, math.sqrt(variance) + EPS

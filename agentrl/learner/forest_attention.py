@@ -81,7 +81,7 @@ class _Batch:
         self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
 
     def mask(self, heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[B, 1, heads * L, K] to add to the scores: 0 if the query sees the key, else -inf. Padded queries see what real ones would.
+        """[B, 1, heads * L, K] to add to the scores: 0 if the query sees the key, else -inf. Padded queries see the keys of real ones.
 
         A mask above `_FLOAT_MASK` elements is boolean, and the kernel converts it in every layer, forward and backward.
         """

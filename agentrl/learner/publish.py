@@ -142,7 +142,7 @@ def _export(
 
 
 def _shrink(part: Path, version: PolicyVersion, parent: PolicyVersion | None, *, whole: bool) -> None:
-    """Replaces the whole weights by a delta if that is smaller, and keeps a copy of them for the next version's delta.
+    """Replaces the weights by a delta if that is smaller, and keeps a copy of them for the next version's delta.
 
     The copy may be another version's, or torn by a power cut, so a delta is used only if its base has the parent's checksum.
     """

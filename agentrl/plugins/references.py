@@ -142,7 +142,7 @@ def _failed(reference: str, error: BaseException) -> PluginError:
     """The error for an exception at the import of user-supplied code, with its location. Errors of agentrl keep their fix."""
     at = raise_location(error) or reference
     if isinstance(error, SyntaxError):
-        at = at if error.filename is not None else reference  # of a zero byte Python says neither file nor line
+        at = at if error.filename is not None else reference  # for a zero byte, Python reports neither file nor line
         return PluginError(f"{at}: {type(error).__name__}: {error.msg}", fix="correct that line")
     if isinstance(error, ValidationError):
         return PluginError(f"{at}: {validation_text(error)}", fix="correct it there; the lines above name the key and what it takes")

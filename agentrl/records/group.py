@@ -56,5 +56,5 @@ class Group(Record):
 
     @property
     def fault(self) -> Failure | None:
-        """The task failure that excludes the whole group; None if there is none."""
+        """The task failure that excludes the group; None if there is none."""
         return next((f for e in self.episodes for f in e.episode.failures if f.blame is Blame.TASK), None)

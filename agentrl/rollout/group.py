@@ -2,7 +2,7 @@
 
 A group may be a forest (`BranchingConfig`): some attempts run to a given turn, and others branch from their state there. More attempts may
 start than the group needs, so that it does not wait for the slowest (`agentrl.rollout.scheduling`). A group may continue where a process
-that died left it (`EpisodeCheckpoints`). A broken task excludes its whole group, because other attempts at it say nothing about the policy.
+that died left it (`EpisodeCheckpoints`). A broken task excludes its group, because no attempt at it measures the policy.
 Any other fault, even an unforeseen one, belongs to one attempt.
 """
 

@@ -122,7 +122,7 @@ class FileWeightChannel(HotSwap):
             await self._reload(number, folder)
 
     async def _reload(self, number: int, folder: Path) -> None:
-        """Loads one whole version into a paused server whose update may be incomplete."""
+        """Loads one complete version into a paused server whose update may be incomplete."""
         if self._update_open:
             with contextlib.suppress(ServingError):  # the server may have ended the update
                 await self._server.control.finish_weight_update(None)

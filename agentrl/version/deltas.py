@@ -122,7 +122,7 @@ def apply_delta(folder: Path, file: Path) -> None:
 
 
 def delta_chain(folder: Path) -> list[Path]:
-    """Returns the version folders from the nearest whole one up to `folder`. Raises `ValueError` if the chain is broken."""
+    """Returns the version folders from the nearest complete one to `folder`. Raises `ValueError` if the chain is broken."""
     links = [folder]
     while not (links[0] / WEIGHTS).exists():
         delta = read_delta(links[0])
@@ -156,7 +156,7 @@ def materialize(folder: Path) -> Path:
 
 
 def verify_weights(folder: Path, sha256: str) -> None:
-    """Raises `ValueError` unless the weights of `folder`, whole or as a chain of deltas, have the checksum. Writes nothing."""
+    """Raises `ValueError` unless the weights of `folder`, complete or as a chain of deltas, have the checksum. Writes nothing."""
     links = delta_chain(folder)
     for link in reversed(links[1:]):
         delta = read_delta(link)

@@ -111,7 +111,7 @@ class FolderRegistry:
         return self.folder.parent / version.folder
 
     def verify(self, version: PolicyVersion) -> None:
-        """Raises `StoreError` unless the weights on disk (whole, delta or adapter) are the registered ones."""
+        """Raises `StoreError` unless the weights on disk (complete, delta or adapter) are the registered ones."""
         home = self.path(version)
         weights = home / version.weights
         with _translated(weights):

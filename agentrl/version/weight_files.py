@@ -53,7 +53,7 @@ class WeightCopy:
         self._sha256 = ""  # of the file; empty if it is missing or may be incomplete
 
     def apply_delta(self, folder: Path) -> Path:
-        """Returns the whole weights of the delta version in `folder`; the file is valid until the next call.
+        """Returns the complete weights of the delta version in `folder`; the file is valid until the next call.
 
         Raises `ValueError` if the delta is damaged, if neither these weights nor its parent's file fit it, or if the result has another
         checksum.

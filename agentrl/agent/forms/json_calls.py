@@ -1,4 +1,4 @@
-"""Calls that are JSON objects: between tags (Hermes, Qwen), or as the whole turn (Llama 3)."""
+"""Calls that are JSON objects: between tags (Hermes, Qwen), or as the complete turn (Llama 3)."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def write(traces: Iterable[Trace], path: Path | str, format: str = "atif") -> in
             file.write(_json(document, indent=None if lines else 1).encode() + b"\n")
         if count != 1 and not lines:
             problem = "more than one document" if count else "nothing"
-            raise UserError(f"{path} would hold {problem}", fix="name a folder, or a file that ends in .jsonl")
+            raise UserError(f"{path} would contain {problem}", fix="name a folder, or a file that ends in .jsonl")
     return count
 
 
