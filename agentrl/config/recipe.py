@@ -1,6 +1,6 @@
 """The configuration of a run: pydantic models with documented defaults. Unknown keys and wrong types stop before anything starts.
 
-The sections are in `agentrl.sections`; here is the whole, and what must fit together between them.
+The sections are in the other modules of `agentrl.config`; here is the whole, and what must fit together between them.
 
 Importing this module, and any recipe file, pulls no torch, vllm or deepspeed. A recipe file is a short Python file with one
 module-level `recipe = Recipe(...)`, or one derived from another recipe: `recipe = base.but("learner.lr=1e-4", name="mine")`.
