@@ -115,5 +115,5 @@ def task_files(task: Task) -> dict[str, bytes]:
         return files
     except ValueError as error:
         raise TaskError(
-            f"task {task.id!r}: one of its files cannot be written: {error}", fix="give it a name and content in UTF-8"
+            f"task {task.id!r} has a file that cannot be written: {error}", fix="use UTF-8 for its name and content"
         ) from error

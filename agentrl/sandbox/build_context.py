@@ -110,7 +110,7 @@ def _pack(folder: Path, target: IO[bytes] | None) -> str:
                     member.size = os.fstat(file.fileno()).st_size if member.isreg() else 0
                     left -= member.size
                     if left < 0:
-                        raise TaskError(f"{folder} holds more than {MAX_BYTES >> 20} MiB", fix=_ignore(folder))
+                        raise TaskError(f"{folder} contains more than {MAX_BYTES >> 20} MiB", fix=_ignore(folder))
                     kind = f"{member.name}\0{member.type!r}\0{member.mode}\0{member.linkname}\0{member.size}\0"
                     digest.update(kind.encode("utf-8", "surrogateescape") + _content_digest(file, member.size))
                     if archive is not None:
@@ -174,7 +174,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
                 continue
             count += 1
             if count > MAX_ENTRIES:
-                raise TaskError(f"{folder} holds more than {MAX_ENTRIES} entries", fix=_ignore(folder))
+                raise TaskError(f"{folder} contains more than {MAX_ENTRIES} entries", fix=_ignore(folder))
             yield path, entry
 
 
@@ -185,5 +185,5 @@ def _ignored(folder: Path) -> PatternMatcher:
     try:
         ignored.matches("x")  # compiles each pattern
     except re.error as error:
-        raise TaskError(f"{path} holds an invalid pattern: {error}", fix="write ranges in order, such as [a-z]") from None
+        raise TaskError(f"{path} contains an invalid pattern: {error}", fix="write ranges in order, such as [a-z]") from None
     return ignored

@@ -135,5 +135,5 @@ def test_the_steps_of_a_long_dockerfile_are_read_in_linear_time(line: str) -> No
 def test_invalid_dockerignore_pattern_is_an_error(tmp_path):
     (tmp_path / "Dockerfile").write_text("FROM scratch\n")
     (tmp_path / ".dockerignore").write_text("[a-z].log\nkeep[z-a]\n")
-    with pytest.raises(TaskError, match=r"dockerignore holds an invalid pattern(.|\n)*fix: write ranges in order"):
+    with pytest.raises(TaskError, match=r"dockerignore contains an invalid pattern(.|\n)*fix: write ranges in order"):
         build_context.read_build_context(tmp_path)

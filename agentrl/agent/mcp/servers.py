@@ -90,7 +90,7 @@ class ServerConnection:
         self._lock = asyncio.Lock()
 
     async def state(self, *, timeout_s: float) -> Any:
-        """Returns whether the server was used. The server's own state is lost on a restart, which the agent is notified of."""
+        """Returns whether the server was used. The server loses its state on a restart, and the agent is notified."""
         return {"used": self.used}
 
     async def close(self, *, timeout_s: float) -> None:
