@@ -46,7 +46,7 @@ def test_key_depends_on_content_only(folder):
 
 
 def test_at_most_the_size_of_a_file_is_read(folder, monkeypatch):
-    monkeypatch.setattr(build_context, "_opened", lambda entry: open("/dev/zero", "rb"))  # size 0, and no end
+    monkeypatch.setattr(build_context, "_opened", lambda entry: os.fdopen(os.open("/dev/zero", os.O_RDONLY), "rb"))  # no end
     assert read_build_context(folder).key == read_build_context(folder).key
 
 
