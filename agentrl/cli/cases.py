@@ -17,7 +17,7 @@ from agentrl.errors import UserError
 
 if TYPE_CHECKING:
     from agentrl.failure.listing import TraceRow
-    from agentrl.failure.promote import Promotion
+    from agentrl.failure.promote import Promotion, UserParts
     from agentrl.records import EpisodeState
 
 from agentrl.cli.traces import OfKind, OfPhase, OfTag, OfVersion, RunFolder, check_ids, open_collection, trace_filter, user_name
@@ -53,14 +53,11 @@ def promote_failures(
 
     With --from-turn the episode is replayed in a live sandbox up to that turn, and the case starts there.
     """
-    from agentrl.failure.promote import UserParts, describe_excluded_messages, promote, read_truths
+    from agentrl.failure.promote import describe_excluded_messages, promote
 
     if not traces and not (tag or kind or phase or version is not None or most):
         raise UserError("no traces are selected", fix="give ids, or filters such as --tag misread_output --most 20")
-    supplied = None
-    if verifier or truths or truth_from or tools or image:
-        known = read_truths(truths) if truths is not None else {}
-        supplied = UserParts(verifiers=tuple(verifier or ()), truths=known, truth_from=truth_from, tools=tuple(tools or ()), image=image)
+    supplied = _user_parts(verifier, truths, truth_from, tools, image)
     with open_collection(run) as collection:
         wanted = trace_filter(tag=tag, kind=kind, phase=phase, version=version, ids=traces)
         chosen = selected = collection.rows(wanted, most=-1 if most is None else most, newest=True)
@@ -80,6 +77,16 @@ def promote_failures(
         if trace.task is None and (lost := describe_excluded_messages(trace)):
             print(f"{trace.id}: {lost}", file=sys.stderr)
     _print_promotions(done, into, as_json=as_json)
+
+
+def _user_parts(verifier: list[str] | None, truths: Path | None, truth_from: str, tools: list[str] | None, image: str) -> UserParts | None:
+    """The parts that turn imported traces into cases; None if no option gives one."""
+    from agentrl.failure.promote import UserParts, read_truths
+
+    if not (verifier or truths or truth_from or tools or image):
+        return None
+    known = read_truths(truths) if truths is not None else {}
+    return UserParts(verifiers=tuple(verifier or ()), truths=known, truth_from=truth_from, tools=tuple(tools or ()), image=image)
 
 
 def _print_promotions(done: Sequence[Promotion], into: Path, *, as_json: bool) -> None:

@@ -37,6 +37,7 @@ from agentrl.errors import UserError
 if TYPE_CHECKING:
     from agentrl.failure.collection import Collection
     from agentrl.failure.listing import TraceFilter
+    from agentrl.failure.trace import Tag
     from agentrl.failure.triage import TriageRule
 
 failures_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
@@ -128,27 +129,14 @@ def tag_failures(
 ) -> None:
     """Tag failures with rules, a judge, or by hand. Tags set by hand are kept and take precedence."""
     from agentrl.failure.digest import write_digest
-    from agentrl.failure.trace import Tag
-    from agentrl.failure.triage import check_tag_name
 
     if name and (rules or judge):
         raise UserError("--as sets a tag by hand and cannot be combined with --rules or --judge", fix="omit one of them")
     if not name and (turn is not None or trajectory or note):
         raise UserError("--turn, --trajectory and --note need --as", fix="add --as NAME")
-    by_hand = None
-    if name:
-        if not traces:
-            raise UserError("--as needs ids of traces", fix="give their ids")
-        try:
-            by_hand = Tag(
-                name=check_tag_name(name),
-                by=f"person:{user_name()}",
-                trajectory=trajectory,
-                turn=None if turn is None else turn - 1,
-                note=note,
-            )
-        except ValueError as error:
-            raise UserError(str(error), fix="write it as wrong_unit") from None
+    if name and not traces:
+        raise UserError("--as needs ids of traces", fix="give their ids")
+    by_hand = _manual_tag(name, turn, trajectory, note) if name else None
     wanted = trace_filter(tag=tag, kind=kind, phase=phase, ids=traces)
     try:
         with open_collection(run) as collection:
@@ -166,6 +154,18 @@ def tag_failures(
         return
     counts = {one: list(changed.values()).count(one) for one in dict.fromkeys(changed.values())}
     print("\n".join(f"{times:6}  {one}" for one, times in sorted(counts.items(), key=lambda item: -item[1])) or "no trace to tag")
+
+
+def _manual_tag(name: str, turn: int | None, trajectory: int, note: str) -> Tag:
+    """The tag of the options --as, --turn, --trajectory and --note. Raises `UserError` for an invalid name."""
+    from agentrl.failure.trace import Tag
+    from agentrl.failure.triage import check_tag_name
+
+    index = None if turn is None else turn - 1
+    try:
+        return Tag(name=check_tag_name(name), by=f"person:{user_name()}", trajectory=trajectory, turn=index, note=note)
+    except ValueError as error:
+        raise UserError(str(error), fix="write it as wrong_unit") from None
 
 
 async def _named(collection: Collection, wanted: TraceFilter, rules: Sequence[TriageRule], reference: str) -> dict[str, str]:

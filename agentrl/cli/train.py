@@ -112,19 +112,31 @@ def evaluate(
             target, recipe, arguments, repeats=repeats, threshold=threshold, run_dir=run_dir, junit=junit, pin=pin, as_json=as_json
         )
         return
-    if junit is not None or pin or key_env or request or header or tokens_name:
+    of_policy = junit is not None or pin or bool(key_env or request or header or tokens_name)
+    _check_recipe_options(recipe, of_policy=of_policy, of_suite=suite is None and (repeats is not None or threshold != 1.0))
+    given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []), *model_override(model))
+    if suite is None:
+        _evaluate_held_out(recipe, given, run_dir, as_json=as_json)
+    else:
+        root, written = load_recipe(recipe, [])
+        cases = open_suite(suite, repeats=repeats, threshold=threshold)
+        evaluate_suite(root, recipe, written, given, run_dir, cases, repeats=repeats, threshold=threshold, as_json=as_json)
+
+
+def _check_recipe_options(recipe: Path, *, of_policy: bool, of_suite: bool) -> None:
+    """Raises `UserError` for options that need --policy or --suite, which are missing."""
+    if of_policy:
         options = "--junit, --pin, --key-env, --request, --header and --tokens-name"
         raise UserError(f"{options} need --policy", fix="agentrl eval SUITE --policy POLICY")
     if recipe.is_dir():
         raise UserError(f"{recipe} is a suite and needs --policy", fix=f"agentrl eval {recipe} --policy FOLDER or RUN@VERSION")
-    if suite is None and (repeats is not None or threshold != 1.0):
+    if of_suite:
         raise UserError("--repeats and --threshold need a suite", fix="add --suite evals/SUITE")
+
+
+def _evaluate_held_out(recipe: Path, given: tuple[str, ...], run_dir: Path | None, *, as_json: bool) -> None:
+    """Evaluates the model of a recipe on its held-out tasks, and prints the success rates."""
     root, written = load_recipe(recipe, [])
-    given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []), *model_override(model))
-    if suite is not None:
-        cases = open_suite(suite, repeats=repeats, threshold=threshold)
-        evaluate_suite(root, recipe, written, given, run_dir, cases, repeats=repeats, threshold=threshold, as_json=as_json)
-        return
     with run_folder(root, recipe, written, given, run_dir, verb="eval") as (start, loaded, checked):
         with loading():
             from agentrl.evaluation.held_out import evaluate_held_out

@@ -115,7 +115,10 @@ class Gate:
         return version if number % self.config.every == 0 or number == self.recipe.steps else None
 
     def due_versions(self) -> list[PolicyVersion]:
-        """The versions up to the served one that the gate must evaluate, oldest first, starting with the newest that has a verdict."""
+        """The versions up to the served one that the gate must evaluate, oldest first, starting with the newest that has a verdict.
+
+        After a crash these may be several: versions were served whose evaluation did not finish.
+        """
         versions: list[PolicyVersion] = []
         for number in reversed(range(self.served.version + 1)):
             if (version := self.due(number)) is not None:
@@ -250,7 +253,7 @@ class Gate:
             request = rollback.RollbackRequest(
                 version=version.number, sha256=version.sha256, to=target.number, to_sha256=target.sha256, reason=verdict.reason
             )
-            rollback.request_rollback(self.folder / "versions", request)
+            rollback.request_rollback(self.folder / "versions", request)  # the learner polls for it (`agentrl.learner.worker`)
         figure = verdict.figures.pass_at_1 if verdict.figures is not None else None
         if figure is not None:  # after the promotion, until which the learner keeps the version's checkpoint
             self.registry.set_evals(version.number, {GATE: figure})

@@ -103,8 +103,8 @@ def load_loss(objective: ObjectiveConfig) -> Loss:
 def _mismatch(tokens: TrainedTokens) -> Tensor | None:
     """[N] float64: k3 of KL(server || learner) if both used the same weights, NaN otherwise.
 
-    The learner's logprobs are the proximal policy's. Without one they are the policy's, and the caller passes `same` only while the policy
-    is unchanged.
+    The learner's logprobs are the proximal policy's. Without one they are the policy's, and the caller sets `on_policy` only while the
+    policy is unchanged.
     """
     if tokens.on_policy is None:
         return None

@@ -135,7 +135,7 @@ def _group_samples(
 
 
 def _score_at_end(trajectory: Trajectory, score: float) -> list[float]:
-    """The rewards that a critic learns from: the score on the last turn with a sampled token."""
+    """Returns the credit of each turn if a critic computes the advantages: the score on the last turn with a sampled token, else 0."""
     last = max(number for number, turn in enumerate(trajectory.turns) if turn.completion_ids)
     return [score if number == last else 0.0 for number in range(len(trajectory.turns))]
 

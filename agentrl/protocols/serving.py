@@ -64,7 +64,7 @@ class PolicyServer(Policy, Protocol):
         """Loads a published version. Unless the probe agrees, the old one keeps serving. Raises `SwapError`, `ServingError`."""
 
     async def fall_back(self, version: PolicyVersion) -> None:
-        """Returns to `version`, published earlier, after the learner retracted the serving one."""
+        """Returns to `version`, published earlier, after the serving one was retracted by the learner or rejected by the gate."""
 
     async def wait_version(self, number: int) -> None:
         """Waits until version `number` or a newer one answers."""

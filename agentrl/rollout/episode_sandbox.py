@@ -114,6 +114,4 @@ def task_files(task: Task) -> dict[str, bytes]:
             path.encode()
         return files
     except ValueError as error:
-        raise TaskError(
-            f"task {task.id!r} has a file that cannot be written: {error}", fix="use UTF-8 for its name and content"
-        ) from error
+        raise TaskError(f"task {task.id!r} has a file that cannot be written: {error}", fix="use UTF-8 for its name and content") from error

@@ -193,8 +193,8 @@ class GroupRunner:
         always: bool = False,
         slot: GroupAttempt | None = None,
     ) -> ScoredEpisode:
-        """See `episode`. `tell`: whether the score is final, so that `on_attempt` is called with it; a group scorer may still change it.
-        `slot`: the attempt's entry in its group's schedule; None outside of groups. A fault is not retried if the group can do without
+        """See `run_episode`. `tell`: whether the score is final, so that `on_attempt` is called with it; a group scorer may still change
+        it. `slot`: the attempt's entry in its group's schedule; None outside of groups. A fault is not retried if the group can do without
         the attempt."""
         continued = start is not None and start.episode_id == f"{name}-a{start.attempt}"
         for attempt in range(start.attempt if start is not None and continued else 0, self.max_retries + 1):
@@ -292,7 +292,7 @@ class GroupRunner:
         return scored
 
     def _watching(self, member: _Member, task: Task) -> TurnListener:
-        """Returns a listener that stores the state of every turn, if there is a keeper, and passes the fork's state to the branches."""
+        """Returns a listener that stores the state of every turn, if there are checkpoints, and passes the fork's state to the branches."""
 
         async def on_turn(turns: int, capture: CaptureState) -> None:
             fork = member.stem_of

@@ -95,7 +95,8 @@ class Rollouts:
         return group
 
     async def _sample(self, index: int, step: int) -> tuple[Group, Task | None]:
-        """The group of a task; without attempts if the task is quarantined or cannot be created (then it is None)."""
+        """The group of a task, and the task. No attempts if the task is quarantined or cannot be created; in the latter case the task is
+        None."""
         size = self.runner.group_size
         try:
             task = self.tasks.task(index)

@@ -176,7 +176,7 @@ class SupervisedServer:
         return report
 
     async def fall_back(self, version: PolicyVersion) -> None:
-        """Serves `version`, published earlier, instead of one that the learner has retracted."""
+        """Returns to `version`, published earlier, after the serving one was retracted by the learner or rejected by the gate."""
         if self._probed(version):
             await self.swap(version)
             return
@@ -392,5 +392,8 @@ def mark_serving(registry: VersionRegistry, version: PolicyVersion) -> None:
 
 
 def version_to_serve(registry: VersionRegistry) -> PolicyVersion | None:
-    """Returns the version that a server should load: the serving one, or after its rollback the newest one that was not rolled back."""
+    """Returns the version that a server should load: the newest serving or promoted one, else the newest that was not rolled back.
+
+    A promoted version comes before a newer one that no gate has judged.
+    """
     return registry.latest(VersionState.SERVING, VersionState.PROMOTED) or registry.latest(VersionState.CANDIDATE, VersionState.SERVED)

@@ -166,8 +166,8 @@ def finished_summary(folder: Path, recipe: Recipe) -> Summary | None:
 
 
 def check_resumed_recipe(folder: Path, recipe: Recipe) -> list[str]:
-    """Returns the changed keys of a resumed run, one line each. Raises `RecipeError` for a key that `agentrl.section.resumable` does not
-    list, because data sampled under one recipe must not be trained under another."""
+    """Returns the changed keys of a resumed run, one line each. Raises `RecipeError` for a key that `agentrl.config.section.resumable` does
+    not list, because data sampled under one recipe must not be trained under another."""
     before, after = _flat(load(folder / _RECIPE).model_dump()), _flat(recipe.model_dump())
     keys = [key for key in (*before, *(key for key in after if key not in before)) if before.get(key) != after.get(key)]
     changes = {key: f"{key} {before.get(key)} -> {after.get(key)}" for key in keys}

@@ -279,7 +279,7 @@ async def test_tool_state_must_be_restorable_and_per_episode() -> None:
 async def test_tool_that_blocks_the_event_loop_does_not_block_the_check() -> None:
     tasks = [replace(source("Tooled").open().task(Split.TRAIN, 0), tools=("tests.check.bad_families:holder",))]
     (told,) = failures(await prove_tools(tasks, ScriptedSandboxes(printing(""))))
-    assert told.startswith("tool tests.check.bad_families:holder blocks the event loop for more than 6 s (await what waits")
+    assert told.startswith("tool tests.check.bad_families:holder blocks the event loop for more than 6 s (await slow operations")
 
 
 @pytest.mark.bubblewrap

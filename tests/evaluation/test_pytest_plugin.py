@@ -110,7 +110,7 @@ def test_an_evaluation_that_cannot_start_is_an_error_of_every_case(project: Path
     asked = ("-q", "--agentrl-suite", "s", "--agentrl-set", OVERRIDES[0])
     code, out = run(project, *asked, "--agentrl-policy", f"{HERE}:ill")
     assert code == 1 and "2 errors" in out and "there are no weights" in out, out
-    assert "is not kept" in out and "Traceback" not in out
+    assert "is not stored" in out and "Traceback" not in out
 
 
 def test_collecting_starts_nothing(project: Path) -> None:

@@ -45,6 +45,11 @@ def test_key_depends_on_content_only(folder):
     assert len(seen) == 7
 
 
+def test_at_most_the_size_of_a_file_is_read(folder, monkeypatch):
+    monkeypatch.setattr(build_context, "_opened", lambda entry: os.fdopen(os.open("/dev/zero", os.O_RDONLY), "rb"))  # no end
+    assert read_build_context(folder).key == read_build_context(folder).key
+
+
 def test_image_is_named_after_its_task(folder, tmp_path):
     image = images.load_image(folder, cache=tmp_path)
     assert image.tag == f"agentrl/my-task:{image.recipe.key}"

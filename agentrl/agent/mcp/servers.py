@@ -4,7 +4,7 @@ Blame if a server gives no valid answer:
 
 - A server in the sandbox: the policy, because the agent can kill and replace the server.
 - A server outside that does not start, changes its tools during the run, dies, is late, sends an invalid answer, or reports an outage: the
-  infrastructure, unless the episode provoked it (`agentrl.agent.provoked`).
+  infrastructure, unless the episode provoked it (`agentrl.agent.outage_blame`).
 - A wrong request, or an answer that is too long: the policy.
 """
 
