@@ -186,7 +186,7 @@ def mean_pass_at_k(cases: Sequence[tuple[int, int]], k: int) -> float | None:
 def attempt_noise(by_case: Sequence[Sequence[float]]) -> float:
     """Mean variance of the difference of two attempts by the same policy at the same case.
 
-    A case with one attempt counts with the variance of all attempts at all cases, which is no less on average.
+    For a case with one attempt, the variance of all attempts at all cases is used, which is at least as large on average.
 
     Args:
         by_case: [N][tries] scores. Raises `ValueError` without a score.

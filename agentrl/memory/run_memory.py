@@ -114,7 +114,7 @@ class EvaluationNotes:
 
 
 class ReplayedMemory:
-    """The memory of a replayed episode: each call gets its recorded answer, and nothing is written. It is its own `MemoryView`.
+    """The memory of a replayed episode: each call gets its recorded answer, and nothing is written. Implements `MemoryView` too.
 
     Args:
         memo: of the recorded episode.

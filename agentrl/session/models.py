@@ -30,7 +30,7 @@ _OF_A_VERSION = (
 def find_model(model: str, root: Path, *, chat_template: bool = True, key: str = "policy.model") -> Path:
     """Returns the folder of a model: a folder of the project, or a Hugging Face id from the local cache or the hub.
 
-    Raises `UserError` if there is none, or if a file in it is missing or truncated, such as a required `chat_template`.
+    Raises `UserError` if no such model exists, or a file of it (including a required `chat_template`) is missing or truncated.
     """
     folder = (root / model).resolve()
     if (folder / deltas.DELTA_RECORD).is_file():  # a version of a run
