@@ -1,6 +1,6 @@
 """The errors that agentrl raises on purpose. A user error names the fix; an infrastructure error names the part that failed.
 
-The hierarchy has two branches that matter to callers: `UserError` (something a person can put right: exit code 2) and
+The hierarchy has two branches that matter to callers: `UserError` (wrong input that the user can correct: exit code 2) and
 `InfrastructureError` (a machine, process or network fault: retried, never scored). Both also inherit a standard-library
 type, so code without agentrl's classes can still catch them.
 """
@@ -62,7 +62,7 @@ class SandboxUnavailable(UserError):
 
 
 class ServingError(InfrastructureError):
-    """The inference server died, refused or gave a malformed answer."""
+    """The inference server died, rejected a request, or returned a malformed answer."""
 
 
 class ServerDied(ServingError):
@@ -70,7 +70,7 @@ class ServerDied(ServingError):
 
 
 class RequestRefused(ServingError):
-    """The inference server refused a request because of its content (status 400, 413 or 422)."""
+    """The inference server rejected a request because of its content (status 400, 413 or 422)."""
 
 
 class SwapError(ServingError):
@@ -78,7 +78,7 @@ class SwapError(ServingError):
 
 
 class LearnerError(InfrastructureError):
-    """The learner process ended or cannot go on."""
+    """The learner process ended or cannot continue."""
 
 
 class LearnerHalted(LearnerError):
@@ -86,11 +86,11 @@ class LearnerHalted(LearnerError):
 
 
 class JudgeError(InfrastructureError):
-    """A judge's endpoint stayed down or refused to answer, or what it may spend is spent."""
+    """A judge's endpoint stayed down or rejected the request, or its budget is spent."""
 
 
 class PromptRefusedError(JudgeError):
-    """A judge's endpoint refused one request, which may be longer than its model's context."""
+    """A judge's endpoint rejected one request, which may be longer than its model's context."""
 
 
 class StoreError(InfrastructureError):

@@ -25,7 +25,7 @@ from types import FrameType
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "agentrl"
 PAGE = ROOT / "docs" / "how-it-works.md"
-SECTIONS = (*(f"{number}. " for number in range(2, 9)), "Files that the walk also passes")
+SECTIONS = (*(f"{number}. " for number in range(2, 9)), "Other files in the trace")
 """The beginnings of the page's headings under which a traced file must be named."""
 WALKS = (("a task to a weight update", 45), ("a version from the learner to serving", 15))
 """What a walk is, and the most files that it may take."""

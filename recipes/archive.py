@@ -1,10 +1,10 @@
-"""Memory across episodes: which drawer of a project's archive holds what is known only from those who have looked.
+"""Memory across episodes: agents share notes about the contents of a project's drawers, which they can learn only by looking.
 
     agentrl check recipes/archive.py       # the tasks themselves
     agentrl train recipes/archive.py
-    agentrl memory runs/archive            # what was noted and read, and that no answer came back
+    agentrl memory runs/archive            # the notes, who read them, and a check that none reveals an answer
 
-For a model that calls tools and a GPU. `benchmarks/memory.py` shows on any machine what the memory is worth to scripted policies.
+Needs a GPU and a model that calls tools. `benchmarks/memory.py` measures the effect of memory with scripted policies on any machine.
 """
 
 from agentrl.config import (

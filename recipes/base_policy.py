@@ -1,10 +1,10 @@
-"""Makes the base policy of the quickstart from nothing: a 1M-parameter Qwen3 that knows the tool-call format and some of the work.
+"""Trains the base policy of the quickstart from scratch: a 1M-parameter Qwen3 that has learned the tool-call format and some of the tasks.
 
 Writes demonstrations of mixed quality for the `tables` family (`sandboxes/tables/demonstrations.py`), trains a byte-level BPE
 tokenizer and then the model on them with TRL's SFTTrainer, and saves a folder that transformers and vLLM load.
 
     python recipes/base_policy.py                                   # the policy that ships in recipes/models/tables-base
-    python recipes/base_policy.py --steps 200 --out /tmp/early      # a quick, worse one
+    python recipes/base_policy.py --steps 200 --out /tmp/early      # faster, but worse
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FAMILY_SEED = 1_000_003  # far from the seeds that runs use, so that training on
 VOCABULARY = 640
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# A quotation mark is always a token of its own and digits stand alone, so a name in quotes has the same tokens in a question
+# A quotation mark and each digit are always separate tokens, so a name in quotes has the same tokens in a question
 # and in a program: copying it is copying tokens. Runs of other punctuation, as in `": {"`, may become one token.
 PIECES = r"\\.|'| ?\p{L}+[(\[]?|\p{N}| ?[^\s\p{L}\p{N}'\\]+(?: [^\s\p{L}\p{N}'\\]+)?|\s+"
 BUCKET = 12  # batches whose demonstrations are sorted by length together
@@ -53,7 +53,7 @@ def demonstrations(seed: int, first: int, count: int) -> Iterator[tuple[Task, li
 
 
 def train_tokenizer(seed: int, count: int) -> Any:
-    """A byte-level BPE tokenizer with the chat template; decoding its tokens gives back any text exactly."""
+    """A byte-level BPE tokenizer with the chat template; decoding returns the exact text."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -89,10 +89,10 @@ def _plain(text: str) -> str:
 
 
 def encode(chat: ChatFormat, tokenizer: Any, task: Task, acts: list[Act]) -> dict[str, list[int]]:
-    """Token ids of a demonstration and its labels: -100 wherever the policy is not the author.
+    """Token ids of a demonstration and its labels: -100 for tokens that the policy does not sample.
 
-    Every segment (prompt, completion, tool delta) is tokenized on its own, exactly as rollouts do, so training sees the very
-    token streams that rollouts will produce.
+    Every segment (prompt, completion, tool delta) is tokenized separately, as in rollouts, so the token sequences are the
+    same as in rollouts.
     """
     schemas = [tool.schema for tool in load_tools(task.tools).values()]
     ids = list(chat.opening(task.prompt, schemas))
@@ -109,7 +109,7 @@ def encode(chat: ChatFormat, tokenizer: Any, task: Task, acts: list[Act]) -> dic
 
 
 def make_dataset(tokenizer: Any, seed: int, count: int, batch: int) -> Any:
-    """`count` tokenized demonstrations as a datasets.Dataset, in the order to train on; a progress bar shows how far it is.
+    """`count` tokenized demonstrations as a datasets.Dataset, in training order. Shows a progress bar.
 
     Batches hold demonstrations of similar length, which halves the padding, and come in random order.
     """
@@ -128,7 +128,7 @@ def make_dataset(tokenizer: Any, seed: int, count: int, batch: int) -> Any:
 
 
 def make_model(tokenizer: Any) -> Any:
-    """A Qwen3 of about 0.9M random parameters in float32. Heads are 32 wide: the least that vLLM's CPU attention takes."""
+    """A Qwen3 of about 0.9M random parameters in float32. Heads have 32 dimensions, the minimum of vLLM's CPU attention."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -220,14 +220,14 @@ def model_card(facts: dict[str, Any]) -> str:
 def main(
     out: Annotated[Path, typer.Option(help="Folder to write.")] = MODEL,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 2600,
-    batch: Annotated[int, typer.Option(min=1, help="Demonstrations in a step.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Demonstrations per step.")] = 32,
     examples: Annotated[int, typer.Option(min=100, help="Different demonstrations to write.")] = 85_000,
     lr: Annotated[float, typer.Option(min=0, help="Highest learning rate.")] = 3e-3,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
-    save_every: Annotated[int, typer.Option(min=0, help="Also keep a checkpoint every so many steps, beside OUT; 0: none.")] = 0,
+    save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints, which are written next to OUT. 0: none.")] = 0,
 ) -> None:
-    """Makes the base policy of the quickstart (about 40 minutes on 2 cores) and writes it to OUT."""
+    """Trains the base policy of the quickstart (about 40 minutes on 2 cores) and writes it to OUT."""
     import torch
     from transformers import set_seed
 

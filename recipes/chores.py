@@ -1,10 +1,10 @@
-"""Task folders with an instruction-tuned model on one GPU: the agent writes files, hidden tests judge them in fresh sandboxes.
+"""Task folders with an instruction-tuned model on one GPU: the agent writes files, and hidden tests check them in fresh sandboxes.
 
-    agentrl check sandboxes/chores        # the tasks themselves: gold solutions score 1, doing nothing and cheating 0
-    agentrl eval recipes/chores.py        # what the model can do before anything is spent on training
+    agentrl check sandboxes/chores        # checks the tasks: gold solutions score 1; no work and cheats score 0
+    agentrl eval recipes/chores.py        # measures the model before training
     agentrl train recipes/chores.py
 
-Ten tasks show how it is done; they are too few to train a model that is any good at others. Name your own folder in `tasks`.
+These ten tasks are an example, and too few to train a model that solves others. Set `tasks` to your folder.
 """
 
 from agentrl.config import EvalConfig, LearnerConfig, PolicyConfig, Recipe, RolloutConfig, ServingConfig, TasksConfig

@@ -1,11 +1,11 @@
-"""An agent program of its own, trained unchanged: it asks an OpenAI endpoint for completions, which is the gateway.
+"""Trains an agent program unchanged: it requests completions from an OpenAI endpoint, which is the gateway.
 
     agentrl train recipes/outside_agent.py
     agentrl train recipes/outside_agent.py rollout.agent_options.port=8791 tasks.options.network=127.0.0.1:8791
 
-The program is `recipes/agents/tables_stdlib.py`, the same as `tables_sdk.py` beside it but for the SDK, which the sandbox's image does not
-have. It runs in the episode's sandbox, brings its own tools, and reaches the gateway alone. Policy, tasks and evaluation are the
-quickstart's. docs/bring-your-own-agent.md puts another program in its place.
+The program is `recipes/agents/tables_stdlib.py`: `tables_sdk.py` without the SDK, which the sandbox's image does not have. It runs in the
+episode's sandbox, has its own tools, and can reach only the gateway. Policy, tasks and evaluation are the quickstart's. For other
+programs see docs/bring-your-own-agent.md.
 """
 
 from recipes.quickstart import recipe as base

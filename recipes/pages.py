@@ -1,10 +1,10 @@
-"""Sub-agents and summaries: entries on many pages, for an agent whose context does not hold them all.
+"""Sub-agents and summaries: entries on many pages, for an agent whose context is too small for all pages.
 
-    agentrl check recipes/pages.py        # the tasks themselves
-    agentrl eval recipes/pages.py         # what the model can do before anything is spent on training
+    agentrl check recipes/pages.py        # checks the tasks
+    agentrl eval recipes/pages.py         # measures the model before training
     agentrl train recipes/pages.py objective.credit=roles
 
-For a model that calls tools and a GPU. `tests/sandboxes/test_pages.py` runs a short form with scripted policies on any machine.
+Needs a GPU and a model that calls tools. `tests/sandboxes/test_pages.py` runs a short form with scripted policies on any machine.
 """
 
 from agentrl.config import (

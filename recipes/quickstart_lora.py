@@ -1,10 +1,10 @@
-"""The quickstart with LoRA: the base policy stays as it is, and a version is a low-rank adapter to it, a tenth of its size.
+"""The quickstart with LoRA: the base policy does not change, and a version is a low-rank adapter of a tenth of its size.
 
     agentrl train recipes/quickstart_lora.py
     agentrl train recipes/quickstart_lora.py learner.lora.rank=4 --run-dir runs/x
 
-Everything else but the learning rate is the quickstart's: the same tasks, sandboxes, policy and evaluation. `model/` in the run
-folder is the result as a whole model, `adapter/` what was trained.
+Except for the learning rate, everything else is the quickstart's: tasks, sandboxes, policy and evaluation. In the run folder, `model/` is
+the merged model and `adapter/` the adapter.
 """
 
 from agentrl.config import LoraConfig

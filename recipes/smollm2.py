@@ -2,11 +2,11 @@
 
     make smollm2                              # the packages, and the model folder recipes/models/smollm2
     agentrl check recipes/smollm2.py          # the tasks, in real sandboxes
-    agentrl eval recipes/smollm2.py           # what the model can do before anything is spent on training
+    agentrl eval recipes/smollm2.py           # measures the model before training
     agentrl train recipes/smollm2.py
 
-No supervised step: the model starts as it was published. Two solved problems of the same kind stand in each prompt. Evaluations are
-greedy, on held-out problems of the trained kinds, and (split `heldout_real`) of kinds that are never trained. What it does without
+There is no supervised step: the model starts as published. Each prompt has two solved problems of the same kind. Evaluations are
+greedy, on held-out problems of the trained kinds, and (split `heldout_real`) of kinds that are never trained. To measure it without
 the tool, before and after:
 
     agentrl eval evals/smollm2_no_tool.py

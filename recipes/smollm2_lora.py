@@ -1,8 +1,8 @@
-"""SmolLM2 with LoRA: the weights stay as they were published, and a version is a low-rank adapter to them.
+"""SmolLM2 with LoRA: the published weights do not change, and a version is a low-rank adapter.
 
     agentrl train recipes/smollm2_lora.py
 
-Everything else but the learning rate and the number of steps is as in `smollm2.py`. A version of 5 MB is published each step, instead of
+Except for the learning rate and the number of steps, everything is as in `smollm2.py`. A version of 5 MB is published each step, instead of
 one of 540 MB.
 """
 

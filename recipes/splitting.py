@@ -1,11 +1,11 @@
 """Learning to split: questions on several pages, for an agent whose context has room for one of them.
 
-    agentrl check recipes/splitting.py                            # the tasks themselves
-    agentrl train recipes/splitting.py objective.credit=episode   # any of its ways to give credit
+    agentrl check recipes/splitting.py                            # checks the tasks
+    agentrl train recipes/splitting.py objective.credit=episode   # or another method of credit
     agentrl train recipes/splitting.py 'rollout.compaction={"tokens": 230, "summary_tokens": 32, "request": "Sum up."}'
 
-The policy splits a third of its tasks at first, and its helpers are not careful; all must go well for a task to be solved. Two CPU cores.
-The last command asks for a summary of what gets too long, which this policy has never been shown: at first none of them is accepted.
+Runs on two CPU cores. At first the policy splits a third of its tasks, and its helpers make mistakes; a task is solved only if every helper
+is right. The last command requests summaries of long contexts, which this policy was not trained on: at first none is accepted.
 """
 
 from agentrl.config import (

@@ -1,7 +1,7 @@
-"""Makes the policy that `recipes/splitting.py` starts from: the quickstart's, taught to read pages and to call helpers, by imitation.
+"""Trains the initial policy of `recipes/splitting.py`: the quickstart's policy learns by imitation to read pages and to call helpers.
 
-It is taught by demonstrations of mixed quality (`sandboxes/pages/demonstrations.py`), and ships in recipes/models/splitting-base. A folder
-that is there is kept.
+The demonstrations are of mixed quality (`sandboxes/pages/demonstrations.py`). The result ships in recipes/models/splitting-base. An
+existing folder is not replaced.
 
     python recipes/splitting_policy.py --out recipes/models/mine
 """
@@ -33,9 +33,9 @@ BATCH = 32
 
 
 def encode(chat: ChatFormat, tokenizer: Any, one: Demonstration) -> dict[str, list[int]]:
-    """Token ids of a demonstration and its labels, -100 where the policy is not the author; cut where the context of an episode ends.
+    """Token ids of a demonstration and its labels, -100 for tokens that the policy does not sample; truncated to the context of an episode.
 
-    Every segment (prompt, completion, what the tools gave) is tokenized on its own, as in rollouts.
+    Every segment (prompt, completion, tool output) is tokenized separately, as in rollouts.
     """
     schemas = [tool.schema for tool in load_tools(one.task.tools).values()]
     offers = [delegate_schema(DelegationConfig())] if one.delegates else []
@@ -62,7 +62,7 @@ def rows(count: int, seed: int) -> Iterator[dict[str, list[int]]]:
 
 
 def make(out: Path = MODEL, *, steps: int = 300, lr: float = 1e-3, seed: int = 0) -> float:
-    """Makes the policy and returns its last loss in nats a token."""
+    """Trains the policy and returns its last loss in nats per token."""
     from agentrl.supervised.tune import train_sft
 
     loss = train_sft(list(rows(steps * BATCH, seed)), BASE, out, epochs=1.0, lr=lr, batch=BATCH, seed=seed)
@@ -71,7 +71,7 @@ def make(out: Path = MODEL, *, steps: int = 300, lr: float = 1e-3, seed: int = 0
 
 
 def write_card(out: Path, facts: dict[str, Any]) -> None:
-    """README.md, in place of that of the policy it began with, and the SHA-256 of every file."""
+    """Writes README.md, which replaces that of the initial policy, and the SHA-256 of every file."""
     lines = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     (out / "README.md").write_text(
         "# splitting-base\n\n"
@@ -90,7 +90,7 @@ def main(
     lr: Annotated[float, typer.Option(min=0, help="Highest learning rate.")] = 1e-3,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Makes the policy, where it is not there yet."""
+    """Trains the policy if its folder does not exist."""
     if (out / "config.json").exists():
         print(f"{out} is there already")
         return

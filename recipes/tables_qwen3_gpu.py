@@ -4,7 +4,7 @@
     agentrl train recipes/tables_qwen3_gpu.py policy.model=Qwen/Qwen3-4B serving.gpu_memory_utilization=0.35
 
 Episodes may be long: Qwen3 thinks before it acts. Server and learner share the GPU: `serving.gpu_memory_utilization` is the
-server's part; the learner needs about 16 bytes a parameter (weights, gradients and Adam's moments) and room for activations:
+server's share; the learner needs about 16 bytes per parameter (weights, gradients and Adam's moments) and room for activations:
 0.6B should fit in 24 GB, 4B needs a card of 141 GB.
 """
 

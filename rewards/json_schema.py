@@ -30,8 +30,8 @@ DEADLINE_S = 3.0
 class JsonSchema(ConfiguredVerifier):
     """1 if the answer is JSON that fits the schema, else 0. Settings in `task.data["json_schema"]`.
 
-    The schema is `task.data["schema"]`, or the one given here. With `equal`, the JSON must also equal the truth, where whole numbers
-    equal floats of the same value; the parts are then `fits` and `equal`. NaN, Infinity and repeated keys are invalid. Formats are
+    The schema is `task.data["schema"]`, or the one given here. With `equal`, the JSON must also equal the truth; integers equal
+    floats of the same value. The score then has the parts `fits` and `equal`. NaN, Infinity and repeated keys are invalid. Formats are
     checked, and an unknown format is a task fault. Patterns have the meaning of ECMAScript. The form does not show whether an answer is
     right, so use this as a part or required criterion of a rubric, unless the schema allows only one answer.
     """

@@ -2,8 +2,8 @@ r"""Mathematics: an expression that equals the truth, in evaluated form.
 
     rewards.mathematics:mathematics                      with task.data = {"answer": "\\frac{1}{2}"}
 
-`rewards.notation` parses expressions, and `rewards.algebra` compares them. Integrals, sums and limits, which only the package math-verify
-parses, can be truths, and with `unevaluated` also answers. Some short texts take hours to compute, so both run in a subprocess with a
+`rewards.notation` parses expressions, and `rewards.algebra` compares them. Only the package math-verify parses integrals, sums and limits.
+They are allowed as truths and, with `unevaluated`, as answers. Some short texts take hours to compute, so both run in a subprocess with a
 deadline (`agentrl.reward.worker`). Each request has one truth and one answer, and gets one verdict.
 """
 
@@ -35,10 +35,10 @@ _LOOSE = r"(?:\s|[{}$]|\\(?:[,;:! ]|quad|qquad|displaystyle))"  # allowed anywhe
 class Mathematics(ConfiguredVerifier):
     r"""1 if the answer equals the truth and is in evaluated form, else 0. Settings in `task.data["mathematics"]`.
 
-    Of a submission one expression is parsed, in LaTeX or calculator notation (`rewards.extract`): in the last `\boxed{}` or after the
+    One expression of a submission is parsed, in LaTeX or calculator notation (`rewards.extract`): in the last `\boxed{}` or after the
     last `####`, else after the last "answer is", else the full submission; and of that the last `$...$`, if there is one. Several answers
-    are therefore a list. An answer that cannot be parsed is wrong, and so is one on which parsing or comparing fails while the truth
-    succeeds. A truth that cannot be parsed is a task fault.
+    are therefore a list. An answer is wrong if it cannot be parsed, or if parsing or comparing it fails but succeeds for the truth.
+    A truth that cannot be parsed is a task fault.
 
     Evaluated form: if the truth is a number, the answer is a number: digits with a sign, a fraction line, a power of ten or a percent
     sign. Otherwise it may use roots, constants and variables, and the functions, factorials and the like that the truth uses. Numbers,

@@ -36,7 +36,7 @@ class Outputs(ConfiguredVerifier):
     """1 if every path has the content of the truth, else 0; the part `files` is the share that does. Settings in `task.data["outputs"]`.
 
     Text is UTF-8; a byte order mark, line endings and white space at the end of the file are ignored. The order of a table's columns is
-    ignored, and so is that of its rows unless `row_order`; numeric cells are compared as numbers. An absent path must not be a file, a
+    ignored, as is the order of its rows unless `row_order`; numeric cells are compared as numbers. An absent path must not be a file, a
     folder or a link. A file that could not be collected does not count as absent, nor does any file of an episode that ran out of time.
     """
 

@@ -35,8 +35,8 @@ class OwnScorer:
         """1.0 if the dataset's scorer gives full marks to an answer that is only the truth, else 0.0.
 
         Parts: `exact`, the value again, and `partial`, the scorer's mark. Partial marks are not a reward, because many scorers give 0.01
-        or 0.05 to any answer of the right form. Missing, very long and wrongly formed answers are wrong. So is an answer on which the
-        scorer raises, exceeds its limits twice, or returns an invalid mark, if it gives full marks to the truth: otherwise an agent could
+        or 0.05 to any answer of the right form. Missing, very long and wrongly formed answers are wrong. An answer is also wrong if the
+        scorer raises, exceeds its limits twice, or returns an invalid mark, but gives full marks to the truth: otherwise an agent could
         choose which of its answers count. If the scorer also fails on the truth, the answer is unscored.
 
         Raises `TaskError` if the package no longer generates the task's problem.

@@ -76,13 +76,19 @@ LAWS = {
         ),
     ),
     "gate": Law(
-        files=("agentrl/gate/rule.py", "agentrl/evaluation/exact.py", "agentrl/evaluation/sequential.py", "agentrl/gate/judgement.py"),
+        files=(
+            "agentrl/gate/rule.py",
+            "agentrl/evaluation/statistics.py",
+            "agentrl/gate/gate.py",
+            "agentrl/gate/schedule.py",
+            "agentrl/gate/regressions.py",
+        ),
         tests=(
             "tests/gate/test_rule.py",
-            "tests/evaluation/test_exact.py",
-            "tests/evaluation/test_sequential.py",
-            "tests/gate/test_judgement.py",
+            "tests/evaluation/test_statistics.py",
+            "tests/gate/test_gate.py",
             "tests/gate/test_gate_judgements.py",
+            "tests/gate/test_schedule.py",
         ),
     ),
     "blame": Law(

@@ -47,7 +47,7 @@ TOGETHER = {
     "model/test_smollm2.py": "pretrained",
     "sandbox": "sandboxes",
     **dict.fromkeys(("learner", "model", "supervised"), "learner"),
-    **dict.fromkeys(("agent/test_fence.py", "cli/test_model.py"), "learner"),
+    **dict.fromkeys(("agent/test_escaping.py", "cli/test_model.py"), "learner"),
     **dict.fromkeys(("session/test_chat_template.py", "sandboxes/test_tables_base_model.py", "benchmarks/test_learner.py"), "learner"),
     "gateway": "gateway",  # the SDKs of others: two seconds of imports
 }

@@ -199,7 +199,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def integer(digits: str) -> int:
     """Parses an integer within bounds. Raises `CallError`."""
     if len(digits.removeprefix("-")) > MAX_DIGITS:
-        raise CallError(f"tool call holds an integer of {len(digits)} digits; it may have {MAX_DIGITS}: write it as a string")
+        raise CallError(f"tool call contains an integer of {len(digits)} digits; it may have {MAX_DIGITS}: write it as a string")
     return int(digits)
 
 
@@ -207,12 +207,12 @@ def number(digits: str) -> float:
     """Parses a finite number. Raises `CallError`."""
     value = float(digits)
     if not math.isfinite(value):
-        raise CallError(f"tool call holds {digits[:40]}, which is not a finite number: write it as a string")
+        raise CallError(f"tool call contains {digits[:40]}, which is not a finite number: write it as a string")
     return value
 
 
 def _constant(word: str) -> float:
-    raise CallError(f"tool call holds {word}, which is not a JSON number: write it as a string")
+    raise CallError(f"tool call contains {word}, which is not a JSON number: write it as a string")
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=_object, parse_int=integer, parse_float=number, parse_constant=_constant)

@@ -1,10 +1,10 @@
 """Runs one tool call. The agent gets an answer in time and the episode is scored, or the attempt ends with an infrastructure fault.
 
 If a tool raises on its arguments or returns no valid outcome, the agent gets an error. An outage of what the tool depends on
-(`agentrl.outages`), or no answer in time from a tool without a sandbox, is an infrastructure fault: the attempt ends and is retried. The
-exception is an outage that the arguments provoked (`agentrl.agent.provoked`); otherwise an agent could end its attempts that way and
-choose which of them count. To find out, the call is repeated for `PATIENCE_S` if the tool has answered other calls; an outage that is over
-by then costs nothing. Sandbox faults are infrastructure faults, even if a tool hides them.
+(`agentrl.base.outages`), or no answer in time from a tool without a sandbox, is an infrastructure fault: the attempt ends and is retried.
+The exception is an outage that the arguments provoked (`agentrl.agent.outage_blame`); otherwise an agent could end its attempts that way
+and choose which of them count. To find out, the call is repeated for `PATIENCE_S` if the tool has answered other calls; an outage that is
+over by then costs nothing. Sandbox faults are infrastructure faults, even if a tool hides them.
 """
 
 from __future__ import annotations

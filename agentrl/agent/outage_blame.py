@@ -2,7 +2,7 @@
 
 An outage ends the attempt, which is retried in a fresh sandbox and excluded if the outage persists. An agent that can cause outages with
 its arguments could therefore choose which of its episodes count. So evidence of an outage comes from calls of other episodes. "Later calls"
-are those that ended after the call had failed (for a late call: after it was made; for a retried episode: after its first outage). The
+are those that ended after the call had failed (for a late call: after it started; for a retried episode: after its first outage). The
 first rule that applies decides:
 
 1. In later calls, the tool has failed at least `FEW` other episodes, and answered less than the share `UP`: it is down.
@@ -74,7 +74,7 @@ class CallRecord:
         self._add(tool, caller, ok=True)
 
     def failed(self, tool: str, caller: Caller, *, since: int | None = None) -> OutageCase:
-        """Records an outage and returns its case. `since`: for a late call, the value of `ended` when the call was made."""
+        """Records an outage and returns its case. `since`: for a late call, the value of `ended` when the call started."""
         call, key = self._add(tool, caller, ok=False), (tool, caller.episode)
         first, attempt = self._first.setdefault(key, (call.number, caller.attempt))
         while len(self._first) > MAX_EPISODES:

@@ -1,4 +1,4 @@
-"""The tools of a recipe in a run. MCP servers are started once, asked for their tools, and pinned to these for the run."""
+"""The tools of a recipe in a run. MCP servers are started once, and the tools that they list are pinned for the run."""
 
 from __future__ import annotations
 

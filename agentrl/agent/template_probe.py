@@ -195,7 +195,7 @@ def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str 
         )
     raise UserError(
         f"policy.model: its chat template writes tool calls in an unknown form: {shown}",
-        fix=f"known are {', '.join(FORMS)}: {OTHER} that writes one of them",
+        fix=f"{OTHER} to a template that writes one of these forms: {', '.join(FORMS)}",
     )
 
 

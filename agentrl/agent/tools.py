@@ -128,7 +128,7 @@ class Tool(Protocol):
     schema: Mapping[str, Any]  # OpenAI function schema, rendered by the chat template
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        """Runs a call. For invalid arguments, it should return an outcome with ok=False that tells the agent what is expected.
+        """Runs a call. For invalid arguments, it should return an outcome with ok=False and a text that describes the expected arguments.
 
         After an exception, an invalid outcome or none in time, the agent gets an error and its episode is scored. An outage
         (`agentrl.base.outages`) ends the attempt instead. `InfrastructureError`, `TaskError` and `PluginError` keep their meaning.

@@ -62,7 +62,7 @@ def _batches(tools: Toolbox, calls: Sequence[ToolCall]) -> Iterator[list[ToolCal
 async def _run(
     episode: LiveEpisode, tools: Toolbox, calls: Sequence[ToolCall], refused: Sequence[ToolOutcome | None]
 ) -> list[tuple[ToolOutcome, float]]:
-    """Runs the calls that are not refused, concurrently. Returns the outcome and the seconds of each call."""
+    """Runs the calls that are not rejected, concurrently. Returns the outcome and the seconds of each call."""
     allowed = [call for call, refusal in zip(calls, refused, strict=True) if refusal is None]
     sandbox = await episode.sandbox() if any(tools[call.name].needs_sandbox for call in allowed) else None
     done: Iterator[tuple[CallResult, float]] = iter(())
@@ -124,7 +124,7 @@ async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def count_calls(episode: LiveEpisode) -> Counter[str]:
-    """Returns the number of calls so far by the tool's name, including refused calls."""
+    """Returns the number of calls so far by the tool's name, including rejected calls."""
     turns = (turn for trajectory in episode.trajectories for turn in trajectory.turns)
     return Counter(result.name for turn in turns for result in turn.tool_results)
 

@@ -23,7 +23,7 @@ def install_command(*extras: str, root: Path = _ROOT) -> str:
     """The shell command that installs this project with these extras (`[project.optional-dependencies]`).
 
     Args:
-        root: the folder that holds the package `agentrl`.
+        root: the folder that contains the package `agentrl`.
     """
     wanted = f"[{','.join(extras)}]" if extras else ""
     if _is_checkout(root):

@@ -1,8 +1,8 @@
-"""How late the driver's event loop is, and for how long it stood still (was blocked).
+"""How late the driver's event loop is, and for how long it was blocked.
 
-While the loop stands still, it handles no timer, answer or result. Afterwards all deadlines in that time have passed. The cause may be
+While the loop is blocked, it handles no timer, answer or result. Afterwards all deadlines in that time have passed. The cause may be
 code that computes without awaiting, garbage collection, or a stopped process; it is never the waiting episode. So the blame
-for a missed deadline depends on how long the loop stood still before it (`StallCount`).
+for a missed deadline depends on how long the loop was blocked before it (`StallCount`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from contextvars import Context, ContextVar, copy_context
 TICK_S = 0.05
 """Seconds between two measurements."""
 STALL_S = 1.0
-"""A loop that is this late stood still. Shorter lags only count in the figures."""
+"""A loop that is this late was blocked. Shorter lags only count in the figures."""
 SHARE = 0.1
-"""Share of a deadline for which the loop must have stood still before a miss is the machine's fault."""
+"""Share of a deadline for which the loop must have been blocked before a miss is the machine's fault."""
 _LEAST_S = 0.001  # of a step of user code that is recorded
 _KEPT = 1 << 16  # newest measurements that are kept for the figures
 
@@ -40,7 +40,7 @@ class LoopLag:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds for which the loop has stood still so far.
+        """Seconds for which the loop has been blocked so far.
 
         Includes a stall that is not measured yet: a deadline and the measurement after a stall are due in the same round of the loop.
         """
@@ -61,7 +61,7 @@ class LoopLag:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A call of user code, which waits if the loop stands still."""
+        """Counts a call of user code, which waits while the loop is blocked."""
         self._calls, self._waited = self._calls + 1, True
         try:
             yield
@@ -76,7 +76,7 @@ class LoopLag:
             yield
         finally:
             task.cancel()
-            self._due = None  # first, because a cancellation may end the wait: the time after the watch is no stall
+            self._due = None  # first, because a cancellation may end the wait: the time after the watch is not a stall
             await asyncio.wait({task})
 
     async def _watch(self, alert: Callable[[str], None]) -> None:
@@ -105,8 +105,8 @@ class LoopLag:
             cause = "the process got no CPU time for most of it: it was stopped, waited for a disk, or the machine is overloaded"
             fix = "find out which other programs use this machine"
         return (
-            f"the driver's event loop stood still for {late:.1f} s, and every episode waited: {cause}\n  fix: {fix}."
-            " Deadlines missed because of it are no fault of the policy; further stalls are only in loop_lag_ms_max of metrics.jsonl"
+            f"the driver's event loop was blocked for {late:.1f} s, and every episode waited: {cause}\n  fix: {fix}."
+            " Deadlines missed because of it are not the policy's fault; further stalls are only in loop_lag_ms_max of metrics.jsonl"
         )
 
 
@@ -115,7 +115,7 @@ DRIVER_LAG = LoopLag()
 
 
 class StallCount:
-    """How long the driver's loop has stood still since construction, without the time for which the counted code blocked it itself."""
+    """How long the driver's loop has been blocked since construction, without the time for which the counted code blocked it itself."""
 
     def __init__(self, parent: StallCount | None = None) -> None:
         self._parent = parent
@@ -130,7 +130,7 @@ class StallCount:
     @property
     def text(self) -> str:
         """The counted stalls as text, for an error message."""
-        return f"the driver's event loop stood still for {self.seconds:.1f} s of it"
+        return f"the driver's event loop was blocked for {self.seconds:.1f} s of it"
 
     def excuse(self, limit_s: float) -> bool:
         """Whether a miss of a deadline of `limit_s` seconds is the machine's fault."""

@@ -1,4 +1,4 @@
-"""Process-wide settings and facts: dying with the parent, age, garbage collection. Also ends processes that carry a mark."""
+"""Process-wide settings: death with the parent, limits, garbage collection, OpenMP. Also kills processes that carry a mark."""
 
 from __future__ import annotations
 
@@ -90,8 +90,10 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def raise_file_limit() -> int:
-    """Lets this process open as many files as its hard limit allows, which is told: a driver with thousands of episodes needs a socket for
-    each, and shells start programs with 1,024."""
+    """Raises the soft limit on open files to the hard limit, and returns it.
+
+    A driver with thousands of episodes needs a socket for each, and shells start programs with a limit of 1,024.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
@@ -104,9 +106,9 @@ def import_environment(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def freeze_imports() -> Iterator[None]:
-    """What is imported in this context stays, so the garbage collector looks for nothing in it, neither meanwhile nor later.
+    """Excludes objects created in this context from garbage collection, for imports.
 
-    Torch and its like make millions of objects and no garbage; looking through them was measured as a fifth to a quarter of the import.
+    Torch and similar libraries create millions of objects and no garbage; collections took a fifth to a quarter of the import.
     """
     gc.disable()
     try:
@@ -149,9 +151,9 @@ def openmp_environment(threads: int, *, alone: bool) -> dict[str, str]:
     """The environment of a process that computes with OpenMP (GNU's or Intel's runtime).
 
     Args:
-        threads: of a team.
-        alone: nobody else computes meanwhile, so threads that wait for each other look again for a moment before they sleep: a small
-            model has hundreds of such waits in a token. Beside others that moment is taken from them, and they sleep at once.
+        threads: threads per team.
+        alone: whether no other process computes at the same time. Threads that wait for one another then spin for a moment before they
+            sleep: a small model has hundreds of such waits per token. Otherwise spinning would take time from other processes.
     """
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -162,7 +164,7 @@ def openmp_environment(threads: int, *, alone: bool) -> dict[str, str]:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started, to a hundredth (`proc(5)`); 0 where there is no /proc."""
+    """Seconds since this process was started, to a hundredth (`proc(5)`); 0 without /proc."""
     try:
         # The program's name, in parentheses, may hold anything; of what follows, the 20th field is the start, in ticks since boot.
         started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")

@@ -1,8 +1,7 @@
-"""One driver for a run folder. Both locks here are the kernel's (flock): they end with the processes that hold them, however those end.
+"""Locks that allow one driver per run folder. They are kernel locks (flock), released when the processes that hold them end.
 
-`.driver.lock` is held by the driver alone, and no process that it starts inherits it. `.parts.lock` is shared by the server and the
-learner, which the kernel kills with their driver, but not in the same instant: the next driver waits for the last of them before it
-reads anything in the folder.
+Only the driver holds `.driver.lock`; its child processes do not inherit it. The servers and the learner share `.parts.lock`. The kernel
+kills them when their driver dies, but not at the same instant, so the next driver waits for the last of them before it reads the folder.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from agentrl.errors import RunFolderBusy, UserError
 
 DRIVER, PARTS = ".driver.lock", ".parts.lock"
 _READ_TRIES = 20  # of 10 ms: a holder writes its name at once after it got the lock
-_REMOVED_TRIES = 100  # of making a folder that somebody removes; /proc says that there is no such folder however often it is made
-_PATIENCE_S = 1.0  # before a person is told what is waited for
+_REMOVED_TRIES = 100  # to create a folder that another process removes; below /proc every attempt fails
+_PATIENCE_S = 1.0  # before a message says what the driver waits for
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Who drives a run folder."""
+    """The process that holds the driver lock of a run folder."""
 
     pid: int
     host: str
@@ -41,13 +40,14 @@ class Holder:
 
 @contextmanager
 def drive_folder(folder: Path, *, command: str, wait_s: float = 60.0) -> Iterator[None]:
-    """Makes this process the one driver of `folder`, which is made if it is absent. One with nothing in it is removed at the end.
+    """Locks `folder` for this process as its driver. Creates the folder if needed, and removes it at the end if it is empty.
 
     Args:
-        command: what the holder is doing, for whoever is refused.
-        wait_s: longest wait for the server and the learner of a driver that died.
+        command: the command of this process, for the error message of other processes.
+        wait_s: seconds to wait for the servers and the learner of a driver that died.
 
-    Raises `RunFolderBusy` that names the holder when there is one, and `UserError` when a part of a dead driver does not end.
+    Raises `RunFolderBusy`, with the holder if it is known, if another process drives the folder; `UserError` if a process of a dead
+    driver does not end.
     """
     handle = _taken(folder)
     try:
@@ -60,19 +60,19 @@ def drive_folder(folder: Path, *, command: str, wait_s: float = 60.0) -> Iterato
 
 
 def is_vacant(folder: Path) -> bool:
-    """Whether nothing lies in a folder, or there is none; the file of its lock does not count."""
+    """Whether a folder does not exist, or contains nothing except its lock file."""
     return not folder.exists() or (folder.is_dir() and {entry.name for entry in folder.iterdir()} <= {DRIVER})
 
 
 def hold_shared_lock(folder: Path) -> int:
-    """A descriptor that says, as long as any process has it open, that a part of the run still runs. Hand it to a child by `pass_fds`."""
+    """Takes the shared lock, and returns its descriptor for `pass_fds`. The lock is held until every process has closed it."""
     handle = os.open(folder / PARTS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(handle, fcntl.LOCK_SH)
     return handle
 
 
 def _taken(folder: Path) -> int:
-    """The driver's lock, open. A folder that its last driver just removed is made again."""
+    """Takes the driver's lock and returns its descriptor. Retries if the last driver has just removed the folder."""
     try:
         str(folder).encode()
     except UnicodeEncodeError:
@@ -116,14 +116,14 @@ def _same_file(handle: int, path: Path) -> bool:
 
 
 def _write(handle: int, holder: Holder) -> None:
-    """On a full disk the lock holds without a name: whoever is refused is told less, and nothing else changes."""
+    """Writes the holder into the lock file. On a full disk the lock still holds, and only the error of other processes is shorter."""
     with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(asdict(holder)).encode() + b"\n", 0)
 
 
 def _read(handle: int) -> Holder | None:
-    """The holder, once it has written its name; None when it does not. A file says who held it last, so the lock is asked first."""
+    """Waits until the holder has written its record; None if it does not. Call it only while the lock is held: records stay in the file."""
     for _ in range(_READ_TRIES):
         data = os.pread(handle, 1 << 16, 0)
         with contextlib.suppress(ValueError, TypeError):
@@ -160,11 +160,11 @@ def _wait_for_parts(folder: Path, wait_s: float) -> None:
             if waited > wait_s:
                 pids = ", ".join(map(str, _users(path))) or "unknown"
                 raise UserError(
-                    f"a part of the run that was here before has not ended after {wait_s:g} s (processes {pids})",
-                    fix="wait for it, or end it with kill -KILL, and start again",
+                    f"the servers or the learner of the previous run in {folder} still run after {wait_s:g} s (processes {pids})",
+                    fix="wait, or end them with kill -KILL, then retry",
                 )
             if waited > _PATIENCE_S and not told:
-                print("waiting until the server and the learner of the run before have ended", file=sys.stderr, flush=True)
+                print("waiting until the servers and the learner of the previous run have ended", file=sys.stderr, flush=True)
                 told = True
             time.sleep(0.02)
     finally:
@@ -172,7 +172,7 @@ def _wait_for_parts(folder: Path, wait_s: float) -> None:
 
 
 def _users(path: Path) -> list[int]:
-    """Other processes that have a file open; /proc/locks would name the one that took the lock, which is dead."""
+    """Other processes that have a file open. /proc/locks has only the process that took the lock, which is dead."""
     wanted, found = str(path.resolve()), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
@@ -183,7 +183,7 @@ def _users(path: Path) -> list[int]:
 
 
 def _remove_if_vacant(folder: Path) -> None:
-    """While the lock is held: whoever waits at the removed file sees that it is not the one at this path any more."""
+    """Removes an empty folder. Call it while the lock is held: a process that opened the removed file detects the change."""
     with contextlib.suppress(OSError):
         if is_vacant(folder):
             (folder / DRIVER).unlink()

@@ -38,7 +38,7 @@ def is_reference(text: object) -> bool:
 def read_secret(reference: str) -> str:
     """The secret at a reference, without a file's last line break. From then on, `redact` hides it.
 
-    Raises `UserError`, which does not repeat a possible secret, if there is none.
+    Raises `UserError` if it does not exist; the message never repeats text that may be a secret.
     """
     if not is_reference(reference):
         raise UserError("a secret is given by value, or its reference is misspelled", fix=HOW_TO_REFER)
@@ -57,7 +57,7 @@ def read_secret(reference: str) -> str:
 
 def _checked(text: str, where: str, fix: str) -> str:
     if not text.strip() or len(text) > _MOST_BYTES or "\0" in text:
-        raise UserError(f"{where} holds no secret", fix=fix)
+        raise UserError(f"{where} contains no secret", fix=fix)
     return register(text)
 
 
@@ -87,7 +87,7 @@ def _resolved(key: str, value: Any) -> Any:
 
 
 def literal_secret_errors(value: Any, where: str = "") -> Iterator[str]:
-    """Error messages, without the secrets, for secrets in a recipe's value: `tracker_options.x.api_key holds a secret by value`."""
+    """Error messages, without the secrets, for secrets in a recipe's value: `tracker_options.x.api_key contains a secret by value`."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if secret_forms.holds_secret(str(key)):
@@ -96,7 +96,7 @@ def literal_secret_errors(value: Any, where: str = "") -> Iterator[str]:
                 yield from _under(str(key), inner, f"{where}.{key}" if where else str(key))
     elif isinstance(value, str):
         if secret_forms.holds_secret(value):
-            yield f"{where or 'it'} holds a key or a password: remove it, and use a recipe key that takes a reference"
+            yield f"{where or 'it'} contains a key or a password: remove it, and use a recipe key that takes a reference"
         elif "\n" not in value:
             words = secret_forms.split_command(value) if where.rpartition(".")[2] in _COMMANDS else [value]
             yield from _in_words(words, where, shell=True)
@@ -116,7 +116,7 @@ def _under(key: str, value: Any, path: str) -> Iterator[str]:
         for one in value:
             yield from _under(key, one, path)
     elif (isinstance(value, str) and secret_forms.is_secret(key, value)) or _is_pin(key, value):
-        yield f"{path} holds a secret by value: {HOW_TO_REFER}"
+        yield f"{path} contains a secret by value: {HOW_TO_REFER}"
     else:
         yield from literal_secret_errors(value, path)
 
@@ -128,7 +128,7 @@ def _is_pin(key: str, value: Any) -> bool:
 
 def _in_words(words: Sequence[str], where: str, *, shell: bool = False) -> Iterator[str]:
     for name in secret_forms.secrets_in_command(words, shell=shell):
-        yield f"{where or 'it'} holds a secret by value after {name}: pass it in a variable, by reference"
+        yield f"{where or 'it'} contains a secret by value after {name}: pass it in a variable, by reference"
 
 
 def redact(text: str) -> str:

@@ -26,7 +26,7 @@ def loads(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"is not TOML: {error}") from None
     if _too_long(tables):
-        raise ValueError("holds a whole number of more than 64 bits, which TOML does not have")
+        raise ValueError("contains a whole number of more than 64 bits, which TOML does not have")
     return tables
 
 

@@ -82,5 +82,5 @@ def resolve_inside(text: str, under: Path) -> Path | None:
         if any(len(name) > _NAME_BYTES for name in raw.split(b"/")):
             return None
         return (under / text).resolve()
-    except (OSError, RuntimeError, ValueError):  # also a loop of links, or bytes that are no text
+    except (OSError, RuntimeError, ValueError):  # also a loop of links, or bytes that are not text
         return None

@@ -101,7 +101,7 @@ async def search_smaller_case(search: MinimizeSearch, *, model: str, at: str) ->
     """
     case = search.case
     if case.start is not None:
-        raise UserError(f"case {case.id} begins in the middle of an episode", fix="choose a case that starts with its task")
+        raise UserError(f"case {case.id} starts in the middle of an episode", fix="choose a case that starts with its task")
     fails = await search.still_fails(case.task)
     if not fails:
         why = "the budget is too small" if fails is None else "its proof fails, or the policy passes it too often"

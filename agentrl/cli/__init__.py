@@ -1,6 +1,6 @@
 """The command line. Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted.
 
-Modules of commands are imported when their command is used: `agentrl --help` imports none of them.
+A module is imported when its command is used: `agentrl --help` imports none.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
             "Sample and score attempts at training tasks without training.",
             "sample recipes/quickstart.py --groups 16 --model runs/quickstart@12",
         ),
-        "tune": Command("tune:tune_app", "Train on the episodes of a run with supervision: imitation, preferences, reward model."),
+        "tune": Command("tune:tune_app", "Train on the episodes of a run without RL: imitation, preferences or a reward model."),
         "practice": Command(
             "practice:practice",
             "Generate training tasks from the cases of a suite.",
@@ -74,7 +74,9 @@ COMMANDS: dict[str, dict[str, Command]] = {
             "List the policy versions of a run with their evaluations and gate decisions.",
             "versions runs/quickstart --json",
         ),
-        "memory": Command("memory:memory", "Show the notes of a run's agents and check who read them.", "memory runs/archive --json"),
+        "memory": Command(
+            "memory:memory", "Show the notes of a run's agents and check which agents read them.", "memory runs/archive --json"
+        ),
     },
     "Set-up": {
         "init": Command(
@@ -113,7 +115,7 @@ class LazyGroup(TyperGroup):
         lines = ["Usage: agentrl COMMAND [ARGS]...", "", f"  {self.help}"]
         for heading, commands in COMMANDS.items():
             lines += ["", f"{heading}:", *(f"  {name:{width}}  {command.summary}" for name, command in commands.items())]
-        lines += ["", "Options:", f"  {'--version':{width}}  Print the version.", f"  {'-h, --help':{width}}  Print this text.", ""]
+        lines += ["", "Options:", f"  {'--version':{width}}  Print the version.", f"  {'-h, --help':{width}}  Print this help.", ""]
         lines.append("`agentrl COMMAND --help` describes a command, with an example.")
         return "\n".join(lines)
 

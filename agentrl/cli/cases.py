@@ -40,14 +40,14 @@ def promote_failures(
     ] = "",
     verifier: Annotated[list[str] | None, typer.Option("--verifier", help="For imported traces: verifier, module:attr.")] = None,
     truths: Annotated[Path | None, typer.Option(help='For imported traces: JSON lines file of {"trace": "ID", "truth": "412"}.')] = None,
-    truth_from: Annotated[str, typer.Option(help="For imported traces: key of the origin with the right answer.")] = "",
+    truth_from: Annotated[str, typer.Option(help="For imported traces: key of the right answer in the origin of each trace.")] = "",
     tools: Annotated[
         list[str] | None, typer.Option("--tools", help="For imported traces: tool that replaces the recorded results, module:attr.")
     ] = None,
     image: Annotated[str, typer.Option(help="For imported traces: sandbox image, for tools and verifiers that use a sandbox.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Turn traces into regression cases. A case holds the task and its origin. Tasks that are already in the suite are skipped.
+    """Turn traces into regression cases. A case contains the task and its origin. Tasks that are already in the suite are skipped.
 
     An imported trace needs --verifier and a truth. Its prompt is the message of the user, and its tools return the recorded results.
 

@@ -29,7 +29,7 @@ _SAME = ("suite_sha256", "sampling", "threshold", "thresholds", "repeats")
 def history(
     evaluations: Annotated[
         list[str],
-        typer.Argument(help="Evaluations in order: folders, RUN@VERSION, or runs, which stand for all versions judged by their gate."),
+        typer.Argument(help="Evaluations in order: folders, RUN@VERSION, or runs, which add all versions evaluated by their gate."),
     ],
     out: Annotated[Path | None, typer.Option(help="HTML file to write, with a plot for each suite.")] = None,
     as_json: JsonFlag = False,

@@ -58,7 +58,7 @@ def import_(
         print(json.dumps({"folder": str(imported.folder), "fresh": imported.fresh, **record}))
         return
     licence = record["licence"]["id"] or "not stated by the source; look it up before you share the trained model"
-    print(f"{imported.folder}{'' if imported.fresh else ' already holds this model'}")
+    print(f"{imported.folder}{'' if imported.fresh else ' already contains this model'}")
     print(f"{record['model']['type']}, {record['model']['parameters']:,} parameters, {record['model']['dtype']}; licence: {licence}")
     if not record["chat_template"]["shows_tools"]:
         print(f"the chat template cannot show tools; for tasks with tools add --chat-template {SHIPPED_TEMPLATES[0]}")

@@ -1,4 +1,4 @@
-"""The configuration of a run: the recipe and its sections. Importing it pulls no torch, vllm or deepspeed."""
+"""The configuration of a run: the recipe and its sections. Importing it does not import torch, vllm or deepspeed."""
 
 from agentrl.config.recipe import (
     BranchingConfig,

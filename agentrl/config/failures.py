@@ -1,4 +1,4 @@
-"""What is kept of failures: `capture`."""
+"""Settings for captured failures: `capture`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from agentrl.config.section import Section
 
 
 class CaptureConfig(Section):
-    """Failures of training and evaluation, kept as traces in the run folder. docs/failures.md says what is done with them."""
+    """Failures of training and evaluation, stored as traces in the run folder. See docs/failures.md."""
 
     below: float = 1.0
     """Score below which an episode counts as failed."""

@@ -1,4 +1,4 @@
-"""The recipe's section on the gate: which suite every version is held to, and what happens to one that is worse."""
+"""Settings of the gate: the suite on which versions are evaluated, and what happens to a version that is worse."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import Field, model_validator
 from agentrl.config.section import Section
 
 GATE = "gate"
-"""Name under which a judged version's success on the suite is kept in its record (`PolicyVersion.evals`)."""
+"""Key of a version's success on the suite in its record (`PolicyVersion.evals`)."""
 
 
 class GateConfig(Section):
-    """A suite of cases that versions must not get worse at, compared with the last version that was promoted."""
+    """The gate: evaluates versions on a suite of cases, and compares them with the last promoted version."""
 
     suite: str = Field(min_length=1)
     """Folder of the suite, relative to the project root."""

@@ -1,4 +1,4 @@
-"""How the learner steps, and when it does not: `learner`, `learner.lora`, `learner.limits`."""
+"""Settings of the learner: `learner`, `learner.lora`, `learner.limits`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLAIN = Needs(
 
 
 class LoraConfig(Section):
-    """Low-rank adapters in place of full training: the base weights stay as they are, and a version is the adapter alone."""
+    """Trains low-rank adapters: the base weights do not change, and a version contains only the adapter."""
 
     rank: int = Field(16, ge=1)
     """Rank of each layer's update."""
@@ -31,7 +31,7 @@ class LoraConfig(Section):
 
 
 class Limit(Section):
-    """A bound on one figure of an update, and what happens beyond it."""
+    """A limit on one metric of an update, and the action if it is exceeded."""
 
     at: float
     """The bound."""
@@ -41,7 +41,7 @@ class Limit(Section):
 
 
 class LimitsConfig(Section):
-    """Bounds on what an update may look like, judged before its gradient is applied. docs/objectives.md gives the formulas."""
+    """Limits on the metrics of an update, checked before its gradient is applied. docs/objectives.md has the formulas."""
 
     max_kl: Limit | None = None
     """Limit on `kl_behaviour`, nats per token."""
@@ -64,13 +64,13 @@ class LimitsConfig(Section):
 
     @property
     def named(self) -> dict[str, Limit]:
-        """The limits that are set, by the name of their key."""
+        """The limits that are set, by key."""
         found = ((name, getattr(self, name)) for name in type(self).model_fields)
         return {name: limit for name, limit in found if isinstance(limit, Limit)}
 
     @property
     def roll_back(self) -> bool:
-        """Whether any limit rolls back."""
+        """Whether any limit has action=rollback."""
         return any(limit.action == "rollback" for limit in self.named.values())
 
     @model_validator(mode="after")
@@ -79,14 +79,14 @@ class LimitsConfig(Section):
         for name, limit in self.named.items():
             low, high = ranges.get(name, (0.0, math.inf))
             if not low < limit.at < high:
-                raise ValueError(f"{name}.at must lie between {low:g} and {high:g}; beyond them it does nothing, or stops every update")
+                raise ValueError(f"{name}.at must be between {low:g} and {high:g}; outside it has no effect or stops every update")
         if not self.roll_back and self.max_rollbacks != 2:
-            raise ValueError("max_rollbacks does nothing: no limit has action=rollback")
+            raise ValueError("max_rollbacks does nothing: no limit has action=rollback; remove it")
         return self
 
 
 class LearnerConfig(Section):
-    """How the learner steps: `learner`."""
+    """The learner: `learner`."""
 
     lr: float = Field(5e-4, gt=0)
     """Peak learning rate of AdamW."""

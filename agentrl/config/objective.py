@@ -1,4 +1,4 @@
-"""What the learner maximizes: `objective`, `critic`."""
+"""Settings of the objective that the learner maximizes: `objective`, `critic`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOVES = Needs(
 
 
 class ObjectiveConfig(Section):
-    """Which algorithm: docs/objectives.md says which settings make which."""
+    """The algorithm. docs/objectives.md lists the settings of each published algorithm."""
 
     advantage: parts.Advantage = "grpo"
     """Baseline of a score. grpo: mean of the group. rloo: mean of the others. reinforce++: mean of the batch. reinforce++-baseline: mean of
@@ -76,7 +76,7 @@ class ObjectiveConfig(Section):
 
     @property
     def caps_ratio(self) -> bool:
-        """Whether the ratio that carries the gradient is truncated at `is_cap`, besides the correction weights."""
+        """Whether the ratio that carries the gradient is truncated at `is_cap`, in addition to the correction weights."""
         return self.loss != "cispo" and self.correction != "none"
 
     def recomputes(self, minibatches: int) -> bool:
@@ -88,22 +88,22 @@ class ObjectiveConfig(Section):
         parts.check_options(parts.ADVANTAGE, self.advantage, self.advantage_options)
         parts.check_options(parts.LOSS, self.loss, self.loss_options)
         if self.credit != "episode" and self.advantage == "gae":
-            raise ValueError(f"credit={self.credit} does nothing with advantage=gae, whose critic credits every token: set credit=episode")
+            raise ValueError(f"credit={self.credit} does nothing with advantage=gae: its critic credits every token; set credit=episode")
         if self.credit not in ("episode", "branches") and self.advantage not in ("grpo", "rloo"):
-            raise ValueError(f"credit={self.credit} takes its baselines from the group: set advantage=grpo or rloo")
+            raise ValueError(f"credit={self.credit} needs the baselines of a group: set advantage=grpo or rloo")
         if self.normalize_std is not None and self.advantage not in parts.ADVANTAGE.shipped and not self.turn_coef:
             raise ValueError(
-                "normalize_std does nothing with an estimator of your own, which scales as it likes: leave it out, or hand it on in"
+                "normalize_std does nothing with a user-supplied estimator, which does its own scaling: remove it, or pass it in"
                 " advantage_options"
             )
         if self.dual_clip is not None and self.loss != "clip":
             raise ValueError(f"dual_clip does nothing with loss={self.loss}; leave it at None or set loss=clip")
         if self.caps_ratio and self.dual_clip is not None and self.dual_clip >= self.is_cap:
             raise ValueError(
-                "dual_clip does nothing at or above is_cap, where the ratio is truncated first; raise is_cap or set correction=none"
+                "dual_clip does nothing at or above is_cap, because the ratio is truncated first; raise is_cap or set correction=none"
             )
         if self.caps_ratio and 1.0 + self.clip_high >= self.is_cap:
-            raise ValueError("clip_high does nothing when 1 + clip_high reaches is_cap, where the ratio is truncated first; raise is_cap")
+            raise ValueError("clip_high does nothing when 1 + clip_high reaches is_cap: the ratio is truncated first; raise is_cap")
         if self.constant_length is not None and self.aggregation != "constant":
             raise ValueError(f"constant_length does nothing with aggregation={self.aggregation}; set aggregation=constant")
         if self.correction == "none" and (self.is_level == "sequence" or self.is_cap != 2.0):
@@ -111,14 +111,14 @@ class ObjectiveConfig(Section):
         if self.is_floor and self.correction != "mask":
             raise ValueError(f"is_floor does nothing with correction={self.correction}; set correction=mask")
         if self.is_floor >= self.is_cap:
-            raise ValueError("is_floor must be below is_cap: no weight lies between them")
+            raise ValueError("is_floor must be below is_cap; otherwise correction=mask drops every weight")
         if (self.kl == "none") != (self.kl_coef == 0):
-            raise ValueError("kl and kl_coef go together: kl says how the divergence is estimated, kl_coef (above 0) how much it weighs")
+            raise ValueError("kl and kl_coef go together: set kl to an estimator and kl_coef above 0, or neither")
         return self
 
 
 class CriticConfig(Section):
-    """The value model of `objective.advantage=gae`, in the learner's processes: docs/objectives.md says which trunk to choose."""
+    """The value model of `objective.advantage=gae`, in the learner's processes. docs/objectives.md compares the trunks."""
 
     trunk: Literal["separate", "shared"] = "separate"
     """separate: another model, initialised from the policy. shared: a value head on the policy."""
@@ -154,5 +154,5 @@ class CriticConfig(Section):
                 " set learner.minibatches"
             )
         if not self.shared and (self.detach or self.vf_coef != 0.1):
-            raise ValueError("detach and vf_coef do nothing with trunk=separate, whose critic has an optimizer of its own")
+            raise ValueError("detach and vf_coef do nothing with trunk=separate: that critic has a separate optimizer; remove them")
         return self

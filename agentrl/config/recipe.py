@@ -1,8 +1,9 @@
-"""The configuration of a run: pydantic models with documented defaults. Unknown keys and wrong types stop before anything starts.
+"""The configuration of a run: pydantic models with documented defaults. Unknown keys and wrong types raise an error before anything
+starts.
 
-The sections are in `agentrl.sections`; here is the whole, and what must fit together between them.
+Each section has a module in this package. This module has the recipe and the checks across sections.
 
-Importing this module, and any recipe file, pulls no torch, vllm or deepspeed. A recipe file is a short Python file with one
+Importing this module or a recipe file does not import torch, vllm or deepspeed. A recipe file is a short Python file with one
 module-level `recipe = Recipe(...)`, or one derived from another recipe: `recipe = base.but("learner.lr=1e-4", name="mine")`.
 """
 
@@ -118,7 +119,7 @@ class Recipe(Section):
         for name, options in self.tracker_options.items():
             parts.check_options(parts.TRACKER, name, options)
             if name not in self.trackers:
-                raise ValueError(f"tracker_options are given for {name!r}, which is not among trackers: {', '.join(self.trackers)}")
+                raise ValueError(f"tracker_options has {name!r}, but trackers ({', '.join(self.trackers)}) does not: add it there")
         return self
 
     @model_validator(mode="after")
@@ -144,7 +145,7 @@ class Recipe(Section):
     def _combinations(self) -> Iterator[str]:
         if self.objective.advantage in ("grpo", "rloo", "reinforce++-baseline") and self.rollout.group_size < 2:
             yield (
-                "rollout.group_size must be at least 2: an attempt alone is its own baseline, whatever objective.normalize_std is;"
+                "rollout.group_size must be at least 2: a single attempt equals its baseline, whatever objective.normalize_std is;"
                 " only objective.advantage=reinforce++ and gae need no group"
             )
         if self.rollout.group_size * self.rollout.groups_per_step < 2:
@@ -157,41 +158,41 @@ class Recipe(Section):
             yield "rollout.group_size must be a multiple of rollout.branching.branches"
         if self.rollout.spare_attempts and self.rollout.branching is not None:
             yield (
-                "rollout.spare_attempts does not go with rollout.branching: a branch begins where its stem stands, so that the first to end"
-                " would be those of the fastest stem; leave one of them out"
+                "rollout.spare_attempts cannot be combined with rollout.branching: a branch starts from its stem, so the first to end"
+                " would be those of the fastest stem; remove one of them"
             )
         if self.objective.credit == "siblings" and self.rollout.branching is None:
-            yield "objective.credit=siblings compares attempts that branched, and none do: set rollout.branching"
+            yield "objective.credit=siblings compares attempts that branched from the same state: set rollout.branching"
         if self.rollout.extra_groups and self.objective.advantage in ("reinforce++", "gae"):
             yield (
                 f"rollout.extra_groups replaces groups whose attempts score the same; with objective.advantage={self.objective.advantage},"
-                " which compares a step's attempts with one another, these teach too: set it to 0"
+                " which compares all attempts of a step, such groups have a training signal too: set it to 0"
             )
         if self.tasks.weighting is not None and self.objective.advantage in ("reinforce++", "gae"):
             yield (
-                "tasks.weighting passes over tasks whose attempts score the same; with objective.advantage="
-                f"{self.objective.advantage} these teach too: leave it out"
+                "tasks.weighting samples tasks less often if their attempts score the same; with objective.advantage="
+                f"{self.objective.advantage} such tasks have a training signal too: remove it"
             )
 
     def _resources(self) -> Iterator[str]:
         compaction, longest = self.rollout.compaction, self.policy.max_model_len
         if compaction is not None and (compaction.tokens or compaction.share * longest) + compaction.summary_tokens >= longest:
             yield (
-                "rollout.compaction begins where no summary fits: its tokens (or share of policy.max_model_len) and summary_tokens together"
+                "rollout.compaction requests a summary that does not fit: its tokens (or share of policy.max_model_len) plus summary_tokens"
                 " must be less than policy.max_model_len"
             )
         if self.serving.replicas > self.rollout.concurrency:
-            yield "serving.replicas exceeds rollout.concurrency: an episode is on one server, so that some would have none"
+            yield "serving.replicas exceeds rollout.concurrency: an episode uses one server, so some would stay idle; lower replicas"
         if self.serving.weight_transfer == "nccl" and self.device == "cpu":
             yield "serving.weight_transfer=nccl copies from GPU to GPU; with device=cpu use weight_transfer=file"
         if self.learner.kernels == "liger" and self.device == "cpu":
             yield "learner.kernels=liger are GPU kernels; with device=cpu use kernels=torch"
         if self.learner.keep_versions <= self.max_staleness:
-            yield "learner.keep_versions must exceed max_staleness: a version is kept at least until it has served"
+            yield "learner.keep_versions must exceed max_staleness: a version must stay on disk until it has served"
         if self.learner.max_tokens_per_microbatch * self.learner.sequence_parallel < self.policy.max_model_len:
             yield (
-                "learner.max_tokens_per_microbatch times learner.sequence_parallel must be at least policy.max_model_len: an episode is"
-                " split over the ranks of a team, and nowhere else"
+                "learner.max_tokens_per_microbatch times learner.sequence_parallel must be at least policy.max_model_len: an episode can"
+                " only be split over the ranks of a team"
             )
         if self.learner.minibatches > self.rollout.groups_per_step:
             yield "learner.minibatches must not exceed rollout.groups_per_step"
@@ -204,7 +205,7 @@ class Recipe(Section):
         if not self.rollout.stop_equal_after:
             return
         if self.tasks.group_judge is not None:
-            yield "rollout.stop_equal_after needs scores before all attempts have ended, and tasks.group_judge gives none"
+            yield "rollout.stop_equal_after needs early scores, but tasks.group_judge scores a complete group: remove one of them"
         teaching = [
             f"objective.{key}={getattr(objective, key)}"
             for key, teaches in (
@@ -217,8 +218,8 @@ class Recipe(Section):
         ]
         if teaching:
             yield (
-                f"rollout.stop_equal_after takes a group whose attempts score the same for one that teaches nothing; with"
-                f" {' and '.join(teaching)} it teaches something: set it to 0"
+                f"rollout.stop_equal_after stops groups whose attempts score the same, because they have no training signal; with"
+                f" {' and '.join(teaching)} they have one: set it to 0"
             )
 
     def _one_way_to_begin_anew(self) -> Iterator[str]:
@@ -230,16 +231,16 @@ class Recipe(Section):
 
     @property
     def gate_has_server(self) -> bool:
-        """Whether there is a gate that has a server of its own."""
+        """Whether the recipe has a gate with a separate server."""
         return self.gate is not None and self.gate.server == "own"
 
     @property
     def max_concurrent_episodes(self) -> int:
-        """Of rollouts; and where the gate has a server of its own, as many attempts beside them."""
+        """Maximum number of episodes in flight: those of rollouts and, with gate.server=own, as many attempts of the gate."""
         return self.rollout.concurrency * (2 if self.gate_has_server else 1)
 
     def _sandboxes_suffice(self) -> Iterator[str]:
-        """Whoever delegates keeps a sandbox while it waits for those of others: with too few of them everybody could wait for ever."""
+        """Rejects a max_open with which episodes could deadlock: an agent keeps its sandbox while its sub-agents wait for theirs."""
         delegation, most = self.rollout.delegation, self.sandbox.max_open
         if delegation is None or delegation.sandbox == "shared":
             return
@@ -258,39 +259,39 @@ class Recipe(Section):
         if self.memory is None:
             return
         if self.rollout.agent not in parts.AGENT.shipped:
-            yield "memory is for the agents that ship: one of your own is not given its tools; leave memory out"
+            yield "memory works only with built-in agents: a user-supplied agent does not get its tools; remove memory"
         if self.memory.heldout_rounds > max(1, self.evaluation.heldout, self.evaluation.heldout_real):
-            yield "memory.heldout_rounds exceeds the tasks of every evaluation, which has no more parts than tasks"
+            yield "memory.heldout_rounds exceeds the number of tasks of every evaluation: lower it to at most that number"
         if self.steps < self.max_staleness + 2 and self.memory.heldout_rounds == 1:
             yield (
-                "memory does nothing: no step is late enough to read what another wrote; set steps to max_staleness + 2 or more, or"
+                "memory does nothing: no step is late enough to read the notes of another; set steps to max_staleness + 2 or more, or"
                 " memory.heldout_rounds above 1"
             )
 
     def _learner_parts(self) -> Iterator[str]:
         learner = self.learner
         if learner.lora is not None and self.serving.weight_transfer in ("delta", "nccl"):
-            yield "serving.weight_transfer=nccl and delta are of whole models, learner.lora publishes adapters: use file"
+            yield "serving.weight_transfer=nccl and delta transfer complete models, but learner.lora publishes adapters: use file"
         if learner.ranks % learner.sequence_parallel:
-            yield "learner.sequence_parallel must divide learner.ranks: ranks form teams of that many"
+            yield "learner.sequence_parallel must divide learner.ranks: it is the number of ranks in a team"
         if learner.sequence_parallel > 1 and self.critic is not None:
-            yield "learner.sequence_parallel above 1 has no critic (objective.advantage=gae) yet: choose another advantage"
+            yield "learner.sequence_parallel above 1 does not support a critic: set another advantage than objective.advantage=gae"
         if learner.offload == "optimizer" and learner.zero_stage == 0:
             yield "learner.offload=optimizer needs learner.zero_stage 1, 2 or 3: at stage 0 DeepSpeed has no optimizer to move"
         if learner.offload == "parameters" and learner.zero_stage != 3:
-            yield "learner.offload=parameters needs learner.zero_stage=3: below it every rank computes with whole weights"
+            yield "learner.offload=parameters needs learner.zero_stage=3: at other stages every rank holds all weights"
 
     def _limits_act(self) -> Iterator[str]:
         limits = self.learner.limits
         if limits.max_kl_reference is not None and self.objective.kl not in ("k1", "k2", "k3"):
-            yield "learner.limits.max_kl_reference does nothing: no reference is computed; set objective.kl to k1, k2 or k3"
+            yield "learner.limits.max_kl_reference does nothing: `kl_reference` is not computed; set objective.kl to k1, k2 or k3"
         if limits.max_grad_norm is not None and limits.max_grad_norm.at <= self.learner.max_grad_norm:
-            yield "learner.limits.max_grad_norm must exceed learner.max_grad_norm, or no gradient is ever clipped"
+            yield "learner.limits.max_grad_norm must exceed learner.max_grad_norm; otherwise no gradient is ever clipped"
         if limits.max_mismatch_kl is not None and self.max_staleness > 0:
             yield (
-                "learner.limits.max_mismatch_kl needs max_staleness=0: it is judged on tokens that the learner's very weights sampled, and"
-                " a step of older ones has none, so that nothing would be held to it. serving.probe_max_abs_diff compares server and"
-                " learner at every swap, whatever the staleness; learner.limits.max_kl bounds age and mismatch together"
+                "learner.limits.max_mismatch_kl needs max_staleness=0: it is measured on tokens that the learner's current weights sampled,"
+                " and a step of older tokens has none. serving.probe_max_abs_diff compares server and learner at every swap, whatever the"
+                " staleness; learner.limits.max_kl bounds staleness and mismatch together"
             )
 
     def _ratio_moves(self) -> Iterator[str]:
@@ -303,20 +304,19 @@ class Recipe(Section):
             named.append("learner.limits.max_clip_fraction")
         if named:
             yield (
-                f"{', '.join(named)}: nothing is ever clipped with objective.proximal=recompute and learner.minibatches=1, since the ratio"
-                " is taken against the very weights that the one optimizer step of a batch begins with; raise learner.minibatches, or"
-                " leave them at their defaults"
+                f"{', '.join(named)}: no token is ever clipped with objective.proximal=recompute and learner.minibatches=1, because"
+                " the ratio is 1 in the only optimizer step of a batch; raise learner.minibatches, or leave them at their defaults"
             )
 
     def _objective_acts(self) -> Iterator[str]:
         decoupled = self.objective.recomputes(self.learner.minibatches)
         if not decoupled and (self.objective.correction == "mask" or self.objective.is_level == "sequence"):
             yield (
-                "objective.correction=mask and objective.is_level=sequence weigh a proximal policy, and there is none: its logprobs are"
+                "objective.correction=mask and objective.is_level=sequence need a proximal policy, but its logprobs are"
                 " the behaviour policy's; set objective.proximal=recompute"
             )
         if not decoupled and self.objective.loss == "cispo" and self.objective.is_cap != 2.0:
-            yield "objective.is_cap does nothing: cispo bounds its own weight; set clip_high, or objective.proximal=recompute"
+            yield "objective.is_cap does nothing: cispo clips the weight; set clip_high, or objective.proximal=recompute"
         if (self.objective.advantage == "gae") != (self.critic is not None):
             yield "objective.advantage=gae and critic go together: write critic=CriticConfig(), or choose another advantage"
         if self.critic is not None and self.critic.minibatches * self.learner.minibatches > self.rollout.groups_per_step:
@@ -324,7 +324,7 @@ class Recipe(Section):
 
 
 def apply_overrides(recipe: Recipe, overrides: list[str]) -> Recipe:
-    """Lays the command line's `a.b=value` over a recipe: `recipe.but(*overrides)`."""
+    """Returns the recipe with the command line's `a.b=value` overrides: `recipe.but(*overrides)`."""
     return recipe.but(*overrides)
 
 

@@ -1,4 +1,4 @@
-"""How episodes are made, in training and in evaluations: `rollout` with `branching`, `delegation` and `compaction`, `evaluation`."""
+"""Settings of episodes in training and evaluation: `rollout` with `branching`, `delegation` and `compaction`, `evaluation`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _EVALUATED = Needs(
 _BETWEEN = Needs(
     "a step between the first and the last to evaluate after: set it below steps", lambda recipe, own: own.every < recipe.steps
 )
-_COLDEST = 0.01  # vLLM samples at this temperature where a lower one above 0 is asked for
+_COLDEST = 0.01  # vLLM samples at this temperature if a lower one above 0 is requested
 
 
 def _off_by_none(value: Any, field: ValidationInfo) -> Any:
-    """None switches a way of truncating off."""
+    """Replaces None by the value that disables this truncation."""
     return {"top_k": 0, "top_p": 1.0, "min_p": 0.0}[str(field.field_name)] if value is None else value
 
 
 class BranchingConfig(Section):
-    """Groups as forests: some attempts run to a turn, and from the state of each, files and context, others go on."""
+    """Tree rollouts: some attempts run to a turn, and other attempts continue from the state (files and context) of each."""
 
     turn: int = Field(1, ge=1)
     """Turn after which attempts branch. If an attempt ends earlier, independent attempts fill the group."""
@@ -39,7 +39,7 @@ class BranchingConfig(Section):
 
 
 class DelegationConfig(Section):
-    """What sub-agents may be started by `rollout.agent=delegating`, and what each of them has. docs/agents.md says how they work."""
+    """Limits on the sub-agents of `rollout.agent=delegating`, and their tools and sandbox. See docs/agents.md."""
 
     depth: Annotated[
         int, Needs("a sub-agent for each level: set total to at least as many", lambda recipe, own: own.depth <= own.total)
@@ -66,7 +66,7 @@ class DelegationConfig(Section):
 
     @property
     def at_once(self) -> int:
-        """Most sub-agents of one episode that are at work at the same time."""
+        """Maximum number of sub-agents of one episode that work at the same time."""
         return min(self.total, sum(int(self.width**depth) for depth in range(1, self.depth + 1)))
 
     @field_validator("returns")
@@ -80,14 +80,14 @@ class DelegationConfig(Section):
     @model_validator(mode="after")
     def _every_key_acts(self) -> DelegationConfig:
         if self.total < self.width:
-            raise ValueError(f"width does nothing above total: no turn can start {self.width} sub-agents when an episode has {self.total}")
+            raise ValueError(f"width={self.width} exceeds total={self.total}, the sub-agents of an episode: lower width or raise total")
         if self.returns and self.sandbox == "shared":
-            raise ValueError("returns does nothing with sandbox=shared, where the files of all agents are the same: set sandbox=own")
+            raise ValueError("returns does nothing with sandbox=shared, because all agents share the same files: set sandbox=own")
         return self
 
 
 class CompactionConfig(Section):
-    """When the context of an agent begins anew, from a summary that it writes itself. docs/agents.md says how that works."""
+    """When an agent continues in a new context, from a summary that it writes. See docs/agents.md."""
 
     share: float = Field(0.75, gt=0, lt=1)
     """Share of policy.max_model_len, or of the task's `Limits.episode_tokens` if less, at which a summary is requested."""
@@ -107,7 +107,7 @@ class CompactionConfig(Section):
     @model_validator(mode="after")
     def _every_key_acts(self) -> CompactionConfig:
         if self.tokens is not None and self.share != 0.75:
-            raise ValueError("share does nothing beside tokens: leave one of them out")
+            raise ValueError("share does nothing if tokens is set: remove one of them")
         return self
 
 
@@ -169,14 +169,14 @@ class RolloutConfig(Section):
         if self.delegation is not None and self.agent != "delegating":
             raise ValueError(f"delegation does nothing with agent={self.agent}: set agent=delegating")
         if self.compaction is not None and self.agent not in parts.AGENT.shipped:
-            raise ValueError("compaction does nothing with an agent of your own: hand it on in agent_options")
+            raise ValueError("compaction does nothing with a user-supplied agent: pass it in agent_options")
         if self.instructions is not None and self.agent not in parts.AGENT.shipped:
-            raise ValueError("instructions do nothing with an agent of your own: hand them on in agent_options")
+            raise ValueError("instructions do nothing with a user-supplied agent: pass them in agent_options")
         return self
 
     @property
     def agent_settings(self) -> dict[str, Any]:
-        """Keyword arguments of the agent, beside `chat`."""
+        """Keyword arguments of the agent, in addition to `chat`."""
         if self.agent not in parts.AGENT.shipped:
             return dict(self.agent_options)
         settings: dict[str, Any] = {} if self.compaction is None else {"compaction": self.compaction}
@@ -195,21 +195,21 @@ class RolloutConfig(Section):
         first, fewest = self.stop_equal_after, max(2, self.min_group_size)
         if first and not fewest <= first < self.group_size:
             raise ValueError(
-                f"stop_equal_after={first} stops no group that could have gone on: give at least {fewest} attempts (two can differ, and"
-                f" min_group_size of them must count) and fewer than group_size={self.group_size}, or 0"
+                f"stop_equal_after={first} must be 0, or at least {fewest} (two scores can differ, and min_group_size attempts must count)"
+                f" and below group_size={self.group_size}"
             )
         if first and self.branching is not None:
-            raise ValueError("stop_equal_after does not go with branching: a branch begins when its stem is there; leave one of them out")
+            raise ValueError("stop_equal_after cannot be combined with branching: a branch starts only after its stem; remove one of them")
         return self
 
     @model_validator(mode="after")
     def _supports_are_bounded(self) -> RolloutConfig:
         if self.top_k == 1:
-            raise ValueError("top_k=1 leaves every token without an alternative, so that nothing can be learned; take at least 2")
+            raise ValueError("top_k=1 leaves every token without an alternative, so the policy cannot learn; set it to at least 2")
         if self.top_k == 0 and (self.top_p < 1 or self.min_p > 0):
             raise ValueError(
-                "top_p and min_p need top_k: the learner scores a token over the very tokens that it was drawn from, and without top_k"
-                f" there may be as many of them as the vocabulary has; set top_k as well, for instance to 64 (at most {MAX_TOP_K})"
+                "top_p and min_p need top_k: the learner scores each token over the set from which it was drawn, and without top_k that set"
+                f" can be the whole vocabulary; set top_k as well, for instance to 64 (at most {MAX_TOP_K})"
             )
         return self
 
@@ -246,11 +246,11 @@ class EvalConfig(Section):
     @model_validator(mode="after")
     def _every_key_acts(self) -> EvalConfig:
         if any(most < 1 for most in self.thinking_tokens) or len({*self.thinking_tokens}) < len(self.thinking_tokens):
-            raise ValueError("thinking_tokens must be positive, and each bound is given once")
+            raise ValueError("thinking_tokens must be positive and different from one another")
         if 0 < self.temperature < _COLDEST:
-            raise ValueError(f"temperature must be 0 (greedy) or at least {_COLDEST:g}: vLLM samples colder ones at {_COLDEST:g}")
+            raise ValueError(f"temperature must be 0 (greedy) or at least {_COLDEST:g}: vLLM replaces lower temperatures by {_COLDEST:g}")
         if self.temperature == 0 and self.attempts > 1:
-            raise ValueError("attempts does nothing at temperature=0, where all attempts at a task are alike: leave one of them off")
+            raise ValueError("attempts does nothing at temperature=0, because all attempts at a task are the same: remove one of them")
         if self.temperature == 0 and self.sampling.truncated:
-            raise ValueError("top_k, top_p and min_p do nothing at temperature=0, where the likeliest token is taken: leave them off")
+            raise ValueError("top_k, top_p and min_p do nothing at temperature=0, which takes the most likely token: remove them")
         return self

@@ -158,7 +158,7 @@ def _writable(value: object) -> bool:
 
 
 def _unwritable(key: str, value: object) -> InitErrorDetails:
-    error = PydanticCustomError("unwritable", "it holds half of a surrogate pair, which UTF-8 cannot encode")
+    error = PydanticCustomError("unwritable", "it contains half of a surrogate pair, which UTF-8 cannot encode")
     return {"type": error, "loc": (key,), "input": value}
 
 
@@ -204,7 +204,7 @@ def _pair(override: str) -> tuple[str, Any]:
 def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any) -> None:
     """Sets one value in the data of a section. Raises `RecipeError` for an unknown key."""
     if not isinstance(dotted, str):
-        raise RecipeError(f"{shortened(dotted)} is no key", fix='write a key as text, such as "learner.lr"')
+        raise RecipeError(f"{shortened(dotted)} is not a key of a recipe", fix='write a key as text, such as "learner.lr"')
     *parents, leaf = dotted.split(".")
     node = data
     for depth, part in enumerate(parents):
@@ -219,7 +219,7 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
         if inner is None and typing.get_origin(field.annotation) is dict:  # options: keys of the part that they are for
             options = node.get(part) or {}
             if not isinstance(options, dict):
-                raise RecipeError(f"{where}: options are wanted, as a mapping, not {shortened(options)}")
+                raise RecipeError(f"{where}: expected a mapping of options, got {shortened(options)}")
             rest, kind = [*parents[depth + 1 :], leaf], typing.get_args(field.annotation)[1]
             if len(rest) > 1 and isinstance(kind, type) and issubclass(kind, Section):
                 named = dict(options.get(rest[0]) or {})
@@ -229,7 +229,7 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
             node[part] = {**options, ".".join(rest): value}
             return
         if inner is None:
-            raise RecipeError(f"{dotted}: {where} has no keys of its own", fix=f"give it whole: {where}=VALUE")
+            raise RecipeError(f"{dotted}: {where} has no keys of its own", fix=f"set the key itself: {where}=VALUE")
         if node.get(part) is None:
             node[part] = {}  # an override turns an optional section on
         node, model = node[part], inner

@@ -1,4 +1,4 @@
-"""Models and the servers that they answer from: `policy`, `serving`, `judge_servers`."""
+"""Settings of models and their servers: `policy`, `serving`, `judge_servers`."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class ServingConfig(Section):
     @model_validator(mode="after")
     def _replicas_fit(self) -> ServingConfig:
         if self.replicas > 1 and self.port:
-            raise ValueError("serving.port is one port, and every replica has its own: leave it at 0, or set serving.replicas=1")
+            raise ValueError("serving.port is a single port, but every replica needs one: leave it at 0, or set serving.replicas=1")
         if self.replicas > 1 and self.weight_transfer == "nccl":
             raise ValueError(
                 "serving.weight_transfer=nccl sends weights from the learner to one server: set serving.replicas=1, or weight_transfer=file"
-                " or delta, which every replica reads for itself"
+                " or delta, which every replica can read"
             )
         return self
 
@@ -78,7 +78,7 @@ class ServingConfig(Section):
 
 
 class JudgeServerConfig(Section):
-    """A vLLM server on loopback that the run starts for judges, beside the policy's. docs/judges.md says how a judge names it."""
+    """A vLLM server on loopback that the run starts for judges. docs/judges.md shows how a judge refers to it."""
 
     model: str = Field(min_length=1)
     """Model id or folder of a chat model, or of a reward model from `agentrl tune reward`."""

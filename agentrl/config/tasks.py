@@ -1,4 +1,4 @@
-"""What an agent is given to do, and how it is judged: `tasks`, `tasks.practice`, `tasks.weighting`."""
+"""Settings of tasks and their scoring: `tasks`, `tasks.practice`, `tasks.weighting`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PracticeConfig(Section):
 
 
 class WeightingConfig(Section):
-    """Training tasks that teach are given more often than those whose attempts all score the same. docs/recipes.md, "Which tasks"."""
+    """Samples tasks more often if the scores of their attempts differ. See docs/recipes.md, "Which tasks"."""
 
     least: float = Field(0.1, ge=0.01, lt=1)
     """Minimum probability that a drawn task is accepted."""
@@ -35,7 +35,7 @@ class WeightingConfig(Section):
 
 
 class GroupJudging(Section):
-    """The keys of `tasks` on judging groups as a whole."""
+    """The keys of `tasks` for a judge that scores all attempts of a group together."""
 
     group_judge: str | None = Field(None, min_length=1)
     """Judge that scores all attempts of a training group together, such as `rewards.mine:ranked`. None: no group judge."""
@@ -45,7 +45,7 @@ class GroupJudging(Section):
     @model_validator(mode="after")
     def _weight_acts(self) -> GroupJudging:
         if self.group_judge is None and self.group_weight != 1:
-            raise ValueError("group_weight does nothing without group_judge")
+            raise ValueError("group_weight does nothing without group_judge: set group_judge, or remove group_weight")
         return self
 
 
@@ -71,5 +71,5 @@ class TasksConfig(GroupJudging):
     @classmethod
     def _audit_is_another(cls, audit: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if same := sorted({*audit} & {*info.data.get("verifiers", ())}):
-            raise ValueError(f"{same[0]} is among tasks.verifiers too: an audit that agrees with itself finds nothing")
+            raise ValueError(f"{same[0]} is also in tasks.verifiers: an audit that agrees with itself shows nothing; remove one")
         return audit

@@ -1,4 +1,4 @@
-"""What agents act with: `sandbox`, `tools`, `memory`."""
+"""Settings of the sandboxes, tools and memory of agents: `sandbox`, `tools`, `memory`."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class MCPConfig(Section):
         if len(given := [name for name, value in places.items() if value]) != 1:
             raise ValueError(f"a server has one of command, host_command and url, not {' and '.join(given) or 'none'}")
         if self.together and not self.url:
-            raise ValueError("together does nothing with a program, which is asked one thing at a time: leave it out")
+            raise ValueError("together does nothing with a program, which handles one call at a time: remove it")
         if self.url and self.env:
-            raise ValueError("env does nothing with a url: no program is started")
+            raise ValueError("env does nothing with a url, because no program is started: remove it")
         if self.command and self.env:
-            raise ValueError("env is for host_command: the agent could read the environment of a program in its sandbox")
+            raise ValueError("env works only with host_command: the agent could read the environment of a program in its sandbox")
         if wrong := [name for name, value in self.env.items() if not secrets.is_reference(value)]:
             raise ValueError(f"env.{wrong[0]} is given by value, and recipe.json and the report would show it: {secrets.HOW_TO_REFER}")
         if self.url and (urlsplit(self.url).query or urlsplit(self.url).fragment):
@@ -73,12 +73,12 @@ class MCPConfig(Section):
         if self.key_env and not self.url:
             raise ValueError("key_env does nothing without a url: give a program its variables with env")
         if any("\0" in word for word in (*self.command, *self.host_command)) or not all((self.command or self.host_command or ("-",))[:1]):
-            raise ValueError("a command begins with the name of a program, and holds no NUL")
+            raise ValueError("a command must start with the name of a program, and must not contain NUL")
         return self
 
 
 class ToolBounds(Section):
-    """What the calls of one tool may take, in place of the task's limits."""
+    """Bounds on the calls of one tool, instead of the task's limits."""
 
     timeout_s: float | None = Field(None, gt=0, le=3600)
     """Seconds per call."""
@@ -90,12 +90,12 @@ class ToolBounds(Section):
     @model_validator(mode="after")
     def _bounds_something(self) -> ToolBounds:
         if self.timeout_s is None and self.output_chars is None and self.calls is None:
-            raise ValueError("it bounds nothing: give timeout_s, output_chars or calls")
+            raise ValueError("it bounds nothing: set timeout_s, output_chars or calls")
         return self
 
 
 class ToolWords(Section):
-    """What agents are told of one tool, in place of what it says itself."""
+    """Replaces the description of one tool that agents read."""
 
     description: str = ""
     """What the tool does and when to use it. Empty: unchanged."""
@@ -105,12 +105,12 @@ class ToolWords(Section):
     @model_validator(mode="after")
     def _says_something(self) -> ToolWords:
         if not self.description and not self.arguments:
-            raise ValueError("it says nothing: give a description, or arguments")
+            raise ValueError("it says nothing: set description or arguments")
         return self
 
 
 class ToolsConfig(Section):
-    """Tools beyond those that a task can name by itself. docs/tools.md."""
+    """Tools of the run, in addition to those of its tasks. See docs/tools.md."""
 
     mcp: dict[str, MCPConfig] = Field({})
     """MCP servers by name. The task tool `mcp:NAME` stands for all tools of a server, `mcp:NAME/TOOL` for one."""
@@ -124,12 +124,12 @@ class ToolsConfig(Section):
     def _named(cls, servers: dict[str, MCPConfig]) -> dict[str, MCPConfig]:
         for name in servers:
             if not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", name):
-                raise ValueError(f"{name[:80]!r} is no name of a server: 1 to 32 letters, digits, _ and -")
+                raise ValueError(f"{name[:80]!r} is not a server name: use 1 to 32 letters, digits, _ and -")
         return servers
 
 
 class MemoryConfig(Section):
-    """Notes that agents write for later episodes of the run, and find again. docs/memory.md says who sees which."""
+    """Notes that agents write for later episodes of the run. docs/memory.md describes which agents can read them."""
 
     scope: Literal["family", "project"] = "family"
     """Tasks that share notes. family: those of one family. project: those with the same `project` in their data."""

@@ -104,7 +104,7 @@ def pair_scores(before: Scores, after: Scores) -> PairedScores:
 def compare(before: Scores, after: Scores, *, alpha: float = ALPHA, margin: float = MARGIN, seed: int = 0) -> Comparison | None:
     """Compares `after` with `before`; None if there is no pair.
 
-    The verdict is `same` if the interval of level 1 - 2 alpha lies within the margin: two one-sided tests (Schuirmann 1987). Else it is
+    The verdict is `same` if the interval of level 1 - 2 alpha is within the margin: two one-sided tests (Schuirmann 1987). Else it is
     `better` or `worse` if the sign-flip test is significant at `alpha`, else `not enough data`.
     """
     both = pair_scores(before, after)

@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="policy to evaluate: a model folder, RUN@VERSION, URL, or module:attr (default: what suite.toml records)",
     )
     group.addoption("--agentrl-model", default="", metavar="NAME", help="the model's name at a URL")
-    group.addoption("--agentrl-key-env", default="", metavar="VARIABLE", help="environment variable that holds the key for a URL")
+    group.addoption("--agentrl-key-env", default="", metavar="VARIABLE", help="environment variable that contains the key for a URL")
     group.addoption("--agentrl-request", action="append", default=[], metavar="KEY=VALUE", help="additional key of each request to a URL")
     group.addoption("--agentrl-header", action="append", default=[], metavar="NAME=REFERENCE", help="additional header of each request")
     group.addoption("--agentrl-tokens-name", default="", metavar="NAME", help="the name of max_tokens at the server of a URL")

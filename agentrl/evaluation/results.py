@@ -164,7 +164,7 @@ def suite_sha256(task_keys: Mapping[str, str]) -> str:
 def save_results(
     folder: Path, results: SuiteResults, episodes: Iterable[Mapping[str, Any]], *, more: Mapping[str, bytes] | None = None
 ) -> None:
-    """Writes an evaluation's folder atomically, replacing an existing one. `more` holds further files by name."""
+    """Writes an evaluation's folder atomically, replacing an existing one. `more` has further files by name."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = partial_folder(folder)
     (part / ABOUT).write_bytes(codec.to_json(results.about) + b"\n")
@@ -185,10 +185,10 @@ def load_results(folder: Path) -> SuiteResults:
         attempts = tuple(codec.from_json(CaseAttempt, line) for line in lines)
         _check(attempts)
     except FileNotFoundError as error:
-        problem = f"{folder} holds no evaluation of a suite: {Path(str(error.filename)).name} is missing"
+        problem = f"{folder} contains no evaluation of a suite: {Path(str(error.filename)).name} is missing"
         raise UserError(problem, fix=f"give a folder that {_WRITTEN_BY} has written, or RUN@VERSION") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is no evaluation of a suite: {error}"[:2000], fix="evaluate again") from None
+        raise UserError(f"{folder} is not an evaluation of a suite: {error}"[:2000], fix="evaluate again") from None
     return SuiteResults(about=about, attempts=attempts)
 
 

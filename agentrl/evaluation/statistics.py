@@ -80,7 +80,7 @@ def fisher_p_value(passed: int, tries: int, before_passed: int, before_tries: in
     Raises `ValueError` for impossible counts.
     """
     if not (0 <= passed <= tries and 0 <= before_passed <= before_tries):
-        raise ValueError(f"{passed} of {tries} and {before_passed} of {before_tries} are no counts")
+        raise ValueError(f"{passed} of {tries} and {before_passed} of {before_tries} are not counts: passed must be from 0 to tries")
     all_tries, all_passed = tries + before_tries, passed + before_passed
     first = max(0, all_passed - before_tries)
     tail = sum(math.comb(tries, k) * math.comb(before_tries, all_passed - k) for k in range(first, passed + 1))
@@ -113,7 +113,7 @@ def e_value(differences: Sequence[float]) -> float:
     Raises `ValueError` for a difference beyond that.
     """
     if any(not -1 <= difference <= 1 for difference in differences):
-        raise ValueError("differences of scores within [0, 1] lie within [-1, 1]")
+        raise ValueError("a difference of scores is outside [-1, 1]: scores must be within [0, 1]")
     logs = (math.fsum(math.log1p(-stake * difference) for difference in differences) for stake in _STAKES)
     return math.fsum(map(math.exp, logs)) / len(_STAKES)
 
@@ -149,7 +149,7 @@ def difference_interval(by_case: Sequence[float], *, level: float = 0.95, made_u
 def rate_interval(by_case: Sequence[float], tries: int, *, level: float = 0.95) -> Interval:
     """The mean of case rates with Wilson's interval for the effective number of independent tries (Kish 1965).
 
-    That number gives a mean of single tries the variance of the case rates. It lies between the number of cases, if repeats agree, and
+    That number gives a mean of single tries the variance of the case rates. It is between the number of cases, if repeats agree, and
     `tries`, if they are independent.
 
     Args:

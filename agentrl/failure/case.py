@@ -69,7 +69,7 @@ class Case(Record):
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         if not _NAME.fullmatch(self.id):
-            raise ValueError(f"Case.id {self.id[:80]!r} is no name: letters, digits, dots, dashes, underscores")
+            raise ValueError(f"Case.id {self.id[:80]!r} is not a name: use letters, digits, dots, dashes and underscores")
         if self.format != FORMAT:
             raise ValueError(f"Case.format {self.format} is not known; this version reads {FORMAT}")
         if self.threshold is not None and not math.isfinite(self.threshold):
@@ -116,7 +116,7 @@ def load_suites(folder: Path) -> tuple[Suite, ...]:
         return (load_suite(folder),)
     suites = sorted(path.parent for path in folder.glob(f"*/{_SETTINGS}"))
     if not suites:
-        raise UserError(f"{folder} is no suite, and holds none: no {_SETTINGS}", fix=_PROMOTE)
+        raise UserError(f"{folder} is not a suite and contains none: it has no {_SETTINGS}", fix=_PROMOTE)
     return tuple(map(load_suite, suites))
 
 
@@ -155,16 +155,16 @@ def save_case(folder: Path, case: Case) -> Path:
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        raise UserError(f"no folder {folder}", fix="give the folder of a suite: one that holds suite.toml and cases/")
+        raise UserError(f"no folder {folder}", fix="give the folder of a suite: one that contains suite.toml and cases/")
 
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
         settings = toml.loads(read_bytes(path, most=_MAX_BYTES, inside=path.parent).decode("utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path.parent} is no suite: it has no {path.name}", fix="give a folder that holds suite.toml and cases/") from None
+        raise UserError(f"{path.parent} is not a suite: it has no {path.name}", fix="use a folder with suite.toml and cases/") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}", fix="a suite.toml holds name, repeats, note and policy") from None
+        raise UserError(f"{path}: {error}", fix="a suite.toml contains name, repeats, note and policy") from None
     known = {"name": str, "repeats": int, "note": str, "policy": str}
     for key, value in settings.items():
         if key not in known or type(value) is not known[key]:
@@ -179,7 +179,7 @@ def _case(path: Path) -> Case:
     try:
         case = codec.from_json(Case, read_bytes(path, most=_MAX_BYTES, inside=path.parent.parent))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is no case: {error}"[:2000], fix="move it away, or promote the failure again") from None
+        raise UserError(f"{path} is not a case: {error}"[:2000], fix="move it away, or promote the failure again") from None
     if case.id != path.stem:
-        raise UserError(f"{path} holds case {case.id}", fix=f"name it {case.id}.json")
+        raise UserError(f"{path} contains case {case.id}", fix=f"name it {case.id}.json")
     return case

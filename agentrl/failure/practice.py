@@ -82,12 +82,12 @@ def load_practice(suite: Path, *, withheld: WithheldTasks | None = None, file: P
     try:
         known = json.loads(head)["format"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{path} is no practice file: its first line has no format", fix=_FIX) from None
+        raise UserError(f"{path} is not a practice file: its first line has no format", fix=_FIX) from None
     if known != FORMAT:
         raise UserError(f"{path} has format {str(known)[:40]}; this version reads {FORMAT}", fix=_FIX)
     tasks = tuple(_parse(f"{path}, line {number}", line, withheld) for number, line in enumerate(lines, 2))
     if not tasks:
-        raise UserError(f"{path} holds no task", fix=_FIX)
+        raise UserError(f"{path} contains no task", fix=_FIX)
     return tasks
 
 
@@ -152,7 +152,7 @@ def gold_without_answer(family: TaskFamily, task: Task) -> str:
         raise TaskError(f"task {task.id!r} has no answer in its data that could be recomputed", fix=fix)
     program = family.gold(task)
     if program != family.gold(replace(task, data={**task.data, "answer": _UNKNOWN})):
-        raise TaskError(f"task {task.id!r}: its gold solution is made from the answer, so it proves none", fix=fix)
+        raise TaskError(f"task {task.id!r}: its gold solution depends on the answer, so it cannot compute another one", fix=fix)
     return program
 
 
@@ -176,7 +176,7 @@ def _parse(where: str, line: bytes, withheld: WithheldTasks | None) -> PracticeT
     try:
         one = codec.from_json(PracticeTask, line)
     except ValueError as error:
-        raise UserError(f"{where} is no practice task: {error}"[:2000], fix=_FIX) from None
+        raise UserError(f"{where} is not a practice task: {error}"[:2000], fix=_FIX) from None
     if one.task.key != one.key:
         raise UserError(f"{where}: task {one.task.id!r} is not the one that was proven", fix=_FIX)
     if one.task.split is not Split.TRAIN:

@@ -173,7 +173,7 @@ def task_from_trace(trace: Trace, supplied: UserParts) -> Task:
     if missing:
         keys = f" (keys of its origin: {', '.join(sorted(trace.origin))})" if truth is None and trace.origin else ""
         raise UserError(
-            printable(f"trace {trace.id} ({trace.source}) holds no task; missing: {'; '.join(missing)}{keys}", 2000),
+            printable(f"trace {trace.id} ({trace.source}) contains no task; missing: {'; '.join(missing)}{keys}", 2000),
             fix="add the missing options to the command",
         )
     tools = supplied.tools or ((RECORDED_TOOLS,) if called or trace.tools else ())
@@ -196,7 +196,7 @@ def describe_excluded_messages(trace: Trace) -> str:
     """A note on the user's messages that the task does not include; empty if it includes all of them."""
     roles = [one.message.role for one in trace.spoken]
     later = sum(role == "user" for role in roles[roles.index("assistant") :]) if "assistant" in roles else 0
-    return f"{later} later messages of the user are excluded: a case holds only the user's first messages" if later else ""
+    return f"{later} later messages of the user are excluded: a case contains only the user's first messages" if later else ""
 
 
 def read_truths(path: Path) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def format_of_answer(trace: Trace) -> Tag | None:
         rejected = trace.score is not None and trace.score.value is not None and not is_above(trace.score.value, 0.0)
         return _tag("format", 0.7, "the right answer in another form, which was not accepted", last) if rejected else None
     if len(answer) <= 400 and contains_only_answer(truth, answer, tolerance):
-        return _tag("format", 0.8, "the answer holds the right answer and other text", last)
+        return _tag("format", 0.8, "the answer contains the right answer and other text", last)
     return None
 
 
@@ -230,7 +230,7 @@ def forbidden_tool(trace: Trace) -> Tag | None:
 
 
 def ignored_instruction(trace: Trace) -> Tag | None:
-    """Tags an answer without a look at the files, one that was not submitted, or text around an answer that had to stand alone."""
+    """Tags an answer without a look at the files, one that was not submitted, or text around an answer that had to be the only text."""
     timeline = timeline_of(trace)
     answer, last, offered = timeline.answer, timeline.last_step, timeline.offered_tools
     if last is None or timeline.hit_limit or last.truncated or last.malformed:

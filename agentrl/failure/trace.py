@@ -42,7 +42,7 @@ class Tag(Record):
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         if not 0.0 <= self.confidence <= 1.0:
-            raise ValueError(f"Tag.confidence lies between 0 and 1, got {self.confidence}")
+            raise ValueError(f"Tag.confidence must be between 0 and 1, got {self.confidence}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ def load_rules(references: Sequence[str] = ()) -> tuple[TriageRule, ...]:
         resolved = resolve(reference)
         for rule in resolved if isinstance(resolved, list | tuple) else [resolved]:
             if not callable(rule) or inspect.iscoroutinefunction(rule):
-                raise PluginError(f"triage rule {reference!r} is no plain function", fix="write def rule(trace: Trace) -> Tag | None")
+                raise PluginError(f"triage rule {reference!r} is not a plain function", fix="write def rule(trace: Trace) -> Tag | None")
             rules.append(rule)
     return (*rules, *RULES)
 
@@ -137,7 +137,7 @@ def deciding_tag_name(tags: Sequence[Tag]) -> str:
 def check_tag_name(name: str) -> str:
     """Returns a valid tag name. Raises `ValueError` for any other text."""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{user_code.printable(name, 60)!r} is no tag: lower-case letters, digits and underscores, at most 40")
+        raise ValueError(f"{user_code.printable(name, 60)!r} is not a tag: use lower-case letters, digits and underscores, at most 40")
     return name
 
 
@@ -155,6 +155,6 @@ def _valid_tag(given: object) -> Tag | None:
     if given is None:
         return None
     if not isinstance(given, Tag) or not _NAME.fullmatch(given.name):
-        user_code.log_unexpected("triage", TypeError(f"{user_code.printable(repr(given), 80)} is no tag and is ignored"), trace=False)
+        user_code.log_unexpected("triage", TypeError(f"{user_code.printable(repr(given), 80)} is not a tag and is ignored"), trace=False)
         return None
     return replace(given, note=given.note[:_MAX_NOTE])

@@ -78,7 +78,7 @@ def read_verdict(run_dir: Path, version: int) -> GateVerdict | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise StoreError(f"{path} is no verdict of the gate: {error}"[:2000]) from error
+        raise StoreError(f"{path} is not a verdict of the gate: {error}"[:2000]) from error
 
 
 def read_verdicts(run_dir: Path) -> tuple[GateVerdict, ...]:

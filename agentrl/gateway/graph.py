@@ -271,7 +271,7 @@ class ConversationGraph:
         if not same or self._is_argument(opening.text[same[0].context.opening.chars :].strip()):
             return None
         texts = [message.message.content[:chars] for message in request.messages[-most:]]
-        quoted = (turn for turn in same if any(turn.quoted_in(text) or _any_task_in(turn, text) for text in texts))
+        quoted = (turn for turn in same if any(turn.quoted_in(text) for text in texts) or _any_task_in(turn, texts))
         longer = (turn for turn in same if len(request.messages) > turn.messages or opening.chars > turn.context.opening.chars)
         return next(quoted, None) or next(longer, None)
 
@@ -311,7 +311,7 @@ class ConversationGraph:
         for turn, free in islice(reversed(self._running.items()), MAX_CALLING):
             tasks = None if texts is None else [text for text in texts if not turn.quoted_in(text)]
             for index in sorted(free):
-                if tasks is None or any(_task_in(turn.calls[index], text) for text in tasks):
+                if tasks is None or _task_in(turn.calls[index], tasks):
                     free.discard(index)
                     return Parent(trajectory=turn.trajectory.index, turn=turn.turn, call=index)
         return None
@@ -405,14 +405,14 @@ def _digest(*parts: bytes) -> bytes:
 NO_TOOLS = _digest(json.dumps([]).encode())
 
 
-def _any_task_in(turn: SampledTurn, text: str) -> bool:
-    return any(_task_in(call, text) for call in turn.calls[:MAX_CALLING])
+def _any_task_in(turn: SampledTurn, texts: Sequence[str]) -> bool:
+    return any(_task_in(call, texts) for call in turn.calls[:MAX_CALLING])
 
 
-def _task_in(call: ToolCall, text: str) -> bool:
-    """Whether a text contains a text of the call's arguments, such as the task of a sub-agent."""
+def _task_in(call: ToolCall, texts: Sequence[str]) -> bool:
+    """Whether one of the texts contains a text of the call's arguments, such as the task of a sub-agent."""
     tasks = [task for task in _strings(call.arguments) if len(task) >= QUOTED // 2]
-    return any(task in text for task in tasks[:MAX_CALLING])
+    return any(task in text for task in tasks[:MAX_CALLING] for text in texts)
 
 
 def _at_an_end(task: str, text: str) -> bool:

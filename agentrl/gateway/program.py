@@ -49,7 +49,7 @@ class ExternalProgram:
     - with status 0: `answered`;
     - with another status, or killed, after the policy's first answer: `failed`, and scored, because the policy's answers caused it;
     - before the policy's first answer: a `TaskError`, because nothing was sampled and a retry would not help;
-    - some seconds after the session has reached the task's `turns`: `turn_limit`, or has refused a thousand requests: `refused`;
+    - some seconds after the session has reached the task's `turns`: `turn_limit`, or has rejected a thousand requests: `refused`;
     - at the task's `wall_s`: `wall_limit`, blamed on the policy if the program itself took at least half of that time.
     """
 

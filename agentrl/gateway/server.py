@@ -166,7 +166,7 @@ class Gateway:
         return self._guarded(answer)
 
     def _guarded(self, answer: Callable[[Session, Request], Awaitable[Response]]) -> Callable[[Request], Any]:
-        """A route that requires the key of a session, and counts refused requests."""
+        """A route that requires the key of a session, and counts rejected requests."""
 
         async def guarded(request: Request) -> Response:
             session: Session | None = None

@@ -129,7 +129,7 @@ class Session:
             raise _too_long()
 
     def refused(self, kind: str) -> None:
-        """Counts a refused request."""
+        """Counts a rejected request."""
         self.counts[f"refused_{kind}"] += 1
         self._refused += 1
         if self._refused > MAX_REFUSED and not self.limit:
@@ -402,7 +402,7 @@ class Session:
     def _name_auxiliary(self) -> None:
         """Marks contexts of one turn that no request continues and that are not the main work as `auxiliary`: titles, summaries.
 
-        Contexts without a parent are auxiliary if they have no tools. So are contexts that quote the work, or ask about it without tools.
+        Contexts without a parent are auxiliary if they have no tools, quote the work, or ask about it without tools.
         """
         trajectories = self.episode.trajectories
         asides = {each.index for each in trajectories if each.index in self._asides and len(each.turns) == 1}

@@ -83,7 +83,7 @@ class DesignEffects:
 
 
 def design_effect(of: Sequence[tuple[str, float]]) -> float:
-    """The design effect of a share. `of` holds for each answer its task, and 1 or 0."""
+    """The design effect of a share. `of` has the task of each answer, and 1 or 0."""
     rate = statistics.fmean(value for _, value in of) if of else 0.0
     return _effect([(task, value - rate) for task, value in of], rate * (1 - rate) * len(of))
 

@@ -90,9 +90,9 @@ def load_calibration(path: Path) -> Calibration:
     except ValidationError as error:
         first = error.errors()[0]
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise UserError(f"{path} is no calibration: {printable(problem, 300)}", fix=fix) from None
+        raise UserError(f"{path} is not a calibration: {printable(problem, 300)}", fix=fix) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is no calibration: {printable(str(error), 300)}", fix=fix) from None
+        raise UserError(f"{path} is not a calibration: {printable(str(error), 300)}", fix=fix) from None
 
 
 def validate_requirements(calibration: str | None, *, min_agreement: float, min_coverage: float) -> None:

@@ -122,7 +122,7 @@ class Endpoint:
         if isinstance(self.url, str):
             validate_url(self.url)
         if error := next(secrets.literal_secret_errors(dict(self.options), "Endpoint.options"), ""):
-            raise UserError(error, fix="set Endpoint.key_env to the environment variable that holds the key")
+            raise UserError(error, fix="set Endpoint.key_env to the environment variable that contains the key")
         for name, reference in self.headers.items():
             if not _HEADER.fullmatch(name) or name.lower() in _OWN_HEADERS or not secrets.is_reference(reference):
                 raise UserError(
@@ -354,7 +354,7 @@ def validate_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password or parts.query or parts.fragment:
         raise UserError(
             "an endpoint's url must be http(s)://HOST/PATH without a user, a password or a query",
-            fix='write a url such as "https://api.example.org/v1", and set key_env to the environment variable that holds the key',
+            fix='write a url such as "https://api.example.org/v1", and set key_env to the environment variable that contains the key',
         )
     return url
 

@@ -36,7 +36,7 @@ class _State:
 class Ensemble:
     """A verifier that combines others: `Ensemble(judges={"a": one, "b": other, "c": third}, aggregate="median", max_disagreement=0.5)`.
 
-    Members may be judges with different models and prompts, or any verifiers that need no sandboxes. Their scores are parts, and so are
+    Members may be judges with different models and prompts, or any verifiers that need no sandboxes. The parts are the members' scores and
 
         disagreement   the mean absolute difference over all pairs of members
         judges         the number of members with a score

@@ -32,7 +32,7 @@ _AROUND = re.compile(rf"(?<![{_MARKS}])[{_MARKS}]++(?=\s|$)|(?<!\S)[{_MARKS}]++"
 def non_answer_reason(answer: str | None, *, question: str = "", reference: str | None = None) -> str:
     """Why an answer cannot be right for any question; empty if it has to be judged.
 
-    The reference itself is always judged, and so is an answer with a letter, a digit or a symbol that is not a known opening phrase.
+    The reference is always judged, as is an answer with a letter, a digit or a symbol that is not a known opening phrase.
     """
     if answer is None:
         return "no answer was submitted"

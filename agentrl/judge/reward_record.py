@@ -67,7 +67,7 @@ def validate_shows(names: tuple[str, ...]) -> tuple[PromptField, ...]:
 
 
 def reward_model_text(shows: Sequence[PromptField], task: Task, episode: Episode, *, reference: str) -> str:
-    """The input of a reward model that reads text, in training and as a judge. Control tokens are broken up (`neutralize`).
+    """Returns the input text of a reward model, for training and judging. Control tokens are broken up (`neutralize`).
 
     Args:
         reference: key of `Task.data` that holds the reference answer.

@@ -1,4 +1,4 @@
-"""Checkpoints of the learner: `checkpoints/000012/` holds the state that update 13 needs.
+"""Checkpoints of the learner: `checkpoints/000012/` contains the state that update 13 needs.
 
     state/         DeepSpeed's files, one set per rank: trained weights, float32 masters, optimizer moments
     critic/        the same for the critic, if there is one
@@ -115,7 +115,7 @@ def restore(checkpoint: Checkpoint, engine: PolicyEngine, *, critic: Critic | No
 
     With the ranks and ZeRO stage that wrote the checkpoint, the next update is bitwise identical; otherwise it is equal up to rounding.
     The random state is loaded only if the number of ranks is the same. Raises `LearnerError` if the checkpoint does not fit the recipe's
-    model and critic, or holds anything but tensors and plain values.
+    model and critic, or contains anything but tensors and plain values.
     """
     ranks, folder = engine.ranks, checkpoint.folder
     same_ranks = ranks.size == checkpoint.meta.ranks
@@ -129,7 +129,7 @@ def restore(checkpoint: Checkpoint, engine: PolicyEngine, *, critic: Critic | No
 
 def _load(deepspeed: Any, folder: Path, tag: str, ranks: Ranks, *, same_ranks: bool) -> None:
     if not (folder / tag).is_dir():
-        raise LearnerError(f"checkpoint {folder} holds no {tag}; resume with the critic settings that wrote it")
+        raise LearnerError(f"checkpoint {folder} contains no {tag}; resume with the critic settings that wrote it")
     saved = layout_of(folder / tag)
     if saved != layout(deepspeed.zero_optimization_stage()) or not (same_ranks or saved == "whole"):  # whole: not sharded
         load_converted(deepspeed, folder, tag, ranks)

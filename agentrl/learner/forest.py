@@ -32,7 +32,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forest:
-    """All tokens of some sequences, each shared prefix once."""
+    """The tokens of several sequences. A shared prefix is stored once."""
 
     token_ids: Ints  # [T]
     positions: Ints  # [T] position in the sequence, from 0

@@ -93,7 +93,7 @@ class MicroBatch:
 
 
 def build_micro_batch(rows: Rows, device: torch.device, numbers: Sequence[int] | None = None, *, team: Team | None = None) -> MicroBatch:
-    """Returns the tensors of some samples. Without samples it holds two untrained tokens, so that the rank still joins collectives.
+    """Returns the tensors of some samples. Without samples they have two untrained tokens, so that the rank still joins collectives.
 
     `numbers` are the samples' indices within the optimizer step; None counts from 0. All ranks of a `team` pass the same samples.
     """
@@ -139,7 +139,7 @@ def check_vocabulary(samples: Sequence[Sample], size: int) -> None:
             if len(ids) and not 0 <= min(ids) <= max(ids) < size:
                 wrong = next(token for token in ids if not 0 <= token < size)
                 raise LearnerError(
-                    f"episode {sample.episode_id} holds token {wrong}, but the policy's vocabulary has {size}: server and learner run"
+                    f"episode {sample.episode_id} contains token {wrong}, but the policy's vocabulary has {size}: server and learner run"
                     " different models, or the tokenizer is larger than the embedding. Restart the run with one model folder for both"
                 )
 

@@ -1,6 +1,6 @@
 """Publishes a policy version: a Hugging Face folder that servers and `from_pretrained` load, with a probe to verify it.
 
-`versions/000012/` holds model.safetensors and config.json, the tokenizer and chat template of version 0, `update.json` (metrics of
+`versions/000012/` contains model.safetensors and config.json, the tokenizer and chat template of version 0, `update.json` (metrics of
 the update) and `probe.json` (an `agentrl.records.Probe`: the learner's logprobs of a few token rows). With LoRA it holds
 adapter_model.safetensors and adapter_config.json instead; the base weights are in version 0.
 """

@@ -22,7 +22,7 @@ from agentrl.learner.ranks import COLLECTIVE_TIMEOUT_S, Ranks, Team
 
 
 def form_teams(ranks: Ranks, size: int) -> Ranks:
-    """Returns the same ranks in teams of `size` neighbours. All ranks call it."""
+    """Returns the same ranks in teams of `size` neighbours. Every rank must call this function."""
     if size == 1:
         return ranks
     for first in range(0, ranks.size, size):

@@ -1,8 +1,8 @@
 """Loads a checkpoint that another number of ranks or another ZeRO stage wrote.
 
 It uses DeepSpeed's universal format: a folder per parameter with its unsharded float32 weights, two moments and step count. DeepSpeed
-converts stages 1 to 3 to it and reads it in engines of those stages; the single file of stage 0 is split and joined here. So is what
-DeepSpeed 0.19.8 lacks for a change of stage: stage 3's step counts, and the file names and headers that the other stage expects.
+converts stages 1 to 3 to it and reads it in engines of those stages; this module splits and joins the single file of stage 0. It
+also adds what DeepSpeed 0.19.8 lacks for a change of stage: stage 3's step counts, and the file names and headers of the other stage.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def tensors_only(what: str) -> Iterator[None]:
             yield
     except pickle.UnpicklingError as error:
         raise LearnerError(
-            f"{what} holds more than tensors and plain values ({_first_line(error)}); none of its code was run\n"
+            f"{what} contains more than tensors and plain values ({_first_line(error)}); none of its code was run\n"
             "  fix: resume from a checkpoint that this run has written"
         ) from error
     finally:

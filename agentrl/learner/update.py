@@ -176,7 +176,7 @@ class Updater:
         )
 
     def _with_advantages(self, prepared: Plan, critic: Critic | SharedCritic) -> tuple[Plan, dict[str, float]]:
-        """The same micro-batches with advantages from the critic's values, and metrics of the critic."""
+        """The same micro-batches with advantages computed from the critic's values, and the critic's metrics."""
         ranks = self.engine.ranks
         updated = [(minibatch, [micro.with_advantages(critic.config) for micro in micro_batches]) for minibatch, micro_batches in prepared]
         micros = [micro for _, micro_batches in updated for micro in micro_batches]

@@ -117,7 +117,7 @@ class Worker:
         )
 
     def _train(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float]]:
-        """Makes the step's update, or what a limit of the recipe puts in its place; returns the parent of the version that it makes."""
+        """Updates the weights, or rolls back if a limit of the recipe requires it. Returns the parent of the new version, and metrics."""
         assembled, metrics = self._update(step, groups)
         for index, reason in assembled.drop_reasons.items():
             log.info("step %d: group %d has no samples: %s", step, index, reason)
@@ -131,7 +131,7 @@ class Worker:
         return step, metrics
 
     def _gate_rollback(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float]]:
-        """Answers the gate's request: the groups of the step were sampled by what is undone, and count as consumed by an undone step."""
+        """Performs the rollback that the gate requested. Undone versions sampled the groups of this step, so the step consumes them."""
         request = rollback.pending_request(self.run_dir / "versions", self.registry)
         if request is None:
             raise LearnerError(f"step {step}: the rollback request has disappeared from {self.run_dir / 'versions'}")

@@ -168,7 +168,7 @@ class _Reader:
 
 
 def check_data(header: GgufHeader) -> dict[str, int]:
-    """Checks that every tensor lies within the file; returns the number of tensors by storage type, such as {"Q4_1": 210, "F32": 61}.
+    """Checks that every tensor is within the file; returns the number of tensors by storage type, such as {"Q4_1": 210, "F32": 61}.
 
     Needs the package `gguf`. Raises `UserError`.
     """

@@ -134,7 +134,7 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def _same(target: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """The record of a folder that already holds the requested import, undamaged; else None."""
+    """The record of a folder that already contains the requested import, undamaged; else None."""
     try:
         record = json.loads((target / RECORD).read_text(encoding="utf-8"))
         if record["format"] != _FORMAT or record["asked"] != asked:
@@ -161,11 +161,11 @@ def _check_target(target: Path, source: Source, *, force: bool) -> None:
     others = sorted(path.name for path in target.iterdir() if not path.is_file() or not any(fnmatch(path.name, one) for one in _OF_A_MODEL))
     model = any((target / name).is_file() for name in (RECORD, "config.json"))
     if not force or not model:
-        content = "holds another model, or a changed one" if model else "is not a model folder"
+        content = "contains another model, or a changed one" if model else "is not a model folder"
         raise UserError(f"{target} exists and {content}", fix="choose another folder" + (", or give --force" if model else ""))
     if others:
         held = ", ".join(map(repr, others[:5])) + (", ..." if len(others) > 5 else "")
-        raise UserError(f"{target} also holds files that --force does not delete: {held}", fix="choose another folder")
+        raise UserError(f"{target} also contains files that --force does not delete: {held}", fix="choose another folder")
 
 
 def _check_installed(source: Source) -> None:
@@ -232,7 +232,7 @@ def _plain(text: str) -> str:
 def _check_header(header: GgufHeader) -> None:
     kind = header.text("general.type") or "model"
     if kind != "model":
-        raise UserError(f"{header.path} holds only a part of a model: {kind[:80]}", fix="give the model's GGUF file")
+        raise UserError(f"{header.path} contains only a part of a model: {kind[:80]}", fix="give the model's GGUF file")
     if header.metadata.get("split.count", 1) not in (0, 1):
         raise UserError(f"{header.path} is one of several files of a model", fix="join them with llama-gguf-split --merge")
     _check_layers(header.metadata.get(f"{header.architecture}.block_count"), len(header.tensors))
@@ -291,7 +291,7 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
     tokenizer.save_pretrained(part)
     saved = AutoTokenizer.from_pretrained(part, trust_remote_code=False, local_files_only=True)
     if saved.encode(_SAMPLE, add_special_tokens=False) != tokenizer.encode(_SAMPLE, add_special_tokens=False):
-        raise UserError("the tokenizer makes other tokens after it is saved and loaded", fix="import the model's Hugging Face folder")
+        raise UserError("the tokenizer returns other tokens after it is saved and loaded", fix="import the model's Hugging Face folder")
     try:
         chat = ChatFormat(saved)
     except UserError as error:

@@ -79,7 +79,7 @@ def check_size(config: Any, *, values: int, exact: bool) -> int:
             model.tie_weights()
     except Exception as error:  # any error of the model's code
         raise UserError(
-            f"the configuration makes no model: {one_line_error(error)}", fix="use another model, such as Qwen3 or Llama"
+            f"no model can be built from the configuration: {one_line_error(error)}", fix="use another model, such as Qwen3 or Llama"
         ) from error
     wanted: int = sum(parameter.numel() for parameter in model.parameters())
     if wanted > values or (exact and wanted != values):
@@ -149,7 +149,7 @@ def fingerprints(model: Any) -> dict[str, str]:
 
 
 def check_saved(folder: Path, dtype: str, prints: Mapping[str, str]) -> None:
-    """Loads a written folder as the learner does. Raises `UserError` unless it holds the same bits and is scored as the model does."""
+    """Loads a written folder as the learner does. Raises `UserError` unless it has the same bits and its logprobs are the model's."""
     from transformers import AutoConfig
 
     from agentrl.learner.token_scorer import TOLERANCE, TokenScorer, check_scorer

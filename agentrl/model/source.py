@@ -79,14 +79,14 @@ def _folder(path: Path) -> Source:
 
 
 def _is_held(file: Path, folder: Path) -> bool:
-    """Whether a file to copy lies in this folder, or in the hub's cache; a link may point to any file."""
+    """Whether a file to copy is in this folder, or in the hub's cache; a link may point to any file."""
     real, root = file.resolve(), folder.resolve()
     return real.is_relative_to(root) or (root.parent.name == "snapshots" and real.is_relative_to(root.parents[1] / "blobs"))
 
 
 def _pickled(path: Path) -> UserError:
     fix = "use the model's safetensors, or a GGUF file"
-    return UserError(f"{path} holds pickled weights, and loading them can run any code", fix=fix)
+    return UserError(f"{path} contains pickled weights, and loading them can run any code", fix=fix)
 
 
 def _of_card(path: Path) -> str:
@@ -113,11 +113,11 @@ def _in_package(text: str) -> Source:
     if not there:
         data = [path for path in held if not path.endswith((".py", ".pyc")) and ".dist-info/" not in path]
         holds = ", ".join([*data[:_LISTED], *(["..."] if len(data) > _LISTED else [])])
-        raise UserError(f"package {name!r} holds no GGUF file; it holds {holds or 'Python alone'}", fix="name a package that carries one")
+        raise UserError(f"package {name!r} contains no GGUF file; it contains {holds or 'Python alone'}", fix="use another package")
     found = [path for path in there if not wanted or path == wanted or path.endswith(f"/{wanted}")]
     if len(found) != 1:
         which = f"no file {wanted!r}" if not found else "more than one GGUF file"
-        raise UserError(f"package {name!r} holds {which}; its GGUF files are {', '.join(there)[:1000]}", fix=f"give {PACKAGE}{name}/FILE")
+        raise UserError(f"package {name!r} has {which}; its GGUF files are {', '.join(there)[:1000]}", fix=f"give {PACKAGE}{name}/FILE")
     path = _inside(package, found[0])
     digest = sha256_file(path)
     stated = held[found[0]].hash

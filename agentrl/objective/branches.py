@@ -45,7 +45,7 @@ class CreditedTrajectory:
 
 
 def assign_shared_turns(lines: Sequence[CreditedTrajectory], *, mean: bool) -> list[CreditedTrajectory]:
-    """Returns the lines with `trains` set: the first line with a sampled turn trains it. Lines that train no turn are dropped.
+    """Returns the lines with `trains` set: the first line with a sampled turn trains it. Trajectories that train no turn are dropped.
 
     Args:
         lines: all counted lines of one group, in the group's order.

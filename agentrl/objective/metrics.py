@@ -107,7 +107,7 @@ def summarize(sums: Tensor, maxima: Tensor, *, with_reference: bool = False) -> 
 def combine_steps(steps: Sequence[Mapping[str, float]], tokens: Sequence[int]) -> dict[str, float]:
     """Combines the metrics of a batch's optimizer steps: means weighted by the steps' `tokens`, and extremes of extremes.
 
-    Non-finite values are ignored, and so are metrics that no step has.
+    Ignores non-finite values, and metrics that no step has.
     """
     combined: dict[str, float] = {}
     for name in sorted({name for step in steps for name in step}):

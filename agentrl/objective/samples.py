@@ -34,8 +34,8 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
     """Returns one sample per trajectory of every counted episode, and the reason for each group without samples.
 
     A group with a non-finite score or logprob, or with a trajectory that starts without a prompt or exceeds the policy's context, is
-    dropped before any mean is taken: half a group would shift its baseline. So is a group whose advantages are not finite in float32.
-    `Batch.group_indices` holds all groups, because the step consumes them.
+    dropped before any mean is taken: half a group would shift its baseline. A group whose advantages are not finite in float32 is too.
+    `Batch.group_indices` has all groups, because the step consumes them.
 
     Args:
         penalties: subtracted from the score of the episode with that id; see `counted_samples`.

@@ -66,7 +66,7 @@ class Head:
 
     @property
     def on_a_scale(self) -> bool:
-        """Whether both rates lie within [0, 1]."""
+        """Whether both rates are within [0, 1]."""
         return in_unit_interval(self.before) and in_unit_interval(self.after)
 
     @property

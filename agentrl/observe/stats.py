@@ -60,7 +60,7 @@ def rate_difference(before: Rate, after: Rate) -> tuple[float, float]:
 
 
 def in_unit_interval(rate: Rate | None) -> bool:
-    """Whether a rate and its interval lie within [0, 1]; True for None."""
+    """Whether a rate and its interval are within [0, 1]; True for None."""
     return rate is None or (rate.ci_low >= 0 and rate.ci_high <= 1)
 
 

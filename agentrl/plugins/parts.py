@@ -1,6 +1,6 @@
 """The replaceable parts of a run: built-in ones, which a recipe selects by name, and user-supplied ones, by plug-in reference.
 
-The name of a built-in part stands for a plug-in reference into agentrl. Every other name is resolved by `agentrl.plugins.references`.
+The name of a built-in part is an alias of a plug-in reference into agentrl. Every other name is resolved by `agentrl.plugins.references`.
 Before a run starts, each part is checked against the protocol of its kind. See docs/parts.md."""
 
 from __future__ import annotations
@@ -115,13 +115,13 @@ def check_name(kind: PartKind, name: str) -> str:
     known = [*kind.shipped, *references.installed_plugins()]
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ValueError(f"no {kind.what} of that name; {meant}known here: {', '.join(known)}, or anybody's by reference: module:attr")
+    raise ValueError(f"no {kind.what} of that name; {meant}known here: {', '.join(known)}; for a plug-in write module:attr")
 
 
 def check_options(kind: PartKind, name: str, options: Mapping[str, Any]) -> None:
     """Raises `ValueError` if options would have no effect."""
     if options and name in kind.shipped:
-        raise ValueError(f"options do nothing with {kind.key}={name}: they are for a part that is named by reference")
+        raise ValueError(f"options do nothing with {kind.key}={name}: they are for plug-ins; remove them")
 
 
 AgentName = Annotated[str, AfterValidator(partial(check_name, AGENT)), AGENT]
@@ -161,7 +161,7 @@ def make_part(kind: PartKind, name: str, options: Mapping[str, Any] | None, *arg
         made = factory(*arguments, **named)
     lacks = protocol_errors(made, references.resolve(kind.protocol), has_defaults=kind.has_defaults)
     if lacks:
-        raise _unfit(kind, name, f"what it made, of class {type(made).__name__},", lacks)
+        raise _unfit(kind, name, f"its result, of class {type(made).__name__},", lacks)
     return made
 
 
@@ -173,23 +173,23 @@ def _held(kind: PartKind, name: str, options: Mapping[str, Any]) -> Any:
         raise PluginError(f"{kind.key}: {error.message}", fix=error.fix) from error
     protocol = references.resolve(kind.protocol)
     if not callable(found):
-        raise PluginError(f"{kind.key} {name!r} is of type {type(found).__name__}, and will be called", fix=_how(kind, protocol))
+        raise PluginError(f"{kind.key} {name!r} is of type {type(found).__name__}, which is not callable", fix=_how(kind, protocol))
     if kind.given is None:
-        lacks = [ProtocolError("it is a class, and will be called as a function", "name an instance")] if inspect.isclass(found) else []
+        lacks = [ProtocolError("it is a class, not a function", "refer to an instance")] if inspect.isclass(found) else []
         lacks = lacks or protocol_errors(found, protocol, options)
         if lacks:
             raise _unfit(kind, name, "it", lacks)
         return found
     if inspect.iscoroutinefunction(found):
-        raise PluginError(f"{kind.key} {name!r} is async, and will not be awaited", fix=_how(kind, protocol))
+        raise PluginError(f"{kind.key} {name!r} is async, but is called without await", fix=_how(kind, protocol))
     given, named = _call(kind)
     if problem := signature_error(found, *given, **named, **options):
         raise PluginError(f"{kind.key} {name!r} cannot be called with ({', '.join(kind.given)}): {problem}", fix=_how(kind, protocol))
     made = found if inspect.isclass(found) else promised_class(found)
     if made is None:
         raise PluginError(
-            f"{kind.key} {name!r} does not say what it returns, so that nobody could tell before the start whether that is a {kind.what}",
-            fix=f"annotate it with the class that it makes, or with agentrl.protocols.{protocol.__name__}",
+            f"{kind.key} {name!r} has no return annotation, so its result cannot be checked before the run starts",
+            fix=f"annotate it with the class that it returns, or with agentrl.protocols.{protocol.__name__}",
         )
     if made is not protocol and (lacks := protocol_errors(made, protocol, has_defaults=kind.has_defaults)):
         raise _unfit(kind, name, f"class {made.__name__}", lacks)
@@ -205,8 +205,8 @@ def _call(kind: PartKind) -> tuple[list[None], dict[str, None]]:
 
 def _how(kind: PartKind, protocol: type) -> str:
     if kind.given is None:
-        return f"name a function that is called as agentrl.protocols.{protocol.__name__} says"
-    return f"name a class or function that takes ({', '.join(kind.given)}) and makes an agentrl.protocols.{protocol.__name__}"
+        return f"refer to a function with the signature of agentrl.protocols.{protocol.__name__}"
+    return f"refer to a class or function that takes ({', '.join(kind.given)}) and returns an agentrl.protocols.{protocol.__name__}"
 
 
 def _unfit(kind: PartKind, name: str, subject: str, lacks: list[ProtocolError]) -> PluginError:

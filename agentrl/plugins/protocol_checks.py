@@ -37,7 +37,7 @@ def protocol_errors(
     if not inspect.isclass(candidate):
         for name in _attributes(protocol):
             if not hasattr(candidate, name):
-                found.append(ProtocolError(f"it has no attribute {name}", f"set self.{name} when it is made"))
+                found.append(ProtocolError(f"it has no attribute {name}", f"set self.{name} in __init__"))
     return found
 
 
@@ -112,7 +112,7 @@ def _misfit(name: str, theirs: Callable[..., Any], wanted: Callable[..., Any], *
             return f"{name} cannot be called as it will be: {problem}"
     awaited = _is_async(wanted)
     if inspect.isroutine(theirs) and awaited != _is_async(theirs) and not (awaited and _promises(theirs)):
-        return f"{name} {'is not async, and will be awaited' if awaited else 'is async, and will not be awaited'}"
+        return f"{name} {'is not async, but will be awaited' if awaited else 'is async, but is called without await'}"
     return ""
 
 

@@ -223,6 +223,6 @@ class Agent(Protocol):
     async def act(self, episode: LiveEpisode) -> str:
         """Runs the episode and returns the stop reason of the trajectories that have not ended.
 
-        An exception counts as an infrastructure fault; `TaskError` and `PluginError` count as faults of the task. Text of the policy alone
-        must not cause an exception. The call is cancelled after `Limits.wall_s`.
+        An exception counts as an infrastructure fault; `TaskError` and `PluginError` count as faults of the task. No text of
+        the policy may cause an exception. The call is cancelled after `Limits.wall_s`.
         """

@@ -29,7 +29,7 @@ class ExperienceStore(Protocol):
         """Marks groups as consumed by `step`, whose result is in `checkpoint`. Raises `StoreError` if one was consumed before."""
 
     def reconcile(self, consumed: Mapping[int, Sequence[int]]) -> None:
-        """After a crash, makes the store agree with the checkpoint in use. `consumed` maps steps to the groups that they consumed."""
+        """Updates the store to the checkpoint in use, after a crash. `consumed` maps steps to the groups that they consumed."""
 
     def indices(self) -> tuple[int, ...]:
         """The indices of all stored groups, in ascending order."""

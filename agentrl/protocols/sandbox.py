@@ -14,9 +14,9 @@ class Sandbox(Protocol):
 
     Paths are relative to the working directory. A path that leaves it raises `ValueError`, as does any other invalid argument (a NUL, an
     unpaired surrogate, an environment name with `=`, no program, an invalid deadline), before anything is run. An argument of a wrong type
-    raises `TypeError`. Callers may therefore pass an agent's text unchecked. Text stands for bytes as in `os.fsdecode`, so that every file
-    name can be expressed. Faults of the sandbox layer raise `SandboxError` or `SandboxTimeout`; a program that fails or exceeds its time
-    returns an `ExecResult`.
+    raises `TypeError`. Callers may therefore pass an agent's text unchecked. Text is converted to bytes as in `os.fsdecode`, so that every
+    file name can be expressed. Faults of the sandbox layer raise `SandboxError` or `SandboxTimeout`; a program that fails or exceeds its
+    time returns an `ExecResult`.
     """
 
     id: str

@@ -87,8 +87,8 @@ class Episode(Record):
 class EpisodeState(Record):
     """An episode between two turns. It can be resumed from this state, and branched any number of times.
 
-    It holds the files of the working directory, the turns with their tool results, and the state of the agent and its tools on the host. It
-    does not hold /tmp, running programs, or the memory of a Python session.
+    It contains the files of the working directory, the turns with their tool results, and the state of the agent and its tools on the host.
+    It does not contain /tmp, running programs, or the memory of a Python session.
     """
 
     __pydantic_config__: ClassVar = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}  # a snapshot is not text

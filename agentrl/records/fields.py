@@ -51,7 +51,7 @@ def name(value: Any) -> str:
     """The text. Raises `ValueError` for an unpaired surrogate."""
     string = _string(value)
     if not encodable(string):
-        raise ValueError(f"{string[:80]!a} holds half of a surrogate pair, which UTF-8 cannot encode")
+        raise ValueError(f"{string[:80]!a} contains half of a surrogate pair, which UTF-8 cannot encode")
     return string
 
 

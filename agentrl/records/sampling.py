@@ -96,7 +96,7 @@ class Supports(Record):
 
     @classmethod
     def join(cls, parts: Iterable[Supports | int]) -> Self | None:
-        """Concatenates supports. A number n stands for n tokens from the whole vocabulary. None if all tokens are."""
+        """Concatenates supports. A number n means n tokens from the whole vocabulary. None if all tokens are."""
         known = [part if isinstance(part, Supports) else cls(sizes=bytes(2 * part), ids=b"") for part in parts]
         ids = b"".join(part.ids for part in known)
         return cls(sizes=b"".join(part.sizes for part in known), ids=ids) if ids else None

@@ -29,6 +29,6 @@ class Score(Record):
         if self.value is None and not self.reason:
             raise ValueError("Score without a value needs a reason")
         if any(reward != reward for rewards in self.turn_rewards for reward in rewards):
-            raise ValueError("Score.turn_rewards holds NaN")
+            raise ValueError("Score.turn_rewards contains NaN")
         if self.value is not None and self.blame is not None:
             raise ValueError("Score.blame must be None for a score with a value")

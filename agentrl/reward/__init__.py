@@ -1,7 +1,7 @@
 """Rewards: run the verifiers of a task and combine their scores. A verifier that fails leaves the episode unscored.
 
 `rubric` combines verifiers with weights, required criteria and caps. `worker` runs scoring code that may hang in a subprocess.
-`cleanroom` is the verifier of task folders, and `inside/` holds the programs that it runs in sandboxes.
+`cleanroom` is the verifier of task folders, and `inside/` contains the programs that it runs in sandboxes.
 """
 
 from agentrl.reward.configured import ConfiguredVerifier

@@ -1,7 +1,7 @@
 """Clean-room grading: hidden tests grade declared outputs in fresh sandboxes, after the agent's last action.
 
 In mode `judge` the tests and the programs under test are also separated. The host executes the task's runs in a sandbox with the task's
-files and the outputs, and reads the results as data. The tests then run in a second sandbox that holds this data but never executes a
+files and the outputs, and reads the results as data. The tests then run in a second sandbox that contains this data but never executes a
 program under test. So a program can neither read the expected values nor forge a test report. The other modes run tests and code under
 test in one sandbox; docs/security.md describes the risk.
 
@@ -238,7 +238,7 @@ async def _contained(task: Task, plan: Grading, outputs: Mapping[str, bytes], sa
 async def _harbor(
     task: Task, plan: Grading, outputs: Mapping[str, bytes], removed: Sequence[str], sandboxes: SandboxBackend
 ) -> TestOutcome:
-    """Runs test.sh in a fresh sandbox with the image's working directory and the agent's changes. The reward file holds the value."""
+    """Runs test.sh in a fresh sandbox with the image's working directory and the agent's changes. The reward file contains the value."""
     secret = secrets.token_hex(16)
     gone = [path for path in removed if is_plain_path(path) and path not in outputs]
     request = json.dumps({"secret": secret, "tests": plan.tests, "written": list(outputs), "removed": gone}).encode()

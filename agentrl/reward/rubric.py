@@ -7,7 +7,7 @@
 
 in `rewards/mine.py` is the verifier `rewards.mine:total`.
 
-The value is the weighted mean of the parts, sum(w_i * v_i) / sum(w_i). A required criterion that fails makes it 0, and a cap limits it.
+The value is the weighted mean of the parts, sum(w_i * v_i) / sum(w_i). It is 0 if a required criterion fails, and a cap limits it.
 All values, including the verifiers' own parts, are parts of the score by name. If a part has no value, the rubric has none.
 """
 

@@ -35,7 +35,7 @@ class VerifierTimeout(InfrastructureError):
 
 
 class MissingTaskData(KeyError):
-    """A verifier read a key of `Task.data` that does not exist, usually the truth of a hand-made task."""
+    """A verifier read a key of `Task.data` that does not exist, usually the truth of a hand-written task."""
 
 
 class _Data(dict[str, Any]):

@@ -24,7 +24,7 @@ from agentrl.task.outputs import CollectedOutputs, collect_outputs, select_files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRunner:
-    """Runs episodes of any task with one policy and one agent. It holds no state of an episode, so many may run at once."""
+    """Runs episodes of any task with one policy and one agent. It has no state of an episode, so many episodes may run at once."""
 
     agent: Agent
     policy: Policy
@@ -148,7 +148,7 @@ def _out_of_time(episode: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[F
 
 
 async def _collect(episode: ActiveEpisode) -> tuple[CollectedOutputs, tuple[Failure, ...]]:
-    """Collects the declared outputs after the agent's last action. Outputs that the agent made unreadable are the policy's failure."""
+    """Collects the declared outputs after the agent's last action. If the agent made one unreadable, that is the policy's failure."""
     if episode.untouched:  # nothing ran, so the files are the task's
         return CollectedOutputs(files=select_files(task_files(episode.task), episode.task.outputs)), ()
     sandbox = await episode.sandbox()

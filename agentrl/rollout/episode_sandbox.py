@@ -114,6 +114,4 @@ def task_files(task: Task) -> dict[str, bytes]:
             path.encode()
         return files
     except ValueError as error:
-        raise TaskError(
-            f"task {task.id!r}: one of its files cannot be written: {error}", fix="give it a name and content in UTF-8"
-        ) from error
+        raise TaskError(f"task {task.id!r} has a file that cannot be written: {error}", fix="use UTF-8 for its name and content") from error

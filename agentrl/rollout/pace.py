@@ -55,7 +55,7 @@ def blame_for_timeout(limit_s: float, *, program_s: float, sampled_s: float, los
         program_s: seconds in programs that the agent called.
         sampled_s: seconds in requests; for a slow one, the usual time of such requests.
         lost_s: seconds that slow requests took beyond the usual.
-        stalled_s: seconds for which the driver's event loop stood still (`agentrl.base.loop_lag.StallCount`).
+        stalled_s: seconds for which the driver's event loop was blocked (`agentrl.base.loop_lag.StallCount`).
     """
     if max(lost_s, stalled_s) > LOST_SHARE * limit_s:
         return Blame.INFRASTRUCTURE

@@ -40,8 +40,8 @@ _POLL_S = 0.05
 async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, console: bool = True) -> Summary:
     """Runs a recipe, from the first evaluation to the last, and returns its summary. Continues the run in `start.folder`, if there is one.
 
-    The caller holds the run folder (`claim_run_folder`) and has run the cheap checks (`run_preflight`). Raises `UserError` before anything
-    starts if the recipe cannot run here, and `InfrastructureError` if a part fails for good; finished work is kept.
+    The caller has locked the run folder (`claim_run_folder`) and has run the cheap checks (`run_preflight`). Raises `UserError` before
+    anything starts if the recipe cannot run here, and `InfrastructureError` if a part fails for good; finished work is kept.
     """
     starts = len(sessions.read_sessions(start.folder))
     run, unfinished = None, tuple[Group, ...]()

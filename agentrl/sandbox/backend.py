@@ -214,6 +214,7 @@ class ChannelBackend(abc.ABC):
         except BaseException as error:
             explanation = explain()
             await sandbox.close()
+            explanation = explanation or explain()  # a shared container's keeper may report only now
             if explanation and isinstance(error, SandboxError):
                 raise SandboxError(f"{error}; {explanation}") from None
             raise

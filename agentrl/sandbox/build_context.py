@@ -30,6 +30,7 @@ LAYOUT = 2
 MAX_BYTES = 256 << 20
 MAX_ENTRIES = 20_000
 _MAX_DEPTH = 64
+_PIECE_BYTES = 1 << 20
 _DIRECTIVE = re.compile(r"#\s*([A-Za-z]+)\s*=\s*(.*)")
 
 
@@ -109,9 +110,9 @@ def _pack(folder: Path, target: IO[bytes] | None) -> str:
                     member.size = os.fstat(file.fileno()).st_size if member.isreg() else 0
                     left -= member.size
                     if left < 0:
-                        raise TaskError(f"{folder} holds more than {MAX_BYTES >> 20} MiB", fix=_ignore(folder))
+                        raise TaskError(f"{folder} contains more than {MAX_BYTES >> 20} MiB", fix=_ignore(folder))
                     kind = f"{member.name}\0{member.type!r}\0{member.mode}\0{member.linkname}\0{member.size}\0"
-                    digest.update(kind.encode("utf-8", "surrogateescape") + hashlib.file_digest(file, "sha256").digest())
+                    digest.update(kind.encode("utf-8", "surrogateescape") + _content_digest(file, member.size))
                     if archive is not None:
                         file.seek(0)
                         archive.addfile(member, file)
@@ -141,6 +142,15 @@ def _opened(entry: os.DirEntry[str]) -> BufferedReader:
     return open(os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 
+def _content_digest(file: BufferedReader, size: int) -> bytes:
+    """sha256 of the first `size` bytes, the ones that are archived; a file may grow meanwhile."""
+    digest = hashlib.sha256()
+    while size and (data := file.read(min(_PIECE_BYTES, size))):
+        digest.update(data)
+        size -= len(data)
+    return digest.digest()
+
+
 def _ignore(folder: Path) -> str:
     return f"list what the image does not need in {folder / '.dockerignore'}"
 
@@ -164,7 +174,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
                 continue
             count += 1
             if count > MAX_ENTRIES:
-                raise TaskError(f"{folder} holds more than {MAX_ENTRIES} entries", fix=_ignore(folder))
+                raise TaskError(f"{folder} contains more than {MAX_ENTRIES} entries", fix=_ignore(folder))
             yield path, entry
 
 
@@ -175,5 +185,5 @@ def _ignored(folder: Path) -> PatternMatcher:
     try:
         ignored.matches("x")  # compiles each pattern
     except re.error as error:
-        raise TaskError(f"{path} holds an invalid pattern: {error}", fix="write ranges in order, such as [a-z]") from None
+        raise TaskError(f"{path} contains an invalid pattern: {error}", fix="write ranges in order, such as [a-z]") from None
     return ignored

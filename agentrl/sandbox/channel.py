@@ -184,7 +184,7 @@ class Channel:
             raise FrameError("a reply to no request")
         call.size += body_size
         if call.size > call.max_body:
-            raise FrameError(f"a reply of {call.size} bytes, where {call.max_body} are allowed")
+            raise FrameError(f"a reply of {call.size} bytes exceeds the limit of {call.max_body}")
         body = await self._reader.readexactly(body_size) if body_size else b""
         if call.done.done():
             return

@@ -1,6 +1,6 @@
 """The system call filter of sandboxes, the same for every backend: a classic BPF program that the exec server installs.
 
-It allows a list of calls (`agentrl.sandbox.system_calls`), so a call that future kernels add is refused before anyone knows of it. The
+It allows a list of calls (`agentrl.sandbox.system_calls`), so calls that future kernels add are refused. The
 errors are those that programs expect: ENOSYS if libraries have an alternative, EPERM for what needs rights, EOPNOTSUPP and similar where
 the kernel itself would answer so. For some calls the arguments decide: no new namespaces, no socket families except local and IP, no huge
 pages (the machine has one supply), and no socket options, terminal commands or process properties that use kernel memory, load modules

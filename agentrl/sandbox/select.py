@@ -55,7 +55,7 @@ def select_backend(
     raise SandboxUnavailable(
         f"programs cannot be isolated here: no Docker daemon answers at {docker_client.daemon_address()}, "
         f"and bubblewrap does not work: {problem}",
-        fix=f"one of\n    {_START_DOCKER}\n    {_INSTALL_BUBBLEWRAP}",
+        fix=f"run one of these commands:\n    {_START_DOCKER}\n    {_INSTALL_BUBBLEWRAP}",
     )
 
 

@@ -65,7 +65,7 @@ class ServerPool:
 
     @property
     def restarts(self) -> int:
-        """Restarts of all servers."""
+        """The number of restarts of all servers together."""
         return sum(replica.restarts for replica in self._replicas)
 
     @property

@@ -76,8 +76,8 @@ class SupervisedServer:
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
         """Starts a server with the weights of `version`, and admits requests when the probe agrees.
 
-        A version without a probe is served unprobed: version 0, copied from a model that no run made. An adapter is swapped into a server
-        started with version 0. `await_probe` waits until the learner, which is starting, has written the probe of version 0.
+        A version 0 that was copied from a model of no run has no probe, and is served without one. An adapter is swapped into a server that
+        was started with version 0. `await_probe` waits until the learner, which is starting, has written the probe of version 0.
 
         Raises `ServingError` if the server does not start or the probe disagrees, and `SwapError` if the adapter is rejected.
         """

@@ -1,7 +1,7 @@
 """HTTP/1.1 requests to one server over persistent connections, for every turn of thousands of episodes.
 
 A general HTTP client takes a millisecond of CPU time per request and searches all of its connections. Here free connections are a stack,
-and only h11 lies between a request and the socket.
+and only h11 is between a request and the socket.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, 
 def claim_run_folder(wanted: Path | None, runs: Path, name: str, *, resume: bool, command: str, resumable: bool = True) -> Iterator[Path]:
     """Yields the run folder, with this process as its only driver: `wanted`, or the first free of `name`, `name-2`, ... in `runs`.
 
-    With `resume` it is the last of them that holds a run. Two commands that start at once get different folders. Raises `UserError` for a
-    folder that another process drives, that already holds a run, or that with `resume` holds none.
+    With `resume` it is the last of them that contains a run. Two commands that start at once get different folders. Raises `UserError` for
+    a folder that another process drives, that already contains a run, or that with `resume` contains none.
     """
     with ExitStack() as stack:
         folder = _first_free(stack, runs, name, command) if wanted is None and not resume else wanted or _last(runs, name)
@@ -92,16 +92,16 @@ def _take(stack: ExitStack, folder: Path, *, resume: bool, command: str, resumab
         raise _no_run(folder)
     if not resume and holds_run(folder):
         go_on = "continue it with --resume, or " if resumable else ""
-        raise UserError(f"{folder} already holds a run", fix=f"{go_on}choose another --run-dir (or delete {folder})")
+        raise UserError(f"{folder} already contains a run", fix=f"{go_on}choose another --run-dir (or delete {folder})")
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a folder holds a run."""
+    """Whether a folder contains a run."""
     return (folder / _RECIPE).exists()
 
 
 def _no_run(folder: Path) -> UserError:
-    return UserError(f"{folder} holds no run to resume", fix="start one without --resume")
+    return UserError(f"{folder} contains no run to resume", fix="start one without --resume")
 
 
 def _first_free(stack: ExitStack, runs: Path, name: str, command: str) -> Path:
@@ -166,8 +166,8 @@ def finished_summary(folder: Path, recipe: Recipe) -> Summary | None:
 
 
 def check_resumed_recipe(folder: Path, recipe: Recipe) -> list[str]:
-    """Returns the changed keys of a resumed run, one line each. Raises `RecipeError` for a key that `agentrl.section.resumable` does not
-    list, because data sampled under one recipe must not be trained under another."""
+    """Returns the changed keys of a resumed run, one line each. Raises `RecipeError` for a key that `agentrl.config.section.resumable` does
+    not list, because data sampled under one recipe must not be trained under another."""
     before, after = _flat(load(folder / _RECIPE).model_dump()), _flat(recipe.model_dump())
     keys = [key for key in (*before, *(key for key in after if key not in before)) if before.get(key) != after.get(key)]
     changes = {key: f"{key} {before.get(key)} -> {after.get(key)}" for key in keys}

@@ -1,6 +1,4 @@
-"""Scripted stand-ins for a policy, a sandbox, a chat endpoint and a clock, for tests of what goes on around them. Real parts are tested
-with real parts.
-"""
+"""Scripted replacements of a policy, a sandbox, a chat endpoint and a clock, for tests of the code around them."""
 
 from agentrl.testing.chat_server import ChatServer, ScriptedAnswer
 from agentrl.testing.clock import JumpingClock

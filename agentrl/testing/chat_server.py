@@ -1,9 +1,9 @@
-"""A chat endpoint that says what it was told to say, over real HTTP on loopback: for tests of judges and of what asks them.
+"""A chat endpoint with scripted answers, over HTTP on loopback, for tests of judges.
 
 with ChatServer(lambda body, number: Says('{"reasoning": "", "scores": {"correct": 1}, "abstain": false}')) as server:
     endpoint = Endpoint(url=server.url, model="scripted")
 
-A reward model's route is there as well: `ScriptedAnswer(number=1.5)` is an answer of `/classify`.
+It also serves the route of a reward model: `ScriptedAnswer(number=1.5)` is an answer of `/classify`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _ROUTES = ("/v1/chat/completions", "/classify")
 
 @dataclass(frozen=True, slots=True)
 class ScriptedAnswer:
-    """One answer. `text` is the model's; `raw` is sent in place of a whole chat completion."""
+    """One answer. `text` is the model's text; `raw` replaces the body of the response."""
 
     text: str = ""
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
     raw: bytes | None = None
     finish_reason: str = "stop"
-    tokens: tuple[int, int] | None = (100, 10)  # of the prompt and of the answer; None: the server does not say
+    tokens: tuple[int, int] | None = (100, 10)  # of the prompt and of the answer; None: not reported
     breaks_off: bool = False  # closes the connection in the middle of the body
-    hangs: bool = False  # says nothing until the server is closed
-    number: float | None = None  # of a reward model, in place of words
+    hangs: bool = False  # sends nothing until the server is closed
+    number: float | None = None  # of a reward model, instead of text
 
     def content(self) -> bytes:
         """The body of the response."""
@@ -55,7 +55,7 @@ Script = Callable[[Body, int], ScriptedAnswer]
 
 
 class ChatServer:
-    """Serves `POST /v1/chat/completions`, and `/classify`, by a script, or by answers in turn, whose last one is repeated."""
+    """Serves `POST /v1/chat/completions` and `/classify`, from a script or from a list of answers, of which the last is repeated."""
 
     def __init__(self, script: Script | Iterable[ScriptedAnswer]) -> None:
         self._script: Script = script if callable(script) else _in_turn(list(script))

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class JumpingClock:
-    """Seconds that pass only while somebody sleeps; `slept` tells how long, each time."""
+    """A clock that advances only while code sleeps; `slept` has the duration of each sleep."""
 
     def __init__(self, now: float = 1_000_000.0) -> None:
         self.now = now

@@ -1,4 +1,4 @@
-"""A classic BPF program interpreted: what a system call filter would do with a call, and in how many steps."""
+"""Interprets a classic BPF program: the result of a system call filter for a call, and the number of steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def instructions(program: bytes) -> Code:
 
 
 def run_filter(program: Code, number: int, *arguments: int, arch: int) -> tuple[int, int]:
-    """The filter's answer to system call `number`, and the steps it took. Raises `ValueError` where it does not end."""
+    """The filter's answer to system call `number`, and the steps it took. Raises `ValueError` if it does not end."""
     data = struct.pack("=IIQ6Q", number, arch, 0, *(value % (1 << 64) for value in arguments[:6]), *[0] * (6 - len(arguments)))
     at = accumulator = 0
     for step in range(1, len(program) + 1):
@@ -30,4 +30,4 @@ def run_filter(program: Code, number: int, *arguments: int, arch: int) -> tuple[
         else:
             holds = {0x15: accumulator == value, 0x45: accumulator & value != 0, 0x35: accumulator >= value}[operation]
             at += if_true if holds else if_false
-    raise ValueError("the program goes in circles")
+    raise ValueError("the program does not end")

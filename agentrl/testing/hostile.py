@@ -1,7 +1,8 @@
-"""What a policy in training may come to say at temperature 1, by accident or because it pays: the words that once broke a part.
+"""Scripts of texts that a policy may sample at temperature 1, by accident or because they are rewarded. Each once broke a component.
 
-Each script is the turns of one episode. A script names tools of `tool_call_text`; those it shares with ordinary agents are `python`,
-`shell` and `submit`, and any other name stands for a tool that the task does not have, or that raises on what it is given."""
+A script is the turns of one episode. Its tools are `python`, `shell` and `submit`; any other name is a tool that the task does not have,
+or that raises on its arguments.
+"""
 
 from __future__ import annotations
 
@@ -101,4 +102,4 @@ _DEEDS: Mapping[str, Sequence[str]] = {
 }
 
 SCRIPTS: Mapping[str, Sequence[str]] = {**_WORDS, **_DEEDS}
-"""Name -> turns. After its last turn an episode of any of them should just talk, which ends it."""
+"""Name -> turns. After the last turn, continue with a message without a tool call, which ends the episode."""

@@ -1,4 +1,4 @@
-"""A policy whose answers take time: a server of a given speed, which may change, stall, or be shared by many requests."""
+"""A scripted policy with the speed of a server, which may change, stall, or be shared by many requests."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class PacedPolicy:
     """Samples the letter `x` until a turn has its planned number of tokens, then ends the turn. Use it with `run_virtually`.
 
     Args:
-        tokenizer: whose ids it samples.
-        wants: tokens of a turn, its end included, by episode id and number of the turn.
+        tokenizer: tokenizer of the sampled ids.
+        wants: returns the number of tokens of a turn, including its end, by episode id and turn number.
         speed: tokens per second of one request, by the time of the event loop and the requests in flight; 0: a stalled server.
         cuts: whether it returns the tokens so far at a deadline, as the policy's servers do, or ignores deadlines.
         dies: whether a request fails, by the time of the event loop.
-        reading: tokens of a prompt per second; what it has computed for an episode before takes no time.
+        reading: prompt tokens per second; tokens that were computed earlier for the episode take no time.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PacedPolicy:
         self._letter = int(tokenizer.encode("x", add_special_tokens=False)[0])
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        """Samples at the speed of the moment."""
+        """Samples at the current speed."""
         loop = asyncio.get_running_loop()
         name = request_id.partition(".")[0]
         episode, _, number = name.rpartition("-")

@@ -1,4 +1,4 @@
-"""Policies that say what they were told to say, and the tokenizer they say it in."""
+"""Policies with scripted answers, and their tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</too
 
 
 def byte_tokenizer() -> Any:
-    """A Hugging Face tokenizer of 256 bytes and the chat's control tokens, made in memory."""
+    """A Hugging Face tokenizer of 256 bytes and the chat's control tokens, built in memory."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -36,10 +36,10 @@ def byte_tokenizer() -> Any:
 class ScriptedPolicy:
     """Answers each request with the next text of a script, tokenized, with logprob -0.5 a token.
 
-    Where supports are asked for, token t of a completion was drawn from 1 + t % top_k tokens: itself and the ids that follow.
+    If supports are requested, token t of a completion was drawn from 1 + t % top_k tokens: itself and the ids that follow.
 
-    `script` is called with the number of the turn in this episode (0, 1, ...) and its episode id, for what follows a bound on thinking with
-    ".answer" after it; it gives the text, or raises (an exception stands for a failing server).
+    `script` gets the number of the turn in this episode (0, 1, ...) and the episode id. For the part of a turn after a bound on thinking,
+    the id ends in ".answer". It returns the text, or raises like a failing server.
     """
 
     def __init__(self, tokenizer: Any, script: Callable[[int, str], str], *, version: int = 0) -> None:
@@ -50,7 +50,7 @@ class ScriptedPolicy:
 
     @classmethod
     def saying(cls, tokenizer: Any, *texts: str) -> ScriptedPolicy:
-        """A policy whose turn n says `texts[n]` in every episode."""
+        """Returns a policy that answers turn n of every episode with `texts[n]`."""
         return cls(tokenizer, lambda turn, _: texts[turn])
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
@@ -74,9 +74,9 @@ class ScriptedPolicy:
 
 
 class ReadingPolicy(ScriptedPolicy):
-    """A scripted policy that answers what it reads: several agents of one episode may ask it, in any order.
+    """A scripted policy that answers by context, so several agents of one episode may use it in any order.
 
-    `reads` is called with the text of the whole context, control tokens and all, and gives the text of the turn; it may be async.
+    `reads` gets the text of the context, including control tokens, and returns the text of the turn; it may be async.
     """
 
     def __init__(self, tokenizer: Any, reads: Callable[[str], str | Awaitable[str]], *, version: int = 0) -> None:
@@ -89,9 +89,9 @@ class ReadingPolicy(ScriptedPolicy):
 
 
 class ReplayPolicy:
-    """Answers each prompt with a token sequence, with logprob -0.5 a token, and keeps nothing: for long sessions.
+    """Answers each prompt with a token sequence, with logprob -0.5 a token, and stores nothing: for long sessions.
 
-    `script` gives the ids for a prompt, the last of which ends the turn.
+    `script` returns the ids for a prompt; the last one ends the turn.
     """
 
     def __init__(self, script: Callable[[Sequence[int]], Sequence[int]], *, version: int = 0) -> None:

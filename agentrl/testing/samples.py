@@ -1,4 +1,4 @@
-"""A small task, for tests and fuzz targets that want some task and no particular one."""
+"""A small task for tests and fuzz targets that need any task."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ _TASK = Task(
 
 
 def sample_task(**changes: Any) -> Task:
-    """A training task whose answer is "4", with these fields changed."""
+    """Returns a training task with the answer "4" and these changed fields."""
     return replace(_TASK, **changes)

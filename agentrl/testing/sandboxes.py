@@ -1,4 +1,4 @@
-"""Sandboxes that run nothing: each program is answered by a function. For tests of what goes on around a sandbox."""
+"""Sandboxes that run no programs: a function returns the result of each. For tests of the code around a sandbox."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def printing(text: str) -> Answer:
 
 
 class ScriptedSandbox:
-    """One sandbox whose programs are answered by `answer(code)`; files are kept in memory."""
+    """A sandbox in which `answer(code)` returns the output of each program; files are in memory."""
 
     def __init__(self, name: str, answer: Answer, files: Mapping[str, bytes]) -> None:
         self.id = name
@@ -35,11 +35,11 @@ class ScriptedSandbox:
         output_bytes: int = 65536,
         env: Mapping[str, str] | None = None,
     ) -> ExecResult:
-        """Answers a program with the function."""
+        """Returns the function's result for a program."""
         return await self.python(" ".join(argv), timeout_s=timeout_s, output_bytes=output_bytes)
 
     async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
-        """Answers code with the function."""
+        """Returns the function's result for code."""
         if self.closed:
             raise SandboxError("the sandbox is closed")
         self.sessions.append(session)
@@ -74,7 +74,7 @@ class ScriptedSandbox:
 
 
 class ScriptedSandboxes:
-    """A backend of scripted sandboxes; `opened` holds every one that was handed out."""
+    """A backend of scripted sandboxes; `opened` has all that were opened."""
 
     name = "scripted"
 

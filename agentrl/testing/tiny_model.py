@@ -1,6 +1,6 @@
-"""A tiny random Qwen3-shaped model with a byte-level tokenizer, made on the spot: real weights for a real server.
+"""Creates a tiny Qwen3 model with random weights and a byte-level tokenizer, for tests with a vLLM server.
 
-torch and transformers are imported where they are used, so that collecting the tests that need them costs nothing.
+Its functions import torch and transformers, so that collecting tests stays fast.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Weights as a difference from their parent's, which a version folder may hold instead of `model.safetensors`.
+"""Weights as a difference from the parent's weights. A version folder may have them instead of `model.safetensors`.
 
     delta.json   `Delta`: the parent, and the checksums of both files and of the delta
-    model.delta  for each CHUNK of the file the length (uint32, little-endian; 0 if nothing changed) of a zstd frame, and the frame: the
-                 bytes XORed with the parent's, grouped by significance, so that the rarely changing sign and exponent bytes form long
-                 runs of zeros
+    model.delta  for each CHUNK of the file: the length of a zstd frame (uint32, little-endian; 0 if nothing changed), then the frame.
+                 It contains the bytes XORed with the parent's, grouped by significance: sign and exponent bytes rarely change, so
+                 they form long runs of zeros
 
-A version whose chain of parents ends at a whole file can be made whole (`materialize`). Every file is checked by its sha256.
+`materialize` restores the complete file if the chain of parents ends at one. Every file is checked by its sha256.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def apply_delta(folder: Path, file: Path) -> None:
     """
     delta = read_delta(folder)
     if delta is None:
-        raise ValueError(f"{folder} holds no delta")
+        raise ValueError(f"{folder} contains no delta")
     if sha256_file(folder / DELTA_FILE) != delta.delta_sha256:
         raise ValueError(f"{folder / DELTA_FILE} is damaged: its sha256 differs")
     if file.stat().st_size != delta.size or delta.stride not in (1, 2, 4, 8):
@@ -127,7 +127,7 @@ def delta_chain(folder: Path) -> list[Path]:
     while not (links[0] / WEIGHTS).exists():
         delta = read_delta(links[0])
         if delta is None:
-            raise ValueError(f"{links[0]} holds neither {WEIGHTS} nor a delta")
+            raise ValueError(f"{links[0]} contains neither {WEIGHTS} nor a delta")
         if delta.parent >= int(links[0].name):
             raise ValueError(f"{links[0] / DELTA_RECORD} names a parent that is not older")
         links.insert(0, links[0].parent / f"{delta.parent:06d}")

@@ -37,7 +37,7 @@ _OTHER_MODEL = "use a model without recurrent layers, logit scaling or soft-capp
 
 
 def check_model_files(folder: Path, *, chat_template: bool = True, key: str = "policy.model") -> None:
-    """Raises `UserError` unless `folder` holds a complete Hugging Face model: configuration, weights, tokenizer, and a `chat_template`.
+    """Raises `UserError` unless `folder` contains a complete Hugging Face model: configuration, weights, tokenizer, and a `chat_template`.
 
     `key`: of the recipe, for messages.
     """
@@ -138,7 +138,7 @@ def check_model(folder: Path, recipe: Recipe | None = None) -> None:
         _check_model(folder, recipe)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise UserError(
-            f"policy.model: config.json or tokenizer.json in {folder} holds a value of a wrong type: {type(error).__name__}: {error}",
+            f"policy.model: config.json or tokenizer.json in {folder} contains a value of a wrong type: {type(error).__name__}: {error}",
             fix=_SAVE_AGAIN,
         ) from error
 
@@ -164,7 +164,7 @@ def _check_model(folder: Path, recipe: Recipe | None) -> None:
         )
     if recipe is not None and vocabulary is not None and recipe.rollout.top_k and recipe.rollout.top_k + TIES > vocabulary:
         raise UserError(
-            f"rollout.top_k={recipe.rollout.top_k} is no truncation: the model in {folder} has a vocabulary of {vocabulary}",
+            f"rollout.top_k={recipe.rollout.top_k} does not truncate: the model in {folder} has a vocabulary of {vocabulary}",
             fix="set rollout.top_k=0, or a much smaller one",
         )
 

@@ -107,7 +107,7 @@ class FolderRegistry:
             self._write(replace(version, evals={**version.evals, **evals}))
 
     def path(self, version: PolicyVersion) -> Path:
-        """The folder that holds the version's weights."""
+        """The folder that contains the version's weights."""
         return self.folder.parent / version.folder
 
     def verify(self, version: PolicyVersion) -> None:

@@ -26,7 +26,7 @@ def checked_weight_paths(folder: Path, sizes: Mapping[str, int], *, below: Path,
     for name, size in sizes.items():
         path = folder / name
         if Path(name).name != name or path.resolve().parent != folder:
-            raise ValueError(f"weight file {name!r} lies outside {folder}")
+            raise ValueError(f"weight file {name!r} is outside {folder}")
         if not path.is_file() or path.stat().st_size != size:
             raise ValueError(f"weight file {path} is missing or not {size} bytes long")
         paths.append(path)
@@ -60,7 +60,7 @@ class WeightCopy:
         """
         delta = deltas.read_delta(folder)
         if delta is None:
-            raise ValueError(f"{folder} holds no delta")
+            raise ValueError(f"{folder} contains no delta")
         if self._sha256 != delta.parent_sha256:
             self._take(folder.parent / f"{delta.parent:06d}" / deltas.WEIGHTS, delta.parent_sha256)
         self._sha256, wanted = "", delta.sha256

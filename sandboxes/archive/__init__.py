@@ -1,4 +1,4 @@
-"""The task family `archive`: records in drawers. Which drawer holds which kind is a fact of the project that many tasks share.
+"""The task family `archive`: records in drawers. The kind of record in each drawer is a fact of the project that many tasks share.
 
 `Archive(seed=0)` is the family and `look` its tool. `scripted` has two strategies for scripted policies.
 """

@@ -1,6 +1,6 @@
 """Decides whether an answer is only the truth, in any notation, without additional text.
 
-Many scorers search an answer for the truth, and so accept its negation, several answers, and additional text. The scorer decides which
+Many scorers search an answer for the truth, so they also accept its negation, several answers, and other text. The scorer decides which
 notations are right; this module decides that there is nothing else. Datasets with several right answers have an answer alphabet instead
 (`sandboxes.reasoning.catalogue.LANGUAGES`).
 """

@@ -19,7 +19,7 @@ GENERAL = ("products", "spell_backward")
 
 
 class _Unlike(ValueError):
-    """A question with another wording than the package's default, as some keys of a configuration cause."""
+    """The question differs from the package's default wording, because of keys of the configuration."""
 
 
 def program(kind: str, question: str) -> str | None:
@@ -33,7 +33,7 @@ def program(kind: str, question: str) -> str | None:
 def telling(candidates: Sequence[Problem], count: int) -> tuple[Problem, ...]:
     """The problems whose questions together show the most characters, then the most pairs of them; ties go to those of typical length.
 
-    All digits count as one character, and all letters as another. Questions of more than twice the typical length are no candidates.
+    All digits count as one character, and all letters as another. Questions of more than twice the typical length are not candidates.
     """
     usual = median(len(candidate.question) for candidate in candidates)
     left = [candidate for candidate in candidates if len(candidate.question) <= 2 * usual]

@@ -90,7 +90,7 @@ class Names:
         self.given: set[str] = set()
 
     def word(self) -> str:
-        """A lower-case word of the split: an English one, a blend of two (`harbet`, `lanight`) or a made-up one."""
+        """A lower-case word of the split: an English one, a blend of two (`harbet`, `lanight`) or an invented one."""
         shares = (0.25, 0.4, 0.35) if self.wild else (0.65, 0.25, 0.1)
         while True:
             word = self.rng.choices((self._english, self._blend, self._coined), shares)[0]()
@@ -98,7 +98,7 @@ class Names:
                 return word
 
     def column(self) -> str:
-        """A column name in a style seen in the wild: `net_load_kg`, `Net Load`, `netLoad`, `net load (kg)`, `load/area`, `x_12`."""
+        """A column name in a common style: `net_load_kg`, `Net Load`, `netLoad`, `net load (kg)`, `load/area`, `x_12`."""
         return self._new(self._column)
 
     def stem(self) -> str:
@@ -106,7 +106,7 @@ class Names:
         return self._new(self._stem)
 
     def sibling(self, name: str) -> str:
-        """A name that begins or ends as `name` does: `mean area` for `mean radius`, `visits_2` for `visits`."""
+        """A name with the same start or end as `name`: `mean area` for `mean radius`, `visits_2` for `visits`."""
 
         def make() -> str:
             mark = next((m for m in "_ -/." if m in name), "_")

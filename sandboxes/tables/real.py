@@ -1,4 +1,4 @@
-"""Real tables for the held-out split: those that scikit-learn ships, and pycountry's records, with their column names and cells.
+"""Real tables for the held-out split, with their original column names and cells: scikit-learn's datasets and pycountry's records.
 
 Rows and columns are sampled to keep files small. scikit-learn's tables have no column that identifies a row, so one is added (`sample`,
 `patient`, ...). Nothing is downloaded.

@@ -115,12 +115,12 @@ def test_servers_in_a_recipe() -> None:
         "tools.mcp.it.url=http://a": "one of command, host_command and url",
         "tools.mcp.it.together=true": "together does nothing with a program",
         "tools.mcp.it.key_env=KEY": "key_env does nothing without a url",
-        'tools.mcp={"a b": {"command": ["x"]}}': "no name of a server",
+        'tools.mcp={"a b": {"command": ["x"]}}': "is not a server name",
         "tools.mcp.it.url=file:///etc/passwd": "pattern",
         "tools.bounds.echo={}": "it bounds nothing",
         "tools.words.echo={}": "it says nothing",
         "tools.mcp.it.nosuch=1": "unknown key",
-        'tools.mcp.it={"command": ["x"], "env": {"A": "env:A"}}': "env is for host_command",
+        'tools.mcp.it={"command": ["x"], "env": {"A": "env:A"}}': "env works only with host_command",
         'tools.mcp.it={"url": "http://a", "key_env": "a b"}': "pattern",
     }.items():
         with pytest.raises(RecipeError, match=says):
@@ -133,7 +133,7 @@ def test_a_missing_secret_is_reported_before_the_run_starts(monkeypatch: pytest.
         ({"host_command": ["x"], "env": {"T": "env:NOT_THERE"}}, "env.T"),
         ({"url": "http://a", "key_env": "NOT_THERE"}, "key_env"),
     ):
-        with pytest.raises(UserError, match=rf"tools\.mcp\.it\.{key}: the environment variable NOT_THERE holds no secret") as error:
+        with pytest.raises(UserError, match=rf"tools\.mcp\.it\.{key}: the environment variable NOT_THERE contains no secret") as error:
             declared_tools(RECIPE.but(tools={"mcp": {"it": server}}).tools, HOSTILE.parent)
         assert "export NOT_THERE" in error.value.fix
 

@@ -110,7 +110,7 @@ def test_the_form_of_calls_is_detected_from_the_template() -> None:
         (
             None,
             "<call>" + CALL + "</call>",
-            r"writes tool calls in an unknown form.*<call>.*\n  fix: known are hermes, qwen3_coder, .*pythonic",
+            r"writes tool calls in an unknown form.*<call>.*\n  fix: set policy.* one of these forms: hermes, qwen3_coder, .*pythonic",
         ),
         ("hermes", PYTHONIC, r"policy\.tool_format=hermes does not read the calls that the chat template writes: .*try_this\(code="),
         ("hermse", PYTHONIC, r"policy\.tool_format=hermse: unknown form of tool calls\n  fix: use one of hermes, "),

@@ -118,7 +118,7 @@ def test_a_part_that_outlived_its_driver_is_waited_for(tmp_path: Path, capsys: p
     os.close(part)
     with drive_folder(tmp_path, command="mine"):
         assert dying.poll() is not None or not Path(f"/proc/{dying.pid}").exists()
-    assert "waiting until the server and the learner of the run before have ended" in capsys.readouterr().err
+    assert "waiting until the servers and the learner of the previous run have ended" in capsys.readouterr().err
     dying.wait()
 
 
@@ -128,7 +128,7 @@ def test_a_part_that_does_not_end_is_named(tmp_path: Path) -> None:
     os.close(part)
     try:
         with (
-            pytest.raises(UserError, match=rf"has not ended after 0\.1 s \(processes {stuck.pid}\)"),
+            pytest.raises(UserError, match=rf"still run after 0\.1 s \(processes {stuck.pid}\)"),
             drive_folder(tmp_path, command="", wait_s=0.1),
         ):
             pytest.fail("a part is still there")

@@ -126,7 +126,7 @@ def test_options_of_parts_get_what_they_refer_to(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MINE", PLANTED)
     options = {"api_key": "env:MINE", "note": "env:MINE", "login": {"password": "env:MINE", "user": "u"}, "n": 3}
     assert secrets.resolve_options(options) == {"api_key": PLANTED, "note": "env:MINE", "login": {"password": PLANTED, "user": "u"}, "n": 3}
-    with pytest.raises(UserError, match="the environment variable GONE holds no secret"):
+    with pytest.raises(UserError, match="the environment variable GONE contains no secret"):
         secrets.resolve_options({"token": "env:GONE"})
 
 

@@ -106,7 +106,7 @@ async def test_a_case_that_cannot_be_minimized_is_an_error() -> None:
     state = EpisodeState(
         episode_id="e", task_key=TASK.key, attempt=0, trajectories=(Trajectory(agent="main", turns=(turn,)),), prompt_ids=((),)
     )
-    with pytest.raises(UserError, match="begins in the middle"):
+    with pytest.raises(UserError, match="starts in the middle"):
         await search_smaller_case(search(Asked(), Case(id="late", task=TASK, start=state)), model="m", at="now")
 
 

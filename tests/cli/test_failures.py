@@ -114,7 +114,7 @@ def test_a_person_and_rules_name_failures(run: Path, tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (("tag", "{run}", "--as", "looped"), "needs ids of traces"),
-        (("tag", "{run}", "g000000-0-a0", "--as", "Not A Tag"), "is no tag"),
+        (("tag", "{run}", "g000000-0-a0", "--as", "Not A Tag"), "is not a tag"),
         (("tag", "{run}", "g000000-0-a0", "--turn", "1"), "--as NAME"),
         (("tag", "{run}", "nobody"), "has no trace nobody"),
         (("promote", "{run}", "--into", "{run}/s"), "no traces are selected"),
@@ -164,7 +164,7 @@ def test_traces_of_others_come_in_named_and_go_out_again(run: Path, tmp_path: Pa
     assert row["tag"] == "wrong_tool", "no format says that this answer is an error, but its words do"
     assert "no such tool" in call("show", str(into), row["id"])
     assert call("import", str(into), str(given)) and len(json.loads(call("list", str(into), "--json"))["traces"]) == 1, "once"
-    assert "holds no task" in call("promote", str(into), row["id"], "--into", str(tmp_path / "s"), wrong=True)
+    assert "contains no task" in call("promote", str(into), row["id"], "--into", str(tmp_path / "s"), wrong=True)
     selected = call("promote", str(into), "--tag", "wrong_tool", "--into", str(tmp_path / "s"), wrong=True)
     assert "none of the 1 traces that match these filters can become a case: 1 have no task" in selected, selected
     out = tmp_path / "out.jsonl"

@@ -37,7 +37,7 @@ def test_a_model_is_imported_and_told_of(source: Path, tmp_path: Path) -> None:
         "checking",
     ]
     again = agentrl("model", "import", str(source), str(target))
-    assert again.stdout.splitlines()[0] == f"{target} already holds this model"
+    assert again.stdout.splitlines()[0] == f"{target} already contains this model"
     other = agentrl("model", "import", str(source), str(target), "--chat-template", "hermes", "--json")
     assert other.returncode == 2 and "give --force" in other.stderr
     forced = agentrl("model", "import", str(source), str(target), "--chat-template", "hermes", "--json", "--force")
@@ -61,7 +61,7 @@ def test_wrong_use_is_told_with_what_to_do(tmp_path: Path) -> None:
         (("package:nobody-has-this", "x"), "is not installed"),
         (("absent.gguf", "x"), "absent.gguf does not exist"),
         (("absent.gguf", "x", "--dtype", "float16"), "float16"),
-        (("package:pytest", "x"), "holds no GGUF file"),
+        (("package:pytest", "x"), "contains no GGUF file"),
     ):
         done = agentrl("model", "import", *arguments)
         assert done.returncode == 2 and says in done.stderr, done

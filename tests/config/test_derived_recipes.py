@@ -39,7 +39,7 @@ def test_one_option_is_changed_and_the_others_stay() -> None:
     assert made.tasks.options == {"lines": 7, "tool": "none"} and BASE.but("tasks.options.a.b=1").tasks.options == {"a.b": 1}
     with pytest.raises(RecipeError, match=r"tasks\.options\.a\.str: Input should be"):
         BASE.but("tasks.options.a=[1]")
-    with pytest.raises(RecipeError, match=r"tasks\.options: options are wanted, as a mapping, not 3"):
+    with pytest.raises(RecipeError, match=r"tasks\.options: expected a mapping of options, got 3"):
         BASE.but({"tasks.options": 3, "tasks.options.a": 1})
 
 
@@ -48,7 +48,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"learner.lrr": 1.0}, r"^learner\.lrr: unknown key; did you mean lr\? known here: "),
     ({"lerner.lr": 1.0}, r"^lerner: unknown section; did you mean learner\? known here: capture, critic, evaluation, "),
     ({"steps": 1.5}, r"^steps: Input should be a valid integer"),
-    ({"steps.x": 1}, r"^steps\.x: steps has no keys of its own\n  fix: give it whole: steps=VALUE"),
+    ({"steps.x": 1}, r"^steps\.x: steps has no keys of its own\n  fix: set the key itself: steps=VALUE"),
     ({"learner": 3, "learner.lr": 1.0}, r"^learner: expected a section, got 3"),
     ({"learner": {"lrr": 1.0}}, r"^learner\.lrr: unknown key; did you mean lr\?"),
     ({"learner": CriticConfig()}, r"learner\.gamma: unknown key; known here: "),
@@ -165,7 +165,7 @@ def test_what_is_no_override_is_refused_in_words() -> None:
     base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
     odd: Any
     for odd in (3, None, ["steps=3"], {3: 4}):
-        with pytest.raises(RecipeError, match=r"neither text nor a mapping|3 is no key"):
+        with pytest.raises(RecipeError, match=r"neither text nor a mapping|3 is not a key"):
             base.but(odd)
     with pytest.raises(RecipeError) as error:
         base.but("steps=" + "9" * 5000)

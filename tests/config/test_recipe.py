@@ -76,7 +76,7 @@ def test_parts_of_the_learner_that_do_not_go_together_are_refused() -> None:
         (["learner.kernels=liger", "device=cpu"], "GPU kernels"),
         (["learner.offload=optimizer", "learner.zero_stage=0"], "learner.zero_stage 1, 2 or 3"),
         (["learner.ranks=3", "learner.sequence_parallel=2"], "must divide learner.ranks"),
-        (["learner.ranks=2", "learner.sequence_parallel=2", "objective.advantage=gae", "critic={}"], "has no critic"),
+        (["learner.ranks=2", "learner.sequence_parallel=2", "objective.advantage=gae", "critic={}"], "does not support a critic"),
         (["learner.ranks=2", "learner.sequence_parallel=2", "learner.max_tokens_per_microbatch=511"], "split over the ranks of a team"),
     ):
         with pytest.raises(RecipeError, match=named):

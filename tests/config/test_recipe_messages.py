@@ -40,7 +40,7 @@ def test_text_that_no_file_can_keep_is_refused_where_it_is_given(override: str, 
     """Written into recipe.json it would fail when the run starts."""
     with pytest.raises(RecipeError) as error:
         apply_overrides(BASE, [override])
-    assert str(error.value).startswith(f"{key}: it holds half of a surrogate pair")
+    assert str(error.value).startswith(f"{key}: it contains half of a surrogate pair")
     str(error.value).encode()
     assert apply_overrides(BASE, ["policy.model=a\N{GRINNING FACE}"]).policy.model == "a\N{GRINNING FACE}", "a whole pair is a letter"
 

@@ -111,7 +111,7 @@ async def test_request_options_change_the_requests(suite: Suite, monkeypatch: py
         (["max_completion_tokens=5"], [], "--tokens-name max_completion_tokens"),
         (["messages=[]"], [], "the case gives"),
         (["effort"], [], "contains no ="),
-        (["api_key=sk-12345678901234567890"], [], "holds a secret"),
+        (["api_key=sk-12345678901234567890"], [], "contains a secret"),
         ([], ["api-key"], "contains no ="),
     ],
 )

@@ -128,7 +128,7 @@ def test_an_invalid_evaluation_is_reported(tmp_path: Path) -> None:
         results.load_results(tmp_path)
     (tmp_path / "about.json").write_text('{"suite": 3}')
     (tmp_path / "attempts.jsonl").write_text("")
-    with pytest.raises(UserError, match="is no evaluation"):
+    with pytest.raises(UserError, match="is not an evaluation"):
         results.load_results(tmp_path)
     about = results.EvaluationInfo(
         suite="s", suite_sha256="", cases=1, repeats=1, model="m", version=0, sha256="", recipe="r", recipe_sha256="", sampling={}, seed=0,
@@ -145,13 +145,13 @@ def test_an_invalid_evaluation_is_reported(tmp_path: Path) -> None:
         ],
     ):
         results.save_results(tmp_path, results.SuiteResults(about=about, attempts=attempts), [])
-        with pytest.raises(UserError, match="is no evaluation"):
+        with pytest.raises(UserError, match="is not an evaluation"):
             results.load_results(tmp_path)
     for wrong in (["compare", "a", "b", "--alpha", "0.9"], ["eval", "recipes/quickstart.py", "--repeats", "3"]):
         done = CliRunner().invoke(app, wrong)
         assert isinstance(done.exception, UserError), done.output
     done = CliRunner().invoke(app, ["eval", "recipes/quickstart.py", "--suite", str(tmp_path)])
-    assert isinstance(done.exception, UserError) and "is no suite" in str(done.exception)
+    assert isinstance(done.exception, UserError) and "is not a suite" in str(done.exception)
 
 
 async def test_a_missing_verifier_is_reported_before_anything_starts(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_holm_stops_at_the_first_that_is_not_significant() -> None:
 
 
 def test_impossible_counts_raise() -> None:
-    with pytest.raises(ValueError, match="no counts"):
+    with pytest.raises(ValueError, match="are not counts"):
         fisher_p_value(3, 2, 0, 1)
 
 

@@ -40,7 +40,7 @@ class Stored:
 
 
 def roll_out(steps: StepGroups, step: int, store: Stored, outcomes: Any, stop_after: int) -> None:
-    """As `agentrl.run.rollouts.roll_out_step`: groups end in the order that `outcomes` draws; the driver dies after some of them."""
+    """As `Rollouts.step` of agentrl.run.rollouts: groups end in the order that `outcomes` draws; the driver dies after some of them."""
     waiting = iter(steps.indices(step))
     running = [next(waiting) for _ in range(steps.per_step)]
     while running and stop_after:

@@ -77,14 +77,14 @@ def test_a_folder_of_suites_loads_all_of_them(tmp_path: Path) -> None:
         save_case(tmp_path / name, Case(id="x", task=make_task()))
     assert [suite.name for suite in load_suites(tmp_path)] == ["a", "b"]
     assert [suite.name for suite in load_suites(tmp_path / "b")] == ["b"]
-    with pytest.raises(UserError, match="holds none"):
+    with pytest.raises(UserError, match="contains none"):
         load_suites(tmp_path / "a" / "cases")
 
 
 def test_a_folder_without_cases_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"suite\.toml"):
         load_suite(tmp_path)
-    with pytest.raises(ValueError, match="is no name"):
+    with pytest.raises(ValueError, match="is not a name"):
         Case(id="../x", task=make_task())
 
 

@@ -54,7 +54,7 @@ def test_a_task_is_added_once_and_near_duplicates_are_reported(tmp_path: Path) -
     assert len(load_suite(tmp_path).cases) == 3
 
 
-@pytest.mark.parametrize(("given", "said"), [(heard(), "holds no task"), (replace(ONE, why=CaptureReason.FAULT), "is a fault")])
+@pytest.mark.parametrize(("given", "said"), [(heard(), "contains no task"), (replace(ONE, why=CaptureReason.FAULT), "is a fault")])
 def test_an_unusable_trace_is_an_error_before_anything_is_written(tmp_path: Path, given: object, said: str) -> None:
     with pytest.raises(UserError, match=said):
         promote([ONE, given], tmp_path / "suite")  # type: ignore[list-item]

@@ -66,7 +66,7 @@ def test_rules_that_raise_or_return_no_tag_are_ignored(mine: str) -> None:
 
 
 def test_an_invalid_rule_is_an_error(mine: str) -> None:
-    with pytest.raises(PluginError, match="no plain function"):
+    with pytest.raises(PluginError, match="is not a plain function"):
         load_rules([f"{mine}:number"])
     with pytest.raises(PluginError, match="has no attribute"):
         load_rules([f"{mine}:nothing"])

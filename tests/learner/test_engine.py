@@ -156,7 +156,7 @@ def test_another_zero_stage_resumes_a_value_head(results: dict[tuple[int, str], 
 def test_an_unsuitable_checkpoint_raises_with_a_fix(results: dict[tuple[int, str], dict[str, Any]]) -> None:
     said = results[1, "refused-2"]
     assert "made no step; resume with the ranks and the learner.zero_stage" in said["fresh"]
-    assert "holds no critic; resume with the critic settings" in said["no critic"]
+    assert "contains no critic; resume with the critic settings" in said["no critic"]
     assert "it has no value.bias; resume with the model and the critic" in said["no head"]
     assert "other parameter groups; resume with the learner.weight_decay and the critic" in said["other groups"]
 
@@ -238,7 +238,7 @@ def test_edge_case_batches(results: dict[tuple[int, str], dict[str, Any]], ranks
     assert counts == {short["samples"]} == {6}, "completions of one token, two of them in groups of one"
     assert short["metrics"]["optimizer_steps"] == 1 and short["metrics"]["grad_norm"] > 0
     assert _gap(short["before"], short["after"]) > 1e-3
-    assert "holds token 5000, but the policy's vocabulary has 97" in found["strange"]
+    assert "contains token 5000, but the policy's vocabulary has 97" in found["strange"]
 
 
 def test_vllm_gets_full_tensors_and_the_tied_head(results: dict[tuple[int, str], dict[str, Any]]) -> None:
@@ -291,5 +291,5 @@ def test_checkpoint_files_run_no_code(results: dict[tuple[int, str], dict[str, A
     assert not found["ran"] and found["files"] >= 2
     assert {file for target, file in found["said"] if target == stage} >= {"rng_00.pt", "state/mp_rank_00_model_states.pt"}
     for message in found["said"].values():
-        assert "holds more than tensors and plain values" in message and "none of its code was run" in message and "system" in message
+        assert "contains more than tensors and plain values" in message and "none of its code was run" in message and "system" in message
         assert "resume from a checkpoint that this run has written" in message and "weights_only" not in message

@@ -84,7 +84,7 @@ def test_a_token_outside_the_vocabulary_raises_with_its_episode(token: int) -> N
     good, bad = _sample(0, 5, first=92), replace(_sample(1, 3), token_ids=(0, token, 2))
     check_vocabulary([good], 97)
     check_vocabulary([], 97)
-    with pytest.raises(LearnerError, match=rf"episode 1 holds token {token}, but the policy's vocabulary has 97"):
+    with pytest.raises(LearnerError, match=rf"episode 1 contains token {token}, but the policy's vocabulary has 97"):
         check_vocabulary([good, bad], 97)
 
 

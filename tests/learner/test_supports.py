@@ -132,6 +132,6 @@ def test_samples_share_a_prediction_only_with_its_support() -> None:
 
 def test_a_support_outside_the_vocabulary_stops_the_learner() -> None:
     held = sample("a", (1, 2, 3), [(2, 5), (3, 500)])
-    with pytest.raises(LearnerError, match="holds token 500, but the policy's vocabulary has 97"):
+    with pytest.raises(LearnerError, match="contains token 500, but the policy's vocabulary has 97"):
         check_vocabulary([held], 97)
     check_vocabulary([replace(held, supports=None)], 97)

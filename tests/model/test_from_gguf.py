@@ -150,7 +150,7 @@ def test_text_is_split_by_the_files_rule(tmp_path: Path) -> None:
         ({"more": {"llama.attention.key_length": 8}}, r"sets llama\.attention\.key_length to 8"),
         ({"rope_freqs.weight": np.ones(8, np.float32)}, r"scales its positions \(rope_freqs\.weight\)"),
         ({"blk.0.attn_q.bias": np.ones(64, np.float32)}, "it could not be loaded exactly"),
-        ({"more": {"general.type": "adapter"}}, "holds only a part of a model: adapter"),
+        ({"more": {"general.type": "adapter"}}, "contains only a part of a model: adapter"),
         ({"more": {"split.count": 2}}, "is one of several files"),
     ],
 )

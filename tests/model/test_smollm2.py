@@ -69,7 +69,7 @@ def test_its_tokenizer_is_the_original(made: Imported, chat: ChatFormat) -> None
 def test_the_command_finds_it_done_without_loading_anything(made: Imported) -> None:
     command = [sys.executable, "-m", "agentrl", "model", "import", SOURCE, str(made.folder), "--chat-template", "hermes"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "already holds this model" in done.stdout, done.stderr
+    assert done.returncode == 0 and "already contains this model" in done.stdout, done.stderr
     assert hashlib.sha256((made.folder / "chat_template.jinja").read_bytes()).hexdigest() == made.record["chat_template"]["sha256"]
 
 

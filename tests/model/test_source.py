@@ -56,7 +56,7 @@ def test_a_package_is_found_by_its_modules_name(site: Path) -> None:
 
 def test_a_package_without_gguf_lists_its_files(site: Path) -> None:
     install(site, "plain", {"plain/notes.txt": b"x", "plain/part.bin": b"x"})
-    with pytest.raises(UserError, match=r"holds no GGUF file; it holds plain/notes\.txt, plain/part\.bin"):
+    with pytest.raises(UserError, match=r"contains no GGUF file; it contains plain/notes\.txt, plain/part\.bin"):
         find_source("package:plain")
     install(site, "two", {"two/a.gguf": b"GGUF", "two/b.gguf": b"GGUF"})
     with pytest.raises(
@@ -103,7 +103,7 @@ def test_pickled_weights_raise(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     (tmp_path / "config.json").write_text("{}")
     for path in (tmp_path, tmp_path / "pytorch_model.bin"):
-        with pytest.raises(UserError, match="holds pickled weights, and loading them can run any code"):
+        with pytest.raises(UserError, match="contains pickled weights, and loading them can run any code"):
             find_source(str(path))
 
 

@@ -229,9 +229,9 @@ def test_a_score_at_the_mean_keeps_its_groups_preference() -> None:
         ([[0.0, 1.0], 5], "group 1 of 1 scores needs 1 advantages, not a value of type int"),
         ([[0.0, 1.0], "x"], "group 1 of 1 scores needs 1 advantages, not a str of 1"),
         ([[0.0], [1.0]], "group 0 of 2 scores needs 2 advantages, not a list of 1"),
-        ([[0.0, True], [0.0]], "group 0 holds a value of type bool instead of a float"),
-        ([[0.0, 1.0], ["1"]], "group 1 holds a str of 1 instead of a float"),
-        ([[0.0, 1.0], [None]], "group 1 holds a value of type NoneType instead of a float"),
+        ([[0.0, True], [0.0]], "group 0 contains a value of type bool instead of a float"),
+        ([[0.0, 1.0], ["1"]], "group 1 contains a str of 1 instead of a float"),
+        ([[0.0, 1.0], [None]], "group 1 contains a value of type NoneType instead of a float"),
     ],
 )
 def test_invalid_results_of_an_estimator_raise(made: object, wrong: str) -> None:

@@ -75,7 +75,7 @@ def test_what_ships_fulfils_its_own_protocol_and_is_called_as_anybody_elses(kind
         ('objective.loss_options={"a": 1}', r"options do nothing with objective\.loss=clip"),
         ('objective.advantage_options={"a": 1}', r"options do nothing with objective\.advantage=grpo"),
         ('tracker_options={"terminal": {"a": 1}}', "options do nothing with trackers=terminal"),
-        ('tracker_options={"a:b": {}}', "'a:b', which is not among trackers"),
+        ('tracker_options={"a:b": {}}', r"'a:b', but trackers \(terminal, tensorboard\) does not"),
     ],
 )
 def test_a_misspelt_word_and_options_that_do_nothing_stop_as_the_recipe_is_made(override: str, said: str) -> None:
@@ -149,23 +149,23 @@ UNFIT: list[tuple[str, str, dict[str, Any], str, str]] = [
         "sandbox.backend",
         BACKEND.replace("async def close", "def close"),
         {},
-        "close is not async, and will be",
+        "close is not async, but will be",
         "`async def close(self) -> None`",
     ),
     ("sandbox.backend", BACKEND, {"sice": 3}, "sice: unknown argument; did you mean size?", "takes (*, root, run_label)"),
     ("sandbox.backend", BACKEND.replace("run_label, ", ""), {}, "run_label: unknown argument", "agentrl.protocols.SandboxBackend"),
     ("store", BROKEN_STORE, {}, "it has no method commit", "def commit(self, step: int, indices: Sequence[int], checkpoint: str) -> None"),
-    ("store", "Part = 3", {}, "is of type int, and will be called", "takes (run_dir, recipe)"),
-    ("store", "def Part(run_dir, recipe): ...", {}, "does not say what it returns", "annotate it with the class that it makes"),
-    ("store", "async def Part(run_dir, recipe): ...", {}, "is async, and will not be awaited", "takes (run_dir, recipe)"),
+    ("store", "Part = 3", {}, "is of type int, which is not callable", "takes (run_dir, recipe)"),
+    ("store", "def Part(run_dir, recipe): ...", {}, "has no return annotation", "annotate it with the class that it returns"),
+    ("store", "async def Part(run_dir, recipe): ...", {}, "is async, but is called without await", "takes (run_dir, recipe)"),
     ("store", "def Part(run_dir, recipe) -> dict: ...", {}, "class dict does not fulfil", "def put(self, group: Group) -> bool"),
     ("trackers", INHERITED.format("Tracker"), {}, "run_dir", "takes (run_dir, recipe)"),
     ("store", INHERITED.format("ExperienceStore") + INIT, {}, "it has no method put; it has no method has;", "`def has(self, index: int)"),
     ("trackers", TRACKER, {}, "it has no method alert; ", "`def alert(self, text: str) -> None`"),
     ("serving.weight_transfer", CHANNEL, {}, "swap cannot be called as it will be: max_abs_diff", "`async def close(self) -> None`"),
     ("objective.advantage", "def Part(): ...", {}, "too many positional arguments", "(self, groups: Sequence[Sequence[float]])"),
-    ("objective.advantage", "async def Part(groups): ...", {}, "is async, and will not be awaited", "def __call__"),
-    ("objective.advantage", "class Part:\n def __call__(self, groups): ...", {}, "it is a class", "name an instance"),
+    ("objective.advantage", "async def Part(groups): ...", {}, "is async, but is called without await", "def __call__"),
+    ("objective.advantage", "class Part:\n def __call__(self, groups): ...", {}, "it is a class", "refer to an instance"),
     ("objective.loss", "def Part(tokens, *, width): ...", {}, "missing a required", "(self, tokens: LossTokens)"),
     ("objective.loss", "def Part(tokens, *, width): ...", {"widht": 1}, "widht: unknown argument; did you mean width", "LossTokens"),
 ]
@@ -198,7 +198,7 @@ def test_everything_that_is_wrong_is_told_at_once(written: Any) -> None:
         ("return [[0.0] * len(g) for g in groups[:-1]]", "3 groups need 3 lists, not a list of 2"),
         ("return [[0.0] for g in groups]", "group 0 of 4 scores needs 4 advantages, not a list of 1"),
         ("return 0.5", "3 groups need 3 lists, not a value of type float"),
-        ("return [['0'] * len(g) for g in groups]", "group 0 holds a str of 1 instead of a float"),
+        ("return [['0'] * len(g) for g in groups]", "group 0 contains a str of 1 instead of a float"),
         ("return [[(s - sum(g) / len(g)) / (max(g) - min(g)) for s in g] for g in groups]", "it raised ZeroDivisionError"),
         ("return [[float('nan')] * len(g) for g in groups]", "which is not finite"),
         ("import random; return [[random.random() for _ in g] for g in groups]", "make it a pure function"),
@@ -248,7 +248,7 @@ def test_a_factory_that_breaks_its_word_is_found_out_when_it_is_called(written: 
     code = "from agentrl.protocols import ExperienceStore\ndef Part(run_dir, recipe) -> ExperienceStore:\n return 3"
     reference = written(code)
     check_parts(BASE.but(f"store={reference}"))
-    with pytest.raises(PluginError, match="what it made, of class int, does not fulfil"):
+    with pytest.raises(PluginError, match="its result, of class int, does not fulfil"):
         parts.make_part(parts.STORE, reference, {}, tmp_path, BASE)
 
 
@@ -265,7 +265,7 @@ def test_a_wrong_reference_ends_the_command_at_once_with_exit_code_2(tmp_path: P
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert re.search(
-        r"store 'agentrl\.records:Group' cannot be called with .*\n  fix: name a class or function that takes \(run_dir, recipe\)",
+        r"store 'agentrl\.records:Group' cannot be called with .*\n  fix: refer to a class or function that takes \(run_dir, recipe\)",
         done.stderr,
     )
     assert time.monotonic() - began < 10, "3 s on a quiet machine"

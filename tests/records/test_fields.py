@@ -55,7 +55,7 @@ def test_words_of_others_are_kept_and_half_a_surrogate_pair_becomes_a_replacemen
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Group(index=0, task_id="\ud800", task_key="", episodes=()), r"Group.task_id: '\\ud800' holds half of a surrogate pair"),
+        (lambda: Group(index=0, task_id="\ud800", task_key="", episodes=()), r"Group.task_id: '\\ud800' contains half of a surrogate pair"),
         (lambda: Group(index=1 << 63, task_id="", task_key="", episodes=()), "Group.index: is a number of more than 63 bits"),
         (lambda: Group(index="1", task_id="", task_key="", episodes=()), "Group.index: must be a whole number, got str"),
         (lambda: Group(index=1, task_id="", task_key="", episodes=[]), r'Group.episodes: must be a tuple, such as \("a",\), got list'),
@@ -68,7 +68,7 @@ def test_words_of_others_are_kept_and_half_a_surrogate_pair_becomes_a_replacemen
         (lambda: Score(value="1"), "Score.value: must be a number, got str"),
         (lambda: Score(value=10**400), "Score.value: must be a number"),
         (lambda: Score(value=1.0, parts={"a": float("nan")}), "Score.parts: is NaN"),
-        (lambda: Score(value=1.0, turn_rewards=((float("nan"),),)), "turn_rewards holds NaN"),
+        (lambda: Score(value=1.0, turn_rewards=((float("nan"),),)), "turn_rewards contains NaN"),
         (lambda: Score(value=1.0, branches=(1.0, float("nan"))), "Score.branches: is NaN"),
         (lambda: Score(value=1.0, without=(None, float("nan"))), "Score.without: is NaN"),
         (lambda: Score(value=1.0, evidence=None), "Score.evidence: must be text, got NoneType"),

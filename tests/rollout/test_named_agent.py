@@ -52,7 +52,7 @@ async def test_a_user_supplied_agent_runs_the_episodes(task: Task, tokenizer: An
 
 def test_an_invalid_agent_fails_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("class Part:\n    def __init__(self, *, chat): ...\n    def act(self, episode): ...\n")
-    with pytest.raises(PluginError, match=r"rollout\.agent .* act is not async, and will be awaited"):
+    with pytest.raises(PluginError, match=r"rollout\.agent .* act is not async, but will be awaited"):
         check_parts(BASE.but({"rollout.agent": f"{tmp_path}/agent.py:Part"}))
 
 

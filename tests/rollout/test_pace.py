@@ -185,7 +185,7 @@ def test_a_stalled_driver_never_costs_a_score(hold_s: float, monkeypatch: pytest
     episode = run_virtually(play())
     (failure,) = episode.failures
     assert (failure.blame, episode.left_out) == ((Blame.INFRASTRUCTURE, True) if hold_s else (Blame.POLICY, False))
-    assert (failure.kind == "driver_stalled" and "the driver's event loop stood still" in failure.message) is bool(hold_s)
+    assert (failure.kind == "driver_stalled" and "the driver's event loop was blocked" in failure.message) is bool(hold_s)
 
 
 @given(

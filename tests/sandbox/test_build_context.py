@@ -45,6 +45,11 @@ def test_key_depends_on_content_only(folder):
     assert len(seen) == 7
 
 
+def test_at_most_the_size_of_a_file_is_read(folder, monkeypatch):
+    monkeypatch.setattr(build_context, "_opened", lambda entry: os.fdopen(os.open("/dev/zero", os.O_RDONLY), "rb"))  # no end
+    assert read_build_context(folder).key == read_build_context(folder).key
+
+
 def test_image_is_named_after_its_task(folder, tmp_path):
     image = images.load_image(folder, cache=tmp_path)
     assert image.tag == f"agentrl/my-task:{image.recipe.key}"
@@ -130,5 +135,5 @@ def test_the_steps_of_a_long_dockerfile_are_read_in_linear_time(line: str) -> No
 def test_invalid_dockerignore_pattern_is_an_error(tmp_path):
     (tmp_path / "Dockerfile").write_text("FROM scratch\n")
     (tmp_path / ".dockerignore").write_text("[a-z].log\nkeep[z-a]\n")
-    with pytest.raises(TaskError, match=r"dockerignore holds an invalid pattern(.|\n)*fix: write ranges in order"):
+    with pytest.raises(TaskError, match=r"dockerignore contains an invalid pattern(.|\n)*fix: write ranges in order"):
         build_context.read_build_context(tmp_path)

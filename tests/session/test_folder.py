@@ -75,7 +75,7 @@ def test_a_run_is_finished_only_under_its_own_recipe(tmp_path: Path) -> None:
 
 def test_a_run_folder_is_not_reused_by_accident(tmp_path: Path) -> None:
     hold_run(tmp_path / "run")
-    with pytest.raises(UserError, match="already holds a run") as error:
+    with pytest.raises(UserError, match="already contains a run") as error:
         folder_for(tmp_path, wanted=tmp_path / "run")
     assert "--resume" in error.value.fix
     assert folder_for(tmp_path, wanted=tmp_path / "run", resume=True) == tmp_path / "run"

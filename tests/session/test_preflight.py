@@ -100,7 +100,7 @@ def test_a_model_that_does_not_fit_the_recipe_is_refused(
 def test_a_truncation_to_more_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
     folder = _described(tmp_path / "m", {**FITS, "vocab_size": 40}, WORDS)
     check_model(folder, RECIPE.but("rollout.top_k=32"))
-    with pytest.raises(UserError, match=r"top_k=33 is no truncation: .* a vocabulary of 40"):
+    with pytest.raises(UserError, match=r"top_k=33 does not truncate: .* a vocabulary of 40"):
         check_model(folder, RECIPE.but("rollout.top_k=33"))
 
 
@@ -227,8 +227,8 @@ print(json.dumps([said, sorted({{name.split(".")[0] for name in sys.modules}} & 
     assert heavy == []
     for (exit_code, text), told in zip(
         said,
-        ["syntax.py:1: SyntaxError", "learner.lrr: unknown key", "already holds a run", "no run to resume", "no folder", "KeyError: 'gone'",
-         "cannot listen on 192.0.2.1"],
+        ["syntax.py:1: SyntaxError", "learner.lrr: unknown key", "already contains a run", "no run to resume", "no folder",
+         "KeyError: 'gone'", "cannot listen on 192.0.2.1"],
         strict=True,
     ):  # fmt: skip
         assert exit_code == 2 and told in text and "Traceback" not in text and len(text.splitlines()) <= 2, text
@@ -325,7 +325,7 @@ def test_a_family_without_a_task_fails_before_anything_is_loaded(gives: str, say
 )
 def test_a_model_folder_with_wrong_types_raises(config: dict[str, object], tokenizer: dict[str, object], tmp_path: Path) -> None:
     folder = _described(tmp_path / "m", {**KIND, **config}, tokenizer)
-    with pytest.raises(UserError, match="holds a value of a wrong type") as error:
+    with pytest.raises(UserError, match="contains a value of a wrong type") as error:
         check_model(folder, RECIPE)
     assert "save_pretrained" in error.value.fix
 

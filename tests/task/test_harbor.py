@@ -255,7 +255,7 @@ async def test_unsupported_image_features_are_reported_at_build_time(family: Pat
     cases = {
         "WORKDIR /usr": "WORKDIR /usr cannot be",
         "WORKDIR /tmp/x": "WORKDIR /tmp/x cannot be",
-        "COPY greet.sh /tests/greet.sh": "/tests holds files",
+        "COPY greet.sh /tests/greet.sh": "/tests contains files",
         "WORKDIR /data\nRUN mkfifo pipe": "/data/pipe is not a file",
     }
     for lines, says in cases.items():

@@ -29,7 +29,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """The text around the arguments of a call, which guided decoding enforces. `%` stands for the tool's name."""
+    """The text around the arguments of a call, which guided decoding enforces. `%` is replaced by the tool's name."""
 
     begin: str  # before the arguments
     end: str  # after the arguments

@@ -48,7 +48,7 @@ def _read(text: str, scan: Callable[[str, int], tuple[tuple[str, Any], int]]) ->
         collected.errors.append("the list of tool calls is empty")
     rest = text[closed:] if closed >= 0 else ""
     if CALLS[0] in rest:
-        collected.errors.append("a turn holds one list of tool calls; those after the first were not run")
+        collected.errors.append("a turn contains one list of tool calls; those after the first were not run")
     return collected.reading(content + rest)
 
 

@@ -72,7 +72,7 @@ def _listed(text: str, collected: Collected) -> str:
         call_id = str(item.get("id") or "") if isinstance(item, dict) else ""
         collected.build(partial(_listed_call, call_id, item), call_id=call_id)
     if CALLS in text[end:]:
-        collected.errors.append("a turn holds one list of tool calls; those after the first were not run")
+        collected.errors.append("a turn contains one list of tool calls; those after the first were not run")
     return text[end:]
 
 

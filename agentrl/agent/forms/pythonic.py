@@ -159,7 +159,7 @@ def _plain(escape: re.Match[str]) -> str:
     code = escape[1] or escape[2] or escape[3]
     if code is not None:
         if int(code, 16) > 0x10FFFF:
-            raise CallError(f"tool call holds {escape[0]}, which is not a character")
+            raise CallError(f"tool call contains {escape[0]}, which is not a character")
         return chr(int(code, 16))
     return _ESCAPED.get(escape[4], escape[4] if escape[4] in "\\'\"" else escape[0])
 

@@ -77,17 +77,21 @@ class OpenPath:
         try:
             return os.open(name, flags, dir_fd=self.fd)
         except FileNotFoundError:
-            names: list[str] = []
-            with contextlib.suppress(OSError):
-                names = sorted(os.listdir(self.fd))[:20]
-            hint = "; the folder contains: {}".format(", ".join(map(printable, names))) if names else ""
-            raise OperationError(f"no file or folder {printable(self.path)}{hint}") from None
+            raise OperationError(f"no file or folder {printable(self.path)}{self._contents()}") from None
         except OSError as error:
             reason = str(error.strerror)
             with contextlib.suppress(OSError):
                 if stat.S_ISLNK(os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_mode):
                     reason = "it is a link, and links are not followed: give the file that it points to"
             raise OperationError(f"{printable(name)} in {printable(self.path)} cannot be opened: {reason}") from None
+
+    def _contents(self) -> str:
+        """What the folder contains, as the end of a message; empty if it cannot be read."""
+        try:
+            names = sorted(os.listdir(self.fd))[:20]
+        except OSError:
+            return ""
+        return "; the folder contains: {}".format(", ".join(map(printable, names))) if names else "; its folder is empty"
 
     def mode(self) -> int:
         """Returns the mode of the path, without following a link; 0 if it does not exist."""

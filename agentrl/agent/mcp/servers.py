@@ -4,7 +4,7 @@ Blame if a server gives no valid answer:
 
 - A server in the sandbox: the policy, because the agent can kill and replace the server.
 - A server outside that does not start, changes its tools during the run, dies, is late, sends an invalid answer, or reports an outage: the
-  infrastructure, unless the episode provoked it (`agentrl.agent.provoked`).
+  infrastructure, unless the episode provoked it (`agentrl.agent.outage_blame`).
 - A wrong request, or an answer that is too long: the policy.
 """
 
@@ -90,7 +90,7 @@ class ServerConnection:
         self._lock = asyncio.Lock()
 
     async def state(self, *, timeout_s: float) -> Any:
-        """Returns whether the server was used. The server's own state is lost on a restart, which the agent is notified of."""
+        """Returns whether the server was used. The server loses its state on a restart, and the agent is notified."""
         return {"used": self.used}
 
     async def close(self, *, timeout_s: float) -> None:

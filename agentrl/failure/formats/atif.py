@@ -1,7 +1,7 @@
 """Reads ATIF, the Agent Trajectory Interchange Format (v1.0 to v1.8), which Harbor reads and writes. `atif_export` writes it.
 
-Specified in rfcs/0001-trajectory-format.md of the Harbor repository; the package `atif` has models of it. A document holds the steps of one
-agent and the documents of its sub-agents. Paths in a document are never opened.
+Specified in rfcs/0001-trajectory-format.md of the Harbor repository; the package `atif` has models of it. A document contains the steps of
+one agent and the documents of its sub-agents. Paths in a document are never opened.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def parse(document: Any, location: Mapping[str, str]) -> Trace:
     match = _VERSION.fullmatch(version) if isinstance(version, str) else None
     if match is None or int(match[1]) > NEWEST:
         given = f"has the schema_version {version[:40]!a}" if isinstance(version, str) else "has no schema_version"
-        raise UserError(f"{given}; known are ATIF-v1.0 to ATIF-v1.{NEWEST}", fix="export it again as one of these")
+        raise UserError(f"{given}; supported versions are ATIF-v1.0 to ATIF-v1.{NEWEST}", fix="export it again as one of these")
     reader = _Reader()
     messages = list(reader.trajectory(whole, "", 0))
     if not messages:
@@ -186,7 +186,7 @@ class _Reader:
         return (when - self.started).total_seconds()
 
     def _note_gaps(self, step: Mapping[str, Any], model: Any) -> None:
-        """Notes what a step holds and a trace does not."""
+        """Records the parts of a step that a trace does not have."""
         metrics = object_or_empty(step.get("metrics"))
         if any(metrics.get(key) for key in _TOKEN_KEYS):
             self.gaps.add("exact tokens and logprobs of a step: they are not kept")

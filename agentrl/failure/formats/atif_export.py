@@ -1,4 +1,4 @@
-"""Writes traces as ATIF documents, v1.8. Traces of agentrl's runs have exact token ids and logprobs. `extra.agentrl` holds what ATIF has
+"""Writes traces as ATIF documents, v1.8. Traces of agentrl's runs have exact token ids and logprobs. `extra.agentrl` contains what ATIF has
 no field for."""
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def decode_document(data: bytes) -> Any:
         raise UserError(f"is larger than {LARGEST >> 20} MiB", fix="split it: a document on each line of a .jsonl file is read one by one")
     lists, objects, parts = data.count(b"["), data.count(b"{"), data.count(b",") + data.count(b":")
     if lists * _LIST_BYTES + objects * _OBJECT_BYTES + parts * _VALUE_BYTES > LARGEST_IN_MEMORY:
-        raise UserError("holds too many values to be read at once", fix="split it into several files")
+        raise UserError("contains too many values to be read at once", fix="split it into several files")
     if not data.strip():
         raise ValueError("is empty")
     try:
@@ -109,9 +109,9 @@ def _files_below(folder: Path) -> list[Path]:
         if path.suffix.lower() in SUFFIXES and not path.is_symlink() and path.is_file():
             files.append(path)
             if len(files) > MOST_FILES:
-                raise UserError(f"{folder} holds more than {MOST_FILES} files", fix="import its folders one by one")
+                raise UserError(f"{folder} contains more than {MOST_FILES} files", fix="import its folders one by one")
     if not files:
-        raise UserError(f"{folder} holds no files that end in {', '.join(SUFFIXES)}", fix="give the folder that the export was written to")
+        raise UserError(f"{folder} contains no files that end in {', '.join(SUFFIXES)}", fix="give the folder of the export")
     return sorted(files)
 
 

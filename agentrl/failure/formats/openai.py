@@ -53,7 +53,7 @@ def parse(document: Any, location: Mapping[str, str]) -> Trace:
     if len(choices) > 1:
         gaps.add("choices other than the first", len(choices) - 1)
     if not messages:
-        raise ValueError("holds no messages")
+        raise ValueError("contains no messages")
     metadata = values.object_or_empty(whole.get("metadata"))
     origin = values.build_origin(
         id=whole.get("custom_id") or metadata.get("trace") or response.get("id") or whole.get("id"),

@@ -270,7 +270,7 @@ def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[
     """The messages of an attribute, JSON text or structured. Text that the emitter has cut off is a gap, not an error."""
     value = decode_json(attributes.get(name))
     if isinstance(value, str):
-        gaps.add(f"{name} of a call: it is no JSON, perhaps cut by the emitter's limit")
+        gaps.add(f"{name} of a call: it is not JSON, perhaps cut by the emitter's limit")
         return
     for number, item in enumerate(as_objects(value, name)):
         yield from _message(item, f"{name}[{number}]", gaps)

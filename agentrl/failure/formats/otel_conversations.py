@@ -192,11 +192,11 @@ class _Callers:
         self._known: dict[SpanKey, tuple[SpanKey | None, SpanKey | None]] = {}
 
     def above(self, key: SpanKey) -> tuple[SpanKey | None, SpanKey | None]:
-        """(agent, tool) above a span."""
+        """Returns the nearest agent span and tool span above a span."""
         return self.at(key[0], self._parents.get(key, ""))
 
     def at(self, trace_id: str, span: str) -> tuple[SpanKey | None, SpanKey | None]:
-        """(agent, tool) at or above a span."""
+        """Returns the nearest agent span and tool span at or above a span."""
         path: list[SpanKey] = []
         seen: set[SpanKey] = set()
         key = (trace_id, span)

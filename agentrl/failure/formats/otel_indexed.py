@@ -68,7 +68,7 @@ def indexed_items(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> list[
         if _INDEX.fullmatch(number):
             _put(items.setdefault(int(number), {}), rest.split(".") if rest else ["content"], value, name, gaps)
         elif number.isdigit():
-            gaps.add(f"{name} with a number that is no index")
+            gaps.add(f"{name} with a number that is not an index")
     if items and max(items) >= len(items):
         gaps.add(f"{name} between those that have attributes")
     return [{key: _with_lists(value) for key, value in items[number].items()} for number in sorted(items)]

@@ -172,7 +172,7 @@ def _attributes(attributes: Any, *, every: bool = False) -> dict[str, Any]:
 
 def _id(value: Any, what: str) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= _MAX_ID or not value.isascii():
-        raise ValueError(f"{what} is {type_name(value)} that is no id")
+        raise ValueError(f"{what} is {type_name(value)} that is not an id")
     return value.lower() if len(value) in (16, 32) else value
 
 

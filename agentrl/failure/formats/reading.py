@@ -52,7 +52,7 @@ def read_all(path: Path | str, format: str | None = None) -> tuple[list[Trace], 
         else:
             unreadable.append(one)
     if not traces:
-        raise unreadable[0] if unreadable else UserError(f"{path} holds no traces", fix=f"give files in one of {', '.join(FORMATS)}")
+        raise unreadable[0] if unreadable else UserError(f"{path} contains no traces", fix=f"give files in one of {', '.join(FORMATS)}")
     return traces, unreadable
 
 
@@ -86,7 +86,7 @@ def _read(path: Path, format: str | None) -> Iterator[Trace | UnreadableDocument
 def _parse(document: Document, kind: str) -> Trace | UnreadableDocument:
     try:
         if not kind:
-            raise UserError(f"has no known format: it is {_describe(document.value)}", fix=f"known are {', '.join(FORMATS)}; {_FIX}")
+            raise UserError(f"has no known format: it is {_describe(document.value)}", fix=f"use one of {', '.join(FORMATS)}; {_FIX}")
         trace: Trace = _PARSERS[kind].parse(document.value, document.location.origin)
         return trace
     except (ValueError, RecursionError) as error:

@@ -2,7 +2,7 @@
 
     python3 -I -B -c SOURCE     stdin: {"secret", "tests": {path: base64}, "written": [path], "removed": [path]}
 
-The working directory holds the image's files and the agent's changes. Standard library only, Python 3.9 or later. This process executes
+The working directory contains the image's files and the agent's changes. Standard library only, Python 3.9 or later. This process executes
 no code under test. That code can kill it, and then there is no report, but cannot read it. The reward is a file that any program in this
 sandbox can write.
 """

@@ -1,4 +1,4 @@
-"""Steps of the host after attacks on its handling of files, archives and arguments: it must answer in time, with the right blame."""
+"""Host steps after attacks on files, archives and arguments. The sandbox must answer in time, with the right blame."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class StepContext:
         return result.stdout.strip() if result.ok else repr(result)
 
     async def other_processes(self) -> str:
-        """The pids of the attacked sandbox's processes, as a list in text, besides the exec server's."""
+        """The pids of the attacked sandbox's processes, as a list in text, except the exec server's."""
         return await self.output(_OTHER_PROCESSES)
 
 

@@ -308,7 +308,7 @@ os.symlink('/tmp/target', 'out'); open('/tmp/target', 'w').write('kept')
 
 
 async def check_snapshot_round_trip(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """A snapshot opens as a sandbox with the same files, unreadable ones included. An oversized working directory is refused."""
+    """A snapshot opens as a sandbox with the same files, unreadable ones included. An oversized working directory is rejected."""
     fill = """
 import os
 os.makedirs('a/b'); os.symlink('f', 'a/b/l'); os.mkfifo('pipe')

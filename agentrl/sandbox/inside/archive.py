@@ -1,7 +1,7 @@
 """Archives of the working directory: simple tar (POSIX.1-1988 headers, pax records for long names), written and read as a stream.
 
 They contain regular files, folders, links and hard links. The standard library's `tarfile` takes longer to import than most archives
-take to write, and is lenient by design. What is read here is hostile: anything that this module does not write is refused.
+take to write, and is lenient by design. What is read here is hostile: anything that this module does not write is rejected.
 """
 
 from __future__ import annotations

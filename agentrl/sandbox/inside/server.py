@@ -241,7 +241,7 @@ class Server:
         return running or any(fd in program.outputs for fd, _ in ready)
 
     def _check_limits(self, program: Program, now: float) -> None:
-        """Kills a program at its deadline, or if its sandbox holds too much. Keeps paused programs stopped."""
+        """Kills a program at its deadline, or if its sandbox uses too much. Keeps paused programs stopped."""
         if not program.timed_out and self.paused_at is None and now >= program.deadline:
             program.timed_out = True
             kill_everything(signal.SIGKILL)

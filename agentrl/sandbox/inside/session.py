@@ -2,7 +2,7 @@
 
 The server sends it the pipes of each call through a socket, and the session answers with the call's status. The server accepts nothing
 else from it, and the status concerns only that call, whose code could have ended with any status anyway. Any other packet ends the
-session. How a session ended the server learns from the kernel, as for a program.
+session. The kernel reports to the server how a session ended, as for a program.
 """
 
 from __future__ import annotations

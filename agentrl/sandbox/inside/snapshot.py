@@ -81,7 +81,7 @@ class Packer:
             entries = list(itertools.islice(scan, MAX_ENTRIES - self.entries + 1))
         self.entries += len(entries)
         if self.entries > MAX_ENTRIES:
-            raise Refused("too_large", f"the working directory holds more than {MAX_ENTRIES} entries")
+            raise Refused("too_large", f"the working directory contains more than {MAX_ENTRIES} entries")
         if entries and level == MAX_DEPTH:
             raise Refused("too_large", f"the working directory is nested more than {MAX_DEPTH} deep")
         return sorted(entries, key=lambda entry: entry.name)
@@ -181,7 +181,7 @@ def unpack(archive: ArchiveReader, top: str) -> None:
         while (entry := archive.next()) is not None:
             count += 1
             if count > MAX_ENTRIES:
-                raise Refused("too_large", f"the archive holds more than {MAX_ENTRIES} entries")
+                raise Refused("too_large", f"the archive contains more than {MAX_ENTRIES} entries")
             path = os.fsdecode(entry.name)
             if entry.kind == FOLDER_ENTRY:
                 path = path[:-1] if path.endswith("/") else path

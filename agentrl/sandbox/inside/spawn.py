@@ -1,9 +1,9 @@
-"""The start of programs: a child is forked and prepared ahead of need, so that a call waits only for the program itself.
+"""Starts programs: a child is forked and prepared before it is needed, so that a call waits only for the program itself.
 
-The server forks it after a reply. The child is still the server's user, out of reach of programs that were left running, and counts
-towards the limit on processes. It becomes the snippet or the session that it receives, or launches a program and waits again. While a
-snippet runs there is none; during a call in a session one keeps waiting. The first bytes of its standard input describe its work; the
-rest is the program's own.
+The server forks it after a reply. The child still runs as the server's user, out of reach of programs that were left running, and counts
+towards the limit on processes. It becomes the snippet or the session that it receives, or launches a program and waits again. No child
+waits while a snippet runs; one waits during a call in a session. The first bytes of its standard input describe its work; the rest is the
+program's input.
 
 A child that turned into a program would discard its copy of the server's memory: more work than most programs do. So it launches programs
 with posix_spawn(3), without a copy. If it cannot, it turns into the program. A program must belong to the agent from its first

@@ -40,7 +40,7 @@ def check_bounds(top: str) -> None:
                 raise Unfit(f"{os.path.join(folder, name)} is not a file, a folder or a link")
             size, count = size + info.st_size, count + 1
         if size > MAX_BYTES or count > MAX_ENTRIES:
-            raise Unfit(f"{top}, the working directory, holds more than {MAX_BYTES >> 20} MiB or {MAX_ENTRIES} entries")
+            raise Unfit(f"{top}, the working directory, contains more than {MAX_BYTES >> 20} MiB or {MAX_ENTRIES} entries")
 
 
 def make_readable(top: str) -> None:
@@ -78,7 +78,7 @@ def link_scratch(path: str) -> None:
         return
     if os.path.lexists(path):
         if any(files for _, _, files in os.walk(path)) or not os.path.isdir(path):
-            raise Unfit(f"{path} holds files, but is reserved for tests, solution or logs: put them elsewhere")
+            raise Unfit(f"{path} contains files, but is reserved for tests, solution or logs: put them elsewhere")
         shutil.rmtree(path)
     os.symlink("/tmp" + path, path)
 

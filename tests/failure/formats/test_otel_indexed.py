@@ -144,10 +144,10 @@ def test_spans_of_agents_and_tools_of_openinference(tmp_path: Path) -> None:
 
 
 HOSTILE = {
-    "a huge index": ({"gen_ai.prompt.999999999999.content": "x"}, "a number that is no index"),
+    "a huge index": ({"gen_ai.prompt.999999999999.content": "x"}, "a number that is not an index"),
     "a sparse index": ({"gen_ai.prompt.999999.content": "x"}, "between those that have attributes"),
-    "zeros before it": ({"gen_ai.prompt.00.content": "x"}, "a number that is no index"),
-    "other digits": ({"gen_ai.prompt.\u0663.content": "x"}, "a number that is no index"),
+    "zeros before it": ({"gen_ai.prompt.00.content": "x"}, "a number that is not an index"),
+    "other digits": ({"gen_ai.prompt.\u0663.content": "x"}, "a number that is not an index"),
     "a value and its parts": ({"gen_ai.prompt.0.content.0.text": "x", "gen_ai.prompt.0.content": "y"}, "contradict others"),
     "parts of a value": ({"gen_ai.prompt.0.content": "y", "gen_ai.prompt.0.content.0.text": "x"}, "contradict others"),
     "levels without end": ({f"gen_ai.prompt.0{'.a' * 5000}": "x"}, "nested too deep"),

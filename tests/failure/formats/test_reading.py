@@ -74,8 +74,8 @@ def test_a_bad_line_does_not_lose_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("document", "said"),
     [
-        ({**ATIF, "schema_version": "ATIF-v2.0"}, r"'ATIF-v2\.0'; known are ATIF-v1\.0 to"),
-        ({**ATIF, "schema_version": "ATIF-v1.9"}, "known are"),
+        ({**ATIF, "schema_version": "ATIF-v2.0"}, r"'ATIF-v2\.0'; supported versions are ATIF-v1\.0 to"),
+        ({**ATIF, "schema_version": "ATIF-v1.9"}, "supported versions are"),
         ({**ATIF, "schema_version": None}, "has no schema_version"),
         ({**ATIF, "steps": []}, "has no steps"),
         ({**ATIF, "steps": {}}, "steps is an object, not a list"),
@@ -126,13 +126,13 @@ def test_too_many_spans_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_an_unreadable_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not there"):
         read(tmp_path / "none.json")
-    with pytest.raises(UserError, match="holds no files"):
+    with pytest.raises(UserError, match="contains no files"):
         list(read(tmp_path))
     with pytest.raises(UserError, match="no format 'xml'"):
         read(DATA, "xml")
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "link.json").symlink_to("/etc/passwd")
-    with pytest.raises(UserError, match="holds no files"):  # neither waited for nor followed
+    with pytest.raises(UserError, match="contains no files"):  # neither waited for nor followed
         list(read(tmp_path))
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(UserError, match=r"a\.json: has no known format"):

@@ -82,7 +82,7 @@ ENV A=1 B="two words"
 """
 FAMILIES: Mapping[str, Mapping[str, str]] = {
     "judged": {
-        "image.toml": 'suite = "bookworm"\npackages = ["python3", "jq"]\npull = "python:3.11-slim"\nvariant = "minbase"\n',
+        "image.toml": 'suite = "bookworm"\npackages = ["python3", "jq"]\npull = "python:3.11-slim"\n',
         "one/task.toml": _JUDGED,
         "one/instruction.md": "Add the numbers.\n",
         "one/environment/files/numbers.txt": "1 3\n",
