@@ -51,18 +51,21 @@ async def run_attempts(
     """
 
     async def run(attempt: PlannedAttempt) -> ScoredEpisode:
-        task = attempt.task
-        if attempt.fault is not None or task is None:
-            assert attempt.fault is not None, "an attempt without a task has a fault"
-            scored = excluded_attempt(attempt.name, *(("", "") if task is None else (task.id, task.key)), attempt.fault)
-        else:
-            scored = await runner.run_episode(task, name=attempt.name, start=attempt.start, always=True)
+        scored = await _run_attempt(runner, attempt)
         on_scored(attempt, scored)
         return scored
 
     async with asyncio.TaskGroup() as running:
         jobs = [running.create_task(run(attempt)) for attempt in planned]
     return [job.result() for job in jobs]
+
+
+async def _run_attempt(runner: GroupRunner, attempt: PlannedAttempt) -> ScoredEpisode:
+    task = attempt.task
+    if attempt.fault is not None or task is None:
+        assert attempt.fault is not None, "an attempt without a task has a fault"
+        return excluded_attempt(attempt.name, *(("", "") if task is None else (task.id, task.key)), attempt.fault)
+    return await runner.run_episode(task, name=attempt.name, start=attempt.start, always=True)
 
 
 def evaluation_runner(groups: GroupRunner, sampling: Sampling) -> GroupRunner:
@@ -135,19 +138,17 @@ async def run_cases(
     plan = [(case, number) for case in cases for number in numbers(case)]
     done = 0
 
-    def count(attempt: PlannedAttempt, scored: ScoredEpisode) -> None:
+    async def run(case: Case, number: int) -> SuiteAttempt:
         nonlocal done
+        scored = await _run_attempt(runner, plan_case(case, f"{phase}-{case.id}-r{number}", broken))
         done += 1
         on_done(done, len(plan))
-        assert attempt.task is not None, "a case has a task"
-        on_scored(attempt.task, scored)
+        on_scored(case.task, scored)
+        return suite_attempt(case, number, scored, phase=phase, version=version, again=again)  # without the episode's tokens
 
-    planned = [plan_case(case, f"{phase}-{case.id}-r{number}", broken) for case, number in plan]
-    episodes = await run_attempts(runner, planned, count)
-    return tuple(
-        suite_attempt(case, number, scored, phase=phase, version=version, again=again)
-        for (case, number), scored in zip(plan, episodes, strict=True)
-    )
+    async with asyncio.TaskGroup() as running:
+        jobs = [running.create_task(run(case, number)) for case, number in plan]
+    return tuple(job.result() for job in jobs)
 
 
 def evaluation_info(

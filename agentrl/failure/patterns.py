@@ -19,7 +19,7 @@ NO_SUCH_TOOL = re.compile(
 BAD_ARGUMENTS = re.compile(
     r"\berror: \w{1,64} needs \{|field required|missing (?:\d+ )?required|required (?:property|parameter|argument|field)"
     r"|unexpected keyword|invalid (?:argument|parameter|input|value)|validation error|input should be|extra inputs are not permitted"
-    r"|takes up to \d+ characters|takes \d+ positional|additional propert|unknown (?:argument|parameter|option)",
+    r"|(?:takes|accepts) up to \d+ characters|takes \d+ positional|additional propert|unknown (?:argument|parameter|option)",
     re.IGNORECASE,
 )
 TIMED_OUT = re.compile(r"timed out after \d|gave no result within \d|\bTimeoutError\b|deadline exceeded|time limit exceeded", re.IGNORECASE)

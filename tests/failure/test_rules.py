@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.failure import rules
+from agentrl.agent.filetools import SHIPPED_TOOLS
+from agentrl.failure import patterns, rules
 from agentrl.failure.trace import CaptureReason, Trace
 from agentrl.failure.triage import tag_by_rules
-from agentrl.records import Blame, Parent, Score, ToolCall, Trajectory
+from agentrl.records import Blame, Limits, Parent, Score, ToolCall, Trajectory
 
 from .traces import fault, heard, python, said, submit, task, trace, turn
 
@@ -170,6 +171,12 @@ def test_every_rule_has_a_positive_case_and_a_near_miss() -> None:
     for name in named:
         tag = aliases.get(name, name)
         assert any(case.startswith(tag) for case in POSITIVE) and any(case.startswith(tag) for case in NEAR), name
+
+
+async def test_what_the_shipped_tools_reject_is_bad_arguments() -> None:
+    for arguments in ({}, {"code": "print(1)\0"}):
+        outcome = await SHIPPED_TOOLS["python"](arguments, None, Limits())
+        assert not outcome.ok and patterns.BAD_ARGUMENTS.search(outcome.output), outcome.output
 
 
 def test_the_earliest_failure_wins() -> None:
