@@ -61,7 +61,12 @@ def answer(number: int, body: bytes = b"", /, **fields: object) -> bytes:
 def replies(number: int) -> dict[str, bytes]:
     """What the tricks that send some bytes send in reply to request `number`."""
     text = json.dumps({"id": number, "ok": True}).encode()
-    types = {"__class__": "os.system", "py/object": "subprocess.Popen", "$type": "agentrl.plugins.references:resolve", "!!python": "os.system"}
+    types = {
+        "__class__": "os.system",
+        "py/object": "subprocess.Popen",
+        "$type": "agentrl.plugins.references:resolve",
+        "!!python": "os.system",
+    }
     terminal = "\x1b[2J\x00" * 1000
     return {
         "oversized_header": struct.pack("!II", 0xFFFFFFFF, 0) + b"{" * 100000,
