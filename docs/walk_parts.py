@@ -30,11 +30,12 @@ from agentrl.learner.update import Updater
 from agentrl.objective import assemble
 from agentrl.records import ExecResult, Group, PolicyVersion, Probe, Split, SwapReport, Task, codec
 from agentrl.reward import TaskScorer
+from agentrl.rollout.admission import Admission
 from agentrl.serving import VLLMServer
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.supervisor import SupervisedServer, open_channel
 from agentrl.session.models import copy_base_version
-from agentrl.session.opening import build_group_runner, fault_rate
+from agentrl.session.opening import build_episode_runner, build_group_runner, fault_rate
 from agentrl.session.preflight import open_chat
 from agentrl.task import GroupSchedule
 from agentrl.task.schedule import open_family
@@ -117,15 +118,9 @@ def task_to_update(learner: Learner, trace: AbstractContextManager[object]) -> t
     answer = ExecResult(exit_code=0, stdout=str(gold.data["answer"]), stderr="", wall_s=0.0)
     scorer = TaskScorer(root=ROOT)
     scorer.load(gold.verifiers)
-    runner = build_group_runner(
-        recipe,
-        policy,
-        ScriptedSandboxes(lambda code: answer),
-        learner.chat,
-        scorer,
-        FolderCheckpoints(learner.folder / "running"),
-        fault_rate(recipe),
-    )
+    episodes = build_episode_runner(recipe, policy, ScriptedSandboxes(lambda code: answer), learner.chat)
+    checkpoints = FolderCheckpoints(learner.folder / "running")
+    runner = build_group_runner(recipe, episodes, scorer, checkpoints, fault_rate(recipe), Admission(recipe.rollout.concurrency))
 
     async def sample() -> None:
         task = schedule.task(0)
