@@ -45,14 +45,14 @@ class Changed(VLLMServer):
     arguments: Mapping[str, str]
     variables: Mapping[str, str]
 
-    def _command(self, device: str, port: int) -> list[str]:
-        words = super()._command(device, port)
+    def _command(self, port: int) -> list[str]:
+        words = super()._command(port)
         for name, value in self.arguments.items():
             words[words.index(name) + 1] = value
         return words
 
-    def _environment(self, device: str, scratch: Path) -> dict[str, str]:
-        return {**super()._environment(device, scratch), **self.variables}
+    def _environment(self, scratch: Path) -> dict[str, str]:
+        return {**super()._environment(scratch), **self.variables}
 
 
 async def play(server: VLLMServer, recipe: Recipe, episode: Episode, salt: str) -> None:

@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agentrl.base.error_text import one_line_error  # noqa: E402
+from agentrl.base.error_text import clip_text  # noqa: E402
 from agentrl.errors import InfrastructureError, UserError  # noqa: E402
 from benchmarks import stored  # noqa: E402
 from benchmarks.load import script as scripted  # noqa: E402
@@ -86,7 +86,7 @@ def peer_python(work: Path) -> str:
         for command in ([sys.executable, "-m", "venv", str(folder)], [str(python), "-m", "pip", "install", "-q", PEER]):
             made = subprocess.run(command, capture_output=True, text=True, check=False)
             if made.returncode:
-                raise InfrastructureError(f"{' '.join(command)} failed: {one_line_error(made.stderr[-1000:])}")
+                raise InfrastructureError(f"{' '.join(command)} failed: {clip_text(made.stderr[-1000:])}")
         (folder / "whole").write_text(PEER)
     return str(python)
 

@@ -24,6 +24,7 @@ from agentrl.config import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.errors import ServingError
 from agentrl.records import PolicyVersion, Probe, SamplingParams
 from agentrl.serving import FileWeightChannel, TokenClient, VLLMServer
+from agentrl.serving.probe import max_logprob_difference
 from agentrl.testing.tiny_model import make_model, make_probe, write_version
 
 IN_FLIGHT = 64
@@ -96,7 +97,6 @@ async def measure_swaps(bench: Bench, server: VLLMServer, client: TokenClient, s
 
 
 async def measure_reload(bench: Bench, server: VLLMServer, client: TokenClient, swaps: int) -> None:
-    channel = FileWeightChannel(server, registry_folder=bench.run_dir / "versions")
     stalls, diffs = [], []
     async with bench.load(client):
         for number in (turn % 2 for turn in range(1, swaps + 1)):
@@ -105,7 +105,7 @@ async def measure_reload(bench: Bench, server: VLLMServer, client: TokenClient, 
             await server.control.reload(str(bench.run_dir / bench.versions[number].folder), number)
             await server.control.resume()
             stalls.append(1000 * (time.perf_counter() - began))
-            diffs.append(await channel._disagreement(number, bench.probes[number]))
+            diffs.append(await max_logprob_difference(server, number, bench.probes[number]))
             await asyncio.sleep(0.3)
     report_row("vLLM reload_weights", sorted(stalls), max(diffs))
 
