@@ -66,7 +66,7 @@ async def test_mutants_are_proven_or_rejected() -> None:
     assert [(one.case, one.how) for one in found.tasks] == [("c0", "mutated")] * 2
     assert all(one.task.data["answer"] != total.data["answer"] and one.task.split is Split.TRAIN for one in found.tasks)
     assert [case for case, _ in found.rejected] == ["c1", "c2"]
-    assert "of family 'other'" in found.rejected[0][1] and "not right about it" in found.rejected[1][1]
+    assert "belongs to family 'other'" in found.rejected[0][1] and "not right on the case" in found.rejected[1][1]
     assert told.tasks == () and "depends on the answer" in told.rejected[0][1]
 
 

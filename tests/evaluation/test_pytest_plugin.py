@@ -63,7 +63,7 @@ def test_cases_are_items_with_readable_failures(project: Path) -> None:
     ("arguments", "said"),
     [
         (["--agentrl-suite", "s"], "names no policy"),
-        (["s"], "give --agentrl-policy FOLDER"),
+        (["s"], "use --agentrl-policy FOLDER"),
         (["s", "--agentrl-key-env", "KEY"], "need --agentrl-policy"),
         (["--agentrl-policy", "a:b"], "needs a suite"),
         (["--agentrl-suite", "s", "--agentrl-policy", "a:b", "--agentrl-set", "rollout.size=3"], "rollout.size: unknown key"),

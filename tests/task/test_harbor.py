@@ -89,7 +89,7 @@ PYTHON
 python3 /app/count.py /app/data/app.log | diff - <(printf 'ERROR 1\\nINFO 2\\n')
 """,
     "tests/test.sh": """#!/bin/bash
-pytest -p no:cacheprovider /tests/contract/test_outputs.py -rA
+pytest -p no:cacheprovider /tests/test_outputs.py -rA
 
 if [ $? -eq 0 ]; then
   echo 1 > /logs/verifier/reward.txt
