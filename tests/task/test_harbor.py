@@ -97,7 +97,7 @@ else
   echo 0 > /logs/verifier/reward.txt
 fi
 """,
-    "tests/task/test_outputs.py": """import subprocess
+    "tests/test_outputs.py": """import subprocess
 from pathlib import Path
 
 
