@@ -89,7 +89,7 @@ def load_calibration(path: Path) -> Calibration:
         raise UserError(f"no calibration {path}", fix=fix) from None
     except ValidationError as error:
         first = error.errors()[0]
-        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
         raise UserError(f"{path} is not a calibration: {printable(problem, 300)}", fix=fix) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a calibration: {printable(str(error), 300)}", fix=fix) from None

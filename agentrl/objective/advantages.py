@@ -146,7 +146,7 @@ def check_advantages(result: object, groups: Groups) -> list[list[float]]:
             raise ValueError(f"group {number} of {len(scores)} scores needs {len(scores)} advantages, not {_shape(values)}")
         for value in values:
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"group {number} holds {_shape(value)} instead of a float")
+                raise ValueError(f"group {number} contains {_shape(value)} instead of a float")
     return [[float(value) for value in values] for values in result]
 
 

@@ -137,7 +137,7 @@ def test_differences_beyond_1_raise() -> None:
     assert e_value([-1.0]) == pytest.approx(1.5) and e_value([1.0]) == pytest.approx(0.5)
     for beyond in (math.nextafter(1, 2), math.nextafter(-1, -2), 1.05, -2.0, math.nan):
         for differences in ([beyond], [0.5, beyond, -0.5]):
-            with pytest.raises(ValueError, match=r"within \[-1, 1\]"):
+            with pytest.raises(ValueError, match=r"outside \[-1, 1\]"):
                 e_value(differences)
 
 

@@ -183,7 +183,7 @@ def test_required_calibration_must_exist_and_be_good_enough(project: Path) -> No
             load("changed")
         for broken in ("{", "[]", '{"format": 9}', "\x00"):
             (project / "c.json").write_text(broken)
-            with pytest.raises(UserError, match="no calibration"):
+            with pytest.raises(UserError, match="not a calibration"):
                 load("strict")
 
 
