@@ -137,8 +137,8 @@ class ChatFormat:
         `said` is what the agent and its tools said after the prompt. It is hostile: control tokens in it are escaped.
         """
         fenced = [self.escape_message(message) for message in said]
-        held = [replace(message, content=WITHHELD) if message.role == "tool" else message for message in fenced]
-        ids, withheld = self.opening([*prompt, *fenced], schemas), self.opening([*prompt, *held], schemas)
+        hidden = [replace(message, content=WITHHELD) if message.role == "tool" else message for message in fenced]
+        ids, withheld = self.opening([*prompt, *fenced], schemas), self.opening([*prompt, *hidden], schemas)
         return ids if self._controls(ids) == self._controls(withheld) else withheld
 
     def escape_message(self, message: Message) -> Message:

@@ -104,8 +104,8 @@ def display_path(path: str) -> str:
 
 def clip_text(text: str) -> str:
     """Shortens a text to six lines and 600 characters."""
-    kept = "\n".join(text.strip().splitlines()[:6])
-    return kept if len(kept) <= _MAX_CAUSE else kept[: _MAX_CAUSE - 3] + "..."
+    clipped = "\n".join(text.strip().splitlines()[:6])
+    return clipped if len(clipped) <= _MAX_CAUSE else clipped[: _MAX_CAUSE - 3] + "..."
 
 
 _KNOWN = (  # pattern in a log, its cause, and the fix

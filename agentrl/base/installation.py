@@ -50,29 +50,29 @@ def requirement(*, root: Path = _ROOT) -> str:
 
 def _is_checkout(root: Path) -> bool:
     try:
-        found = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+        parsed = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return (found.get("project") or {}).get("name") == DISTRIBUTION
+    return (parsed.get("project") or {}).get("name") == DISTRIBUTION
 
 
 def _installed(root: Path) -> Distribution | None:
     """The distribution whose metadata is in the same folder as the package, which excludes other copies."""
     try:
-        found = distribution(DISTRIBUTION)
+        candidate = distribution(DISTRIBUTION)
     except PackageNotFoundError:
         return None
-    return found if Path(str(found.locate_file(""))).resolve() == root else None
+    return candidate if Path(str(candidate.locate_file(""))).resolve() == root else None
 
 
 def _origin(root: Path) -> dict[str, Any]:
     """pip's record of the file, folder or repository that it installed from (PEP 610); empty for an index."""
     installed = _installed(root)
     try:
-        found = json.loads((installed and installed.read_text("direct_url.json")) or "{}")
+        origin = json.loads((installed and installed.read_text("direct_url.json")) or "{}")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) and isinstance(found.get("url"), str) else {}
+    return origin if isinstance(origin, dict) and isinstance(origin.get("url"), str) else {}
 
 
 def _address(origin: dict[str, Any]) -> str:

@@ -151,19 +151,19 @@ def outage_of(error: BaseException, asked: Mapping[str, Any] | None = None, *, s
 def outage_phrase(text: str, asked: Mapping[str, Any] | Sequence[Any] | None = None) -> str:
     """The phrase in which a text reports an outage; "" if there is none. Words in `asked` do not count: a tool may repeat its arguments."""
     own = set(_WORD.findall(" ".join(_texts(asked)).lower())) if asked else set()
-    for found in _reports(text[:_MAX_TEXT]):
-        if not own or not set(_WORD.findall(found.lower())) <= own:
-            return found
+    for report in _reports(text[:_MAX_TEXT]):
+        if not own or not set(_WORD.findall(report.lower())) <= own:
+            return report
     return ""
 
 
 def _reports(text: str) -> Iterator[str]:
     """The phrases of a text that report outages."""
-    for found in _SAYS.finditer(text):
-        yield found[0]
-    for found in _FIELD.finditer(text):
-        if _ERROR_FIELD.search(text, max(0, found.start() - _NEAR), found.end() + _NEAR):
-            yield found[0]
+    for match in _SAYS.finditer(text):
+        yield match[0]
+    for match in _FIELD.finditer(text):
+        if _ERROR_FIELD.search(text, max(0, match.start() - _NEAR), match.end() + _NEAR):
+            yield match[0]
 
 
 def is_outage_name(error_type: str) -> bool:
@@ -297,12 +297,12 @@ def _hosts(error: BaseException) -> Iterator[str]:
         for name in path.split("."):
             value = _attribute(value, name)
         if isinstance(value, str) and (
-            found := re.match(
+            match := re.match(
                 r"(?:[a-z][a-z0-9+.-]{1,20}://)?(?:[^/@\s]*@)?(\[[^\]]+\]|(?:[0-9a-f]{0,4}:){2,7}[0-9a-f.]*|[^/:?#\s]+)", value, re.I
             )
         ):
             if path == "host" or "://" in value or path == "pool.host":
-                yield found[1].strip("[]")
+                yield match[1].strip("[]")
         elif isinstance(host := _attribute(value, "host"), str):  # an object for a URL
             yield host
     for pattern in (r"Connect call failed \('([^']{1,255})'", r"host='([^']{1,255})'", r"https?://([^/:'\"\s]{1,255})"):

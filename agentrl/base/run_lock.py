@@ -108,11 +108,11 @@ def _taken(folder: Path) -> int:
 
 def _same_file(handle: int, path: Path) -> bool:
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return False
     own = os.fstat(handle)
-    return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
+    return (status.st_dev, status.st_ino) == (own.st_dev, own.st_ino)
 
 
 def _write(handle: int, holder: Holder) -> None:
@@ -149,7 +149,7 @@ def _wait_for_parts(folder: Path, wait_s: float) -> None:
     if not path.exists():
         return
     handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    began, told = time.monotonic(), False
+    began, reported = time.monotonic(), False
     try:
         while True:
             try:
@@ -163,9 +163,9 @@ def _wait_for_parts(folder: Path, wait_s: float) -> None:
                     f"the servers or the learner of the previous run in {folder} still run after {wait_s:g} s (processes {pids})",
                     fix="wait, or end them with kill -KILL, then retry",
                 )
-            if waited > _PATIENCE_S and not told:
+            if waited > _PATIENCE_S and not reported:
                 print("waiting until the servers and the learner of the previous run have ended", file=sys.stderr, flush=True)
-                told = True
+                reported = True
             time.sleep(0.02)
     finally:
         os.close(handle)
@@ -173,13 +173,13 @@ def _wait_for_parts(folder: Path, wait_s: float) -> None:
 
 def _users(path: Path) -> list[int]:
     """Other processes that have a file open. /proc/locks has only the process that took the lock, which is dead."""
-    wanted, found = str(path.resolve()), []
+    wanted, holders = str(path.resolve()), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):  # gone, or another user's
                 if any(os.readlink(link) == wanted for link in (entry / "fd").iterdir()):
-                    found.append(int(entry.name))
-    return found
+                    holders.append(int(entry.name))
+    return holders
 
 
 def _remove_if_vacant(folder: Path) -> None:

@@ -194,12 +194,12 @@ def secrets_in_command(words: Sequence[str], *, shell: bool = False) -> Iterator
         flag, _, attached = word.partition("=")
         if not word.startswith("-"):
             flag, attached = "", word
-        if found := _login_flag(program, word, after) or _header(word) or _header(attached):
-            yield found
+        if value := _login_flag(program, word, after) or _header(word) or _header(attached):
+            yield value
         elif _FLAG.fullmatch(flag) and is_secret(flag.lstrip("-"), attached or ("" if after.startswith("-") else after)):
             yield flag if flag.startswith("--") else f"{flag[:2]}..."  # -pVALUE may hold the secret itself
-        elif found := _assigned(attached, shell=shell):
-            yield found
+        elif value := _assigned(attached, shell=shell):
+            yield value
         elif " " in word and (re.fullmatch(r"-\w*c", before) or words[0].rpartition("/")[2] in _SHELLS):
             yield from secrets_in_command(split_command(word), shell=True)
 

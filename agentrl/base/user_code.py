@@ -90,7 +90,7 @@ async def call_user_code(
         raise
     finally:
         if steps.longest_s > HOLD_S:
-            _held(what, steps.longest_s)
+            _warn_blocked(what, steps.longest_s)
     value, error = task.result()
     if isinstance(error, GeneratorExit | KeyboardInterrupt):
         place = raise_location(error)
@@ -226,7 +226,7 @@ async def _end(task: asyncio.Task[Any], steps: _Steps[Any], what: str, grace_s: 
     await asyncio.wait({task})
 
 
-def _held(what: str, seconds: float) -> None:
+def _warn_blocked(what: str, seconds: float) -> None:
     if _again((what, "held")):
         fix = "await slow operations, and run computations in asyncio.to_thread"
         log.warning("%s blocked the event loop and all episodes for %.1f s: %s", what, seconds, fix)

@@ -64,16 +64,16 @@ def promote_failures(
         if not traces:  # traces that cannot become cases are skipped in a selection; given by id they raise an error
             chosen = [row for row in selected if row.why != "fault" and (row.task_key or supplied is not None)]
         check_ids(run, wanted.ids, chosen)
-        found = [trace for row in chosen[::-1] if (trace := collection.get(row.id)) is not None]
-    if not found:
+        chosen_traces = [trace for row in chosen[::-1] if (trace := collection.get(row.id)) is not None]
+    if not chosen_traces:
         raise _none_chosen(run, selected)
     starts: dict[str, EpisodeState | None] = {}
     if from_turn:
         from agentrl.evaluation.replay import replay_starts
 
-        starts = asyncio.run(replay_starts(run, found, from_turn))
-    done = promote(found, into, note=note, by=user_name(), threshold=threshold, repeats=repeats, starts=starts, supplied=supplied)
-    for trace in found:
+        starts = asyncio.run(replay_starts(run, chosen_traces, from_turn))
+    done = promote(chosen_traces, into, note=note, by=user_name(), threshold=threshold, repeats=repeats, starts=starts, supplied=supplied)
+    for trace in chosen_traces:
         if trace.task is None and (lost := describe_excluded_messages(trace)):
             print(f"{trace.id}: {lost}", file=sys.stderr)
     _print_promotions(done, into, as_json=as_json)
@@ -137,9 +137,9 @@ def minimize(
     from agentrl.task import open_family
 
     root, loaded = load_recipe(recipe, [])
-    opened, found = load_case(suite, case)
+    opened, selected = load_case(suite, case)
     family = open_family(loaded.tasks, seed=loaded.seed, root=root)
-    with prepare_evaluation(find_policy(policy), [replace(opened, cases=(found,))], overrides=overrides or [], run_dir=run_dir) as given:
-        smaller, summary = asyncio.run(minimize_case(given, found, family, repeats=repeats, budget=budget))
+    with prepare_evaluation(find_policy(policy), [replace(opened, cases=(selected,))], overrides=overrides or [], run_dir=run_dir) as given:
+        smaller, summary = asyncio.run(minimize_case(given, selected, family, repeats=repeats, budget=budget))
     path = save_case(suite, smaller)
     print(json.dumps({"case": smaller.id, "path": str(path), "summary": summary}) if as_json else f"{path}: {summary}")

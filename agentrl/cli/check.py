@@ -99,11 +99,11 @@ def sandbox_attack(
     root = project_root(Path.cwd() / image / "image.toml")
     results: list[dict[str, Any]] = []
     for name in backend_names(backend):
-        found = asyncio.run(attack_backend(name, image, root=root, only=only, runtime=runtime, report=report))
-        counts = Counter(item["verdict"] for item in found)
+        backend_results = asyncio.run(attack_backend(name, image, root=root, only=only, runtime=runtime, report=report))
+        counts = Counter(item["verdict"] for item in backend_results)
         tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no attack of that name"
-        print(f"{found[0]['backend'] if found else name}: {tally}", file=sys.stderr if as_json else sys.stdout)
-        results += found
+        print(f"{backend_results[0]['backend'] if backend_results else name}: {tally}", file=sys.stderr if as_json else sys.stdout)
+        results += backend_results
     if as_json:
         print(json.dumps(results))
     bad = [item for item in results if item["verdict"] in ("ESCAPED", "error")]

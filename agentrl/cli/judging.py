@@ -56,14 +56,14 @@ def calibrate(
 
     root = project_root((recipe or Path.cwd() / "x").absolute())
     add_project_root(root)
-    found = resolve(judge)
-    if not callable(found):
+    resolved = resolve(judge)
+    if not callable(resolved):
         raise PluginError(f"{judge!r} is not callable", fix="name a judge, or async def score(task, episode) -> Score")
     labelled = read_labels(labels)
 
     def measured() -> Coroutine[Any, Any, CalibrationReport]:
         return measure(
-            found,
+            resolved,
             labelled,
             reference=judge,
             labels_sha256=",".join(sha256_file(path) for path in labels),

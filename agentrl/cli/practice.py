@@ -41,18 +41,20 @@ def practice(
     """
     root, loaded = load_recipe(recipe, overrides or [])
     cases = load_suite(suite)
-    made = asyncio.run(_make(suite, cases, loaded, root, count=count, seed=seed, parallel=parallel, quiet=as_json))
+    mutants = asyncio.run(_make(suite, cases, loaded, root, count=count, seed=seed, parallel=parallel, quiet=as_json))
     path = None
-    if made.tasks:
+    if mutants.tasks:
         about = {"suite": cases.name, "family": loaded.tasks.family, "recipe": loaded.name, "seed": seed, "count": count}
-        path = save_practice(suite, made.tasks, about)
-    by_case = {case: dict(how) for case, how in made.by_case().items()}
+        path = save_practice(suite, mutants.tasks, about)
+    by_case = {case: dict(how) for case, how in mutants.by_case().items()}
     if as_json:
         print(
-            json.dumps({"file": None if path is None else str(path), "tasks": len(made.tasks), "cases": by_case, "refused": made.rejected})
+            json.dumps(
+                {"file": None if path is None else str(path), "tasks": len(mutants.tasks), "cases": by_case, "refused": mutants.rejected}
+            )
         )
     else:
-        print(render_report(made, path))
+        print(render_report(mutants, path))
     raise typer.Exit(0 if by_case.keys() == {case.id for case in cases.cases} else 1)
 
 

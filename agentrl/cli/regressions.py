@@ -116,8 +116,8 @@ def _evaluated(given: PreparedEvaluation, *, as_json: bool) -> tuple[SuiteEvalua
 
 def suites_in(named: Sequence[str]) -> list[Suite]:
     """Loads the suites in folders, without duplicates. Raises `UserError` for a folder without a suite."""
-    found = {suite.folder.resolve(): suite for one in named for suite in load_suites(Path(one))}
-    return list(found.values())
+    by_folder = {suite.folder.resolve(): suite for one in named for suite in load_suites(Path(one))}
+    return list(by_folder.values())
 
 
 def summary(done: Sequence[SuiteEvaluation], folder: Path) -> dict[str, Any]:

@@ -41,13 +41,13 @@ def versions(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_js
 
     if not (run_dir / "versions").is_dir():
         raise UserError(f"{run_dir} has no versions", fix="give the folder of a run, such as runs/quickstart")
-    found = FolderRegistry(run_dir / "versions").versions()
+    recorded = FolderRegistry(run_dir / "versions").versions()
     verdicts = {(one.version, one.sha256): one for one in read_verdicts(run_dir)}
     if as_json:
-        judged = [(item, verdicts.get((item.number, item.sha256))) for item in found]
+        judged = [(item, verdicts.get((item.number, item.sha256))) for item in recorded]
         print(json.dumps([codec.to_data(item) | {"gate": verdict and codec.to_data(verdict)} for item, verdict in judged]))
         return
-    for item in found:
+    for item in recorded:
         evals = "  ".join(f"{name} {value:.3f}" for name, value in item.evals.items())
         back = item.parent is not None and item.parent != item.number - 1
         origin = f"restored from version {item.parent}" if back else ""

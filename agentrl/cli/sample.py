@@ -52,12 +52,12 @@ def sample(
         with loading():
             from agentrl.run import sample as sampling
 
-        found = asyncio.run(sampling.sample(loaded, start, checked, groups=groups, root=root, console=not as_json))
-        print(json.dumps(found.as_json()) if as_json else render_result(found, group_size=loaded.rollout.group_size))
-        if found.unfinished:
+        result = asyncio.run(sampling.sample(loaded, start, checked, groups=groups, root=root, console=not as_json))
+        print(json.dumps(result.as_json()) if as_json else render_result(result, group_size=loaded.rollout.group_size))
+        if result.unfinished:
             print(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
             raise typer.Exit(130)
-    if found.totals.rate is None:
+    if result.totals.rate is None:
         print("no attempt was scored", file=sys.stderr)
         raise typer.Exit(1)
 

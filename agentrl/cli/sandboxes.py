@@ -23,13 +23,13 @@ def sandbox_ls(as_json: JsonFlag = False) -> None:
     from agentrl.records import codec
     from agentrl.sandbox import list_open
 
-    found = list_open()
+    opened = list_open()
     if as_json:
-        print(json.dumps([codec.to_data(item) for item in found]))
+        print(json.dumps([codec.to_data(item) for item in opened]))
         return
-    for item in found:
+    for item in opened:
         print(f"{item.name:40} {item.backend:11} {'in use' if item.driver_alive else 'left over':9} {item.run}")
-    if not found:
+    if not opened:
         print("no sandboxes")
 
 
@@ -51,7 +51,7 @@ def sandbox_prune(
     else:
         print(f"{prune()} removed")
     if images:
-        found = evict(days=30.0 if unused_days is None else unused_days, dry=dry_run)
-        for item in found:
+        evicted = evict(days=30.0 if unused_days is None else unused_days, dry=dry_run)
+        for item in evicted:
             print(f"{'would remove' if dry_run else 'removed'} {item.name}, {item.size / 1e6:.1f} MB, unused for {item.days:.1f} days")
-        print(f"{len(found)} images, {sum(item.size for item in found) / 1e6:.1f} MB{' would be' if dry_run else ''} removed")
+        print(f"{len(evicted)} images, {sum(item.size for item in evicted) / 1e6:.1f} MB{' would be' if dry_run else ''} removed")

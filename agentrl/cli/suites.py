@@ -57,12 +57,12 @@ def evaluate_suite(
             from agentrl.evaluation.suites import evaluate_suite as evaluate
             from agentrl.session.measure import judge_costs
 
-        found = asyncio.run(evaluate(loaded, start, checked, suite, repeats=repeats, threshold=threshold, root=root, console=not as_json))
-        figures, asked = found.figures(), judge_costs(start.folder)
+        result = asyncio.run(evaluate(loaded, start, checked, suite, repeats=repeats, threshold=threshold, root=root, console=not as_json))
+        figures, asked = result.figures(), judge_costs(start.folder)
         print(
-            json.dumps(summary(found) | {"judges": asked})
+            json.dumps(summary(result) | {"judges": asked})
             if as_json
-            else with_judge_costs(table(found, where=start.folder / SUITE_FOLDER), asked)
+            else with_judge_costs(table(result, where=start.folder / SUITE_FOLDER), asked)
         )
     if figures.pass_at_1 is None:
         print("no attempt was scored", file=sys.stderr)
@@ -108,18 +108,18 @@ def compare_evaluations(
         return
     first, second = (results.load_results(evaluation(one)) for one in (before, after))
     ones, others, changed = same_cases(first, second)
-    found = compare(ones, others, alpha=alpha, margin=margin)
-    if found is None:
+    compared = compare(ones, others, alpha=alpha, margin=margin)
+    if compared is None:
         raise UserError("the evaluations have no scored case in common", fix="evaluate both on the same suite")
     apart = first.about.sampling != second.about.sampling and not across_sampling
-    needed = found.cases_needed(difference, chance=_CHANCE)
+    needed = compared.cases_needed(difference, chance=_CHANCE)
     if as_json:
-        comparison = dataclasses.asdict(found) | {"changed_cases": changed, "difference": difference, "cases_for_difference": needed}
+        comparison = dataclasses.asdict(compared) | {"changed_cases": changed, "difference": difference, "cases_for_difference": needed}
         if apart:
             comparison["verdict"] = None
         print(json.dumps(comparison))
         return
-    print(render_comparison(found, first, second, changed, verdict=not apart))
+    print(render_comparison(compared, first, second, changed, verdict=not apart))
     print(f"\n{needed} such cases are needed to detect a difference of {100 * difference:g} points with {_CHANCE:.0%} probability")
 
 

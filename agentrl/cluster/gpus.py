@@ -36,27 +36,27 @@ def place_parts(recipe: Recipe, *, training: bool = True) -> Placement:
     """
     serving = recipe.serving
     apart = serving.weight_transfer == "nccl" or (serving.replicas > 1 and _on_gpus(recipe))
-    beside = training and recipe.gate_has_server and _on_gpus(recipe)
+    for_gate = training and recipe.gate_has_server and _on_gpus(recipe)
     shared = [serving.gpu_memory_utilization, *(one.gpu_memory_utilization for one in recipe.judge_servers.values())]
     if not apart and recipe.judge_servers and recipe.device == "cuda" and sum(shared) > 1:
         raise UserError(
             f"the servers of policy and judges share a GPU and together need {sum(shared):g} of its memory",
             fix="lower serving.gpu_memory_utilization or judge_servers.NAME.gpu_memory_utilization",
         )
-    if not apart and not beside:
+    if not apart and not for_gate:
         return Placement()
     gpus, ranks = visible_gpus(), recipe.learner.ranks if training else 0
     policy = ranks + serving.replicas if apart else ranks  # GPUs of learner and policy
-    if len(gpus) < policy + beside:
-        raise _too_few(recipe, needed=policy + beside, found=len(gpus), ranks=ranks, beside=beside)
-    servers, left = gpus[ranks:policy] if apart else gpus[:1], gpus[policy + beside :]
+    if len(gpus) < policy + for_gate:
+        raise _too_few(recipe, needed=policy + for_gate, found=len(gpus), ranks=ranks, beside=for_gate)
+    servers, left = gpus[ranks:policy] if apart else gpus[:1], gpus[policy + for_gate :]
     judges = {name: (left or servers)[number % len(left or servers)] for number, name in enumerate(recipe.judge_servers)}
     several = tuple(servers) if serving.replicas > 1 else ()
     return Placement(
         learner=",".join(gpus[:ranks]) or None,
         server=None if several else servers[0],
         replicas=several,
-        gate=gpus[policy] if beside else None,
+        gate=gpus[policy] if for_gate else None,
         judges=judges,
     )
 

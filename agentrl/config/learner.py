@@ -65,8 +65,8 @@ class LimitsConfig(Section):
     @property
     def named(self) -> dict[str, Limit]:
         """The limits that are set, by key."""
-        found = ((name, getattr(self, name)) for name in type(self).model_fields)
-        return {name: limit for name, limit in found if isinstance(limit, Limit)}
+        values = ((name, getattr(self, name)) for name in type(self).model_fields)
+        return {name: limit for name, limit in values if isinstance(limit, Limit)}
 
     @property
     def roll_back(self) -> bool:

@@ -109,8 +109,8 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _no_secrets_by_value(self) -> Recipe:
         """Rejects secrets by value: a run stores its recipe, and the report prints it."""
-        if found := list(secrets.literal_secret_errors(self.model_dump(mode="json"))):
-            raise ValueError("; ".join(found))
+        if errors := list(secrets.literal_secret_errors(self.model_dump(mode="json"))):
+            raise ValueError("; ".join(errors))
         return self
 
     @model_validator(mode="after")
@@ -130,7 +130,7 @@ class Recipe(Section):
             self._resources,
             self._every_key_acts,
             self._equal_scores_teach_nothing,
-            self._one_way_to_begin_anew,
+            self._one_restart_policy,
             self._sandboxes_suffice,
             self._memory_is_read,
             self._learner_parts,
@@ -222,7 +222,7 @@ class Recipe(Section):
                 f" {' and '.join(teaching)} they have one: set it to 0"
             )
 
-    def _one_way_to_begin_anew(self) -> Iterator[str]:
+    def _one_restart_policy(self) -> Iterator[str]:
         if self.policy.rewritten_context == "restart" and (self.rollout.compaction is not None or self.rollout.agent == "delegating"):
             yield (
                 "policy.rewritten_context=restart is for agents with one context at a time: rollout.compaction and"

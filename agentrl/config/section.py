@@ -68,19 +68,19 @@ class Section(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _told_well(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _explain_errors(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Suggests known keys for an unknown one. Rejects text that UTF-8 cannot encode."""
         try:
-            made = handler(data)
+            validated = handler(data)
         except ValidationError as error:
-            found = error.errors(include_url=False)
+            errors = error.errors(include_url=False)
         else:
-            lines = [_unwritable(key, value) for key, value in made if not _writable(value)]
+            lines = [_unwritable(key, value) for key, value in validated if not _writable(value)]
             if not lines:
-                return made
+                return validated
             raise ValidationError.from_exception_data(cls.__name__, lines)
         lines = []
-        for item in found:
+        for item in errors:
             message = item["msg"]
             if item["type"] == "extra_forbidden" and len(item["loc"]) == 1:
                 message = unknown_name(str(item["loc"][0]), cls.model_fields)
@@ -133,7 +133,7 @@ def key_docs(kind: type[Section]) -> dict[str, str]:
 
     pydantic's `use_attribute_docstrings` would read them at each import, which takes a third of the time to load a recipe.
     """
-    told = {}
+    docs = {}
     for section in reversed(kind.__mro__):
         if issubclass(section, Section) and section is not Section:
             (source,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
@@ -141,8 +141,8 @@ def key_docs(kind: type[Section]) -> dict[str, str]:
             for field, text in pairwise(source.body):
                 match field, text:
                     case ast.AnnAssign(target=ast.Name() as key), ast.Expr(value=ast.Constant(value=str() as words)):
-                        told[key.id] = inspect.cleandoc(words)
-    return told
+                        docs[key.id] = inspect.cleandoc(words)
+    return docs
 
 
 def _writable(value: object) -> bool:
@@ -242,12 +242,12 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
 
 def _assign_named(node: dict[str, Any], part: str, model: type[Section], names: list[str], value: Any, *, where: str) -> None:
     """Sets a named section (`judge_servers.small={...}`) or a key of it."""
-    held = node[part] = dict(node.get(part) or {})
+    sections = node[part] = dict(node.get(part) or {})
     name, *rest = names
     if not rest:
-        held[name] = value.model_dump(mode="json") if isinstance(value, Section) else value
+        sections[name] = value.model_dump(mode="json") if isinstance(value, Section) else value
         return
-    one = held[name] = held.get(name) or {}
+    one = sections[name] = sections.get(name) or {}
     if not isinstance(one, dict):
         raise RecipeError(f"{where}.{name}: expected a section, got {shortened(one)}")
     _assign(one, model, ".".join(rest), value)

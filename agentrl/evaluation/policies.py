@@ -78,8 +78,8 @@ def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests
             f"a model name, a key, request keys and headers need an endpoint, and --policy {named} is not one",
             fix="use --policy http(s)://HOST/v1, or remove these options",
         )
-    if (found := version_folder(named)) is not None:
-        run, folder = found
+    if (version_of_run := version_folder(named)) is not None:
+        run, folder = version_of_run
         return NamedPolicy(source=PolicySource.VERSION, name=named, model=str(folder), run=run)
     if Path(named).is_dir():
         return NamedPolicy(source=PolicySource.FOLDER, name=named, model=str(Path(named).resolve()))

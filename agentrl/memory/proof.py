@@ -75,29 +75,29 @@ def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done
         raise UserError(f"{run} is not a run folder: {str(error)[:500]}", fix="use the folder of a run, such as runs/archive") from None
     if recipe.memory is None:
         raise UserError(f"the run in {run} has no memory", fix="set memory={} in its recipe and start a new run")
-    found = _Reads(recipe)
+    reads = _Reads(recipe)
     if (run / "experience.sqlite").is_file() or recipe.store != "sqlite":
         store = open_store(run, recipe)
         try:
             indices = store.indices()
             for done, index in enumerate(indices):
                 telling(done, len(indices))
-                found.group(store.groups([index])[0])
+                reads.group(store.groups([index])[0])
         finally:
             store.close()
     for line in _lines(sorted((run / "episodes").glob("*.jsonl")), _TRANSCRIPT):
-        found.evaluated(line)
+        reads.evaluated(line)
     version, kept = _stored_notes(run / NOTES_FILE, recipe)
     return MemoryReport(
         version=version,
         kept=kept,
-        episodes=found.episodes,
-        writers=found.writers,
-        readers=found.readers,
-        evaluated=found.of_evaluations,
-        evaluated_readers=found.readers_of_evaluations,
-        wrong=len(found.wrong),
-        examples=tuple(found.wrong[:SHOWN]),
+        episodes=reads.episodes,
+        writers=reads.writers,
+        readers=reads.readers,
+        evaluated=reads.of_evaluations,
+        evaluated_readers=reads.readers_of_evaluations,
+        wrong=len(reads.wrong),
+        examples=tuple(reads.wrong[:SHOWN]),
         answers=tuple(_lines([run / ANSWERS_FILE], _ANSWER)),
     )
 

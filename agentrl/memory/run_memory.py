@@ -123,8 +123,8 @@ class ReplayedMemory:
 
     def __init__(self, memo: Memo, turns: Sequence[Turn]) -> None:
         self.memo = memo
-        made = (pair for turn in turns for pair in zip(turn.message.tool_calls, turn.tool_results, strict=False))
-        self._left = [(call, result) for call, result in made if call.name in (NOTE, RECALL)]
+        pairs = (pair for turn in turns for pair in zip(turn.message.tool_calls, turn.tool_results, strict=False))
+        self._left = [(call, result) for call, result in pairs if call.name in (NOTE, RECALL)]
 
     def begin(self, memo: Memo | None = None) -> ReplayedMemory:
         """Returns itself."""

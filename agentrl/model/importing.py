@@ -87,25 +87,25 @@ def import_model(
 def _import(
     source: str, target: Path, chat_template: str | None, dtype: Dtype, force: bool, root: Path, tell: Callable[[str], None]
 ) -> Imported:
-    found = find_source(source)
+    origin = find_source(source)
     text = None if chat_template is None else read_template(chat_template, root)
     asked = {
-        "source": {"name": found.name, "package": found.package, "sha256": found.sha256},
+        "source": {"name": origin.name, "package": origin.package, "sha256": origin.sha256},
         "dtype": dtype,
         "chat_template": None if text is None else sha256(text.encode()).hexdigest(),
     }
-    if (kept := _same(target, asked)) is not None:
-        return Imported(folder=target, record=kept, fresh=False)
-    _check_target(target, found, force=force)
-    _check_installed(found)
+    if (existing := _same(target, asked)) is not None:
+        return Imported(folder=target, record=existing, fresh=False)
+    _check_target(target, origin, force=force)
+    _check_installed(origin)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _alone(target):
         part = files.partial_folder(target)
         try:
-            record = _make(found, part, text, chat_template, dtype, tell) | {"asked": asked}
+            record = _make(origin, part, text, chat_template, dtype, tell) | {"asked": asked}
             record["files"] = files.folder_manifest(part)
             files.write_atomically(part / RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-            _check_target(target, found, force=force)  # minutes have passed
+            _check_target(target, origin, force=force)  # minutes have passed
             files.commit_folder(part, target)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -139,12 +139,12 @@ def _same(target: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
         record = json.loads((target / RECORD).read_text(encoding="utf-8"))
         if record["format"] != _FORMAT or record["asked"] != asked:
             return None
-        held, _ = record["files"], record["chat_template"]["shows_tools"]
+        recorded, _ = record["files"], record["chat_template"]["shows_tools"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     there = files.folder_manifest(target)
     there.pop(RECORD)
-    return record if isinstance(record, dict) and there == held else None
+    return record if isinstance(record, dict) and there == recorded else None
 
 
 def _check_target(target: Path, source: Source, *, force: bool) -> None:
@@ -164,8 +164,8 @@ def _check_target(target: Path, source: Source, *, force: bool) -> None:
         content = "contains another model, or a changed one" if model else "is not a model folder"
         raise UserError(f"{target} exists and {content}", fix="choose another folder" + (", or give --force" if model else ""))
     if others:
-        held = ", ".join(map(repr, others[:5])) + (", ..." if len(others) > 5 else "")
-        raise UserError(f"{target} also contains files that --force does not delete: {held}", fix="choose another folder")
+        listed = ", ".join(map(repr, others[:5])) + (", ..." if len(others) > 5 else "")
+        raise UserError(f"{target} also contains files that --force does not delete: {listed}", fix="choose another folder")
 
 
 def _check_installed(source: Source) -> None:

@@ -68,7 +68,7 @@ def _folder(path: Path) -> Source:
         raise UserError(f"{path} is not a model: it has no config.json", fix=f"give {_KINDS}")
     read_json(path / "config.json")
     files = [file for file in sorted(path.iterdir()) if file.is_file() and file.suffix in _READ]
-    licences = tuple(file for pattern in _LICENCES for file in sorted(path.glob(pattern)) if _is_held(file, path))
+    licences = tuple(file for pattern in _LICENCES for file in sorted(path.glob(pattern)) if _is_inside(file, path))
     return Source(
         path=path,
         name=path.resolve().name,
@@ -78,7 +78,7 @@ def _folder(path: Path) -> Source:
     )
 
 
-def _is_held(file: Path, folder: Path) -> bool:
+def _is_inside(file: Path, folder: Path) -> bool:
     """Whether a file to copy is in this folder, or in the hub's cache; a link may point to any file."""
     real, root = file.resolve(), folder.resolve()
     return real.is_relative_to(root) or (root.parent.name == "snapshots" and real.is_relative_to(root.parents[1] / "blobs"))
@@ -108,26 +108,26 @@ def _of_card(path: Path) -> str:
 def _in_package(text: str) -> Source:
     name, _, wanted = text.partition("/")
     package = _distribution(name)
-    held = {str(file): file for file in package.files or ()}
-    there = sorted(path for path in held if path.endswith(".gguf"))
+    by_path = {str(file): file for file in package.files or ()}
+    there = sorted(path for path in by_path if path.endswith(".gguf"))
     if not there:
-        data = [path for path in held if not path.endswith((".py", ".pyc")) and ".dist-info/" not in path]
+        data = [path for path in by_path if not path.endswith((".py", ".pyc")) and ".dist-info/" not in path]
         holds = ", ".join([*data[:_LISTED], *(["..."] if len(data) > _LISTED else [])])
         raise UserError(f"package {name!r} contains no GGUF file; it contains {holds or 'Python alone'}", fix="use another package")
-    found = [path for path in there if not wanted or path == wanted or path.endswith(f"/{wanted}")]
-    if len(found) != 1:
-        which = f"no file {wanted!r}" if not found else "more than one GGUF file"
+    matches = [path for path in there if not wanted or path == wanted or path.endswith(f"/{wanted}")]
+    if len(matches) != 1:
+        which = f"no file {wanted!r}" if not matches else "more than one GGUF file"
         raise UserError(f"package {name!r} has {which}; its GGUF files are {', '.join(there)[:1000]}", fix=f"give {PACKAGE}{name}/FILE")
-    path = _inside(package, found[0])
+    path = _inside(package, matches[0])
     digest = sha256_file(path)
-    stated = held[found[0]].hash
+    stated = by_path[matches[0]].hash
     ours = base64.urlsafe_b64encode(bytes.fromhex(digest)).rstrip(b"=").decode()  # as in a wheel's RECORD
     if stated is not None and stated.mode == "sha256" and stated.value != ours:
         raise UserError(f"{path} is not the file that {name!r} installed", fix=f"pip install --force-reinstall --no-deps {name}")
-    licences = [_inside(package, path) for path in held if any(fnmatch(PurePosixPath(path).name.upper(), one) for one in _LICENCES)]
+    licences = [_inside(package, path) for path in by_path if any(fnmatch(PurePosixPath(path).name.upper(), one) for one in _LICENCES)]
     return Source(
         path=path,
-        name=found[0],
+        name=matches[0],
         sha256={path.name: digest},
         package=f"{package.metadata['Name']} {package.version}",
         licence=next((said[:100] for key in ("License-Expression", "License") for said in package.metadata.get_all(key) or ()), ""),

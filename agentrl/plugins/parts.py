@@ -139,8 +139,8 @@ def load_part(kind: PartKind, name: str, options: Mapping[str, Any] | None = Non
     Raises `PluginError` if the name does not resolve or does not conform to the protocol, and `UserError` for an option that refers to a
     missing secret.
     """
-    found = references.resolve(kind.shipped[name]) if name in kind.shipped else _held(kind, name, options or {})
-    return partial(found, **secrets.resolve_options(options)) if options else found
+    part = references.resolve(kind.shipped[name]) if name in kind.shipped else _resolve_user_part(kind, name, options or {})
+    return partial(part, **secrets.resolve_options(options)) if options else part
 
 
 def make_part(kind: PartKind, name: str, options: Mapping[str, Any] | None, *arguments: Any, **named: Any) -> Any:
@@ -152,48 +152,48 @@ def make_part(kind: PartKind, name: str, options: Mapping[str, Any] | None, *arg
     if name in kind.shipped:
         return factory(*arguments, **named)
 
-    def told(error: BaseException) -> PluginError:
+    def plugin_error(error: BaseException) -> PluginError:
         return PluginError(
             f"{kind.key} {name!r} could not be opened: {one_line_error(error)} ({raise_location(error)})", fix="correct it there"
         )
 
-    with raising_as(told, but=(AgentRLError, OSError)):
-        made = factory(*arguments, **named)
-    lacks = protocol_errors(made, references.resolve(kind.protocol), has_defaults=kind.has_defaults)
+    with raising_as(plugin_error, but=(AgentRLError, OSError)):
+        built = factory(*arguments, **named)
+    lacks = protocol_errors(built, references.resolve(kind.protocol), has_defaults=kind.has_defaults)
     if lacks:
-        raise _unfit(kind, name, f"its result, of class {type(made).__name__},", lacks)
-    return made
+        raise _unfit(kind, name, f"its result, of class {type(built).__name__},", lacks)
+    return built
 
 
-def _held(kind: PartKind, name: str, options: Mapping[str, Any]) -> Any:
+def _resolve_user_part(kind: PartKind, name: str, options: Mapping[str, Any]) -> Any:
     """Resolves a user-supplied part and checks it against the protocol without calling it."""
     try:
-        found = references.resolve(name)
+        resolved = references.resolve(name)
     except PluginError as error:
         raise PluginError(f"{kind.key}: {error.message}", fix=error.fix) from error
     protocol = references.resolve(kind.protocol)
-    if not callable(found):
-        raise PluginError(f"{kind.key} {name!r} is of type {type(found).__name__}, which is not callable", fix=_how(kind, protocol))
+    if not callable(resolved):
+        raise PluginError(f"{kind.key} {name!r} is of type {type(resolved).__name__}, which is not callable", fix=_how(kind, protocol))
     if kind.given is None:
-        lacks = [ProtocolError("it is a class, not a function", "refer to an instance")] if inspect.isclass(found) else []
-        lacks = lacks or protocol_errors(found, protocol, options)
+        lacks = [ProtocolError("it is a class, not a function", "refer to an instance")] if inspect.isclass(resolved) else []
+        lacks = lacks or protocol_errors(resolved, protocol, options)
         if lacks:
             raise _unfit(kind, name, "it", lacks)
-        return found
-    if inspect.iscoroutinefunction(found):
+        return resolved
+    if inspect.iscoroutinefunction(resolved):
         raise PluginError(f"{kind.key} {name!r} is async, but is called without await", fix=_how(kind, protocol))
     given, named = _call(kind)
-    if problem := signature_error(found, *given, **named, **options):
+    if problem := signature_error(resolved, *given, **named, **options):
         raise PluginError(f"{kind.key} {name!r} cannot be called with ({', '.join(kind.given)}): {problem}", fix=_how(kind, protocol))
-    made = found if inspect.isclass(found) else promised_class(found)
-    if made is None:
+    product = resolved if inspect.isclass(resolved) else promised_class(resolved)
+    if product is None:
         raise PluginError(
             f"{kind.key} {name!r} has no return annotation, so its result cannot be checked before the run starts",
             fix=f"annotate it with the class that it returns, or with agentrl.protocols.{protocol.__name__}",
         )
-    if made is not protocol and (lacks := protocol_errors(made, protocol, has_defaults=kind.has_defaults)):
-        raise _unfit(kind, name, f"class {made.__name__}", lacks)
-    return found
+    if product is not protocol and (lacks := protocol_errors(product, protocol, has_defaults=kind.has_defaults)):
+        raise _unfit(kind, name, f"class {product.__name__}", lacks)
+    return resolved
 
 
 def _call(kind: PartKind) -> tuple[list[None], dict[str, None]]:

@@ -44,7 +44,7 @@ def protocol_errors(
 def signature_error(function: Callable[..., Any], *given: Any, **named: Any) -> str:
     """Why `function` cannot be called with these arguments; empty if it can, or if its signature is unknown."""
     try:
-        signature = inspect.signature(_made_by(function))
+        signature = inspect.signature(_constructor(function))
     except (TypeError, ValueError):
         return ""
     names = [one.name for one in signature.parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
@@ -59,7 +59,7 @@ def signature_error(function: Callable[..., Any], *given: Any, **named: Any) -> 
     return ""
 
 
-def _made_by(function: Callable[..., Any]) -> Callable[..., Any]:
+def _constructor(function: Callable[..., Any]) -> Callable[..., Any]:
     """The callable behind `function`. A class that inherits `__init__` from a Protocol takes no arguments."""
     if inspect.isclass(function) and all(getattr(base, "_is_protocol", base is object) for base in _bases_with_init(function)):
         return lambda: None

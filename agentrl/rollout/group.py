@@ -101,7 +101,7 @@ class GroupRunner:
         """
         broken: Failure | None = None
         members = self._members(index, oldest_version)
-        stored = [await self._found(member, task) for member in members]
+        stored = [await self._stored_attempt(member, task) for member in members]
 
         async def play(slot: GroupAttempt) -> None:
             try:
@@ -312,7 +312,7 @@ class GroupRunner:
 
         return on_turn
 
-    async def _found(self, member: _Member, task: Task) -> EpisodeState | ScoredEpisode | None:
+    async def _stored_attempt(self, member: _Member, task: Task) -> EpisodeState | ScoredEpisode | None:
         """What a process that died stored of this attempt, if it is still usable."""
         stored: EpisodeState | ScoredEpisode | None = None
         if self.checkpoints is not None:

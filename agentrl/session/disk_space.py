@@ -57,21 +57,21 @@ def check_disk_space(recipe: Recipe, model: Path, folder: Path) -> tuple[str, ..
 
     Raises `UserError` if the first step does not fit on the disk.
     """
-    wanted, held = required_disk_space(recipe, model), _held(folder)
+    wanted, replaced = required_disk_space(recipe, model), _replaced_bytes(folder)
     free = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
     parts = (
         f"{wanted.versions} versions of {_gib(wanted.version)} (learner.keep_versions={recipe.learner.keep_versions})"
         f" and {wanted.checkpoints} checkpoints of {_gib(wanted.checkpoint)} (learner.keep_checkpoints={recipe.learner.keep_checkpoints})"
     )
     fix = "free space, choose a --run-dir on another disk, or lower learner.keep_checkpoints and learner.keep_versions"
-    if wanted.first > free + held:
+    if wanted.first > free + replaced:
         raise UserError(f"{folder}: the first step needs about {_gib(wanted.first)}, and {_gib(free)} are free on this disk", fix=fix)
-    if wanted.total > free + held:
+    if wanted.total > free + replaced:
         return (f"the run needs up to {_gib(wanted.total)} in {folder}, and {_gib(free)} are free: {parts}\n  fix: {fix}",)
     return (f"the run stores up to {_gib(wanted.total)} in {folder}: {parts}",) if wanted.total >= _WORTH_SAYING else ()
 
 
-def _held(folder: Path) -> int:
+def _replaced_bytes(folder: Path) -> int:
     """Bytes of the versions and checkpoints that a resumed run already has and will replace."""
     files = (path for name in ("versions", "checkpoints") for path in (folder / name).rglob("*"))
     return sum(path.stat().st_size for path in files if path.is_file() and not path.is_symlink())

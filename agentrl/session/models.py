@@ -69,16 +69,16 @@ def copy_base_version(model: Path, target: Path, *, template: str | None = None)
     """
     if target.exists():
         return
-    beside = partial_folder(target)
+    partial = partial_folder(target)
     single = (model / WHOLE_MODEL).is_file()
     for source in sorted(model.iterdir()):
         if source.is_file() and source.name not in _OF_A_VERSION and (single or ".safetensors" not in source.name):
-            shutil.copy2(source.resolve(), beside / source.name)
+            shutil.copy2(source.resolve(), partial / source.name)
     if not single:
-        _merge_shards(sorted(model.glob("*.safetensors")), beside / WHOLE_MODEL)
+        _merge_shards(sorted(model.glob("*.safetensors")), partial / WHOLE_MODEL)
     if template is not None:
-        write_chat_template(beside, template)
-    commit_folder(beside, target)
+        write_chat_template(partial, template)
+    commit_folder(partial, target)
 
 
 def _merge_shards(shards: list[Path], target: Path) -> None:
@@ -123,17 +123,17 @@ def _export(
         probe: file with the probe logprobs of these weights; None copies the source's, if it has one.
         sampling: written as `SAMPLING_FILE`.
     """
-    beside = partial_folder(target)
+    partial = partial_folder(target)
     if weights is not None:
-        weights(beside / WHOLE_MODEL)
+        weights(partial / WHOLE_MODEL)
     if sampling is not None:
-        write_atomically(beside / SAMPLING_FILE, json.dumps({name: getattr(sampling, name) for name in SAMPLING_KEYS}) + "\n")
+        write_atomically(partial / SAMPLING_FILE, json.dumps({name: getattr(sampling, name) for name in SAMPLING_KEYS}) + "\n")
     if probe is not None:
-        _link_or_copy(probe, beside / probe.name)
+        _link_or_copy(probe, partial / probe.name)
     for file in sorted(source.iterdir()):
-        if file.is_file() and file.name not in _OF_A_VERSION and not (beside / file.name).exists():
-            _link_or_copy(file, beside / file.name)
-    commit_folder(beside, target)
+        if file.is_file() and file.name not in _OF_A_VERSION and not (partial / file.name).exists():
+            _link_or_copy(file, partial / file.name)
+    commit_folder(partial, target)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

@@ -41,7 +41,7 @@ def open_run_practice(
         return None, ()
     measured = held_out_cases(recipe, family)
     apart = WithheldTasks([*kept_away.cases, *measured])
-    files = {suite: path for number, suite in enumerate(config.suites) if (path := _kept(folder, number, suite)).is_file()}
+    files = {suite: path for number, suite in enumerate(config.suites) if (path := _practice_file(folder, number, suite)).is_file()}
     practice = open_practice(config, seed=recipe.seed, root=root, withheld=apart, files=files)
     every = [task for tasks in practice.tasks for task in tasks]
     scorer.load(sorted({name for task in every for name in task.verifiers}))
@@ -53,24 +53,24 @@ def open_run_practice(
 
 def held_out_cases(recipe: Recipe, family: TaskFamily) -> list[Case]:
     """Returns the held-out tasks of the recipe's evaluations as cases. Raises `TaskError` if one cannot be created."""
-    return [Case(id=f"heldout-{number}", task=task) for number, task in enumerate(_heldout(recipe, family))]
+    return [Case(id=f"heldout-{number}", task=task) for number, task in enumerate(_held_out_tasks(recipe, family))]
 
 
 def copy_practice_files(run_dir: Path, recipe: Recipe, *, root: Path) -> None:
     """Copies the practice files into the run folder, once."""
     for number, suite in enumerate(recipe.tasks.practice.suites if recipe.tasks.practice is not None else ()):
-        path = _kept(run_dir, number, suite)
+        path = _practice_file(run_dir, number, suite)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, (root / suite / FILE).read_bytes(), durable=True)
 
 
-def _kept(run_dir: Path, number: int, suite: str) -> Path:
+def _practice_file(run_dir: Path, number: int, suite: str) -> Path:
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(suite).name).strip(".-")[:60] or "suite"
     return run_dir / PRACTICE_FOLDER / f"{number}-{name}.jsonl"
 
 
-def _heldout(recipe: Recipe, family: TaskFamily) -> Iterator[Task]:
+def _held_out_tasks(recipe: Recipe, family: TaskFamily) -> Iterator[Task]:
     evaluation = recipe.evaluation
     for split, wanted in ((Split.HELDOUT, evaluation.heldout), (Split.HELDOUT_REAL, evaluation.heldout_real)):
         try:

@@ -121,9 +121,9 @@ def find_leaks(files: Mapping[str, bytes], wanted: Iterable[Truth]) -> list[Leak
     for path, data in files.items():
         text = data[:MAX_FILE].decode("utf-8", "replace")
         stripped = text.strip()
-        beside = list(_beside(stripped)) if known else []
+        labelled = list(_labelled_texts(stripped)) if known else []
         for truth in known:
-            if leak := _leak(path, stripped, beside, truth):
+            if leak := _leak(path, stripped, labelled, truth):
                 readable.append(leak)
     return readable
 
@@ -143,7 +143,7 @@ def _leak(path: str, text: str, beside: list[str], truth: Truth) -> Leak | None:
     return None
 
 
-def _beside(text: str) -> Iterator[str]:
+def _labelled_texts(text: str) -> Iterator[str]:
     """Texts after a key such as `answer:`, and in columns with such a name."""
     for match in _PAIR.finditer(text):
         yield text[match.end() : match.end() + LONGEST + 2]

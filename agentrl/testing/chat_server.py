@@ -41,8 +41,8 @@ class ScriptedAnswer:
         if self.raw is not None:
             return self.raw
         if self.number is not None:
-            told = {"index": 0, "label": "LABEL_0", "probs": [self.number], "num_classes": 1}
-            return json.dumps({"object": "list", "data": [told], "usage": {"prompt_tokens": 100, "completion_tokens": 0}}).encode()
+            output = {"index": 0, "label": "LABEL_0", "probs": [self.number], "num_classes": 1}
+            return json.dumps({"object": "list", "data": [output], "usage": {"prompt_tokens": 100, "completion_tokens": 0}}).encode()
         message = {"role": "assistant", "content": self.text}
         body: dict[str, Any] = {"choices": [{"index": 0, "message": message, "finish_reason": self.finish_reason}]}
         if self.tokens is not None:

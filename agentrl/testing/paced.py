@@ -52,22 +52,22 @@ class PacedPolicy:
         name = request_id.partition(".")[0]
         episode, _, number = name.rpartition("-")
         wanted = self.wants(episode, int(number)) - self.sampled[name]
-        most, made, began = min(wanted, params.max_tokens), 0.0, loop.time()
+        most, sampled, began = min(wanted, params.max_tokens), 0.0, loop.time()
         unread_s = max(0, len(prompt_ids) - self._computed[episode]) / self.reading
         self.in_flight += 1
         try:
-            while made < most and not (self.cuts and loop.time() - began >= timeout_s - _EPSILON_S):
+            while sampled < most and not (self.cuts and loop.time() - began >= timeout_s - _EPSILON_S):
                 wait_s = min(TICK_S, timeout_s - (loop.time() - began)) if self.cuts else TICK_S
                 speed = self.speed(loop.time(), self.in_flight)
                 await asyncio.sleep(wait_s)
                 reading_s = min(unread_s, wait_s)
                 unread_s -= reading_s
-                made += speed * (wait_s - reading_s)
+                sampled += speed * (wait_s - reading_s)
                 if self.dies(loop.time()):
                     raise ServingError("the server died")
         finally:
             self.in_flight -= 1
-        count = min(most, int(made + 1e-6))
+        count = min(most, int(sampled + 1e-6))
         self.sampled[name] += count
         self._computed[episode] = len(prompt_ids) + count - (int(unread_s * self.reading) if unread_s else 0)
         ended = count == wanted

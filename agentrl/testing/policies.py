@@ -61,10 +61,10 @@ class ScriptedPolicy:
         said = await self._said(prompt_ids, int(number), f"{episode}{part}{name}")
         ids = [*self.tokenizer.encode(said, add_special_tokens=False), self.tokenizer.eos_token_id]
         finish = "stop" if len(ids) <= params.max_tokens else "length"
-        kept = tuple(_take(iter(ids), params.max_tokens))
-        spans = (VersionSpan(version=self.version, start=0, end=len(kept)),)
-        supports = Supports.from_rows(self._support(place, token, params) for place, token in enumerate(kept)) if params.supports else None
-        return Completion(token_ids=kept, logprobs=(-0.5,) * len(kept), versions=spans, finish_reason=finish, supports=supports)
+        taken = tuple(_take(iter(ids), params.max_tokens))
+        spans = (VersionSpan(version=self.version, start=0, end=len(taken)),)
+        supports = Supports.from_rows(self._support(place, token, params) for place, token in enumerate(taken)) if params.supports else None
+        return Completion(token_ids=taken, logprobs=(-0.5,) * len(taken), versions=spans, finish_reason=finish, supports=supports)
 
     async def _said(self, prompt_ids: Sequence[int], turn: int, episode: str) -> str:
         return self.script(turn, episode)
@@ -101,10 +101,10 @@ class ReplayPolicy:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         """Returns the recorded completion of a prompt."""
         ids = tuple(self.script(prompt_ids))
-        kept = ids[: params.max_tokens]
-        finish = "stop" if len(kept) == len(ids) else "length"
-        spans = (VersionSpan(version=self.version, start=0, end=len(kept)),)
-        return Completion(token_ids=kept, logprobs=(-0.5,) * len(kept), versions=spans, finish_reason=finish)
+        taken = ids[: params.max_tokens]
+        finish = "stop" if len(taken) == len(ids) else "length"
+        spans = (VersionSpan(version=self.version, start=0, end=len(taken)),)
+        return Completion(token_ids=taken, logprobs=(-0.5,) * len(taken), versions=spans, finish_reason=finish)
 
 
 def _take(ids: Iterator[int], count: int) -> Iterator[int]:

@@ -89,8 +89,8 @@ class ScriptedSandboxes:
         self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
     ) -> ScriptedSandbox:
         """Opens a scripted sandbox."""
-        kept = {path: bytes.fromhex(data) for path, data in json.loads(snapshot or b"{}").items()}
-        sandbox = ScriptedSandbox(f"scripted-{len(self.opened)}", self._answer, {**kept, **(files or {})})
+        restored = {path: bytes.fromhex(data) for path, data in json.loads(snapshot or b"{}").items()}
+        sandbox = ScriptedSandbox(f"scripted-{len(self.opened)}", self._answer, {**restored, **(files or {})})
         self.opened.append(sandbox)
         return sandbox
 

@@ -52,9 +52,9 @@ def check_model_files(folder: Path, *, chat_template: bool = True, key: str = "p
     read_json(folder / "config.json")
     for name in ("tokenizer_config.json", "tokenizer.json"):
         if (folder / name).is_file():
-            held = read_json(folder / name)
+            content = read_json(folder / name)
             if name == "tokenizer.json":
-                check_growth(folder / name, held)
+                check_growth(folder / name, content)
     if (folder / _INDEX).is_file() and not (folder / "model.safetensors").is_file():
         _check_index(folder)
     for file in weights:

@@ -162,7 +162,7 @@ class FolderRegistry:
             )
             promoted = [version.number for version in versions if version.state is VersionState.PROMOTED]
             serving = {version.number for version in versions if version.state is VersionState.SERVING}
-            spared = {0, *newest, *promoted[max(0, len(promoted) - keep) :], *serving, *self._held(), *self._asked_back()}
+            spared = {0, *newest, *promoted[max(0, len(promoted) - keep) :], *serving, *self._pinned(), *self._asked_back()}
             old = [version for version in versions if version.number not in spared]
             numbers = [v.number for v in versions if v not in old]
             needed = {link for number in numbers for link in deltas.base_folders(self._home(number))}
@@ -193,7 +193,7 @@ class FolderRegistry:
             raise StoreError(f"version {version.number} is {version.state} and cannot become {state}; allowed: {allowed}")
         self._write(replace(version, state=state))
 
-    def _held(self) -> set[int]:
+    def _pinned(self) -> set[int]:
         path = self.folder / _HELD
         try:
             return {int(read_bytes(path, most=64, inside=self.folder))}

@@ -239,13 +239,13 @@ def _evidence(item: Attack, result: ExecResult, secret: str) -> str:
     lines = text.splitlines()
     if claims := [line for line in lines if line.startswith(_ESCAPED)]:
         raise Escaped(claims[0].removeprefix("ESCAPED: "))
-    held = [line for line in lines if line.startswith("held: ")]
+    passed = [line for line in lines if line.startswith("held: ")]
     end = result.reason or "exit"
-    if end == "timeout" and not held:
+    if end == "timeout" and not passed:
         raise AttackCutOff(f"its {item.seconds:g} s ended before it took effect")
-    if end not in item.ends or not held:
+    if end not in item.ends or not passed:
         raise AttackFailed(f"ended by {end} {result.exit_code}, with the output {text.strip()[-300:]!r}")
-    return held[-1].removeprefix("held: ") + (f" ({end})" if end != "exit" else "")
+    return passed[-1].removeprefix("held: ") + (f" ({end})" if end != "exit" else "")
 
 
 async def _check_answers(sandbox: ChannelSandbox) -> None:
