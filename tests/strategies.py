@@ -9,11 +9,18 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Annotated, Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from agentrl import records as nouns
 from agentrl.records.fields import JsonObject, Text
 from agentrl.records.sampling import MAX_TOP_K, Supports
+
+
+def examples(number: int) -> int:
+    """Of a test that draws `number` examples in the whole suite: as many fewer as other tests under the profile `quick`."""
+    return max(5, number * settings.default.max_examples // 100)
+
 
 WORST = [
     "",

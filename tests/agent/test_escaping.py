@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.agent import ChatFormat
-from agentrl.agent.chat import WITHHELD, load_chat
+from agentrl.agent.chat import WITHHELD
 from agentrl.agent.escaping import ControlTokenEscaper
+from agentrl.agent.template import auto_tokenizer
 from agentrl.records import ToolResult
 from agentrl.testing import byte_tokenizer
 
@@ -24,7 +25,7 @@ TEXT = st.text(ALPHABET, max_size=60)
 
 @cache
 def shipped() -> ChatFormat:
-    return load_chat(str(MODEL))
+    return ChatFormat(auto_tokenizer().from_pretrained(MODEL))
 
 
 @given(TOKENS, TEXT)

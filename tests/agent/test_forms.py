@@ -10,6 +10,7 @@ from agentrl.agent.calls import MAX_CALLS, MAX_NAME
 from agentrl.agent.forms import FORMS
 from agentrl.records import ToolCall
 from agentrl.records.fields import MAX_DEPTH, MAX_DIGITS
+from tests.strategies import examples
 
 BAR, GAP = "\uff5c", "\u2581"
 
@@ -219,7 +220,7 @@ PIECES = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=40).map("".join))
 def test_any_text_is_parsed(text: str) -> None:
     for form in FORMS.values():

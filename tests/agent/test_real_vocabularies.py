@@ -19,6 +19,7 @@ from agentrl.errors import UserError
 from agentrl.records import Message
 from tests.agent import vocabularies as real
 from tests.agent.conversations import Round, assert_adds_up, assert_marks_are_text, conversations, spelling_arguments, texts
+from tests.strategies import examples
 
 pytestmark = pytest.mark.models
 
@@ -73,7 +74,7 @@ def test_form_and_end_tokens_are_detected(name: str) -> None:
 
 
 @models
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_deltas_add_up_to_the_rendered_conversation(name: str, data: st.DataObject) -> None:
     asked: str = data.draw(texts)
@@ -82,7 +83,7 @@ def test_deltas_add_up_to_the_rendered_conversation(name: str, data: st.DataObje
 
 
 @models
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_markup_in_arguments_is_text(name: str, data: st.DataObject) -> None:
     said = data.draw(st.lists(spelling_arguments, min_size=1, max_size=FOUND[name][1]))

@@ -48,6 +48,7 @@ def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["transformers.py"]
 
 
+@pytest.mark.slow
 def test_an_endless_template_is_stopped() -> None:
     """In the real child process; other tests use forked processes."""
     started = time.monotonic()
@@ -128,6 +129,7 @@ template._child()
 """
 
 
+@pytest.mark.slow
 def test_loading_a_large_vocabulary_does_not_count_as_the_templates_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(write_large_tokenizer(tmp_path))
     monkeypatch.setattr(template_module, "_CHILD", _LOADS_SLOWLY)

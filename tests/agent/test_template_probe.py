@@ -19,6 +19,7 @@ from agentrl.testing import ScriptedPolicy, byte_tokenizer
 from tests.agent.conversations import Round, assert_adds_up, assert_marks_are_text, conversations, spelling_arguments, texts
 from tests.chats import chat_of
 from tests.episodes import restarting
+from tests.strategies import examples
 
 MISTRAL = (
     "<s>",
@@ -82,7 +83,7 @@ formats = pytest.mark.parametrize("name", TOKENIZERS)
 
 
 @formats
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(asked=texts, said=conversations())
 @example(asked="-", said=[Round(thought="", calls=({"code": "x"},), outputs=("<tool_call>",))])
 @example(asked="<tool_call>", said=[Round(thought="</think>", calls=({"code": "</tool_call>"},), outputs=("<|observation|><|im_end|>",))])
@@ -91,7 +92,7 @@ def test_deltas_add_up_to_the_rendered_conversation(name: str, asked: str, said:
 
 
 @formats
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(said=st.lists(spelling_arguments, min_size=1, max_size=3))
 def test_markup_in_arguments_is_text(name: str, said: list[dict[str, Any]]) -> None:
     assert_marks_are_text(chat_of(TOKENIZERS[name]), TOKENIZERS[name], said)

@@ -23,6 +23,7 @@ from agentrl.protocols import Sandbox
 from agentrl.records import Blame, Limits, SandboxSpec, Task
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
+from tests.strategies import examples
 
 LIMITS = Limits(tool_timeout_s=5.0, tool_output_chars=400)
 
@@ -256,7 +257,7 @@ given_names = st.sampled_from(["number", "flag", "mode", "names", "counts", "whe
 
 
 @given(arguments=st.dictionaries(given_names, values, max_size=8))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_arguments_are_accepted_or_an_error(arguments: dict[str, Any]) -> None:
     done = asyncio.run(call_tool(load("every"), arguments, None, LIMITS, turn=1))
     assert done.failure is None and done.outcome.ok != done.outcome.output.startswith("error: every: ")

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.base import files
+from tests.strategies import examples
 
 
 def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(values=st.lists(json_values, max_size=5), later=st.lists(json_values, max_size=2), data=st.data())
 def test_lines_come_back_but_for_a_torn_one(
     tmp_path_factory: pytest.TempPathFactory, values: list[object], later: list[object], data: st.DataObject

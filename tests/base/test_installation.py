@@ -112,6 +112,7 @@ def test_the_extras_that_fixes_name_exist() -> None:
     assert {"gateway", "models", "cpu", "gpu", "reasoning"} <= literal <= EXTRAS
 
 
+@pytest.mark.slow
 def test_a_checkout_is_installed_from_its_folder() -> None:
     command = shlex.split(install_command("gateway", "rewards"))
     assert command == ["pip", "install", "-e", f"{ROOT}[gateway,rewards]"]

@@ -13,6 +13,8 @@ import time
 import weakref
 from pathlib import Path
 
+import pytest
+
 from agentrl.base.processes import die_with_parent, process_age_s, raise_file_limit, rare_collections
 from tests.waiting import until
 
@@ -59,6 +61,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 async def test_full_collections_are_rare_and_still_free_what_refers_to_itself() -> None:
     """Objects that outlive the younger generations do not start a full collection; the timer and the end of the context do."""
     generations: list[int] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.test_architecture import sources
@@ -17,12 +16,6 @@ MAY = {
 FOLDERS = ("agentrl", "recipes", "rewards", "sandboxes")
 
 
-def calls(path: Path) -> Iterator[tuple[str, dict[str, ast.expr], ast.Call]]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), {word.arg: word.value for word in node.keywords if word.arg}, node
-
-
 def false(value: ast.expr | None) -> bool:
     return isinstance(value, ast.Constant) and value.value is False
 
@@ -34,22 +27,30 @@ def true(value: ast.expr | None) -> bool:
 def wrong(path: Path) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            found += wrong_call(node)
         names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         found += [f"line {node.lineno} imports {name}" for name in names if name in RUNS and name not in MAY.get(str(path), set())]
-    for name, given, node in calls(path):
-        where = f"line {node.lineno}: {name}"
-        if name == "torch.load" and not true(given.get("weights_only")):
-            found.append(f"{where} without weights_only=True")
-        if name in ("numpy.load", "np.load") and "allow_pickle" in given and not false(given["allow_pickle"]):
-            found.append(f"{where} with pickles")
-        if name.endswith(".from_pretrained") and not false(given.get("trust_remote_code")) and "gguf_file" not in given:
-            found.append(f"{where} without trust_remote_code=False")
-        weights = name.endswith(".from_pretrained") and not any(part in name for part in ("Tokenizer", "tokenizer", "AutoConfig"))
-        if weights and not (true(given.get("use_safetensors")) or any(word.arg is None for word in node.keywords)):
-            found.append(f"{where} without use_safetensors=True")
-        if name == "eval" or name.endswith(("read_pickle", "unsafe_load", "full_load")):
-            found.append(where)
+    return found
+
+
+def wrong_call(node: ast.Call) -> list[str]:
+    if not getattr(node.func, "attr", getattr(node.func, "id", "")).endswith(("load", "eval", "from_pretrained", "read_pickle")):
+        return []
+    found, name, given = [], ast.unparse(node.func), {word.arg: word.value for word in node.keywords if word.arg}
+    where = f"line {node.lineno}: {name}"
+    if name == "torch.load" and not true(given.get("weights_only")):
+        found.append(f"{where} without weights_only=True")
+    if name in ("numpy.load", "np.load") and "allow_pickle" in given and not false(given["allow_pickle"]):
+        found.append(f"{where} with pickles")
+    if name.endswith(".from_pretrained") and not false(given.get("trust_remote_code")) and "gguf_file" not in given:
+        found.append(f"{where} without trust_remote_code=False")
+    weights = name.endswith(".from_pretrained") and not any(part in name for part in ("Tokenizer", "tokenizer", "AutoConfig"))
+    if weights and not (true(given.get("use_safetensors")) or any(word.arg is None for word in node.keywords)):
+        found.append(f"{where} without use_safetensors=True")
+    if name == "eval" or name.endswith(("read_pickle", "unsafe_load", "full_load")):
+        found.append(where)
     return found
 
 

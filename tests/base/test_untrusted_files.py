@@ -147,6 +147,7 @@ def in_time(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.slow
 def test_a_body_that_unpacks_to_a_gibibyte_is_refused_in_little_memory(tmp_path: Path) -> None:
     bomb = zstandard.ZstdCompressor(level=3).compress(b"\0" * (1 << 30))
     assert len(bomb) < 200_000

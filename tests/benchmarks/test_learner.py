@@ -56,6 +56,7 @@ def test_what_does_not_fit_is_told(folder: str, prompt: int, told: str) -> None:
         learner.folder_cases(folder, prompt, [64])
 
 
+@pytest.mark.slow
 def test_the_peer_is_timed_with_its_fastest_batch_on_each_case() -> None:
     """A clock that only batches of two do not move makes them the fastest; gradients are the same whatever the batch."""
     case, trl = learner.group(30, 8, vocabulary=640), learner.Trl(MODEL)

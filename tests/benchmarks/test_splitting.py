@@ -49,6 +49,7 @@ def finish(folder: Path, attempts: list[dict[str, Any]]) -> None:
         (folder / "episodes" / f"{phase}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.slow
 async def test_runs_are_kept_beside_the_page_that_is_written_from_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = [await attempt(reads) for reads in (one_helper_a_page, alone, handing_on)]
     runs, out, page = tmp_path / "runs", tmp_path / "kept", tmp_path / "page.md"

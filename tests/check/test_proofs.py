@@ -64,6 +64,7 @@ def test_sound_family_is_pure_with_disjoint_splits(monkeypatch: pytest.MonkeyPat
     assert proof.findings == () and "40 tasks of train of infinitely many" in proof.unproven[0]
 
 
+@pytest.mark.slow
 def test_stateful_family_differs_in_both_processes() -> None:
     elsewhere, again = failures(pure("Impure"))
     assert (
@@ -78,6 +79,7 @@ def test_family_that_depends_on_the_hash_seed_differs_only_in_another_process() 
     assert told.startswith("16 tasks of 16 differ in another process, with another hash seed, in prompt; ")
 
 
+@pytest.mark.slow
 def test_tasks_that_cannot_be_created_or_stored_are_reported() -> None:
     found = pure("Unmade")
     assert "4 tasks cannot be created: KeyError: 'region'" in failures(found)[0]

@@ -10,6 +10,7 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 from agentrl.records import PolicyVersion, VersionState
@@ -60,6 +61,7 @@ def core_only(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_run_folders_recipes_and_task_folders_are_read(tmp_path: Path) -> None:
     registry = FolderRegistry(tmp_path / "versions")
     registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256="0" * 64))

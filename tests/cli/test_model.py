@@ -45,6 +45,7 @@ def test_a_model_is_imported_and_told_of(source: Path, tmp_path: Path) -> None:
     assert told["fresh"] and told["folder"] == str(target) and told["chat_template"]["shows_tools"]
 
 
+@pytest.mark.slow
 def test_an_import_that_is_interrupted_leaves_nothing(source: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "agentrl", "model", "import", str(source), str(tmp_path / "made")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

@@ -40,6 +40,7 @@ def test_an_editable_install_finds_the_content_in_the_repository() -> None:
     assert content_root() == ROOT
 
 
+@pytest.mark.slow
 def test_the_wheel_carries_the_content_and_the_entry_points(unpacked_wheel: Path) -> None:
     for part in CONTENT:
         packed, original = unpacked_wheel / "agentrl" / "_project" / part, ROOT / part
@@ -116,6 +117,7 @@ def test_every_new_project_ends_with_the_commands_that_come_next(tmp_path: Path)
         assert (target / file).is_file()
 
 
+@pytest.mark.slow
 def test_an_empty_project_is_whole_and_holds_nothing_of_the_quickstart(tmp_path: Path) -> None:
     target = tmp_path / "mine"
     written = [path.relative_to(target).as_posix() for path in init_project(target, "mine", empty=True)]

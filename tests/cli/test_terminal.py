@@ -61,7 +61,10 @@ def assert_finished(run: Path, steps: int = 60) -> None:
     assert len((run / "metrics.jsonl").read_text().splitlines()) == steps
 
 
-@pytest.mark.parametrize("end", ["| head -1", "2>&1 | head -1", "2>&1 >/dev/null | head -1", "| true", ">&-", ">&- 2>&-", "<&- >&- 2>&-"])
+OTHER_ENDS = ("2>&1 | head -1", "2>&1 >/dev/null | head -1", "| true", ">&-", "<&- >&- 2>&-")
+
+
+@pytest.mark.parametrize("end", ["| head -1", ">&- 2>&-", *(pytest.param(end, marks=pytest.mark.slow) for end in OTHER_ENDS)])
 def test_a_reader_that_leaves_changes_neither_the_run_nor_its_exit_code(end: str, tmp_path: Path) -> None:
     shell = f'set -o pipefail; "$@" {end}'
     done = subprocess.run(["bash", "-c", shell, "bash", *command(tmp_path / "run", pause=0.01)], capture_output=True, timeout=120)
@@ -69,13 +72,17 @@ def test_a_reader_that_leaves_changes_neither_the_run_nor_its_exit_code(end: str
     assert done.returncode == 0 and b"Broken pipe" not in done.stderr and b"Traceback" not in done.stderr, done.stderr.decode()
 
 
+@pytest.mark.slow
 def test_a_run_without_a_result_still_exits_with_1_when_nobody_reads(tmp_path: Path) -> None:
     shell = 'set -o pipefail; "$@" | true'
     args = command(tmp_path / "run", pause=0.01, problems=("nothing was scored",))
     assert subprocess.run(["bash", "-c", shell, "bash", *args], capture_output=True, timeout=120).returncode == 1
 
 
-@pytest.mark.parametrize(("stream", "blocking"), [("stdout", True), ("stdout", False), ("stderr", True)])
+@pytest.mark.parametrize(
+    ("stream", "blocking"),
+    [("stdout", True), pytest.param("stdout", False, marks=pytest.mark.slow), pytest.param("stderr", True, marks=pytest.mark.slow)],
+)
 def test_a_reader_that_does_not_read_stops_no_run(stream: str, blocking: bool, tmp_path: Path) -> None:
     """`agentrl train | sleep 1000`: the run ends, writes its results, and exits as ever, although the pipe is full all the time."""
     run = tmp_path / "run"
@@ -98,7 +105,7 @@ def test_a_reader_that_does_not_read_stops_no_run(stream: str, blocking: bool, t
         assert b"report " in (tmp_path / "other").read_bytes()
 
 
-@pytest.mark.parametrize(("most", "whole"), [(1 << 20, True), (1 << 14, False)])
+@pytest.mark.parametrize(("most", "whole"), [pytest.param(1 << 20, True, marks=pytest.mark.slow), (1 << 14, False)])
 def test_a_reader_that_reads_late_gets_the_result(most: int, whole: bool, tmp_path: Path) -> None:
     run, steps = tmp_path / "run", 3000
     args = command(run, steps=steps)
@@ -183,12 +190,14 @@ def test_a_terminal_that_is_closed_ends_no_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     child, terminal = started(command(run, pause=0.1), run)
     os.close(terminal)
+    (run / "go").touch()
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert_finished(run)
     assert f"the terminal was closed (SIGHUP); process {child} continues" in (run / "logs" / "driver.log").read_text()
 
 
+@pytest.mark.slow
 def test_after_it_a_run_is_still_ended_by_a_person_who_wants_that(tmp_path: Path) -> None:
     run = tmp_path / "run"
     child, terminal = started(command(run, steps=10_000, pause=0.1), run)

@@ -134,6 +134,7 @@ def agentrl(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_derived_recipe_in_a_new_project_is_found_from_anywhere(tmp_path: Path) -> None:
     """Its base names a family by file; it is what the command line would have made of the base."""
     project = tmp_path / "mine"

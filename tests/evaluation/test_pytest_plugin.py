@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -23,12 +24,27 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(project: Path, *arguments: str) -> tuple[int, str]:
-    """Exit code and output of pytest in a project, with only this plug-in loaded as by its entry point."""
-    command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", *arguments]
+RUNS = """
+import contextlib, io, json, pytest, sys
+for arguments in json.loads(sys.argv[1]):
+    with io.StringIO() as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        ended = int(pytest.main(arguments)), out.getvalue()
+    print(json.dumps(ended), file=sys.__stdout__)
+"""
+
+
+def runs(project: Path, *each: list[str]) -> list[tuple[int, str]]:
+    """Exit codes and outputs of pytest runs in one process, in a project, with only this plug-in loaded as by its entry point."""
+    commands = [["-p", PLUGIN, "-p", "no:cacheprovider", *arguments] for arguments in each]
     there = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", RUNS, json.dumps(commands)]
     done = subprocess.run(command, cwd=project, env=there, capture_output=True, text=True, timeout=120)
-    return done.returncode, done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def run(project: Path, *arguments: str) -> tuple[int, str]:
+    return runs(project, list(arguments))[0]
 
 
 @pytest.mark.slow
@@ -58,22 +74,20 @@ def test_cases_are_items_with_readable_failures(project: Path) -> None:
     assert results.load_results(project / "r" / "suites" / "two").scores() == {"good_too": [1.0]}, "what is deselected is not asked"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--agentrl-suite", "s"], "names no policy"),
-        (["s"], "use --agentrl-policy FOLDER"),
-        (["s", "--agentrl-key-env", "KEY"], "need --agentrl-policy"),
-        (["--agentrl-policy", "a:b"], "needs a suite"),
-        (["--agentrl-suite", "s", "--agentrl-policy", "a:b", "--agentrl-set", "rollout.size=3"], "rollout.size: unknown key"),
-        (["--agentrl-suite", "s", "--agentrl-policy", f"{HERE}:no_policy"], "generate"),
-    ],
-)
-def test_wrong_options_are_an_error_before_anything_starts(project: Path, arguments: list[str], said: str) -> None:
+WRONG = [
+    (["--agentrl-suite", "s"], "names no policy"),
+    (["s"], "use --agentrl-policy FOLDER"),
+    (["s", "--agentrl-key-env", "KEY"], "need --agentrl-policy"),
+    (["--agentrl-policy", "a:b"], "needs a suite"),
+    (["--agentrl-suite", "s", "--agentrl-policy", "a:b", "--agentrl-set", "rollout.size=3"], "rollout.size: unknown key"),
+    (["--agentrl-suite", "s", "--agentrl-policy", f"{HERE}:no_policy"], "generate"),
+]
+
+
+def test_wrong_options_are_an_error_before_anything_starts(project: Path) -> None:
     make_suite(project / "s", make_case("good"))
-    code, out = run(project, "-q", *arguments)
-    assert (code, said in out, "Traceback" in out) == (int(pytest.ExitCode.USAGE_ERROR), True, False), out
+    for (_, said), (code, out) in zip(WRONG, runs(project, *(["-q", *arguments] for arguments, _ in WRONG)), strict=True):
+        assert (code, said in out, "Traceback" in out) == (int(pytest.ExitCode.USAGE_ERROR), True, False), out
     assert not (project / "runs").exists() or not any((project / "runs").rglob("*.json"))
 
 
@@ -91,17 +105,16 @@ def test_a_suites_folder_may_be_an_argument(project: Path) -> None:
     assert code == 0 and "1 passed" in out, f"a suite that no argument names is not evaluated: {out}"
 
 
-@pytest.mark.parametrize("policy", ["runs/quickstart@24", "/etc", "../elsewhere", "a\\u0000b", "http://127.0.0.1:9/v1", "evil.py:policy"])
-def test_a_suite_may_record_a_model_but_no_code(project: Path, policy: str) -> None:
-    make_suite(project / "s", make_case("good"))
+def test_a_suite_may_record_a_model_but_no_code(project: Path) -> None:
+    policies = ("runs/quickstart@24", "http://127.0.0.1:9/v1", "evil.py:policy", "/etc", "../elsewhere", "a\\u0000b")
     (project / "evil.py").write_text("raise SystemExit(7)\n")
-    (project / "s" / "suite.toml").write_text(f'policy = "{policy}"\nnote = "made by: agentrl train recipes/quickstart.py"\n')
-    code, out = run(project, "-q", "s")
-    assert code == int(pytest.ExitCode.USAGE_ERROR) and "Traceback" not in out, out
-    assert (
-        "is outside the project" if policy in ("/etc", "../elsewhere", "a\\u0000b") else "does not exist (made by: agentrl train"
-    ) in out
-    assert "--agentrl-policy FOLDER or RUN@VERSION" in out or "is outside" in out
+    for number, policy in enumerate(policies):
+        make_suite(project / f"s{number}", make_case("good"))
+        (project / f"s{number}" / "suite.toml").write_text(f'policy = "{policy}"\nnote = "made by: agentrl train recipes/quickstart.py"\n')
+    for number, (code, out) in enumerate(runs(project, *(["-q", f"s{number}"] for number in range(len(policies))))):
+        assert code == int(pytest.ExitCode.USAGE_ERROR) and "Traceback" not in out, out
+        assert ("is outside the project" if number > 2 else "does not exist (made by: agentrl train") in out
+        assert "--agentrl-policy FOLDER or RUN@VERSION" in out or "is outside" in out
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import scipy
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binom, binomtest, fisher_exact
 
 from agentrl.errors import UserError
 from agentrl.evaluation.statistics import (
@@ -35,14 +35,14 @@ from agentrl.evaluation.statistics import (
 def power_of_mcnemar(cases: int, difference: float, discordance: float, *, alpha: float = 0.05) -> float:
     """Exact probability that McNemar's exact test of pairs is significant in the direction of `difference`, summed over the flips."""
     flips = np.arange(cases + 1)
-    critical = binom.isf(alpha / 2, flips, 0.5) + 1
+    critical = scipy.stats.binom.isf(alpha / 2, flips, 0.5) + 1
     toward = (discordance + abs(difference)) / (2 * discordance)
-    return float(np.sum(binom.pmf(flips, cases, discordance) * binom.sf(critical - 1, flips, toward)))
+    return float(np.sum(scipy.stats.binom.pmf(flips, cases, discordance) * scipy.stats.binom.sf(critical - 1, flips, toward)))
 
 
 @pytest.mark.parametrize(("lost", "gained"), [(0, 0), (0, 5), (1, 9), (7, 7), (30, 14), (120, 160)])
 def test_flipping_signs_of_single_attempts_is_the_binomial_test_of_the_flips(lost: int, gained: int) -> None:
-    known = binomtest(lost, lost + gained).pvalue if lost + gained else 1.0
+    known = scipy.stats.binomtest(lost, lost + gained).pvalue if lost + gained else 1.0
     flips = [Fraction(-1)] * lost + [Fraction(1)] * gained + [Fraction(0)] * 11
     assert sign_flip_test(flips).both == pytest.approx(known, rel=1e-9)
 
@@ -103,7 +103,7 @@ def test_the_observed_signs_are_one_of_10000_so_that_no_estimate_is_0() -> None:
 
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 30), st.integers(0, 30))
 def test_the_p_value_of_fewer_passes_is_fishers(passed: int, failed: int, before_passed: int, before_failed: int) -> None:
-    known = fisher_exact([[passed, failed], [before_passed, before_failed]], alternative="less").pvalue
+    known = scipy.stats.fisher_exact([[passed, failed], [before_passed, before_failed]], alternative="less").pvalue
     assert fisher_p_value(passed, passed + failed, before_passed, before_passed + before_failed) == pytest.approx(
         known, rel=1e-6, abs=1e-12
     )

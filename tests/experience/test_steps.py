@@ -14,6 +14,7 @@ from agentrl.experience import SqliteStore, StepGroups
 from agentrl.experience.steps import has_preference
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 from agentrl.rollout import excluded_group
+from tests.strategies import examples
 
 
 def group(index: int, *scores: float) -> Group:
@@ -52,7 +53,7 @@ def roll_out(steps: StepGroups, step: int, store: Stored, outcomes: Any, stop_af
             running.append(another)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(per_step=st.integers(1, 5), extra=st.integers(0, 5), step=st.integers(0, 3), data=st.data())
 def test_the_learner_takes_exactly_the_drivers_groups_also_after_a_crash(per_step: int, extra: int, step: int, data: st.DataObject) -> None:
     store = Stored()

@@ -268,7 +268,7 @@ for index in range(100_000):
 """
 
 
-@pytest.mark.parametrize("acknowledged", [1, 14])
+@pytest.mark.parametrize("acknowledged", [pytest.param(1, marks=pytest.mark.slow), 14])
 def test_kill_9_in_the_middle_loses_nothing_that_was_acknowledged(tmp_path: Path, acknowledged: int) -> None:
     path = tmp_path / "experience.sqlite"
     here = str(Path(__file__).parent)

@@ -22,6 +22,7 @@ from agentrl.failure.listing import TraceFilter
 from agentrl.failure.trace import CaptureReason, Tag
 from agentrl.records import Blame, Group, ScoredEpisode
 from agentrl.records.sampling import Supports
+from tests.strategies import examples
 
 from .traces import fault, heard, python, said, scored, submit, task, trace, turn
 
@@ -231,7 +232,7 @@ def test_keep_0_captures_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "failures").exists() and capture.lost == 0
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=24), st.integers(1, 6))
 def test_counts_include_traces_that_are_not_stored(
     tmp_path_factory: pytest.TempPathFactory, failures: list[tuple[str, bool]], keep: int

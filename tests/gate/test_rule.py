@@ -37,8 +37,8 @@ def test_an_unchanged_policy_passes(rule: GateRule, rates: list[float]) -> None:
     ("rule", "before", "now", "stated"),
     [
         (RULE, [0.95] * 50, [0.85] * 50, 0.80),  # spread over all cases
-        (RULE, [0.95] * 50, [0.0] * 5 + [0.95] * 45, 0.95),  # as much, in a tenth of the cases
-        (GateRule(repeats=8), [0.95] * 50, [0.0] + [0.95] * 49, 0.95),  # one case, lost for good
+        pytest.param(RULE, [0.95] * 50, [0.0] * 5 + [0.95] * 45, 0.95, marks=pytest.mark.slow),  # as much, in a tenth of the cases
+        pytest.param(GateRule(repeats=8), [0.95] * 50, [0.0] + [0.95] * 49, 0.95, marks=pytest.mark.slow),  # one case, lost for good
     ],
 )
 def test_a_drop_of_ten_points_is_detected(rule: GateRule, before: list[float], now: list[float], stated: float) -> None:

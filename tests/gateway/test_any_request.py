@@ -25,7 +25,7 @@ from agentrl.testing.sandboxes import printing
 from tests.agent.test_any_schema import SCHEMAS, TEXTS
 from tests.chats import chat_of, shared_tokenizer
 from tests.fuzz.targets.gateway import PROTOCOLS, seeds
-from tests.strategies import json_values
+from tests.strategies import examples, json_values
 
 TASK = Task(
     id="t",
@@ -141,7 +141,7 @@ def test_any_value_in_any_place_of_a_request(number: int, value: Any) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_any_json_in_any_places_of_a_request(data: st.DataObject) -> None:
     label, body = data.draw(st.sampled_from(BODIES))
     for _ in range(data.draw(st.integers(1, 3))):

@@ -24,6 +24,7 @@ from agentrl.testing.sandboxes import printing
 from tests.agent.conversations import NAME, Round, conversations, sayable, texts
 from tests.agent.test_real_vocabularies import FOUND, chat, tokenizer
 from tests.gateway.conftest import Outcome
+from tests.strategies import examples
 
 pytestmark = pytest.mark.models
 
@@ -127,7 +128,7 @@ def last_words(name: str, text: str) -> list[int]:
 
 
 @models
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_a_conversation_with_tools_equals_the_rendered_one(name: str, data: st.DataObject) -> None:
     """Calls come back with the gateway's ids, keys in another order, and results in reverse."""

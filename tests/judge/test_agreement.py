@@ -45,6 +45,7 @@ def holds(one: IntervalEstimate, truth: float) -> bool:
     return one.low <= truth <= one.high
 
 
+@pytest.mark.slow
 def test_kappa_and_its_interval_are_correct_for_perfect_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
     table = AgreementTable(right_right=20, right_wrong=5, wrong_right=10, wrong_wrong=15)  # Cohen's own example: 0.4
     assert kappa(table).value == pytest.approx(0.4) and kappa(table) == kappa(table)
@@ -108,6 +109,7 @@ def _counted(table: AgreementTable) -> Calibration:
 _EMPTY = calibration(AgreementTable(right_right=2, right_wrong=1, wrong_right=1, wrong_wrong=2))
 
 
+@pytest.mark.slow
 def test_labels_of_one_task_are_correlated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A judge errs by task, all answers of a task alike: an interval that takes them for independent holds far too seldom."""
     monkeypatch.setattr(stats, "_DRAWS", 40)

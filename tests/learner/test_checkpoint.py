@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from agentrl.base.files import folder_manifest
 from agentrl.errors import LearnerError
@@ -16,6 +16,7 @@ from agentrl.learner import checkpoint
 from agentrl.learner.checkpoint import CheckpointMeta, newest, numbered
 from agentrl.records import codec
 from tests import strategies
+from tests.strategies import examples
 
 
 def _write(root: Path, number: int) -> Path:
@@ -86,6 +87,6 @@ def test_newest_is_none_without_checkpoints(tmp_path: Path) -> None:
 
 
 @given(strategies.records(CheckpointMeta))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(15))
 def test_checkpoint_metadata_round_trips(meta: CheckpointMeta) -> None:
     assert codec.from_json(CheckpointMeta, codec.to_json(meta)) == meta

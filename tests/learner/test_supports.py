@@ -16,6 +16,7 @@ from agentrl.learner.packing import build_micro_batch, check_vocabulary
 from agentrl.learner.token_scorer import LogprobHead
 from agentrl.records import Sample
 from agentrl.records.sampling import Supports
+from tests.strategies import examples
 
 CPU = torch.device("cpu")
 VOCABULARY, WIDTH, WIDEST = 23, 6, 5
@@ -43,7 +44,7 @@ def reference(hidden: Tensor, linear: nn.Linear, targets: Tensor, supports: Tens
     return torch.stack(logprobs), torch.stack(entropies)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 12), st.integers(0, 99), st.booleans(), st.booleans(), st.sampled_from([0.3, 1.0]), st.sampled_from([1, 40, 10**6]))
 def test_the_softmax_is_over_the_support_and_so_is_its_gradient(
     rows: int, seed: int, whole: bool, bias: bool, temperature: float, logits_at_once: int

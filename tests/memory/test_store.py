@@ -110,6 +110,7 @@ def test_old_notes_are_deleted_without_changing_readable_versions() -> None:
     assert notes <= 20 + 2 * 12
 
 
+@pytest.mark.slow
 def test_killed_process_leaves_complete_steps(tmp_path: Path) -> None:
     path = tmp_path / "notes.sqlite"
     code = (

@@ -14,6 +14,7 @@ from agentrl.errors import RecipeError
 from agentrl.objective import assemble
 from agentrl.records import Episode as Record
 from agentrl.records import Group, Message, Parent, Score, ScoredEpisode, ToolCall, Trajectory, Turn, VersionSpan
+from tests.strategies import examples
 
 CALLS = Message(role="assistant", content="", tool_calls=(ToolCall(name="delegate", arguments={}),) * 9)
 _numbers = iter(range(100, 10**9))
@@ -139,7 +140,7 @@ def test_siblings_are_compared_at_their_branch_point() -> None:
     assert credit(recipe(credit="siblings"), *TREES) == credit(recipe(), *TREES), "where nothing is shared it is the group's mean"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     scores=st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=2, max_size=5),
     advantage=st.sampled_from(["grpo", "rloo"]),

@@ -18,6 +18,7 @@ from agentrl.objective.aggregate import loss_denominator
 from agentrl.objective.metrics import combine_steps, summarize
 from agentrl.objective.policy_loss import PolicyLoss, TrainedTokens, policy_loss
 from agentrl.records import Sample
+from tests.strategies import examples
 
 BASE = {"clip_low": 0.2, "clip_high": 0.3, "is_cap": 2.0}
 LOSSES: list[dict[str, Any]] = [
@@ -137,7 +138,7 @@ def _part(tokens: TrainedTokens, keep: Tensor) -> TrainedTokens:
     return TrainedTokens(**{name: None if value is None else value[keep] for name, value in values.items()})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(EVERY), st.integers(0, 50), st.lists(st.integers(0, 3), min_size=9, max_size=9), st.integers(1, 60))
 def test_splitting_over_micro_batches_changes_nothing(changes: dict[str, Any], seed: int, places: list[int], n: int) -> None:
     """Any division of the sequences over four micro-batches, some of them empty: the same loss, gradient and metrics."""

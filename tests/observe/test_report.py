@@ -332,6 +332,7 @@ def places(whole: Any) -> Iterator[tuple[Any, ...]]:
         yield from ((key, *rest) for rest in places(whole[key]))
 
 
+@pytest.mark.slow
 def test_a_value_of_a_wrong_type_removes_only_its_line(run_dir: Path) -> None:
     spoken = transcript("train", 1, "train", 0.0)
     spoken |= {"trajectories": [{"agent": "sub", "stop_reason": "answered", "messages": spoken["messages"]}]}

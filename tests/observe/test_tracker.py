@@ -86,6 +86,7 @@ def test_a_tracker_that_raises_system_exit_does_not_end_the_run(tmp_path: Path, 
     assert [event.step for event in found.Tensors("eval/heldout")] == [1], "the others hear of the step"
 
 
+@pytest.mark.slow
 def test_tensorboard_is_written_without_torch(tmp_path: Path) -> None:
     code = f"""
 import sys

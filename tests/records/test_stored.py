@@ -37,7 +37,7 @@ KINDS += [ToolOutcome, UpdateFailure, FailureCounts]
 drawn = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     deadline=None,
-    max_examples=max(12, settings.default.max_examples // 4),
+    max_examples=strategies.examples(25),
 )
 
 

@@ -47,7 +47,10 @@ def noisy(random: Random, value: float) -> float:
     return value * (1 + random.uniform(-1e-15, 1e-15))
 
 
-@pytest.mark.parametrize("kinds", ["float", "float float", "text float", "few few", "few id", "few id float", "float text few"])
+OTHER_KINDS = ("float", "float float", "few few", "few id", "few id float", "float text few")
+
+
+@pytest.mark.parametrize("kinds", ["text float", *(pytest.param(kinds, marks=pytest.mark.slow) for kinds in OTHER_KINDS)])
 def test_the_largest_bag_is_compared_within_seconds(kinds: str) -> None:
     """`few`: floats of which many are equal but for rounding; `id`: large whole numbers that a tolerance does not tell apart."""
     random = Random(kinds)
@@ -78,7 +81,7 @@ def test_truth_with_indistinguishable_rows_is_detected() -> None:
     assert not bags.crowded([(1.5, 2.5)] * 1000, CELLS), "equal rows are told apart by no pairing"
 
 
-@pytest.mark.parametrize(("size", "answers"), [(299, 1.0), (301, 1.0), (20_000, 1.0)])
+@pytest.mark.parametrize(("size", "answers"), [(299, 1.0), (301, 1.0), pytest.param(20_000, 1.0, marks=pytest.mark.slow)])
 async def test_a_table_is_compared_within_its_tolerance_at_any_size(size: int, answers: float) -> None:
     """300 rows was where it stopped."""
     random = Random(size)

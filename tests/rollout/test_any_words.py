@@ -19,6 +19,7 @@ from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of, shared_tokenizer
+from tests.strategies import examples
 
 TURNS = 4
 TOKENIZER = shared_tokenizer()
@@ -118,7 +119,7 @@ drawn = settings(deadline=None, suppress_health_check=[HealthCheck.function_scop
 
 
 @given(words=words)
-@settings(drawn, max_examples=20)
+@settings(drawn, max_examples=examples(20))
 def test_any_text_of_a_policy_is_scored_and_stored(store: SqliteStore, words: Sequence[tuple[str, list[int]]]) -> None:
     ends_scored(store, next(counted), words)
 

@@ -26,6 +26,7 @@ from agentrl.testing.paced import PacedPolicy
 from agentrl.testing.samples import sample_task
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of, shared_tokenizer
+from tests.strategies import examples
 
 TOKENIZER = shared_tokenizer()
 WALL_S = 120.0
@@ -71,7 +72,7 @@ def has_every_token(policy: PacedPolicy, episode: Episode) -> bool:
 
 
 @given(speed=st.floats(1.5, 100.0), history=st.booleans(), timeout_s=st.sampled_from([20.0, 120.0, 1000.0]))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 def test_endless_sampling_on_a_sound_server_is_scored(speed: float, history: bool, timeout_s: float) -> None:
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: speed)
     sound = ["sound"] if history else []
@@ -83,7 +84,7 @@ def test_endless_sampling_on_a_sound_server_is_scored(speed: float, history: boo
 
 
 @given(speed=st.floats(2.0, 100.0), stalls=st.floats(0.0, 95.0), wanted=st.sampled_from([ENDLESS, 400, 40]))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 def test_a_server_that_stalls_never_costs_a_score(speed: float, stalls: float, wanted: int) -> None:
     """It stalls until the end. Earlier episodes are scored, all others are infrastructure faults."""
     begins = 1000.0
@@ -97,7 +98,7 @@ def test_a_server_that_stalls_never_costs_a_score(speed: float, stalls: float, w
 
 
 @given(speed=st.floats(5.0, 100.0), stalls=st.floats(1.0, 60.0), lasts=st.floats(1.0, 100.0), wanted=st.sampled_from([ENDLESS, 400]))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 def test_a_server_that_stalls_for_a_while_never_costs_a_score(speed: float, stalls: float, lasts: float, wanted: int) -> None:
     begins = 1000.0
     stalled = (begins + stalls, begins + stalls + lasts)
@@ -111,7 +112,7 @@ def test_a_server_that_stalls_for_a_while_never_costs_a_score(speed: float, stal
 
 
 @given(speed=st.floats(10.0, 100.0), slower=st.floats(2.6, 50.0))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 def test_a_server_much_slower_than_usual_is_an_infrastructure_fault(speed: float, slower: float) -> None:
     begins = 1000.0
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: speed if now < begins else speed / slower)
@@ -120,7 +121,7 @@ def test_a_server_much_slower_than_usual_is_an_infrastructure_fault(speed: float
 
 
 @given(speed=st.floats(10.0, 100.0), slower=st.floats(0.2, 1.9))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 def test_a_server_about_as_fast_as_usual_is_not_a_fault(speed: float, slower: float) -> None:
     begins = 1000.0
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: speed if now < begins else speed / slower)
@@ -129,7 +130,7 @@ def test_a_server_about_as_fast_as_usual_is_not_a_fault(speed: float, slower: fl
 
 
 @given(at_once=st.integers(2, 40), capacity=st.floats(50.0, 2000.0))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=examples(20))
 def test_policies_that_share_a_server_do_not_make_it_slow(at_once: int, capacity: float) -> None:
     """The history is of one request at a time; then many sample without end, each at its share of the server."""
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: capacity / in_flight)
@@ -209,7 +210,7 @@ readings = st.tuples(st.integers(1, 5000), st.floats(0.01, 200.0))
 
 
 @given(history=st.lists(readings, min_size=1, max_size=400), tokens=st.integers(1, 100_000))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 def test_more_tokens_never_turn_a_usual_request_into_a_slow_one(history: list[tuple[int, float]], tokens: int) -> None:
     """Of two requests with the same tokens per second and load, the one with more tokens does not count as slower, size by size."""
     pace, now = Pace(), 0.0
@@ -390,7 +391,7 @@ def test_a_server_slow_from_its_first_request_is_reported_once() -> None:
     in_flight=st.floats(1.0, 50.0),
     cut=st.booleans(),
 )
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 def test_a_restored_pace_gives_the_same_times(history: list[tuple[int, float]], tokens: int, in_flight: float, cut: bool) -> None:
     pace, now = Pace(), 0.0
     for count, seconds in history:

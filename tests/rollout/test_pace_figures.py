@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from agentrl.records import Blame
 from agentrl.rollout.pace import Pace, Reading, SamplingTime, _median, blame_for_timeout, fetch_reserve_s
+from tests.strategies import examples
 
 READ = 0.125  # work of computing one prompt token, in sampled tokens
 
@@ -133,7 +134,7 @@ played = st.builds(
 
 
 @given(requests=st.lists(played, min_size=2, max_size=10, unique_by=(lambda subject: subject.begins, lambda subject: subject.ends)))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_every_request_of_a_run_has_the_usual_time_of_its_definition(requests: list[Played]) -> None:
     pace, running, ended = Pace(), {}, list[Played]()
     events = sorted(

@@ -18,6 +18,7 @@ from agentrl.sandbox.inside.archive import FIELD, FILE, FOLDER_ENTRY, HARD_LINK,
 from agentrl.sandbox.inside.files import FOLDER, MAX_DEPTH
 from agentrl.sandbox.inside.snapshot import Packer, unpack
 from agentrl.sandbox.inside.wire import READ_BYTES, Refused
+from tests.strategies import examples
 
 MODES = st.integers(0, 0o777)
 TIMES = st.integers(0, 2**33 - 1)
@@ -33,7 +34,7 @@ TREES = st.recursive(
     max_leaves=8,
 )
 TREE = st.dictionaries(NAMES, TREES, max_size=4)
-FEW = settings(deadline=None, max_examples=30)
+FEW = settings(max_examples=examples(30))
 
 
 class Pieces:

@@ -33,6 +33,7 @@ def tokenizer() -> Any:
     return made
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("name", THEIRS)
 @pytest.mark.parametrize("every", TOGETHER, ids=range(len(TOGETHER)))
 def test_calls_are_read_as_vllm_reads_them(name: str, every: list[Arguments]) -> None:

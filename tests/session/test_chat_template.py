@@ -21,6 +21,7 @@ from sandboxes.tables import Tables
 
 MODEL = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tables-base"
 HERMES = read_template("hermes", Path())
+pytestmark = pytest.mark.usefixtures("forked_trials")
 RECIPE = Recipe(name="x", policy=PolicyConfig(model=str(MODEL)), tasks=TasksConfig(family="f:F"))
 
 

@@ -20,6 +20,7 @@ from agentrl.records.sampling import Sampling
 from agentrl.session.models import SAMPLING_FILE, copy_base_version, export_model, find_model
 from agentrl.version import FolderRegistry, deltas
 from agentrl.version.weight_files import WeightCopy
+from tests.strategies import examples
 
 
 def weights(path: Path, seed: int, *, changed: float = 0.05, dtype: type = np.float32) -> None:
@@ -53,7 +54,7 @@ def sha(versions: Path, number: int) -> str:
     return hashlib.sha256(whole(versions, number)).hexdigest()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data(), size=st.integers(0, 300), stride=st.sampled_from([1, 2, 4, 8]), chunk=st.sampled_from([7, 64, 300]))
 def test_any_bytes_round_trip(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, size: int, stride: int, chunk: int) -> None:
     folder = tmp_path_factory.mktemp("any")

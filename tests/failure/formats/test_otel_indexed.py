@@ -170,6 +170,7 @@ def test_huge_indices_cost_nothing_and_contradictions_are_gaps(what: str, tmp_pa
         assert [call.name for call in trace.spoken[1].message.tool_calls] == ["g", "f"]
 
 
+@pytest.mark.slow
 def test_many_attributes_are_read_in_linear_time(tmp_path: Path) -> None:
     told = {f"gen_ai.prompt.{number}.content": "x" for number in range(0, 40_000, 2)}
     began = time.process_time()
