@@ -31,6 +31,7 @@ def test_the_shape_is_the_folders() -> None:
     assert learner.shape_of(MODEL) == expected == learner.shape_of("small")
 
 
+@pytest.mark.slow
 def test_tokens_were_sampled_by_the_model_itself_and_both_loops_update_it_alike(ours: learner.Ours) -> None:
     guessed = learner.group(30, 8, vocabulary=640)
     case, plain = learner.on_policy(guessed, ours.scorer), learner.Padded(MODEL)

@@ -61,10 +61,10 @@ def assert_finished(run: Path, steps: int = 60) -> None:
     assert len((run / "metrics.jsonl").read_text().splitlines()) == steps
 
 
-OTHER_ENDS = ("2>&1 | head -1", "2>&1 >/dev/null | head -1", "| true", ">&-", "<&- >&- 2>&-")
+OTHER_ENDS = ("2>&1 | head -1", "2>&1 >/dev/null | head -1", "| true", ">&-", ">&- 2>&-", "<&- >&- 2>&-")
 
 
-@pytest.mark.parametrize("end", ["| head -1", ">&- 2>&-", *(pytest.param(end, marks=pytest.mark.slow) for end in OTHER_ENDS)])
+@pytest.mark.parametrize("end", ["| head -1", *(pytest.param(end, marks=pytest.mark.slow) for end in OTHER_ENDS)])
 def test_a_reader_that_leaves_changes_neither_the_run_nor_its_exit_code(end: str, tmp_path: Path) -> None:
     shell = f'set -o pipefail; "$@" {end}'
     done = subprocess.run(["bash", "-c", shell, "bash", *command(tmp_path / "run", pause=0.01)], capture_output=True, timeout=120)
@@ -105,7 +105,8 @@ def test_a_reader_that_does_not_read_stops_no_run(stream: str, blocking: bool, t
         assert b"report " in (tmp_path / "other").read_bytes()
 
 
-@pytest.mark.parametrize(("most", "whole"), [pytest.param(1 << 20, True, marks=pytest.mark.slow), (1 << 14, False)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("most", "whole"), [(1 << 20, True), (1 << 14, False)])
 def test_a_reader_that_reads_late_gets_the_result(most: int, whole: bool, tmp_path: Path) -> None:
     run, steps = tmp_path / "run", 3000
     args = command(run, steps=steps)

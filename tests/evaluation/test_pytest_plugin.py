@@ -84,6 +84,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 def test_wrong_options_are_an_error_before_anything_starts(project: Path) -> None:
     make_suite(project / "s", make_case("good"))
     for (_, said), (code, out) in zip(WRONG, runs(project, *(["-q", *arguments] for arguments, _ in WRONG)), strict=True):

@@ -19,6 +19,7 @@ from sandboxes.archive.family import KINDS
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 async def test_notes_find_what_one_episode_has_no_time_for() -> None:
     found = await measure(0, steps=6)
     alone, noted = found["alone"], found["with notes"]

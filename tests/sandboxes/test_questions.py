@@ -63,6 +63,7 @@ async def played(task: Task, reads: Reads, name: str = "e", *, model_len: int = 
     return ScoredEpisode(episode=episode, score=await answered(task, episode))
 
 
+@pytest.mark.slow
 async def test_splitting_solves_it_and_one_context_does_not() -> None:
     tasks = [FAMILY.task(Split.TRAIN, index) for index in range(12)]
     for task in tasks:
