@@ -89,8 +89,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByGroup:
     return ByGroup(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the long ones first where workers share them; in one process the order stays as it is."""
+    """Of a test marked `sampled(n)` all but each n-th parameter are slow. Puts the long ones first where workers share them."""
+    seen: dict[str, int] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("sampled")) is not None:
+            test = item.nodeid.partition("[")[0]
+            seen[test] = seen.get(test, -1) + 1
+            if seen[test] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: (_rank(group_of(item.nodeid)), LAST_OF_ITS_GROUP in item.nodeid))
 

@@ -138,6 +138,7 @@ async def test_a_failure_of_a_server_outside_is_not_blamed_on_the_policy(way: st
         assert says.partition(";")[0] in str(error.value) and "\n  fix: " in str(error.value)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("way", "kind", "says"), FAILING)
 async def test_a_server_that_fails_in_each_attempt_of_an_episode_and_answers_others_was_provoked(
     way: str, kind: str, says: str, monkeypatch: pytest.MonkeyPatch
@@ -392,6 +393,7 @@ async def test_a_ping_inside_a_stream_is_answered_before_the_answer_comes(addres
         assert (await episode.use("echo", text="a")).outcome.output == "ponged: True"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("path", ["/lines", "/pieces", "/bytes", "/text", "/words"])
 async def test_an_invalid_answer_fails_fast_and_does_not_block_the_event_loop(path: str, address: str) -> None:
     """Tiny pieces cost more than their bytes, and a body that is neither JSON nor events is not an answer."""

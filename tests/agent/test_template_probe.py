@@ -82,6 +82,7 @@ TOKENIZERS = {
 formats = pytest.mark.parametrize("name", TOKENIZERS)
 
 
+@pytest.mark.sampled(3)
 @formats
 @settings(max_examples=examples(30))
 @given(asked=texts, said=conversations())

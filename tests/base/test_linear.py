@@ -110,6 +110,7 @@ def call_of(unit: str) -> Callable[[int], str]:
     return lambda size: f'{OPEN}{{"name":"f","arguments":{{"x":[{unit * (size // len(unit))}0]}}}}{CLOSE}'
 
 
+@pytest.mark.sampled(4)
 @units(
     OPEN, "<|im_end|>", slow=["\ud83d", "a", " ", "\n", "<", "é", "\0", CLOSE, f"{OPEN}[{CLOSE}", f"{OPEN}{{", "<|im_", '"\\', "1", "_1"]
 )

@@ -67,6 +67,7 @@ def test_a_result_is_older_than_its_code_once_that_changes(tmp_path: Path, monke
 _DIGEST = stored.digest
 
 
+@pytest.mark.slow
 def test_a_result_records_the_machine_and_what_it_measures() -> None:
     origin = stored.origin("python benchmarks/x.py", ["benchmarks/claims.py"], [0, 1])
     assert {"processor", "cores", "gflops", "load", "busy_cores"} <= origin["machine"].keys()

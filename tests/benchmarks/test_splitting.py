@@ -25,6 +25,7 @@ async def attempt(reads: Reads) -> dict[str, Any]:
     return json.loads(json.dumps(transcript(TASK, await played(TASK, reads), phase="after", step=1)))
 
 
+@pytest.mark.slow
 async def test_split_is_a_helper_for_every_page(tmp_path: Path) -> None:
     attempts = [await attempt(reads) for reads in (one_helper_a_page, alone, handing_on)]
     assert [splitting.gave_every_page(one) for one in attempts] == [True, False, False]

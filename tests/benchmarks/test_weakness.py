@@ -49,6 +49,7 @@ def trace(task: Task, acts: list[Act]) -> Trace:
     return Trace(id=task.id, why=CaptureReason.FAILED, task=task, episode=episode, score=Score(value=0.0))
 
 
+@pytest.mark.slow
 async def test_the_habit_is_planted_told_by_the_oracle_and_named_by_the_rules() -> None:
     traces = [trace(task, acts) for task, acts in demonstrated()]
     failed = []

@@ -90,6 +90,7 @@ def test_tasks_that_cannot_be_created_or_stored_are_reported() -> None:
         replace(Good().task(Split.TRAIN, 0), data={"answer": {1, 2}})
 
 
+@pytest.mark.slow
 def test_family_that_does_not_open_in_another_process_is_reported(tmp_path: Path) -> None:
     (tmp_path / "fam.py").write_text(
         "import os\nfrom tests.check.bad_families import Good\n"
@@ -333,6 +334,7 @@ async def test_tool_that_breaks_its_sandbox_is_reported_and_gets_a_fresh_one() -
     assert any(what.startswith(f"{broke}, given an empty text for everything") for what in failures(proof))
 
 
+@pytest.mark.slow
 def test_family_that_exits_does_not_end_the_proofs() -> None:
     assert any("SystemExit: 0" in told for told in failures(pure("Leaves")))
 

@@ -142,6 +142,7 @@ def test_promote_makes_a_suite_and_adds_no_task_twice(run: Path, tmp_path: Path)
     assert [(one["likeness"], one["path"]) for one in again] == [("same", None)]
 
 
+@pytest.mark.slow
 def test_cluster_tells_of_every_trace(run: Path) -> None:
     found = json.loads(call("cluster", str(run), "--json"))
     assert sorted(name for one in found for name in one["ids"]) == ["g000000-0-a0", "g000001-0-a0", "g000002-0-a0"]

@@ -246,9 +246,8 @@ def test_every_key_is_read_and_can_be_set(key: str) -> None:
 DECLARED = [key for key, field in KEYS.items() if any(isinstance(one, Needs) for one in field.metadata)]
 
 
-@pytest.mark.parametrize(
-    "key", [*DECLARED[::8], *(pytest.param(key, marks=pytest.mark.slow) for key in DECLARED if key not in DECLARED[::8])]
-)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("key", DECLARED)
 def test_a_key_that_is_declared_to_be_idle_somewhere_is_refused_there_by_name(key: str) -> None:
     field, name = KEYS[key], key.rpartition(".")[2]
     for needs in (one for one in field.metadata if isinstance(one, Needs)):

@@ -127,6 +127,7 @@ def test_an_evaluation_that_cannot_start_is_an_error_of_every_case(project: Path
     assert "is not stored" in out and "Traceback" not in out
 
 
+@pytest.mark.slow
 def test_collecting_starts_nothing(project: Path) -> None:
     make_suite(project / "s", make_case("good"), make_case("bad"))
     code, out = run(project, "-q", "--collect-only", "--agentrl-suite", "s", "--agentrl-policy", "gone.module:policy")

@@ -32,6 +32,7 @@ def failure(sort: int, number: int) -> Trace:
     return replace(made, tags=tag_by_rules(made, load_rules()))
 
 
+@pytest.mark.slow
 def test_each_kind_of_failure_is_a_cluster() -> None:
     some = [failure(number % 3, number) for number in range(30)]
     random.Random(0).shuffle(some)

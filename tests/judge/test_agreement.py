@@ -68,6 +68,7 @@ def test_interval_of_informedness_covers(rate: float, se: float, sp: float, n: i
     assert 0.93 < sum(found) / len(found) <= 1.0
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("truth", "se", "sp", "labels", "judged"),
     [

@@ -142,6 +142,7 @@ def test_members_of_an_ensemble_get_the_reference_under_their_keys(project: Path
     assert code == 0 and found["agreement"]["value"] == 1.0, told  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_reward_model_is_measured_like_any_judge(project: Path) -> None:
     (project / "model.safetensors").write_bytes(b"weights")
     save_record(project, shows=("reference", "answer"), offset=0.0, scale=1.0, max_tokens=99)
@@ -236,6 +237,7 @@ def test_pairs_reveal_position_bias(project: Path) -> None:
     assert fair["more"]["position_bias"]["value"] == 0.5 and fair["abstained"] == 0  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_length_bias_is_measured(project: Path) -> None:
     draw = random.Random(5)
     lines = [json.loads(line) for line in (project / "labels.jsonl").read_text().splitlines()]
@@ -260,6 +262,7 @@ def test_any_verifier_can_be_measured_and_failures_are_explained(project: Path) 
         assert code == 2 and "not callable" in told
 
 
+@pytest.mark.slow
 def test_second_measurement_uses_the_cache(project: Path) -> None:
     with ChatServer(flipping(0.1)) as server:
         first = calibrate(project, server, "judge", "--cache", "a.sqlite")[1]

@@ -167,6 +167,7 @@ CONTROL = re.compile(
 )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("attack", INJECTIONS)
 async def test_an_injection_stays_between_its_delimiters(attack: str) -> None:
     """In an answer, and in a question that holds others' words."""

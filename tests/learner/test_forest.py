@@ -103,6 +103,7 @@ def _gap(first: torch.Tensor, second: torch.Tensor) -> float:
     return ((first - second).abs().max() / second.abs().max()).item()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3 sliding", "llama"])
 @pytest.mark.parametrize("budget", [10_000, 120])
 def test_logprobs_and_gradients_equal_the_plain_computation(kind: str, budget: int) -> None:
@@ -140,6 +141,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         assert _gap(recomputed, kept) < 1e-12
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_block_kernel_equals_the_branch_kernel(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention, which CUDA uses, run here without a compiler; its backward pass has no CPU form."""

@@ -73,6 +73,7 @@ def _plain(model: nn.Module, rows: tuple[Sample, ...], objective: ObjectiveConfi
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("changes", OBJECTIVES, ids=str)
 def test_the_gradient_of_a_step_equals_the_formulas_over_plain_sequences(changes: dict[str, Any], seed: int) -> None:

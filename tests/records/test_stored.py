@@ -52,6 +52,7 @@ def test_every_dataclass_of_the_records_is_checked() -> None:
     }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
 @drawn
@@ -59,6 +60,7 @@ def test_a_record_is_read_back_equal(kind: type[Any], data: st.DataObject) -> No
     read_back(kind, data)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
 @drawn

@@ -129,6 +129,7 @@ def test_a_server_about_as_fast_as_usual_is_not_a_fault(speed: float, slower: fl
     assert not episode.left_out
 
 
+@pytest.mark.slow
 @given(at_once=st.integers(2, 40), capacity=st.floats(50.0, 2000.0))
 @settings(max_examples=examples(20))
 def test_policies_that_share_a_server_do_not_make_it_slow(at_once: int, capacity: float) -> None:

@@ -110,6 +110,7 @@ async def test_a_backend_that_rejects_connections_excludes_every_episode_and_pau
         await asyncio.wait_for(rate.watch(), 1.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("status", [500, 502, 503, 504, 429, 401])
 async def test_a_backend_that_is_broken_for_all_is_a_fault(
     status: int, backend: dict[str, int], make_runner: Any, tokenizer: Any, task: Task

@@ -139,6 +139,7 @@ def answers(task: Task) -> list[str]:
     return printed
 
 
+@pytest.mark.slow
 def test_demonstrations_contain_every_move_but_seldom_the_right_ones() -> None:
     made = [demonstrate(FAMILY.task(Split.TRAIN, index), Random(index)) for index in range(600)]
     ways = Counter(way(one) for one in made)

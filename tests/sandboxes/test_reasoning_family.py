@@ -82,6 +82,7 @@ def test_heldout_kinds_have_a_separate_split() -> None:
     assert Reasoning().size(Split.HELDOUT_REAL) == 0 and family(**SEVERAL).size(Split.HELDOUT_REAL) is None
 
 
+@pytest.mark.slow
 def test_variants_are_other_training_problems_of_the_dataset_and_its_neighbouring_levels() -> None:
     several = Reasoning(seed=3, datasets="chain_sum, spell_backward@1", heldout_kinds="lcm")
     for index, hows in ((0, {"alike"}), (1, {"alike", "harder", "easier"})):

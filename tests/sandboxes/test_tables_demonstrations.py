@@ -6,6 +6,8 @@ import json
 from collections import Counter
 from random import Random
 
+import pytest
+
 from agentrl.records import Split
 from sandboxes.tables import Tables
 from sandboxes.tables.demonstrations import CAREFUL, GUESS, Act, call, demonstrate
@@ -39,6 +41,7 @@ def test_demonstrations_end_by_submitting_what_was_printed() -> None:
             assert "Traceback" not in str(acts[-2].observation)
 
 
+@pytest.mark.slow
 def test_about_half_of_the_programs_are_right_and_every_mistake_occurs() -> None:
     seen: Counter[str] = Counter()
     for index in range(COUNT):

@@ -40,6 +40,7 @@ async def value(task: Task, answer: str) -> float | None:
     return (await exact_answer(task, episode)).value
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("split", list(Split))
 def test_a_task_is_a_pure_function_of_seed_split_and_index(split: Split) -> None:
     keys = [FAMILY.task(split, index).key for index in (0, 7, 100)]
@@ -63,6 +64,7 @@ async def test_gold_solution_is_right_and_sloppy_programs_are_wrong(split: Split
             assert await value(task, run_template(kind.program(names, sloppy), task.files)) == 0.0, (task.id, sloppy)
 
 
+@pytest.mark.slow
 async def test_gold_programs_of_every_kind_run_under_a_real_interpreter(tmp_path: Path) -> None:
     for task in (*tasks(Split.HELDOUT, len(KINDS)), *tasks(Split.HELDOUT_REAL, len(KINDS))):
         for path, text in task.files.items():
@@ -72,6 +74,7 @@ async def test_gold_programs_of_every_kind_run_under_a_real_interpreter(tmp_path
         assert await value(task, done.stdout) == 1.0, done.stderr
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("split", list(Split))
 def test_files_are_small_and_every_kind_appears(split: Split) -> None:
     drawn = tasks(split, 240)

@@ -45,6 +45,7 @@ async def test_going_back_uses_the_old_versions_folder(tmp_path: Path) -> None:
         assert (server.weights.number, engine.version, script.paths()[-1]) == (0, "0", "/resume")
 
 
+@pytest.mark.slow
 async def test_the_pause_ends_if_the_learner_never_sends(tmp_path: Path) -> None:
     version = publish(tmp_path, 6)
     async with channel(tmp_path, Learner(), kind=NcclWeightChannel) as (to, _, script):

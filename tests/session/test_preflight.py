@@ -192,6 +192,7 @@ def test_an_unknown_model_type_is_reported_without_importing_transformers(tmp_pa
         run_preflight(recipe, tmp_path, root=tmp_path)
 
 
+@pytest.mark.slow
 def test_failed_checks_import_nothing_heavy(tmp_path: Path) -> None:
     """One process in which a command fails at every stage, up to the last check before torch is needed."""
     (tmp_path / "held").mkdir()
