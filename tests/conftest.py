@@ -49,6 +49,7 @@ TOGETHER = {
     **dict.fromkeys(("learner", "model", "supervised"), "learner"),
     **dict.fromkeys(("agent/test_escaping.py", "agent/test_template.py", "cli/test_model.py"), "learner"),
     **dict.fromkeys(("session/test_chat_template.py", "sandboxes/test_tables_base_model.py", "benchmarks/test_learner.py"), "learner"),
+    **dict.fromkeys(("test_architecture.py", "base/test_unpickled.py"), "sources"),
     "gateway": "gateway",  # the SDKs of others: two seconds of imports
 }
 LONG = ("check/test_check.py", "task/test_harbor.py", "reward/test_cleanroom.py", "rollout/test_every_await.py")  # a minute and more

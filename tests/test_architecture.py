@@ -70,10 +70,17 @@ def room_of(path: Path) -> str:
 
 
 @cache
+def imports_and_calls(path: Path) -> tuple[ast.Import | ast.ImportFrom | ast.Call, ...]:
+    """Of a whole file. tests/base/test_unpickled.py reads them too, and shares a worker with this file."""
+    walked = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return tuple(node for node in walked if isinstance(node, ast.Import | ast.ImportFrom | ast.Call))
+
+
+@cache
 def imported(path: Path) -> tuple[str, ...]:
     """Dotted names of the modules that a file imports, anywhere in it; `from agentrl import x` gives `agentrl.x`."""
     found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in imports_and_calls(path):
         if isinstance(node, ast.Import):
             found += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom):
