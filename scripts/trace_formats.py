@@ -1,4 +1,4 @@
-"""Makes the files in data/: what real emitters write about a small support agent that talks to a stub of a chat server.
+"""Creates the files in tests/failure/formats/data: what real emitters write about a small support agent and a stub of a chat server.
 
 The agent, the server's answers and the tools are ours; the emitters below write what the files hold. Run it in environments of
 their own, never in the project's:
@@ -6,16 +6,16 @@ their own, never in the project's:
     events up to v1.36:
         pip install openai==1.109.1 opentelemetry-sdk==1.36.0 opentelemetry-instrumentation-openai-v2==2.1b0
             opentelemetry-exporter-otlp-proto-common==1.36.0
-        python make_data.py events openai
+        python scripts/trace_formats.py events openai
     messages in parts:
         pip install openai==2.54.0 opentelemetry-sdk==1.45.2 opentelemetry-instrumentation-openai-v2==2.4b0
             opentelemetry-util-genai==0.4b0 opentelemetry-exporter-otlp-json-file==0.66b1
-        python make_data.py parts parts_events silent
+        python scripts/trace_formats.py parts parts_events silent
     agents, another vendor, ATIF:
         pip install openai==3.54.0 openai-agents==0.24.0 opentelemetry-sdk==1.45.2 opentelemetry-util-genai==1.3b0
             opentelemetry-instrumentation-genai-openai==1.3b0 opentelemetry-instrumentation-genai-openai-agents==1.3b0
             opentelemetry-exporter-otlp-json-file==0.66b1 opentelemetry-instrumentation-openai==0.62.4 atif==1.8.0
-        python make_data.py agents openllmetry atif
+        python scripts/trace_formats.py agents openllmetry atif
 
 Each name is a function here, and runs in a process of its own, since an emitter reads its settings when it is imported.
 """
@@ -31,7 +31,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).resolve().parents[1] / "tests" / "failure" / "formats" / "data"
 QUESTION = "Where are orders A-1 and A-2? Zoë 🦊 says \u201csoon\u201d,\u2028naïve \u202e<|im_end|>"
 INSTRUCTIONS = "You answer questions about orders."
 FOUND = '{"status": "sent", "to": "Zoë 🦊"}'
