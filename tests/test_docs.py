@@ -299,6 +299,7 @@ def test_the_family_example_works_in_a_new_project(project: Path, tmp_path: Path
     assert run(tmp_path, "-c", program).strip() == truth.strip()
 
 
+@pytest.mark.slow
 def test_the_example_of_an_outside_agent_runs_and_its_recipe_is_sound(project: Path) -> None:
     write_examples("bring-your-own-agent.md", project)
     call = {"id": "1", "type": "function", "function": {"name": "python", "arguments": '{"code": "print(1 + 2)"}'}}

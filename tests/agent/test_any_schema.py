@@ -63,6 +63,7 @@ def test_an_unusual_schema_of_a_client_does_not_change_calls(name: str, value: A
         assert [call.name for call in reading.calls] == ["look"] and reading.errors == ()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FORMS)
 @given(text=st.text() | st.just(""), value=SCHEMAS | json_values, more=SCHEMAS)
 def test_readers_never_raise_for_any_schema(name: str, text: str, value: Any, more: Any) -> None:

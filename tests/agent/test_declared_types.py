@@ -143,6 +143,7 @@ def test_a_string_is_never_changed(form: str, schema: Any, text: str) -> None:
     assert found == text or (found is None and text in ("null", "None"))
 
 
+@pytest.mark.sampled(2)
 @forms
 def test_a_circular_schema_is_read_in_bounded_time(form: str) -> None:
     round_ = {key: [{"$ref": "#/$defs/a"}] * 300 for key in ("anyOf", "oneOf", "allOf")}

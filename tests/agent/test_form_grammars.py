@@ -122,6 +122,7 @@ def test_every_form_has_a_writer() -> None:
     assert {form for form, _ in WRITERS.values()} == FORMS.keys()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WRITERS)
 @given(every=st.lists(named, min_size=1, max_size=3))
 def test_any_arguments_round_trip(name: str, every: list[Arguments]) -> None:
@@ -136,6 +137,7 @@ def test_any_arguments_round_trip(name: str, every: list[Arguments]) -> None:
     assert reading.calls == tuple(ToolCall(name=f"f{number}", arguments=given) for number, given in enumerate(every))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WRITERS)
 @given(every=st.lists(named, min_size=1, max_size=3), share=st.floats(0, 1))
 def test_a_truncated_turn_contains_no_other_call(name: str, every: list[Arguments], share: float) -> None:

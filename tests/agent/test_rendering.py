@@ -54,6 +54,7 @@ def test_a_wrapper_with_other_ids_is_called(backend: bool) -> None:
     assert encoder(own)("ab")[0] == 7
 
 
+@pytest.mark.slow
 def test_a_template_that_loops_on_some_input_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A template may behave differently on messages that its test did not include."""
     monkeypatch.setattr("agentrl.agent.rendering.RENDER_S", 0.2)

@@ -138,6 +138,7 @@ def test_a_missing_secret_is_reported_before_the_run_starts(monkeypatch: pytest.
         assert "export NOT_THERE" in error.value.fix
 
 
+@pytest.mark.slow
 async def test_a_server_outside_that_hangs_in_every_episode_is_overdue() -> None:
     tools = declared_tools(recipe("hangs").tools, HOSTILE.parent)
     live = tools.servers["it"].live

@@ -25,6 +25,7 @@ from tests.experience.test_store import make_group
 from tests.failure.traces import trace
 
 
+@pytest.mark.slow
 def test_what_is_packed_is_unpacked_however_well_it_compresses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A policy in a loop writes one token, with one logprob, a million times."""
     for data in (b"", b"x", b"0.0," * (20 << 20), os.urandom(1 << 20)):
@@ -137,6 +138,7 @@ def test_notes_and_a_ledger_that_a_stranger_wrote_are_refused(what: str, name: s
         use()
 
 
+@pytest.mark.slow
 def test_values_of_other_types_and_long_queries_are_errors_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use = neighbours(tmp_path)
     use["judges.sqlite"](), use["notes.sqlite"]()

@@ -108,6 +108,7 @@ async def test_many_short_steps_of_one_episode_are_its_own_stall(alerts: list[st
     assert await user_code.call_user_code(agent, what="the agent", timeout_s=30.0) == 0.0 and others.seconds > STALL_S
 
 
+@pytest.mark.slow
 async def test_a_stall_of_a_real_loop_is_measured() -> None:
     async with DRIVER_LAG.watched(lambda alert: None):
         await asyncio.sleep(2 * TICK_S)

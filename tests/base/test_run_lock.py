@@ -111,6 +111,7 @@ def raced(runs: Path, wanted: Path | None = None) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_part_that_outlived_its_driver_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A learner dies with its driver, but not in the same instant: this one takes a second and a half."""
     part = hold_shared_lock(tmp_path)

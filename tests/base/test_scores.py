@@ -127,6 +127,7 @@ def test_preference_pairs_are_of_scores_that_differ() -> None:
     assert len(select_demonstrations([solved])) == 1, "0.7 + 0.2 + 0.1 is 1, and 0.9999999999999999"
 
 
+@pytest.mark.slow
 def test_policies_that_differ_by_rounding_are_the_same() -> None:
     before = {f"c{n}": [HALVES[0]] * 4 for n in range(40)}
     now = {f"c{n}": [HALVES[1]] * 4 for n in range(40)}

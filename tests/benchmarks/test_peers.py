@@ -343,6 +343,7 @@ def told_pid(log: Path) -> int:
     return int(log.read_text())
 
 
+@pytest.mark.slow
 def test_nothing_of_a_side_is_left(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with running([sys.executable, "-c", STUBBORN], log=log, root=ROOT) as watched:
@@ -353,6 +354,7 @@ def test_nothing_of_a_side_is_left(tmp_path: Path) -> None:
     assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_a_killed_benchmark_takes_its_side_along(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = f"""

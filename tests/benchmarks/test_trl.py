@@ -77,6 +77,7 @@ def test_a_target_that_is_reached_too_late_is_not_reached(peer: Callable[..., Ou
     assert (made.ended, made.arrived_s) == ("steps", None)
 
 
+@pytest.mark.slow
 def test_one_that_makes_no_step_in_its_time_is_a_result(peer: Callable[..., Outcome]) -> None:
     made = peer(replace(SETTING, minutes=0.01), steps=1, success={}, seconds=60.0)
     assert (made.ended, made.steps, made.after, made.curve) == ("time", 0, None, ())

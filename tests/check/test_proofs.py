@@ -74,6 +74,7 @@ def test_stateful_family_differs_in_both_processes() -> None:
     assert "16 tasks of 16 differ drawn again in another order, in prompt" in again
 
 
+@pytest.mark.slow
 def test_family_that_depends_on_the_hash_seed_differs_only_in_another_process() -> None:
     (told,) = failures(pure("Hashed"))
     assert told.startswith("16 tasks of 16 differ in another process, with another hash seed, in prompt; ")

@@ -106,6 +106,7 @@ def test_a_suites_folder_may_be_an_argument(project: Path) -> None:
     assert code == 0 and "1 passed" in out, f"a suite that no argument names is not evaluated: {out}"
 
 
+@pytest.mark.slow
 def test_a_suite_may_record_a_model_but_no_code(project: Path) -> None:
     policies = ("runs/quickstart@24", "http://127.0.0.1:9/v1", "evil.py:policy", "/etc", "../elsewhere", "a\\u0000b")
     (project / "evil.py").write_text("raise SystemExit(7)\n")

@@ -249,6 +249,7 @@ async def test_a_resumed_driver_completes_the_gates_work_and_evaluates_no_versio
         assert collection.counts("phase", "step", "why")[("gate", 2, "regressed")] == 16, "no attempt is counted twice"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("meanwhile", ["rolled back", "deleted", "made anew", "a full disk"])
 async def test_a_version_that_passes_while_being_retracted_is_reported_and_not_promoted(
@@ -335,6 +336,7 @@ async def test_a_case_has_its_own_repeats_and_threshold(tmp_path: Path) -> None:
     await plain.close(run)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 async def test_a_run_whose_gate_promoted_nothing_says_so(tmp_path: Path) -> None:
     run = await opened(tmp_path)
@@ -392,6 +394,7 @@ async def test_no_rollback_is_requested_after_the_last_version(tmp_path: Path) -
     await plain.close(run)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 async def test_a_request_that_came_too_late_is_void_once_the_last_version_is_promoted(tmp_path: Path) -> None:
     """The learner was already in its last step. With more steps the run continues from the promoted version."""

@@ -176,6 +176,7 @@ async def test_a_suite_whose_cases_all_changed_starts_with_a_new_baseline(tmp_pa
     await plain.close(run)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("meanwhile", ["rolled back", "deleted", "made anew"])
 async def test_a_version_that_the_learner_retracts_during_its_attempts_gets_no_verdict(meanwhile: str, tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ async def test_a_version_rejected_after_newer_ones_serve_is_rolled_back_with_the
     await plain.close(run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("stop", [3, 4])
 async def test_an_interrupted_run_abandons_the_evaluation_and_the_resumed_one_completes_it(
@@ -190,6 +191,7 @@ async def test_an_interrupt_ends_the_wait_for_the_last_evaluation(tmp_path: Path
     await plain.close(run)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 async def test_versions_left_without_a_verdict_are_evaluated_in_order_if_their_weights_exist(tmp_path: Path) -> None:
     run = await beside(tmp_path)
@@ -241,6 +243,7 @@ async def test_a_version_retracted_during_its_evaluation_is_evaluated_with_its_n
     await plain.close(run)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 async def test_a_version_rolled_back_by_the_learners_limit_is_not_evaluated(tmp_path: Path) -> None:
     run = await beside(tmp_path)
@@ -273,6 +276,7 @@ async def test_a_version_about_to_be_rolled_back_is_not_evaluated(tmp_path: Path
     await plain.close(run)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 async def test_a_version_retracted_before_its_evaluation_is_evaluated_when_it_serves_again(tmp_path: Path) -> None:
     """The learner repeats a step with the same groups, and may get the same weights."""

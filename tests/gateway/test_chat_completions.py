@@ -283,6 +283,7 @@ def called(arguments: str, name: str = '"f"', number: str = '"a"') -> str:
     return f'{{"role": "assistant", "tool_calls": [{call}]}}'
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "body",
     [

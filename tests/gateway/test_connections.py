@@ -47,6 +47,7 @@ async def ended_after(reader: asyncio.StreamReader) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.slow
 async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "IDLE_S", IDLE_S)
     gateway: Any = Gateway()
@@ -75,6 +76,7 @@ async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> N
             writer.close()
 
 
+@pytest.mark.slow
 async def test_a_slow_request_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "IDLE_S", IDLE_S)
 

@@ -67,6 +67,7 @@ def styles(made: str) -> list[Any]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", PATHS)
 @pytest.mark.parametrize("plain_after", [False, True])
 async def test_json_of_a_schema_is_sampled_with_supports(lead: Any, protocol: str, plain_after: bool) -> None:
@@ -89,6 +90,7 @@ async def test_json_of_a_schema_is_sampled_with_supports(lead: Any, protocol: st
     assert trained == list(turns[0].supports.rows), "each over the tokens that it was drawn from"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", PATHS)
 @pytest.mark.parametrize("choice", [REQUIRED, NAMED], ids=["required", "named"])
 async def test_a_forced_call(lead: Any, protocol: str, choice: Mapping[str, Any]) -> None:

@@ -41,6 +41,7 @@ REWRITTEN = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", [*REWRITTEN, "in one message"])
 @pytest.mark.parametrize("system", [True, False])
 async def test_a_main_agent_that_puts_its_calls_into_text_is_the_main_agent(lead: Any, way: str, system: bool) -> None:
@@ -212,6 +213,7 @@ def halves() -> list[Any]:
     return [{"role": "assistant", "content": head}, {"role": "assistant", "content": tail}]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", PATHS)
 @pytest.mark.parametrize("way", ["calls before text", "text between calls", "two texts", "each call with its result"])
 async def test_a_split_turn_is_one_turn(lead: Any, protocol: str, way: str) -> None:

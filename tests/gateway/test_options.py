@@ -282,6 +282,7 @@ async def test_too_long_a_conversation_is_refused_with_the_usual_message(lead: A
     await run(lead, "1", program)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", PATHS)
 @pytest.mark.parametrize("offered", [False, True], ids=["no tools", "choice none"])
 async def test_text_stays_text_if_calls_are_disabled(lead: Any, protocol: str, offered: bool) -> None:

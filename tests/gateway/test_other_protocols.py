@@ -69,6 +69,7 @@ async def test_anthropic_messages(lead: Any, streams: bool) -> None:
     assert [(one.name, one.output) for one in results[1]] == [("user", "sure?")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("refers", [False, True], ids=["all-items", "previous-response"])
 async def test_openai_responses(lead: Any, streams: bool, refers: bool) -> None:

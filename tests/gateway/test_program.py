@@ -186,6 +186,7 @@ except urllib.error.HTTPError as error:
         await backend.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("source", "stop", "blame", "says"),
     [
@@ -202,6 +203,7 @@ async def test_a_failed_program_is_blamed(run: Run, source: str, stop: str, blam
     assert [failure.blame for failure in episode.failures] == [blame] and says in episode.failures[0].message
 
 
+@pytest.mark.slow
 async def test_limits_end_a_running_program(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.gateway.program.GRACE_S", 0.2)
     insists = """

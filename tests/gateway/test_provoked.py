@@ -115,6 +115,7 @@ def test_endless_sampling_is_blamed_on_the_policy_and_a_stalled_server_is_not(sp
     assert left_out or episode.completion_tokens == sum(policy.sampled.values()) > 900
 
 
+@pytest.mark.slow
 async def test_a_request_that_blocks_the_driver_excuses_only_other_episodes(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Including the episode that started the gateway's server, in whose context all requests are served."""
 

@@ -188,6 +188,7 @@ def test_required_calibration_must_exist_and_be_good_enough(project: Path) -> No
                 load("strict")
 
 
+@pytest.mark.slow
 def test_judge_no_better_than_chance_raises(project: Path) -> None:
     with ChatServer(flipping(0.5)) as server:
         code, found, _ = calibrate(project, server, "strict", "--out", "c.json")
@@ -197,6 +198,7 @@ def test_judge_no_better_than_chance_raises(project: Path) -> None:
         assert "better than chance" in agentrl("judge", "correct", "c.json", "60", "100").stderr
 
 
+@pytest.mark.slow
 def test_abstentions_count_in_coverage_but_not_in_agreement(project: Path) -> None:
     def script(body: dict[str, object], number: int) -> ScriptedAnswer:
         return ScriptedAnswer("I am sorry.") if chance(shown(body)) < 0.2 else verdict("Paris" in shown(body))

@@ -118,6 +118,7 @@ async def test_one_query_probes_the_server_while_others_wait() -> None:
     assert 60 <= clock.now - 1_000_000 <= 190, "a minute for each refusal"
 
 
+@pytest.mark.slow
 async def test_hanging_server_fails_all_queries_within_their_patience() -> None:
     """Though one question at a time looks whether it is back."""
     with ChatServer([ScriptedAnswer(hangs=True)]) as server:

@@ -75,6 +75,7 @@ def test_the_same_import_again_does_nothing(source: Path, imported: Path, monkey
     assert not again.fresh and again.record["model"]["type"] == "qwen3"
 
 
+@pytest.mark.slow
 def test_an_existing_folder_is_replaced_only_with_force(source: Path, imported: Path, tmp_path: Path) -> None:
     target = Path(shutil.copytree(imported, tmp_path / "there"))
     (target / "config.json").write_text("{}")
@@ -119,6 +120,7 @@ def test_the_current_folder_is_not_replaced(source: Path, tmp_path: Path, monkey
             import_model(str(source), Path(name), force=True)
 
 
+@pytest.mark.slow
 def test_a_concurrent_import_into_the_same_folder_raises(source: Path, tmp_path: Path) -> None:
     """Both would fill the same part of a folder, and what comes of it would be neither."""
     refused = []
@@ -250,6 +252,7 @@ def test_an_expanding_tokenizer_raises(part: str, rule: dict[str, Any], own: Pat
         import_model(str(own), tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_crashes_its_library_raises(own: Path) -> None:
     """In the process that tries it: a panic of the library is no `Exception`, and ends the one it happens in."""
     edit(own / "tokenizer.json", normalizer=replacing({"String": ""}, "a"))

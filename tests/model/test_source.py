@@ -54,6 +54,7 @@ def test_a_package_is_found_by_its_modules_name(site: Path) -> None:
     assert find_source("package:inner_name").package == "brought 1.0"
 
 
+@pytest.mark.slow
 def test_a_package_without_gguf_lists_its_files(site: Path) -> None:
     install(site, "plain", {"plain/notes.txt": b"x", "plain/part.bin": b"x"})
     with pytest.raises(UserError, match=r"contains no GGUF file; it contains plain/notes\.txt, plain/part\.bin"):

@@ -202,6 +202,7 @@ def chances(p: float, outcomes: tuple[int, ...]) -> float:
     return math.prod(p if outcome else 1.0 - p for outcome in outcomes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("stems", "branches"), [(1, 2), (2, 2), (3, 1), (1, 4), (2, 3)])
 @pytest.mark.parametrize("advantage", ["grpo", "rloo"])
 def test_the_expected_gradient_by_enumeration(stems: int, branches: int, advantage: str) -> None:

@@ -171,6 +171,7 @@ def test_hostile_text_is_escaped_everywhere(run_dir: Path) -> None:
     assert "\\x1b[31m\\u202egnp.exe \\x00" in text and "\\ud800" in text
 
 
+@pytest.mark.slow
 def test_any_part_of_the_folder_may_be_missing(run_dir: Path) -> None:
     parts = [path.relative_to(run_dir) for path in run_dir.rglob("*") if path.is_file()]
     for missing in parts:

@@ -349,6 +349,7 @@ class Computes:
 KILLED = (TimeoutError(), subprocess.TimeoutExpired("check", 5), subprocess.CalledProcessError(-11, "check"), ReadTimeout("no answer"))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("error", KILLED, ids=lambda error: type(error).__name__)
 async def test_answer_that_blocks_the_server_gets_the_lowest_value(error: Exception) -> None:
     computes = Computes(error)

@@ -178,6 +178,7 @@ async def test_an_agent_whose_calls_all_fail_is_scored(
     assert f"HTTP Error {status}" in done.episodes[0].episode.trajectories[0].turns[0].tool_results[0].output
 
 
+@pytest.mark.slow
 async def test_a_tool_that_times_out_for_only_one_agent_is_blamed_on_it(make_runner: Any, tokenizer: Any, task: Task) -> None:
     def script(turn: int, episode: str) -> str:
         slow = episode.startswith("g000000-0")

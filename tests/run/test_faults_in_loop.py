@@ -176,6 +176,7 @@ async def test_a_run_in_which_everything_fails_pauses_with_the_reason(tmp_path: 
     assert len(json.loads((tmp_path / "stored").read_text())) < 20, "hundreds of groups remain for --resume"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("rate", "script"), [(1.0, dead), (0.5, say)], ids=["never", "sound"])
 async def test_a_run_continues_below_its_fault_rate(tmp_path: Path, rate: float, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.rollout.group.RETRY_S", 0.0)

@@ -126,6 +126,7 @@ async def test_a_repeated_task_counts_once_and_groups_without_a_preference_do_no
     assert evaluation.attempts == evaluation.episodes == 6 and evaluation.pass_at[1] == 0.5 and evaluation.rate == found.totals.rate
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "given",
     [

@@ -19,6 +19,7 @@ from agentrl.testing.clock import run_virtually
 from tests.waiting import until
 
 
+@pytest.mark.slow
 async def test_a_silent_daemon_is_reported_once_and_so_is_its_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/daemon.sock")
     monkeypatch.setattr(supervise, "_PING_S", 0.02)

@@ -127,6 +127,7 @@ async def test_error_messages_are_printable(pair):
     assert str(error.value).isprintable() and "line" in str(error.value)
 
 
+@pytest.mark.slow
 async def test_silence_is_a_timeout_and_breaks_the_channel(pair):
     channel, _ = pair
     with pytest.raises(SandboxTimeout):
@@ -154,6 +155,7 @@ async def test_cancelled_call_breaks_the_channel(pair):
         await channel.call("op", timeout_s=60.0)
 
 
+@pytest.mark.slow
 async def test_paused_deadlines_let_a_call_take_longer(pair):
     channel, peer = pair
     call = asyncio.create_task(channel.call("op", timeout_s=2.0))

@@ -328,6 +328,7 @@ async def test_connections_beyond_the_limit_wait(tmp_path):
             writer.close()
 
 
+@pytest.mark.slow
 async def test_idle_and_slow_connections_end(tmp_path):
     for name in ("idle", "drips"):
         (tmp_path / name).mkdir()

@@ -47,6 +47,7 @@ def in_time(seconds=45):
     assert time.monotonic() - start < seconds
 
 
+@pytest.mark.slow
 def test_selecting_a_backend(silent, root):
     with in_time(), pytest.raises(SandboxUnavailable, match=r"accepts connections but is silent(.|\n)*fix: .*restart docker"):
         select_backend("docker", run_label="test", root=root)
@@ -60,6 +61,7 @@ async def test_run_with_bubblewrap_does_not_need_it(silent, root, caplog):
         await pool.close()
 
 
+@pytest.mark.slow
 def test_listing_and_removing(silent):
     for work in (list_open, prune):
         with in_time(), pytest.raises(SandboxTimeout, match="accepts connections but does not answer"):
@@ -72,12 +74,14 @@ def test_remote_daemon_is_not_used(monkeypatch):
         list_open()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", ["ls", "prune"])
 def test_the_commands(silent, command):
     done = agentrl("sandbox", command)
     assert done.returncode == 1 and "does not answer" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_doctor(silent):
     done = agentrl("doctor", "--json")
     (check,) = [check for check in json.loads(done.stdout) if check["name"] == "Docker"]

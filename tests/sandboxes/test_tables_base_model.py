@@ -96,6 +96,7 @@ def test_the_template_writes_a_call_as_the_demonstrations_do(tokenizer: Any) -> 
     assert whole == opened + call("python", **arguments) + "\n"
 
 
+@pytest.mark.slow
 def test_demonstrations_fit_the_token_budget(tokenizer: Any) -> None:
     chat, family = ChatFormat(tokenizer), Tables(seed=0)
     prompts, programs, totals = [], [], []

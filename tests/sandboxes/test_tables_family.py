@@ -55,6 +55,7 @@ def test_a_task_is_the_same_in_another_process() -> None:
     assert key == Tables(3).task(Split.TRAIN, 5).key
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("split", list(Split))
 async def test_gold_solution_is_right_and_sloppy_programs_are_wrong(split: Split) -> None:
     for task in tasks(split, 120):

@@ -148,6 +148,7 @@ async def test_http_faults_are_serving_errors(answer: object) -> None:
             await generate(server.url)
 
 
+@pytest.mark.slow
 async def test_a_passed_deadline_raises() -> None:
     async with scripted_server(lambda call: HANG) as server:
         async with asyncio.timeout(60):  # the answer never comes

@@ -199,6 +199,7 @@ async def test_a_server_that_does_not_pause_had_no_update_to_end(tmp_path: Path)
         assert script.paths() == ["/pause", *EXCHANGE]
 
 
+@pytest.mark.slow
 async def test_a_load_past_its_deadline_is_undone(tmp_path: Path) -> None:
     version = publish(tmp_path, 5)
     async with channel(tmp_path, Engine(update_weights=HANG)) as (to, server, script):

@@ -119,6 +119,7 @@ async def test_a_dead_engine_is_detected_at_once(tmp_path: Path) -> None:
         assert not await server.alive() and server.end_reason == "its engine died"
 
 
+@pytest.mark.slow
 async def test_a_paused_server_is_alive(tmp_path: Path) -> None:
     engine = Engine()
     async with serving(tmp_path, engine) as server:
@@ -143,6 +144,7 @@ async def test_a_server_that_is_stuck_after_resume_is_dead(tmp_path: Path) -> No
         assert not await alive_for(server, 20 * SHORT_S)
 
 
+@pytest.mark.slow
 async def test_answers_to_clients_are_progress_when_its_other_routes_are_too_slow(tmp_path: Path) -> None:
     """Thousands of requests at once may keep /health and /metrics waiting for long, while completions come."""
     engine = Engine()

@@ -72,6 +72,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     servers.register_servers({"small": servers.JudgeServer(folder=Path("m"), weights="", reward_model=False)})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 async def test_a_dead_server_is_restarted_and_its_judges_wait(tmp_path: Path) -> None:
     judge = Judge(endpoint=Endpoint(url=served("small"), model="small"), form=CORRECT)
