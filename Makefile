@@ -60,8 +60,7 @@ smollm2: setup-models ## a pretrained language model of 135 million parameters, 
 test: setup-models ## the whole test suite: vLLM, DeepSpeed, Docker, bubblewrap
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=20 --durations-min=10 $(PYTEST_ARGS)
 
-test-unit: WORKERS = 4 # tests that wait for a deadline leave the cores to others
-test-unit: setup-unit ## the unmarked tests: one to two minutes, no vLLM, Docker or network
+test-unit: setup-unit ## the unmarked tests: a minute on two cores, no vLLM, Docker or network
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --hypothesis-profile=quick -m "not (slow or vllm or deepspeed or docker or bubblewrap or e2e or models)" $(PYTEST_ARGS)
 
 collect: setup-unit

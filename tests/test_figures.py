@@ -15,6 +15,7 @@ MET = ("modules at the root", "the longest file", "the longest function", "witho
 """Parts of the names of figures."""
 
 
+@pytest.mark.slow
 def test_limits_that_are_met_stay_met() -> None:
     figures = runpy.run_path(str(ROOT / "scripts" / "figures.py"))["figures"]()
     for name in MET:

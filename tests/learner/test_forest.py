@@ -141,7 +141,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         assert _gap(recomputed, kept) < 1e-12
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_block_kernel_equals_the_branch_kernel(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention, which CUDA uses, run here without a compiler; its backward pass has no CPU form."""

@@ -134,6 +134,7 @@ def test_damage_anywhere_raises(versions: Path, what: str) -> None:
     assert not (versions / "000002" / deltas.WEIGHTS).exists()
 
 
+@pytest.mark.slow
 def test_a_frames_size_is_bounded_by_the_file(versions: Path) -> None:
     """A record that vouches for a hostile frame: it may not grow beyond the piece it changes."""
     import zstandard
