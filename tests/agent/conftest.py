@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from tests.episodes import make_runner, task, tokenizer
 
 __all__ = ["make_runner", "task", "tokenizer"]

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from agentrl.agent import template as template_module
 from agentrl.agent.template import MAX_BYTES, SHIPPED_TEMPLATES, probe_template, probe_tokenizer, read_template
 from agentrl.errors import UserError
 
+ROOT = Path(__file__).resolve().parents[2]
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 LATE = "{% if messages|length > 4 %}" + LOOPS + "{% endif %}"
 
@@ -138,3 +141,20 @@ def test_loading_a_large_vocabulary_does_not_count_as_the_templates_time(tmp_pat
     monkeypatch.setattr(template_module, "_CHILD", child)
     with pytest.raises(UserError, match=r"does not end within bounds \(60 s of CPU time to load it, then 2 s of CPU time"):
         probe_tokenizer(folder, cpu_s=2.0)
+
+
+LOADED = """
+import sys
+import transformers.generation
+from agentrl.agent.chat import load_chat
+
+print(load_chat("recipes/models/tables-base").stop_token_ids)
+assert "GenerationMixin" not in vars(transformers.generation), "what stands in is gone"
+print([name for name in ("sklearn", "pandas", "torch._inductor", "transformers.generation.utils") if name in sys.modules])
+"""
+
+
+@pytest.mark.slow
+def test_a_tokenizer_is_loaded_without_the_generation_code() -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.splitlines()[1] == "[]", done.stdout + done.stderr

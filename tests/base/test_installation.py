@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -179,3 +181,48 @@ def test_a_new_project_depends_on_this_installation(tmp_path: Path) -> None:
     init_project(tmp_path / "mine", "mine")
     (depends,) = tomllib.loads((tmp_path / "mine" / "pyproject.toml").read_text())["project"]["dependencies"]
     assert Requirement(depends).name == DISTRIBUTION and Requirement(depends).url == ROOT.as_uri()
+
+
+# Which build of torch set-up installs.
+
+
+FILE = Path(__file__).resolve().parents[2] / "scripts" / "install_torch.py"
+
+
+class Commands:
+    """Answers the commands of set-up: what the configured index serves, and whether PyTorch's index answers."""
+
+    def __init__(self, *, served: str, reachable: bool) -> None:
+        self.served, self.reachable, self.installed = served, reachable, list[str]()
+
+    def __call__(self, command: Sequence[str], timeout_s: float | None) -> subprocess.CompletedProcess[str]:
+        code, out = 0, ""
+        if "--report" in command:
+            out = json.dumps({"install": [{"metadata": {"version": self.served}}]})
+        elif "--torch-backend" in command:
+            assert "--dry-run" not in command or timeout_s is not None, "an index that does not answer must not delay set-up"
+            code = 0 if self.reachable else 124
+            if "--dry-run" not in command:
+                self.installed.append("uv")
+        elif "uv" not in command:
+            self.installed.append("pip")
+        return subprocess.CompletedProcess(command, code, out, "")
+
+
+@pytest.mark.parametrize(
+    ("served", "reachable", "has_gpu", "installed"),
+    [
+        ("2.13.0+cpu", True, False, "pip"),
+        ("2.13.0", True, False, "uv"),
+        ("2.13.0", False, False, "pip"),
+        ("2.13.0", True, True, "pip"),
+    ],
+)
+def test_a_machine_without_a_gpu_gets_the_cpu_build_if_there_is_one(served: str, reachable: bool, has_gpu: bool, installed: str) -> None:
+    spec = importlib.util.spec_from_file_location("install_torch", FILE)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    commands = Commands(served=served, reachable=reachable)
+    assert script.install("python", "2.13.0", has_gpu=has_gpu, run=commands) == 0
+    assert commands.installed == [installed]

@@ -23,6 +23,7 @@ from agentrl.version import rollback
 from tests.gate import test_rolled_back as plain
 from tests.gate.test_gate import RECIPE, Player, looked, opened, publish, served_through, serving_the_second
 
+pytestmark = pytest.mark.usefixtures("scripted")
 scripted = plain.scripted
 
 
@@ -45,7 +46,6 @@ def with_image(suite: Suite, case_id: str, image: str) -> Suite:
     return replace(suite, cases=tuple(changed))
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_the_gate_reports_stage_attempts_and_rate(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     reports = Reports(run)
@@ -57,7 +57,6 @@ async def test_the_gate_reports_stage_attempts_and_rate(tmp_path: Path) -> None:
     await plain.close(run)
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_a_gate_on_its_own_server_does_not_change_the_stage(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.gate_server = SimpleNamespace(policy=Player(run))
@@ -68,7 +67,6 @@ async def test_a_gate_on_its_own_server_does_not_change_the_stage(tmp_path: Path
     await plain.close(run)
 
 
-@pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("image", ["gone", "none"])
 async def test_cases_whose_image_cannot_be_built_are_reported_and_unscored(image: str, tmp_path: Path) -> None:
     """`gone` is the image of one case, `none` that of the others."""
@@ -88,7 +86,6 @@ async def test_cases_whose_image_cannot_be_built_are_reported_and_unscored(image
     await plain.close(run)
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_a_version_without_a_scored_attempt_has_no_verdict_and_no_rate(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     reports = Reports(run)
@@ -106,7 +103,6 @@ async def test_a_version_without_a_scored_attempt_has_no_verdict_and_no_rate(tmp
     await plain.close(run)
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_if_only_the_suite_got_worse_the_three_worst_cases_are_shown(tmp_path: Path) -> None:
     """c00 fails as often as before. At c09 a score of 0 passes, so there is no episode to show."""
     run = await opened(tmp_path)
@@ -131,7 +127,6 @@ async def test_if_only_the_suite_got_worse_the_three_worst_cases_are_shown(tmp_p
     await plain.close(run)
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_a_changed_case_is_neither_compared_nor_shown(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"gate.confirm": 0, "gate.alpha": 0.4})
@@ -144,7 +139,6 @@ async def test_a_changed_case_is_neither_compared_nor_shown(tmp_path: Path) -> N
     await plain.close(run)
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_a_case_without_scores_takes_no_slot_among_the_cases_that_are_shown(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"gate.confirm": 0, "gate.alpha": 0.4})
@@ -164,7 +158,6 @@ async def test_a_case_without_scores_takes_no_slot_among_the_cases_that_are_show
     await plain.close(run)
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_a_suite_whose_cases_all_changed_starts_with_a_new_baseline(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     await serving_the_second(run, "good 1", "bad c03")
@@ -177,7 +170,6 @@ async def test_a_suite_whose_cases_all_changed_starts_with_a_new_baseline(tmp_pa
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("meanwhile", ["rolled back", "deleted", "made anew"])
 async def test_a_version_that_the_learner_retracts_during_its_attempts_gets_no_verdict(meanwhile: str, tmp_path: Path) -> None:
     run = await opened(tmp_path)
@@ -200,7 +192,6 @@ async def test_a_version_that_the_learner_retracts_during_its_attempts_gets_no_v
     await plain.close(run)
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_versions_are_due_at_the_recipes_interval_from_the_newest_with_a_verdict(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"steps": 5})
@@ -227,7 +218,6 @@ async def test_versions_are_due_at_the_recipes_interval_from_the_newest_with_a_v
     await plain.close(run)
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_a_rolled_back_version_is_not_evaluated_unless_it_is_the_last(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"steps": 3})
@@ -245,7 +235,6 @@ async def test_a_rolled_back_version_is_not_evaluated_unless_it_is_the_last(tmp_
     await plain.close(run)
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_the_serving_version_stays_if_nothing_else_was_promoted(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     await serve_result(run.registry, run.served, run.tracker.alert)

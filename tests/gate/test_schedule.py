@@ -24,6 +24,7 @@ from tests.gate import test_rolled_back as plain
 from tests.gate.test_gate import RECIPE, Player, learner_answers, opened, publish, states
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("scripted")
 scripted = plain.scripted
 OWN = RECIPE.but({"gate.server": "own"})
 
@@ -71,7 +72,6 @@ async def swapped(run: Any, last: int, meanwhile: Callable[[], Awaitable[None]] 
         await swaps
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_versions_are_served_during_an_evaluation_up_to_the_next_due_one(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number in range(1, 6):
@@ -101,7 +101,6 @@ async def test_versions_are_served_during_an_evaluation_up_to_the_next_due_one(t
     await plain.close(run)
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_a_version_rejected_after_newer_ones_serve_is_rolled_back_with_them(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number, weights in enumerate(("good 1", "bad c03", "bad c03 c07"), 1):
@@ -129,7 +128,6 @@ async def test_a_version_rejected_after_newer_ones_serve_is_rolled_back_with_the
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("stop", [3, 4])
 async def test_an_interrupted_run_abandons_the_evaluation_and_the_resumed_one_completes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
@@ -170,7 +168,6 @@ async def test_an_interrupted_run_abandons_the_evaluation_and_the_resumed_one_co
     await plain.close(run)
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_an_interrupt_ends_the_wait_for_the_last_evaluation(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     run.recipe = OWN.but({"steps": 1})
@@ -192,7 +189,6 @@ async def test_an_interrupt_ends_the_wait_for_the_last_evaluation(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("scripted")
 async def test_versions_left_without_a_verdict_are_evaluated_in_order_if_their_weights_exist(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     run.recipe = OWN.but({"gate.every": 1})
@@ -207,7 +203,6 @@ async def test_versions_left_without_a_verdict_are_evaluated_in_order_if_their_w
     await plain.close(run)
 
 
-@pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("error", [SwapError("the probe disagrees"), ServingError("it died 6 times")])
 async def test_a_gate_that_fails_ends_the_run(tmp_path: Path, error: Exception) -> None:
     run = await beside(tmp_path)
@@ -217,7 +212,6 @@ async def test_a_gate_that_fails_ends_the_run(tmp_path: Path, error: Exception) 
     await plain.close(run)
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_a_version_retracted_during_its_evaluation_is_evaluated_with_its_new_weights(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number, weights in enumerate(("good 1", "awful", "good 3"), 1):
@@ -244,7 +238,6 @@ async def test_a_version_retracted_during_its_evaluation_is_evaluated_with_its_n
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("scripted")
 async def test_a_version_rolled_back_by_the_learners_limit_is_not_evaluated(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number, parent, weights in ((1, 0, "good 1"), (2, 1, "awful"), (3, 1, "good 1"), (4, 3, "good 4")):
@@ -257,7 +250,6 @@ async def test_a_version_rolled_back_by_the_learners_limit_is_not_evaluated(tmp_
     await plain.close(run)
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_a_version_about_to_be_rolled_back_is_not_evaluated(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number, weights in enumerate(("good 1", "bad c03", "bad c03", "awful"), 1):
@@ -277,7 +269,6 @@ async def test_a_version_about_to_be_rolled_back_is_not_evaluated(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("scripted")
 async def test_a_version_retracted_before_its_evaluation_is_evaluated_when_it_serves_again(tmp_path: Path) -> None:
     """The learner repeats a step with the same groups, and may get the same weights."""
     run = await beside(tmp_path)

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentrl.config import ObjectiveConfig
+from agentrl.errors import PluginError
 from agentrl.objective.aggregate import loss_denominator
+from agentrl.objective.losses import LossInput, check_surrogate
 from agentrl.objective.metrics import combine_steps, summarize
 from agentrl.objective.policy_loss import PolicyLoss, TrainedTokens, policy_loss
 from agentrl.records import Sample
@@ -328,3 +330,36 @@ def test_denominators_cover_the_step() -> None:
     assert loss_denominator(samples, "constant", length=9) == 18.0
     assert loss_denominator([*samples, sample(2, "a")], "sequence_mean", length=9) == 2.0, "two trajectories of one rollout"
     assert loss_denominator([], "sequence_mean", length=9) == 0.0
+
+
+# What a loss may give, a built-in or a user's.
+
+
+THREE, FLAGS = torch.zeros(3), torch.zeros(3, dtype=torch.bool)
+TOKENS = LossInput(
+    log_ratio=THREE, logprobs=THREE, advantages=THREE, sequence=FLAGS.long(), clip_low=0.2, clip_high=0.2, dual_clip=None, cap=2.0
+)
+
+
+@pytest.mark.parametrize(
+    ("made", "wrong"),
+    [
+        (None, "a NoneType"),
+        ([THREE, FLAGS], "a list"),
+        ((THREE, FLAGS, FLAGS), "a tuple of Tensor, Tensor, Tensor"),
+        ((THREE, 5), "a tuple of Tensor, int"),
+        ((5.0, FLAGS), "a tuple of float, Tensor"),
+        ((THREE[:2], FLAGS), "shapes [2] and [3] for [3] tokens"),
+        ((THREE, FLAGS[:2]), "shapes [3] and [2] for [3] tokens"),
+        ((THREE, THREE), "types torch.float32 and torch.float32"),
+        ((THREE.long(), FLAGS), "types torch.int64 and torch.bool"),
+    ],
+)
+def test_invalid_results_of_a_loss_raise(made: object, wrong: str) -> None:
+    with pytest.raises(PluginError) as caught:
+        check_surrogate(made, TOKENS, "mine:loss")
+    assert str(caught.value).splitlines()[0] == f"objective.loss 'mine:loss' returned {wrong}"
+
+
+def test_two_tensors_of_the_tokens_shape_pass() -> None:
+    assert check_surrogate((THREE, FLAGS), TOKENS, "mine:loss") == (THREE, FLAGS)

@@ -109,14 +109,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("answer", RIGHT)
-async def test_json_that_fits(answer: str) -> None:
-    assert await value(JsonSchema(schema=ORDER), answer) == 1.0
-
-
-@pytest.mark.parametrize("answer", WRONG)
-async def test_json_that_does_not(answer: str) -> None:
-    assert await value(JsonSchema(schema=ORDER), answer) == 0.0
+@pytest.mark.parametrize(("answer", "reward"), [*((answer, 1.0) for answer in RIGHT), *((answer, 0.0) for answer in WRONG)])
+async def test_json_is_right_if_it_fits(answer: str, reward: float) -> None:
+    assert await value(JsonSchema(schema=ORDER), answer) == reward
 
 
 TRUTH = {"id": 12345678901234567891, "share": 0.1, "names": ["a", "b"], "done": False, "note": None, "in": {"x": 1}}

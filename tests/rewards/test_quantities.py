@@ -60,14 +60,13 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize(("truth", "answer"), [(truth, form) for truth, forms in SAME.items() for form in [truth, *forms]])
-async def test_the_same_amount(truth: str, answer: str) -> None:
-    assert await value(numeric, answer, answer=truth) == 1.0
+EACH = [(truth, form, 1.0) for truth, forms in SAME.items() for form in [truth, *forms]]
+EACH += [(truth, form, 0.0) for truth, forms in OTHER.items() for form in forms]
 
 
-@pytest.mark.parametrize(("truth", "answer"), [(truth, form) for truth, forms in OTHER.items() for form in forms])
-async def test_another_amount_or_none(truth: str, answer: str) -> None:
-    assert await value(numeric, answer, answer=truth) == 0.0
+@pytest.mark.parametrize(("truth", "answer", "reward"), EACH)
+async def test_the_same_amount_is_right_and_another_or_none_is_wrong(truth: str, answer: str, reward: float) -> None:
+    assert await value(numeric, answer, answer=truth) == reward
 
 
 async def test_verifiers_unit_applies_to_a_bare_number() -> None:

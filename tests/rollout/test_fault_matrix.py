@@ -25,11 +25,14 @@ from agentrl.agent.mcp import RunTools, Server
 from agentrl.agent.mcp.tool_list import usable_tools
 from agentrl.agent.mcp.transports import ENDINGS, Transport, Unanswered
 from agentrl.agent.tools import function_schema
+from agentrl.base import user_code
 from agentrl.config import MCPConfig
 from agentrl.errors import (
     InfrastructureError,
     JudgeError,
     LearnerError,
+    PluginError,
+    PolicyFault,
     RequestRefused,
     SandboxError,
     SandboxTimeout,
@@ -38,6 +41,7 @@ from agentrl.errors import (
     StoreError,
     TaskError,
     ToolUnavailable,
+    UserError,
 )
 from agentrl.protocols import Sandbox
 from agentrl.records import Blame, Episode, Limits, Score, ScoredEpisode, Task
@@ -45,6 +49,7 @@ from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
 from agentrl.reward.group_judging import GroupJudgeScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.rollout.faults import failure_from_error, infrastructure_fault, task_fault
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.clock import run_virtually
 from agentrl.testing.samples import sample_task
@@ -405,3 +410,48 @@ def test_infrastructure_errors_keep_their_kind() -> None:
     for kind in ("sandbox", "late", "server", "died", "refused", "judge", "learner", "store", "tool"):
         make = FAILURES[kind]
         assert make is not None and isinstance(make(), InfrastructureError)
+
+
+# The failure for each kind of exception that leaves an episode.
+
+
+class Unreachable(InfrastructureError):
+    """A fault of neither sandboxes nor server."""
+
+
+@pytest.mark.parametrize(
+    ("error", "stage", "blame", "kind"),
+    [
+        (ServingError("x"), "generate", Blame.INFRASTRUCTURE, "ServingError"),
+        (SandboxError("x"), "sandbox", Blame.INFRASTRUCTURE, "SandboxError"),
+        (Unreachable("x"), "tool", Blame.INFRASTRUCTURE, "Unreachable"),
+        (KeyError("x"), "tool", Blame.INFRASTRUCTURE, "KeyError"),
+        (ExceptionGroup("g", [SandboxError("x")]), "sandbox", Blame.INFRASTRUCTURE, "SandboxError"),
+        (PolicyFault("x"), "tool", Blame.POLICY, "not_taken"),
+        (ExceptionGroup("g", [PolicyFault("x"), ServingError("y")]), "generate", Blame.INFRASTRUCTURE, "ServingError"),
+        (TaskError("x"), "task", Blame.TASK, "TaskError"),
+        (PluginError("x"), "task", Blame.TASK, "PluginError"),
+        (ExceptionGroup("g", [ServingError("x"), TaskError("y")]), "task", Blame.TASK, "TaskError"),
+    ],
+)
+def test_exception_types_decide_the_blame(error: Exception, stage: str, blame: Blame, kind: str) -> None:
+    failure = failure_from_error(error, stage="tool", turn=3)
+    assert (failure.stage, failure.blame, failure.kind, failure.turn) == (stage, blame, kind, 3)
+    assert failure.retryable == (blame is Blame.INFRASTRUCTURE)
+
+
+def test_only_a_bug_is_logged_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[tuple[str, BaseException]] = []
+    monkeypatch.setattr(user_code, "log_unexpected", lambda what, error: reported.append((what, error)))
+    bug = KeyError("x")
+    for error in (ServingError("x"), SandboxError("x"), PolicyFault("x"), TaskError("x"), bug):
+        failure_from_error(error, stage="tool")
+    assert reported == [("episode (tool)", bug)]
+
+
+def test_names_and_texts_are_cut() -> None:
+    kind = type("K" * 100, (Exception,), {})
+    failure = task_fault(kind("x" * 5000))
+    assert failure.kind == "K" * 64 and len(failure.message) == 2000 and failure.message.startswith("KKK")
+    assert task_fault(UserError("a\nb", fix="c")).message == "a\nb\n  fix: c", "its line breaks are kept"
+    assert infrastructure_fault("tool", "k", "m").turn is None

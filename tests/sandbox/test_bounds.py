@@ -10,9 +10,13 @@ import time
 from dataclasses import replace
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
+from agentrl.records import SandboxSpec
 from agentrl.sandbox import limits, select_backend, server_code
 from agentrl.sandbox.inside.bounds import MAX_LOCKS, MAX_REST_S, MAX_SOCKETS, REST_FACTOR, Watch, sockets_in
+from agentrl.sandbox.limits import MEBIBYTE
 from tests.sandbox.building import BOTH, SPEC
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="bubblewrap without root does not promise this")
@@ -173,3 +177,55 @@ async def test_usual_programs_are_not_affected(sandbox):
     )
     result = await sandbox.python(code, timeout_s=60)
     assert result.ok and "[1, 2]\n200000 5\n" in result.stdout and "stdout='fine\\n', stderr=''" in result.stdout, result
+
+
+# Kernel limits of a spec.
+
+
+specs = st.builds(
+    SandboxSpec,
+    image=st.just("image"),
+    memory_mb=st.integers(16, 65536),
+    processes=st.integers(1, 4096),
+    cpus=st.floats(0.1, 64),
+    disk_mb=st.integers(1, 65536),
+    open_files=st.integers(1, 65536),
+)
+
+
+@given(specs)
+def test_full_disks_leave_memory_for_the_server(spec):
+    files = 2 * limits.disk_bytes(spec) + limits.shared_memory_bytes(spec)
+    empty_files = len(limits.WRITABLE_FOLDERS) * limits.max_inodes(spec) * limits.INODE_BYTES
+    assert 0 < limits.disk_bytes(spec) <= spec.disk_mb * MEBIBYTE
+    assume(spec.memory_mb >= 80)  # with less memory, the minimum disk may exceed it
+    assert files + empty_files + limits.RESERVED_BYTES <= spec.memory_mb * MEBIBYTE
+
+
+@given(specs)
+def test_number_of_cores_matches_the_cpu_time(spec):
+    cores = limits.cores(spec)
+    usable = os.sched_getaffinity(0)
+    assert set(cores) <= usable and len(set(cores)) == len(cores)
+    assert len(cores) == min(len(usable), -(-spec.cpus // 1))
+
+
+def test_sandboxes_rotate_through_the_cores():
+    spec = SandboxSpec(image="image", cpus=1.0)
+    usable = os.sched_getaffinity(0)
+    assert {core for _ in range(2 * len(usable)) for core in limits.cores(spec)} == usable
+
+
+@given(st.text(max_size=40), st.text(max_size=40))
+def test_each_sandbox_has_its_own_users(name, other):
+    spec = SandboxSpec(image="image")
+    first, second = [limits.server_options(text, spec) for text in (name, other)]
+    assert 0x70000000 <= first["agent"] < 0x78000000 <= first["server"] < 0x80000000
+    assert (name == other) == (first["agent"] == second["agent"]) == (first["server"] == second["server"])
+
+
+def test_system_files_describe_the_sandbox(tmp_path):
+    options = limits.server_options("sandbox", SandboxSpec(image="image", cpus=1.0))
+    shown = limits.write_system_files(tmp_path, options)
+    assert f"agent:x:{options['agent']}:" in shown["/etc/passwd"].read_text()
+    assert shown[limits.CORES_FILE].read_text() == f"{options['cores'][0]}\n"

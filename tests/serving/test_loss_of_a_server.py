@@ -22,6 +22,8 @@ from agentrl.serving import UnsentError, supervisor
 from agentrl.version import FolderRegistry
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("scripted")
+
 
 class ScriptedServer:
     url = "http://127.0.0.1:1"
@@ -148,7 +150,6 @@ async def swap_once(run: Path, *, startup_timeout_s: float = 60.0) -> tuple[supe
         registry.close()
 
 
-@pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("deaths", [1, 4])
 async def test_a_death_during_a_swap_is_retried_on_the_successor(tmp_path: Path, deaths: int) -> None:
     ScriptedChannel.deaths = deaths
@@ -158,7 +159,6 @@ async def test_a_death_during_a_swap_is_retried_on_the_successor(tmp_path: Path,
     assert [server.version for server in ScriptedServer.started] == [0] * (deaths + 1), "each began with the version that served"
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_a_version_rejected_three_times_raises(tmp_path: Path) -> None:
     ScriptedChannel.refusals = 2
     policy, _ = await swap_once(tmp_path / "twice")
@@ -168,7 +168,6 @@ async def test_a_version_rejected_three_times_raises(tmp_path: Path) -> None:
         await swap_once(tmp_path / "thrice")
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_waiting_for_a_successor_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def no_watch(*_: object, **__: object) -> None:
         pass
@@ -179,7 +178,6 @@ async def test_waiting_for_a_successor_times_out(tmp_path: Path, monkeypatch: py
         await swap_once(tmp_path, startup_timeout_s=0.2)
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_unsent_requests_wait_for_the_successor(tmp_path: Path) -> None:
     """None of them is a fault, however long it takes until the death is noticed: a fault costs an attempt."""
     registry = open_registry(tmp_path)
@@ -213,7 +211,6 @@ async def test_unsent_requests_wait_for_the_successor(tmp_path: Path) -> None:
         (RequestRefused("status 400"), True, RequestRefused),
     ],
 )
-@pytest.mark.usefixtures("scripted")
 async def test_a_failed_request_reports_whether_the_server_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: ServingError, dies: bool, raised: type[ServingError]
 ) -> None:
@@ -238,7 +235,6 @@ async def test_a_failed_request_reports_whether_the_server_died(
 
 
 @pytest.mark.parametrize("sound_s", [0.0, 600.0])
-@pytest.mark.usefixtures("scripted")
 async def test_restarts_are_counted_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sound_s: float) -> None:
     monkeypatch.setattr(supervisor, "_RESTARTS", 2)
     registry = open_registry(tmp_path)
@@ -263,7 +259,6 @@ async def test_restarts_are_counted_in_a_row(tmp_path: Path, monkeypatch: pytest
     registry.close()
 
 
-@pytest.mark.usefixtures("scripted")
 async def test_a_restart_for_another_version_is_not_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = open_registry(tmp_path)
     (tmp_path / "versions/000000/probe.json").unlink()  # so that a server is started with it

@@ -97,3 +97,11 @@ def test_reward_model(model: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         yes, no = (read(**tokenizer(f"answer 99: {word}", return_tensors="pt")).logits.item() for word in ("yes", "no"))
     assert load_record(tmp_path / "text").value(yes) > 0.5 > load_record(tmp_path / "text").value(no)
+
+
+def test_a_diverged_training_raises_and_writes_nothing(model: Path, tmp_path: Path) -> None:
+    from agentrl.supervised.tune import train_sft
+
+    with pytest.raises(UserError, match=r"diverged.*\n.*lower --lr"):
+        train_sft(select_demonstrations(groups()), model, tmp_path / "out", epochs=3, lr=1e30, batch=8, seed=0)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
