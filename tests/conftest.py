@@ -50,10 +50,12 @@ TOGETHER = {
     **dict.fromkeys(("agent/test_escaping.py", "agent/test_template.py", "cli/test_model.py"), "learner"),
     **dict.fromkeys(("session/test_chat_template.py", "sandboxes/test_tables_base_model.py", "benchmarks/test_learner.py"), "learner"),
     **dict.fromkeys(("test_architecture.py", "base/test_unpickled.py"), "sources"),
+    **dict.fromkeys(("experience/test_store.py", "version/test_registry.py"), "learner"),  # they fork from the same server
     "gateway": "gateway",  # the SDKs of others: two seconds of imports
+    "rewards": "rewards",  # verifiers keep processes that have imported sympy and others
 }
 LONG = ("check/test_check.py", "task/test_harbor.py", "reward/test_cleanroom.py", "rollout/test_every_await.py")  # a minute and more
-FIRST = ("servers", "sandboxes", "learner", "pretrained", *LONG)
+FIRST = ("servers", "sandboxes", "learner", "pretrained", *LONG, "gateway", "rewards")
 LAST_OF_ITS_GROUP = "sandbox/test_attacks.py"
 CLONE_NEWNS = 0x20000  # mount_namespaces(7)
 

@@ -73,6 +73,7 @@ async def test_line_ends_are_preserved(box: Box) -> None:
     assert (box.home / "open").read_bytes() == b"no end\nmore\n"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [

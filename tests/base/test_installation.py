@@ -184,8 +184,6 @@ def test_a_new_project_depends_on_this_installation(tmp_path: Path) -> None:
 
 
 # Which build of torch set-up installs.
-
-
 FILE = Path(__file__).resolve().parents[2] / "scripts" / "install_torch.py"
 
 

@@ -109,6 +109,7 @@ def raised(code: Callable[[], Any]) -> BaseException:
 CLIENTS = [by_urllib, by_httpx, by_requests, by_aiohttp]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("path", ["/500", "/502", "/503", "/504", "/429", "/401", "/drop", "/hang", "/half"])
 def test_what_a_server_does_wrong_is_an_outage_with_every_client(client: Callable[[str], None], path: str, server: str) -> None:

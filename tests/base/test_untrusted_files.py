@@ -188,6 +188,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_collection_that_a_stranger_wrote_is_refused_in_a_line(what: str, tmp_path: Path) -> None:
     with Collection(tmp_path, make=True) as collection:

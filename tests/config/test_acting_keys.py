@@ -232,6 +232,7 @@ THROUGH = {"top_k": "sampling", "top_p": "sampling", "min_p": "sampling", "tempe
 """Keys that are read through a property of their section."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_is_read_and_can_be_set(key: str) -> None:
     name = key.rpartition(".")[2]

@@ -13,12 +13,9 @@ from agentrl.failure.practice import load_practice
 from agentrl.gate.verdict import read_verdicts
 from benchmarks import weakness
 
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed, pytest.mark.bubblewrap, pytest.mark.slow]
 
-@pytest.mark.e2e
-@pytest.mark.vllm
-@pytest.mark.deepspeed
-@pytest.mark.bubblewrap
-@pytest.mark.slow
+
 def test_a_failure_becomes_cases_practice_and_a_gate(tmp_path: Path, forked: tuple[str, ...]) -> None:
     size = weakness.SHORT
     small = ("sandbox.backend=bubblewrap", "sandbox.warm=2", "rollout.concurrency=16")

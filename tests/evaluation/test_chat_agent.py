@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,20 @@ from typing import Any
 import pytest
 
 from agentrl.errors import UserError
+from agentrl.evaluation.chat_agent import ChatAgent, ChatAnswer, NoPolicy
 from agentrl.evaluation.open_policy import prepare_evaluation
 from agentrl.evaluation.policies import find_policy
 from agentrl.evaluation.request_options import RequestOptions
 from agentrl.evaluation.suites import SuiteEvaluation, evaluate_suites
 from agentrl.failure.case import Suite
 from agentrl.judge import Endpoint
-from agentrl.testing import ChatServer, ScriptedAnswer
+from agentrl.records import Episode, Limits
+from agentrl.records.sampling import Sampling
+from agentrl.rollout import EpisodeRunner
+from agentrl.testing import ChatServer, ScriptedAnswer, ScriptedSandboxes
+from agentrl.testing.clock import run_virtually
+from agentrl.testing.samples import sample_task
+from agentrl.testing.sandboxes import printing
 from tests.evaluation.suite_parts import HERE, make_case, make_suite
 
 QUICK = (f"sandbox.backend={HERE}:backend", "rollout.max_retries=0", "serving.request_timeout_s=2", "serving.startup_timeout_s=2")
@@ -203,3 +211,44 @@ async def test_an_unreadable_call_is_repeated_as_a_readable_one(suite: Suite) ->
         await asked(suite, server)
     (said,) = [message for message in server.requests[1]["body"]["messages"] if message["role"] == "assistant"]
     assert [call["function"]["arguments"] for call in said["tool_calls"]] == ["{}", "{}", "{}"]
+
+
+# Time limits with a chat completions server: an endless model is cut off and scored, a stalled server is not the model's fault.
+TIMED_TASK = replace(sample_task(), tools=(), limits=Limits(turns=2, turn_tokens=100_000, episode_tokens=100_000, wall_s=60.0))
+
+
+class PacedEndpoint:
+    """Streams 20 tokens per second; from `stalls` seconds on it sends nothing."""
+
+    tokens_name, timeout_s = "max_tokens", 120.0
+
+    def __init__(self, stalls: float) -> None:
+        self.stalls = stalls
+
+    async def ask(self, messages: Sequence[Mapping[str, Any]], *, more: Mapping[str, Any]) -> ChatAnswer:
+        now, first = asyncio.get_running_loop().time(), asyncio.get_running_loop().time() < 10.0
+        tokens = min(40, more["max_tokens"]) if first else more["max_tokens"]
+        await asyncio.sleep(10**6 if now >= self.stalls else tokens / 20.0)
+        return ChatAnswer(text="x" * tokens, prompt_tokens=5, completion_tokens=tokens, cut=not first)
+
+
+async def played(endpoint: Any) -> list[Episode]:
+    runner = EpisodeRunner(
+        agent=ChatAgent(endpoint=endpoint),
+        policy=NoPolicy(),
+        sandboxes=ScriptedSandboxes(printing("")),
+        sampling=Sampling(),
+        max_model_len=10**6,
+        request_timeout_s=120.0,
+    )
+    first = await runner.run(TIMED_TASK, episode_id="first")
+    await asyncio.sleep(20)
+    return [first, await runner.run(TIMED_TASK, episode_id="second")]
+
+
+@pytest.mark.parametrize(("stalls", "left_out"), [(10**6, False), (15.0, True)])
+def test_a_model_that_never_ends_is_scored_and_a_stalled_server_is_not(stalls: float, left_out: bool) -> None:
+    first, second = run_virtually(played(PacedEndpoint(stalls)))
+    assert first.trajectories[0].stop_reason == "answered" and not first.left_out
+    assert second.left_out is left_out and second.wall_s <= TIMED_TASK.limits.wall_s + 1
+    assert second.trajectories[0].stop_reason == ("wall_limit" if left_out else "token_limit")

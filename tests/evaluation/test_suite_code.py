@@ -39,6 +39,7 @@ def naming(*, image: str = "none", **changes: tuple[str, ...]) -> Case:
     return replace(case, task=replace(case.task, sandbox=SandboxSpec(image=image), **changes))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("reference", "why"),
     [

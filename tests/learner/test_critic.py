@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 from agentrl.config import CriticConfig
-from agentrl.learner.critic import ValueScorer, critic_advantages
+from agentrl.learner.critic import ValueScorer, advantage_moments, critic_advantages
 from agentrl.learner.forest_attention import register
 from agentrl.learner.packing import build_micro_batch
+from agentrl.learner.ranks import Ranks
 from agentrl.objective.values import value_loss
 from agentrl.records import Sample
 from tests.learner.building import tiny_config
@@ -64,3 +68,32 @@ def test_values_change_from_the_informative_token_on(told: bool) -> None:
     explained = 1 - (returns - values).var(0) / returns.var(0)
     assert (explained[:3].abs() < 0.2).all(), "no state before the third token's is worth more than another"
     assert (explained[3:] > 0.8).all() if told else (explained[3:] < 0.2).all()
+
+
+# Whitening of a critic's advantages where the usual arithmetic has nothing to divide by.
+@pytest.fixture
+def alone() -> Iterator[Ranks]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield Ranks(rank=0, size=1, device=torch.device("cpu"), control=dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def test_advantages_are_whitened_over_all_micro_batches_at_once(alone: Ranks) -> None:
+    parts = [torch.tensor([1.0, 2.0]), torch.tensor([]), torch.tensor([6.0])]
+    shift, scale = advantage_moments(parts, alone)
+    assert (shift, scale) == pytest.approx((3.0, math.sqrt(14 / 3)))
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_equal_advantages_become_zeros(alone: Ranks, count: int) -> None:
+    """All episodes scored alike under a critic that tells nothing apart: no token is better than another, so none is reinforced."""
+    equal = torch.full((count,), 0.7)
+    shift, scale = advantage_moments([equal], alone)
+    assert ((equal - shift) / scale).tolist() == [0.0] * count
+
+
+def test_a_non_finite_advantage_makes_all_non_finite(alone: Ranks) -> None:
+    """Not only its own minibatch: what the others would be divided by is not known."""
+    shift, scale = advantage_moments([torch.tensor([1.0, 2.0]), torch.tensor([math.nan])], alone)
+    assert not ((torch.ones(3) - shift) / scale).isfinite().any()

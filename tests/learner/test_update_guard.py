@@ -7,6 +7,7 @@ import math
 import pytest
 
 from agentrl.config.recipe import LearnerConfig, Limit, LimitsConfig
+from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.update_guard import _METRICS as METRICS
 from agentrl.learner.update_guard import REFUSE_ALL, UpdateGuard
 from agentrl.records import Batch
@@ -30,3 +31,16 @@ def test_nan_violates_a_limit(name: str) -> None:
 def test_a_metric_without_limit_or_value_stops_nothing() -> None:
     guard = UpdateGuard(LearnerConfig(limits=LimitsConfig(max_kl_reference=Limit(at=0.5))))
     assert guard.largest_norm({"loss": 0.1, "entropy": math.nan}) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [1 / 3, 2 / 3, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [1 / 3, 2 / 3, 1.0, 0.8535534, 0.5, 0.1464466]),
+    ],
+)
+def test_the_rate_rises_and_then_follows_its_schedule(schedule: str, expected: list[float]) -> None:
+    learner = LearnerConfig.model_validate({"lr": 2.0, "warmup_steps": 2, "lr_schedule": schedule})
+    assert [learning_rate(learner, 6, step) / 2.0 for step in range(6)] == pytest.approx(expected)

@@ -82,8 +82,6 @@ def test_rows_restore_the_tokens() -> None:
 
 
 # Where score and turn rewards lie when a critic makes advantages of them: on sampled tokens alone, whatever tools said in between.
-
-
 CRITIC = CriticConfig(gamma=0.5, lam=1.0)
 
 

@@ -48,8 +48,6 @@ def test_a_wrong_file_is_an_error(tmp_path: Path) -> None:
 
 
 # The starts of a run, also with killed drivers and invalid lines.
-
-
 def test_starts_and_ends_are_read_in_order(tmp_path: Path) -> None:
     assert sessions.read_sessions(tmp_path) == ()
     sessions.record_start(tmp_path)

@@ -413,8 +413,6 @@ def test_infrastructure_errors_keep_their_kind() -> None:
 
 
 # The failure for each kind of exception that leaves an episode.
-
-
 class Unreachable(InfrastructureError):
     """A fault of neither sandboxes nor server."""
 

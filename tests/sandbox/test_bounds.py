@@ -180,8 +180,6 @@ async def test_usual_programs_are_not_affected(sandbox):
 
 
 # Kernel limits of a spec.
-
-
 specs = st.builds(
     SandboxSpec,
     image=st.just("image"),

@@ -117,8 +117,6 @@ def test_the_command(cache):
 
 
 # Leases distinguish living drivers from dead ones.
-
-
 def test_lease_of_a_dead_process_is_not_alive():
     assert lease.alive(lease.lease())
     code = "from agentrl.sandbox.lease import lease; print(lease())"

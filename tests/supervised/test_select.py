@@ -46,8 +46,6 @@ def test_pairs_belong_to_one_task_and_share_no_attempt() -> None:
 
 
 # Which attempts may stand against each other.
-
-
 def _attempt(name: str, prompt: list[int], completion: list[int], value: float) -> object:
     return scored(episode(name, [turn(prompt, completion, [-1.0] * len(completion))]), value)
 
