@@ -52,7 +52,7 @@ TOGETHER = {
     **dict.fromkeys(("test_architecture.py", "base/test_unpickled.py"), "sources"),
     **dict.fromkeys(("experience/test_store.py", "version/test_registry.py"), "learner"),  # they fork from the same server
     "gateway": "gateway",  # the SDKs of others: two seconds of imports
-    "rewards": "rewards",  # verifiers keep processes that have imported sympy and others
+    **dict.fromkeys(("rewards", "reward/test_configured.py"), "rewards"),  # verifiers keep processes that have imported sympy and others
 }
 LONG = ("check/test_check.py", "task/test_harbor.py", "reward/test_cleanroom.py", "rollout/test_every_await.py")  # a minute and more
 FIRST = ("servers", "sandboxes", "learner", "pretrained", *LONG, "gateway", "rewards")

@@ -168,6 +168,7 @@ async def test_paused_deadlines_let_a_call_take_longer(pair):
     await call
 
 
+@pytest.mark.slow
 async def test_pausing_does_not_revive_an_expired_deadline(pair):
     channel, peer = pair
     call = asyncio.create_task(channel.call("op", timeout_s=60.0))
