@@ -87,6 +87,7 @@ async def test_runs_are_kept_beside_the_page_that_is_written_from_them(tmp_path:
     assert (tmp_path / "images" / "learning-to-split.svg").exists()
 
 
+@pytest.mark.slow
 async def test_what_was_made_in_another_way_is_not_put_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = [await attempt(reads) for reads in (one_helper_a_page, alone)]
     finish(tmp_path / "run", attempts)

@@ -71,6 +71,7 @@ def test_no_other_kind_has_the_habit() -> None:
         assert task.data["kind"] == KIND or acts[-1].completion == weakness.call("submit", answer=str(acts[-2].observation))
 
 
+@pytest.mark.slow
 async def test_the_audit_contradicts_the_reward_that_brings_it_back() -> None:
     task = next(task for task, _ in demonstrated() if "." in str(task.data["answer"]))
     truth = f"{float(str(task.data['answer'])):.2f}"

@@ -58,6 +58,7 @@ def failures(proof: Proof) -> list[str]:
     return [finding.what for finding in proof.findings if finding.severity == "failure"]
 
 
+@pytest.mark.slow
 def test_sound_family_is_pure_with_disjoint_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pure("Good").findings == () and pure("Good").looked_at.startswith("16 tasks, each drawn three times")
     proof = apart("Good", monkeypatch)

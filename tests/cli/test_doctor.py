@@ -114,6 +114,7 @@ def test_a_changed_base_policy_is_seen(tmp_path: Path, monkeypatch: pytest.Monke
     assert "model.safetensors" in by_name()["base policy"].detail
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported() -> None:
     heavy = "{'torch', 'vllm', 'deepspeed', 'transformers'}"
     code = f"import sys; from agentrl.cli import doctor as d; d.checks(); print({heavy} & set(sys.modules))"

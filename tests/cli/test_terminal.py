@@ -182,6 +182,7 @@ def started(args: list[str], run: Path) -> tuple[int, int]:
     return child, terminal
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_closed_ends_no_run(tmp_path: Path) -> None:
     """The kernel sends SIGHUP, and every later write fails with EIO, those of the live panel's thread too."""
     run = tmp_path / "run"

@@ -147,6 +147,7 @@ def test_an_episode_that_cannot_be_replayed_raises_with_the_reason(run: Path, tm
         replay.start_turn(replace(trace, tags=()), "failing")
 
 
+@pytest.mark.slow
 def test_a_case_of_a_recipe_with_servers_and_bounds_can_start_mid_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their tools are in its prompt and answer again in the replay; a bound cuts their output as before."""
     monkeypatch.chdir(tmp_path)

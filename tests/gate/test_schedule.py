@@ -212,6 +212,7 @@ async def test_a_gate_that_fails_ends_the_run(tmp_path: Path, error: Exception) 
     await plain.close(run)
 
 
+@pytest.mark.slow
 async def test_a_version_retracted_during_its_evaluation_is_evaluated_with_its_new_weights(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number, weights in enumerate(("good 1", "awful", "good 3"), 1):
@@ -250,6 +251,7 @@ async def test_a_version_rolled_back_by_the_learners_limit_is_not_evaluated(tmp_
     await plain.close(run)
 
 
+@pytest.mark.slow
 async def test_a_version_about_to_be_rolled_back_is_not_evaluated(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number, weights in enumerate(("good 1", "bad c03", "bad c03", "awful"), 1):

@@ -258,6 +258,7 @@ def test_what_a_factory_raises_is_told_with_its_place(written: Any, tmp_path: Pa
         parts.make_part(parts.STORE, reference, {}, tmp_path, BASE)
 
 
+@pytest.mark.slow
 def test_a_wrong_reference_ends_the_command_at_once_with_exit_code_2(tmp_path: Path) -> None:
     """Before a model is looked at, a sandbox is opened or torch is imported."""
     began = time.monotonic()

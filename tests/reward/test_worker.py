@@ -66,6 +66,7 @@ async def test_reply_to_another_request_is_rejected(worker: SubprocessWorker, mo
         await worker.call(1)
 
 
+@pytest.mark.slow
 async def test_cancelled_request_is_never_sent() -> None:
     one = SubprocessWorker(act, deadline_s=60.0)
     assert await one.call(1) == 1.0

@@ -193,6 +193,7 @@ def test_no_included_dataset_evaluates_model_output() -> None:
     assert set(catalogue.LEFT_OUT) | set(catalogue.LANGUAGES) | set(HARMLESS) | set(PROGRAMS) <= set(package.names())
 
 
+@pytest.mark.slow
 def test_opening_the_family_imports_no_generator() -> None:
     loaded = "import sys, recipes.smollm2, recipes.smollm2_lora, sandboxes.reasoning, rewards.reasoning"
     code = f"{loaded}; print({{'reasoning_gym', 'sympy', 'numpy'}} & set(sys.modules))"

@@ -160,6 +160,7 @@ def test_a_stopped_server_raises(tmp_path: Path) -> None:
         _ = server.url
 
 
+@pytest.mark.slow
 def test_importing_the_room_imports_neither_torch_nor_vllm() -> None:
     code = "import sys, agentrl.serving, agentrl.serving.plugin; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
