@@ -7,8 +7,8 @@ from an agent.
 In an event loop, ctrl-C is a cancellation: `asyncio.run` and `agentrl.session.measure.handle_interrupts` cancel the main task before they
 raise KeyboardInterrupt in code that blocks the loop, so a KeyboardInterrupt that reaches a boundary is a result like any other exception.
 A CancelledError, or what the code made of it, is a cancellation only if the count of the current task has increased since the boundary was
-entered. Only Python's own handler, which is active outside of event loops, raises KeyboardInterrupt without a cancellation, and then it
-passes every boundary.
+entered. Python's own handler, which is active outside of event loops, raises KeyboardInterrupt without a cancellation; while it is
+installed, every KeyboardInterrupt in the main thread passes.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def logging_faults(what: str) -> Iterator[None]:
 def is_interrupt(error: BaseException) -> bool:
     """Whether an exception is ctrl-C: a KeyboardInterrupt, or a group of them, in the main thread under Python's own handler.
 
-    That handler raises without a cancellation. Any other handler must cancel the main task before it raises.
+    That handler raises without a cancellation. Any other handler must cancel the main task before it raises, or end the process.
     """
     return (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
