@@ -55,13 +55,11 @@ def reading_policy_text(what: str) -> Iterator[None]:
     Args:
         what: completes the error message "the policy's text cannot be ...".
     """
-    since = user_code.cancellation_count()
-    try:
+    with user_code.fault_boundary() as fault:
         yield
-    except Exception as error:
-        user_code.reraise_if_fatal(error, since)
+    if (error := fault.error) is not None:
         if user_code.first_cause(error, InfrastructureError, PluginError, TaskError, PolicyFault) is not None:
-            raise
+            raise error
         user_code.log_unexpected(f"the policy's text cannot be {what}", error)
         raise PolicyFault(f"the policy's text cannot be {what}: {user_code.describe_error(error, 1000)}") from error
 

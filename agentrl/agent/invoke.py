@@ -135,9 +135,8 @@ class _Call:
     async def _attempt(self, arguments: Mapping[str, Any]) -> CallResult | _Down:
         """Makes one call. Raises the errors of `call_tool`, except `ToolUnavailable`."""
         watched, record = self.watched, self.record
-        since, stalls = user_code.cancellation_count(), loop_lag.count_stalls()[0]
-        made_at = 0 if record is None else record.ended
-        try:
+        stalls, made_at = loop_lag.count_stalls()[0], 0 if record is None else record.ended
+        with user_code.fault_boundary() as fault:
             given = await user_code.call_user_code(
                 lambda: self.tool(arguments, watched, self.limits), what=self.what, timeout_s=self.timeout_s, within=stalls
             )
@@ -145,27 +144,22 @@ class _Call:
             if record is not None and result.outcome.ok:
                 record.answered(self.tool.name, self.caller)
             return result
-        except BaseException as error:
-            user_code.reraise_if_fatal(error, since)
-            if isinstance(error, user_code.DriverStalled):  # even if the sandbox is lost
-                raise
-            if (
-                isinstance(error, ToolFault)
-                and error.outage is not None
-                and error.outage.late
-                and stalls.excuse(self.limits.tool_timeout_s)
-            ):
-                raise user_code.DriverStalled(f"{self.what}: {error.outage.text}: {stalls.text}") from error
-            known = user_code.first_cause(error, InfrastructureError, TaskError, PluginError)
-            if known is not None and not (watched and watched.lost):
-                raise known from None
-            sandbox_fault = watched is not None and (watched.lost or watched.error is not None)  # handled in `call_tool`
-            down = None if sandbox_fault else _outage(error, arguments, alone=watched is None and record is not None)
-            if down is None:
-                return self._policy_failure(error)
-            if record is not None and self.case is None:
-                self.case = record.failed(self.tool.name, self.caller, since=made_at if down.late else None)
-            return _Down(down, error)
+        error = fault.error
+        assert error is not None
+        if isinstance(error, user_code.DriverStalled):  # even if the sandbox is lost
+            raise error
+        if isinstance(error, ToolFault) and error.outage is not None and error.outage.late and stalls.excuse(self.limits.tool_timeout_s):
+            raise user_code.DriverStalled(f"{self.what}: {error.outage.text}: {stalls.text}") from error
+        known = user_code.first_cause(error, InfrastructureError, TaskError, PluginError)
+        if known is not None and not (watched and watched.lost):
+            raise known from None
+        sandbox_fault = watched is not None and (watched.lost or watched.error is not None)  # handled in `call_tool`
+        down = None if sandbox_fault else _outage(error, arguments, alone=watched is None and record is not None)
+        if down is None:
+            return self._policy_failure(error)
+        if record is not None and self.case is None:
+            self.case = record.failed(self.tool.name, self.caller, since=made_at if down.late else None)
+        return _Down(down, error)
 
     def _unavailable(self, down: _Down) -> ToolUnavailable:
         server = isinstance(down.error, ToolFault)

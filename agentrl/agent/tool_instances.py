@@ -56,31 +56,27 @@ class ToolInstance:
         """Returns the state as JSON data. Raises `ValueError` if it cannot be captured."""
         if self._object is None:
             return self._saved
-        what, since = f"the state of {self.kind.__name__}", user_code.cancellation_count()
+        what = f"the state of {self.kind.__name__}"
 
         async def captured() -> Any:
             if hasattr(self.kind, "state"):
                 return await run(self._object.state, self._object.state, what=what)
             return _fields_of(self.kind).dump_python(self._object, mode="json", warnings="error")
 
-        try:
+        with user_code.fault_boundary() as fault:
             return json_value(await user_code.call_user_code(captured, what=what, timeout_s=timeout_s))
-        except BaseException as error:
-            user_code.reraise_if_fatal(error, since)
-            user_code.log_unexpected(what, error)
-            raise ValueError(f"{what} cannot be captured: {user_code.describe_error(error)}") from error
+        assert fault.error is not None
+        user_code.log_unexpected(what, fault.error)
+        raise ValueError(f"{what} cannot be captured: {user_code.describe_error(fault.error)}") from fault.error
 
     async def close(self, *, timeout_s: float) -> None:
         """Closes the object. Logs errors."""
         closing, self._object = self._object, None
         if not hasattr(closing, "close"):
             return
-        what, since = f"closing {self.kind.__name__}", user_code.cancellation_count()
-        try:
+        what = f"closing {self.kind.__name__}"
+        with user_code.logging_faults(what):
             await user_code.call_user_code(lambda: run(closing.close, closing.close, what=what), what=what, timeout_s=timeout_s)
-        except BaseException as error:
-            user_code.reraise_if_fatal(error, since)
-            user_code.log_unexpected(what, error)
 
 
 def marked_functions(kind: Any) -> list[Any]:

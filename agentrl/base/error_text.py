@@ -55,7 +55,7 @@ def _says_full(error: BaseException) -> bool:
         return True
     if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF == sqlite3.SQLITE_FULL:
         return True
-    text = str(error)
+    text = raw_text(error)
     return isinstance(error, DiskFull) or any(phrase in text for phrase in _FULL_TEXTS) or _TORCH_WRITES.search(text) is not None
 
 
@@ -73,7 +73,15 @@ def main_error(error: BaseException) -> BaseException:
 
 def one_line_error(error: BaseException) -> str:
     """`Type: message`, shortened."""
-    return clip_text(f"{type(error).__name__}: {error}".removesuffix(": "))
+    return clip_text(f"{type(error).__name__}: {raw_text(error)}".removesuffix(": "))
+
+
+def raw_text(error: BaseException) -> str:
+    """The text of an exception, even if its `__str__` raises."""
+    try:
+        return str(error)
+    except BaseException:  # also a number too long to print
+        return "(its text cannot be shown)"
 
 
 def raise_location(error: BaseException) -> str:

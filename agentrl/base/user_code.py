@@ -1,14 +1,20 @@
-"""Calls user-supplied code (tools, verifiers, families) and describes exceptions.
+"""The boundary to user-supplied code (agents, tools, verifiers, judges, families, trackers), and descriptions of exceptions.
 
-Whatever the code does, its caller gets a value or one exception before the deadline. Descriptions of exceptions are bounded, printable and
-never raise, because their text may come from an agent.
+Whatever the code raises is a result, never control flow: `call_user_code` runs it in a separate task until its deadline, and
+`fault_boundary` catches what it raises. Descriptions of exceptions are bounded, printable and never raise, because their text may come
+from an agent.
+
+In an event loop, ctrl-C is a cancellation: `asyncio.run` and `agentrl.session.measure.handle_interrupts` cancel the main task before they
+raise KeyboardInterrupt in code that blocks the loop, so a KeyboardInterrupt that reaches a boundary is a result like any other exception.
+A CancelledError, or what the code made of it, is a cancellation only if the count of the current task has increased since the boundary was
+entered. Python's own handler, which is active outside of event loops, raises KeyboardInterrupt without a cancellation; while it is
+installed, every KeyboardInterrupt in the main thread passes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import signal
 import threading
@@ -16,10 +22,11 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from agentrl.base import loop_lag
-from agentrl.base.error_text import group_members, raise_location
+from agentrl.base.error_text import group_members, raise_location, raw_text
 from agentrl.base.secrets import redact
 from agentrl.errors import InfrastructureError, SandboxUnavailable
 
@@ -91,7 +98,7 @@ async def call_user_code(
     finally:
         if steps.longest_s > HOLD_S:
             _warn_blocked(what, steps.longest_s)
-    value, error = task.result()
+    value, error = (None, asyncio.CancelledError()) if task.cancelled() else task.result()  # the code may cancel its own task
     if isinstance(error, GeneratorExit | KeyboardInterrupt):
         place = raise_location(error)
         raise RuntimeError(f"{what} raised {type(error).__name__}{f' ({place})' if place else ''}") from error
@@ -101,55 +108,98 @@ async def call_user_code(
 
 
 async def _caught(steps: Awaitable[T]) -> tuple[T | None, BaseException | None]:
-    """Returns the result or the exception as a value, because a task that ends with SystemExit would end the event loop."""
+    """Returns the result or the exception as a value, because a task that ends with SystemExit would end the event loop.
+
+    Only `_end` and the code itself cancel this task, so a CancelledError is a value too.
+    """
     _theirs.set(True)
     try:
         return await steps, None
-    except asyncio.CancelledError as error:
-        if cancellation_count():
-            raise
-        return None, error
     except BaseException as error:
         if is_interrupt(error):
             raise
         return None, error
 
 
-def is_interrupt(error: BaseException) -> bool:
-    """Whether ctrl-C caused this exception, and not code that raises KeyboardInterrupt. In a group, all members must come from ctrl-C.
+@dataclass(slots=True)
+class Fault:
+    """What the code in a `fault_boundary` raised."""
 
-    A KeyboardInterrupt of ctrl-C starts in the signal handler. Python's own handler leaves no frame, so with it every KeyboardInterrupt
-    counts. `asyncio.run` installs a handler that raises in `asyncio.runners`. If the signal is ignored, as in a background job of a shell,
-    none counts.
+    error: BaseException | None = None
+
+
+@contextlib.contextmanager
+def fault_boundary() -> Iterator[Fault]:
+    """Context of code that may raise anything. Its exception becomes `Fault.error`; the caller must handle that.
+
+    A generator must not yield in the context, because closing it would look like an error of the code.
+
+    Raises only what must end more than this code:
+        CancelledError: the current task was cancelled, even if the code converted the cancellation to another exception.
+        KeyboardInterrupt: ctrl-C; see `is_interrupt`.
+        GeneratorExit: the coroutine is being closed, by another task or after a cancellation.
+        SandboxUnavailable: this machine cannot open any sandbox.
     """
-    return all(map(_pressed, group_members(error)))
-
-
-def _pressed(error: BaseException) -> bool:
-    if not isinstance(error, KeyboardInterrupt) or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        return False
-    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    runs = [code.co_filename == asyncio.runners.__file__ for code in codes]
-    handler: Any = signal.getsignal(signal.SIGINT)
-    while isinstance(handler, functools.partial):
-        handler = handler.func
-    installed = getattr(handler, "__code__", None)
-    if codes and (runs[-1] or codes[-1] is installed):
-        return True
-    return installed is None and not any(runs)
+    fault, task, since = Fault(), _current_task(), cancellation_count()
+    try:
+        yield fault
+    except BaseException as error:
+        cancelled = cancellation_count() > since
+        closed = isinstance(error, GeneratorExit) and (cancelled or _current_task() is not task)
+        if closed or isinstance(error, SandboxUnavailable) or is_interrupt(error):
+            raise
+        if cancelled:
+            raise error if isinstance(error, asyncio.CancelledError) else asyncio.CancelledError from error
+        fault.error = error
 
 
 @contextlib.contextmanager
 def raising_as(make: Callable[[BaseException], Exception], *, but: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-    """Context of synchronous user-supplied code. Converts its exceptions with `make`, except `but` and ctrl-C."""
-    try:
+    """A `fault_boundary` that raises `make(error)` for an error, and errors of the types `but` unchanged."""
+    with fault_boundary() as fault:
         yield
-    except but:
-        raise
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        raise make(error) from error
+    if fault.error is not None:
+        if isinstance(fault.error, but):
+            raise fault.error
+        raise make(fault.error) from fault.error
+
+
+@contextlib.contextmanager
+def logging_faults(what: str) -> Iterator[None]:
+    """A `fault_boundary` that logs an error (see `log_unexpected`). For code on which no result depends."""
+    with fault_boundary() as fault:
+        yield
+    if fault.error is not None:
+        log_unexpected(what, fault.error)
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an exception is ctrl-C: a KeyboardInterrupt, or a group of them, in the main thread under Python's own handler.
+
+    That handler raises without a cancellation. Any other handler must cancel the main task before it raises, or end the process.
+    """
+    return (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        and threading.current_thread() is threading.main_thread()
+        and all(isinstance(one, KeyboardInterrupt) for one in group_members(error))
+    )
+
+
+def cancellation_count() -> int:
+    """Number of cancellations that the current task has received. A CancelledError without a new one is a bug of the code that raised it.
+
+    Compare with an earlier count: in Python 3.11, a TaskGroup with a failed task may leave the count of its parent at 1. A cancellation
+    counts from the await that raises it.
+    """
+    task = _current_task()
+    return 0 if task is None else task.cancelling() - getattr(task, "_must_cancel", False)
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return None
 
 
 def _contain(loop: asyncio.AbstractEventLoop) -> None:
@@ -311,40 +361,9 @@ async def run_in_thread(code: Callable[[], T], *, what: str) -> T:
     return value  # type: ignore[return-value]  # None only if T allows it
 
 
-def cancellation_count() -> int:
-    """Number of cancellations of the current task. A CancelledError without a new cancellation is a bug of the code that raised it.
-
-    Compare with an earlier count: in Python 3.11, a TaskGroup with a failed task may leave the count of its parent at 1.
-    """
-    task = asyncio.current_task()
-    return 0 if task is None else task.cancelling()
-
-
-def reraise_if_fatal(error: BaseException, since: int) -> None:
-    """Re-raises an error that must end the run instead of one episode: no sandbox backend, ctrl-C, or a cancellation.
-
-    A cancellation is raised even if code in between converted it to another exception. A CancelledError without a cancellation is treated
-    as any other error and not raised.
-
-    Args:
-        since: `cancellation_count()` at the start of the guarded code.
-    """
-    if isinstance(error, GeneratorExit | SandboxUnavailable) or is_interrupt(error):
-        raise error
-    if cancellation_count() > since:
-        raise error if isinstance(error, asyncio.CancelledError) else asyncio.CancelledError from error
-
-
 def first_cause(error: BaseException, *kinds: type[E]) -> E | None:
     """The first exception of these kinds: `error` itself or a member of its exception group."""
-    pending = [error]
-    while pending:  # without recursion, because groups may be nested deeply
-        one = pending.pop()
-        if isinstance(one, kinds):
-            return one
-        if isinstance(one, BaseExceptionGroup):
-            pending += reversed(one.exceptions)
-    return None
+    return next((one for one in group_members(error) if isinstance(one, kinds)), None)
 
 
 def describe_error(error: BaseException, limit: int = 300) -> str:
@@ -357,10 +376,7 @@ def describe_error(error: BaseException, limit: int = 300) -> str:
 
 def error_text(error: BaseException, limit: int = 2000) -> str:
     """The text of an exception, printable and bounded, with its line breaks."""
-    try:
-        return printable(redact(str(error)[:_MAX_TEXT]), limit)
-    except BaseException:  # a number too long to print, or a __str__ that raises
-        return "(its text cannot be shown)"
+    return printable(redact(raw_text(error)[:_MAX_TEXT]), limit)
 
 
 def printable(text: str, limit: int) -> str:

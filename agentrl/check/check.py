@@ -299,9 +299,7 @@ class _Prover:
         return replace(episode, answer=shown, outputs=collected.files, removed=collected.removed), problem
 
     def _solution(self, task: Task) -> str:
-        try:
+        with user_code.raising_as(
+            lambda error: TaskError(f"task {task.id!r}: the family's gold() failed: {user_code.describe_error(error)}"), but=(UserError,)
+        ):
             return self.family.gold(task)
-        except UserError:
-            raise
-        except (Exception, SystemExit) as error:  # user code must not end the check
-            raise TaskError(f"task {task.id!r}: the family's gold() failed: {user_code.describe_error(error)}") from error

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.error_text import one_line_error
 from agentrl.base.processes import import_environment
 from agentrl.check.family_source import Draw, FamilySource, digests, draw_name
 from agentrl.check.findings import Finding, Proof, join_examples, plural, shorten
@@ -60,7 +61,7 @@ def _draw(family: TaskFamily, draw: Draw) -> Drawn:
     try:
         return digests(make_task(family, *draw))
     except Exception as error:  # a family is user code
-        return f"{type(error).__name__}: {error}"
+        return one_line_error(error)
 
 
 def _differences(first: Mapping[Draw, Drawn], second: Mapping[Draw, Drawn], how: str) -> list[Finding]:
@@ -153,7 +154,7 @@ def main() -> None:
         try:
             drawn[split, index] = digests(make_task(family, split, index))
         except Exception as error:  # a family is user code
-            drawn[split, index] = f"{type(error).__name__}: {error}"
+            drawn[split, index] = one_line_error(error)
     Path(question["answer"]).write_text(json.dumps([drawn[draw] for draw in draws]), encoding="utf-8")
 
 

@@ -12,6 +12,7 @@ from agentrl.agent import Tool, ToolOutcome, load_tools
 from agentrl.agent.mcp.servers import MCP_PREFIX
 from agentrl.agent.tool_instances import ToolInstance
 from agentrl.base import user_code
+from agentrl.base.error_text import one_line_error, raw_text
 from agentrl.base.processes import deadline_alarm
 from agentrl.check import malformed
 from agentrl.check.findings import Finding, Proof, join_examples, plural, shorten
@@ -50,10 +51,9 @@ async def prove_tools(tasks: Sequence[Task], sandboxes: SandboxBackend, run: Too
 def _clashes(tasks: Sequence[Task], run: ToolSource | None) -> list[Finding]:
     clashing = []
     for tools in {task.tools for task in tasks}:
-        try:
+        names: list[str] = []
+        with user_code.fault_boundary():  # a tool that does not load is reported elsewhere
             names = [tool_name for name in tools for tool_name in load_tools([name], None, run)]
-        except Exception:  # a tool is user code; one that does not load is reported elsewhere
-            continue
         clashing += [name for name in dict.fromkeys(names) if names.count(name) > 1]
     return [
         Finding(severity="failure", what=f"two tools of one task have the name {name!r}; the agent gets only the last") for name in clashing
@@ -61,13 +61,12 @@ def _clashes(tasks: Sequence[Task], run: ToolSource | None) -> list[Finding]:
 
 
 async def _prove(reference: str, task: Task, sandboxes: SandboxBackend, run: ToolSource | None) -> list[Finding]:
-    try:
+    with user_code.fault_boundary() as fault:
         tools = load_tools([reference], None, run, task=task)
         wrong = {tool.name: _wrong_schema(tool) for tool in tools.values()}
-    except (UserError, AttributeError) as error:
-        return [Finding(severity="failure", what=f"tool {reference} does not load: {error}")]
-    except (Exception, SystemExit) as error:  # a tool is user code
-        return [Finding(severity="failure", what=f"tool {reference} does not load: {type(error).__name__}: {error}")]
+    if (error := fault.error) is not None:
+        why = raw_text(error) if isinstance(error, UserError | AttributeError) else one_line_error(error)
+        return [Finding(severity="failure", what=f"tool {reference} does not load: {why}")]
     try:
         fresh = [await _fresh(instance.kind) for instance in tools.instances.values() for _ in range(2)]
         findings: list[Finding] = []
@@ -115,9 +114,9 @@ async def _fresh(kind: Any) -> Any:
     """The state of a new tool object that was never called; None if it cannot be opened."""
     instance = ToolInstance(kind)
     try:
-        await user_code.call_user_code(instance.open, what=f"opening {instance.kind.__name__}", timeout_s=CALL_S)
-        return await instance.state(timeout_s=CALL_S)
-    except (Exception, SystemExit):  # a tool is user code
+        with user_code.fault_boundary():
+            await user_code.call_user_code(instance.open, what=f"opening {instance.kind.__name__}", timeout_s=CALL_S)
+            return await instance.state(timeout_s=CALL_S)
         return None
     finally:
         await instance.close(timeout_s=CALL_S)
@@ -132,11 +131,12 @@ async def _prove_state(reference: str, instance: ToolInstance, fresh: Sequence[A
     problems = []
     restored = ToolInstance(instance.kind, state, restored=True)
     try:
-        await user_code.call_user_code(restored.open, what=f"restoring {instance.kind.__name__}", timeout_s=CALL_S)
-        if await restored.state(timeout_s=CALL_S) != state:
-            problems.append("its restored state differs from the saved one, so a resumed episode has other tools")
-    except (Exception, SystemExit) as error:  # a tool is user code
-        problems.append(f"its state cannot be restored ({shorten(user_code.describe_error(error), 200)})")
+        with user_code.fault_boundary() as fault:
+            await user_code.call_user_code(restored.open, what=f"restoring {instance.kind.__name__}", timeout_s=CALL_S)
+            if await restored.state(timeout_s=CALL_S) != state:
+                problems.append("its restored state differs from the saved one, so a resumed episode has other tools")
+        if fault.error is not None:
+            problems.append(f"its state cannot be restored ({shorten(user_code.describe_error(fault.error), 200)})")
     finally:
         await restored.close(timeout_s=CALL_S)
     if fresh[0] == fresh[1] != await _fresh(instance.kind):
@@ -182,16 +182,17 @@ def _wrong_parameters(parameters: Any) -> list[str]:
 async def _call(tool: Tool, arguments: Mapping[str, Any], sandbox: Sandbox | None, task: Task) -> str:
     """The problem of a call; empty if it returned an outcome."""
     limit = min(task.limits.tool_timeout_s, CALL_S)
-    try:
-        with deadline_alarm(limit + 5.0, _Blocked):
-            async with asyncio.timeout(limit + 2.0):
-                outcome: Any = await tool(arguments, sandbox, task.limits)
-    except _Blocked:
-        return f"blocks the event loop for more than {limit + 5.0:g} s (await slow operations, or use asyncio.to_thread)"
-    except SandboxError as error:
-        return f"{_BROKE}: {shorten(str(error), 200)}"
-    except TimeoutError:
-        return f"returns no outcome within {limit:g} s"
-    except (Exception, SystemExit) as error:  # a tool is user code
-        return f"raises {type(error).__name__}"
-    return "" if isinstance(outcome, ToolOutcome) else f"returns {type(outcome).__name__}, not a ToolOutcome"
+    with user_code.fault_boundary() as fault, deadline_alarm(limit + 5.0, _Blocked):
+        async with asyncio.timeout(limit + 2.0):
+            outcome: Any = await tool(arguments, sandbox, task.limits)
+    match fault.error:
+        case None:
+            return "" if isinstance(outcome, ToolOutcome) else f"returns {type(outcome).__name__}, not a ToolOutcome"
+        case _Blocked():
+            return f"blocks the event loop for more than {limit + 5.0:g} s (await slow operations, or use asyncio.to_thread)"
+        case SandboxError():
+            return f"{_BROKE}: {shorten(str(fault.error), 200)}"
+        case TimeoutError():
+            return f"returns no outcome within {limit:g} s"
+        case _:
+            return f"raises {type(fault.error).__name__}"

@@ -104,14 +104,10 @@ async def tag_by_judge(trace: Trace, rules: Sequence[TriageRule], judge: TriageJ
     tags = tag_by_rules(trace, rules)
     if tags[0].name != UNCLASSIFIED:
         return tags
-    since = user_code.cancellation_count()
-    try:
+    given: object = None
+    with user_code.logging_faults(f"triage judge {judge.name}"):
         text = render_trace(replace(trace, tags=()))  # without tags, so that the judge is not influenced
         given = await user_code.call_user_code(lambda: judge(text), what=f"triage judge {judge.name}", timeout_s=timeout_s)
-    except BaseException as error:
-        user_code.reraise_if_fatal(error, since)
-        user_code.log_unexpected(f"triage judge {judge.name}", error)
-        return tags
     if (tag := _valid_tag(given)) is None:
         return tags
     tag = replace(tag, by=f"{BY_JUDGE}{judge.name}")
@@ -142,11 +138,9 @@ def check_tag_name(name: str) -> str:
 
 
 def _apply(rule: TriageRule, trace: Trace) -> Tag | None:
-    try:
+    given: object = None
+    with user_code.logging_faults(f"triage rule {getattr(rule, '__name__', rule)}"):
         given = rule(trace)
-    except (Exception, SystemExit) as error:
-        user_code.log_unexpected(f"triage rule {getattr(rule, '__name__', rule)}", error)
-        return None
     tag = _valid_tag(given)
     return None if tag is None else replace(tag, by="rules")
 

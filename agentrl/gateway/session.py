@@ -268,14 +268,14 @@ class Session:
         Raises `PolicyFault` if it is unreadable; the turn is added anyway.
         """
         chat, stop = self.tokens.chat, ""
-        try:
+        with user_code.fault_boundary() as fault:  # a tokenizer may raise anything
             count, stop = self.tokens.up_to(completion.token_ids, request.stop)
             completion = stopped(completion, count) if stop else completion
             calls = request.calls and bool(request.known_tools)
             parsed = chat.parse(completion.token_ids, request.known_tools, calls=calls)
             if parsed.message.tool_calls and len(self._withheld(parsed, request)) == len(parsed.message.tool_calls):
                 parsed = chat.parse(completion.token_ids, request.known_tools, calls=False)
-        except Exception as error:  # a tokenizer may raise anything
+        if (error := fault.error) is not None:
             user_code.log_unexpected("the policy's text cannot be read", error)
             trajectory.add_turn(completion, Message(role="assistant", content=""))
             raise PolicyFault(f"the policy's text cannot be read: {user_code.describe_error(error, 1000)}") from error

@@ -193,13 +193,11 @@ async def _compare(judge: Any, first: AnswerItem, second: AnswerItem, label: boo
 
 async def _call(judge: Any, code: Callable[[], Any]) -> Any:
     """The judge's result, or a description of its error."""
-    since = user_code.cancellation_count()
-    try:
+    with user_code.fault_boundary() as fault:
         limit = float(getattr(judge, "timeout_s", _TIMEOUT_S))
         return await user_code.call_user_code(code, what="judge", timeout_s=limit)
-    except BaseException as error:
-        user_code.reraise_if_fatal(error, since)
-        return user_code.describe_error(error)
+    assert fault.error is not None
+    return user_code.describe_error(fault.error)
 
 
 def _pairs(answers: Sequence[LabelledAnswer]) -> list[tuple[AnswerItem, AnswerItem, bool]]:

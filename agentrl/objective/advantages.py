@@ -13,6 +13,7 @@ from statistics import fmean
 
 from agentrl.base.error_text import one_line_error, raise_location
 from agentrl.base.scores import all_equal, all_negligible
+from agentrl.base.user_code import raising_as
 from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import PluginError
 from agentrl.plugins import parts
@@ -160,11 +161,13 @@ def _shape(value: object) -> str:
 def _estimate(function: AdvantageEstimator, scores: list[list[float]], name: str) -> list[list[float]]:
     if name in parts.ADVANTAGE.shipped:
         return [list(values) for values in function(scores)]
-    try:
-        return check_advantages(function(scores), scores)
-    except Exception as error:
+
+    def failed(error: BaseException) -> PluginError:
         cause = f"{one_line_error(error)} ({raise_location(error)})"
-        raise PluginError(f"objective.advantage {name!r} failed on {len(scores)} groups: {cause}", fix="correct it there") from error
+        return PluginError(f"objective.advantage {name!r} failed on {len(scores)} groups: {cause}", fix="correct it there")
+
+    with raising_as(failed):
+        return check_advantages(function(scores), scores)
 
 
 def _centred(scores: Sequence[float], normalize_std: bool) -> list[float]:

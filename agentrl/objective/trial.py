@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from agentrl.base.error_text import one_line_error, raise_location
+from agentrl.base.user_code import raising_as
 from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import PluginError
 from agentrl.objective.advantages import check_advantages, load_estimator
@@ -31,10 +33,10 @@ def try_estimator(objective: ObjectiveConfig, *, group_size: int) -> None:
 
 
 def _advantages(function: AdvantageEstimator, name: str, groups: Sequence[Sequence[float]]) -> list[list[float]]:
-    try:
+    with raising_as(
+        lambda error: _estimator_error(name, groups, f"it raised {one_line_error(error)} ({raise_location(error)})", "correct it there")
+    ):
         result = function([list(scores) for scores in groups])
-    except (Exception, SystemExit) as error:
-        raise _estimator_error(name, groups, f"it raised {one_line_error(error)} ({raise_location(error)})", "correct it there") from error
     try:
         return check_advantages(result, groups)
     except ValueError as error:
@@ -66,20 +68,22 @@ def try_loss(objective: ObjectiveConfig) -> None:
             advantages=torch.linspace(-1.0, 1.0, count),
             sequence=torch.tensor([0, 0, 1, 1, 1])[:count],
         )
-        try:
+        with raising_as(partial(_failed_loss, name, count)):
             gain, _ = losses.check_surrogate(function(arguments), arguments, name)
             if gain.requires_grad:
                 gain.sum().backward()  # type: ignore[no-untyped-call]
-        except PluginError as error:
-            raise PluginError(f"{error.message}, tried on {count} tokens", fix=error.fix) from error
-        except (Exception, SystemExit) as error:
-            raise _loss_error(name, count, f"it raised {one_line_error(error)} ({raise_location(error)})", "correct it there") from error
         if not gain.isfinite().all():
             raise _loss_error(name, count, f"it returned {gain.tolist()}, which is not finite", "keep every token's term finite")
         if logprobs.grad is None or (count and not logprobs.grad.any()):
             raise _loss_error(name, count, "its term does not depend on the policy", "compute it from tokens.log_ratio or tokens.logprobs")
         if not logprobs.grad.isfinite().all():
             raise _loss_error(name, count, f"its gradient is {logprobs.grad.tolist()}", "keep every token's gradient finite")
+
+
+def _failed_loss(name: str, count: int, error: BaseException) -> PluginError:
+    if isinstance(error, PluginError):
+        return PluginError(f"{error.message}, tried on {count} tokens", fix=error.fix)
+    return _loss_error(name, count, f"it raised {one_line_error(error)} ({raise_location(error)})", "correct it there")
 
 
 def _loss_error(name: str, count: int, problem: str, fix: str) -> PluginError:

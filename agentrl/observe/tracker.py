@@ -79,12 +79,8 @@ class RunTracker(Tracker):
 
     def _each(self, notify: Callable[[Tracker], None]) -> None:
         for tracker in self._trackers:
-            try:
+            with user_code.logging_faults(f"tracker {type(tracker).__name__}"):
                 notify(tracker)
-            except BaseException as error:  # a library may raise SystemExit: rich does if the pipe has no reader
-                if user_code.is_interrupt(error):
-                    raise
-                user_code.log_unexpected(f"tracker {type(tracker).__name__}", error)
 
 
 class MetricsFile(Tracker):

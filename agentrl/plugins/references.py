@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from agentrl.base.error_text import display_path, one_line_error, raise_location
 from agentrl.base.installation import install_command
-from agentrl.base.user_code import is_interrupt, raising_as
+from agentrl.base.user_code import raising_as
 from agentrl.base.validation import validation_text
 from agentrl.errors import PluginError, UserError
 
@@ -102,18 +102,15 @@ def resolve(reference: str) -> Any:
 
 
 def _import(name: str, reference: str) -> ModuleType:
-    try:
+    def failed(error: BaseException) -> PluginError:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{name}.".startswith(f"{missing}."):
+            return _failed(reference, error)
+        fix = "run from the project's root, or name a file: ./path/file.py:attr"
+        return PluginError(f"{reference!r}: no module named {missing!r}", fix=fix)
+
+    with raising_as(failed):
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise PluginError(
-                f"{reference!r}: no module named {error.name!r}", fix="run from the project's root, or name a file: ./path/file.py:attr"
-            ) from None
-        raise _failed(reference, error) from error
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        raise _failed(reference, error) from error
 
 
 def _load_file(path_text: str, reference: str) -> ModuleType:
@@ -129,12 +126,11 @@ def _load_file(path_text: str, reference: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
+        with raising_as(partial(_failed, display_path(str(path)))):
+            spec.loader.exec_module(module)
+    except BaseException:
         del sys.modules[name]
-        if is_interrupt(error):
-            raise
-        raise _failed(display_path(str(path)), error) from error
+        raise
     return module
 
 

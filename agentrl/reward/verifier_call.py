@@ -111,26 +111,24 @@ async def call_scoring_code(
         VerifierTimeout: the outage is a server that did not answer in time, or a killed subprocess; the text may be the cause.
     """
     role = "group judge" if what.startswith("group judge") else "verifier"
-    since = user_code.cancellation_count()
-    try:
+    with user_code.fault_boundary() as fault:
         return validate(await user_code.call_user_code(call, what=what, timeout_s=timeout_s, grace_s=grace_s))
-    except (user_code.CallTimeout, InvalidScore) as error:
+    error = fault.error
+    assert error is not None
+    if isinstance(error, user_code.CallTimeout | InvalidScore):
         user_code.log_unexpected(what, error, trace=False)
         problem = user_code.error_text(error, 500) if isinstance(error, InvalidScore) else f"no score within {timeout_s:g} s"
         return Score(value=None, reason=f"{role} returned {problem}", blame=Blame.POLICY)
-    except BaseException as error:  # user code may raise anything
-        if isinstance(error, KeyboardInterrupt | GeneratorExit) or user_code.cancellation_count() > since:
-            raise
-        if (fault := user_code.first_cause(error, InfrastructureError)) is not None:
-            raise fault from None
-        if (task_fault := user_code.first_cause(error, TaskError) or missing_data_error(task, error, what)) is not None:
-            log.warning("%s: %s", what, task_fault)
-            return Score(value=None, reason=user_code.error_text(task_fault), blame=Blame.TASK)
-        if (outage := outage_of(error, said=[text for episode in episodes for text in _episode_texts(episode)])) is not None:
-            kind = VerifierTimeout if outage.late else InfrastructureError
-            raise kind(f"{what} reported an outage: {outage.text}") from error
-        user_code.log_unexpected(what, error)
-        return Score(value=None, reason=f"{role} raised {user_code.describe_error(error, 2000)}", blame=Blame.POLICY)
+    if (outside := user_code.first_cause(error, InfrastructureError)) is not None:
+        raise outside from None
+    if (task_fault := user_code.first_cause(error, TaskError) or missing_data_error(task, error, what)) is not None:
+        log.warning("%s: %s", what, task_fault)
+        return Score(value=None, reason=user_code.error_text(task_fault), blame=Blame.TASK)
+    if (outage := outage_of(error, said=[text for episode in episodes for text in _episode_texts(episode)])) is not None:
+        kind = VerifierTimeout if outage.late else InfrastructureError
+        raise kind(f"{what} reported an outage: {outage.text}") from error
+    user_code.log_unexpected(what, error)
+    return Score(value=None, reason=f"{role} raised {user_code.describe_error(error, 2000)}", blame=Blame.POLICY)
 
 
 def _episode_texts(episode: Episode) -> list[Any]:
@@ -190,15 +188,14 @@ def prepare_verifier(verifier: object, *, root: Path, folder: Path | None) -> No
     """Calls `prepare` of a `PreparedVerifier`. Raises `UserError` if the verifier cannot be used, or tries to exit the process."""
     if (method := getattr(verifier, "prepare", None)) is None:
         return
-    try:
-        method(root=root, folder=folder)
-    except (SystemExit, KeyboardInterrupt) as error:
-        if user_code.is_interrupt(error):
-            raise
-        raise PluginError(
+    with user_code.raising_as(
+        lambda error: PluginError(
             f"prepare() of verifier {type(verifier).__name__} raised {user_code.describe_error(error)} ({raise_location(error)})",
             fix="raise agentrl.errors.UserError there, with a fix",
-        ) from error
+        ),
+        but=(Exception,),
+    ):
+        method(root=root, folder=folder)
 
 
 def bounds_of(verifier: object) -> tuple[float, float] | None:

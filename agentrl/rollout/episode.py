@@ -116,9 +116,8 @@ class EpisodeRunner:
     async def _attempt(self, episode: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[Failure, ...]]:
         """Runs the agent and collects the outputs within the episode's time. Returns stop reason, outputs and failures."""
         limit_s = episode.task.limits.wall_s
-        nothing, since = CollectedOutputs(files={}), user_code.cancellation_count()
-        wall = asyncio.timeout(max(0.0, limit_s - episode.spent_s))
-        try:
+        nothing, wall = CollectedOutputs(files={}), asyncio.timeout(max(0.0, limit_s - episode.spent_s))
+        with user_code.fault_boundary() as fault:
             async with wall:
                 stop_reason = episode.check_result(await self._act(episode, limit_s))
             if stop_reason == WALL_LIMIT and episode.out_of_time:
@@ -127,11 +126,10 @@ class EpisodeRunner:
                 return stop_reason, nothing, ()
             episode.stage = "collect"
             return stop_reason, *await _collect(episode)
-        except BaseException as error:
-            user_code.reraise_if_fatal(error, since)
-            if wall.expired() or all(isinstance(one, OutOfTime) for one in group_members(error)):
-                return _out_of_time(episode)
-            return "failed", nothing, (failure_from_error(error, stage=episode.stage, turn=episode.turn_count),)
+        assert fault.error is not None
+        if wall.expired() or all(isinstance(one, OutOfTime) for one in group_members(fault.error)):
+            return _out_of_time(episode)
+        return "failed", nothing, (failure_from_error(fault.error, stage=episode.stage, turn=episode.turn_count),)
 
     async def _act(self, episode: ActiveEpisode, limit_s: float) -> str:
         """Runs the user-supplied agent. It may ignore cancellation, so its call has a deadline, after which it is abandoned."""

@@ -95,13 +95,10 @@ class EpisodeSandbox:
             await self._end(self._sandbox)
 
     async def _end(self, sandbox: Sandbox) -> None:
-        started, since = time.monotonic(), user_code.cancellation_count()
-        try:
+        started = time.monotonic()
+        with user_code.logging_faults("closing a sandbox"):
             async with asyncio.timeout(CLOSE_S):
                 await sandbox.close()
-        except BaseException as error:
-            user_code.reraise_if_fatal(error, since)
-            user_code.log_unexpected("closing a sandbox", error)
         self._closed = True
         self._episode.sandbox_s += time.monotonic() - started
 

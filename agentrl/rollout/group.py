@@ -9,9 +9,7 @@ Any other fault, even an unforeseen one, belongs to one attempt.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
@@ -104,11 +102,15 @@ class GroupRunner:
         stored = [await self._stored_attempt(member, task) for member in members]
 
         async def play(slot: GroupAttempt) -> None:
+            member = members[slot.number]
             try:
-                scored = await self._scored(members[slot.number], task, stored[slot.number], slot)
+                scored = await self._scored(member, task, stored[slot.number], slot)
             except _BrokenTask:
                 race.stop()
                 raise
+            finally:
+                if member.stem_of is not None:
+                    member.stem_of.settle(None)
             race.record_end(slot, scored)
 
         def begin(slot: GroupAttempt) -> asyncio.Task[None] | None:
@@ -138,12 +140,10 @@ class GroupRunner:
 
     async def _judged(self, judge: GroupScoring, task: Task, scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
         """The attempts with their scores from the group's scorer. If it fails, they are unscored."""
-        since = user_code.cancellation_count()
-        try:
+        with user_code.fault_boundary() as fault:
             scores = await judge.score_group(task, scored)
-        except BaseException as error:
-            user_code.reraise_if_fatal(error, since)
-            why = failure_from_error(error, stage="score")
+        if fault.error is not None:
+            why = failure_from_error(fault.error, stage="score")
             scores = [
                 one.score if one.episode.left_out else Score(value=None, reason=f"group judge: {why.message}"[:2000]) for one in scored
             ]
@@ -227,8 +227,8 @@ class GroupRunner:
     ) -> tuple[Episode, Score | None]:
         """Runs one attempt and scores it. The score is None if a fault, the last of the episode's failures, excludes it."""
         episode = _empty_episode(episode_id, task.id, task.key, attempt)
-        stage, since = "episode", user_code.cancellation_count()
-        try:
+        stage = "episode"
+        with user_code.fault_boundary() as fault:
             memory = None if self.memory is None else self.memory.view(task, None if slot is None else slot.group)
             async with self.slots:
                 episode = await self.runner.run(
@@ -248,9 +248,8 @@ class GroupRunner:
                 ScoredEpisode(episode=episode, score=score)  # raises if they do not fit
                 return episode, score
             failure = Failure(stage="grade", blame=Blame.TASK, kind="unscored", message=score.reason[:2000])
-        except BaseException as error:
-            user_code.reraise_if_fatal(error, since)
-            failure = failure_from_error(error, stage=stage)
+        if fault.error is not None:
+            failure = failure_from_error(fault.error, stage=stage)
         return replace(episode, failures=(*episode.failures, failure)), None
 
     def _members(self, index: int, oldest_version: int) -> list[_Member]:
@@ -262,8 +261,8 @@ class GroupRunner:
 
     async def _scored(self, member: _Member, task: Task, stored: EpisodeState | ScoredEpisode | None, slot: GroupAttempt) -> ScoredEpisode:
         """One attempt, started or continued. A branch waits for its stem outside of `slots`, so stems never wait for branches."""
-        fork, since = member.stem_of, user_code.cancellation_count()
-        try:
+        fork = member.stem_of
+        with user_code.fault_boundary() as fault:
             if isinstance(stored, ScoredEpisode):
                 waits = (
                     self.group_scoring is None and stored.score.reason == AWAITING_GROUP_JUDGE
@@ -276,18 +275,13 @@ class GroupRunner:
             on_turn = None if fork is None and self.checkpoints is None else self._watching(member, task)
             scorer, alone = (self.scorer, True) if self.group_scoring is None else (self.group_scoring.score_attempt, False)
             scored = await self._episode(task, member.name, stored, on_turn, scorer, tell=alone, slot=slot)
-        except BaseException as error:
-            user_code.reraise_if_fatal(error, since)
-            failure = failure_from_error(error, stage="group")
-            scored = excluded_attempt(member.name, task.id, task.key, failure)
-        finally:
-            if fork is not None:
-                fork.settle(None)
+        if fault.error is not None:
+            scored = excluded_attempt(member.name, task.id, task.key, failure_from_error(fault.error, stage="group"))
         broken = next((failure for failure in scored.episode.failures if failure.blame is Blame.TASK), None)
         if broken is not None:
             raise _BrokenTask(broken)
         if self.checkpoints is not None:
-            with _safety_net():
+            with user_code.logging_faults("storing a running episode"):
                 await self.checkpoints.save_scored(member.group, member.number, scored)
         return scored
 
@@ -305,7 +299,7 @@ class GroupRunner:
             if self.checkpoints is not None:
                 # The stem's state is stored first: from it the branches can be recreated, but not the other way round.
                 for number in (member.number, *(fork.branches if fork is not None and forks else ())):
-                    with _safety_net():
+                    with user_code.logging_faults("storing a running episode"):
                         await self.checkpoints.save_state(member.group, number, state)
             if fork is not None and forks:
                 fork.settle(state)
@@ -316,7 +310,7 @@ class GroupRunner:
         """What a process that died stored of this attempt, if it is still usable."""
         stored: EpisodeState | ScoredEpisode | None = None
         if self.checkpoints is not None:
-            with _safety_net():
+            with user_code.logging_faults("storing a running episode"):
                 stored = await self.checkpoints.load(member.group, member.number)
         if stored is None:
             return None
@@ -361,17 +355,6 @@ def _empty_episode(episode_id: str, task_id: str, task_key: str, attempt: int = 
 
 def _unscored(episode: Episode, failure: Failure) -> ScoredEpisode:
     return ScoredEpisode(episode=episode, score=Score(value=None, reason=f"left out: {failure.blame} {failure.kind}: {failure.message}"))
-
-
-@contextlib.contextmanager
-def _safety_net() -> Iterator[None]:
-    """Around checkpoints: an error is reported and costs no episode."""
-    since = user_code.cancellation_count()
-    try:
-        yield
-    except BaseException as error:
-        user_code.reraise_if_fatal(error, since)
-        user_code.log_unexpected("storing a running episode", error)
 
 
 def _first(errors: ExceptionGroup[_BrokenTask]) -> _BrokenTask:

@@ -94,8 +94,8 @@ def append_driver_log(folder: Path, what: str, error: BaseException | None = Non
 
 
 def ended_by_user(error: BaseException) -> bool:
-    """Whether a user stopped the command, and nothing else failed."""
-    return all(isinstance(leaf, asyncio.CancelledError) or user_code.is_interrupt(leaf) for leaf in group_members(error))
+    """Whether a user stopped the command, and nothing else failed. A KeyboardInterrupt of user-supplied code does not get here."""
+    return all(isinstance(leaf, asyncio.CancelledError | KeyboardInterrupt) for leaf in group_members(error))
 
 
 def report_error(error: BaseException, *, folder: Path | None = None, go_on: str = "") -> int:

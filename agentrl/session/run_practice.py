@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from agentrl.agent import load_tools
 from agentrl.agent.run_tools import declared_tools
 from agentrl.base.error_text import one_line_error
 from agentrl.base.files import write_atomically
+from agentrl.base.user_code import raising_as
 from agentrl.config.recipe import Recipe
 from agentrl.errors import AgentRLError, TaskError
 from agentrl.failure.case import Case, load_suite
@@ -73,14 +75,14 @@ def _practice_file(run_dir: Path, number: int, suite: str) -> Path:
 def _held_out_tasks(recipe: Recipe, family: TaskFamily) -> Iterator[Task]:
     evaluation = recipe.evaluation
     for split, wanted in ((Split.HELDOUT, evaluation.heldout), (Split.HELDOUT_REAL, evaluation.heldout_real)):
-        try:
+        with raising_as(partial(_broken_split, split), but=(AgentRLError,)):
             size = family.size(split) if wanted else 0
-            for index in range(wanted if size is None else min(wanted, size)):
-                yield make_task(family, split, index)
-        except AgentRLError:
-            raise
-        except (Exception, SystemExit) as error:  # user-supplied code may raise anything
-            raise TaskError(f"a task of split {split} cannot be created: {one_line_error(error)}", fix="correct its family") from error
+            tasks = [make_task(family, split, index) for index in range(wanted if size is None else min(wanted, size))]
+        yield from tasks
+
+
+def _broken_split(split: Split, error: BaseException) -> TaskError:
+    return TaskError(f"a task of split {split} cannot be created: {one_line_error(error)}", fix="correct its family")
 
 
 def _notes(from_them: int, measured: int) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from agentrl.base import secrets
-from agentrl.base.user_code import describe_error, is_interrupt
+from agentrl.base.user_code import describe_error, error_text, fault_boundary
 from agentrl.config.recipe import TasksConfig
 from agentrl.errors import PluginError, RecipeError, TaskError, UserError
 from agentrl.plugins.references import resolve
@@ -103,14 +103,14 @@ def make_task(family: TaskFamily, split: Split, index: int) -> Task:
         Exception: any other exception of the family.
     """
     fix = "repair the family's task()"
-    try:
-        task: object = family.task(split, index)
-    except UserError:
-        raise
-    except (ValueError, SystemExit, KeyboardInterrupt) as error:  # a ValueError means an invalid task; see agentrl.records
-        if is_interrupt(error):
-            raise
-        why = error if isinstance(error, ValueError) else describe_error(error)
+    task: object = None
+    with fault_boundary() as fault:
+        task = family.task(split, index)
+    if (error := fault.error) is not None:
+        invalid = isinstance(error, ValueError)  # raised by agentrl.records
+        if isinstance(error, UserError) or (isinstance(error, Exception) and not invalid):
+            raise error
+        why = error_text(error) if invalid else describe_error(error)
         raise TaskError(f"{_family_name(family)}: {split} task {index} cannot be created: {why}", fix=fix) from error
     if not isinstance(task, Task):
         raise TaskError(f"{_family_name(family)}: {split} task {index} is a {type(task).__name__}, not a Task", fix=fix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import threading
 import time
@@ -14,17 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.base import user_code
+from agentrl.base.error_text import disk_full_error, one_line_error
 from agentrl.base.user_code import (
     CallTimeout,
     CodeExited,
     call_user_code,
     describe_error,
+    fault_boundary,
     first_cause,
     log_unexpected,
+    logging_faults,
     printable,
+    raising_as,
     run_in_thread,
 )
-from agentrl.errors import SandboxError
+from agentrl.errors import SandboxError, SandboxUnavailable
 
 
 async def test_what_the_code_gives_or_raises_is_what_the_caller_gets() -> None:
@@ -129,10 +134,200 @@ def test_ctrl_c_ends_the_run_and_code_that_raises_the_same_by_itself_does_not(fo
         with pytest.raises(KeyboardInterrupt) as error:
             run(code)
         assert user_code.is_interrupt(error.value)
-    with pytest.raises(KeyboardInterrupt) as error:
-        asyncio.run(own())
-    assert not user_code.is_interrupt(error.value), "also once Python's own handler is back"
     assert user_code.is_interrupt(KeyboardInterrupt()) and not user_code.is_interrupt(SystemExit())
+
+
+def test_a_keyboard_interrupt_outside_the_main_thread_is_never_ctrl_c(foreground: None) -> None:
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(user_code.is_interrupt(KeyboardInterrupt())))
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+class Panic(BaseException):
+    """As a library in Rust raises."""
+
+
+FOREIGN = (
+    KeyError("x"),
+    SystemExit(3),
+    KeyboardInterrupt(),
+    asyncio.CancelledError(),
+    GeneratorExit(),
+    StopIteration(),
+    Panic(),
+    BaseExceptionGroup("g", [SystemExit()]),
+)
+
+
+@pytest.mark.parametrize("error", FOREIGN, ids=lambda error: type(error).__name__)
+def test_whatever_code_raises_in_an_event_loop_is_a_result(foreground: None, error: BaseException) -> None:
+    async def inside() -> None:
+        with fault_boundary() as fault:
+            raise error
+        assert fault.error is error
+        with pytest.raises(ZeroDivisionError) as raised, raising_as(lambda _: ZeroDivisionError()):
+            raise error
+        assert raised.value.__cause__ is error
+        with logging_faults("a tracker"):
+            raise error
+        with pytest.raises(type(error)), raising_as(lambda _: ZeroDivisionError(), but=(type(error),)):
+            raise error
+
+    asyncio.run(inside())
+
+
+def test_ctrl_c_without_an_event_loop_passes_every_boundary(foreground: None) -> None:
+    for boundary in (fault_boundary(), raising_as(lambda _: ZeroDivisionError()), logging_faults("a tracker")):
+        with pytest.raises(KeyboardInterrupt), boundary:  # type: ignore[attr-defined]
+            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(SandboxUnavailable), fault_boundary():
+        raise SandboxUnavailable("no daemon")
+    with fault_boundary() as fault:
+        raise SystemExit(3)
+    assert isinstance(fault.error, SystemExit)
+
+
+def test_ctrl_c_that_interrupts_blocking_code_ends_the_run_although_it_is_a_result(foreground: None) -> None:
+    """The second ctrl-C is raised in the code, which only ends the code. The first one ends the run."""
+    results: list[BaseException | None] = []
+
+    async def blocked() -> None:
+        with fault_boundary() as fault:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        results.append(fault.error)
+        await asyncio.sleep(60)
+
+    async def in_a_child() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(blocked())
+
+    for code in (blocked, in_a_child):
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(code())
+    assert [type(one) for one in results] == [KeyboardInterrupt, KeyboardInterrupt]
+
+
+async def cancelled_midway(code: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+    """Whether a cancellation of a task with `code` in a boundary ends that task."""
+    after = False
+
+    async def guarded() -> None:
+        nonlocal after
+        with fault_boundary():
+            await code()
+        after = True
+
+    running = asyncio.create_task(guarded())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait({running})
+    assert running.cancelled() != after
+    return running.cancelled()
+
+
+async def test_a_cancellation_passes_whatever_the_code_makes_of_it() -> None:
+    async def converts() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise KeyError("x") from None
+
+    async def leaves_a_count() -> None:  # as a TaskGroup of Python 3.11 may
+        task = asyncio.current_task()
+        assert task is not None
+        with contextlib.suppress(asyncio.CancelledError):
+            task.cancel()
+            await asyncio.sleep(0)
+        with fault_boundary() as fault:
+            raise asyncio.CancelledError
+        assert isinstance(fault.error, asyncio.CancelledError)
+        await asyncio.sleep(60)
+
+    for code in (lambda: asyncio.sleep(60), converts, leaves_a_count):
+        assert await cancelled_midway(code)
+
+
+async def test_a_cancellation_before_the_first_await_is_not_lost() -> None:
+    """A signal handler cancels the running task: the cancellation is raised at the next await, which may be inside a boundary."""
+
+    async def guarded() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        with fault_boundary():
+            await asyncio.sleep(60)
+
+    running = asyncio.create_task(guarded())
+    await asyncio.wait({running})
+    assert running.cancelled()
+
+
+async def test_code_that_cancels_its_own_task_cancels_nothing_else() -> None:
+    async def ends(wait: bool) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        if wait:
+            await asyncio.sleep(60)
+
+    for wait in (True, False):
+        with fault_boundary() as fault:
+            await call_user_code(lambda wait=wait: ends(wait), what="w", timeout_s=5.0)  # type: ignore[misc]
+        assert isinstance(fault.error, asyncio.CancelledError)
+    assert user_code.cancellation_count() == 0
+
+
+def test_the_text_of_an_exception_that_cannot_be_shown() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise SystemExit(3)
+
+    assert describe_error(Mute()) == one_line_error(Mute()) == "Mute: (its text cannot be shown)"
+    assert disk_full_error(Mute()) is None
+
+
+def test_a_closed_coroutine_stays_closed() -> None:
+    ended: list[BaseException] = []
+    codes: list[Coroutine[Any, Any, None]] = []
+
+    async def guarded() -> None:
+        try:
+            with fault_boundary():
+                await asyncio.get_running_loop().create_future()
+            raise AssertionError("it continued")
+        except BaseException as error:
+            ended.append(error)
+            raise
+
+    async def started() -> None:
+        codes.append(guarded())
+        codes[0].send(None)
+
+    async def both() -> None:
+        await asyncio.create_task(started())
+        codes[0].close()
+
+    asyncio.run(both())
+    assert [type(error) for error in ended] == [GeneratorExit]
+
+
+async def test_an_abandoned_call_does_not_continue_after_a_boundary() -> None:
+    steps: list[str] = []
+
+    async def deaf() -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                with fault_boundary() as fault:
+                    await asyncio.sleep(60)
+                steps.append(type(fault.error).__name__)
+
+    with pytest.raises(CallTimeout):
+        await call_user_code(deaf, what="w", timeout_s=0.01, grace_s=0.01)
+    assert steps == [] and asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def _ours(leave: Callable[[], Coroutine[Any, Any, None]]) -> None:

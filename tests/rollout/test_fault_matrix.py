@@ -58,6 +58,16 @@ from tests.chats import chat_of, shared_tokenizer
 
 TOKENIZER = shared_tokenizer()
 
+
+class Panic(BaseException):
+    """As a library in Rust raises."""
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
 FAILURES: Mapping[str, Callable[[], BaseException] | None] = {
     "sandbox": lambda: SandboxError("gone"),
     "late": lambda: SandboxTimeout("no answer"),
@@ -77,33 +87,41 @@ FAILURES: Mapping[str, Callable[[], BaseException] | None] = {
     "memory": lambda: MemoryError(),
     "exit": lambda: SystemExit(3),
     "cancel": lambda: asyncio.CancelledError("of nobody's wish"),
+    "ctrlc": lambda: KeyboardInterrupt(),
+    "panic": lambda: Panic("index out of bounds"),
     "task": lambda: TaskError("a file lacks", fix="add it"),
     "hangs": None,
 }
+LIKE_PANIC: Mapping[str, Callable[[], BaseException]] = {
+    "mute": lambda: Mute(),
+    "closed": lambda: GeneratorExit(),
+    "several": lambda: BaseExceptionGroup("", [SystemExit(3), BaseExceptionGroup("", [asyncio.CancelledError(), KeyError("id")])]),
+}
+"""Failures with the outcomes of the column `panic`."""
 
 TABLE = """
-              sandbox late server died refused judge learner store tool down busy slow value bug deep memory exit cancel task hangs
-sample first     M     M     M      M     M      M      M      M    M    M    M    M    M    M   M     M     M     M     T    M
-sample later     M     M     M      M     P      M      M      M    M    M    M    M    M    M   M     M     M     M     T    M
-open             M     M     M      M     M      M      M      M    M    M    M    M    T    M   M     M     M     M     T    M
-exec             M     M     M      M     M      M      M      M    M    M    M    M    P    M   P     M     M     M     T    P
-host tool        M     M     M      M     M      M      M      M    M    M    M    M    P    P   P     P     P     P     T    M
-inside tool      M     M     M      M     M      M      M      M    M    M    M    M    P    P   P     P     P     P     T    P
-snapshot         M     M     M      M     M      M      M      M    M    M    M    M    .    M   M     M     M     M     .    M
-collect          M     M     M      M     M      M      M      M    M    M    M    M    P    M   M     M     M     M     P    M
-close            .     .     .      .     .      .      .      .    .    .    .    .    .    .   .     .     .     .     .    .
-opening          M     M     M      M     M      M      M      M    M    M    M    M    M    M   M     M     M     .     T    .
-parse            M     M     M      M     M      M      M      M    M    P    P    P    P    P   P     P     .     .     T    .
-show             M     M     M      M     M      M      M      M    M    P    P    P    P    P   P     P     .     .     T    .
-keep             .     .     .      .     .      .      .      .    .    .    .    .    .    .   .     .     .     .     .    .
-judge always     M     M     M      M     M      M      M      M    M    M    M    M    M    M   M     M     M     M     T    M
-judge said       M     M     M      M     M      M      M      M    M    M    M    M    P    P   P     P     P     P     T    P
-group always     M     M     M      M     M      M      M      M    M    M    M    M    M    M   M     M     M     M     T    M
-group said       M     M     M      M     M      M      M      M    M    M    M    M    P    P   P     P     P     P     T    P
+           sandbox late server died refused judge learner store tool down busy slow value bug deep memory exit cancel ctrlc panic task hangs
+sample first     M     M     M      M     M      M      M      M    M    M    M    M    M    M   M     M     M     M     M     M     T    M
+sample later     M     M     M      M     P      M      M      M    M    M    M    M    M    M   M     M     M     M     M     M     T    M
+open             M     M     M      M     M      M      M      M    M    M    M    M    T    M   M     M     M     M     M     M     T    M
+exec             M     M     M      M     M      M      M      M    M    M    M    M    P    M   P     M     M     M     M     M     T    P
+host tool        M     M     M      M     M      M      M      M    M    M    M    M    P    P   P     P     P     P     P     P     T    M
+inside tool      M     M     M      M     M      M      M      M    M    M    M    M    P    P   P     P     P     P     P     P     T    P
+snapshot         M     M     M      M     M      M      M      M    M    M    M    M    .    M   M     M     M     M     M     M     .    M
+collect          M     M     M      M     M      M      M      M    M    M    M    M    P    M   M     M     M     M     M     M     P    M
+close            .     .     .      .     .      .      .      .    .    .    .    .    .    .   .     .     .     .     .     .     .    .
+opening          M     M     M      M     M      M      M      M    M    M    M    M    M    M   M     M     M     M     M     M     T    .
+parse            M     M     M      M     M      M      M      M    M    P    P    P    P    P   P     P     P     P     P     P     T    .
+show             M     M     M      M     M      M      M      M    M    P    P    P    P    P   P     P     P     P     P     P     T    .
+keep             .     .     .      .     .      .      .      .    .    .    .    .    .    .   .     .     .     .     .     .     .    .
+judge always     M     M     M      M     M      M      M      M    M    M    M    M    M    M   M     M     M     M     M     M     T    M
+judge said       M     M     M      M     M      M      M      M    M    M    M    M    P    P   P     P     P     P     P     P     T    P
+group always     M     M     M      M     M      M      M      M    M    M    M    M    M    M   M     M     M     M     M     M     T    M
+group said       M     M     M      M     M      M      M      M    M    M    M    M    P    P   P     P     P     P     P     P     T    P
 """
 """A program that never ends is the policy's: a backend ends it, and raises `SandboxTimeout` (`late`) where it cannot. `judge said` and
 `group said` fail at what the episode says alone, `judge always` and `group always` at anything. `parse`, `show` and `opening` are no
-coroutines: nothing can hang or be cancelled there, and `exit` is not tried, since no template can raise it. A learner is no part of an
+coroutines: nothing can hang there. `ctrlc` is a KeyboardInterrupt that code raises itself. A learner is no part of an
 episode: its errors are the machine's wherever they turn up."""
 
 MCP = """
@@ -142,7 +160,7 @@ class Plant:
             self.now(part)
 
     def now(self, part: str) -> None:
-        if part == self.part and (make := FAILURES[self.kind]) is not None:
+        if part == self.part and (make := {**FAILURES, **LIKE_PANIC}[self.kind]) is not None:
             raise make()
 
     async def wait(self, part: str) -> None:
@@ -323,13 +341,14 @@ def became(one: ScoredEpisode) -> str:
 def test_every_planted_fault_has_the_right_blame(part: str) -> None:
     wrong = []
     for at, kind, expected in cells():
-        if at != part or (kind in ("exit", "cancel", "hangs") and part in ("opening", "parse", "show")):
+        if at != part or (kind == "hangs" and part in ("opening", "parse", "show")):
             continue
-        plant = Plant(part, kind)
-        PLANTED.append(plant)
-        one = run_virtually(played(plant))
-        if became(one) != expected:
-            wrong.append(f"{kind}: {became(one)}, not {expected}: {one.episode.failures} {one.score}")
+        for variant in (kind, *(LIKE_PANIC if kind == "panic" else ())):
+            plant = Plant(part, variant)
+            PLANTED.append(plant)
+            one = run_virtually(played(plant))
+            if became(one) != expected:
+                wrong.append(f"{variant}: {became(one)}, not {expected}: {one.episode.failures} {one.score}")
     assert not wrong, "\n".join(wrong)
 
 

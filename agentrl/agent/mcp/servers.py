@@ -95,13 +95,10 @@ class ServerConnection:
 
     async def close(self, *, timeout_s: float) -> None:
         """Closes the connection. Logs errors."""
-        what, since = f"closing MCP server {self.server.name}", user_code.cancellation_count()
         self._open = False
-        try:
+        what = f"closing MCP server {self.server.name}"
+        with user_code.logging_faults(what):
             await user_code.call_user_code(self._transport.close, what=what, timeout_s=timeout_s)
-        except BaseException as error:
-            user_code.reraise_if_fatal(error, since)
-            user_code.log_unexpected(what, error)
 
     async def call(self, offer: ListedTool, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
         """Calls one of the server's tools.
