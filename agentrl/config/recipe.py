@@ -77,6 +77,9 @@ class Recipe(Section):
     """Learner steps."""
     max_staleness: Annotated[int, _LAGS] = Field(1, ge=0)
     """Learner versions that an episode may lag behind. 0: on-policy; rollouts wait for each update."""
+    order: Literal["oldest_first", "in_order"] = "oldest_first"
+    """Which finished groups a learner step takes. oldest_first: those that the oldest weights sampled, as soon as there are enough.
+    in_order: those that started for this step, so it waits for the slowest of them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of server and learner. auto: cuda if torch finds a GPU, else cpu."""
     policy: PolicyConfig

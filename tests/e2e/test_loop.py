@@ -57,7 +57,7 @@ def test_a_run_survives_a_dead_server_a_dead_rank_and_interrupts(tmp_path: Path)
     assert found["heldout_after"]["n"] == 12
     assert steps_logged(run) == list(range(1, STEPS + 1))
     with sqlite3.connect(run / "experience.sqlite") as store:
-        consumed = store.execute("SELECT idx, step FROM consumed ORDER BY idx").fetchall()
+        consumed = store.execute("SELECT idx, step FROM taken ORDER BY idx").fetchall()
     assert consumed == [(index, index // 4) for index in range(4 * STEPS)]
     _its_failures_are_captured(run, found["failures"])
 

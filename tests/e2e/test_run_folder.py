@@ -76,5 +76,5 @@ def test_two_drivers_a_full_disk_and_a_killed_driver_lose_no_step(small_disk: Pa
     assert last.returncode == 0, last.stdout + last.stderr
     assert summary(run)["finished"] and steps_logged(run) == [1, 2, 3, 4, 5, 6]
     with sqlite3.connect(run / "experience.sqlite") as store:
-        consumed = store.execute("SELECT idx, step FROM consumed ORDER BY idx").fetchall()
+        consumed = store.execute("SELECT idx, step FROM taken ORDER BY idx").fetchall()
     assert consumed == [(index, index // 4) for index in range(24)]
