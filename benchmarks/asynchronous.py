@@ -187,9 +187,7 @@ def main() -> int:
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 8, 16])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
-    print(
-        f"{options.agents} agents, {options.per_step} groups of {GROUP_SIZE} a step, {options.steps} steps, medians of seeds {options.seeds},"
-    )
+    print(f"{options.agents} agents, {options.per_step} groups of {GROUP_SIZE} a step, {options.steps} steps, seeds {options.seeds}")
     print(f"attempts of Pareto({options.alpha:g}) seconds, at most {options.longest:g}")
     for load in options.load:
         print(f"\nlearner time = {load:g} of the agents' time\n")
