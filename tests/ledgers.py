@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from agentrl.experience import GroupOrder
+import json
+from collections import Counter
+from pathlib import Path
+
+from agentrl.experience import GroupOrder, SqliteStore
+from agentrl.experience.audit import count, verify
 from agentrl.protocols import ExperienceStore
 from agentrl.records import GroupUse
 
@@ -25,3 +30,17 @@ def take_step(order: GroupOrder, store: ExperienceStore, step: int) -> tuple[int
     if taken is not None:
         store.commit(step, dict.fromkeys(taken, GroupUse()), f"checkpoints/{step + 1:06d}")
     return taken
+
+
+def assert_every_group_taken_once(run: Path, *, steps: int, per_step: int) -> None:
+    """Every group of a finished run was used by one step, every step used as many, and the ledger agrees with checkpoint and metrics."""
+    store = SqliteStore(run / "experience.sqlite")
+    try:
+        assert sorted(consumed(store)) == list(range(steps * per_step))
+        assert Counter(consumed(store).values()) == dict.fromkeys(range(steps), per_step)
+        assert list(verify(run, store)) == []
+        tokens = count(store.entries()).tokens
+        assert tokens["open"] == 0 and tokens["sampled"] == tokens["trained"] + tokens["excluded"] > 0
+        assert json.loads((run / "summary.json").read_text())["tokens"] == tokens
+    finally:
+        store.close()
