@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.files import read_json_lines
+from agentrl.base.files import complete_lines
+from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import StoreError, UserError
 from agentrl.experience.ledger import new_entry
 from agentrl.protocols import ExperienceStore
@@ -23,6 +24,7 @@ COLUMNS = {
     **{"oldest_version": "int64", "tokens_sampled": "int64", "wall_s": "float64", "episode": "string"},
 }
 """The columns of an exported file, with their Arrow types. `episode` is the JSON of a `ScoredEpisode`."""
+_MAX_META = 256 << 20  # bytes of a checkpoint's record
 _EXPORT_BATCH = 64  # groups in memory at once
 
 Progress = Callable[[int, int], None]
@@ -107,25 +109,30 @@ def _checkpoint_problems(run_dir: Path, entries: Sequence[LedgerEntry]) -> Itera
     metas = sorted((run_dir / "checkpoints").glob("[0-9]*/meta.json"))
     if not metas:
         return
+    name = metas[-1].parent.name
     try:
-        fields = json.loads(metas[-1].read_bytes())
-        recorded = {
-            int(index): (int(step), codec.from_json(GroupUse, json.dumps(use)))
-            for step, uses in fields["consumed"].items()
-            for index, use in uses.items()
-        }
-        complete = int(fields["step"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        yield f"{metas[-1]} cannot be read: {str(error)[:200]}"
+        complete, recorded = _checkpoint_uses(read_bytes(metas[-1], most=_MAX_META, inside=run_dir))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        yield f"checkpoint {name} cannot be read: {str(error)[:200]}"
         return
     for entry in entries:
         expected = recorded.pop(entry.index, None)
         if entry.use is not None and entry.step is not None and entry.step < complete and (entry.step, entry.use) != expected:
-            yield f"group {entry.index}: the ledger and {metas[-1].parent.name} differ in what step {entry.step} did with it"
+            yield f"group {entry.index}: the ledger and checkpoint {name} differ in what step {entry.step} did with it"
         elif entry.use is None and expected is not None:
-            name = metas[-1].parent.name
             yield f"group {entry.index}: step {expected[0]} used it according to checkpoint {name}, but the ledger has it as {entry.state}"
     yield from (f"group {index}: step {step} used it, but it is not in the store" for index, (step, _) in recorded.items())
+
+
+def _checkpoint_uses(content: bytes) -> tuple[int, dict[int, tuple[int, GroupUse]]]:
+    """The completed steps of a checkpoint, and step and use of each group."""
+    fields = json.loads(content)
+    uses = {
+        int(index): (int(step), codec.from_json(GroupUse, json.dumps(use)))
+        for step, groups in fields["consumed"].items()
+        for index, use in groups.items()
+    }
+    return int(fields["step"]), uses
 
 
 def _step_problems(run_dir: Path, entries: Sequence[LedgerEntry]) -> Iterator[str]:
@@ -136,11 +143,18 @@ def _step_problems(run_dir: Path, entries: Sequence[LedgerEntry]) -> Iterator[st
             if entry.use.reason in ("update_skipped", "critic_warmup", "rolled_back"):
                 skipped.add(entry.step)  # the learner reports the tokens of a batch, also if its update is skipped
     path = run_dir / "metrics.jsonl"
-    lines = {line["step"]: line for line in read_json_lines(path) if "tokens_trained" in line} if path.is_file() else {}
-    for number, line in lines.items():
-        step = number - 1
-        if step in trained and step not in skipped and trained[step] != line["tokens_trained"]:
-            yield f"step {number}: the ledger has {trained[step]} trained tokens, metrics.jsonl {line['tokens_trained']:g}"
+    reported: dict[int, float] = {}  # a resumed run may repeat a step
+    for content in complete_lines(path) if path.is_file() else ():
+        try:
+            line = json.loads(content)
+            number, tokens = line["step"], line["tokens_trained"]
+        except (ValueError, KeyError, TypeError, RecursionError):  # not the line of a step
+            continue
+        if isinstance(number, int) and isinstance(tokens, int | float):
+            reported[number - 1] = tokens
+    for step, tokens in reported.items():
+        if step in trained and step not in skipped and trained[step] != tokens:
+            yield f"step {step}: the ledger has {trained[step]} trained tokens, metrics.jsonl has {tokens:g}"
 
 
 def rows(store: ExperienceStore, entries: Sequence[LedgerEntry]) -> Iterator[dict[str, Any]]:

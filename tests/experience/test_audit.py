@@ -75,10 +75,10 @@ def test_a_sound_ledger_has_no_problems_and_is_counted(run: tuple[Path, SqliteSt
         ("UPDATE groups SET has_spread = 1 WHERE idx = 3", "group 3: the ledger says has_spread=True, but its episodes say False"),
         ("UPDATE groups SET body = x'00' WHERE idx = 3", "group 3 in"),
         ("UPDATE taken SET tokens_trained = 9 WHERE idx = 0", "group 0: 9 tokens were trained, but only 2 were sampled"),
-        ("UPDATE taken SET step = 0 WHERE idx = 1", "group 1: the ledger and 000002 differ in what step 0 did with it"),
+        ("UPDATE taken SET step = 0 WHERE idx = 1", "group 1: the ledger and checkpoint 000002 differ in what step 0 did with it"),
         ("DELETE FROM taken WHERE idx = 1", "group 1: step 1 used it according to checkpoint 000002, but the ledger has it as ready"),
         ("DELETE FROM groups WHERE idx = 1", "group 1: step 1 used it, but it is not in the store"),
-        ("UPDATE taken SET tokens_trained = 1 WHERE idx = 0", "step 1: the ledger has 1 trained tokens, metrics.jsonl 2"),
+        ("UPDATE taken SET tokens_trained = 1 WHERE idx = 0", "step 0: the ledger has 1 trained tokens, metrics.jsonl has 2"),
     ],
 )
 def test_a_difference_is_found(run: tuple[Path, SqliteStore], change: str, problem: str) -> None:
@@ -87,12 +87,23 @@ def test_a_difference_is_found(run: tuple[Path, SqliteStore], change: str, probl
     assert any(found.startswith(problem) for found in verify(folder, store)), list(verify(folder, store))
 
 
-@pytest.mark.parametrize("meta", [b"{", b"[]", b'{"step": 2}', b'{"step": "x", "consumed": {"0": {"a": {}}}}'])
+@pytest.mark.parametrize("meta", [b"{", b"[]", b'{"step": 2}', b'{"step": "x", "consumed": {"0": {"a": {}}}}', b"[" * 100_000])
 def test_a_damaged_checkpoint_is_a_problem_and_not_a_crash(run: tuple[Path, SqliteStore], meta: bytes) -> None:
     folder, store = run
-    path = folder / "checkpoints" / "000002" / "meta.json"
-    path.write_bytes(meta)
-    assert [found.split(" cannot")[0] for found in verify(folder, store)] == [str(path)]
+    (folder / "checkpoints" / "000002" / "meta.json").write_bytes(meta)
+    assert [found.partition(": ")[0] for found in verify(folder, store)] == ["checkpoint 000002 cannot be read"]
+
+
+def test_hostile_metrics_are_skipped_and_a_link_out_of_the_folder_is_not_followed(run: tuple[Path, SqliteStore]) -> None:
+    folder, store = run
+    (folder / "metrics.jsonl").write_text(
+        '{"step": "1", "tokens_trained": 5}\n{"step": 1, "tokens_trained": "many"}\n{"tokens_trained": 1}\n'
+    )
+    assert list(verify(folder, store)) == []
+    meta = folder / "checkpoints" / "000002" / "meta.json"
+    meta.unlink()
+    meta.symlink_to("/etc/passwd")
+    assert [found.partition(": ")[0] for found in verify(folder, store)] == ["checkpoint 000002 cannot be read"]
 
 
 def test_exported_episodes_read_back_equal(run: tuple[Path, SqliteStore], tmp_path: Path) -> None:
