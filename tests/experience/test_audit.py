@@ -96,9 +96,8 @@ def test_a_damaged_checkpoint_is_a_problem_and_not_a_crash(run: tuple[Path, Sqli
 
 def test_hostile_metrics_are_skipped_and_a_link_out_of_the_folder_is_not_followed(run: tuple[Path, SqliteStore]) -> None:
     folder, store = run
-    (folder / "metrics.jsonl").write_text(
-        '{"step": "1", "tokens_trained": 5}\n{"step": 1, "tokens_trained": "many"}\n{"tokens_trained": 1}\n'
-    )
+    lines = ['{"step": "1", "tokens_trained": 5}', '{"step": 1, "tokens_trained": "many"}', '{"tokens_trained": 1}', "[1]", "{", "3"]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert list(verify(folder, store)) == []
     meta = folder / "checkpoints" / "000002" / "meta.json"
     meta.unlink()
