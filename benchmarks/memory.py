@@ -20,9 +20,9 @@ from pathlib import Path
 from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.config import MemoryConfig
 from agentrl.evaluation.splits import evaluate_split
-from agentrl.experience import SqliteStore, StepGroups
+from agentrl.experience import GroupOrder, SqliteStore
 from agentrl.memory.run_memory import EvaluationNotes, RunMemory
-from agentrl.records import Group, Split
+from agentrl.records import Group, GroupUse, Split
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.testing import ReadingPolicy, ScriptedSandboxes, byte_tokenizer
@@ -50,15 +50,16 @@ def runner(says: Callable[[str], str]) -> GroupRunner:
 
 async def trained(family: Archive, says: Callable[[str], str], folder: Path, *, steps: int, memory: bool) -> list[Group]:
     """The groups of so many steps, each of which reads the notes of the steps up to the last but one."""
-    groups, blocks = runner(says), StepGroups(GROUPS)
+    groups, blocks = runner(says), GroupOrder(per_step=GROUPS)
     with closing(SqliteStore(folder / "experience.sqlite")) as store:
         notes = RunMemory(CONFIG, folder, store, blocks, max_staleness=STALENESS)
         with closing(notes):
             for step in range(steps):
-                await notes.prepare_step(step)
+                await notes.prepare_block(step)
                 playing = replace(groups, memory=notes if memory else None)
-                for index in blocks.indices(step):
+                for index in blocks.block(step):
                     store.put(await playing.run_group(index, family.task(Split.TRAIN, index)))
+                store.commit(step, dict.fromkeys(blocks.block(step), GroupUse()), "")
         return list(store.groups(range(steps * GROUPS)))
 
 

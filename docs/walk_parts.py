@@ -128,7 +128,8 @@ def task_to_update(learner: Learner, trace: AbstractContextManager[object]) -> t
 
     with trace:
         asyncio.run(sample())
-        groups = learner.store.take(0, [0], timeout_s=10.0)
+        learner.store.assign(0, [0])
+        groups = learner.store.groups([0])
         metrics = learner.updater.update(assemble(0, groups, recipe).batch)
     return groups[0], metrics
 

@@ -63,7 +63,7 @@ LAWS = {
     ),
     "masks": Law(files=("agentrl/objective/samples.py", "agentrl/objective/values.py"), tests=("tests/objective",)),
     "store": Law(
-        files=("agentrl/experience/store.py", "agentrl/experience/checkpoints.py", "agentrl/experience/steps.py"),
+        files=("agentrl/experience/store.py", "agentrl/experience/checkpoints.py", "agentrl/experience/ledger.py"),
         tests=("tests/experience",),
     ),
     "swap": Law(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from agentrl.config import Recipe, build
-from agentrl.experience import FolderCheckpoints, SqliteStore, StepGroups
+from agentrl.experience import FolderCheckpoints, GroupOrder, SqliteStore
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.memory.run_memory import open_memory
 from agentrl.observe import RunTracker, StageClock
@@ -129,16 +129,16 @@ def make_recipe(**rollout: Any) -> Recipe:
 
 @asynccontextmanager
 async def opened(
-    run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recipe: Recipe, family: Family, *, steps: StepGroups | None = None
+    run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recipe: Recipe, family: Family, *, order: GroupOrder | None = None
 ) -> AsyncIterator[opening.Run]:
-    """A `Run` whose rollouts are real; it has neither server nor learner. `steps`: which groups make one, if not the recipe's."""
-    steps = steps or StepGroups.from_config(recipe.rollout)
+    """A `Run` whose rollouts are real; it has neither server nor learner. `order`: that of its groups, if not the recipe's."""
+    order = order or GroupOrder.from_recipe(recipe)
     store, tracker = SqliteStore(run_dir / "experience.sqlite"), RunTracker(run_dir)
     checkpoints = FolderCheckpoints(run_dir / "running")
     faults, slots = FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency), Admission(recipe.rollout.concurrency)
     episodes = opening.build_episode_runner(recipe, policy, sandboxes, chat_of(shared_tokenizer()))
     capture = Capture(run_dir, recipe.capture, origin={"run": run_dir.name})
-    memory = open_memory(recipe, run_dir, store, steps)
+    memory = open_memory(recipe, run_dir, store, order)
     try:
         yield opening.Run(
             recipe=recipe,
@@ -155,8 +155,8 @@ async def opened(
             sandboxes=sandboxes,
             served=cast(Any, AlwaysServed()),
             groups=opening.build_group_runner(recipe, episodes, cast(Any, one), checkpoints, faults, slots, memory=memory),
-            group_tasks=GroupTasks(recipe, run_dir, store, GroupSchedule(family, recipe.seed), steps),
-            step_groups=steps,
+            group_tasks=GroupTasks(recipe, run_dir, store, GroupSchedule(family, recipe.seed), order),
+            order=order,
             learner=cast(Any, None),
             judges=JudgeServers(recipe, {}, folder=run_dir),
             progress=opening.Progress(stop_at=recipe.steps),

@@ -344,7 +344,7 @@ with tempfile.TemporaryDirectory() as folder:
     store = open_store(Path("run"), recipe)
     store.put(excluded_group(3, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message="m"), size=1))
     store.close()
-    print(os.listdir(folder)[0], open_store(Path("run"), recipe).indices())
+    print(os.listdir(folder)[0], open_store(Path("run"), recipe).entries())
     tracker = open_trackers(Path(folder), recipe, console=False)[-1]
     tracker.log(1, {"loss": 0.5})
     tracker.stage("train")

@@ -74,6 +74,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
             "List the policy versions of a run with their evaluations and gate decisions.",
             "versions runs/quickstart --json",
         ),
+        "store": Command("store:store", "List, count, verify and export the sampled groups of a run.", "store runs/quickstart --verify"),
         "memory": Command(
             "memory:memory", "Show the notes of a run's agents and check which agents read them.", "memory runs/archive --json"
         ),

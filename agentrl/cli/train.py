@@ -197,6 +197,7 @@ def _print_rates(results: dict[str, dict[str, Any]]) -> None:
 def describe(summary: Summary, folder: Path) -> str:
     """The result of a run as text: success before and after, cost, and where to find report and model."""
     lines = []
+    from agentrl.experience.audit import token_balance
     from agentrl.judge import JudgeUsage
     from agentrl.observe.exclusions import printable_text
     from agentrl.observe.stats import rate_difference
@@ -224,6 +225,8 @@ def describe(summary: Summary, folder: Path) -> str:
         f"{broken}"
         f"{summary.tokens_trained:,} tokens trained, {summary.weight_swaps} weight swaps{stall}, {minutes:.1f} minutes"
     )
+    if summary.tokens:
+        lines.append(f"{token_balance(summary.tokens)} (agentrl store {folder})")
     if len(summary.sessions) > 1:
         ends = ", ".join(f"after step {later.step}: {one.ended}" for one, later in pairwise(summary.sessions))
         lines.append(f"{len(summary.sessions) - 1:>8} resumed    {ends}")

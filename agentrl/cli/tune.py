@@ -165,8 +165,8 @@ def _groups(run: Path) -> Iterator[Group]:
     add_project_root(Path.cwd())  # for a user-supplied store
     store = open_store(run, recipe.load(run / "recipe.json"))
     try:
-        for index in store.indices():
-            yield from store.groups([index])
+        for entry in store.entries():
+            yield from store.groups([entry.index])
     finally:
         store.close()
 

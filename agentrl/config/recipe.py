@@ -64,6 +64,7 @@ __all__ = [
 
 _LARGEST = 16 << 20  # bytes of a recipe's file
 _LAGS = Needs("a version that can lag that far: set it below steps", lambda recipe, own: own.max_staleness < own.steps)
+_OVERLAPS = Needs("steps that overlap: set max_staleness above 0", lambda recipe, own: own.max_staleness > 0)
 
 
 class Recipe(Section):
@@ -77,6 +78,9 @@ class Recipe(Section):
     """Learner steps."""
     max_staleness: Annotated[int, _LAGS] = Field(1, ge=0)
     """Learner versions that an episode may lag behind. 0: on-policy; rollouts wait for each update."""
+    order: Annotated[Literal["oldest_first", "in_order"], _OVERLAPS] = "oldest_first"
+    """Which finished groups a learner step takes. oldest_first: those that the oldest weights sampled, as soon as there are enough.
+    in_order: those that started for this step, so it waits for the slowest of them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of server and learner. auto: cuda if torch finds a GPU, else cpu."""
     policy: PolicyConfig

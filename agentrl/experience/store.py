@@ -1,7 +1,7 @@
 """The embedded experience store: one SQLite file in the run folder, opened by every process of one machine.
 
 Write-ahead logging lets readers continue while a writer commits. With `synchronous=FULL`, every finished `put` and `commit` survives a
-power cut. Rules that must hold under a race (an index is stored once, a group is consumed once) are primary keys of the database.
+power cut. Rules that must hold under a race (an index is stored once, a group is taken once) are primary keys of the database.
 """
 
 from __future__ import annotations
@@ -18,21 +18,29 @@ from typing import Any
 from agentrl.base.database import compress, connect, decompress, enter_wal, make_tables, query_deadline, read_pragma, transaction
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
+from agentrl.experience.ledger import new_entry
 from agentrl.plugins import parts
 from agentrl.protocols import ExperienceStore
-from agentrl.records import Group, codec
+from agentrl.records import Group, GroupUse, LedgerEntry, codec
 
 _APPLICATION_ID = 0x41475258  # "AGRX", distinguishes these files from other SQLite files
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _SCHEMA = (
-    "CREATE TABLE groups (idx INTEGER PRIMARY KEY, task_id TEXT NOT NULL, stored_at REAL NOT NULL, body BLOB NOT NULL)",
-    # No foreign key: after a restore, the checkpoint decides what was consumed, even if a group is gone.
-    "CREATE TABLE consumed (idx INTEGER PRIMARY KEY, step INTEGER NOT NULL, checkpoint TEXT NOT NULL)",
+    "CREATE TABLE groups (idx INTEGER PRIMARY KEY, task_id TEXT NOT NULL, stored_at REAL NOT NULL, attempts INTEGER NOT NULL,"
+    " counted INTEGER NOT NULL, has_spread INTEGER NOT NULL, oldest_version INTEGER, tokens_sampled INTEGER NOT NULL, body BLOB NOT NULL)",
+    # A row without a checkpoint is an assignment to a step that is not complete. No foreign key: after a restore, the checkpoint decides
+    # which groups a step took, even if one is gone.
+    "CREATE TABLE taken (idx INTEGER PRIMARY KEY, step INTEGER NOT NULL, checkpoint TEXT, tokens_trained INTEGER NOT NULL,"
+    " reason TEXT NOT NULL)",
+    "CREATE INDEX taken_by_step ON taken (step)",
     f"PRAGMA application_id = {_APPLICATION_ID}",
     f"PRAGMA user_version = {_SCHEMA_VERSION}",
 )
+_ENTRIES = (
+    "SELECT groups.idx, task_id, attempts, counted, has_spread, oldest_version, tokens_sampled, step, checkpoint, tokens_trained, reason"
+    " FROM groups LEFT JOIN taken ON groups.idx = taken.idx"
+)
 _QUERY_S = 300.0
-_POLL_FIRST_S, _POLL_LAST_S = 0.005, 0.1
 _NAMED = 8  # indices named in an error message
 
 
@@ -62,62 +70,24 @@ class SqliteStore:
 
     def put(self, group: Group) -> bool:
         """Stores a group. Returns whether its index was new; an existing group is not replaced."""
-        body = compress(codec.to_json(group))
-        row = (group.index, group.task_id, time.time(), body)
+        body, entry = compress(codec.to_json(group)), new_entry(group)
+        row = (entry.index, entry.task_id, time.time(), entry.attempts, entry.counted, entry.has_spread, entry.oldest_version)
         with self._transaction() as db:
-            return db.execute("INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?)", row).rowcount == 1
+            query = "INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+            return db.execute(query, (*row, entry.tokens_sampled, body)).rowcount == 1
 
     def has(self, index: int) -> bool:
         """Whether a group is stored."""
         return bool(self._rows("SELECT 1 FROM groups WHERE idx = ?", index))
 
-    def take(self, step: int, indices: Sequence[int], *, timeout_s: float) -> tuple[Group, ...]:
-        """Waits until all of these groups are stored and returns them. Raises `TimeoutError`."""
-        deadline = time.monotonic() + timeout_s
-        pause = _POLL_FIRST_S
-        while missing := self._missing(indices):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(
-                    f"step {step}: after {timeout_s:g} s, {len(missing)} of {len(indices)} groups are missing: {_name(missing)}"
-                )
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _POLL_LAST_S)
-        return self.groups(indices)
-
-    def commit(self, step: int, indices: Sequence[int], checkpoint: str) -> None:
-        """Marks groups as consumed by a step. Raises `StoreError` if one is not stored or was consumed before."""
-        with self._transaction() as db:
-            if missing := _absent(db, indices):
-                raise StoreError(f"step {step} would consume groups that are not in {self.path}: {_name(missing)}")
-            for index in indices:
-                added = db.execute("INSERT OR IGNORE INTO consumed VALUES (?, ?, ?)", (index, step, checkpoint)).rowcount
-                if not added:
-                    earlier = db.execute("SELECT step FROM consumed WHERE idx = ?", (index,)).fetchone()[0]
-                    raise StoreError(f"step {step} would consume group {index} again: step {earlier} consumed it")
-
-    def reconcile(self, consumed: Mapping[int, Sequence[int]]) -> None:
-        """Sets the consumed groups to those of a checkpoint (step -> indices)."""
-        step_of: dict[int, int] = {}
-        for step, indices in consumed.items():
-            for index in indices:
-                if step_of.setdefault(index, step) != step:
-                    raise StoreError(f"the checkpoint says that steps {step_of[index]} and {step} both consumed group {index}")
-        with self._transaction() as db:
-            db.execute("DELETE FROM consumed WHERE idx NOT IN (SELECT value FROM json_each(?))", (json.dumps(list(step_of)),))
-            db.executemany(
-                "INSERT INTO consumed VALUES (?, ?, '') ON CONFLICT (idx) DO UPDATE SET step = excluded.step, checkpoint = '' "
-                "WHERE step != excluded.step",
-                step_of.items(),
-            )
-
-    def consumed(self) -> dict[int, int]:
-        """Consumed groups: index -> step."""
-        return dict(self._rows("SELECT idx, step FROM consumed ORDER BY idx"))
-
-    def indices(self) -> tuple[int, ...]:
-        """The indices of all stored groups."""
-        return tuple(row[0] for row in self._rows("SELECT idx FROM groups ORDER BY idx"))
+    def entries(self, *, first: int = 0, step: int | None = None) -> tuple[LedgerEntry, ...]:
+        """The entries of the stored groups from index `first` on, or only those of a step, in ascending order of index."""
+        where, value = ("groups.idx >= ?", first) if step is None else ("taken.step = ?", step)
+        rows = self._rows(f"{_ENTRIES} WHERE {where} ORDER BY groups.idx", value)
+        try:
+            return tuple(map(_entry, rows))
+        except ValueError as error:
+            raise StoreError(f"a row of the ledger in {self.path} is damaged: {error}") from error
 
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
         """Returns the groups in the given order. Raises `StoreError` if one is absent or damaged."""
@@ -128,6 +98,37 @@ class SqliteStore:
         if missing := [index for index in wanted if index not in bodies]:
             raise StoreError(f"groups that are not in {self.path}: {_name(missing)}")
         return tuple(self._decode(index, bodies[index]) for index in wanted)
+
+    def assign(self, step: int, indices: Sequence[int]) -> None:
+        """Assigns groups to a step. Raises `StoreError` if one is not stored or another step has taken it."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM taken WHERE step = ? AND checkpoint IS NULL", (step,))
+            self._take(db, step, indices)
+
+    def commit(self, step: int, uses: Mapping[int, GroupUse], checkpoint: str) -> None:
+        """Records how a step used its groups. Raises `StoreError` if one is not stored or another step has taken it."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM taken WHERE step = ? AND checkpoint IS NULL", (step,))
+            self._take(db, step, tuple(uses))
+            rows = ((checkpoint, use.tokens_trained, use.reason, index) for index, use in uses.items())
+            db.executemany("UPDATE taken SET checkpoint = ?, tokens_trained = ?, reason = ? WHERE idx = ?", rows)
+
+    def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
+        """Sets the groups that steps have taken to those of a checkpoint: step -> index -> use."""
+        rows: dict[int, tuple[int, int, int, str]] = {}
+        for step, uses in consumed.items():
+            for index, use in uses.items():
+                if index in rows:
+                    raise StoreError(f"the checkpoint says that steps {rows[index][1]} and {step} both took group {index}")
+                rows[index] = (index, step, use.tokens_trained, use.reason)
+        with self._transaction() as db:
+            db.execute("DELETE FROM taken WHERE idx NOT IN (SELECT value FROM json_each(?))", (json.dumps(list(rows)),))
+            db.executemany(
+                "INSERT INTO taken (idx, step, tokens_trained, reason, checkpoint) VALUES (?, ?, ?, ?, '') ON CONFLICT (idx) DO UPDATE SET"
+                " step = excluded.step, tokens_trained = excluded.tokens_trained, reason = excluded.reason,"
+                " checkpoint = iif(step = excluded.step, coalesce(checkpoint, ''), '')",
+                rows.values(),
+            )
 
     def close(self) -> None:
         """Closes the database."""
@@ -140,9 +141,13 @@ class SqliteStore:
         except ValueError as error:
             raise StoreError(f"group {index} in {self.path} is damaged: {error}") from error
 
-    def _missing(self, indices: Sequence[int]) -> list[int]:
-        with self._lock, _translated(self.path):
-            return _absent(self._connection, indices)
+    def _take(self, db: sqlite3.Connection, step: int, indices: Sequence[int]) -> None:
+        if missing := _absent(db, indices):
+            raise StoreError(f"step {step} would take groups that are not in {self.path}: {_name(missing)}")
+        for index in indices:
+            if not db.execute("INSERT OR IGNORE INTO taken VALUES (?, ?, NULL, 0, '')", (index, step)).rowcount:
+                earlier = db.execute("SELECT step FROM taken WHERE idx = ?", (index,)).fetchone()[0]
+                raise StoreError(f"step {step} would take group {index} again: step {earlier} has taken it")
 
     def _rows(self, query: str, *values: object) -> list[Any]:
         with self._lock, _translated(self.path), query_deadline(self._connection, _QUERY_S):
@@ -168,6 +173,21 @@ class SqliteStore:
                 f"{self.path} has store schema {version}; this agentrl reads {_SCHEMA_VERSION}\n"
                 "  fix: continue with the agentrl version that started this run, or start a new run folder"
             )
+
+
+def _entry(row: Sequence[Any]) -> LedgerEntry:
+    index, task_id, attempts, counted, has_spread, oldest_version, tokens_sampled, step, checkpoint, tokens_trained, reason = row
+    return LedgerEntry(
+        index=index,
+        task_id=task_id,
+        attempts=attempts,
+        counted=counted,
+        has_spread=bool(has_spread),
+        oldest_version=oldest_version,
+        tokens_sampled=tokens_sampled,
+        step=step,
+        use=None if checkpoint is None else GroupUse(tokens_trained=tokens_trained, reason=reason),
+    )
 
 
 def _absent(db: sqlite3.Connection, indices: Sequence[int]) -> list[int]:

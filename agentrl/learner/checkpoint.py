@@ -30,7 +30,7 @@ from agentrl.learner.failure_log import disk_errors_raised
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.universal_checkpoint import layout, layout_of, load_converted, read, tensors_only
 from agentrl.learner.update_guard import FailureCounts
-from agentrl.records import codec
+from agentrl.records import GroupUse, codec
 from agentrl.records.fields import Record
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class CheckpointMeta(Record):
     """The contents of a checkpoint except its tensors."""
 
     step: int  # number of updates made; index of the next one
-    consumed: Mapping[int, tuple[int, ...]]  # step -> indices of the groups it consumed
+    consumed: Mapping[int, Mapping[int, GroupUse]]  # step -> index of each group that it took -> use
     ranks: int
     zero_stage: int
     parent: int  # version that these weights were trained from: the previous one, except after a rollback

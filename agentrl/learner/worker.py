@@ -13,6 +13,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +25,7 @@ from agentrl.config import recipe as recipes
 from agentrl.config.gate import GATE
 from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError, LearnerHalted, StoreError
-from agentrl.experience import StepGroups, open_store
+from agentrl.experience import GroupOrder, open_store
 from agentrl.learner import checkpoint as checkpoints
 from agentrl.learner import ranks as processes
 from agentrl.learner.broadcast import Broadcaster
@@ -42,7 +43,7 @@ from agentrl.objective import AssembledBatch, assemble, counted_samples
 from agentrl.objective.branches import captured_tokens
 from agentrl.plugins import references
 from agentrl.protocols import VersionRegistry
-from agentrl.records import Group, VersionState
+from agentrl.records import Group, GroupUse, VersionState
 from agentrl.version import FolderRegistry, rollback
 
 log = logging.getLogger("agentrl.learner")
@@ -66,8 +67,9 @@ class Worker:
         self.updater = Updater(self.engine, critic=self.critic)
         self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer == "nccl" else None
         self.failures = UpdateFailureLog(run_dir)
-        self.step_groups = StepGroups.from_config(recipe.rollout)
-        self.consumed: dict[int, tuple[int, ...]] = {}
+        self.order = GroupOrder.from_recipe(recipe)
+        self.consumed: dict[int, Mapping[int, GroupUse]] = {}
+        self._open_block = 0  # first block with groups that no step has taken
         self.rolled_back: tuple[int, ...] = ()
         self.next_step = 0
         self.good = 0
@@ -96,8 +98,7 @@ class Worker:
     def _step(self, groups: tuple[Group, ...], rejected: bool = False) -> None:
         start = time.perf_counter()
         step = self.next_step
-        self.consumed[step] = tuple(group.index for group in groups)
-        parent, metrics = self._gate_rollback(step, groups) if rejected else self._train(step, groups)
+        parent, metrics, self.consumed[step] = self._gate_rollback(step, groups) if rejected else self._train(step, groups)
         vocabulary = self.engine.lm.config.get_text_config().vocab_size
         rows = select_probe_rows(groups, vocabulary=vocabulary, max_model_len=self.recipe.policy.max_model_len)
         meta = self._meta(step + 1, parent=parent, metrics=metrics, rows=rows)
@@ -116,21 +117,24 @@ class Worker:
             *(step, metrics.get("tokens_trained", 0), saving - start, publishing - saving, end - publishing, end - start),
         )
 
-    def _train(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float]]:
-        """Updates the weights, or rolls back if a limit of the recipe requires it. Returns the parent of the new version, and metrics."""
-        assembled, metrics = self._update(step, groups)
+    def _train(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float], dict[int, GroupUse]]:
+        """Updates the weights, or rolls back if a limit of the recipe requires it.
+
+        Returns the parent of the new version, metrics, and how each group was used.
+        """
+        assembled, metrics, failures = self._update(step, groups)
         for index, reason in assembled.drop_reasons.items():
             log.info("step %d: group %d has no samples: %s", step, index, reason)
         if self.updater.guard.start_weights_passed:
             self.good = step
         if self.updater.guard.rolling_back:
             parent = self._roll_back(step, self.good)
-            return parent, metrics | {"rollbacks": 1.0, "weights_changed": float(parent < step)}
+            return parent, metrics | {"rollbacks": 1.0, "weights_changed": float(parent < step)}, _unused(groups, "rolled_back")
         if self.good == step and not metrics["weights_changed"]:
             self.good = step + 1  # the same weights with the next number, for instance while a critic warms up
-        return step, metrics
+        return step, metrics, group_uses(groups, assembled, failures, updated=metrics["optimizer_steps"] > 0 or bool(failures))
 
-    def _gate_rollback(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float]]:
+    def _gate_rollback(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float], dict[int, GroupUse]]:
         """Performs the rollback that the gate requested. Undone versions sampled the groups of this step, so the step consumes them."""
         request = rollback.pending_request(self.run_dir / "versions", self.registry)
         if request is None:
@@ -143,14 +147,14 @@ class Worker:
                 action=ROLLBACK,
                 what="gate",
                 reasons=(reason,),
-                groups=self.consumed[step],
+                groups=tuple(group.index for group in groups),
                 episodes=tuple(scored.episode.id for group in groups for scored in group.episodes),
                 metrics={},
             )
             self.failures.append((setback,))
-        return parent, {"rollbacks": 1.0, "weights_changed": 1.0}
+        return parent, {"rollbacks": 1.0, "weights_changed": 1.0}, _unused(groups, "rolled_back")
 
-    def _update(self, step: int, groups: tuple[Group, ...]) -> tuple[AssembledBatch, dict[str, float]]:
+    def _update(self, step: int, groups: tuple[Group, ...]) -> tuple[AssembledBatch, dict[str, float], tuple[UpdateFailure, ...]]:
         """Runs the update of a step, and records setbacks, even if the run halts because of them."""
         guard = self.updater.guard
         penalized = counted_samples(groups, longest=self.recipe.policy.max_model_len) if self.recipe.objective.kl == "k1_reward" else ()
@@ -172,7 +176,7 @@ class Worker:
         metrics |= {"groups_left_out": float(excluded), "rollbacks": 0.0}
         metrics["weights_changed"] = float(metrics["optimizer_steps"] > 0)
         metrics["tokens_captured"] = float(captured_tokens(groups, assembled.drop_reasons))
-        return assembled, metrics
+        return assembled, metrics, setbacks
 
     def _roll_back(self, step: int, to: int) -> int:
         """Undoes all steps since checkpoint `to`; returns its number.
@@ -309,18 +313,48 @@ class Worker:
             if decision == _STOP:
                 return None
             if decision == _GO:
-                indices = self.step_groups.consumed_indices(step, self.store)
-                if indices is None:
-                    raise StoreError(f"step {step}: stored groups have disappeared")
-                return self.store.take(step, indices, timeout_s=60.0)
+                indices = tuple(entry.index for entry in self.store.entries(step=step))
+                if not indices:
+                    raise StoreError(f"step {step}: assigned groups have disappeared")
+                return self.store.groups(indices)
 
     def _look(self, step: int) -> int:
+        """Assigns groups to the step if there are enough."""
         if self.stopping:
             return _STOP
-        if self.step_groups.consumed_indices(step, self.store) is not None:
-            return _GO
-        time.sleep(_POLL_S)
-        return _WAIT
+        entries = self.store.entries(first=self.order.block(self._open_block).start)
+        taken = (entry for entry in entries if entry.use is not None)
+        self._open_block = self.order.first_incomplete_block(taken, start=self._open_block)
+        indices = self.order.select(step, entries)
+        if indices is None:
+            time.sleep(_POLL_S)
+            return _WAIT
+        self.store.assign(step, indices)
+        return _GO
+
+
+def group_uses(
+    groups: Sequence[Group], assembled: AssembledBatch, failures: Sequence[UpdateFailure], *, updated: bool = True
+) -> dict[int, GroupUse]:
+    """Returns how an update used its groups: the tokens that it trained, or why it trained none.
+
+    Args:
+        updated: whether the step had optimizer steps of the policy; a critic may warm up first.
+    """
+    tokens = Counter[int]()
+    for sample in assembled.batch.samples:
+        tokens[sample.group_index] += sum(sample.loss_mask)
+    skipped = {index for failure in failures if failure.what == "policy" for index in failure.groups}
+    unused = "" if updated else "critic_warmup"
+    reasons = {index: "update_skipped" if index in skipped else unused for index in tokens} | dict(assembled.drop_reasons)
+    return {
+        group.index: GroupUse(tokens_trained=0 if reasons.get(group.index) else tokens[group.index], reason=reasons.get(group.index, ""))
+        for group in groups
+    }
+
+
+def _unused(groups: Sequence[Group], reason: str) -> dict[int, GroupUse]:
+    return {group.index: GroupUse(reason=reason) for group in groups}
 
 
 def _tokens(groups: tuple[Group, ...]) -> int:

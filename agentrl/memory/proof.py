@@ -15,7 +15,7 @@ from typing import Any
 from agentrl.base.files import complete_lines
 from agentrl.config.recipe import Recipe, load
 from agentrl.errors import UserError
-from agentrl.experience import StepGroups, open_store
+from agentrl.experience import GroupOrder, open_store
 from agentrl.memory import NoteStore, notes_to_commit
 from agentrl.memory.run_memory import ANSWERS_FILE, NOTES_FILE
 from agentrl.records import Group
@@ -30,7 +30,7 @@ _ANSWER: Mapping[str, type] = {"episode": str, "task": str, "how": list}
 class _Author:
     """An episode whose notes count, and the keys of the tasks that it may know something about."""
 
-    step: int
+    step: int | None
     knows: frozenset[str]
 
 
@@ -79,10 +79,10 @@ def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done
     if (run / "experience.sqlite").is_file() or recipe.store != "sqlite":
         store = open_store(run, recipe)
         try:
-            indices = store.indices()
-            for done, index in enumerate(indices):
-                telling(done, len(indices))
-                reads.group(store.groups([index])[0])
+            entries = store.entries()
+            for done, entry in enumerate(entries):
+                telling(done, len(entries))
+                reads.group(store.groups([entry.index])[0], step=entry.step)
         finally:
             store.close()
     for line in _lines(sorted((run / "episodes").glob("*.jsonl")), _TRANSCRIPT):
@@ -108,17 +108,15 @@ class _Reads:
     def __init__(self, recipe: Recipe) -> None:
         self.episodes = self.writers = self.readers = self.of_evaluations = self.readers_of_evaluations = 0
         self.wrong: list[str] = []
-        self._steps = StepGroups.from_config(recipe.rollout)
+        self._order = GroupOrder.from_recipe(recipe)
         self._behind = recipe.max_staleness
         self._min_score = None if recipe.memory is None else recipe.memory.min_score
         self._authors: dict[str, _Author] = {}
 
-    def group(self, group: Group) -> None:
-        """Adds a training group."""
-        step, count = (
-            self._steps.step_of(group.index),
-            {scored.episode for scored in notes_to_commit(group.episodes, min_score=self._min_score)},
-        )
+    def group(self, group: Group, *, step: int | None) -> None:
+        """Adds a training group and the learner step that took it, if any."""
+        version = max(0, self._order.block_of(group.index) - self._behind)
+        count = {scored.episode for scored in notes_to_commit(group.episodes, min_score=self._min_score)}
         for scored in group.episodes:
             episode, memo = scored.episode, scored.episode.memory
             self.episodes += 1
@@ -126,18 +124,19 @@ class _Reads:
                 continue
             self.readers += bool(memo.read)
             authors = [(name, self._authors.get(name)) for name in memo.read]
-            self.wrong += [f"{episode.id} {why}" for name, author in authors if (why := self._why(name, author, episode.task_key, step))]
+            self.wrong += [f"{episode.id} {why}" for name, author in authors if (why := self._why(name, author, episode.task_key, version))]
             if episode.id in count:
                 self.writers += 1
                 knows = frozenset([episode.task_key]).union(*(author.knows for _, author in authors if author is not None))
                 self._authors[episode.id] = _Author(step, knows)
 
-    def _why(self, name: str, author: _Author | None, task_key: str, step: int) -> str:
+    def _why(self, name: str, author: _Author | None, task_key: str, version: int) -> str:
         """Why an attempt at a task must not read a note of this author; empty if it may."""
         if author is None:
             return f"read a note of {name}, which is not an earlier training episode that counts"
-        if author.step >= max(0, step - self._behind):
-            return f"of step {step} read a note of {name}, of step {author.step}, which is later than the version that it reads"
+        if author.step is None or author.step >= version:
+            taken = "which no step has taken" if author.step is None else f"of step {author.step}"
+            return f"reads version {version} of the memory, but read a note of {name}, {taken}, which is later"
         return f"read a note of {name}, which may know the answer to its task" if task_key in author.knows else ""
 
     def evaluated(self, line: Mapping[str, Any]) -> None:

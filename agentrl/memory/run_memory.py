@@ -1,8 +1,8 @@
 """The memory of a run: the version that each group reads, the notes of evaluations, and leaked answers.
 
-Version `v` of the memory contains the notes of all steps before step `v`, from which version `v` of the policy was trained. A group of step
-`s` may start when version `s - max_staleness` serves, and reads the notes of that version. All of them are in the experience store by then.
-So the notes that an attempt finds depend only on the group's index: they are the same for all attempts of a group and in a resumed run.
+Version `v` of the memory contains the notes of all steps before step `v`, from which version `v` of the policy was trained. A group of
+block `b` may start when version `b - max_staleness` serves, and reads the notes of that version. All of them are stored by then. So the
+notes that an attempt finds depend only on the group's index: they are the same for all attempts of a group and in a resumed run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentrl.base.files import append_lines, json_line
 from agentrl.config.recipe import Recipe
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import StoreError
-from agentrl.experience import StepGroups
+from agentrl.experience import GroupOrder
 from agentrl.memory import NoteStore, StoreView, WrittenNotes, notes_to_commit
 from agentrl.protocols import EpisodeMemory, ExperienceStore
 from agentrl.records import Group, ScoredEpisode, Task, Turn
@@ -34,25 +34,25 @@ ANSWERS_FILE = "memory_answers.jsonl"
 class RunMemory:
     """The notes of a run's training episodes, in its folder."""
 
-    def __init__(self, config: MemoryConfig, folder: Path, experience: ExperienceStore, steps: StepGroups, *, max_staleness: int) -> None:
+    def __init__(self, config: MemoryConfig, folder: Path, experience: ExperienceStore, order: GroupOrder, *, max_staleness: int) -> None:
         self.config = config
         self._path = folder / NOTES_FILE
         self._experience = experience
-        self._steps = steps
+        self._order = order
         self._behind = max_staleness
         self._nothing = NoteStore(None, config)
         self._store: NoteStore | None = None  # opened by the first step; evaluations do not use it
         self._version = 0  # of the store
         self._reaching = asyncio.Lock()
 
-    def version_of(self, step: int) -> int:
-        """The memory version that the groups of a step read."""
-        return max(0, step - self._behind)
+    def version_of(self, block: int) -> int:
+        """The memory version that the groups of a block read."""
+        return max(0, block - self._behind)
 
-    async def prepare_step(self, step: int) -> None:
-        """Commits the notes that the groups of a step read. Call it once the step may start, when they are in the experience store."""
+    async def prepare_block(self, block: int) -> None:
+        """Commits the notes that the groups of a block read. Call it once the block may start, when they are in the experience store."""
         async with self._reaching:
-            wanted = self.version_of(step)
+            wanted = self.version_of(block)
             if self._store is None:
                 self._store = await asyncio.to_thread(NoteStore, self._path, self.config, behind=self._behind)
                 self._version = self._store.version
@@ -65,7 +65,7 @@ class RunMemory:
         scope."""
         if group is None:
             return StoreView(store=self._nothing, scope="none", version=0, task_key=task.key)
-        version = self.version_of(self._steps.step_of(group))
+        version = self.version_of(self._order.block_of(group))
         if self._store is None or version > self._version:
             raise StoreError(f"group {group} would read version {version} of the memory, which does not exist yet")
         return StoreView.of(self._store, task, version)
@@ -79,10 +79,10 @@ class RunMemory:
     def _written(self, step: int) -> list[WrittenNotes]:
         """The notes that a step's episodes wrote and that count. It runs on this thread, because a user-supplied store may not be
         thread-safe."""
-        indices = self._steps.consumed_indices(step, self._experience)
-        if indices is None:
-            raise StoreError(f"the notes of step {step} are missing: some of its groups are not in the experience store")
-        episodes = [one for group in self._experience.groups(indices) for one in group.episodes]
+        entries = self._experience.entries(step=step)
+        if not entries:
+            raise StoreError(f"the notes of step {step} are missing: the ledger has no groups of this step")
+        episodes = [one for group in self._experience.groups(entry.index for entry in entries) for one in group.episodes]
         return notes_to_commit(episodes, min_score=self.config.min_score)
 
 
@@ -147,11 +147,11 @@ class ReplayedMemory:
         return False, "this call was not recorded"
 
 
-def open_memory(recipe: Recipe, folder: Path, experience: ExperienceStore, steps: StepGroups) -> RunMemory | None:
+def open_memory(recipe: Recipe, folder: Path, experience: ExperienceStore, order: GroupOrder) -> RunMemory | None:
     """Opens the memory of a run; None if the recipe has none."""
     if recipe.memory is None:
         return None
-    return RunMemory(recipe.memory, folder, experience, steps, max_staleness=recipe.max_staleness)
+    return RunMemory(recipe.memory, folder, experience, order, max_staleness=recipe.max_staleness)
 
 
 def placeholder_memory(recipe: Recipe) -> EpisodeMemory | None:

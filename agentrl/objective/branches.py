@@ -27,10 +27,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from agentrl.records import Group, Trajectory
-
-TurnKey = tuple[str, int, int, tuple[int, ...], tuple[float, ...]]
-"""Identifies a sampled turn."""
+from agentrl.records import Group, Trajectory, TurnKey, turn_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +64,6 @@ def assign_shared_turns(lines: Sequence[CreditedTrajectory], *, mean: bool) -> l
         if any(trained_here and turn.completion_ids for trained_here, turn in zip(trains, line.trajectory.turns, strict=True)):
             training.append(replace(line, trains=trains, credit=credit))
     return training
-
-
-def turn_key(episode_id: str, index: int, trajectory: Trajectory, number: int) -> TurnKey:
-    """Identifies turn `number` of an episode's trajectory `index` by the episode that sampled it and by its tokens.
-
-    The tokens are needed because an episode id may be started twice. They do not suffice: attempts of a confident policy agree by chance.
-    """
-    inherited, turn = trajectory.inherited, trajectory.turns[number]
-    sampled_by = inherited[number] if number < len(inherited) else episode_id
-    return sampled_by, index, number, turn.completion_ids, turn.logprobs
 
 
 def captured_tokens(groups: Sequence[Group], dropped: Collection[int]) -> int:

@@ -37,8 +37,7 @@ from agentrl.base.scores import all_equal
 from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import RecipeError
 from agentrl.objective.advantages import STD_EPS, sample_std
-from agentrl.objective.branches import TurnKey, turn_key
-from agentrl.records import ScoredEpisode, Trajectory
+from agentrl.records import ScoredEpisode, Trajectory, TurnKey, turn_key
 
 Credit = dict[str, list[list[float]]]
 """Episode id -> [trajectory][turn]."""

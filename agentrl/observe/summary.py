@@ -68,6 +68,8 @@ class Summary(BaseModel):
     `calls`, `prompt_tokens` and `money`. Empty without judges."""
     tokens_trained: int = Field(ge=0)
     """Sampled tokens that entered the loss."""
+    tokens: dict[str, int] = {}
+    """The ledger's counts: `sampled` tokens of stored groups are `trained`, `excluded` or `open`, that is, not used by a step yet."""
     delivered_share: float | None = Field(None, ge=0)
     """Tokens that the learner received per sampled token, counted at both ends; 1 in a correct run."""
     updates_left_out: int = Field(0, ge=0)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from agentrl.records import EpisodeState, Group, ScoredEpisode
+from agentrl.records import EpisodeState, Group, GroupUse, LedgerEntry, ScoredEpisode
 
 
 class ExperienceStore(Protocol):
     """Durable storage of scored groups, written by the driver and read by the learner. Safe for concurrent processes.
 
-    The driver and every learner rank open it with its factory, which receives the run folder and the recipe. Every method raises
-    `StoreError` if the store is damaged, full or unavailable.
+    A group is stored, then assigned to a learner step, then used by it. The driver and every learner rank open the store with its
+    factory, which receives the run folder and the recipe. Every method raises `StoreError` if the store is damaged, full or unavailable.
     """
 
     def put(self, group: Group) -> bool:
@@ -22,20 +22,30 @@ class ExperienceStore(Protocol):
         """Whether a group is stored."""
         ...
 
-    def take(self, step: int, indices: Sequence[int], *, timeout_s: float) -> tuple[Group, ...]:
-        """Waits for the groups and returns them in order, without consuming them. Raises `TimeoutError`."""
+    def entries(self, *, first: int = 0, step: int | None = None) -> tuple[LedgerEntry, ...]:
+        """What is known of the stored groups without reading their episodes, in ascending order of index.
 
-    def commit(self, step: int, indices: Sequence[int], checkpoint: str) -> None:
-        """Marks groups as consumed by `step`, whose result is in `checkpoint`. Raises `StoreError` if one was consumed before."""
+        `agentrl.experience.new_entry` returns the entry of a group that no step has taken yet.
 
-    def reconcile(self, consumed: Mapping[int, Sequence[int]]) -> None:
-        """Updates the store to the checkpoint in use, after a crash. `consumed` maps steps to the groups that they consumed."""
-
-    def indices(self) -> tuple[int, ...]:
-        """The indices of all stored groups, in ascending order."""
+        Args:
+            first: smallest index.
+            step: only the groups of this learner step; None means all groups.
+        """
 
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
         """The groups in the requested order. Raises `StoreError` if one is absent or damaged."""
+
+    def assign(self, step: int, indices: Sequence[int]) -> None:
+        """Assigns groups to a learner step, which no earlier step has taken. Raises `StoreError` if one is absent or already taken.
+
+        Groups that an interrupted attempt at the step had assigned, and that are not among `indices`, become ready again.
+        """
+
+    def commit(self, step: int, uses: Mapping[int, GroupUse], checkpoint: str) -> None:
+        """Records how a step, whose result is in `checkpoint`, used its groups. Raises `StoreError` if another step has used one."""
+
+    def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
+        """Updates the ledger to the checkpoint in use, after a crash: learner step -> group index -> use. Other groups become ready."""
 
     def close(self) -> None:
         """Closes the store."""

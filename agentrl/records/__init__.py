@@ -8,13 +8,14 @@ from agentrl.records.chat import Message, ToolCall, ToolResult
 from agentrl.records.episode import MAX_AGENT_STATE_CHARS, OUTPUT_BYTES, OUTPUT_FILES, REMOVED_FILES, Episode, EpisodeState
 from agentrl.records.failure import Blame, Failure
 from agentrl.records.group import Cancelled, Group, ScoredEpisode
+from agentrl.records.ledger import GroupUse, LedgerEntry
 from agentrl.records.limits import Limits
 from agentrl.records.memo import Memo
 from agentrl.records.sampling import SamplingParams, Supports
 from agentrl.records.sandbox import MAX_SNAPSHOT_BYTES, ExecResult, SandboxSpec
 from agentrl.records.score import Score
 from agentrl.records.task import Split, Task
-from agentrl.records.trajectory import Parent, Trajectory, check_tree
+from agentrl.records.trajectory import Parent, Trajectory, TurnKey, check_tree, turn_key
 from agentrl.records.turn import CUT, Completion, Turn, VersionSpan
 from agentrl.records.version import ADAPTER, WHOLE_MODEL, PolicyVersion, Probe, SwapReport, VersionState
 
@@ -36,6 +37,8 @@ __all__ = [
     "ExecResult",
     "Failure",
     "Group",
+    "GroupUse",
+    "LedgerEntry",
     "Limits",
     "Memo",
     "Message",
@@ -55,7 +58,9 @@ __all__ = [
     "ToolResult",
     "Trajectory",
     "Turn",
+    "TurnKey",
     "VersionSpan",
     "VersionState",
     "check_tree",
+    "turn_key",
 ]

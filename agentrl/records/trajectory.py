@@ -8,6 +8,9 @@ from agentrl.records.chat import Message
 from agentrl.records.fields import Record
 from agentrl.records.turn import Turn
 
+TurnKey = tuple[str, int, int, tuple[int, ...], tuple[float, ...]]
+"""Identifies a sampled turn of a group."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parent(Record):
@@ -41,6 +44,16 @@ class Trajectory(Record):
     def own_turns(self) -> tuple[Turn, ...]:
         """The turns that this episode sampled, without those of the episode that it branched from."""
         return self.turns[len(self.inherited) :]
+
+
+def turn_key(episode_id: str, index: int, trajectory: Trajectory, number: int) -> TurnKey:
+    """Identifies turn `number` of an episode's trajectory `index` by the episode that sampled it and by its tokens.
+
+    The tokens are needed because an episode id may be started twice. They do not suffice: attempts of a confident policy agree by chance.
+    """
+    inherited, turn = trajectory.inherited, trajectory.turns[number]
+    sampled_by = inherited[number] if number < len(inherited) else episode_id
+    return sampled_by, index, number, turn.completion_ids, turn.logprobs
 
 
 def check_tree(trajectories: tuple[Trajectory, ...]) -> None:

@@ -2,8 +2,8 @@
 
     groups --(store)--> learner --(registry)--> swap --(server)--> newer groups ...
 
-A group's index determines its learner step. It may start once the server answers with version `step - max_staleness` or a newer one. This
-bound is the only synchronization.
+A group may start once the server answers with version `block - max_staleness` or a newer one, where a block has the groups of one learner
+step. The learner's next step starts when enough groups are stored (`agentrl.experience.ledger`). There is no other synchronization.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from agentrl.base.error_text import main_error, one_line_error
 from agentrl.config.recipe import Recipe
 from agentrl.errors import SwapError
 from agentrl.evaluation.held_out import HeldOutEvaluation
+from agentrl.experience.audit import LedgerCounts, count
 from agentrl.failure.digest import write_digest
 from agentrl.gate.gate import Gate, first_version_to_serve, promoted_result, serve_result
 from agentrl.gate.schedule import schedule_gate
@@ -44,24 +45,25 @@ async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, ro
     anything starts if the recipe cannot run here, and `InfrastructureError` if a part fails for good; finished work is kept.
     """
     starts = len(sessions.read_sessions(start.folder))
-    run, unfinished = None, tuple[Group, ...]()
+    run, ledger, unfinished = None, None, tuple[Group, ...]()
     try:
         async with open_run(recipe, start, checked, root=root, console=console) as run:
             try:
                 with measure.handle_interrupts(run.stop_after_step):
                     await _pipeline(run)
             finally:
-                with warn_on_error(run.folder, "counting unfinished groups"):
+                with warn_on_error(run.folder, "counting the groups of the ledger"):
                     unfinished = StepRecords.of(run).unfinished_groups()
+                    ledger = count(run.store.entries())
             run.tracker.stage("close", "learner, server and sandboxes")
     except BaseException as error:
         if run is not None:
             with warn_on_error(run.folder, "the summary and the report"):
-                _report(run, unfinished, error)
+                _report(run, unfinished, ledger, error)
         if len(sessions.read_sessions(start.folder)) > starts:  # otherwise the last session belongs to an earlier driver
             _ended(start.folder, error)
         raise
-    return _report(run, unfinished)  # last, so that it includes all stage times
+    return _report(run, unfinished, ledger)  # last, so that it includes all stage times
 
 
 async def _pipeline(run: Run) -> None:
@@ -129,14 +131,15 @@ async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
 
 
 async def _roll_out(run: Run) -> None:
-    """Starts the groups of each step as soon as they may be sampled. Groups that a resumed run already has are skipped."""
+    """Starts the groups of each block as soon as they may be sampled. Groups that a resumed run already has are skipped."""
     rollouts = Rollouts.of(run)
+    first = run.order.first_incomplete_block(run.store.entries())
     async with asyncio.TaskGroup() as running:
-        for step in range(run.served.version, run.recipe.steps):
-            await run.served.wait_version(step - run.recipe.max_staleness)
-            if step >= run.progress.stop_at:
+        for block in range(first, run.recipe.steps):
+            await run.served.wait_version(block - run.recipe.max_staleness)
+            if block >= run.progress.stop_at:
                 return
-            running.create_task(rollouts.step(step))
+            running.create_task(rollouts.block(block))
 
 
 async def _swap_versions(run: Run) -> None:
@@ -167,13 +170,13 @@ async def _swap_versions(run: Run) -> None:
             number += 1
 
 
-def _report(run: Run, unfinished: tuple[Group, ...], error: BaseException | None = None) -> Summary:
+def _report(run: Run, unfinished: tuple[Group, ...], ledger: LedgerCounts | None, error: BaseException | None = None) -> Summary:
     how = _ended(run.folder, error, interrupted=run.progress.interrupted, figures=run.fault_rate.attempt_metrics())
     with warn_on_error(run.folder, "the digest of failures"):
         write_digest(run.folder)
     backend, stages = run.sandboxes.name, run.clock.wall_s
     interrupted = how == "interrupted"
-    summary = measure.summarize(run.folder, run.recipe, stages, backend=backend, interrupted=interrupted, begun=unfinished)
+    summary = measure.summarize(run.folder, run.recipe, stages, backend=backend, interrupted=interrupted, begun=unfinished, ledger=ledger)
     summary.write(run.folder)
     with warn_on_error(run.folder, f"the report (write it again with: agentrl report {run.folder})"):
         write_report(run.folder)

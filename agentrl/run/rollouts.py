@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.base import user_code
 from agentrl.errors import StoreError, UserError
-from agentrl.experience import FolderCheckpoints, StepGroups
+from agentrl.experience import FolderCheckpoints, GroupOrder, new_entry
 from agentrl.failure import Capture, Quarantine
 from agentrl.memory.run_memory import RunMemory, record_answer_leaks
 from agentrl.protocols import ExperienceStore, Tracker
@@ -30,7 +30,7 @@ class Rollouts:
     folder: Path
     max_staleness: int
     tasks: GroupTasks
-    steps: StepGroups
+    order: GroupOrder
     runner: GroupRunner
     store: ExperienceStore
     checkpoints: FolderCheckpoints
@@ -46,7 +46,7 @@ class Rollouts:
             folder=run.folder,
             max_staleness=run.recipe.max_staleness,
             tasks=run.group_tasks,
-            steps=run.step_groups,
+            order=run.order,
             runner=run.groups,
             store=run.store,
             checkpoints=run.checkpoints,
@@ -56,29 +56,30 @@ class Rollouts:
             tracker=run.tracker,
         )
 
-    async def prepare_step(self, step: int) -> None:
-        """Brings notes and task weights up to date for the groups of a step. Call it once the step may start."""
+    async def prepare_block(self, block: int) -> None:
+        """Brings notes and task weights up to date for the groups of a block. Call it once the block may start."""
         if self.memory is not None:
-            await self.memory.prepare_step(step)
-        await self.tasks.prepare_step(step)
+            await self.memory.prepare_block(block)
+        await self.tasks.prepare_block(block)
 
-    async def step(self, step: int) -> None:
-        """Runs the groups of a step that are not stored yet, plus one for each without a preference, up to the recipe's limit."""
-        await self.prepare_step(step)
-        waiting = iter(self.steps.indices(step))
+    async def block(self, number: int) -> None:
+        """Runs the groups of a block that are not stored yet, plus one for each without a preference, up to the recipe's limit."""
+        await self.prepare_block(number)
+        indices = self.order.block(number)
+        waiting, stored = iter(indices), {entry.index: entry for entry in self.store.entries(first=indices.start)}
 
         async def run_next(index: int) -> None:
-            group = self.store.groups([index])[0] if self.store.has(index) else await self.group(index)
-            if not self.steps.preference(group) and (extra := next(waiting, None)) is not None:
+            entry = stored.get(index) or new_entry(await self.group(index))
+            if not self.order.has_preference(entry) and (extra := next(waiting, None)) is not None:
                 running.create_task(run_next(extra))
 
         async with asyncio.TaskGroup() as running:
-            for index in islice(waiting, self.steps.per_step):
+            for index in islice(waiting, self.order.per_step):
                 running.create_task(run_next(index))
 
     async def group(self, index: int) -> Group:
         """Samples, scores and stores group `index`, and reports it to the tracker."""
-        step = self.steps.step_of(index)
+        step = self.order.block_of(index)
         group, task = await self._sample(index, step)
         group = self._stored(group)
         self.checkpoints.remove_group(index)
@@ -89,7 +90,7 @@ class Rollouts:
             self.tasks.record(task, group)
             if alert := record_answer_leaks(self.folder, task, group.episodes, phase="train", step=step):
                 self.tracker.alert(alert)
-            if index == self.steps.indices(step)[0]:
+            if index == self.order.block(step).start:
                 example = transcript(task, group.episodes[0], phase="train", step=step)
                 append_transcripts(self.folder / "episodes" / "train.jsonl", [example])
         return group
@@ -106,7 +107,9 @@ class Rollouts:
             return excluded_group(index, f"task of group {index}", f"group {index}", task_fault(error), size=size), None
         if (fault := self.quarantine.known_fault(task.key)) is not None:
             return excluded_group(index, task.id, task.key, fault, size=size), task
-        return await self.runner.run_group(index, task, oldest_version=step - self.max_staleness), task
+        # With oldest_first, late groups are trained too, so an interrupted attempt continues whatever version it started with.
+        oldest_version = 0 if self.order.oldest_first and self.max_staleness else step - self.max_staleness
+        return await self.runner.run_group(index, task, oldest_version=oldest_version), task
 
     def _stored(self, group: Group) -> Group:
         """Stores the group, or an excluded group if it cannot be serialized. A `StoreError`, such as a full disk, ends the run."""

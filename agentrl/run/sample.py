@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import append_lines, json_line, write_atomically
-from agentrl.base.scores import is_at_least
+from agentrl.base.scores import all_equal, is_at_least
 from agentrl.config.recipe import Recipe, RolloutConfig
 from agentrl.errors import UserError
 from agentrl.evaluation.compute import CountedAttempt, compute_curves, pass_at_attempt_counts
 from agentrl.evaluation.splits import SOLVED_SCORE, SplitEvaluation
-from agentrl.experience import StepGroups
-from agentrl.experience.steps import has_preference
+from agentrl.experience import GroupOrder
 from agentrl.failure.digest import write_digest
 from agentrl.observe.exclusions import count_exclusions, merge_counts
 from agentrl.observe.stats import Rate, format_duration
@@ -61,7 +60,7 @@ class AttemptTotals:
             self.scores[group.task_key].append(value)
             self.tries[group.task_key].append(CountedAttempt(passed=is_at_least(value, SOLVED_SCORE), tokens=one.episode.completion_tokens))
         self.left_out_reasons = merge_counts(self.left_out_reasons, count_exclusions(group.episodes))
-        self.differ += has_preference(group, min_group_size=min_group_size)
+        self.differ += len(group.scored) >= min_group_size and not all_equal(one.score.value or 0.0 for one in group.scored)
 
     @property
     def tasks(self) -> int:
@@ -136,7 +135,7 @@ async def sample(
         groups: None means as many as before, or `DEFAULT_GROUPS`. Raises `UserError` for fewer than before.
     """
     requested = _asked(start.folder, groups)
-    async with open_run(recipe, start, checked, root=root, console=console, steps=StepGroups.single_step(recipe.rollout)) as run:
+    async with open_run(recipe, start, checked, root=root, console=console, order=GroupOrder.single_block(recipe.rollout)) as run:
         write_atomically(start.folder / SAMPLE_FILE, json.dumps({"groups": requested}) + "\n")
         with measure.handle_interrupts(run.stop_after_step, in_hand="the groups"):
             if missing := [index for index in range(requested) if not run.store.has(index)]:
@@ -176,7 +175,7 @@ async def _served(run: Run, indices: Sequence[int]) -> None:
 async def sample_groups(run: Run, indices: Sequence[int]) -> None:
     """Samples these groups in order, as many at once as keep all slots busy, and starts none after an interrupt."""
     rollouts, rollout = Rollouts.of(run), run.recipe.rollout
-    await rollouts.prepare_step(0)
+    await rollouts.prepare_block(0)
     waiting, began, done = iter(indices), time.monotonic(), 0
     every = math.ceil(len(indices) / _REPORTS)
     goal = f"{len(indices)} groups of {rollout.group_size}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.config.recipe import Recipe
 from agentrl.evaluation.held_out import HeldOutEvaluation
-from agentrl.experience import StepGroups
+from agentrl.experience import GroupOrder
 from agentrl.failure import FaultRate
 from agentrl.memory.run_memory import memory_metrics
 from agentrl.protocols import ExperienceStore, PolicyServer, Tracker, VersionRegistry
@@ -46,7 +46,7 @@ class StepRecords:
     recipe: Recipe
     folder: Path
     progress: Progress
-    steps: StepGroups
+    order: GroupOrder
     store: ExperienceStore
     registry: VersionRegistry
     served: PolicyServer
@@ -62,7 +62,7 @@ class StepRecords:
             recipe=run.recipe,
             folder=run.folder,
             progress=run.progress,
-            steps=run.step_groups,
+            order=run.order,
             store=run.store,
             registry=run.registry,
             served=run.served,
@@ -99,17 +99,20 @@ class StepRecords:
                 self._record(version, self._metrics(version, None))
 
     def unfinished_groups(self) -> tuple[Group, ...]:
-        """The stored groups of steps that are not recorded."""
+        """The stored groups of steps that are not recorded, and those that no step has taken."""
         known = measure.recorded_steps(self.folder)
-        return self.store.groups(index for index in self.store.indices() if self.steps.step_of(index) + 1 not in known)
+        return self.store.groups(entry.index for entry in self.store.entries() if entry.step is None or entry.step + 1 not in known)
 
     def _metrics(self, version: PolicyVersion, report: SwapReport | None) -> dict[str, float]:
         step, now = version.number - 1, time.monotonic()
-        groups = self.store.groups(index for index in self.steps.indices(step) if self.store.has(index))
+        entries = self.store.entries(step=step)
+        groups = self.store.groups(entry.index for entry in entries)
         wall_s = None if self.progress.last_step_at is None else now - self.progress.last_step_at
         metrics = measure.step_metrics(groups, self.folder / version.folder, report, step=step, wall_s=wall_s)
-        if self.steps.extra:
-            metrics["groups_extra"] = len(groups) - self.steps.per_step
+        if self.order.extra:
+            metrics["groups_extra"] = len(groups) - self.order.per_step
+        late = (entry.oldest_version is not None and step - entry.oldest_version > self.recipe.max_staleness for entry in entries)
+        metrics["groups_late"] = sum(late)
         measure.record_excluded(self.folder, version.number, groups)
         if wall_s is not None:
             self.progress.last_step_at = now

@@ -23,6 +23,7 @@ from agentrl.base.user_code import HOLD_S, printable
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
 from agentrl.evaluation.splits import SplitEvaluation
+from agentrl.experience.audit import LedgerCounts
 from agentrl.failure import overlap, quarantine
 from agentrl.failure.digest import failures_by_tag
 from agentrl.gate.verdict import read_verdicts
@@ -284,9 +285,21 @@ def read_evaluation(folder: Path, phase: str) -> dict[str, dict[str, Any]]:
 
 
 def summarize(
-    folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, backend: str, interrupted: bool, begun: Sequence[Group] = ()
+    folder: Path,
+    recipe: Recipe,
+    wall_s: Mapping[str, float],
+    *,
+    backend: str,
+    interrupted: bool,
+    begun: Sequence[Group] = (),
+    ledger: LedgerCounts | None = None,
 ) -> Summary:
-    """Returns the summary of a run folder, finished or not. `begun`: the stored groups of unfinished steps."""
+    """Returns the summary of a run folder, finished or not.
+
+    Args:
+        begun: the stored groups of unfinished steps.
+        ledger: the counts of the run's ledger; None if it cannot be read.
+    """
     evaluations = folder / "evaluations.json"
     phases: dict[str, Any] = json.loads(evaluations.read_text()) if evaluations.exists() else {}
     steps = _steps(folder / "metrics.jsonl")
@@ -320,6 +333,7 @@ def summarize(
         tasks_quarantined=quarantine.count_quarantined(folder),
         tasks_withheld=overlap.count_withheld(folder),
         judges=judge_costs(folder),
+        tokens={} if ledger is None else ledger.tokens,
         delivered_share=total("tokens_delivered") / captured if (captured := total("tokens_captured")) else None,
         **_update_failures(folder),
         weight_swaps=len(stalls),

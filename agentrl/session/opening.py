@@ -19,7 +19,7 @@ from agentrl.base.processes import raise_file_limit, rare_collections
 from agentrl.cluster.gpus import Placement
 from agentrl.config.recipe import Recipe
 from agentrl.evaluation.replay import check_start_tokens
-from agentrl.experience import FolderCheckpoints, StepGroups, open_store
+from agentrl.experience import FolderCheckpoints, GroupOrder, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.failure.case import Suite
 from agentrl.failure.overlap import WithholdingLog
@@ -91,7 +91,7 @@ class Run:
     served: PolicyServer
     groups: GroupRunner
     group_tasks: GroupTasks
-    step_groups: StepGroups
+    order: GroupOrder
     learner: LearnerProcess
     judges: JudgeServers
     suite: Suite | None = None  # of the gate
@@ -130,12 +130,12 @@ class Run:
 
 @asynccontextmanager
 async def open_run(
-    recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, console: bool, steps: StepGroups | None = None
+    recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, console: bool, order: GroupOrder | None = None
 ) -> AsyncIterator[Run]:
     """Runs the slow checks, then opens the parts of a run. Closes them in reverse order.
 
     Args:
-        steps: the groups of each step; None means those of the recipe.
+        order: which groups the run samples, and in which order the learner takes them; None means those of the recipe.
     """
     raise_file_limit()
     async with rare_collections(), closing_stack(start.folder) as stack:
@@ -143,7 +143,7 @@ async def open_run(
         stack.push_async_callback(sandboxes.close)
         chat, tools = await _check_slowly(recipe, start.folder, checked, sandboxes, root=root)
         _write_folder(recipe, start, checked, tools, root=root)
-        yield await _open_parts(stack, recipe, start, checked, sandboxes, chat, tools, root, console, steps)
+        yield await _open_parts(stack, recipe, start, checked, sandboxes, chat, tools, root, console, order)
 
 
 async def _check_slowly(
@@ -185,13 +185,13 @@ async def _open_parts(
     tools: RunTools,
     root: Path,
     console: bool,
-    steps: StepGroups | None,
+    order: GroupOrder | None,
 ) -> Run:
-    folder, steps = start.folder, steps or StepGroups.from_config(recipe.rollout)
+    folder, order = start.folder, order or GroupOrder.from_recipe(recipe)
     clock = StageClock(began=start.began)
     tracker = await _open_tracker(stack, recipe, folder, clock, console=console)
     _report_preparation(tracker, chat, checked)
-    store, checkpoints, memory = _open_experience(stack, recipe, folder, steps)
+    store, checkpoints, memory = _open_experience(stack, recipe, folder, order)
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, alert=tracker.alert)
     pace = restore_pace(recipe, folder)
     stack.callback(save_pace, pace, recipe, folder)
@@ -217,8 +217,8 @@ async def _open_parts(
         sandboxes=sandboxes,
         served=served,
         groups=groups,
-        group_tasks=GroupTasks(recipe, folder, store, schedule, steps),
-        step_groups=steps,
+        group_tasks=GroupTasks(recipe, folder, store, schedule, order),
+        order=order,
         learner=learner,
         judges=judges,
         suite=checked.suite,
@@ -254,14 +254,14 @@ def _open_capture(stack: AsyncExitStack, recipe: Recipe, folder: Path) -> Captur
 
 
 def _open_experience(
-    stack: AsyncExitStack, recipe: Recipe, folder: Path, steps: StepGroups
+    stack: AsyncExitStack, recipe: Recipe, folder: Path, order: GroupOrder
 ) -> tuple[ExperienceStore, FolderCheckpoints, RunMemory | None]:
     store = open_store(folder, recipe)
     stack.callback(store.close)
     checkpoints = FolderCheckpoints(folder / "running")
     for index in filter(store.has, checkpoints.groups()):  # the driver died after storing it
         checkpoints.remove_group(index)
-    memory = open_memory(recipe, folder, store, steps)
+    memory = open_memory(recipe, folder, store, order)
     if memory is not None:
         stack.callback(memory.close)
     return store, checkpoints, memory

@@ -17,7 +17,7 @@ from agentrl.base.scores import ROUNDING, all_equal, all_negligible, exact_fract
 from agentrl.config import ObjectiveConfig, build
 from agentrl.evaluation.comparison import compare
 from agentrl.evaluation.results import attempt_passes
-from agentrl.experience.steps import has_preference
+from agentrl.experience import new_entry
 from agentrl.failure.capture import CaptureReason, capture_reason
 from agentrl.gate.rule import GateRule, apply_rule
 from agentrl.objective import assemble, batch_advantages
@@ -110,7 +110,7 @@ def test_turns_rewarded_alike_have_no_advantages() -> None:
 
 def test_groups_without_a_preference_are_the_same_for_all_that_ask() -> None:
     noise, real = group(*HALVES), group(0.5, 0.5 + 1e-6)
-    assert not has_preference(noise, min_group_size=2) and has_preference(real, min_group_size=2)
+    assert not new_entry(noise).has_spread and new_entry(real).has_spread
     assert not taught(0, scores=HALVES).has_spread and taught(0, scores=(0.5, 0.5 + 1e-6)).has_spread
     race, began = raced([*HALVES[:2], 1.0, 1.0], size=4, first=2)
     assert began == [0, 1] and len(race.counted) == 2

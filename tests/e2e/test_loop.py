@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 
 import pytest
 
 from agentrl.failure.collection import Collection
+from tests.ledgers import assert_every_group_taken_once
 
 from .conftest import SMALL, descendants, interrupt, start, steps_logged, summary, wait_for
 
@@ -56,9 +56,7 @@ def test_a_run_survives_a_dead_server_a_dead_rank_and_interrupts(tmp_path: Path)
     assert found["finished"] and (found["steps"], found["weight_swaps"], found["episodes_left_out"]) == (STEPS, STEPS, 0)
     assert found["heldout_after"]["n"] == 12
     assert steps_logged(run) == list(range(1, STEPS + 1))
-    with sqlite3.connect(run / "experience.sqlite") as store:
-        consumed = store.execute("SELECT idx, step FROM consumed ORDER BY idx").fetchall()
-    assert consumed == [(index, index // 4) for index in range(4 * STEPS)]
+    assert_every_group_taken_once(run, steps=STEPS, per_step=4)
     _its_failures_are_captured(run, found["failures"])
 
 

@@ -13,6 +13,7 @@ from agentrl.gate.verdict import GateOutcome, read_verdicts
 from agentrl.records import Split, VersionState
 from agentrl.version import FolderRegistry
 from sandboxes.tables import Tables
+from tests.ledgers import consumed, indices
 
 from .conftest import SMALL, descendants, start, steps_logged, summary, wait_for
 
@@ -54,7 +55,7 @@ def test_a_lora_run_survives_dead_servers_and_uses_the_gates_own_server(tmp_path
     for line in lines.values():  # up to two more groups for those without a preference
         assert line["groups_extra"] == line["episodes"] / 4 - 4 == min(2, line["groups_without_signal"])
     store = SqliteStore(run / "experience.sqlite")
-    assert set(store.consumed()) == set(store.indices()), "every group was consumed, also across the death of the server"
+    assert set(consumed(store)) == set(indices(store)), "every group was consumed, also across the death of the server"
     store.close()
     for number in (1, 2, 3):
         version = run / f"versions/{number:06d}"

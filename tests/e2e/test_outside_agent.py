@@ -11,6 +11,7 @@ import pytest
 from agentrl.experience import SqliteStore
 from agentrl.objective import counted_samples
 from agentrl.records import Group
+from tests.ledgers import indices
 
 from .conftest import SMALL, agentrl, summary
 
@@ -31,7 +32,7 @@ def test_an_outside_program_is_trained_on_exactly_its_tokens(tmp_path: Path, for
     assert (found["steps"], found["episodes_left_out"], found["delivered_share"]) == (1, 0, 1.0)
     [step] = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "episodes" in line]
     store = SqliteStore(run / "experience.sqlite")
-    groups = store.groups(store.indices())
+    groups = store.groups(indices(store))
     store.close()
     episodes = [scored.episode for group in groups for scored in group.episodes]
     assert {one.trajectories[0].stop_reason for one in episodes} <= {"answered", "failed", "turn_limit"}

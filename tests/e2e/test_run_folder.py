@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import sqlite3
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.ledgers import assert_every_group_taken_once
 
 from .conftest import ROOT, SMALL, agentrl, descendants, start, steps_logged, summary, wait_for
 
@@ -75,6 +76,4 @@ def test_two_drivers_a_full_disk_and_a_killed_driver_lose_no_step(small_disk: Pa
     last = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert last.returncode == 0, last.stdout + last.stderr
     assert summary(run)["finished"] and steps_logged(run) == [1, 2, 3, 4, 5, 6]
-    with sqlite3.connect(run / "experience.sqlite") as store:
-        consumed = store.execute("SELECT idx, step FROM consumed ORDER BY idx").fetchall()
-    assert consumed == [(index, index // 4) for index in range(24)]
+    assert_every_group_taken_once(run, steps=6, per_step=4)

@@ -11,6 +11,7 @@ import pytest
 from agentrl.base.files import read_json_lines
 from agentrl.experience import SqliteStore
 from agentrl.records import Group
+from tests.ledgers import indices
 
 from .conftest import agentrl, start, wait_for
 
@@ -23,7 +24,7 @@ SMALL = ("rollout.group_size=4", "rollout.concurrency=4")
 def stored(run: Path) -> dict[int, Group]:
     store = SqliteStore(run / "experience.sqlite")
     try:
-        return {index: store.groups([index])[0] for index in store.indices()}
+        return {index: store.groups([index])[0] for index in indices(store)}
     finally:
         store.close()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.experience import SqliteStore
+from tests.ledgers import indices
 
 from .conftest import agentrl, summary
 
@@ -29,7 +30,7 @@ def test_every_token_of_sub_agents_and_summaries_is_trained_once(tmp_path: Path,
     assert step["tokens_captured"] == step["tokens_delivered"] == step["tokens_trained"] > 0
     assert abs(step["ratio_mean"] - 1) < 1e-3, "the learner gives these tokens the probability that they were sampled with"
     store = SqliteStore(run / "experience.sqlite")
-    groups = store.groups(store.indices())
+    groups = store.groups(indices(store))
     store.close()
     lines = [line for group in groups for one in group.episodes for line in one.episode.trajectories]
     agents = Counter(line.agent for line in lines)

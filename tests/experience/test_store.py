@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from agentrl.errors import StoreError
-from agentrl.experience import SqliteStore
+from agentrl.experience import SqliteStore, new_entry
 from agentrl.experience import store as store_module
 from agentrl.protocols import ExperienceStore
-from agentrl.records import Episode, Group, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
+from agentrl.records import Episode, Group, GroupUse, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
 from tests.forking import FORKS
+from tests.ledgers import consumed, indices
 
 
 def make_group(index: int, note: str = "") -> Group:
@@ -47,7 +48,7 @@ def store(tmp_path: Path):
 def test_groups_are_returned_equal_and_in_the_given_order(store: SqliteStore) -> None:
     face: ExperienceStore = store
     assert [face.put(make_group(index)) for index in (2, 0, 1)] == [True] * 3
-    assert store.indices() == (0, 1, 2)
+    assert indices(store) == (0, 1, 2)
     assert store.has(1) and not store.has(7)
     assert store.groups([2, 0]) == (make_group(2), make_group(0))
     with pytest.raises(StoreError, match=r"not in .*: 9"):
@@ -83,45 +84,6 @@ def test_of_several_processes_that_put_the_same_index_one_wins(tmp_path: Path) -
     for name, mine in claims.items():  # the winner's bytes are the ones stored
         assert store.groups(mine) == tuple(make_group(index, name) for index in mine)
     store.close()
-
-
-def test_take_waits_for_another_writer_and_does_not_consume(store: SqliteStore) -> None:
-    other = SqliteStore(store.path)
-    store.put(make_group(0))
-    writer = threading.Timer(0.15, other.put, args=(make_group(1),))
-    writer.start()
-    assert store.take(0, [1, 0], timeout_s=120) == (make_group(1), make_group(0))
-    writer.join()
-    other.close()
-    assert store.consumed() == {}
-
-
-def test_take_with_no_time_looks_once(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "monotonic", lambda: 5.0)  # a clock that stands still: the wait ends at its deadline
-    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"it waits {seconds} s"))
-    with pytest.raises(TimeoutError, match=r"step 0: after 0 s, 1 of 1 groups are missing: 0$"):
-        store.take(0, [0], timeout_s=0)
-    store.put(make_group(0))
-    assert store.take(0, [0], timeout_s=0) == (make_group(0),)
-
-
-def test_take_polls_less_and_less_often_and_never_past_its_deadline(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, pauses = [100.0], list[float]()
-
-    def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        clock[0] += seconds
-        assert len(pauses) < 50, "without busy waiting"
-
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(time, "sleep", sleep)
-    with pytest.raises(TimeoutError):
-        store.take(0, [0], timeout_s=1.0)
-    assert sum(pauses) == pytest.approx(1.0)
-    rising, (last_whole, last) = pauses[:-2], pauses[-2:]
-    assert [later / earlier for earlier, later in itertools.pairwise(rising[:4])] == pytest.approx([2.0, 2.0, 2.0])
-    assert 0.001 <= rising[0] <= 0.05
-    assert max(pauses) == last_whole <= 0.25 and last <= last_whole, "a stored group is seen within a quarter of a second"
 
 
 def test_names_of_missing_groups_are_bounded(store: SqliteStore) -> None:
@@ -188,32 +150,56 @@ def test_a_file_system_without_shared_memory_is_refused(tmp_path: Path, monkeypa
         SqliteStore(tmp_path / "experience.sqlite")
 
 
-def test_take_ends_at_its_deadline_and_names_what_is_missing(store: SqliteStore) -> None:
-    store.put(make_group(0))
-    start = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"step 3: .* 2 of 3 groups are missing: 1, 2"):
-        store.take(3, [0, 1, 2], timeout_s=0.2)
-    assert 0.2 <= time.monotonic() - start < 60  # without a deadline it would wait for ever
+def used(*indices: int, tokens: int = 2) -> dict[int, GroupUse]:
+    return dict.fromkeys(indices, GroupUse(tokens_trained=tokens))
 
 
-def test_a_group_is_consumed_once_and_a_refused_commit_changes_nothing(store: SqliteStore) -> None:
+def test_a_group_is_taken_once_and_a_rejected_commit_changes_nothing(store: SqliteStore) -> None:
     for index in range(4):
         store.put(make_group(index))
-    store.commit(0, [0, 1], "checkpoints/000001")
-    with pytest.raises(StoreError, match="step 1 would consume group 1 again: step 0 consumed it"):
-        store.commit(1, [2, 1], "checkpoints/000002")
-    with pytest.raises(StoreError, match="consume group 2 again"):
-        store.commit(1, [2, 2], "checkpoints/000002")
-    with pytest.raises(StoreError, match=r"not in .*: 9"):
-        store.commit(1, [3, 9], "checkpoints/000002")
-    assert store.consumed() == {0: 0, 1: 0}
+    store.commit(0, used(0, 1), "checkpoints/000001")
+    for take in (lambda some: store.assign(1, tuple(some)), lambda some: store.commit(1, some, "checkpoints/000002")):
+        with pytest.raises(StoreError, match="step 1 would take group 1 again: step 0 has taken it"):
+            take(used(2, 1))
+        with pytest.raises(StoreError, match=r"not in .*: 9"):
+            take(used(3, 9))
+    with pytest.raises(StoreError, match="take group 2 again"):
+        store.assign(1, [2, 2])
+    with pytest.raises(StoreError, match="take group 0 again"):
+        store.commit(0, used(0), "checkpoints/000001")
+    assert consumed(store) == {0: 0, 1: 0}
+
+
+def test_a_group_is_ready_then_assigned_then_used(store: SqliteStore) -> None:
+    for index in (5, 2, 4):
+        store.put(make_group(index))
+    assert store.entries() == tuple(new_entry(make_group(index)) for index in (2, 4, 5))
+    store.assign(0, [5, 4])
+    assert [(entry.index, entry.step, entry.state) for entry in store.entries(first=3)] == [(4, 0, "assigned"), (5, 0, "assigned")]
+    store.assign(0, [2, 4])  # the attempt at the step was interrupted and selects again
+    assert [entry.state for entry in store.entries()] == ["assigned", "assigned", "ready"]
+    store.commit(0, {2: GroupUse(tokens_trained=2), 4: GroupUse(reason="all_equal")}, "checkpoints/000001")
+    assert [entry.index for entry in store.entries(step=0)] == [2, 4] and store.entries(step=1) == ()
+    assert [(entry.state, entry.tokens_open, entry.tokens_excluded) for entry in store.entries()] == [
+        ("trained", 0, 0),
+        ("excluded", 0, 2),
+        ("ready", 2, 0),
+    ]
+    assert store.entries()[1].use == GroupUse(reason="all_equal")
+
+
+def test_a_damaged_row_of_the_ledger_is_a_store_error(store: SqliteStore) -> None:
+    store.put(make_group(0))
+    store._connection.execute("UPDATE groups SET counted = 'many'")
+    with pytest.raises(StoreError, match=r"a row of the ledger in .* is damaged"):
+        store.entries()
 
 
 def _commit(path: str, step: int, barrier, result) -> None:
     store = SqliteStore(path)
     barrier.wait(300)
     try:
-        store.commit(step, [0, 1, 2], f"checkpoint{step}")
+        store.commit(step, used(0, 1, 2), f"checkpoint{step}")
         result.put((step, True))
     except StoreError:
         result.put((step, False))
@@ -234,36 +220,40 @@ def test_of_two_learners_that_commit_the_same_groups_one_wins(tmp_path: Path) ->
         process.join(300)
     assert sorted(outcome.values()) == [False, True]
     winner = next(step for step, won in outcome.items() if won)
-    assert store.consumed() == {0: winner, 1: winner, 2: winner}
+    assert consumed(store) == {0: winner, 1: winner, 2: winner}
     store.close()
 
 
 def test_reconcile_makes_the_store_agree_with_the_checkpoint(store: SqliteStore) -> None:
-    for index in range(6):
+    for index in range(7):
         store.put(make_group(index))
-    store.commit(0, [0, 1], "a")
-    store.commit(1, [2, 3], "b")
-    # The checkpoint in use knows step 0 (with another split) and a step 1 that consumed group 4; steps 2, 3 never happened.
-    store.reconcile({0: [0], 1: [1, 4]})
-    assert store.consumed() == {0: 0, 1: 1, 4: 1}
-    assert store.indices() == tuple(range(6))
-    store.commit(2, [2, 3], "c")
+    store.commit(0, used(0, 1), "a")
+    store.commit(1, used(2, 3), "b")
+    store.assign(2, [5, 6])
+    # The checkpoint in use knows step 0 (with another split) and a step 1 that took group 4; steps 2, 3 never happened.
+    store.reconcile({0: used(0), 1: used(1, 4, tokens=1)})
+    assert consumed(store) == {0: 0, 1: 1, 4: 1}
+    assert [entry.use and entry.use.tokens_trained for entry in store.entries()] == [2, 1, None, None, 1, None, None]
+    assert {entry.index for entry in store.entries() if entry.state == "ready"} == {2, 3, 5, 6}
+    store.assign(2, [2, 3])
+    store.reconcile({0: used(0), 1: used(1, 4), 2: used(2, 3)})  # the checkpoint was written, the commit was not
+    assert consumed(store) == {0: 0, 1: 1, 2: 2, 3: 2, 4: 1}
     store.reconcile({})
-    assert store.consumed() == {}
-    with pytest.raises(StoreError, match="steps 0 and 1 both consumed group 2"):
-        store.reconcile({0: [2], 1: [2]})
+    assert consumed(store) == {}
+    with pytest.raises(StoreError, match="steps 0 and 1 both took group 2"):
+        store.reconcile({0: used(2), 1: used(2)})
 
 
 _WRITER = """
 import sys
-from agentrl.experience import SqliteStore
+from agentrl.experience import SqliteStore, new_entry
 sys.path.insert(0, sys.argv[2])
-from test_store import make_group
+from test_store import make_group, used
 store = SqliteStore(sys.argv[1])
 for index in range(100_000):
     store.put(make_group(index))
     if index % 2:
-        store.commit(index // 2, [index - 1, index], f"checkpoint{index // 2}")
+        store.commit(index // 2, used(index - 1, index), f"checkpoint{index // 2}")
     print(index, flush=True)  # said only once it is durable
 """
 
@@ -283,12 +273,12 @@ def test_kill_9_in_the_middle_loses_nothing_that_was_acknowledged(tmp_path: Path
     last = int(rest[-1]) if rest else last
 
     store = SqliteStore(path)
-    stored = store.indices()
+    stored = indices(store)
     assert stored[: last + 1] == tuple(range(last + 1)) and len(stored) <= last + 2
     assert store.groups(stored) == tuple(make_group(index) for index in stored)
-    consumed = store.consumed()
-    assert all(consumed[index] == index // 2 for index in range(last + last % 2))
-    assert len(consumed) % 2 == 0, "a commit is whole or not there"
+    steps = consumed(store)
+    assert all(steps[index] == index // 2 for index in range(last + last % 2))
+    assert len(steps) % 2 == 0, "a commit is whole or not there"
     assert store.put(make_group(len(stored)))  # and the store still works
     store.close()
 
@@ -299,7 +289,7 @@ def test_a_full_disk_is_a_store_error_with_the_fix_and_loses_nothing(store: Sqli
     noise = random.Random(0).randbytes(60_000).hex()
     with pytest.raises(StoreError, match=r"disk is full\n  fix: free space"):
         store.put(make_group(1, noise))
-    assert store.groups(store.indices()) == (make_group(0),)
+    assert store.groups(indices(store)) == (make_group(0),)
     store._connection.execute("PRAGMA max_page_count = 1000000")
     assert store.put(make_group(1, noise))
 
@@ -334,7 +324,7 @@ def test_a_file_that_is_not_a_store_of_this_version_is_left_alone(tmp_path: Path
         SqliteStore(foreign)
     with sqlite3.connect(foreign) as raw:  # agentrl 0.1 files are identified by these four bytes
         raw.execute("PRAGMA application_id = 0x41475258")
-        raw.execute("PRAGMA user_version = 1")
+        raw.execute("PRAGMA user_version = 2")
         raw.execute("DROP TABLE groups")
     raw.close()
     SqliteStore(foreign).close()
@@ -354,7 +344,7 @@ def test_a_file_that_is_not_a_store_of_this_version_is_left_alone(tmp_path: Path
 @pytest.mark.parametrize(
     "statement",
     [
-        "CREATE TRIGGER t AFTER INSERT ON groups BEGIN DELETE FROM consumed; END",
+        "CREATE TRIGGER t AFTER INSERT ON groups BEGIN DELETE FROM taken; END",
         "CREATE VIEW v AS SELECT * FROM groups",
         "CREATE TABLE t (idx INTEGER PRIMARY KEY)",
     ],
@@ -383,7 +373,7 @@ def test_a_lock_held_too_long_ends_the_wait(tmp_path: Path) -> None:
     holder.execute("BEGIN IMMEDIATE")
     with pytest.raises(StoreError, match="locked it for too long"):
         store.put(make_group(0))
-    assert store.indices() == ()  # readers are not blocked
+    assert indices(store) == ()  # readers are not blocked
     holder.execute("ROLLBACK")
     holder.close()
     assert store.put(make_group(0))

@@ -18,12 +18,12 @@ import pytest
 from agentrl.base.files import sha256_file
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import DiskFull, LearnerError, LearnerHalted, SwapError, UserError
-from agentrl.experience import SqliteStore, StepGroups
+from agentrl.experience import GroupOrder, SqliteStore
 from agentrl.failure import Capture, FaultRate
 from agentrl.learner.failure_log import UpdateFailureLog
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.observe import RunTracker, write_report
-from agentrl.records import Episode, Group, PolicyVersion, Probe, Score, ScoredEpisode, SwapReport, VersionState, codec
+from agentrl.records import Episode, Group, GroupUse, PolicyVersion, Probe, Score, ScoredEpisode, SwapReport, VersionState, codec
 from agentrl.rollout import Pace
 from agentrl.run import loop, supervise
 from agentrl.serving import supervisor
@@ -89,6 +89,8 @@ async def opened(run_dir: Path) -> Any:
     for index in range(6):
         episode = Episode(id=f"e{index}", task_id="t", task_key="k", trajectories=())
         store.put(Group(index=index, task_id="t", task_key="k", episodes=(ScoredEpisode(episode=episode, score=Score(value=1.0)),)))
+    for step in range(6):
+        store.commit(step, {step: GroupUse()}, "checkpoint")
     base = publish(registry, 0, None, b"base")
     policy = supervisor.SupervisedServer(RECIPE, run_dir, registry)
     await policy.start(base)
@@ -99,7 +101,7 @@ async def opened(run_dir: Path) -> Any:
         progress=Progress(stop_at=4, last_step_at=time.monotonic()),
         base_version=base,
         capture=Capture(run_dir, RECIPE.capture, origin={}),
-        step_groups=StepGroups.from_config(RECIPE.rollout),
+        order=GroupOrder.from_recipe(RECIPE),
         groups=SimpleNamespace(runner=SimpleNamespace(pace=Pace())),
         judges=JudgeServers(RECIPE, {}, folder=run_dir),
     )

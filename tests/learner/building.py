@@ -54,7 +54,7 @@ def recipe(**sections: dict[str, object]) -> Recipe:
     }
     for name, changes in sections.items():
         data[name] = {**data.get(name, {}), **changes}
-    return build({"name": "test", "device": "cpu", "steps": 2, **data})
+    return build({"name": "test", "device": "cpu", "steps": 2, "order": "in_order", **data})
 
 
 def turn(prompt: list[int], completion: list[int], logprobs: list[float], version: int = 0) -> Turn:

@@ -32,7 +32,7 @@ from agentrl.learner.token_scorer import TokenScorer
 from agentrl.learner.ulysses import form_teams
 from agentrl.learner.update import Updater
 from agentrl.objective import assemble, counted_samples
-from agentrl.records import Batch
+from agentrl.records import Batch, GroupUse
 from tests.learner.building import random_group
 from tests.learner.test_forest import _model, _samples
 
@@ -46,6 +46,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "rloo": {"advantage": "rloo", "proximal": "recompute", "kl": "k2", "kl_coef": 0.2},
 }
 
+USES = dict.fromkeys(range(3), GroupUse(tokens_trained=2))
 SHARED = CriticConfig(trunk="shared", lr=2e-2, warmup_steps=1, gamma=0.97, lam=0.9, vf_coef=0.5)
 
 
@@ -140,7 +141,7 @@ class Scenario:
         engine = self.engine(made)
         updater = Updater(engine)
         updater.update(self.batches[0])
-        meta = CheckpointMeta(step=1, parent=0, consumed={0: (0, 1, 2)}, ranks=self.ranks.size, zero_stage=stage)
+        meta = CheckpointMeta(step=1, parent=0, consumed={0: USES}, ranks=self.ranks.size, zero_stage=stage)
         root = self._root(stage, self.ranks.size, variant)
         save(root, engine, meta, keep=2)
         noise = torch.rand(3)
@@ -239,7 +240,7 @@ class Scenario:
         before = gather_weights(first)
         metrics = [updater.update(batches[0])]
         warmed = gather_weights(first)
-        meta = CheckpointMeta(step=1, parent=0, consumed={0: (0, 1, 2)}, ranks=self.ranks.size, zero_stage=stage)
+        meta = CheckpointMeta(step=1, parent=0, consumed={0: USES}, ranks=self.ranks.size, zero_stage=stage)
         root = self.run_dir / f"checkpoints-{config.trunk}-{stage}-{self.ranks.size}" / str(made.learner.minibatches)
         save(root, first, meta, keep=1, critic=critic)
         metrics.append(updater.update(batches[1]))

@@ -14,9 +14,11 @@ from agentrl.base.files import folder_manifest
 from agentrl.errors import LearnerError
 from agentrl.learner import checkpoint
 from agentrl.learner.checkpoint import CheckpointMeta, newest, numbered
-from agentrl.records import codec
+from agentrl.records import GroupUse, codec
 from tests import strategies
 from tests.strategies import examples
+
+USES = {0: GroupUse(tokens_trained=7), 1: GroupUse(reason="all_equal")}
 
 
 def _write(root: Path, number: int) -> Path:
@@ -25,7 +27,15 @@ def _write(root: Path, number: int) -> Path:
     (folder / "state" / "weights.pt").write_bytes(bytes(range(256)) * number)
     (folder / "rng_00.pt").write_bytes(b"random")
     (folder / "meta.json").write_bytes(
-        codec.to_json(CheckpointMeta(step=number, parent=max(number - 1, 0), consumed={0: (0, 1)}, ranks=1, zero_stage=2))
+        codec.to_json(
+            CheckpointMeta(
+                step=number,
+                parent=max(number - 1, 0),
+                consumed={0: USES},
+                ranks=1,
+                zero_stage=2,
+            )
+        )
     )
     (folder / "manifest.json").write_text(json.dumps(folder_manifest(folder)))
     return folder

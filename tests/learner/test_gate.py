@@ -18,6 +18,7 @@ from agentrl.records import Group, VersionState
 from agentrl.version import FolderRegistry, rollback
 from tests.learner import preloaded
 from tests.learner.building import random_group, recipe, write_run
+from tests.ledgers import consumed
 from tests.waiting import until
 
 MakeLearner = Callable[[Path, Recipe], LearnerProcess]
@@ -80,6 +81,6 @@ async def test_the_learner_rolls_back_on_request_even_after_a_crash(tmp_path: Pa
     (setback,) = UpdateFailureLog(run_dir).read()
     assert (setback.step, setback.action, setback.what, setback.groups) == (2, "rollback", "gate", (6, 7, 8))
     assert setback.reasons == ("the gate rejected version 2: case c03",) and len(setback.episodes) == 12
-    assert store.consumed() == {index: index // 3 for index in range(12)}
+    assert consumed(store) == {index: index // 3 for index in range(12)}
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal()) == ["000001", "000003", "000004"]
     store.close()

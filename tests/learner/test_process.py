@@ -29,6 +29,7 @@ from agentrl.rollout import excluded_group
 from agentrl.version import FolderRegistry
 from tests.learner import preloaded
 from tests.learner.building import random_group, recipe, write_policy, write_run
+from tests.ledgers import consumed
 from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.deepspeed
@@ -73,7 +74,7 @@ async def test_steps_run_as_groups_arrive_and_stop_is_clean(tmp_path: Path) -> N
     assert not any(str(tmp_path) in line for line in _command_lines())
 
     store = SqliteStore(tmp_path / "experience.sqlite")
-    assert store.consumed() == {0: 0, 1: 0, 2: 0}
+    assert consumed(store) == {0: 0, 1: 0, 2: 0}
     for index in range(3, 5):
         store.put(random_group(index, scores=[1.0] * 4))  # nothing to learn: the same weights become version 2
     broken = Failure(stage="task", blame=Blame.TASK, kind="TaskError", message="no such tool")
@@ -84,7 +85,7 @@ async def test_steps_run_as_groups_arrive_and_stop_is_clean(tmp_path: Path) -> N
     assert first is not None
     assert second is not None
     assert first.sha256 == second.sha256
-    assert store.consumed() == {index: index // 3 for index in range(6)}
+    assert consumed(store) == {index: index // 3 for index in range(6)}
     update = (tmp_path / "versions" / "000002" / "update.json").read_text()
     assert '"weights_changed": 0.0' in update
     assert '"groups_all_equal": 2.0' in update and '"groups_broken_task": 1.0' in update
@@ -197,10 +198,10 @@ async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path, host: Pa
 
     assert _run_until_killed(host, crashing, "commit") != 0
     assert (crashing / "checkpoints" / "000001" / "manifest.json").exists()
-    assert (store.consumed(), registry.get(1)) == ({}, None)
+    assert (consumed(store), registry.get(1)) == ({}, None)
 
     assert _run_until_killed(host, crashing, "publish-2") != 0
-    assert store.consumed() == {index: index // 3 for index in range(6)}
+    assert consumed(store) == {index: index // 3 for index in range(6)}
     assert registry.get(1) is not None
     assert registry.get(2) is None
 

@@ -23,6 +23,7 @@ from agentrl.records import Batch, Group, Sample, VersionState
 from agentrl.version import FolderRegistry, deltas
 from tests.learner import preloaded
 from tests.learner.building import episode, random_group, recipe, scored, turn, write_run
+from tests.ledgers import consumed
 
 MakeLearner = Callable[[Path, Recipe], LearnerProcess]
 Results = dict[tuple[int, str], dict[str, Any]]
@@ -260,7 +261,7 @@ async def test_a_rollback_restores_the_last_good_weights(tmp_path: Path, host: P
     assert (setback.step, setback.action, setback.groups) == (2, "rollback", (6, 7, 8))
     assert len(setback.episodes) == 12
     store = SqliteStore(run_dir / "experience.sqlite")
-    assert store.consumed() == {index: index // 3 for index in range(12)}
+    assert consumed(store) == {index: index // 3 for index in range(12)}
     store.close()
 
 
@@ -302,7 +303,7 @@ async def test_a_halt_stops_the_run_and_other_limits_let_it_resume(tmp_path: Pat
         await _learn(make_learner, tmp_path, made, groups)
     registry, store = FolderRegistry(tmp_path / "versions"), SqliteStore(tmp_path / "experience.sqlite")
     assert registry.get(1) is not None and registry.get(2) is None
-    assert store.consumed() == {0: 0, 1: 0, 2: 0}
+    assert consumed(store) == {0: 0, 1: 0, 2: 0}
     assert [(one.step, one.action) for one in UpdateFailureLog(tmp_path).read()] == [(1, "halt")]
 
     made = _rolling(1, 2, max_kl={"at": 1.0, "action": "skip"})
@@ -310,7 +311,7 @@ async def test_a_halt_stops_the_run_and_other_limits_let_it_resume(tmp_path: Pat
     assert [(one.step, one.action) for one in UpdateFailureLog(tmp_path).read()] == [(1, "skip")]
     first, second = registry.get(1), registry.get(2)
     assert first is not None and second is not None and first.sha256 == second.sha256, "a step that is left out publishes its parent"
-    assert store.consumed() == {index: index // 3 for index in range(6)}
+    assert consumed(store) == {index: index // 3 for index in range(6)}
     store.close()
 
 

@@ -20,6 +20,7 @@ from agentrl.run import supervise
 from agentrl.version import FolderRegistry
 from tests.learner.building import random_group, recipe, write_run
 from tests.learner.test_process import MakeLearner, _workers
+from tests.ledgers import consumed
 
 pytestmark = pytest.mark.deepspeed
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +100,7 @@ async def test_a_stuck_learner_is_restarted_and_each_group_is_trained_once(tmp_p
         watching.cancel()
         await learner.kill()
     assert len(run.tracker.said) == 1
-    assert store.consumed() == {index: index // 3 for index in range(3 * STEPS)}
+    assert consumed(store) == {index: index // 3 for index in range(3 * STEPS)}
     versions = [registry.get(number) for number in range(STEPS + 1)]
     assert all(versions) and len({one.sha256 for one in versions if one is not None}) == STEPS + 1
     log = (tmp_path / "logs" / "learner.log").read_text()

@@ -18,6 +18,7 @@ from agentrl.run import loop
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.driving import AlwaysServed, Family, Journaled, make_recipe, opened, say
+from tests.ledgers import indices
 
 
 def raising_at(wrong: int) -> Family:
@@ -152,13 +153,13 @@ async def pipeline(folder: Path, rate: float, script: Any, *, groups: int) -> An
     async with opened(folder, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
         run.registry, run.served, run.learner = Registry(), Part(), Part()  # type: ignore[assignment]
         running = asyncio.create_task(loop._pipeline(run))
-        while not running.done() and len(run.store.indices()) < groups:
+        while not running.done() and len(indices(run.store)) < groups:
             await asyncio.sleep(0.01)
         running.cancel()
         try:
             await running
         finally:
-            stored = run.store.indices()
+            stored = indices(run.store)
             (folder / "stored").write_text(json.dumps(stored))
 
 

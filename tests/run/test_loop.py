@@ -33,6 +33,7 @@ from agentrl.session.preflight import run_preflight
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.driving import ROOT, Family, Journaled, make_recipe, make_task, opened
+from tests.ledgers import indices
 
 
 def start(run: Path, backend: str, stall: int) -> subprocess.Popen[str]:
@@ -54,7 +55,7 @@ def finish(run: Path, backend: str) -> tuple[Group, ...]:
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     store = SqliteStore(run / "experience.sqlite")
-    groups = store.groups(store.indices())
+    groups = store.groups(indices(store))
     store.close()
     return groups
 
@@ -134,7 +135,7 @@ async def test_without_checkpoints_no_state_is_stored(tmp_path: Path) -> None:
     recipe, policy = make_recipe(checkpoint_turns=False), Journaled(tmp_path / "journal.jsonl")
     async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
         await loop._roll_out(run)
-        assert run.store.indices() == (0, 1)
+        assert indices(run.store) == (0, 1)
     assert not (tmp_path / "running").exists()
 
 
@@ -170,9 +171,9 @@ async def test_groups_with_equal_scores_get_extra_groups_that_a_resumed_run_does
     for _ in range(2):
         async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
             await loop._roll_out(run)
-            assert run.store.indices() == (0, 1, 2, 3, 4), "every attempt scores 1"
+            assert indices(run.store) == (0, 1, 2, 3, 4), "every attempt scores 1"
             tasks = [group.task_id for group in run.store.groups(range(5))]
-            assert run.step_groups.consumed_indices(0, run.store) == range(5)
+            assert run.order.select(0, run.store.entries()) == tuple(range(5))
         assert tasks[:2] == ["task-0", "task-1"] and len(set(tasks)) == 5
         assert len(policy.prompts) == 4 * 10
 
@@ -202,7 +203,7 @@ async def test_too_many_broken_tasks_stop_the_run_with_their_list(tmp_path: Path
         with pytest.raises(ExceptionGroup) as error:
             await loop._roll_out(run)
         assert error.group_contains(TaskError, match=r"3 tasks are broken, 2 are allowed(.|\n)*task-\d: (.|\n)*--resume")
-        for index in run.store.indices():
+        for index in indices(run.store):
             assert run.store.groups([index])[0].fault is not None, "the result is stored"
 
 

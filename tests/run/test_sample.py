@@ -13,7 +13,7 @@ from agentrl.base.files import read_json_lines
 from agentrl.cli.sample import render_result
 from agentrl.config import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.errors import UserError
-from agentrl.experience import StepGroups
+from agentrl.experience import GroupOrder
 from agentrl.observe.sections import learning_tables
 from agentrl.records import Episode, Score, Task
 from agentrl.run import sample
@@ -22,6 +22,7 @@ from agentrl.supervised.select import select_demonstrations
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.driving import Family, Journaled, make_recipe, make_task, opened
+from tests.ledgers import indices
 
 RECIPE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
 
@@ -53,8 +54,8 @@ async def played(
     """The result of sampling, and the groups that this call sampled."""
     policy = Journaled(folder / "journal", script=submits)
     recipe = make_recipe(max_retries=0, **rollout)
-    steps = StepGroups.single_step(recipe.rollout)
-    async with opened(folder, policy, ScriptedSandboxes(printing("3")), recipe, Family(family), steps=steps) as run:
+    order = GroupOrder.single_block(recipe.rollout)
+    async with opened(folder, policy, ScriptedSandboxes(printing("3")), recipe, Family(family), order=order) as run:
         run.groups = replace(run.groups, scorer=judge)
         made: list[int] = []
         told_of = run.tracker.progress
@@ -68,7 +69,7 @@ async def played(
         run.tracker.progress = progress  # type: ignore[method-assign]
         await sample.sample_groups(run, [index for index in range(groups) if not run.store.has(index)])
         found = sample.sample_result(run, groups)
-        groups_kept = [run.store.groups([index])[0] for index in run.store.indices()]
+        groups_kept = [run.store.groups([index])[0] for index in indices(run.store)]
         assert len(select_demonstrations(groups_kept)) == found.totals.solved, "the demonstrations match the report"
         return found, made
 
@@ -139,8 +140,8 @@ async def test_a_recipe_is_sampled_unchanged(given: list[str], tmp_path: Path) -
     """All groups belong to one step, whatever the recipe says, so each has the next task."""
     recipe = apply_overrides(make_recipe().but("steps=16", "rollout.groups_per_step=8"), given)
     policy = Journaled(tmp_path / "journal", script=submits)
-    steps = StepGroups.single_step(recipe.rollout)
-    async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family(), steps=steps) as run:
+    order = GroupOrder.single_block(recipe.rollout)
+    async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family(), order=order) as run:
         await sample.sample_groups(run, range(20))
         assert [group.task_key for group in run.store.groups(range(20))] == [make_task(index).key for index in range(20)]
 

@@ -16,10 +16,11 @@ import pytest
 from agentrl.base.files import read_json_lines
 from agentrl.config import Recipe, build
 from agentrl.errors import StoreError
-from agentrl.experience import SqliteStore, StepGroups
+from agentrl.experience import GroupOrder, SqliteStore, new_entry
 from agentrl.records import Episode, Group, Score, ScoredEpisode, Split, Task
 from agentrl.task import GroupSchedule
 from agentrl.task.group_tasks import TASKS_FILE, GroupTasks
+from tests.ledgers import take_step
 from tests.task.test_weighting import Kinds
 
 STEPS = 12
@@ -62,15 +63,15 @@ class Run:
     """The rollouts of a resumable run: calls the parts like `agentrl.run.rollouts`, without episodes."""
 
     def __init__(self, folder: Path, recipe: Recipe, size: int | None, practice: bool) -> None:
-        self.recipe, self.steps = recipe, StepGroups.from_config(recipe.rollout)
+        self.recipe, self.order = recipe, GroupOrder.from_recipe(recipe)
         self.store = SqliteStore(folder / "experience.sqlite")
         schedule = GroupSchedule(Kinds(size), seed=3, practice=Practised() if practice else None)
-        self.taught = GroupTasks(recipe, folder, self.store, schedule, self.steps)
+        self.taught = GroupTasks(recipe, folder, self.store, schedule, self.order)
 
     async def step(self, step: int) -> list[str]:
-        await self.taught.prepare_step(step)
+        await self.taught.prepare_block(step)
         given = []
-        waiting = iter(self.steps.indices(step))
+        waiting = iter(self.order.block(step))
         made = [next(waiting) for _ in range(self.recipe.rollout.groups_per_step)]
         for index in made:
             task = self.taught.task(index)
@@ -78,8 +79,9 @@ class Run:
             if not self.store.has(index):
                 self.store.put(played(task, index))
                 self.taught.record(task, self.store.groups([index])[0])
-            if not self.steps.preference(self.store.groups([index])[0]) and (another := next(waiting, None)) is not None:
+            if not self.order.has_preference(new_entry(self.store.groups([index])[0])) and (another := next(waiting, None)) is not None:
                 made.append(another)
+        take_step(self.order, self.store, step)
         return given
 
 
@@ -131,7 +133,7 @@ def test_kinds_with_spread_come_more_often_and_practice_is_not_counted(tmp_path:
 
 def test_missing_groups_end_the_run(tmp_path: Path) -> None:
     with opened(tmp_path, recipe_of(), None, False) as run, pytest.raises(StoreError, match="the outcomes of step 0"):
-        asyncio.run(run.taught.prepare_step(2))
+        asyncio.run(run.taught.prepare_block(2))
 
 
 def test_without_weighting_the_schedule_decides_and_outcomes_are_recorded(tmp_path: Path) -> None:

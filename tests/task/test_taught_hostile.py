@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from agentrl.errors import TaskError
-from agentrl.experience import SqliteStore, StepGroups
-from agentrl.records import Blame, Failure, Group, Split, Task
+from agentrl.experience import GroupOrder, SqliteStore
+from agentrl.records import Blame, Failure, Group, GroupUse, Split, Task
 from agentrl.rollout import excluded_group
 from agentrl.task import GroupSchedule
 from agentrl.task.group_tasks import TASKS_FILE, GroupTasks
@@ -34,12 +34,12 @@ class Breaking(Kinds):
 
 def taught_of(folder: Path, store: SqliteStore, family: Kinds, **rollout: Any) -> GroupTasks:
     recipe = recipe_of(max_staleness=0, **rollout)
-    return GroupTasks(recipe, folder, store, GroupSchedule(family, seed=3), StepGroups.from_config(recipe.rollout))
+    return GroupTasks(recipe, folder, store, GroupSchedule(family, seed=3), GroupOrder.from_recipe(recipe))
 
 
 def step(taught: GroupTasks, store: SqliteStore, number: int) -> list[Group]:
     """Runs and stores the four groups of a step; a group whose task cannot be created is excluded."""
-    asyncio.run(taught.prepare_step(number))
+    asyncio.run(taught.prepare_block(number))
     for index in range(4 * number, 4 * number + 4):
         try:
             task = taught.task(index)
@@ -49,6 +49,7 @@ def step(taught: GroupTasks, store: SqliteStore, number: int) -> list[Group]:
         lost = excluded_group(index, task.id, task.key, BROKEN, size=2)
         store.put(lost if task.kind == "hard" else played(task, index))
         taught.record(task, store.groups([index])[0])
+    store.commit(number, dict.fromkeys(range(4 * number, 4 * number + 4), GroupUse()), "checkpoint")
     return list(store.groups(range(4 * number, 4 * number + 4)))
 
 
@@ -60,15 +61,15 @@ def test_a_run_without_its_outcomes_continues_past_tasks_that_failed(tmp_path: P
         whole = taught_of(tmp_path, store, family)
         groups = [group for number in range(6) for group in step(whole, store, number)]
         assert any(group.task_key.startswith("group ") for group in groups)
-        asyncio.run(whole.prepare_step(6))
+        asyncio.run(whole.prepare_block(6))
         wanted = [whole.task(index).id for index in range(24, 28) if _makes(whole, index)]
         (tmp_path / TASKS_FILE).unlink()
         again = taught_of(tmp_path, store, family)
-        asyncio.run(again.prepare_step(6))
+        asyncio.run(again.prepare_block(6))
         assert [again.task(index).id for index in range(24, 28) if _makes(again, index)] == wanted
         family.broken = frozenset(range(12))  # the project changed in the meantime
         with pytest.raises(TaskError, match=r"cannot be created again.*no task \d+ today"):
-            asyncio.run(taught_of(tmp_path, store, family).prepare_step(6))
+            asyncio.run(taught_of(tmp_path, store, family).prepare_block(6))
     finally:
         store.close()
 
@@ -89,7 +90,7 @@ def test_a_resumed_run_reads_no_group_with_a_recorded_outcome(tmp_path: Path, mo
             return groups(wanted)
 
         monkeypatch.setattr(store, "groups", counted)
-        asyncio.run(taught_of(tmp_path, store, family, **rollout).prepare_step(4))
+        asyncio.run(taught_of(tmp_path, store, family, **rollout).prepare_block(4))
         assert not read
     finally:
         store.close()

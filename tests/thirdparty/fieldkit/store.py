@@ -1,4 +1,4 @@
-"""An experience store of plain files: one for each group, and one that says which step consumed which."""
+"""An experience store of plain files: one for each group, and one that says which step took which."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from agentrl.config import Recipe
 from agentrl.errors import StoreError
-from agentrl.records import Group, codec
+from agentrl.experience import new_entry
+from agentrl.records import Group, GroupUse, LedgerEntry, codec
 
 
 class FolderStore:
@@ -22,7 +24,7 @@ class FolderStore:
     def __init__(self, run_dir: Path, recipe: Recipe, *, folder: str = "groups") -> None:
         self._folder = run_dir / folder
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._consumed = self._folder / "consumed.json"
+        self._taken = self._folder / "taken.json"
 
     def put(self, group: Group) -> bool:
         part = self._folder / f".{group.index}.{os.getpid()}.{time.monotonic_ns()}.part"
@@ -41,28 +43,32 @@ class FolderStore:
     def has(self, index: int) -> bool:
         return self._path(index).exists()
 
-    def take(self, step: int, indices: Sequence[int], *, timeout_s: float) -> tuple[Group, ...]:
-        deadline = time.monotonic() + timeout_s
-        while missing := [index for index in indices if not self.has(index)]:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"step {step}: groups {missing} are missing after {timeout_s:g} s")
-            time.sleep(0.02)
-        return self.groups(indices)
+    def entries(self, *, first: int = 0, step: int | None = None) -> tuple[LedgerEntry, ...]:
+        taken = self._read()
+        found = sorted(int(path.stem) for path in self._folder.glob("[0-9]*.json"))
+        some = (replace(new_entry(group), **taken.get(group.index, {})) for group in self.groups(found))
+        return tuple(entry for entry in some if (entry.index >= first if step is None else entry.step == step))
 
-    def commit(self, step: int, indices: Sequence[int], checkpoint: str) -> None:
-        with self._changing() as consumed:
-            for index in indices:
-                if not self.has(index) or str(index) in consumed:
-                    raise StoreError(f"step {step} cannot consume group {index}: {consumed.get(str(index), 'it is not there')}")
-            consumed |= {str(index): step for index in indices}
+    def assign(self, step: int, indices: Sequence[int]) -> None:
+        self._take(step, dict.fromkeys(indices))
 
-    def reconcile(self, consumed: Mapping[int, Sequence[int]]) -> None:
-        with self._changing() as known:
-            known.clear()
-            known |= {str(index): step for step, indices in consumed.items() for index in indices}
+    def commit(self, step: int, uses: Mapping[int, GroupUse], checkpoint: str) -> None:
+        self._take(step, uses)
 
-    def indices(self) -> tuple[int, ...]:
-        return tuple(sorted(int(path.stem) for path in self._folder.glob("[0-9]*.json")))
+    def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
+        with self._changing() as taken:
+            taken.clear()
+            for step, uses in consumed.items():
+                taken |= {index: {"step": step, "use": use} for index, use in uses.items()}
+
+    def _take(self, step: int, uses: Mapping[int, GroupUse | None]) -> None:
+        with self._changing() as taken:
+            for index in [index for index, known in taken.items() if known == {"step": step, "use": None}]:
+                del taken[index]
+            for index, use in uses.items():
+                if not self.has(index) or index in taken:
+                    raise StoreError(f"step {step} cannot take group {index}: {taken.get(index, 'it is not there')}")
+                taken[index] = {"step": step, "use": use}
 
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
         try:
@@ -77,11 +83,15 @@ class FolderStore:
         return self._folder / f"{index:06d}.json"
 
     @contextmanager
-    def _changing(self) -> Iterator[dict[str, Any]]:
+    def _changing(self) -> Iterator[dict[int, dict[str, Any]]]:
         with (self._folder / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            consumed = json.loads(self._consumed.read_text()) if self._consumed.exists() else {}
-            yield consumed
-            part = self._consumed.with_suffix(".part")
-            part.write_text(json.dumps(consumed))
-            part.replace(self._consumed)
+            taken = self._read()
+            yield taken
+            part = self._taken.with_suffix(".part")
+            part.write_bytes(codec.to_json(taken))
+            part.replace(self._taken)
+
+    def _read(self) -> dict[int, dict[str, Any]]:
+        known = json.loads(self._taken.read_text()) if self._taken.exists() else {}
+        return {int(index): {"step": one["step"], "use": one["use"] and GroupUse(**one["use"])} for index, one in known.items()}

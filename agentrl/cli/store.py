@@ -1,0 +1,98 @@
+"""`agentrl store`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from agentrl.base.user_code import printable
+from agentrl.cli.options import JsonFlag
+from agentrl.errors import UserError
+from agentrl.experience.audit import Progress
+from agentrl.protocols import ExperienceStore
+
+_SHOWN = 20  # groups or problems printed without --all
+
+
+def store(
+    run_dir: Annotated[Path, typer.Argument(help="Run folder.")],
+    state: Annotated[
+        Literal["ready", "assigned", "trained", "excluded"] | None, typer.Option(help="List only groups in this state.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="List only groups of this learner step; the first step is 0.")] = None,
+    list_all: Annotated[bool, typer.Option("--all", help=f"List all groups; the default is the newest {_SHOWN}.")] = False,
+    verify: Annotated[bool, typer.Option(help="Read every group and compare it with the ledger, the checkpoint and the metrics.")] = False,
+    export: Annotated[Path | None, typer.Option(help="Write all episodes to this Parquet file, a row each.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the groups of a run, and count its sampled, trained, excluded and open tokens. Works while the run trains."""
+    from agentrl.experience import audit
+
+    with _opened(run_dir) as (opened, bar):
+        entries = opened.entries()
+        counts = audit.count(entries)
+        problems = list(islice(audit.verify(run_dir, opened, progress=bar), audit.MAX_PROBLEMS)) if verify else []
+        written = audit.export(opened, export, progress=bar) if export is not None else 0
+    chosen = [entry for entry in entries if state in (None, entry.state) and step in (None, entry.step)]
+    if as_json:
+        from agentrl.records import codec
+
+        groups = [codec.to_data(entry) | {"state": entry.state} for entry in chosen]
+        print(json.dumps({"counts": codec.to_data(counts), "groups": groups, "problems": problems, "verified": verify}))
+        raise typer.Exit(1 if problems else 0)
+    print(", ".join(f"{number} {name}" for name, number in counts.groups.items()) + f" of {len(entries)} groups")
+    print(audit.token_balance(counts.tokens))
+    for reason, number in counts.unused.items():
+        print(f"  {number:>6} groups without trained tokens: {_one_line(reason)}")
+    shown = chosen if list_all else chosen[-_SHOWN:]
+    print(f"{'group':>7}  {'state':9}{'step':>6}{'version':>9}{'attempts':>10}{'tokens':>9}{'trained':>9}  task")
+    for entry in shown:
+        cells = (entry.step, entry.oldest_version, f"{entry.counted}/{entry.attempts}", entry.tokens_sampled)
+        trained = entry.use.tokens_trained if entry.use is not None else None
+        texts = ["-" if cell is None else str(cell) for cell in (*cells, trained)]
+        columns = "".join(text.rjust(width) for text, width in zip(texts, (6, 9, 10, 9, 9), strict=True))
+        print(f"{entry.index:>7}  {entry.state:9}{columns}  {_one_line(entry.task_id)}")
+    if len(shown) < len(chosen):
+        print(f"{len(chosen) - len(shown)} more groups: --all")
+    if export is not None:
+        print(f"{written} episodes in {export}")
+    for problem in problems:
+        print(f"FAIL  {_one_line(problem)}")
+    if verify and not problems:
+        print("ok    groups, checkpoint and metrics agree with the ledger")
+    raise typer.Exit(1 if problems else 0)
+
+
+@contextmanager
+def _opened(run_dir: Path) -> Iterator[tuple[ExperienceStore, Progress]]:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    from agentrl.config import recipe
+    from agentrl.experience import open_store
+    from agentrl.plugins.references import add_project_root
+
+    if not (run_dir / "recipe.json").is_file():
+        raise UserError(f"{run_dir} is not a run folder", fix="give the folder of a run, such as runs/quickstart")
+    add_project_root(Path.cwd())  # for a user-supplied store
+    loaded = recipe.load(run_dir / "recipe.json")
+    if loaded.store == "sqlite" and not (run_dir / "experience.sqlite").is_file():
+        raise UserError(f"{run_dir} has no stored groups yet", fix="wait for its first group, or give the folder of another run")
+    opened = open_store(run_dir, loaded)
+    try:
+        with Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+            task = bar.add_task("groups", total=None)
+            yield opened, lambda done, total: bar.update(task, completed=done, total=total)
+    finally:
+        opened.close()
+
+
+def _one_line(text: str) -> str:
+    return " ".join(printable(text, 200).split())

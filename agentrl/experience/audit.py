@@ -1,0 +1,206 @@
+"""Counts, verifies and exports the ledger of a run, also while it is running."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.base.files import complete_lines
+from agentrl.base.untrusted_files import read_bytes
+from agentrl.errors import StoreError, UserError
+from agentrl.experience.ledger import new_entry
+from agentrl.protocols import ExperienceStore
+from agentrl.records import GroupUse, LedgerEntry, codec
+
+STATES = ("ready", "assigned", "trained", "excluded")
+MAX_PROBLEMS = 100
+COLUMNS = {
+    **{"group": "int64", "attempt": "int64", "task_id": "string", "task_key": "string", "state": "string", "step": "int64"},
+    **{"reason": "string", "episode_id": "string", "score": "float64", "excluded": "bool", "stop_reason": "string"},
+    **{"oldest_version": "int64", "tokens_sampled": "int64", "wall_s": "float64", "episode": "string"},
+}
+"""The columns of an exported file, with their Arrow types. `episode` is the JSON of a `ScoredEpisode`."""
+_MAX_META = 256 << 20  # bytes of a checkpoint's record
+_EXPORT_BATCH = 64  # groups in memory at once
+
+Progress = Callable[[int, int], None]
+"""Receives the number of groups that are done, and of all groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerCounts:
+    """The groups and tokens of a ledger. `tokens_sampled` is the sum of the other three, at any moment."""
+
+    groups: Mapping[str, int]  # by state
+    tokens_sampled: int
+    tokens_trained: int
+    tokens_excluded: int
+    tokens_open: int
+    unused: Mapping[str, int]  # reason of a step for training none of a group's tokens -> groups
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """The token counts by name: sampled, trained, excluded and open."""
+        sampled, trained, excluded, left = self.tokens_sampled, self.tokens_trained, self.tokens_excluded, self.tokens_open
+        return {"sampled": sampled, "trained": trained, "excluded": excluded, "open": left}
+
+
+def token_balance(tokens: Mapping[str, int]) -> str:
+    """Returns the token counts of a ledger (`LedgerCounts.tokens`) as one sentence."""
+    return "{sampled:,} tokens sampled = {trained:,} trained + {excluded:,} excluded + {open:,} open".format_map(tokens)
+
+
+def count(entries: Iterable[LedgerEntry]) -> LedgerCounts:
+    """Counts groups and tokens."""
+    groups, unused, tokens = Counter[str](dict.fromkeys(STATES, 0)), Counter[str](), Counter[str]()
+    for entry in entries:
+        groups[entry.state] += 1
+        tokens["sampled"] += entry.tokens_sampled
+        tokens["excluded"] += entry.tokens_excluded
+        tokens["open"] += entry.tokens_open
+        if entry.use is not None:
+            tokens["trained"] += entry.use.tokens_trained
+            unused.update([entry.use.reason.partition(":")[0].partition(" ")[0]] if entry.use.reason else [])
+    return LedgerCounts(
+        groups=dict(groups),
+        tokens_sampled=tokens["sampled"],
+        tokens_trained=tokens["trained"],
+        tokens_excluded=tokens["excluded"],
+        tokens_open=tokens["open"],
+        unused=dict(unused.most_common()),
+    )
+
+
+def verify(run_dir: Path, store: ExperienceStore, *, progress: Progress = lambda done, total: None) -> Iterator[str]:
+    """Yields what is wrong in the ledger of a run.
+
+    Reads every group and compares it with its entry, the entries with the newest checkpoint, and the trained tokens of each step with those
+    that the learner reported. A run that is training may complete a step in the meantime, which is not a problem.
+    """
+    entries = store.entries()
+    for done, entry in enumerate(entries):
+        progress(done, len(entries))
+        yield from _entry_problems(entry, store)
+    yield from _checkpoint_problems(run_dir, entries)
+    yield from _step_problems(run_dir, entries)
+    progress(len(entries), len(entries))
+
+
+def _entry_problems(entry: LedgerEntry, store: ExperienceStore) -> Iterator[str]:
+    try:
+        (group,) = store.groups([entry.index])
+    except StoreError as error:
+        yield str(error)
+        return
+    actual, stored = asdict(new_entry(group)), asdict(entry)
+    for name, value in actual.items():
+        if name not in ("step", "use") and stored[name] != value:
+            yield f"group {entry.index}: the ledger says {name}={stored[name]!r}, but its episodes say {value!r}"
+    if entry.use is not None and entry.use.tokens_trained > entry.tokens_sampled:
+        yield f"group {entry.index}: {entry.use.tokens_trained} tokens were trained, but only {entry.tokens_sampled} were sampled"
+
+
+def _checkpoint_problems(run_dir: Path, entries: Sequence[LedgerEntry]) -> Iterator[str]:
+    """A checkpoint decides what its steps took. Without one, no step is complete."""
+    metas = sorted((run_dir / "checkpoints").glob("[0-9]*/meta.json"))
+    if not metas:
+        return
+    name = metas[-1].parent.name
+    try:
+        complete, recorded = _checkpoint_uses(read_bytes(metas[-1], most=_MAX_META, inside=run_dir))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        yield f"checkpoint {name} cannot be read: {str(error)[:200]}"
+        return
+    for entry in entries:
+        expected = recorded.pop(entry.index, None)
+        if entry.use is not None and entry.step is not None and entry.step < complete and (entry.step, entry.use) != expected:
+            yield f"group {entry.index}: the ledger and checkpoint {name} differ in what step {entry.step} did with it"
+        elif entry.use is None and expected is not None:
+            yield f"group {entry.index}: step {expected[0]} used it according to checkpoint {name}, but the ledger has it as {entry.state}"
+    yield from (f"group {index}: step {step} used it, but it is not in the store" for index, (step, _) in recorded.items())
+
+
+def _checkpoint_uses(content: bytes) -> tuple[int, dict[int, tuple[int, GroupUse]]]:
+    """The completed steps of a checkpoint, and step and use of each group."""
+    fields = json.loads(content)
+    uses = {
+        int(index): (int(step), codec.from_json(GroupUse, json.dumps(use)))
+        for step, groups in fields["consumed"].items()
+        for index, use in groups.items()
+    }
+    return int(fields["step"]), uses
+
+
+def _step_problems(run_dir: Path, entries: Sequence[LedgerEntry]) -> Iterator[str]:
+    trained, skipped = Counter[int](), set[int]()
+    for entry in entries:
+        if entry.use is not None and entry.step is not None:
+            trained[entry.step] += entry.use.tokens_trained
+            if entry.use.reason in ("update_skipped", "critic_warmup", "rolled_back"):
+                skipped.add(entry.step)  # the learner reports the tokens of a batch, also if its update is skipped
+    path = run_dir / "metrics.jsonl"
+    reported: dict[int, float] = {}  # a resumed run may repeat a step
+    for content in complete_lines(path) if path.is_file() else ():
+        try:
+            line = json.loads(content)
+            number, tokens = line["step"], line["tokens_trained"]
+        except (ValueError, KeyError, TypeError, RecursionError):  # not the line of a step
+            continue
+        if isinstance(number, int) and isinstance(tokens, int | float):
+            reported[number - 1] = tokens
+    for step, tokens in reported.items():
+        if step in trained and step not in skipped and trained[step] != tokens:
+            yield f"step {step}: the ledger has {trained[step]} trained tokens, metrics.jsonl has {tokens:g}"
+
+
+def rows(store: ExperienceStore, entries: Sequence[LedgerEntry]) -> Iterator[dict[str, Any]]:
+    """Yields a row for each stored episode of these groups: its group's entry, its outcome, and the episode as JSON."""
+    for entry, group in zip(entries, store.groups(entry.index for entry in entries), strict=True):
+        for attempt, scored in enumerate(group.episodes):
+            episode = scored.episode
+            yield {
+                "group": entry.index,
+                "attempt": attempt,
+                "task_id": group.task_id,
+                "task_key": group.task_key,
+                "state": entry.state,
+                "step": entry.step,
+                "reason": "" if entry.use is None else entry.use.reason,
+                "episode_id": episode.id,
+                "score": scored.score.value,
+                "excluded": episode.left_out or scored.score.value is None,
+                "stop_reason": episode.stop_reason,
+                "oldest_version": episode.oldest_version,
+                "tokens_sampled": episode.completion_tokens,
+                "wall_s": episode.wall_s,
+                "episode": codec.to_json(scored).decode(),
+            }
+
+
+def export(store: ExperienceStore, path: Path, *, progress: Progress = lambda done, total: None) -> int:
+    """Writes all stored episodes to a Parquet file, a row each (see `rows`), and returns their number.
+
+    `datasets.load_dataset("parquet", data_files=...)` reads the file; `codec.from_json(ScoredEpisode, row["episode"])` returns an episode.
+    Raises `UserError` if the file exists.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    if path.exists():
+        raise UserError(f"{path} exists", fix="give another file, or delete it")
+    schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in COLUMNS.items()])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries, written = store.entries(), 0
+    part = path.with_name(f".{path.name}.part")
+    with parquet.ParquetWriter(part, schema, compression="zstd") as writer:
+        for at in range(0, len(entries), _EXPORT_BATCH):
+            progress(at, len(entries))
+            some = list(rows(store, entries[at : at + _EXPORT_BATCH]))
+            writer.write_table(pyarrow.Table.from_pylist(some, schema=schema))
+            written += len(some)
+    part.replace(path)
+    return written

@@ -1,0 +1,218 @@
+"""The schedule of a run at scale, simulated: how close each order of groups comes to the slower of rollouts and learner.
+
+    python benchmarks/asynchronous.py
+    python benchmarks/asynchronous.py --agents 10000 --alpha 1.2 --steps 100 --seeds 0 1 2
+
+Attempts take Pareto-distributed times, cut off at `--longest` as by a wall limit. A step of the learner takes as long as the agents need
+for its attempts, so that neither waits for the other on average (the hardest case), or half as long. Groups start and are selected by the
+code of a run (`agentrl.experience.GroupOrder`). Attempts, learner and swaps are delays in a discrete-event simulation (SimPy), so the
+figures say nothing about the speed of a server or learner. Prints a Markdown table for each load, as medians over seeds:
+
+    throughput      steps per second relative to min(rollout rate, training rate); 1 is the bound
+    speed-up        relative to lock step (in_order, max_staleness=0), and its bound: 1 / throughput of lock step
+    staleness       mean and maximum over trained groups, in versions; late: share of groups above max_staleness
+    length          mean duration of the trained attempts relative to all sampled ones; 1 means no bias towards short attempts
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import sys
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import simpy
+
+from agentrl.experience import GroupOrder
+from agentrl.records import LedgerEntry
+
+GROUP_SIZE = 8
+
+
+@dataclass(kw_only=True)
+class Setting:
+    """One simulated run. Times are in seconds."""
+
+    agents: int
+    per_step: int
+    steps: int
+    max_staleness: int
+    oldest_first: bool
+    alpha: float  # tail index of attempt durations, whose minimum is 1 s
+    longest: float  # cut-off of attempt durations
+    load: float  # learner's time for a step, relative to the agents' time for its attempts
+
+    @property
+    def attempt_s(self) -> float:
+        """Mean duration of an attempt: of a Pareto distribution with minimum 1, cut off at `longest`."""
+        return (self.alpha - self.longest ** (1 - self.alpha)) / (self.alpha - 1)
+
+    @property
+    def rollout_s(self) -> float:
+        """The agents' time for the attempts of one step, if all agents are busy."""
+        return self.per_step * GROUP_SIZE * self.attempt_s / self.agents
+
+    @property
+    def train_s(self) -> float:
+        """The learner's time for one step."""
+        return self.load * self.rollout_s
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What a simulated run measured."""
+
+    throughput: float  # relative to the bound
+    staleness: float
+    staleness_max: int
+    late: float
+    length: float
+
+
+@dataclass
+class Simulation:
+    """A run whose attempts and updates are delays."""
+
+    setting: Setting
+    seed: int
+    env: simpy.Environment = field(default_factory=simpy.Environment)
+
+    def __post_init__(self) -> None:
+        setting = self.setting
+        self.random = random.Random(self.seed)
+        self.order = GroupOrder(per_step=setting.per_step, oldest_first=setting.oldest_first)
+        self.slots = simpy.Resource(self.env, capacity=setting.agents)
+        self.entries: dict[int, LedgerEntry] = {}
+        self.durations: dict[int, float] = {}  # summed over the attempts of a group
+        self.version, self.first_block = 0, 0
+        self.served, self.stored = self.env.event(), self.env.event()
+        self.ages: list[int] = []
+        self.step_ends: list[float] = []
+
+    def run(self) -> Result:
+        """Simulates all steps. The first and last tenth of them, when the pipeline fills and drains, do not count."""
+        self.env.process(self.roll_out())
+        self.env.run(self.env.process(self.learn()))
+        warm = self.setting.steps // 10
+        measured = self.step_ends[warm:-warm]
+        step_s = (measured[-1] - measured[0]) / (len(measured) - 1)
+        taken = [entry.index for entry in self.entries.values() if entry.step is not None and entry.step < self.setting.steps - warm]
+        return Result(
+            throughput=max(self.setting.rollout_s, self.setting.train_s) / step_s,
+            staleness=statistics.fmean(self.ages),
+            staleness_max=max(self.ages),
+            late=sum(age > self.setting.max_staleness for age in self.ages) / len(self.ages),
+            length=statistics.fmean(self.durations[index] for index in taken) / GROUP_SIZE / self.setting.attempt_s,
+        )
+
+    def roll_out(self) -> Generator[simpy.Event, Any, None]:
+        """As `agentrl.run.loop._roll_out`."""
+        for block in range(self.setting.steps):
+            while self.version < block - self.setting.max_staleness:
+                yield self.served
+            for index in self.order.block(block):
+                self.env.process(self.group(index))
+
+    def group(self, index: int) -> Generator[simpy.Event, Any, None]:
+        """All attempts of one group."""
+        attempts = [min(self.random.paretovariate(self.setting.alpha), self.setting.longest) for _ in range(GROUP_SIZE)]
+        versions: list[int] = []
+        yield self.env.all_of([self.env.process(self.attempt(duration, versions)) for duration in attempts])
+        self.durations[index] = sum(attempts)
+        self.entries[index] = LedgerEntry(
+            index=index,
+            task_id="t",
+            attempts=GROUP_SIZE,
+            counted=GROUP_SIZE,
+            has_spread=True,
+            oldest_version=min(versions),
+            tokens_sampled=GROUP_SIZE,
+        )
+        self.stored.succeed()
+        self.stored = self.env.event()
+
+    def attempt(self, duration: float, versions: list[int]) -> Generator[simpy.Event, Any, None]:
+        """One attempt, from its admission to its end."""
+        with self.slots.request() as slot:
+            yield slot
+            versions.append(self.version)
+            yield self.env.timeout(duration)
+
+    def learn(self) -> Generator[simpy.Event, Any, None]:
+        """As `agentrl.learner.worker.Worker.run`."""
+        for step in range(self.setting.steps):
+            while (chosen := self.take(step)) is None:
+                yield self.stored
+            yield self.env.timeout(self.setting.train_s)
+            self.ages += [step - (self.entries[index].oldest_version or 0) for index in chosen]
+            self.version = step + 1
+            self.step_ends.append(self.env.now)
+            self.served.succeed()
+            self.served = self.env.event()
+
+    def take(self, step: int) -> tuple[int, ...] | None:
+        """The groups of a step; None if too few have ended."""
+        window = [self.entries[index] for index in sorted(self.entries) if self.order.block_of(index) >= self.first_block]
+        self.first_block = self.order.first_incomplete_block((one for one in window if one.step is not None), start=self.first_block)
+        chosen = self.order.select(step, window)
+        if chosen is not None:
+            self.entries |= {index: replace(self.entries[index], step=step) for index in chosen}
+        return chosen
+
+
+def measure(setting: Setting, seeds: list[int]) -> Result:
+    """The medians over seeds."""
+    runs = [Simulation(setting, seed).run() for seed in seeds]
+    return Result(
+        throughput=statistics.median(run.throughput for run in runs),
+        staleness=statistics.median(run.staleness for run in runs),
+        staleness_max=max(run.staleness_max for run in runs),
+        late=statistics.median(run.late for run in runs),
+        length=statistics.median(run.length for run in runs),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--agents", type=int, default=10_000, help="attempts that run at once")
+    parser.add_argument("--per-step", type=int, default=256, help=f"groups of {GROUP_SIZE} attempts per learner step")
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--alpha", type=float, default=1.5, help="tail index of the attempts' durations; smaller is heavier, above 1")
+    parser.add_argument("--longest", type=float, default=100.0, help="cut-off of the durations; the shortest is 1")
+    parser.add_argument("--load", type=float, nargs="+", default=[1.0, 0.5], help="learner's time relative to the agents' time")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 8, 16])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    options = parser.parse_args()
+    print(f"{options.agents} agents, {options.per_step} groups of {GROUP_SIZE} a step, {options.steps} steps, seeds {options.seeds}")
+    print(f"attempts of Pareto({options.alpha:g}) seconds, at most {options.longest:g}")
+    for load in options.load:
+        print(f"\nlearner time = {load:g} of the agents' time\n")
+        print("| order | max_staleness | throughput | speed-up | bound | staleness | late | length |")
+        print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+        lock_step: float | None = None
+        for bound, oldest_first in itertools.product(options.staleness, (False, True)):
+            setting = Setting(
+                agents=options.agents,
+                per_step=options.per_step,
+                steps=options.steps,
+                max_staleness=bound,
+                oldest_first=oldest_first,
+                alpha=options.alpha,
+                longest=options.longest,
+                load=load,
+            )
+            found = measure(setting, options.seeds)
+            lock_step = lock_step or found.throughput
+            name = "oldest_first" if oldest_first else "in_order"
+            speed = f"{found.throughput:.3f} | {found.throughput / lock_step:.2f} | {1 / lock_step:.2f}"
+            age = f"{found.staleness:.1f} (max {found.staleness_max}) | {found.late:.1%} | {found.length:.3f}"
+            print(f"| {name} | {bound} | {speed} | {age} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""The simulated schedule keeps to what the orders promise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.asynchronous import Setting, Simulation, measure
+
+SETTING = Setting(
+    agents=64, per_step=8, steps=30, max_staleness=4, oldest_first=True, alpha=1.5, longest=100.0, load=1.0
+)  # 64 agents work on 8 groups of 8
+
+
+def test_oldest_first_is_faster_on_heavy_tails_and_in_order_is_never_late() -> None:
+    oldest, ordered = measure(SETTING, [0, 1]), measure(replace(SETTING, oldest_first=False), [0, 1])
+    assert ordered.late == 0.0 and ordered.staleness_max <= 4 < oldest.staleness_max
+    assert 1.0 >= oldest.throughput > 1.5 * ordered.throughput
+
+
+def test_lock_step_is_the_same_in_both_orders_and_on_policy() -> None:
+    lock_step = replace(SETTING, max_staleness=0)
+    assert measure(lock_step, [3]) == measure(replace(lock_step, oldest_first=False), [3])
+    assert measure(lock_step, [3]).staleness_max == 0
+
+
+@pytest.mark.parametrize("oldest_first", [True, False])
+def test_every_group_is_taken_once_and_the_bound_is_not_exceeded(oldest_first: bool) -> None:
+    run = Simulation(replace(SETTING, oldest_first=oldest_first), seed=7)
+    result = run.run()
+    assert [entry.step for entry in run.entries.values()].count(None) == 0 and len(run.entries) == 8 * 30
+    assert len(run.ages) == 8 * 30 and 0 < result.throughput <= 1.05, "a short run may end between two bounds"

@@ -1,0 +1,143 @@
+"""The ledger adds up at any moment, and a difference from episodes, checkpoint or metrics is reported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from agentrl.cli import app
+from agentrl.errors import UserError
+from agentrl.experience import SqliteStore, new_entry
+from agentrl.experience.audit import count, export, rows, token_balance, verify
+from agentrl.records import GroupUse, LedgerEntry, ScoredEpisode, codec
+from tests.driving import make_recipe
+from tests.experience.test_store import make_group
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[tuple[Path, SqliteStore]]:
+    """A run folder after two steps: group 0 was trained, group 1 was not, 2 is assigned, 3 is ready."""
+    store = SqliteStore(tmp_path / "experience.sqlite")
+    (tmp_path / "recipe.json").write_text(make_recipe().model_dump_json())
+    for index in range(4):
+        store.put(make_group(index))
+    uses = {0: {0: GroupUse(tokens_trained=2)}, 1: {1: GroupUse(reason="all_equal")}}
+    for step, used in uses.items():
+        store.commit(step, used, f"checkpoints/{step + 1:06d}")
+    store.assign(2, [2])
+    folder = tmp_path / "checkpoints" / "000002"
+    folder.mkdir(parents=True)
+    (folder / "meta.json").write_bytes(codec.to_json({"step": 2, "consumed": uses}))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens_trained": 2.0}\n{"step": 2, "tokens_trained": 0.0}\n')
+    yield tmp_path, store
+    store.close()
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1000), st.none() | st.integers(0, 9), st.none() | st.integers(0, 1000)),
+        max_size=20,
+    )
+)
+def test_sampled_tokens_are_trained_excluded_or_open(groups: list[tuple[int, int | None, int | None]]) -> None:
+    entries = []
+    for index, (sampled, step, trained) in enumerate(groups):
+        use = None if step is None or trained is None else GroupUse(tokens_trained=min(trained, sampled))
+        entry = LedgerEntry(
+            index=index, task_id="t", attempts=1, counted=1, has_spread=False, oldest_version=0, tokens_sampled=sampled, step=step, use=use
+        )
+        entries.append(entry)
+    tokens = count(entries).tokens
+    assert tokens["sampled"] == tokens["trained"] + tokens["excluded"] + tokens["open"] == sum(sampled for sampled, _, _ in groups)
+    assert sum(count(entries).groups.values()) == len(groups)
+
+
+def test_a_sound_ledger_has_no_problems_and_is_counted(run: tuple[Path, SqliteStore]) -> None:
+    folder, store = run
+    seen: list[tuple[int, int]] = []
+    assert list(verify(folder, store, progress=lambda done, total: seen.append((done, total)))) == []
+    assert seen[0] == (0, 4) and seen[-1] == (4, 4)
+    counts = count(store.entries())
+    assert counts.groups == {"ready": 1, "assigned": 1, "trained": 1, "excluded": 1} and counts.unused == {"all_equal": 1}
+    assert token_balance(counts.tokens) == "8 tokens sampled = 2 trained + 2 excluded + 4 open"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("UPDATE groups SET tokens_sampled = 3 WHERE idx = 3", "group 3: the ledger says tokens_sampled=3, but its episodes say 2"),
+        ("UPDATE groups SET has_spread = 1 WHERE idx = 3", "group 3: the ledger says has_spread=True, but its episodes say False"),
+        ("UPDATE groups SET body = x'00' WHERE idx = 3", "group 3 in"),
+        ("UPDATE taken SET tokens_trained = 9 WHERE idx = 0", "group 0: 9 tokens were trained, but only 2 were sampled"),
+        ("UPDATE taken SET step = 0 WHERE idx = 1", "group 1: the ledger and checkpoint 000002 differ in what step 0 did with it"),
+        ("DELETE FROM taken WHERE idx = 1", "group 1: step 1 used it according to checkpoint 000002, but the ledger has it as ready"),
+        ("DELETE FROM groups WHERE idx = 1", "group 1: step 1 used it, but it is not in the store"),
+        ("UPDATE taken SET tokens_trained = 1 WHERE idx = 0", "step 0: the ledger has 1 trained tokens, metrics.jsonl has 2"),
+    ],
+)
+def test_a_difference_is_found(run: tuple[Path, SqliteStore], change: str, problem: str) -> None:
+    folder, store = run
+    store._connection.execute(change)
+    assert any(found.startswith(problem) for found in verify(folder, store)), list(verify(folder, store))
+
+
+@pytest.mark.parametrize("meta", [b"{", b"[]", b'{"step": 2}', b'{"step": "x", "consumed": {"0": {"a": {}}}}', b"[" * 100_000])
+def test_a_damaged_checkpoint_is_a_problem_and_not_a_crash(run: tuple[Path, SqliteStore], meta: bytes) -> None:
+    folder, store = run
+    (folder / "checkpoints" / "000002" / "meta.json").write_bytes(meta)
+    assert [found.partition(": ")[0] for found in verify(folder, store)] == ["checkpoint 000002 cannot be read"]
+
+
+def test_hostile_metrics_are_skipped_and_a_link_out_of_the_folder_is_not_followed(run: tuple[Path, SqliteStore]) -> None:
+    folder, store = run
+    lines = ['{"step": "1", "tokens_trained": 5}', '{"step": 1, "tokens_trained": "many"}', '{"tokens_trained": 1}', "[1]", "{", "3"]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert list(verify(folder, store)) == []
+    meta = folder / "checkpoints" / "000002" / "meta.json"
+    meta.unlink()
+    meta.symlink_to("/etc/passwd")
+    assert [found.partition(": ")[0] for found in verify(folder, store)] == ["checkpoint 000002 cannot be read"]
+
+
+def test_exported_episodes_read_back_equal(run: tuple[Path, SqliteStore], tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    _, store = run
+    file = tmp_path / "out" / "episodes.parquet"
+    assert export(store, file) == 4
+    table = datasets.load_dataset("parquet", data_files=str(file), cache_dir=str(tmp_path / "cache"))["train"]
+    assert table.to_list() == list(rows(store, store.entries()))
+    assert [codec.from_json(ScoredEpisode, row["episode"]) for row in table] == [make_group(index).episodes[0] for index in range(4)]
+    assert [row["state"] for row in table] == ["trained", "excluded", "assigned", "ready"]
+    with pytest.raises(UserError, match="exists"):
+        export(store, file)
+
+
+def test_the_command_lists_counts_and_verifies(run: tuple[Path, SqliteStore]) -> None:
+    folder, store = run
+    done = CliRunner().invoke(app, ["store", str(folder), "--verify"])
+    assert done.exit_code == 0, done.output
+    assert "1 ready, 1 assigned, 1 trained, 1 excluded of 4 groups" in done.stdout
+    assert "8 tokens sampled = 2 trained + 2 excluded + 4 open" in done.stdout
+    assert "ok    groups, checkpoint and metrics agree with the ledger" in done.stdout
+    listed = json.loads(CliRunner().invoke(app, ["store", str(folder), "--state", "trained", "--json"]).stdout)
+    assert [group["index"] for group in listed["groups"]] == [0] and listed["counts"]["tokens_open"] == 4
+    assert listed["groups"][0] == json.loads(codec.to_json(store.entries()[0])) | {"state": "trained"}
+    store._connection.execute("DELETE FROM taken WHERE idx = 1")
+    broken = CliRunner().invoke(app, ["store", str(folder), "--verify"])
+    assert broken.exit_code == 1 and "FAIL  group 1: step 1 used it" in broken.stdout
+    assert new_entry(make_group(3)) == store.entries(first=3)[0]
+
+
+def test_a_folder_without_a_run_is_an_error_with_the_fix(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["store", str(tmp_path)])
+    assert done.exit_code != 0 and isinstance(done.exception, UserError) and "is not a run folder" in str(done.exception)
+    (tmp_path / "recipe.json").write_text(make_recipe().model_dump_json())
+    done = CliRunner().invoke(app, ["store", str(tmp_path)])
+    assert isinstance(done.exception, UserError) and "has no stored groups yet" in str(done.exception)
+    assert not (tmp_path / "experience.sqlite").exists(), "nothing is created"
