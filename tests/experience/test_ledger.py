@@ -27,6 +27,7 @@ from agentrl.records import (
     VersionSpan,
 )
 from agentrl.rollout import excluded_group
+from tests.strategies import examples
 
 
 def group(index: int, *scores: float | None) -> Group:
@@ -83,7 +84,7 @@ class Ledger:
         return chosen
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(data=st.data(), oldest_first=st.booleans(), per_step=st.integers(1, 4), extra=st.integers(0, 3), max_staleness=st.integers(0, 3))
 def test_a_run_never_gets_stuck_and_takes_every_group_once(
     data: st.DataObject, oldest_first: bool, per_step: int, extra: int, max_staleness: int
@@ -110,7 +111,7 @@ def test_a_run_never_gets_stuck_and_takes_every_group_once(
     assert sum(order.has_preference(entry) for entry in run.entries.values()) <= per_step * run.steps
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data(), per_step=st.integers(1, 4), extra=st.integers(0, 3))
 def test_on_policy_both_orders_take_the_same_groups(data: st.DataObject, per_step: int, extra: int) -> None:
     run = Ledger(GroupOrder(per_step=per_step, extra=extra), data.draw, steps=3, max_staleness=0)
