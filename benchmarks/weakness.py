@@ -393,7 +393,7 @@ def main() -> int:
             LENGTH,
             f"```text\n{phases}\n```",
             f"Before and after are success rates on held-out questions of kind `{KIND}`: one greedy attempt each, 95% intervals."
-            " The gate evaluates every fourth version; after two rollbacks it only blocks (`gate.max_rollbacks`).",
+            " The gate evaluates every fourth version; after two rollbacks it only blocks.",
             table(experiments) + (f"\n\nMade with `{' '.join(given.overrides)}`." if given.overrides else ""),
             f"`tagged by the rule`: failures that submitted the whole part, and those of them tagged `{CAUSE}`. The rule checks the same"
             " condition, so the column does not show how often a tag is right on other failures.",

@@ -22,7 +22,6 @@ from agentrl.config import (
     RolloutConfig,
     ServingConfig,
     TasksConfig,
-    WeightingConfig,
 )
 
 recipe = Recipe(
@@ -37,7 +36,7 @@ recipe = Recipe(
             "heldout_kinds": "count_bits, lcm, bitwise_arithmetic, letter_counting",
             "turn_tokens": 96,
         },
-        weighting=WeightingConfig(),
+        weighting=True,
     ),
     rollout=RolloutConfig(group_size=8, groups_per_step=8, concurrency=64, temperature=1.0, top_k=20, min_p=0.1),
     evaluation=EvalConfig(heldout=80, heldout_real=48, temperature=0.0),

@@ -2,7 +2,7 @@
 
     agentrl check recipes/splitting.py                            # checks the tasks
     agentrl train recipes/splitting.py objective.credit=episode   # or another method of credit
-    agentrl train recipes/splitting.py 'rollout.compaction={"tokens": 230, "summary_tokens": 32, "request": "Sum up."}'
+    agentrl train recipes/splitting.py rollout.compaction.share=0.6 rollout.compaction.summary_tokens=32
 
 Runs on two CPU cores. At first the policy splits a third of its tasks, and its helpers make mistakes; a task is solved only if every helper
 is right. The last command requests summaries of long contexts, which this policy was not trained on: at first none is accepted.

@@ -147,7 +147,7 @@ async def opened(
             clock=StageClock(),
             store=store,
             checkpoints=checkpoints,
-            quarantine=Quarantine(run_dir, limit=recipe.rollout.max_quarantined),
+            quarantine=Quarantine(run_dir),
             capture=capture,
             fault_rate=faults,
             registry=cast(Any, None),

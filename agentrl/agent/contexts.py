@@ -28,6 +28,12 @@ RESTARTED = "restarted"
 SUMMARY = "summary"
 """`Trajectory.agent` of a summary."""
 HEAD = "Your summary of the work so far:"
+SUMMARY_REQUEST = (
+    "This conversation is nearly full. Sum up what you know and what is left to do, without a tool call."
+    " You continue from that summary alone."
+)
+SUMMARY_ATTEMPTS = 2
+"""Attempts at a summary before the agent ends with `token_limit`: one retry, because each samples a full context."""
 _WITHHELD = "error: not shown, because there is no room for it"
 
 
@@ -164,7 +170,7 @@ class Compactor:
 
     def due(self, tokens: int, room: int) -> bool:
         """Returns whether to summarize a context of `tokens`, of at most `room`."""
-        return tokens >= (self.config.share * room if self.config.tokens is None else self.config.tokens)
+        return tokens >= self.config.share * room
 
     def asking(
         self, after: ParsedCompletion, results: Sequence[ToolResult], *, used: int, room: int
@@ -182,14 +188,14 @@ class Compactor:
 
     def _with_request(self, results: Sequence[ToolResult]) -> tuple[ToolResult, ...]:
         last = results[-1]
-        return (*results[:-1], replace(last, output=f"{last.output}\n\n{self.config.request}"))
+        return (*results[:-1], replace(last, output=f"{last.output}\n\n{SUMMARY_REQUEST}"))
 
     async def attempt(
         self, episode: LiveEpisode, trajectory: LiveTrajectory, delta: Sequence[int], allowance: int | None
     ) -> SummaryAttempt:
         """Samples a summary of `trajectory` and the `delta` after its last turn, of at most `allowance` tokens."""
         parent = Parent(trajectory=trajectory.index, turn=len(trajectory.turns) - 1)
-        summary = episode.open(SUMMARY, parent=parent, prompt=(Message(role="user", content=self.config.request),))
+        summary = episode.open(SUMMARY, parent=parent, prompt=(Message(role="user", content=SUMMARY_REQUEST),))
         summary.add_prompt([token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids)])
         summary.add_prompt(delta)
         if limit := summary.limit():  # `Limits.all_tokens` counts this context twice

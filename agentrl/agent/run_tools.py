@@ -12,7 +12,7 @@ from pathlib import Path
 
 from agentrl.agent import ChatFormat, load_tools
 from agentrl.agent.mcp.messages import InvalidMessage, ServerError
-from agentrl.agent.mcp.servers import MCP_PREFIX, RunTools, Server, ServerConnection
+from agentrl.agent.mcp.servers import MCP_PREFIX, START_TIMEOUT_S, RunTools, Server, ServerConnection
 from agentrl.agent.mcp.tool_list import ListedTool, excluded_tools, tool_difference, usable_tools
 from agentrl.agent.mcp.transports import Unanswered
 from agentrl.agent.tools import Bounds, ToolWording
@@ -49,7 +49,7 @@ def _live(name: str, config: MCPConfig) -> AnswerLiveness | None:
         return None
     program = "run the program in a shell to test it; a call without an answer in time ends it, and the next call restarts it"
     fix = program if config.host_command else "check the server; episodes reconnect automatically"
-    return AnswerLiveness(f"MCP server {name}", fix=fix, first_s=config.start_timeout_s)
+    return AnswerLiveness(f"MCP server {name}", fix=fix, first_s=START_TIMEOUT_S)
 
 
 def candidate_tasks(family: TaskFamily, others: Iterable[Task] = ()) -> Iterator[Task]:

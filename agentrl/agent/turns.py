@@ -16,7 +16,15 @@ from typing import Any
 
 from agentrl.agent import delegation
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
-from agentrl.agent.contexts import Compactor, continue_context, current_trajectory, main_prompt, read_turn, reading_policy_text
+from agentrl.agent.contexts import (
+    SUMMARY_ATTEMPTS,
+    Compactor,
+    continue_context,
+    current_trajectory,
+    main_prompt,
+    read_turn,
+    reading_policy_text,
+)
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome, clip
 from agentrl.agent.turncalls import SUBMIT, budget_error, count_calls, run_calls
@@ -161,7 +169,7 @@ class AgentRun:
 
     async def _compacted(self, compactor: Compactor, delta: Sequence[int]) -> str:
         """Continues from a summary in a new trajectory. Returns the limit that prevents it, if any."""
-        for _ in range(compactor.config.attempts):
+        for _ in range(SUMMARY_ATTEMPTS):
             if limit := self._limit():
                 return limit
             attempt = await compactor.attempt(self._episode, self.trajectory, delta, self._allowance())

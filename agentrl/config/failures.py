@@ -14,14 +14,12 @@ class CaptureConfig(Section):
     """Score below which an episode counts as failed."""
     keep: int = Field(500, ge=0)
     """Traces kept per phase (training, each evaluation). All failures are counted. 0 disables capture."""
-    keep_mb: int = Field(256, ge=1)
-    """MiB of compressed traces per phase."""
     rules: tuple[str, ...] = ()
     """User-supplied triage rules. They run before the built-in rules."""
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> CaptureConfig:
         usual = type(self).model_fields
-        if self.keep == 0 and any(getattr(self, key) != usual[key].default for key in ("below", "keep_mb", "rules")):
-            raise ValueError("below, keep_mb and rules do nothing with keep=0, which captures nothing: leave them at their defaults")
+        if self.keep == 0 and any(getattr(self, key) != usual[key].default for key in ("below", "rules")):
+            raise ValueError("below and rules do nothing with keep=0, which captures nothing: leave them at their defaults")
         return self

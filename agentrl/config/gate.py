@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from agentrl.config.section import Section
 
@@ -27,21 +27,11 @@ class GateConfig(Section):
     """Largest share of evaluations over a run that block a version that is no worse."""
     margin: float = Field(0.0, ge=0, lt=1)
     """Largest drop of the suite's mean score that never blocks."""
-    threshold: float = 1.0
-    """Score from which an attempt passes, unless the case sets it."""
     action: Literal["block", "rollback"] = "rollback"
     """block: a worse version is not promoted, and training continues from it. rollback: server and learner also return to the last promoted
     version."""
     server: Literal["shared", "own"] = "shared"
     """shared: the policy's servers run the attempts, and load no newer version meanwhile. own: an additional server runs them."""
-    max_rollbacks: int = Field(2, ge=1)
-    """Rollbacks by the gate over the run. After them it only blocks."""
-
-    @model_validator(mode="after")
-    def _every_key_acts(self) -> GateConfig:
-        if self.action == "block" and self.max_rollbacks != 2:
-            raise ValueError("max_rollbacks does nothing with action=block; leave it out or set action=rollback")
-        return self
 
     @property
     def rolls_back(self) -> bool:

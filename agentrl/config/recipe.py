@@ -26,7 +26,7 @@ from agentrl.config.objective import CriticConfig, ObjectiveConfig
 from agentrl.config.rollout import BranchingConfig, CompactionConfig, DelegationConfig, EvalConfig, RolloutConfig
 from agentrl.config.section import Needs, Section, resumable
 from agentrl.config.serving import JudgeServerConfig, PolicyConfig, ServingConfig
-from agentrl.config.tasks import GroupJudging, PracticeConfig, TasksConfig, WeightingConfig
+from agentrl.config.tasks import GroupJudging, PracticeConfig, TasksConfig
 from agentrl.config.tools import MCPConfig, MemoryConfig, SandboxConfig, ToolBounds, ToolsConfig
 from agentrl.plugins import parts
 
@@ -56,7 +56,6 @@ __all__ = [
     "TasksConfig",
     "ToolBounds",
     "ToolsConfig",
-    "WeightingConfig",
     "apply_overrides",
     "build",
     "load",
@@ -168,18 +167,18 @@ class Recipe(Section):
                 f"rollout.extra_groups replaces groups whose attempts score the same; with objective.advantage={self.objective.advantage},"
                 " which compares all attempts of a step, such groups have a training signal too: set it to 0"
             )
-        if self.tasks.weighting is not None and self.objective.advantage in ("reinforce++", "gae"):
+        if self.tasks.weighting and self.objective.advantage in ("reinforce++", "gae"):
             yield (
                 "tasks.weighting samples tasks less often if their attempts score the same; with objective.advantage="
-                f"{self.objective.advantage} such tasks have a training signal too: remove it"
+                f"{self.objective.advantage} such tasks have a training signal too: set it to false"
             )
 
     def _resources(self) -> Iterator[str]:
         compaction, longest = self.rollout.compaction, self.policy.max_model_len
-        if compaction is not None and (compaction.tokens or compaction.share * longest) + compaction.summary_tokens >= longest:
+        if compaction is not None and compaction.share * longest + compaction.summary_tokens >= longest:
             yield (
-                "rollout.compaction requests a summary that does not fit: its tokens (or share of policy.max_model_len) plus summary_tokens"
-                " must be less than policy.max_model_len"
+                "rollout.compaction requests a summary that does not fit: share times policy.max_model_len plus summary_tokens must be less"
+                " than policy.max_model_len"
             )
         if self.serving.replicas > self.rollout.concurrency:
             yield "serving.replicas exceeds rollout.concurrency: an episode uses one server, so some would stay idle; lower replicas"

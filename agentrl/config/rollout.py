@@ -91,24 +91,8 @@ class CompactionConfig(Section):
 
     share: float = Field(0.75, gt=0, lt=1)
     """Share of policy.max_model_len, or of the task's `Limits.episode_tokens` if less, at which a summary is requested."""
-    tokens: int | None = Field(None, ge=1)
-    """Context tokens at which a summary is requested, in place of share."""
     summary_tokens: int = Field(256, ge=1)
     """Maximum tokens of a summary. A truncated or empty one, or one with a tool call, is rejected."""
-    attempts: int = Field(2, ge=1, le=16)
-    """Attempts at a summary before the agent ends with token_limit. Each counts as a turn."""
-    request: str = Field(
-        "The room for this conversation is nearly used up. Answer with a summary of what you know and what is left to do, without a tool"
-        " call. You go on with that summary alone.",
-        min_length=1,
-    )
-    """Prompt that requests the summary."""
-
-    @model_validator(mode="after")
-    def _every_key_acts(self) -> CompactionConfig:
-        if self.tokens is not None and self.share != 0.75:
-            raise ValueError("share does nothing if tokens is set: remove one of them")
-        return self
 
 
 class RolloutConfig(Section):
@@ -153,8 +137,6 @@ class RolloutConfig(Section):
     """Retries after an infrastructure fault, before the episode is excluded."""
     min_group_size: int = Field(2, ge=1)
     """Minimum counted episodes of a group. A smaller group is dropped."""
-    max_quarantined: int = resumable(8, ge=0)
-    """Broken tasks to quarantine before the run stops and lists them."""
     max_fault_rate: float = resumable(0.5, ge=0, le=1)
     """Share of faults not caused by the policy, among the newest attempts, above which the run pauses. 1 disables it."""
     checkpoint_turns: bool = resumable(False)

@@ -1,4 +1,4 @@
-"""Settings of tasks and their scoring: `tasks`, `tasks.practice`, `tasks.weighting`."""
+"""Settings of tasks and their scoring: `tasks`, `tasks.practice`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,6 @@ class PracticeConfig(Section):
     """Folders of suites, relative to the project root, and their weights. Their cases are never trained on."""
     share: float = Field(0.3, ge=0.001, le=1)
     """Share of groups with practice tasks."""
-
-
-class WeightingConfig(Section):
-    """Samples tasks more often if the scores of their attempts differ. See docs/recipes.md, "Which tasks"."""
-
-    least: float = Field(0.1, ge=0.01, lt=1)
-    """Minimum probability that a drawn task is accepted."""
-    window: int = Field(8, ge=1, le=1000)
-    """Newest groups, per task and per kind of task, that determine the weight."""
 
 
 class GroupJudging(Section):
@@ -62,8 +53,8 @@ class TasksConfig(GroupJudging):
     """Folders of suites, relative to the project root. Their cases and near twins are never trained on."""
     practice: PracticeConfig | None = None
     """Training tasks derived from the cases of suites. None disables practice."""
-    weighting: Annotated[WeightingConfig | None, _TAUGHT] = None
-    """Samples tasks that have a training signal more often. None: all tasks equally often; `{}` uses the defaults."""
+    weighting: Annotated[bool, _TAUGHT] = False
+    """Samples tasks that have a training signal more often (docs/recipes.md, "Which tasks"). false: all tasks equally often."""
     audit: tuple[str, ...] = Field(())
     """Verifiers whose scores are logged and plotted, but never trained on."""
 

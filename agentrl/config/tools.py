@@ -22,8 +22,6 @@ class SandboxConfig(Section):
     """Keyword arguments of a user-supplied backend."""
     max_open: int = Field(64, ge=1)
     """Sandboxes open at once."""
-    open_timeout_s: float = Field(60.0, gt=0)
-    """Seconds to open a sandbox."""
     warm: Annotated[
         int, Needs("as many sandboxes that may be in use: set max_open to at least as many", lambda recipe, own: own.warm <= own.max_open)
     ] = Field(8, ge=0)
@@ -52,8 +50,6 @@ class MCPConfig(Section):
     """Tools to offer. Empty: all, at most 64."""
     together: bool = False
     """Runs calls of one turn in parallel (`url` only)."""
-    start_timeout_s: float = Field(60.0, gt=0, le=600)
-    """Seconds to start and to list the tools."""
 
     @model_validator(mode="after")
     def _one_place(self) -> MCPConfig:
@@ -135,12 +131,6 @@ class MemoryConfig(Section):
     """Tasks that share notes. family: those of one family. project: those with the same `project` in their data."""
     notes: int = Field(4, ge=1, le=64)
     """Notes per episode, over all its agents."""
-    note_chars: int = Field(400, ge=1, le=10_000)
-    """Maximum characters of a note. A longer one is an error that the agent reads."""
-    results: Annotated[int, Needs("as many kept notes: set keep to at least as many", lambda recipe, own: own.results <= own.keep)] = Field(
-        5, ge=1, le=50
-    )
-    """Maximum notes per search."""
     keep: int = Field(1000, ge=1, le=100_000)
     """Newest notes kept per scope. Older ones are deleted."""
     min_score: float | None = None

@@ -230,7 +230,6 @@ def _group_runner(
         sampling=recipe.evaluation.sampling,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,
-        open_timeout_s=recipe.sandbox.open_timeout_s,
     )
     return GroupRunner(
         runner=runner,

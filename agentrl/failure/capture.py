@@ -30,6 +30,7 @@ Audit = Callable[[Task, ScoredEpisode], str]
 MAX_KINDS = 200
 """Kinds of tasks that are counted separately; the rest are counted together."""
 OTHERS = "others"
+_KEEP_BYTES = 256 << 20  # compressed traces per phase: 500 of half a MiB, far above the usual 4 KiB, so `capture.keep` decides
 _BUSY_S = 2.0  # longest wait for another process's write; all episodes wait meanwhile
 _SLOW_S, _PAUSE_FACTOR = 0.2, 50  # after a slow failure, such as a locked file, capture pauses for 50 times its duration
 _TIMEOUTS, _LIMITS = ("wall_limit", "tool_timeout"), ("turn_limit", "token_limit")
@@ -177,8 +178,7 @@ class Capture:
 
     def _open(self) -> Collection:
         if self._collection is None:
-            keep, keep_bytes = self._config.keep, self._config.keep_mb << 20
-            self._collection = Collection(self._run_dir, keep=keep, keep_bytes=keep_bytes, make=True, busy_timeout_s=_BUSY_S)
+            self._collection = Collection(self._run_dir, keep=self._config.keep, keep_bytes=_KEEP_BYTES, make=True, busy_timeout_s=_BUSY_S)
             self._kinds = {kind for (kind,) in self._collection.counts("kind")}
         return self._collection
 

@@ -49,6 +49,9 @@ from agentrl.version import rollback
 if TYPE_CHECKING:
     from agentrl.session.opening import Run
 
+MAX_ROLLBACKS = 2
+"""Rollbacks by the gate over a run. A policy that declines a third time needs other settings, not the same steps again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
@@ -152,7 +155,7 @@ class Gate:
         current = self.registry.get(version.number)
         if current is None or current.sha256 != version.sha256 or current.state is VersionState.ROLLED_BACK:
             return None
-        info = evaluation_info(self.recipe, self.suite, version, repeats=config.repeats, threshold=config.threshold, began=began)
+        info = evaluation_info(self.recipe, self.suite, version, repeats=config.repeats, threshold=rule.threshold, began=began)
         attempts = (*first, *retries)
         evaluation = SuiteResults(about=info, attempts=tuple(one.attempt for one in attempts))
         verdict = self._verdict(version, baseline, evaluation, result, attempts)
@@ -237,8 +240,8 @@ class Gate:
         if not self.config.rolls_back or self.registry.get(self.recipe.steps) is not None:  # the learner has ended and cannot roll back
             return GateOutcome.BLOCKED, result.reason
         rollbacks = sum(one.outcome is GateOutcome.ROLLED_BACK for one in read_verdicts(self.folder))
-        if rollbacks >= self.config.max_rollbacks:
-            return GateOutcome.BLOCKED, f"{result.reason}; after {rollbacks} rollbacks, gate.max_rollbacks allows no more"
+        if rollbacks >= MAX_ROLLBACKS:
+            return GateOutcome.BLOCKED, f"{result.reason}; after {rollbacks} rollbacks the gate only blocks"
         return GateOutcome.ROLLED_BACK, result.reason
 
     def _apply(self, version: PolicyVersion, verdict: GateVerdict) -> None:
@@ -288,7 +291,6 @@ def gate_rule(gate: GateConfig, suite: Suite) -> GateRule:
         confirm=gate.confirm,
         alpha=gate.alpha,
         margin=gate.margin,
-        threshold=gate.threshold,
         thresholds=case_thresholds(suite),
     )
 

@@ -26,6 +26,7 @@ from agentrl.errors import StoreError, UserError
 from agentrl.records import ScoredEpisode
 from agentrl.records.memo import Memo
 
+RESULTS = 5  # maximum notes per search: five full notes take 2,000 characters of the reader's context
 QUERY_CHARS = 200  # maximum length of a query, in characters
 QUERY_WORDS = 16  # number of words of a query that are searched; further words are ignored
 
@@ -134,7 +135,7 @@ class NoteStore:
             return True
 
     def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[NoteMatch, ...]:
-        """The notes of a version and scope that an attempt at a task may see, best first; at most `memory.results` of the recipe.
+        """The notes of a version and scope that an attempt at a task may see, best first; at most `RESULTS`.
 
         A note's rank is the sum of log(1 + N / n) over the query's words that it contains, where n of the N visible notes contain the
         word (inverse document frequency). Among equal ranks the newest note comes first. Words match in their English inflections and
@@ -147,12 +148,12 @@ class NoteStore:
             where, values = "scope = ? AND step < ? AND id >= ?", (scope, version, oldest)
             if not terms:
                 rows = self._db.execute(f"SELECT id, writer FROM notes WHERE {where} ORDER BY id DESC", values)
-                best = list(islice((note_id for note_id, writer in rows if writer not in hidden), self.config.results))
+                best = list(islice((note_id for note_id, writer in rows if writer not in hidden), RESULTS))
             else:
                 counts = self._db.execute(f"SELECT writer, COUNT(*) FROM notes WHERE {where} GROUP BY writer", values)
                 total = sum(count for writer, count in counts if writer not in hidden)
                 by_term = {term: self._notes_with(term, where, values, hidden) for term in terms}
-                best = _ranked(by_term, total)[: self.config.results]
+                best = _ranked(by_term, total)[:RESULTS]
             return tuple(NoteMatch(*_text_values(self._db.execute(_NOTE, (note_id,)).fetchone())) for note_id in best)
 
     def counts(self) -> Mapping[str, tuple[int, int]]:

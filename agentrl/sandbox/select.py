@@ -79,4 +79,4 @@ async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path) -
         if backend.name == "docker":
             raise
         log.warning("sandboxes of dead drivers are not removed: %s", error)  # the problem is a daemon that this run does not use
-    return WarmPool(backend, warm=config.warm, max_open=config.max_open, fill_timeout_s=config.open_timeout_s)
+    return WarmPool(backend, warm=config.warm, max_open=config.max_open)

@@ -381,7 +381,7 @@ async def check_snapshots(recipe: Recipe, task: Task, sandboxes: SandboxBackend)
     if key is None or recipe.sandbox.backend in parts.BACKEND.shipped:
         return
     await sandboxes.prepare(task.sandbox)
-    first = await sandboxes.open(task.sandbox, files=task.contents(), timeout_s=recipe.sandbox.open_timeout_s)
+    first = await sandboxes.open(task.sandbox, files=task.contents())
     try:
         problem = await _copy_problem(recipe, task, sandboxes, first)
     finally:
@@ -399,7 +399,7 @@ async def _copy_problem(recipe: Recipe, task: Task, sandboxes: SandboxBackend, f
     await first.write(_COPY_PATH, _COPY_DATA)
     try:
         archive = await first.snapshot()
-        second = await sandboxes.open(task.sandbox, snapshot=archive, timeout_s=recipe.sandbox.open_timeout_s)
+        second = await sandboxes.open(task.sandbox, snapshot=archive)
     except Exception as error:  # a user-supplied backend may raise anything
         return one_line_error(error)
     try:

@@ -34,9 +34,9 @@ class GroupTasks:
         self._steps = steps
         self._behind = recipe.max_staleness
         self._record: TaskHistory | None = None
-        if recipe.tasks.weighting is not None:
+        if recipe.tasks.weighting:
             by_task = schedule.family.size(Split.TRAIN) is not None
-            self._record = TaskHistory(recipe.tasks.weighting, min_group_size=self._steps.min_group_size, by_task=by_task)
+            self._record = TaskHistory(min_group_size=self._steps.min_group_size, by_task=by_task)
         self._lines: dict[int, GroupOutcome] | None = None  # outcomes from the file that are not in the history yet
         self._reached = 0  # steps that are in the history
         self._weights = {step: self._record.weights() for step in range(self._behind + 1)} if self._record is not None else {}

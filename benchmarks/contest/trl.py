@@ -226,7 +226,7 @@ def tune(setting: Setting, seed: int, base: dict[str, Any], work: Path, *, steps
 def small_steps(recipe: Recipe, steps: int) -> tuple[str, ...]:
     """Overrides of `recipe` for `tune`. TRL weights no tasks, and a recipe of one step may not."""
     groups = min(_TUNING_GROUPS, recipe.rollout.groups_per_step)
-    return (f"steps={steps}", f"rollout.groups_per_step={groups}", "evaluation.every=0", "tasks.weighting=null")
+    return (f"steps={steps}", f"rollout.groups_per_step={groups}", "evaluation.every=0", "tasks.weighting=false")
 
 
 def _try(

@@ -36,7 +36,7 @@ NOWHERE = ScriptedSandboxes(printing("no session"))
 
 
 def recipe(way: str = "honest", **bounds: Any) -> Recipe:
-    server = {"host_command": [sys.executable, "-S", "-E", str(HOSTILE), way], "start_timeout_s": 60}
+    server = {"host_command": [sys.executable, "-S", "-E", str(HOSTILE), way]}
     return RECIPE.but(tools={"mcp": {"it": server}, "bounds": bounds})
 
 
@@ -109,8 +109,8 @@ async def test_without_settings_nothing_is_requested() -> None:
 
 
 def test_servers_in_a_recipe() -> None:
-    given = recipe().but("tools.mcp.it.start_timeout_s=7", "tools.bounds.echo.calls=3", {"tools.mcp.web": {"url": "https://a.example/mcp"}})
-    assert given.tools.mcp["it"].start_timeout_s == 7 and given.tools.bounds["echo"].calls == 3 and len(given.tools.mcp) == 2
+    given = recipe().but("tools.bounds.echo.calls=3", {"tools.mcp.web": {"url": "https://a.example/mcp"}})
+    assert given.tools.bounds["echo"].calls == 3 and len(given.tools.mcp) == 2
     for wrong, says in {
         "tools.mcp.it.url=http://a": "one of command, host_command and url",
         "tools.mcp.it.together=true": "together does nothing with a program",

@@ -337,7 +337,7 @@ def test_family_that_exits_does_not_end_the_proofs() -> None:
 
 async def test_sandboxed_mcp_servers_are_checked_and_others_never_called(tmp_path: Path) -> None:
     server = Path(__file__).parents[1] / "agent" / "hostile_mcp.py"
-    config = MCPConfig(host_command=(sys.executable, "-S", "-E", str(server), "dies"), start_timeout_s=60.0)
+    config = MCPConfig(host_command=(sys.executable, "-S", "-E", str(server), "dies"))
     mine = sample_task(tools=("mcp:it", "submit"))
     backend = ScriptedSandboxes(printing(""))
     tools = await pin_tools(declared_tools(ToolsConfig(mcp={"it": config}), tmp_path), [mine], backend)

@@ -94,7 +94,7 @@ POOL: dict[str, Mapping[str, Any]] = {
     "bfloat16": {"policy.dtype": "bfloat16"},
     "group judge": {"tasks.group_judge": "rewards.mine:ranked"},
     "practice": {"tasks.practice": {"suites": {"evals/a": 1}}},
-    "weighting": {"tasks.weighting": {}},
+    "weighting": {"tasks.weighting": True},
     "no capture": {"capture.keep": 0},
     "program in the sandbox": {"tools.mcp": {"far": {"command": ["server"]}}},
     "program on the host": {"tools.mcp": {"far": {"host_command": ["server"]}}},
@@ -158,7 +158,6 @@ GIVEN: dict[str, tuple[Any, ...]] = {
     "learner.limits.max_ratio": ({"at": 4.0},),
     "learner.limits.max_grad_norm": ({"at": 7.0},),
     "learner.lora.target_modules": (("q_proj",),),
-    "tools.mcp.*.start_timeout_s": (30.0,),
 }
 
 
@@ -346,8 +345,8 @@ def test_what_acts_in_one_recipe_acts_in_every_recipe_that_takes_it() -> None:
         (["evaluation.heldout=0", "evaluation.heldout_real=0", "evaluation.temperature=0.5"], "evaluation.temperature=0.5 does nothing"),
         (["evaluation.every=999"], "evaluation.every=999 does nothing without a step between the first and the last"),
         (["evaluation.every=12"], "evaluation.every=12 does nothing"),
-        (["tasks.weighting={}", "steps=1"], "does nothing without a step late enough"),
-        (["tasks.weighting={}", "steps=2"], "does nothing without a step late enough"),
+        (["tasks.weighting=true", "steps=1"], "does nothing without a step late enough"),
+        (["tasks.weighting=true", "steps=2"], "does nothing without a step late enough"),
         (["sandbox.warm=65"], "sandbox.warm=65 does nothing without as many sandboxes that may be in use"),
         (["max_staleness=3", "learner.keep_versions=9", "steps=3"], "max_staleness=3 does nothing"),
         (

@@ -67,7 +67,7 @@ def test_a_dtype_that_is_not_trained_in_is_refused(dtype: object) -> None:
 
 def test_a_context_that_is_written_anew_is_not_summed_up() -> None:
     with pytest.raises(RecipeError, match="for agents with one context at a time"):
-        apply_overrides(BASE, ["policy.rewritten_context=restart", 'rollout.compaction={"tokens": 8, "summary_tokens": 8}'])
+        apply_overrides(BASE, ["policy.rewritten_context=restart", 'rollout.compaction={"share": 0.1, "summary_tokens": 8}'])
 
 
 def test_parts_of_the_learner_that_do_not_go_together_are_refused() -> None:

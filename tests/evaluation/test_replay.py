@@ -155,7 +155,7 @@ def test_a_case_of_a_recipe_with_servers_and_bounds_can_start_mid_episode(tmp_pa
     case = make_case("x")
     make_suite(tmp_path / "s", replace(case, task=replace(case.task, tools=("mcp:it", "submit"))))
     program = [sys.executable, "-S", "-E", str(HERE.parents[1] / "agent" / "hostile_mcp.py"), "honest"]
-    servers = "tools.mcp=" + json.dumps({"it": {"host_command": program, "start_timeout_s": 60}})
+    servers = "tools.mcp=" + json.dumps({"it": {"host_command": program}})
     recipe = (BACKEND, servers, 'tools.bounds={"echo": {"calls": 1}}')
 
     refused, out = agentrl("eval", "s", "--policy", f"{HERE}:talker", *recipe, "--run-dir", "r")

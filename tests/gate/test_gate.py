@@ -23,9 +23,10 @@ from typer.testing import CliRunner
 from agentrl.agent import TurnLoop
 from agentrl.cli import app
 from agentrl.config.gate import GATE, GateConfig
-from agentrl.errors import StoreError, UserError
+from agentrl.errors import StoreError
 from agentrl.failure.case import Case, Suite
 from agentrl.failure.collection import Collection
+from agentrl.gate import gate
 from agentrl.gate.gate import Gate, first_version_to_serve, promoted_result, serve_result
 from agentrl.gate.regressions import first_different_turn
 from agentrl.gate.schedule import schedule_gate
@@ -355,9 +356,10 @@ async def test_a_run_whose_gate_promoted_nothing_says_so(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_rollbacks_end_at_their_limit_and_other_weights_are_evaluated_again(tmp_path: Path) -> None:
+async def test_rollbacks_end_at_their_limit_and_other_weights_are_evaluated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "MAX_ROLLBACKS", 1)
     run = await opened(tmp_path)
-    run.recipe = RECIPE.but({"gate.max_rollbacks": 1, "gate.every": 1, "steps": 9})
+    run.recipe = RECIPE.but({"gate.every": 1, "steps": 9})
     await looked(run)
     publish(run, 1, 0, "bad c01")
     await served_through(run, 1)
@@ -365,7 +367,7 @@ async def test_rollbacks_end_at_their_limit_and_other_weights_are_evaluated_agai
     publish(run, 3, 2, "bad c02")
     await served_through(run, 3)
     blocked = read_verdict(tmp_path, 3)
-    assert blocked is not None and blocked.outcome is GateOutcome.BLOCKED and "gate.max_rollbacks allows no more" in blocked.reason
+    assert blocked is not None and blocked.outcome is GateOutcome.BLOCKED and "after 1 rollbacks the gate only blocks" in blocked.reason
     run.registry.reconcile(2)
     await run.served.fall_back(run.registry.get(2))
     publish(run, 3, 2, "good 3")
@@ -462,8 +464,3 @@ def test_a_rollback_request_is_void_once_its_version_has_other_weights(tmp_path:
     assert rollback.pending_request(tmp_path, registry) is None
     with pytest.raises(ValueError, match="is not older"):
         rollback.RollbackRequest(version=2, sha256="", to=2, to_sha256="", reason="")
-
-
-def test_settings_that_do_nothing_raise() -> None:
-    with pytest.raises(UserError, match="does nothing"):
-        RECIPE.but({"gate.action": "block", "gate.max_rollbacks": 3})

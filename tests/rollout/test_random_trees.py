@@ -61,7 +61,7 @@ async def grown(policy: Noted, task: Task) -> Group:
         agent=TurnLoop(
             chat=chat_of(policy.tokenizer),
             delegation=DelegationConfig(depth=2, width=2, total=6, turns=4, tokens=400),
-            compaction=CompactionConfig(tokens=450, summary_tokens=60, request="Sum up."),
+            compaction=CompactionConfig(share=0.64, summary_tokens=60),
         ),
         policy=policy,
         sandboxes=ScriptedSandboxes(printing("y" * 40)),

@@ -131,7 +131,7 @@ async def test_a_repeated_task_counts_once_and_groups_without_a_preference_do_no
     [
         ["memory={}"],
         ["objective.proximal=recompute", "learner.minibatches=4", "objective.clip_high=0.28"],
-        ["tasks.weighting={}", "rollout.extra_groups=8"],
+        ["tasks.weighting=true", "rollout.extra_groups=8"],
     ],
 )
 async def test_a_recipe_is_sampled_unchanged(given: list[str], tmp_path: Path) -> None:

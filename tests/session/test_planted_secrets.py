@@ -67,7 +67,6 @@ async def test_no_file_of_a_run_contains_a_planted_secret(
     server = {
         "host_command": [sys.executable, "leaks.py"],
         "env": {"TOKEN": "env:MY_TOKEN", "OTHER": f"file:{outside}"},
-        "start_timeout_s": 60,
     }
     overrides = (*QUICK, f"tools.mcp.leaks={json.dumps(server)}")
     answered = says(f"look {KEY}", *(("tell", json.dumps({"way": way})) for way in ("says", "fails")))

@@ -33,6 +33,8 @@ from agentrl.protocols import Sandbox, ToolSource
 from agentrl.records import Limits
 
 MCP_PREFIX = "mcp:"
+START_TIMEOUT_S = 60.0
+"""Seconds to start a server and to list its tools: enough for a package runner such as npx that downloads the program first."""
 MAX_FAILURES = 3
 """Failures of one server in one episode, after which it is not restarted."""
 
@@ -147,7 +149,7 @@ class ServerConnection:
 
     async def list_tools(self, sandbox: Sandbox | None) -> list[Any]:
         """Starts the server, performs the handshake, and returns its tools. Raises `Unanswered`, `InvalidMessage`, `ServerError`."""
-        until = time.monotonic() + self.server.config.start_timeout_s
+        until = time.monotonic() + START_TIMEOUT_S
         self._number = 1
         answer = await self._transport.request([messages.opening(1)], 1, begin=True, sandbox=sandbox, timeout_s=until - time.monotonic())
         messages.revision(messages.result(answer))
@@ -233,7 +235,7 @@ class ServerTool:
         config = connection.server.config
         self.name, self.schema, self.needs_sandbox = offer.name, offer.schema, connection.server.in_sandbox
         self.together = config.together
-        self.opening_s = config.start_timeout_s + user_code.GRACE_S  # additional time of a call that starts the server
+        self.opening_s = START_TIMEOUT_S + user_code.GRACE_S  # additional time of a call that starts the server
         self._offer = offer
         self._connection = connection
 
