@@ -104,7 +104,7 @@ def prepare_evaluation(
             preflight.check_parts(recipe)
         scorer = TaskScorer(root=root, folder=folder) if checked is None else checked.scorer
         for suite in suites:
-            preflight.check_suite(suite, scorer, declared_tools(recipe.tools, root), root=root if own is None else None)
+            preflight.check_suite(suite, scorer, declared_tools(recipe.mcp, recipe.tools, root), root=root if own is None else None)
         _check_source(policy, suites)
         yield PreparedEvaluation(
             policy=policy,
@@ -202,7 +202,7 @@ async def _not_served(given: PreparedEvaluation, *, console: bool) -> AsyncItera
         stack.callback(capture.close)
         cases = [case.task for suite in given.suites for case in suite.cases]
         tasks = with_sub_agent_tools(cases, recipe.rollout.delegation)
-        tools = await pin_tools(declared_tools(recipe.tools, given.root), tasks, sandboxes, every=False, chat=chat)
+        tools = await pin_tools(declared_tools(recipe.mcp, recipe.tools, given.root), tasks, sandboxes, every=False, chat=chat)
         if chat is not None:
             for task in [one for one in cases if (one.sandbox.image, one.sandbox.runtime) not in broken][:1]:
                 await check_snapshots(recipe, task, sandboxes)
@@ -236,8 +236,7 @@ def _group_runner(
         scorer=replace(scorer, sandboxes=sandboxes),
         slots=asyncio.Semaphore(recipe.rollout.concurrency),
         group_size=1,
-        max_retries=recipe.rollout.max_retries,
-        on_attempt=FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency).record_attempt,
+        on_attempt=FaultRate(concurrency=recipe.rollout.concurrency).record_attempt,
     )
 
 

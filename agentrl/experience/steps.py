@@ -34,12 +34,12 @@ class StepGroups:
     @classmethod
     def from_config(cls, rollout: RolloutConfig) -> StepGroups:
         """The groups that a recipe's `rollout` section configures."""
-        return cls(rollout.groups_per_step, rollout.extra_groups, rollout.min_group_size)
+        return cls(rollout.groups_per_step, rollout.extra_groups, rollout.group.min_size)
 
     @classmethod
     def single_step(cls, rollout: RolloutConfig) -> StepGroups:
         """One step with all groups, for a policy that does not learn. Each group has the next task."""
-        return cls(_FAR, 0, rollout.min_group_size)
+        return cls(_FAR, 0, rollout.group.min_size)
 
     def step_of(self, index: int) -> int:
         """The learner step that a group belongs to."""

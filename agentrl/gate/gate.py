@@ -40,6 +40,7 @@ from agentrl.gate.server import GateServer
 from agentrl.gate.verdict import FILE, CaseRegression, GateOutcome, GateVerdict, evaluation_folder, read_verdict, read_verdicts
 from agentrl.observe import Rate
 from agentrl.protocols import PolicyServer, SandboxBackend, Tracker, VersionRegistry
+from agentrl.protocols.serving import MAX_CACHE_USE
 from agentrl.records import PolicyVersion, VersionState, codec
 from agentrl.rollout import Admission, GroupRunner, Pace
 from agentrl.serving.supervisor import version_to_serve
@@ -149,7 +150,7 @@ class Gate:
             names = cases_to_retry(rule, before, scores)
             suspicious = [case for case in self.suite.cases if case.id in names]
             retries = await attempt(
-                suspicious, lambda case: range(done := case_repeats(case, config.repeats), done + config.confirm), again=True
+                suspicious, lambda case: range(done := case_repeats(case, config.repeats), done + rule.confirm), again=True
             )
             result = apply_rule(rule, before, scores, _scores(retries))
         current = self.registry.get(version.number)
@@ -189,7 +190,7 @@ class Gate:
         if self.server is None:
             return self.runner
         policy, rollout = self.server.policy, self.recipe.rollout
-        slots = Admission(rollout.concurrency, use=lambda: policy.cache_use, full=rollout.max_cache_use)
+        slots = Admission(rollout.concurrency, use=lambda: policy.cache_use, full=MAX_CACHE_USE)
         return replace(self.runner, runner=replace(self.runner.runner, policy=policy, router=policy, pace=Pace()), slots=slots)
 
     def _baseline(self, candidate: PolicyVersion) -> SuiteResults | None:
@@ -288,8 +289,6 @@ def gate_rule(gate: GateConfig, suite: Suite) -> GateRule:
     """The rule that a recipe configures, with the thresholds of the suite's cases."""
     return GateRule(
         repeats=gate.repeats,
-        confirm=gate.confirm,
-        alpha=gate.alpha,
         margin=gate.margin,
         thresholds=case_thresholds(suite),
     )

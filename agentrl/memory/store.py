@@ -26,6 +26,7 @@ from agentrl.errors import StoreError, UserError
 from agentrl.records import ScoredEpisode
 from agentrl.records.memo import Memo
 
+KEEP = 1000  # newest notes kept per scope; older ones are deleted
 RESULTS = 5  # maximum notes per search: five full notes take 2,000 characters of the reader's context
 QUERY_CHARS = 200  # maximum length of a query, in characters
 QUERY_WORDS = 16  # number of words of a query that are searched; further words are ignored
@@ -130,7 +131,7 @@ class NoteStore:
             db.execute("INSERT INTO steps VALUES (?)", (step,))
             for written in episodes:
                 _add(db, step, written)
-            _delete_old(db, version=max(0, step + 1 - self._behind), keep=self.config.keep)
+            _delete_old(db, version=max(0, step + 1 - self._behind))
             self._informed.clear()
             return True
 
@@ -144,7 +145,7 @@ class NoteStore:
         terms = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:QUERY_WORDS]
         with self._lock, self._access():
             hidden = self._hidden(task_key)
-            oldest = _oldest_shown(self._db, scope, version, self.config.keep)
+            oldest = _oldest_shown(self._db, scope, version)
             where, values = "scope = ? AND step < ? AND id >= ?", (scope, version, oldest)
             if not terms:
                 rows = self._db.execute(f"SELECT id, writer FROM notes WHERE {where} ORDER BY id DESC", values)
@@ -245,20 +246,18 @@ def _add(db: sqlite3.Connection, step: int, written: WrittenNotes) -> None:
             db.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (added.lastrowid, text))
 
 
-def _delete_old(db: sqlite3.Connection, *, version: int, keep: int) -> None:
+def _delete_old(db: sqlite3.Connection, *, version: int) -> None:
     """Deletes the notes that neither this version nor a later one shows. The sources of later notes are kept."""
-    for (scope,) in db.execute("SELECT scope FROM notes GROUP BY scope HAVING COUNT(*) > ?", (keep,)).fetchall():
-        old = db.execute(
-            "SELECT id, text FROM notes WHERE scope = ? AND id < ?", (scope, _oldest_shown(db, scope, version, keep))
-        ).fetchall()
+    for (scope,) in db.execute("SELECT scope FROM notes GROUP BY scope HAVING COUNT(*) > ?", (KEEP,)).fetchall():
+        old = db.execute("SELECT id, text FROM notes WHERE scope = ? AND id < ?", (scope, _oldest_shown(db, scope, version))).fetchall()
         db.executemany("INSERT INTO words (words, rowid, text) VALUES ('delete', ?, ?)", old)
         db.executemany("DELETE FROM notes WHERE id = ?", [(note,) for note, _ in old])
 
 
-def _oldest_shown(db: sqlite3.Connection, scope: str, version: int, keep: int) -> int:
-    """Id of the oldest note of a scope that a version shows: it shows the `keep` newest ones."""
+def _oldest_shown(db: sqlite3.Connection, scope: str, version: int) -> int:
+    """Id of the oldest note of a scope that a version shows: it shows the `KEEP` newest ones."""
     query = "SELECT id FROM notes WHERE scope = ? AND step < ? ORDER BY id DESC LIMIT 1 OFFSET ?"
-    row = db.execute(query, (scope, version, keep - 1)).fetchone()
+    row = db.execute(query, (scope, version, KEEP - 1)).fetchone()
     return 0 if row is None else int(row[0])
 
 

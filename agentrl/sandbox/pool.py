@@ -18,6 +18,9 @@ from agentrl.records import SandboxSpec
 
 log = logging.getLogger(__name__)
 
+WARM = 8
+"""Sandboxes of a spec that are opened ahead of use, so that episodes that start together do not wait for theirs."""
+
 MAX_SPECS = 4
 """Specs kept ready at once. The least recently used one gives way."""
 _MAX_FILLING = 2
@@ -31,7 +34,7 @@ class WarmPool:
     At most `max_open + MAX_SPECS * warm` sandboxes exist.
     """
 
-    def __init__(self, backend: SandboxBackend, *, warm: int = 8, max_open: int = 64) -> None:
+    def __init__(self, backend: SandboxBackend, *, warm: int = WARM, max_open: int = 64) -> None:
         self.name = backend.name
         self._backend = backend
         self._warm = warm

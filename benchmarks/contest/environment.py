@@ -101,9 +101,7 @@ class Host:
             max_model_len=self.recipe.policy.max_model_len,
             request_timeout_s=60.0,
         )
-        groups = GroupRunner(
-            runner=runner, scorer=self.scorer, slots=asyncio.Semaphore(1), group_size=1, max_retries=self.recipe.rollout.max_retries
-        )
+        groups = GroupRunner(runner=runner, scorer=self.scorer, slots=asyncio.Semaphore(1), group_size=1)
         return self._scored(groups, group)
 
     async def _scored(self, groups: GroupRunner, group: int) -> float | None:

@@ -85,7 +85,7 @@ class Together:
             request_timeout_s=_NEVER_S,
         )
         slots = asyncio.Semaphore(len(groups))
-        games = GroupRunner(runner=runner, scorer=self._host.scorer, slots=slots, group_size=1, max_retries=recipe.rollout.max_retries)
+        games = GroupRunner(runner=runner, scorer=self._host.scorer, slots=slots, group_size=1)
 
         async def one(number: int, group: int) -> ScoredEpisode:
             task = self._host.task(group)

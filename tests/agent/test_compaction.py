@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.agent.contexts import HEAD, SUMMARY_REQUEST
-from agentrl.config.rollout import CompactionConfig, DelegationConfig
+from agentrl.agent.contexts import HEAD, MAX_SUMMARY_TOKENS, SUMMARY_REQUEST
+from agentrl.config.rollout import DelegationConfig
 from agentrl.records import Episode, EpisodeState, Parent, Task, codec
 from agentrl.rollout import CaptureState, EpisodeRunner
 from agentrl.testing import ScriptedSandboxes
@@ -27,9 +27,8 @@ def task_of_pages(task: Task) -> Task:
 
 @pytest.fixture
 def runs(tokenizer: Any) -> Runs:
-    def make(reads: Any, output: str = PAGE, *, delegation: DelegationConfig | None = None, **settings: Any) -> EpisodeRunner:
-        compaction = CompactionConfig(**{"share": 0.175, "summary_tokens": 100, **settings})
-        return make_runner(tokenizer, reads, ScriptedSandboxes(printing(output)), compaction=compaction, delegation=delegation)
+    def make(reads: Any, output: str = PAGE, *, delegation: DelegationConfig | None = None, share: float = 0.175) -> EpisodeRunner:
+        return make_runner(tokenizer, reads, ScriptedSandboxes(printing(output)), compaction=share, delegation=delegation)
 
     return make
 
@@ -89,7 +88,7 @@ async def test_a_rejected_summary_is_not_part_of_any_context(bad: str, task_of_p
     assert rejected.parent == taken.parent == Parent(trajectory=0, turn=1) and episode.trajectories[3].parent == Parent(
         trajectory=2, turn=0
     )
-    assert rejected.turns[0].prompt_ids == taken.turns[0].prompt_ids and len(rejected.turns[0].completion_ids) <= 100
+    assert rejected.turns[0].prompt_ids == taken.turns[0].prompt_ids and len(rejected.turns[0].completion_ids) <= MAX_SUMMARY_TOKENS
     policy: Any = runner.policy
     assert policy.prompts[2] == policy.prompts[3] and sorted(policy.prompts) == contexts(episode)
     assert episode.answer == "done after 2" and episode.stop_reason == "answered" and not episode.failures

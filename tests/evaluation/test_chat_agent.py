@@ -20,7 +20,7 @@ from agentrl.judge import Endpoint
 from agentrl.testing import ChatServer, ScriptedAnswer
 from tests.evaluation.suite_parts import HERE, make_case, make_suite
 
-QUICK = (f"sandbox.backend={HERE}:backend", "rollout.max_retries=0", "serving.request_timeout_s=2", "serving.startup_timeout_s=2")
+QUICK = (f"sandbox.backend={HERE}:backend", "serving.request_timeout_s=2", "serving.startup_timeout_s=2")
 Script = Callable[[dict[str, Any], int], ScriptedAnswer]
 
 
@@ -35,6 +35,11 @@ def says(content: str | None = None, *calls: tuple[str, str], finish: str = "sto
 
 
 SUBMIT = says(None, ("submit", '{"answer": "pass"}'))
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.rollout.group.RETRY_S", 0.0)
 
 
 @pytest.fixture
@@ -71,7 +76,7 @@ async def test_an_endpoint_uses_the_tasks_tools_and_is_scored(suite: Suite, monk
 
 
 async def test_an_endpoint_gets_the_instructions_of_the_evaluation(suite: Suite) -> None:
-    words = ('rollout.instructions="Look first."', 'tools.words={"submit": {"description": "Hand in."}}')
+    words = ('rollout.instructions="Look first."', 'tools={"submit": {"description": "Hand in."}}')
     with (
         ChatServer([SUBMIT]) as server,
         prepare_evaluation(find_policy(server.url, model_name="m"), [suite], overrides=(*QUICK, *words)) as given,

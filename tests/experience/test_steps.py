@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config import RolloutConfig
+from agentrl.config import GroupConfig, RolloutConfig
 from agentrl.experience import SqliteStore, StepGroups
 from agentrl.experience.steps import has_preference
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
@@ -117,10 +117,10 @@ def test_a_group_has_a_preference_if_enough_attempts_were_scored_differently(
 
 
 def test_a_policy_that_does_not_learn_has_one_step_without_end() -> None:
-    steps = StepGroups.single_step(RolloutConfig(groups_per_step=2, extra_groups=3, min_group_size=4))
+    steps = StepGroups.single_step(RolloutConfig(groups_per_step=2, extra_groups=3, group=GroupConfig(size=1)))
     assert [steps.step_of(index) for index in (0, 5, 10_000_000)] == [0, 0, 0]
     assert [steps.position(index) for index in (0, 5, 10_000_000)] == [0, 5, 10_000_000]
-    assert steps.min_group_size == 4 and StepGroups(1).min_group_size == 2
+    assert steps.min_group_size == 1 and StepGroups(1).min_group_size == 2
     assert len(steps.indices(0)) == steps.per_step, "without extra groups"
 
 

@@ -52,7 +52,7 @@ def simulated(store: NoteStore, seed: int, *, steps: int, behind: int) -> list[t
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_secret_of_a_task_returns_to_it_through_copies(seed: int) -> None:
-    config = MemoryConfig(keep=200)
+    config = MemoryConfig()
     store = NoteStore(None, config, behind=12)
     asked = simulated(store, seed, steps=12, behind=1 + seed % 2)
     shown = [(where, one) for where, found in asked for one in found]
@@ -101,7 +101,8 @@ def test_steps_are_committed_once_completely_and_in_order(tmp_path: Path) -> Non
 
 def test_old_notes_are_deleted_without_changing_readable_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "RESULTS", 20)
-    config, everything = MemoryConfig(keep=20), NoteStore(None, MemoryConfig(keep=20), behind=1000)
+    monkeypatch.setattr(store_module, "KEEP", 20)
+    config, everything = MemoryConfig(), NoteStore(None, MemoryConfig(), behind=1000)
     store = NoteStore(None, config, behind=2)
     for step in range(30):
         written = [note(f"{step}-{member}", *(f"word {step} {member} {n}" for n in range(3))) for member in range(4)]
@@ -148,7 +149,7 @@ def test_closed_store_raises_store_error() -> None:
 def test_common_words_are_looked_up_once() -> None:
     """Policies find out that such queries show something. CPU time, so that a busy machine changes little."""
     words = " ".join(f"common{n}" for n in range(16))
-    store = NoteStore(None, MemoryConfig(keep=500, notes=64))
+    store = NoteStore(None, MemoryConfig(notes=64))
     for step in range(40):
         store.commit(step, [note(f"{step}-{n}", *(f"{words} {step} {n} {m}" for m in range(5))) for n in range(10)])
     began = time.process_time()

@@ -48,7 +48,7 @@ async def test_snapshots_of_a_backend_are_tested_before_a_run_needs_them(way: st
     for key, changes in {
         "rollout.delegation.sandbox=own": OWN,
         "rollout.checkpoint_turns": {"rollout.checkpoint_turns": True},
-        "rollout.branching": {"rollout.branching": {}},
+        "rollout.group.branches": {"rollout.group.branches": 2},
     }.items():
         recipe, backend = BASE.but(changes), Backend(way)
         if said is None:

@@ -43,7 +43,7 @@ def recipe_of(**rollout: Any) -> Recipe:
             "max_staleness": staleness,
             "policy": {"model": "m"},
             "tasks": {"family": "a:b", "weighting": True},
-            "rollout": {"groups_per_step": 4, "group_size": 2, **rollout},
+            "rollout": {"groups_per_step": 4, "group": {"size": 2}, **rollout},
         }
     )
 

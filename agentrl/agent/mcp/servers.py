@@ -41,7 +41,7 @@ MAX_FAILURES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """One server of a recipe (`tools.mcp`)."""
+    """One server of a recipe (`mcp`)."""
 
     name: str
     config: MCPConfig
@@ -75,7 +75,7 @@ class Server:
             try:
                 secrets.read_secret(where)
             except UserError as error:
-                raise UserError(f"tools.mcp.{self.name}.{key}: {error.message}", fix=error.fix) from None
+                raise UserError(f"mcp.{self.name}.{key}: {error.message}", fix=error.fix) from None
 
 
 class ServerConnection:
@@ -265,7 +265,7 @@ def named(run: ToolSource, name: str) -> tuple[Server, str]:
         known = ", ".join(f"{MCP_PREFIX}{other}" for other in run.servers) or "none"
         raise TaskError(
             f"the tool {name!r} belongs to an MCP server that the recipe does not have",
-            fix=f"declare it in the recipe, as tools.mcp.{server}; declared: {known}",
+            fix=f"declare it in the recipe, as mcp.{server}; declared: {known}",
         )
     return run.servers[server], tool
 
