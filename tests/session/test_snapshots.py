@@ -18,7 +18,7 @@ from tests.episodes import task
 __all__ = ["task"]
 
 BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F")).but({"sandbox.backend": "mine:Backend"})
-OWN = {"rollout.agent": "delegating", "rollout.delegation.sandbox": "own", "rollout.concurrency": 8}
+OWN = {"rollout.agent": "delegating", "rollout.delegation.sandbox": "own", "rollout.concurrency": 7}
 
 
 class NoSnapshot(ScriptedSandbox):
