@@ -109,7 +109,7 @@ SHORT = Size(
     steps=2,
     imitated=64,
     gate_every=1,
-    overrides=("evaluation.heldout=12", "rollout.groups_per_step=4", "rollout.group_size=8"),
+    overrides=("evaluation.heldout=12", "rollout.groups_per_step=4", "rollout.group.size=8"),
 )
 
 
@@ -225,9 +225,9 @@ def before(one: Experiment) -> dict[str, Any]:
 
 
 def train(one: Experiment) -> dict[str, Any]:
-    practice = json.dumps({"suites": {str(one.suite): 1}, "share": 0.5})
+    practice = json.dumps({str(one.suite): 1})
     start = one.folder / "planted"
-    run = one.trained("repair", start, [f"steps={one.size.steps}", f"tasks.practice={practice}"])
+    run = one.trained("repair", start, [f"steps={one.size.steps}", f"tasks.practice={practice}", "tasks.practice_share=0.5"])
     return {"run": str(run), "model": left_by(run, start), "alarms": drift(run)}
 
 
@@ -393,7 +393,7 @@ def main() -> int:
             LENGTH,
             f"```text\n{phases}\n```",
             f"Before and after are success rates on held-out questions of kind `{KIND}`: one greedy attempt each, 95% intervals."
-            " The gate evaluates every fourth version; after two rollbacks it only blocks (`gate.max_rollbacks`).",
+            " The gate evaluates every fourth version; after two rollbacks it only blocks.",
             table(experiments) + (f"\n\nMade with `{' '.join(given.overrides)}`." if given.overrides else ""),
             f"`tagged by the rule`: failures that submitted the whole part, and those of them tagged `{CAUSE}`. The rule checks the same"
             " condition, so the column does not show how often a tag is right on other failures.",

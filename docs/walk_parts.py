@@ -50,7 +50,7 @@ def small_recipe() -> Recipe:
     from recipes.quickstart import recipe
 
     model = str(ROOT / recipe.policy.model)
-    changes = {"steps": 1, "device": "cpu", "policy.model": model, "rollout.group_size": 4, "rollout.groups_per_step": 1}
+    changes = {"steps": 1, "device": "cpu", "policy.model": model, "rollout.group.size": 4, "rollout.groups_per_step": 1}
     return recipe.but(changes)
 
 

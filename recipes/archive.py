@@ -9,6 +9,7 @@ Needs a GPU and a model that calls tools. `benchmarks/memory.py` measures the ef
 
 from agentrl.config import (
     EvalConfig,
+    GroupConfig,
     LearnerConfig,
     MemoryConfig,
     ObjectiveConfig,
@@ -25,8 +26,8 @@ recipe = Recipe(
     device="cuda",
     policy=PolicyConfig(model="Qwen/Qwen3-0.6B", dtype="bfloat16", max_model_len=3072),
     tasks=TasksConfig(family="sandboxes.archive:Archive", options={"projects": 16}),
-    rollout=RolloutConfig(group_size=8, groups_per_step=16, concurrency=64),
-    memory=MemoryConfig(scope="project", notes=3, note_chars=200, heldout_rounds=8),
+    rollout=RolloutConfig(group=GroupConfig(size=8), groups_per_step=16, concurrency=64),
+    memory=MemoryConfig(scope="project", notes=3, heldout_rounds=8),
     evaluation=EvalConfig(heldout=160, heldout_real=0),
     serving=ServingConfig(max_num_seqs=128, gpu_memory_utilization=0.4, probe_max_abs_diff=0.15),
     objective=ObjectiveConfig(clip_high=0.28),

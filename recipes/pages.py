@@ -8,9 +8,9 @@ Needs a GPU and a model that calls tools. `tests/sandboxes/test_pages.py` runs a
 """
 
 from agentrl.config import (
-    CompactionConfig,
     DelegationConfig,
     EvalConfig,
+    GroupConfig,
     LearnerConfig,
     ObjectiveConfig,
     PolicyConfig,
@@ -28,9 +28,9 @@ recipe = Recipe(
     tasks=TasksConfig(family="sandboxes.pages:Pages", options={"pages": 6, "entries": 80, "turn_tokens": 512, "episode_tokens": 2560}),
     rollout=RolloutConfig(
         agent="delegating",
-        delegation=DelegationConfig(width=6, total=6, turns=3),
-        compaction=CompactionConfig(share=0.7, summary_tokens=256),
-        group_size=8,
+        delegation=DelegationConfig(total=6, turns=3),
+        compaction=0.7,
+        group=GroupConfig(size=8),
         groups_per_step=16,
         concurrency=64,
     ),

@@ -9,6 +9,7 @@ DeepSpeed updates. For a larger model on a GPU see `tables_qwen3_gpu.py`: only t
 
 from agentrl.config import (
     EvalConfig,
+    GroupConfig,
     LearnerConfig,
     ObjectiveConfig,
     PolicyConfig,
@@ -24,7 +25,7 @@ recipe = Recipe(
     max_staleness=1,
     policy=PolicyConfig(model="recipes/models/tables-base", dtype="float32", max_model_len=512),
     tasks=TasksConfig(family="sandboxes.tables:Tables"),
-    rollout=RolloutConfig(group_size=8, groups_per_step=16, concurrency=64),
+    rollout=RolloutConfig(group=GroupConfig(size=8), groups_per_step=16, concurrency=64),
     evaluation=EvalConfig(heldout=160, heldout_real=96, temperature=0.0),
     serving=ServingConfig(max_num_seqs=64, kv_cache_gb=0.5, threads=1),
     objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),

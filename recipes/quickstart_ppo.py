@@ -13,9 +13,8 @@ recipe = base.but(
     {
         "name": "quickstart-ppo",
         "steps": 28,
-        "rollout.group_size": 1,
+        "rollout.group.size": 1,
         "rollout.groups_per_step": 128,
-        "rollout.min_group_size": 1,
         "objective.advantage": "gae",
         "critic": CriticConfig(lr=1e-3, epochs=2, minibatches=8, warmup_steps=2),
     }

@@ -15,6 +15,7 @@ the tool, before and after:
 
 from agentrl.config import (
     EvalConfig,
+    GroupConfig,
     LearnerConfig,
     ObjectiveConfig,
     PolicyConfig,
@@ -22,7 +23,6 @@ from agentrl.config import (
     RolloutConfig,
     ServingConfig,
     TasksConfig,
-    WeightingConfig,
 )
 
 recipe = Recipe(
@@ -37,9 +37,9 @@ recipe = Recipe(
             "heldout_kinds": "count_bits, lcm, bitwise_arithmetic, letter_counting",
             "turn_tokens": 96,
         },
-        weighting=WeightingConfig(),
+        weighting=True,
     ),
-    rollout=RolloutConfig(group_size=8, groups_per_step=8, concurrency=64, temperature=1.0, top_k=20, min_p=0.1),
+    rollout=RolloutConfig(group=GroupConfig(size=8), groups_per_step=8, concurrency=64, temperature=1.0, top_k=20, min_p=0.1),
     evaluation=EvalConfig(heldout=80, heldout_real=48, temperature=0.0),
     serving=ServingConfig(max_num_seqs=64, kv_cache_gb=1.25),
     objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),

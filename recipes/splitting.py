@@ -2,7 +2,7 @@
 
     agentrl check recipes/splitting.py                            # checks the tasks
     agentrl train recipes/splitting.py objective.credit=episode   # or another method of credit
-    agentrl train recipes/splitting.py 'rollout.compaction={"tokens": 230, "summary_tokens": 32, "request": "Sum up."}'
+    agentrl train recipes/splitting.py rollout.compaction=0.6
 
 Runs on two CPU cores. At first the policy splits a third of its tasks, and its helpers make mistakes; a task is solved only if every helper
 is right. The last command requests summaries of long contexts, which this policy was not trained on: at first none is accepted.
@@ -11,6 +11,7 @@ is right. The last command requests summaries of long contexts, which this polic
 from agentrl.config import (
     DelegationConfig,
     EvalConfig,
+    GroupConfig,
     LearnerConfig,
     ObjectiveConfig,
     PolicyConfig,
@@ -27,7 +28,11 @@ recipe = Recipe(
     policy=PolicyConfig(model="recipes/models/splitting-base", dtype="float32", max_model_len=384),
     tasks=TasksConfig(family="sandboxes.pages:Questions", options={"pages": 3}),
     rollout=RolloutConfig(
-        agent="delegating", delegation=DelegationConfig(width=3, total=6, turns=8), group_size=8, groups_per_step=16, concurrency=64
+        agent="delegating",
+        delegation=DelegationConfig(total=6, turns=8),
+        group=GroupConfig(size=8),
+        groups_per_step=16,
+        concurrency=64,
     ),
     evaluation=EvalConfig(heldout=160, heldout_real=0, temperature=1.0),
     serving=ServingConfig(max_num_seqs=96, kv_cache_gb=0.5, threads=1),

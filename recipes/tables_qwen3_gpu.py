@@ -10,6 +10,7 @@ server's share; the learner needs about 16 bytes per parameter (weights, gradien
 
 from agentrl.config import (
     EvalConfig,
+    GroupConfig,
     LearnerConfig,
     ObjectiveConfig,
     PolicyConfig,
@@ -26,7 +27,7 @@ recipe = Recipe(
     device="cuda",
     policy=PolicyConfig(model="Qwen/Qwen3-0.6B", dtype="bfloat16", max_model_len=4096),
     tasks=TasksConfig(family="sandboxes.tables:Tables", options={"turn_tokens": 1024, "episode_tokens": 4096}),
-    rollout=RolloutConfig(group_size=8, groups_per_step=32, concurrency=128),
+    rollout=RolloutConfig(group=GroupConfig(size=8), groups_per_step=32, concurrency=128),
     evaluation=EvalConfig(heldout=256, heldout_real=96, every=20),
     serving=ServingConfig(max_num_seqs=256, gpu_memory_utilization=0.4, probe_max_abs_diff=0.15),
     objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),

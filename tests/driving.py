@@ -115,7 +115,7 @@ async def one(task: Task, episode: Episode) -> Score:
 
 
 def make_recipe(**rollout: Any) -> Recipe:
-    sizes = {"group_size": 3, "groups_per_step": 2, "checkpoint_turns": True}
+    sizes = {"group": {"size": 3}, "groups_per_step": 2, "checkpoint_turns": True}
     return build(
         {
             "name": "driving",
@@ -135,7 +135,7 @@ async def opened(
     order = order or GroupOrder.from_recipe(recipe)
     store, tracker = SqliteStore(run_dir / "experience.sqlite"), RunTracker(run_dir)
     checkpoints = FolderCheckpoints(run_dir / "running")
-    faults, slots = FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency), Admission(recipe.rollout.concurrency)
+    faults, slots = FaultRate(concurrency=recipe.rollout.concurrency), Admission(recipe.rollout.concurrency)
     episodes = opening.build_episode_runner(recipe, policy, sandboxes, chat_of(shared_tokenizer()))
     capture = Capture(run_dir, recipe.capture, origin={"run": run_dir.name})
     memory = open_memory(recipe, run_dir, store, order)
@@ -147,7 +147,7 @@ async def opened(
             clock=StageClock(),
             store=store,
             checkpoints=checkpoints,
-            quarantine=Quarantine(run_dir, limit=recipe.rollout.max_quarantined),
+            quarantine=Quarantine(run_dir),
             capture=capture,
             fault_rate=faults,
             registry=cast(Any, None),

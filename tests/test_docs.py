@@ -20,7 +20,7 @@ from agentrl.agent.calls import read_calls
 from agentrl.cli import COMMANDS
 from agentrl.cli.project import init_project
 from agentrl.config import Recipe
-from agentrl.config.section import section_of
+from agentrl.config.section import named_section_of, section_of
 from agentrl.evaluation.policies import find_policy, load_policy_plugin
 from agentrl.failure.triage import load_rules
 from agentrl.judge.failure_judge import load_failure_judge
@@ -174,7 +174,10 @@ def test_commands_and_targets_exist(page: Path) -> None:
 @pages
 def test_recipe_keys_exist(page: Path) -> None:
     sections = {name: field.annotation for name, field in Recipe.model_fields.items()}
-    for section, key in re.findall(rf"`({'|'.join(sections)})\.(?!jsonl`)(\w+)(?:=[^`]*)?`", prose(page)):
+    for section, key, inner in re.findall(rf"`({'|'.join(sections)})\.(?!jsonl?`)(\w+)(?:\.(\w+))?(?:=[^`]*)?`", prose(page)):
+        if (named := named_section_of(sections[section])) is not None:  # `tools.NAME.calls`
+            assert not inner or inner in named.model_fields, f"{section}.{key}.{inner}"
+            continue
         kind = section_of(sections[section])
         assert kind is not None and key in kind.model_fields, f"{section}.{key}"
 

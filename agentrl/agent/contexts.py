@@ -18,7 +18,6 @@ from typing import Any
 
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.base import user_code
-from agentrl.config.rollout import CompactionConfig
 from agentrl.errors import InfrastructureError, PluginError, PolicyFault, TaskError, UserError
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Completion, Message, Parent, Task, ToolResult
@@ -28,6 +27,14 @@ RESTARTED = "restarted"
 SUMMARY = "summary"
 """`Trajectory.agent` of a summary."""
 HEAD = "Your summary of the work so far:"
+SUMMARY_REQUEST = (
+    "This conversation is nearly full. Sum up what you know and what is left to do, without a tool call."
+    " You continue from that summary alone."
+)
+MAX_SUMMARY_TOKENS = 256
+"""Maximum tokens of a summary, which also may take half of the room left at most."""
+SUMMARY_ATTEMPTS = 2
+"""Attempts at a summary before the agent ends with `token_limit`: one retry, because each samples a full context."""
 _WITHHELD = "error: not shown, because there is no room for it"
 
 
@@ -148,7 +155,6 @@ class SummaryAttempt:
     """One attempt at a summary."""
 
     trajectory: LiveTrajectory
-    tokens: int = 0  # sampled
     summary: str | None = None  # None if it was rejected, or not sampled
     limit: str = ""  # the limit that prevented sampling
 
@@ -158,11 +164,15 @@ class Compactor:
     """The recipe's compaction for one chat format."""
 
     chat: ChatFormat
-    config: CompactionConfig
+    share: float  # of the room, from which a context is summarized
 
     def due(self, tokens: int, room: int) -> bool:
         """Returns whether to summarize a context of `tokens`, of at most `room`."""
-        return tokens >= (self.config.share * room if self.config.tokens is None else self.config.tokens)
+        return tokens >= self.share * room
+
+    def summary_tokens(self, room: int) -> int:
+        """Returns the maximum tokens of a summary of a context with this room. One that reaches them is rejected."""
+        return max(1, min(MAX_SUMMARY_TOKENS, int((1 - self.share) * room / 2)))
 
     def asking(
         self, after: ParsedCompletion, results: Sequence[ToolResult], *, used: int, room: int
@@ -173,34 +183,32 @@ class Compactor:
         """
         requested = self._with_request(results)
         delta = self.chat.tool_delta([result.output for result in requested], after)
-        if used + len(delta) + self.config.summary_tokens <= room:
+        if used + len(delta) + self.summary_tokens(room) <= room:
             return requested, delta
         requested = self._with_request([replace(result, output=_WITHHELD, ok=False) for result in results])
         return requested, self.chat.tool_delta([result.output for result in requested], after)
 
     def _with_request(self, results: Sequence[ToolResult]) -> tuple[ToolResult, ...]:
         last = results[-1]
-        return (*results[:-1], replace(last, output=f"{last.output}\n\n{self.config.request}"))
+        return (*results[:-1], replace(last, output=f"{last.output}\n\n{SUMMARY_REQUEST}"))
 
-    async def attempt(
-        self, episode: LiveEpisode, trajectory: LiveTrajectory, delta: Sequence[int], allowance: int | None
-    ) -> SummaryAttempt:
-        """Samples a summary of `trajectory` and the `delta` after its last turn, of at most `allowance` tokens."""
+    async def attempt(self, episode: LiveEpisode, trajectory: LiveTrajectory, delta: Sequence[int], *, room: int) -> SummaryAttempt:
+        """Samples a summary of `trajectory` and the `delta` after its last turn, for a context with this `room`."""
         parent = Parent(trajectory=trajectory.index, turn=len(trajectory.turns) - 1)
-        summary = episode.open(SUMMARY, parent=parent, prompt=(Message(role="user", content=self.config.request),))
+        summary = episode.open(SUMMARY, parent=parent, prompt=(Message(role="user", content=SUMMARY_REQUEST),))
         summary.add_prompt([token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids)])
         summary.add_prompt(delta)
         if limit := summary.limit():  # `Limits.all_tokens` counts this context twice
             summary.end(limit)
             return SummaryAttempt(trajectory=summary, limit=limit)
-        most = self.config.summary_tokens if allowance is None else min(allowance, self.config.summary_tokens)
+        most = self.summary_tokens(room)
         completion = await summary.sample(stop_token_ids=self.chat.stop_token_ids, max_tokens=most, thinking=self.chat.thinking)
         episode.stage = "chat"
         parsed = read_turn(self.chat, summary, completion)
         text = parsed.answer.strip()
         accepted = completion.finish_reason == "stop" and text and not parsed.message.tool_calls and not parsed.errors
         summary.end("summarized" if accepted else "rejected")
-        return SummaryAttempt(trajectory=summary, tokens=len(completion.token_ids), summary=text if accepted else None)
+        return SummaryAttempt(trajectory=summary, summary=text if accepted else None)
 
     def prompt(self, prompt: Sequence[Message], summary: str) -> tuple[Message, ...]:
         """Returns the prompt from which the agent continues: its first prompt, with the summary appended."""

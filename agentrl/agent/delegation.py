@@ -62,30 +62,27 @@ class SubAgents:
         self._config = config
         self._defang = escape_text
 
-    def open(self, call: ToolCall, number: int, *, trajectory: LiveTrajectory, turn: int, position: int) -> Opened | str:
+    def open(self, call: ToolCall, number: int, *, trajectory: LiveTrajectory, turn: int) -> Opened | str:
         """Returns the sub-agent that a call starts, or an error for the model.
 
         Args:
             number: the index of the call in its turn.
             trajectory: the calling agent's, with the number of its `turn`.
-            position: how many sub-agents run concurrently before this one.
         """
-        if error := self.refused(call, position):
+        if error := self.refused(call):
             return error
         task = Message(role="user", content=self._defang(call.arguments["task"]))
         rules = (Message(role="system", content=self._config.instruction),) if self._config.instruction else ()
         parent = Parent(trajectory=trajectory.index, turn=turn, call=number)
         return Opened(trajectory=self._episode.open(WORKER, parent=parent, prompt=(*rules, task)), prompt=(*rules, task))
 
-    def refused(self, call: ToolCall, position: int) -> str:
+    def refused(self, call: ToolCall) -> str:
         """Returns the error of a call that may not start a sub-agent; empty if it may."""
         task = call.arguments.get("task")
         if not isinstance(task, str) or not task.strip():
             return f'error: {NAME} needs {{"task": "..."}}'
         if len(task) > MAX_TASK_CHARS:
             return f"error: a task may have {MAX_TASK_CHARS} characters, not {len(task)}"
-        if position >= self._config.width:
-            return f"error: at most {self._config.width} helpers work at the same time; this one was not started"
         started = sum(trajectory.parent is not None and trajectory.parent.call is not None for trajectory in self._episode.trajectories)
         if started >= self._config.total:
             return f"error: {self._config.total} helpers were started, and no more are allowed"

@@ -6,20 +6,20 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from agentrl.agent import ChatFormat, load_tools
 from agentrl.agent.mcp.messages import InvalidMessage, ServerError
-from agentrl.agent.mcp.servers import MCP_PREFIX, RunTools, Server, ServerConnection
+from agentrl.agent.mcp.servers import MCP_PREFIX, START_TIMEOUT_S, RunTools, Server, ServerConnection
 from agentrl.agent.mcp.tool_list import ListedTool, excluded_tools, tool_difference, usable_tools
 from agentrl.agent.mcp.transports import Unanswered
-from agentrl.agent.tools import Bounds, ToolWording
+from agentrl.agent.tools import NO_BOUNDS, Bounds, ToolWording
 from agentrl.base.files import write_atomically
 from agentrl.base.liveness import AnswerLiveness
-from agentrl.config.recipe import DelegationConfig, ToolsConfig
-from agentrl.config.tools import MCPConfig
+from agentrl.config.recipe import DelegationConfig
+from agentrl.config.tools import MCPConfig, ToolConfig
 from agentrl.errors import UserError
 from agentrl.protocols import EpisodeMemory, SandboxBackend, TaskFamily
 from agentrl.records import Split, Task
@@ -33,14 +33,18 @@ _CLOSE_S = 5.0
 _MOST_REASONS = 8  # in one warning
 
 
-def declared_tools(tools: ToolsConfig, root: Path) -> RunTools:
+def declared_tools(mcp: Mapping[str, MCPConfig], tools: Mapping[str, ToolConfig], root: Path) -> RunTools:
     """Returns the recipe's tools before any server is started. Raises `UserError` for a secret reference that does not resolve."""
-    servers = {name: Server(name=name, config=config, root=root, live=_live(name, config)) for name, config in tools.mcp.items()}
+    servers = {name: Server(name=name, config=config, root=root, live=_live(name, config)) for name, config in mcp.items()}
     for server in servers.values():
         server.check_secrets()
-    bounds = {name: Bounds(timeout_s=one.timeout_s, output_chars=one.output_chars, calls=one.calls) for name, one in tools.bounds.items()}
-    words = {name: ToolWording(description=one.description, arguments=one.arguments) for name, one in tools.words.items()}
-    return RunTools(servers=servers, bounds=bounds, words=words)
+    bounds = {name: Bounds(timeout_s=one.timeout_s, output_chars=one.output_chars, calls=one.calls) for name, one in tools.items()}
+    words = {name: ToolWording(description=one.description, arguments=one.arguments) for name, one in tools.items()}
+    return RunTools(
+        servers=servers,
+        bounds={name: one for name, one in bounds.items() if one != NO_BOUNDS},
+        words={name: one for name, one in words.items() if one.description or one.arguments},
+    )
 
 
 def _live(name: str, config: MCPConfig) -> AnswerLiveness | None:
@@ -49,7 +53,7 @@ def _live(name: str, config: MCPConfig) -> AnswerLiveness | None:
         return None
     program = "run the program in a shell to test it; a call without an answer in time ends it, and the next call restarts it"
     fix = program if config.host_command else "check the server; episodes reconnect automatically"
-    return AnswerLiveness(f"MCP server {name}", fix=fix, first_s=config.start_timeout_s)
+    return AnswerLiveness(f"MCP server {name}", fix=fix, first_s=START_TIMEOUT_S)
 
 
 def candidate_tasks(family: TaskFamily, others: Iterable[Task] = ()) -> Iterator[Task]:
@@ -86,9 +90,9 @@ async def pin_tools(
         tasks: read until each server is used by one.
         folder: of the run. If it is resumed, the servers must list the tools that it started with (`save_tool_offers`).
         every: whether a server or a bound that no task uses is an error. Otherwise unused servers are excluded.
-        idle_words: whether `tools.words` may contain tools that none of these tasks has, because other tasks of the run have them.
+        idle_words: whether `tools` may describe tools that none of these tasks has, because other tasks of the run have them.
         chat: of the policy. It escapes control tokens in every text of a server, and excludes tools that the policy cannot call.
-        memory: of the recipe. `tools.bounds` applies to its tools as well.
+        memory: of the recipe. `tools` applies to its tools as well.
 
     Raises `UserError` if a server does not start, its tools cannot be offered (`usable_tools`), or they differ from those at the run's
     start.
@@ -99,7 +103,7 @@ async def pin_tools(
     users = {name: task for task in reversed(looked_at) for name in map(_server, task.tools) if name in tools.servers}
     if every and (unused := [name for name in tools.servers if name not in users]):
         raise UserError(
-            f"tools.mcp.{unused[0]} does nothing: none of the first {len(looked_at)} tasks uses {MCP_PREFIX}{unused[0]}",
+            f"mcp.{unused[0]} does nothing: none of the first {len(looked_at)} tasks uses {MCP_PREFIX}{unused[0]}",
             fix=f"add {MCP_PREFIX}{unused[0]} to the tools of tasks, or remove the server",
         )
     before = _read(folder)
@@ -124,10 +128,10 @@ def _pin(server: Server, listed: list[object], before: tuple[ListedTool, ...] | 
     if reasons:
         more = f"; and {len(reasons) - _MOST_REASONS} more" if len(reasons) > _MOST_REASONS else ""
         listing = "; ".join(itertools.islice(reasons.values(), _MOST_REASONS))
-        log.warning("tools.mcp.%s: %d of its tools are not offered: %s%s", server.name, len(reasons), listing, more)
+        log.warning("mcp.%s: %d of its tools are not offered: %s%s", server.name, len(reasons), listing, more)
     if before is not None and (difference := tool_difference(before, listed)):
         raise UserError(
-            f"tools.mcp.{server.name}: the server differs from the one at the start of this run: {difference}",
+            f"mcp.{server.name}: the server differs from the one at the start of this run: {difference}",
             fix="install the version that the run started with, or start a new run",
         )
     return replace(server, offers=shown, excluded=reasons)
@@ -159,8 +163,8 @@ def _check_used(tools: RunTools, tasks: Sequence[Task], memory: EpisodeMemory | 
     if not every and not tools.words:
         return
     known = {name for names in {task.tools for task in tasks} for name in load_tools(names, None, tools, memory)}
-    unused = [f"bounds.{name}" for name in tools.bounds if name not in known] if every else []
-    silent = [f"words.{name}" for name in tools.words if name not in known]
+    unused = [name for name in tools.bounds if name not in known] if every else []
+    silent = [name for name in tools.words if name not in known]
     unused += silent if every or len(silent) == len(tools.words) else []
     if unused:
         raise UserError(
@@ -192,7 +196,7 @@ def _refused(server: Server, problem: str) -> UserError:
         "url": "start the server, or correct the address",
     }
     place = next(name for name in fixes if getattr(server.config, name))
-    return UserError(f"tools.mcp.{server.name}: {problem}", fix=fixes[place])
+    return UserError(f"mcp.{server.name}: {problem}", fix=fixes[place])
 
 
 def _server(name: str) -> str:

@@ -97,7 +97,7 @@ def reworded_schema(schema: Mapping[str, Any], words: ToolWording) -> Mapping[st
     for name, meaning in words.arguments.items():
         if not isinstance(known.get(name), dict):
             raise UserError(
-                f"tools.words.{function['name']}.arguments.{name}: the tool has no such argument",
+                f"tools.{function['name']}.arguments.{name}: the tool has no such argument",
                 fix=f"use one of {', '.join(known) or 'none'}, or remove it",
             )
         if meaning:

@@ -16,11 +16,19 @@ from typing import Any
 
 from agentrl.agent import delegation
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
-from agentrl.agent.contexts import Compactor, continue_context, current_trajectory, main_prompt, read_turn, reading_policy_text
+from agentrl.agent.contexts import (
+    SUMMARY_ATTEMPTS,
+    Compactor,
+    continue_context,
+    current_trajectory,
+    main_prompt,
+    read_turn,
+    reading_policy_text,
+)
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome, clip
 from agentrl.agent.turncalls import SUBMIT, budget_error, count_calls, run_calls
-from agentrl.config.rollout import CompactionConfig, DelegationConfig
+from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import PolicyFault
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import CUT, Message, Parent, ToolCall, ToolResult
@@ -37,7 +45,7 @@ class TurnLoop:
 
     chat: ChatFormat
     delegation: DelegationConfig | None = None
-    compaction: CompactionConfig | None = None
+    compaction: float | None = None
     instructions: str | None = None  # replaces the system messages of tasks
 
     async def act(self, episode: LiveEpisode) -> str:
@@ -92,8 +100,8 @@ class AgentRun:
         self._tools = tools
         self._spent = spent
         self._depth = depth
-        self._turns, self._sampled = 0, 0  # for the limits of sub-agents, which are never resumed
-        self._compactor = None if loop.compaction is None else Compactor(chat=loop.chat, config=loop.compaction)
+        self._turns = 0  # for the limit of sub-agents, which are never resumed
+        self._compactor = None if loop.compaction is None else Compactor(chat=loop.chat, share=loop.compaction)
         config = loop.delegation
         self._delegates = config is not None and depth < config.depth
         delegate = [delegation.delegate_schema(config)] if config is not None and self._delegates else []
@@ -108,12 +116,10 @@ class AgentRun:
         if not self.trajectory.tokens:
             self.trajectory.add_prompt(chat.opening(self._prompt, self._schemas))
         while not (limit := self._limit()):
-            completion = await self.trajectory.sample(
-                stop_token_ids=chat.stop_token_ids, max_tokens=self._allowance(), thinking=chat.thinking
-            )
+            completion = await self.trajectory.sample(stop_token_ids=chat.stop_token_ids, thinking=chat.thinking)
             episode.stage = "chat"
             parsed = read_turn(chat, self.trajectory, completion, self._schemas)
-            self._turns, self._sampled = self._turns + 1, self._sampled + len(completion.token_ids)
+            self._turns += 1
             if completion.finish_reason != "stop":
                 return Ended(reason="wall_limit" if completion.finish_reason == CUT else "token_limit")
             if not parsed.message.tool_calls and not parsed.errors:
@@ -157,17 +163,17 @@ class AgentRun:
         trajectory.add_results(results, wall_s=wall_s)
         if trajectory.tokens + len(delta) >= room:
             return "token_limit"
-        return await self._compacted(self._compactor, delta)
+        return await self._compacted(self._compactor, delta, room)
 
-    async def _compacted(self, compactor: Compactor, delta: Sequence[int]) -> str:
+    async def _compacted(self, compactor: Compactor, delta: Sequence[int], room: int) -> str:
         """Continues from a summary in a new trajectory. Returns the limit that prevents it, if any."""
-        for _ in range(compactor.config.attempts):
+        for _ in range(SUMMARY_ATTEMPTS):
             if limit := self._limit():
                 return limit
-            attempt = await compactor.attempt(self._episode, self.trajectory, delta, self._allowance())
+            attempt = await compactor.attempt(self._episode, self.trajectory, delta, room=room)
             if attempt.limit:
                 return attempt.limit
-            self._turns, self._sampled = self._turns + 1, self._sampled + attempt.tokens
+            self._turns += 1
             if attempt.summary is not None:
                 prompt = compactor.prompt(self._prompt, attempt.summary)
                 self.trajectory.end("compacted")
@@ -190,16 +196,7 @@ class AgentRun:
             return limit
         if self._depth == 0 or config is None:
             return ""
-        if self._turns >= config.turns:
-            return "turn_limit"
-        return "token_limit" if self._allowance() == 0 else ""
-
-    def _allowance(self) -> int | None:
-        """Tokens that a sub-agent may still sample; None means as many as fit."""
-        config = self._loop.delegation
-        if self._depth == 0 or config is None or config.tokens is None:
-            return None
-        return max(0, config.tokens - self._sampled)
+        return "turn_limit" if self._turns >= config.turns else ""
 
     async def _results(self, parsed: ParsedCompletion) -> tuple[tuple[ToolResult, ...], str | None]:
         """Runs the calls of one turn, up to a submitted answer or a lost sandbox. Returns the results and the answer.
@@ -240,13 +237,13 @@ class AgentRun:
             refused.append(over.output if over is not None else "")
         allowed = [calls[number] for number, refusal in zip(numbers, refused, strict=True) if not refusal]
         copy, copy_error = None, ""
-        if config.sandbox != "shared" and not all(desk.refused(call, position) for position, call in enumerate(allowed)):
+        if config.sandbox != "shared" and not all(map(desk.refused, allowed)):
             try:
                 copy = await self._episode.working_copy()
             except ValueError as error:  # too large, which the agents caused
                 copy_error = f"error: no helper was started, because your files cannot be copied: {error}"
         opened = [
-            refused[position] or copy_error or desk.open(calls[number], number, trajectory=self.trajectory, turn=turn, position=position)
+            refused[position] or copy_error or desk.open(calls[number], number, trajectory=self.trajectory, turn=turn)
             for position, number in enumerate(numbers)
         ]
         async with asyncio.TaskGroup() as running:

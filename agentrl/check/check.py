@@ -71,14 +71,14 @@ async def check_family(
         wanted = split_sizes(family, count)
     except ValueError as error:
         raise UserError(str(error), fix="set the number of tasks of each split with --count") from None
-    sandboxes = await open_sandboxes(config.but(warm=0), run_label="check", root=source.root)
+    sandboxes = await open_sandboxes(config, warm=0, run_label="check", root=source.root)
     async with close_after(sandboxes.close):
         with Progress(console=Console(stderr=True), disable=quiet) as progress:
             bar = progress.add_task("tasks and splits", total=None)
             proofs = [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
             tasks = list(_tasks(family, wanted))
             telling = partial(progress.update, bar)
-            tools = await pin_tools(declared_tools(source.tools, source.root), tasks, sandboxes, every=False)
+            tools = await pin_tools(declared_tools(source.mcp, source.tools, source.root), tasks, sandboxes, every=False)
             together = open_group_judge(source)
             cases, more = await prove_tasks(
                 family,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.recipe import TasksConfig, ToolsConfig
+from agentrl.config.recipe import MCPConfig, TasksConfig, ToolConfig
 from agentrl.protocols import TaskFamily
 from agentrl.records import Split, Task
 from agentrl.task import open_family
@@ -25,7 +25,8 @@ class FamilySource:
     tasks: TasksConfig
     root: Path
     seed: int = 0
-    tools: ToolsConfig = field(default_factory=ToolsConfig)
+    mcp: Mapping[str, MCPConfig] = field(default_factory=dict)
+    tools: Mapping[str, ToolConfig] = field(default_factory=dict)
 
     def open(self, *, seed: int | None = None) -> TaskFamily:
         """Opens the family. Raises as `open_family` does."""

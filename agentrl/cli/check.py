@@ -122,7 +122,7 @@ def open_target(target: Path, backend: str | None, overrides: Sequence[str] = ()
         source.open()  # report errors of the folder before those of the backend
         return source, _sandbox_config(backend or "auto")
     root, loaded = load_recipe(target, [*overrides, *([f"sandbox.backend={backend}"] if backend else [])])
-    return FamilySource(tasks=loaded.tasks, root=root, seed=loaded.seed, tools=loaded.tools), loaded.sandbox
+    return FamilySource(tasks=loaded.tasks, root=root, seed=loaded.seed, mcp=loaded.mcp, tools=loaded.tools), loaded.sandbox
 
 
 def _sandbox_config(backend: str) -> SandboxConfig:

@@ -70,10 +70,11 @@ async def _make(
     check_count(count, cases)
     family = open_family(recipe.tasks, seed=recipe.seed, root=root)
     gate = [recipe.gate.suite] if recipe.gate is not None else []
-    others = recipe.tasks.practice.suites if recipe.tasks.practice is not None else ()
-    suites = dict.fromkeys(path.resolve() for path in (suite, *(root / one for one in (*recipe.tasks.withhold, *gate, *others))))
+    suites = dict.fromkeys(
+        path.resolve() for path in (suite, *(root / one for one in (*recipe.tasks.withhold, *gate, *recipe.tasks.practice)))
+    )
     measured_with = WithheldTasks([*load_withheld([str(path) for path in suites], root=root).cases, *held_out_cases(recipe, family)])
-    sandboxes = await open_sandboxes(recipe.sandbox.but(warm=0), run_label="practice", root=root)
+    sandboxes = await open_sandboxes(recipe.sandbox, warm=0, run_label="practice", root=root)
     async with close_after(sandboxes.close), standalone_judge_servers(recipe, root=root):
         return await generate_practice(
             cases, family, sandboxes, withheld=measured_with, count=count, seed=seed, root=root, parallel=parallel, quiet=quiet

@@ -24,11 +24,11 @@ _NAME = 40  # characters of a kind
 
 def sample(
     recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, such as rollout.group_size=16.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, such as rollout.group.size=16.")] = None,
     groups: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Number of training tasks, each with rollout.group_size attempts. Default: 32, or as before with --resume."
+            min=1, help="Number of training tasks, each with rollout.group.size attempts. Default: 32, or as before with --resume."
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model folder or id, or RUN@VERSION. Default: the model of the recipe.")] = None,
@@ -53,7 +53,7 @@ def sample(
             from agentrl.run import sample as sampling
 
         result = asyncio.run(sampling.sample(loaded, start, checked, groups=groups, root=root, console=not as_json))
-        print(json.dumps(result.as_json()) if as_json else render_result(result, group_size=loaded.rollout.group_size))
+        print(json.dumps(result.as_json()) if as_json else render_result(result, group_size=loaded.rollout.group.size))
         if result.unfinished:
             print(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
             raise typer.Exit(130)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from agentrl.config.section import Section
 
@@ -20,28 +20,14 @@ class GateConfig(Section):
     every: int = Field(1, ge=1)
     """Versions between evaluations. Version 0, the first baseline version, and the last version are always evaluated."""
     repeats: int = Field(4, ge=1, le=1000)
-    """Attempts per case and version, unless the case sets them."""
-    confirm: int = Field(24, ge=0, le=1000)
-    """Further attempts at a case that looks worse, before it can block. 0: only the suite can block."""
-    alpha: float = Field(0.05, gt=0, lt=0.5)
-    """Largest share of evaluations over a run that block a version that is no worse."""
+    """Attempts per case and version, unless the case sets them. With fewer than 3 only the suite can block."""
     margin: float = Field(0.0, ge=0, lt=1)
     """Largest drop of the suite's mean score that never blocks."""
-    threshold: float = 1.0
-    """Score from which an attempt passes, unless the case sets it."""
     action: Literal["block", "rollback"] = "rollback"
     """block: a worse version is not promoted, and training continues from it. rollback: server and learner also return to the last promoted
     version."""
     server: Literal["shared", "own"] = "shared"
     """shared: the policy's servers run the attempts, and load no newer version meanwhile. own: an additional server runs them."""
-    max_rollbacks: int = Field(2, ge=1)
-    """Rollbacks by the gate over the run. After them it only blocks."""
-
-    @model_validator(mode="after")
-    def _every_key_acts(self) -> GateConfig:
-        if self.action == "block" and self.max_rollbacks != 2:
-            raise ValueError("max_rollbacks does nothing with action=block; leave it out or set action=rollback")
-        return self
 
     @property
     def rolls_back(self) -> bool:

@@ -46,9 +46,7 @@ class ObjectiveConfig(Section):
     dual_clip: float | None = Field(None, gt=1)
     """Ratio above which a token with a negative advantage is clipped (loss=clip)."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """token_mean: equal weight per token. sequence_mean: equal weight per rollout. constant: sum / (rollouts * constant_length)."""
-    constant_length: int | None = Field(None, ge=1)
-    """Tokens per rollout in the denominator of aggregation=constant. None: policy.max_model_len."""
+    """token_mean: equal weight per token. sequence_mean: equal weight per rollout. constant: sum / (rollouts * policy.max_model_len)."""
     proximal: Literal["auto", "behaviour", "recompute"] = "auto"
     """Denominator of the ratio. behaviour: logprobs at sampling. recompute: those of the weights at the start of the step. auto: recompute
     if learner.minibatches is above 1."""
@@ -104,8 +102,6 @@ class ObjectiveConfig(Section):
             )
         if self.caps_ratio and 1.0 + self.clip_high >= self.is_cap:
             raise ValueError("clip_high does nothing when 1 + clip_high reaches is_cap: the ratio is truncated first; raise is_cap")
-        if self.constant_length is not None and self.aggregation != "constant":
-            raise ValueError(f"constant_length does nothing with aggregation={self.aggregation}; set aggregation=constant")
         if self.correction == "none" and (self.is_level == "sequence" or self.is_cap != 2.0):
             raise ValueError("is_level and is_cap do nothing with correction=none; leave them at their defaults")
         if self.is_floor and self.correction != "mask":

@@ -23,21 +23,20 @@ from agentrl.config.failures import CaptureConfig
 from agentrl.config.gate import GateConfig
 from agentrl.config.learner import LearnerConfig, Limit, LimitsConfig, LoraConfig
 from agentrl.config.objective import CriticConfig, ObjectiveConfig
-from agentrl.config.rollout import BranchingConfig, CompactionConfig, DelegationConfig, EvalConfig, RolloutConfig
+from agentrl.config.rollout import DelegationConfig, EvalConfig, GroupConfig, RolloutConfig
 from agentrl.config.section import Needs, Section, resumable
 from agentrl.config.serving import JudgeServerConfig, PolicyConfig, ServingConfig
-from agentrl.config.tasks import GroupJudging, PracticeConfig, TasksConfig, WeightingConfig
-from agentrl.config.tools import MCPConfig, MemoryConfig, SandboxConfig, ToolBounds, ToolsConfig
+from agentrl.config.tasks import GroupJudging, TasksConfig
+from agentrl.config.tools import MCPConfig, MemoryConfig, SandboxConfig, ServerName, ToolConfig
 from agentrl.plugins import parts
 
 __all__ = [
-    "BranchingConfig",
     "CaptureConfig",
-    "CompactionConfig",
     "CriticConfig",
     "DelegationConfig",
     "EvalConfig",
     "GateConfig",
+    "GroupConfig",
     "GroupJudging",
     "JudgeServerConfig",
     "LearnerConfig",
@@ -48,15 +47,12 @@ __all__ = [
     "MemoryConfig",
     "ObjectiveConfig",
     "PolicyConfig",
-    "PracticeConfig",
     "Recipe",
     "RolloutConfig",
     "SandboxConfig",
     "ServingConfig",
     "TasksConfig",
-    "ToolBounds",
-    "ToolsConfig",
-    "WeightingConfig",
+    "ToolConfig",
     "apply_overrides",
     "build",
     "load",
@@ -87,7 +83,10 @@ class Recipe(Section):
     tasks: TasksConfig
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvalConfig = resumable(EvalConfig())
-    tools: ToolsConfig = ToolsConfig()
+    mcp: dict[ServerName, MCPConfig] = Field({})
+    """MCP servers by name. The task tool `mcp:NAME` stands for all tools of a server, `mcp:NAME/TOOL` for one. See docs/tools.md."""
+    tools: dict[str, ToolConfig] = Field({})
+    """Bounds and descriptions of tools by name, in place of the task's limits and the tool's description."""
     memory: MemoryConfig | None = None
     """Notes that agents write for later episodes. None disables memory; `{}` uses the defaults."""
     capture: CaptureConfig = resumable(CaptureConfig())
@@ -147,44 +146,29 @@ class Recipe(Section):
         return self
 
     def _combinations(self) -> Iterator[str]:
-        if self.objective.advantage in ("grpo", "rloo", "reinforce++-baseline") and self.rollout.group_size < 2:
+        if self.objective.advantage in ("grpo", "rloo", "reinforce++-baseline") and self.rollout.group.size < 2:
             yield (
-                "rollout.group_size must be at least 2: a single attempt equals its baseline, whatever objective.normalize_std is;"
+                "rollout.group.size must be at least 2: a single attempt equals its baseline, whatever objective.normalize_std is;"
                 " only objective.advantage=reinforce++ and gae need no group"
             )
-        if self.rollout.group_size * self.rollout.groups_per_step < 2:
-            yield "rollout.groups_per_step must be at least 2 when rollout.group_size is 1: one score has no baseline"
-        if self.tasks.group_judge is not None and self.rollout.group_size < 2:
-            yield "tasks.group_judge compares the attempts of a group: rollout.group_size must be at least 2"
-        if self.rollout.min_group_size > self.rollout.group_size:
-            yield "rollout.min_group_size must not exceed rollout.group_size"
-        if self.rollout.branching is not None and self.rollout.group_size % self.rollout.branching.branches:
-            yield "rollout.group_size must be a multiple of rollout.branching.branches"
-        if self.rollout.spare_attempts and self.rollout.branching is not None:
-            yield (
-                "rollout.spare_attempts cannot be combined with rollout.branching: a branch starts from its stem, so the first to end"
-                " would be those of the fastest stem; remove one of them"
-            )
-        if self.objective.credit == "siblings" and self.rollout.branching is None:
-            yield "objective.credit=siblings compares attempts that branched from the same state: set rollout.branching"
+        if self.rollout.group.size * self.rollout.groups_per_step < 2:
+            yield "rollout.groups_per_step must be at least 2 when rollout.group.size is 1: one score has no baseline"
+        if self.tasks.group_judge is not None and self.rollout.group.size < 2:
+            yield "tasks.group_judge compares the attempts of a group: rollout.group.size must be at least 2"
+        if self.objective.credit == "siblings" and self.rollout.group.branches == 1:
+            yield "objective.credit=siblings compares attempts that branched from the same state: set rollout.group.branches"
         if self.rollout.extra_groups and self.objective.advantage in ("reinforce++", "gae"):
             yield (
                 f"rollout.extra_groups replaces groups whose attempts score the same; with objective.advantage={self.objective.advantage},"
                 " which compares all attempts of a step, such groups have a training signal too: set it to 0"
             )
-        if self.tasks.weighting is not None and self.objective.advantage in ("reinforce++", "gae"):
+        if self.tasks.weighting and self.objective.advantage in ("reinforce++", "gae"):
             yield (
                 "tasks.weighting samples tasks less often if their attempts score the same; with objective.advantage="
-                f"{self.objective.advantage} such tasks have a training signal too: remove it"
+                f"{self.objective.advantage} such tasks have a training signal too: set it to false"
             )
 
     def _resources(self) -> Iterator[str]:
-        compaction, longest = self.rollout.compaction, self.policy.max_model_len
-        if compaction is not None and (compaction.tokens or compaction.share * longest) + compaction.summary_tokens >= longest:
-            yield (
-                "rollout.compaction requests a summary that does not fit: its tokens (or share of policy.max_model_len) plus summary_tokens"
-                " must be less than policy.max_model_len"
-            )
         if self.serving.replicas > self.rollout.concurrency:
             yield "serving.replicas exceeds rollout.concurrency: an episode uses one server, so some would stay idle; lower replicas"
         if self.serving.weight_transfer == "nccl" and self.device == "cpu":
@@ -206,10 +190,10 @@ class Recipe(Section):
 
     def _equal_scores_teach_nothing(self) -> Iterator[str]:
         objective = self.objective
-        if not self.rollout.stop_equal_after:
+        if not self.rollout.group.stop_equal_after:
             return
         if self.tasks.group_judge is not None:
-            yield "rollout.stop_equal_after needs early scores, but tasks.group_judge scores a complete group: remove one of them"
+            yield "rollout.group.stop_equal_after needs early scores, but tasks.group_judge scores a complete group: remove one of them"
         teaching = [
             f"objective.{key}={getattr(objective, key)}"
             for key, teaches in (
@@ -222,7 +206,7 @@ class Recipe(Section):
         ]
         if teaching:
             yield (
-                f"rollout.stop_equal_after stops groups whose attempts score the same, because they have no training signal; with"
+                f"rollout.group.stop_equal_after stops groups whose attempts score the same, because they have no training signal; with"
                 f" {' and '.join(teaching)} they have one: set it to 0"
             )
 
@@ -248,15 +232,15 @@ class Recipe(Section):
         delegation, most = self.rollout.delegation, self.sandbox.max_open
         if delegation is None or delegation.sandbox == "shared":
             return
-        each, beside = 1 + delegation.at_once, self.max_concurrent_episodes // self.rollout.concurrency
+        each, beside = 1 + delegation.total, self.max_concurrent_episodes // self.rollout.concurrency
         if self.max_concurrent_episodes * each > most:
             fewer = f", or rollout.concurrency={most // each // beside}" if most >= each * beside else ""
             gate = ", with as many attempts of gate.server=own beside them," if beside > 1 else ""
             yield (
-                f"rollout.delegation.sandbox=own: an episode may hold {each} sandboxes at once, its own and those of {delegation.at_once}"
+                f"rollout.delegation.sandbox=own: an episode may hold {each} sandboxes at once, its own and those of {delegation.total}"
                 f" sub-agents, and rollout.concurrency={self.rollout.concurrency} such episodes{gate} would wait for one another with"
                 f" sandbox.max_open={most}: set sandbox.max_open={self.max_concurrent_episodes * each}{fewer}, or a lower"
-                " rollout.delegation.width or total"
+                " rollout.delegation.total"
             )
 
     def _memory_is_read(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Settings of episodes in training and evaluation: `rollout` with `branching`, `delegation` and `compaction`, `evaluation`."""
+"""Settings of episodes in training and evaluation: `rollout` with `group` and `delegation`, `evaluation`."""
 
 from __future__ import annotations
 
@@ -29,13 +29,39 @@ def _off_by_none(value: Any, field: ValidationInfo) -> Any:
     return {"top_k": 0, "top_p": 1.0, "min_p": 0.0}[str(field.field_name)] if value is None else value
 
 
-class BranchingConfig(Section):
-    """Tree rollouts: some attempts run to a turn, and other attempts continue from the state (files and context) of each."""
+class GroupConfig(Section):
+    """The attempts at one task: `rollout.group`. docs/objectives.md describes the biases of the keys that stop attempts."""
 
-    turn: int = Field(1, ge=1)
+    size: int = Field(8, ge=1)
+    """Attempts per task; they share a baseline. A group of which fewer than two count is dropped, unless size is 1."""
+    spare_attempts: int = Field(0, ge=0)
+    """Additional attempts. When `size` attempts count, the rest are cancelled. Favours short episodes."""
+    stop_equal_after: int = Field(0, ge=0)
+    """Attempts that start first. If all score the same, the others are not started, which misses rare successes. 0 disables it."""
+    branches: int = Field(1, ge=1)
+    """Tree rollouts: attempts that continue from the same state (files and context), including the first. Must divide size. 1: none."""
+    branch_turn: Annotated[int, Needs("branches above 1", lambda recipe, own: own.branches > 1)] = Field(1, ge=1)
     """Turn after which attempts branch. If an attempt ends earlier, independent attempts fill the group."""
-    branches: int = Field(2, ge=2)
-    """Attempts per branch point, including the first. Must divide rollout.group_size."""
+
+    @property
+    def min_size(self) -> int:
+        """Attempts that must count: a baseline needs two, except in a recipe whose groups have one attempt."""
+        return min(2, self.size)
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> GroupConfig:
+        if self.stop_equal_after and not 2 <= self.stop_equal_after < self.size:
+            raise ValueError(
+                f"stop_equal_after={self.stop_equal_after} must be 0, or at least 2 (one score cannot differ) and below size={self.size}"
+            )
+        if self.size % self.branches:
+            raise ValueError(f"size={self.size} must be a multiple of branches={self.branches}: change one of them")
+        if self.branches > 1 and (self.stop_equal_after or self.spare_attempts):
+            raise ValueError(
+                "spare_attempts and stop_equal_after cannot be combined with branches: a branch starts only after its stem, so the first to"
+                " end would be those of the fastest stem; remove one of them"
+            )
+        return self
 
 
 class DelegationConfig(Section):
@@ -45,14 +71,10 @@ class DelegationConfig(Section):
         int, Needs("a sub-agent for each level: set total to at least as many", lambda recipe, own: own.depth <= own.total)
     ] = Field(1, ge=1, le=8)
     """Levels of sub-agents. 1: only the main agent starts them."""
-    width: int = Field(4, ge=1, le=64)
-    """Sub-agents that one turn can start in parallel."""
-    total: int = Field(16, ge=1, le=1024)
-    """Sub-agents per episode, at all depths."""
+    total: int = Field(8, ge=1, le=1024)
+    """Sub-agents per episode, at all depths. Those of one turn run concurrently."""
     turns: int = Field(4, ge=1)
     """Turns per sub-agent. They count towards the task's `Limits.turns` too."""
-    tokens: int | None = Field(None, ge=1)
-    """Sampled tokens per sub-agent. None: bounded by its turns only."""
     tools: tuple[str, ...] | None = None
     """Tools of sub-agents. None: those of the task. With `submit` they return the submitted answer, otherwise their last message."""
     instruction: str = ""
@@ -64,11 +86,6 @@ class DelegationConfig(Section):
     """File patterns, such as out/**, copied from a sub-agent's sandbox to the caller's folder helper-N (N: trajectory). Needs
     sandbox=own."""
 
-    @property
-    def at_once(self) -> int:
-        """Maximum number of sub-agents of one episode that work at the same time."""
-        return min(self.total, sum(int(self.width**depth) for depth in range(1, self.depth + 1)))
-
     @field_validator("returns")
     @classmethod
     def _are_patterns(cls, returns: tuple[str, ...]) -> tuple[str, ...]:
@@ -79,35 +96,8 @@ class DelegationConfig(Section):
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> DelegationConfig:
-        if self.total < self.width:
-            raise ValueError(f"width={self.width} exceeds total={self.total}, the sub-agents of an episode: lower width or raise total")
         if self.returns and self.sandbox == "shared":
             raise ValueError("returns does nothing with sandbox=shared, because all agents share the same files: set sandbox=own")
-        return self
-
-
-class CompactionConfig(Section):
-    """When an agent continues in a new context, from a summary that it writes. See docs/agents.md."""
-
-    share: float = Field(0.75, gt=0, lt=1)
-    """Share of policy.max_model_len, or of the task's `Limits.episode_tokens` if less, at which a summary is requested."""
-    tokens: int | None = Field(None, ge=1)
-    """Context tokens at which a summary is requested, in place of share."""
-    summary_tokens: int = Field(256, ge=1)
-    """Maximum tokens of a summary. A truncated or empty one, or one with a tool call, is rejected."""
-    attempts: int = Field(2, ge=1, le=16)
-    """Attempts at a summary before the agent ends with token_limit. Each counts as a turn."""
-    request: str = Field(
-        "The room for this conversation is nearly used up. Answer with a summary of what you know and what is left to do, without a tool"
-        " call. You go on with that summary alone.",
-        min_length=1,
-    )
-    """Prompt that requests the summary."""
-
-    @model_validator(mode="after")
-    def _every_key_acts(self) -> CompactionConfig:
-        if self.tokens is not None and self.share != 0.75:
-            raise ValueError("share does nothing if tokens is set: remove one of them")
         return self
 
 
@@ -121,26 +111,18 @@ class RolloutConfig(Section):
     """Keyword arguments of a user-supplied agent."""
     delegation: DelegationConfig | None = None
     """Bounds of sub-agents (agent=delegating). None: the defaults."""
-    compaction: CompactionConfig | None = None
-    """Continues a full context from a summary that the agent writes. None: a full context ends the episode; `{}` uses the defaults."""
+    compaction: float | None = Field(None, gt=0, lt=1)
+    """Share of the context (policy.max_model_len, or the task's `Limits.episode_tokens` if less) at which the agent writes a summary and
+    continues from it. None: a full context ends the episode. See docs/agents.md."""
     instructions: str | None = Field(None, min_length=1)
     """Replaces the system messages of the tasks for the main agent. None: no replacement."""
-    group_size: int = Field(8, ge=1)
-    """Attempts per task; they share a baseline."""
+    group: GroupConfig = GroupConfig()
     groups_per_step: int = Field(16, ge=1)
     """Tasks per learner step."""
-    spare_attempts: int = Field(0, ge=0)
-    """Additional attempts per group. When group_size attempts count, the rest are cancelled. Favours short episodes
-    (docs/objectives.md)."""
-    stop_equal_after: int = Field(0, ge=0)
-    """Attempts per group that start first. If all score the same, the others are not started, which misses rare successes
-    (docs/objectives.md). 0 disables it."""
     extra_groups: int = Field(0, ge=0)
     """Additional groups per step, one for each group whose attempts all score the same."""
     concurrency: int = resumable(64, ge=1)
-    """Episodes in flight at once."""
-    max_cache_use: float = resumable(0.9, gt=0, le=1)
-    """Share of the KV cache above which no further episode starts. 1: only concurrency limits them."""
+    """Episodes in flight at once. Fewer if the server's KV cache is nearly full."""
     temperature: float = Field(1.0, ge=_COLDEST, le=2)
     """Sampling temperature of training episodes. Logprobs and losses use it too."""
     top_k: int = Field(0, ge=0, le=MAX_TOP_K)
@@ -149,19 +131,9 @@ class RolloutConfig(Section):
     """Samples from the fewest most likely of these tokens that have this share of their probability. Needs top_k; 1 disables it."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Minimum probability of a token, relative to the most likely one. Needs top_k; 0 disables it."""
-    max_retries: int = resumable(2, ge=0)
-    """Retries after an infrastructure fault, before the episode is excluded."""
-    min_group_size: int = Field(2, ge=1)
-    """Minimum counted episodes of a group. A smaller group is dropped."""
-    max_quarantined: int = resumable(8, ge=0)
-    """Broken tasks to quarantine before the run stops and lists them."""
-    max_fault_rate: float = resumable(0.5, ge=0, le=1)
-    """Share of faults not caused by the policy, among the newest attempts, above which the run pauses. 1 disables it."""
     checkpoint_turns: bool = resumable(False)
     """Saves each running episode after every turn, so that --resume continues it. Costs milliseconds per turn, and up to 64 MiB per
     episode."""
-    branching: BranchingConfig | None = None
-    """Tree rollouts: attempts share their first turns. None: every attempt starts at the prompt; `{}` uses the defaults."""
 
     @model_validator(mode="after")
     def _options_act(self) -> RolloutConfig:
@@ -189,18 +161,6 @@ class RolloutConfig(Section):
     def sampling(self) -> Sampling:
         """The sampling distribution of training episodes."""
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, supports=self.top_k > 0)
-
-    @model_validator(mode="after")
-    def _first_ones_can_differ(self) -> RolloutConfig:
-        first, fewest = self.stop_equal_after, max(2, self.min_group_size)
-        if first and not fewest <= first < self.group_size:
-            raise ValueError(
-                f"stop_equal_after={first} must be 0, or at least {fewest} (two scores can differ, and min_group_size attempts must count)"
-                f" and below group_size={self.group_size}"
-            )
-        if first and self.branching is not None:
-            raise ValueError("stop_equal_after cannot be combined with branching: a branch starts only after its stem; remove one of them")
-        return self
 
     @model_validator(mode="after")
     def _supports_are_bounded(self) -> RolloutConfig:

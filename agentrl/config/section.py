@@ -212,7 +212,9 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
         inner = None if field is None else section_of(field.annotation)
         if field is None:
             sections = [name for name, one in model.model_fields.items() if section_of(one.annotation) is not None]
-            raise RecipeError(f"{where}: {unknown_name(part, sections, what='section')}")
+            raise RecipeError(
+                f"{where}: {unknown_name(part, sections, what='section') if sections else unknown_name(part, model.model_fields)}"
+            )
         if (several := named_section_of(field.annotation)) is not None:
             _assign_named(node, part, several, [*parents[depth + 1 :], leaf], value, where=where)
             return

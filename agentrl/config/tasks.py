@@ -1,4 +1,4 @@
-"""Settings of tasks and their scoring: `tasks`, `tasks.practice`, `tasks.weighting`."""
+"""Settings of tasks and their scoring: `tasks`."""
 
 from __future__ import annotations
 
@@ -12,26 +12,9 @@ _TAUGHT = Needs(
     "a step late enough to use the results of another: set steps to max_staleness + 2 or more",
     lambda recipe, own: recipe.steps > recipe.max_staleness + 1,
 )
+_PRACTISED = Needs("practice tasks: set tasks.practice", lambda recipe, own: own.practice)
 
 MOST_WEIGHT = 1000
-
-
-class PracticeConfig(Section):
-    """Training tasks that `agentrl practice` derives from the cases of suites. docs/failures.md describes them."""
-
-    suites: dict[str, Annotated[int, Field(ge=1, le=MOST_WEIGHT)]] = Field(min_length=1)
-    """Folders of suites, relative to the project root, and their weights. Their cases are never trained on."""
-    share: float = Field(0.3, ge=0.001, le=1)
-    """Share of groups with practice tasks."""
-
-
-class WeightingConfig(Section):
-    """Samples tasks more often if the scores of their attempts differ. See docs/recipes.md, "Which tasks"."""
-
-    least: float = Field(0.1, ge=0.01, lt=1)
-    """Minimum probability that a drawn task is accepted."""
-    window: int = Field(8, ge=1, le=1000)
-    """Newest groups, per task and per kind of task, that determine the weight."""
 
 
 class GroupJudging(Section):
@@ -60,10 +43,13 @@ class TasksConfig(GroupJudging):
     """Verifiers that replace those of the tasks, such as `rewards.close:close_number`. Empty: those of the tasks."""
     withhold: tuple[str, ...] = Field(())
     """Folders of suites, relative to the project root. Their cases and near twins are never trained on."""
-    practice: PracticeConfig | None = None
-    """Training tasks derived from the cases of suites. None disables practice."""
-    weighting: Annotated[WeightingConfig | None, _TAUGHT] = None
-    """Samples tasks that have a training signal more often. None: all tasks equally often; `{}` uses the defaults."""
+    practice: dict[str, Annotated[int, Field(ge=1, le=MOST_WEIGHT)]] = Field({})
+    """Training tasks that `agentrl practice` derives from suites: folder (relative to the project root) -> weight. The cases themselves are
+    never trained on. See docs/failures.md."""
+    practice_share: Annotated[float, _PRACTISED] = Field(0.3, ge=0.001, le=1)
+    """Share of groups with practice tasks."""
+    weighting: Annotated[bool, _TAUGHT] = False
+    """Samples tasks that have a training signal more often (docs/recipes.md, "Which tasks"). false: all tasks equally often."""
     audit: tuple[str, ...] = Field(())
     """Verifiers whose scores are logged and plotted, but never trained on."""
 

@@ -1,4 +1,4 @@
-"""Settings of the sandboxes, tools and memory of agents: `sandbox`, `tools`, `memory`."""
+"""Settings of the sandboxes, tools and memory of agents: `sandbox`, `mcp`, `tools`, `memory`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from agentrl.base import secrets
-from agentrl.config.section import Needs, Section
+from agentrl.config.section import Section
 from agentrl.plugins import parts
 
 
@@ -22,17 +22,20 @@ class SandboxConfig(Section):
     """Keyword arguments of a user-supplied backend."""
     max_open: int = Field(64, ge=1)
     """Sandboxes open at once."""
-    open_timeout_s: float = Field(60.0, gt=0)
-    """Seconds to open a sandbox."""
-    warm: Annotated[
-        int, Needs("as many sandboxes that may be in use: set max_open to at least as many", lambda recipe, own: own.warm <= own.max_open)
-    ] = Field(8, ge=0)
-    """Sandboxes opened ahead of use. Each is used once."""
 
     @model_validator(mode="after")
     def _options_act(self) -> SandboxConfig:
         parts.check_options(parts.BACKEND, self.backend, self.options)
         return self
+
+
+def _server_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", name):
+        raise ValueError(f"{name[:80]!r} is not a server name: use 1 to 32 letters, digits, _ and -")
+    return name
+
+
+ServerName = Annotated[str, AfterValidator(_server_name)]
 
 
 class MCPConfig(Section):
@@ -52,8 +55,6 @@ class MCPConfig(Section):
     """Tools to offer. Empty: all, at most 64."""
     together: bool = False
     """Runs calls of one turn in parallel (`url` only)."""
-    start_timeout_s: float = Field(60.0, gt=0, le=600)
-    """Seconds to start and to list the tools."""
 
     @model_validator(mode="after")
     def _one_place(self) -> MCPConfig:
@@ -77,8 +78,8 @@ class MCPConfig(Section):
         return self
 
 
-class ToolBounds(Section):
-    """Bounds on the calls of one tool, instead of the task's limits."""
+class ToolConfig(Section):
+    """What a recipe changes about one tool: its bounds, in place of the task's limits, and the descriptions that agents read."""
 
     timeout_s: float | None = Field(None, gt=0, le=3600)
     """Seconds per call."""
@@ -86,46 +87,16 @@ class ToolBounds(Section):
     """Characters shown per call."""
     calls: int | None = Field(None, ge=1)
     """Calls per episode."""
-
-    @model_validator(mode="after")
-    def _bounds_something(self) -> ToolBounds:
-        if self.timeout_s is None and self.output_chars is None and self.calls is None:
-            raise ValueError("it bounds nothing: set timeout_s, output_chars or calls")
-        return self
-
-
-class ToolWords(Section):
-    """Replaces the description of one tool that agents read."""
-
     description: str = ""
     """What the tool does and when to use it. Empty: unchanged."""
     arguments: dict[str, str] = Field({})
     """Descriptions by argument name."""
 
     @model_validator(mode="after")
-    def _says_something(self) -> ToolWords:
-        if not self.description and not self.arguments:
-            raise ValueError("it says nothing: set description or arguments")
+    def _changes_something(self) -> ToolConfig:
+        if self == type(self).model_construct():
+            raise ValueError("it changes nothing: set timeout_s, output_chars, calls, description or arguments")
         return self
-
-
-class ToolsConfig(Section):
-    """Tools of the run, in addition to those of its tasks. See docs/tools.md."""
-
-    mcp: dict[str, MCPConfig] = Field({})
-    """MCP servers by name. The task tool `mcp:NAME` stands for all tools of a server, `mcp:NAME/TOOL` for one."""
-    bounds: dict[str, ToolBounds] = Field({})
-    """Bounds by tool name, in place of the task's limits."""
-    words: dict[str, ToolWords] = Field({})
-    """Descriptions by tool name, in place of the tool's description."""
-
-    @field_validator("mcp")
-    @classmethod
-    def _named(cls, servers: dict[str, MCPConfig]) -> dict[str, MCPConfig]:
-        for name in servers:
-            if not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", name):
-                raise ValueError(f"{name[:80]!r} is not a server name: use 1 to 32 letters, digits, _ and -")
-        return servers
 
 
 class MemoryConfig(Section):
@@ -135,14 +106,6 @@ class MemoryConfig(Section):
     """Tasks that share notes. family: those of one family. project: those with the same `project` in their data."""
     notes: int = Field(4, ge=1, le=64)
     """Notes per episode, over all its agents."""
-    note_chars: int = Field(400, ge=1, le=10_000)
-    """Maximum characters of a note. A longer one is an error that the agent reads."""
-    results: Annotated[int, Needs("as many kept notes: set keep to at least as many", lambda recipe, own: own.results <= own.keep)] = Field(
-        5, ge=1, le=50
-    )
-    """Maximum notes per search."""
-    keep: int = Field(1000, ge=1, le=100_000)
-    """Newest notes kept per scope. Older ones are deleted."""
     min_score: float | None = None
     """Minimum score of the episodes whose notes can be found. None: all."""
     heldout_rounds: int = Field(1, ge=1, le=1000)

@@ -104,7 +104,7 @@ def prepare_evaluation(
             preflight.check_parts(recipe)
         scorer = TaskScorer(root=root, folder=folder) if checked is None else checked.scorer
         for suite in suites:
-            preflight.check_suite(suite, scorer, declared_tools(recipe.tools, root), root=root if own is None else None)
+            preflight.check_suite(suite, scorer, declared_tools(recipe.mcp, recipe.tools, root), root=root if own is None else None)
         _check_source(policy, suites)
         yield PreparedEvaluation(
             policy=policy,
@@ -202,7 +202,7 @@ async def _not_served(given: PreparedEvaluation, *, console: bool) -> AsyncItera
         stack.callback(capture.close)
         cases = [case.task for suite in given.suites for case in suite.cases]
         tasks = with_sub_agent_tools(cases, recipe.rollout.delegation)
-        tools = await pin_tools(declared_tools(recipe.tools, given.root), tasks, sandboxes, every=False, chat=chat)
+        tools = await pin_tools(declared_tools(recipe.mcp, recipe.tools, given.root), tasks, sandboxes, every=False, chat=chat)
         if chat is not None:
             for task in [one for one in cases if (one.sandbox.image, one.sandbox.runtime) not in broken][:1]:
                 await check_snapshots(recipe, task, sandboxes)
@@ -230,15 +230,13 @@ def _group_runner(
         sampling=recipe.evaluation.sampling,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,
-        open_timeout_s=recipe.sandbox.open_timeout_s,
     )
     return GroupRunner(
         runner=runner,
         scorer=replace(scorer, sandboxes=sandboxes),
         slots=asyncio.Semaphore(recipe.rollout.concurrency),
         group_size=1,
-        max_retries=recipe.rollout.max_retries,
-        on_attempt=FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency).record_attempt,
+        on_attempt=FaultRate(concurrency=recipe.rollout.concurrency).record_attempt,
     )
 
 

@@ -175,10 +175,12 @@ async def open_replay(run: Path, tasks: Iterable[Task]) -> AsyncIterator[ReplayS
     add_project_root(root)
     chat = _chat(run, recipe)
     agent: Agent = parts.make_part(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat)
-    sandboxes = await open_sandboxes(recipe.sandbox.but(warm=0), run_label="promote", root=root)
+    sandboxes = await open_sandboxes(recipe.sandbox, warm=0, run_label="promote", root=root)
     async with close_after(sandboxes.close):
         users = with_sub_agent_tools(tasks, recipe.rollout.delegation)
-        tools = await pin_tools(declared_tools(recipe.tools, root), users, sandboxes, folder=run, every=False, idle_words=True, chat=chat)
+        tools = await pin_tools(
+            declared_tools(recipe.mcp, recipe.tools, root), users, sandboxes, folder=run, every=False, idle_words=True, chat=chat
+        )
         yield ReplaySetup(agent=agent, sandboxes=sandboxes, max_model_len=recipe.policy.max_model_len, tools=tools)
 
 

@@ -93,7 +93,7 @@ async def evaluate_suite(
 
     Raises `PluginError` before anything starts, for a case whose verifier or tool does not resolve.
     """
-    check_suite(suite, checked.scorer, declared_tools(recipe.tools, root), root=root)
+    check_suite(suite, checked.scorer, declared_tools(recipe.mcp, recipe.tools, root), root=root)
     given = PreparedEvaluation(
         policy=recipe_policy(recipe),
         suites=(suite,),

@@ -42,14 +42,14 @@ class GroupOrder:
         return cls(
             per_step=rollout.groups_per_step,
             extra=rollout.extra_groups,
-            min_group_size=rollout.min_group_size,
+            min_group_size=rollout.group.min_size,
             oldest_first=recipe.order == "oldest_first",
         )
 
     @classmethod
     def single_block(cls, rollout: RolloutConfig) -> GroupOrder:
         """One block with all groups, for a policy that does not learn. Each group has the next task."""
-        return cls(per_step=_FAR, min_group_size=rollout.min_group_size)
+        return cls(per_step=_FAR, min_group_size=rollout.group.min_size)
 
     def block_of(self, index: int) -> int:
         """The block of a group: the first learner step that can take it."""

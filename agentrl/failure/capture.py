@@ -30,6 +30,9 @@ Audit = Callable[[Task, ScoredEpisode], str]
 MAX_KINDS = 200
 """Kinds of tasks that are counted separately; the rest are counted together."""
 OTHERS = "others"
+PASSES = 1.0
+"""Score from which an episode passes; below it, it is captured as failed."""
+_KEEP_BYTES = 256 << 20  # compressed traces per phase: 500 of half a MiB, far above the usual 4 KiB, so `capture.keep` decides
 _BUSY_S = 2.0  # longest wait for another process's write; all episodes wait meanwhile
 _SLOW_S, _PAUSE_FACTOR = 0.2, 50  # after a slow failure, such as a locked file, capture pauses for 50 times its duration
 _TIMEOUTS, _LIMITS = ("wall_limit", "tool_timeout"), ("turn_limit", "token_limit")
@@ -131,7 +134,7 @@ class Capture:
                 traces.append(trace)
                 counts.append(replace(count_of_trace(trace), kind=self._kind(task)))
                 continue
-            reason = capture_reason(scored, below=self._config.below) if task is None else None
+            reason = capture_reason(scored, below=PASSES) if task is None else None
             tag, version = "task_fault" if reason else "", newest_version(scored.episode)
             counts.append(EpisodeCount(phase=phase, step=step, version=version, why=str(reason or ""), tag=tag, kind=self._kind(task), n=1))
             if reason is None and place:
@@ -141,7 +144,7 @@ class Capture:
     def _trace(self, collection: Collection, task: Task, scored: ScoredEpisode, phase: str, step: int, place: str) -> Trace | None:
         episode, audit = scored.episode, self._audit(task, scored)
         passed_in = collection.first_passed_phase(episode.task_key, but=place) if place else ""
-        reason = capture_reason(scored, below=self._config.below, audit=audit, passed_before=bool(passed_in))
+        reason = capture_reason(scored, below=PASSES, audit=audit, passed_before=bool(passed_in))
         if reason is None:
             return None
         origin = dict(self._origin) | ({"audit": audit[:2000]} if audit else {})
@@ -177,8 +180,7 @@ class Capture:
 
     def _open(self) -> Collection:
         if self._collection is None:
-            keep, keep_bytes = self._config.keep, self._config.keep_mb << 20
-            self._collection = Collection(self._run_dir, keep=keep, keep_bytes=keep_bytes, make=True, busy_timeout_s=_BUSY_S)
+            self._collection = Collection(self._run_dir, keep=self._config.keep, keep_bytes=_KEEP_BYTES, make=True, busy_timeout_s=_BUSY_S)
             self._kinds = {kind for (kind,) in self._collection.counts("kind")}
         return self._collection
 

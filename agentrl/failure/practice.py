@@ -21,7 +21,7 @@ from typing import Any
 
 from agentrl.base.files import write_atomically
 from agentrl.base.untrusted_files import read_bytes
-from agentrl.config.tasks import PracticeConfig
+from agentrl.config.tasks import TasksConfig
 from agentrl.errors import TaskError, UserError
 from agentrl.failure.case import Case
 from agentrl.failure.overlap import WithheldTasks
@@ -131,15 +131,15 @@ class PracticeSchedule:
 
 
 def open_practice(
-    config: PracticeConfig, *, seed: int, root: Path, withheld: WithheldTasks, files: Mapping[str, Path] = MappingProxyType({})
+    config: TasksConfig, *, seed: int, root: Path, withheld: WithheldTasks, files: Mapping[str, Path] = MappingProxyType({})
 ) -> PracticeSchedule:
     """Loads the practice of a recipe. Raises `UserError` as `load_practice` does.
 
     Args:
         files: suite -> file to read instead of the suite's.
     """
-    tasks = [[one.task for one in load_practice(root / suite, withheld=withheld, file=files.get(suite))] for suite in config.suites]
-    return PracticeSchedule(tasks, tuple(config.suites.values()), Fraction(config.share).limit_denominator(1000), seed)
+    tasks = [[one.task for one in load_practice(root / suite, withheld=withheld, file=files.get(suite))] for suite in config.practice]
+    return PracticeSchedule(tasks, tuple(config.practice.values()), Fraction(config.practice_share).limit_denominator(1000), seed)
 
 
 def gold_without_answer(family: TaskFamily, task: Task) -> str:

@@ -12,6 +12,8 @@ from agentrl.records import Blame, Failure, Group
 log = logging.getLogger(__name__)
 
 FILE = "quarantine.jsonl"
+MAX_QUARANTINED = 8
+"""Tasks that may be quarantined per start of a run. More mean a broken family or verifier, on which more steps are wasted."""
 _MAX_NAMED = 20  # tasks in the error message
 
 
@@ -20,12 +22,10 @@ class Quarantine:
 
     Args:
         run_dir: the run folder.
-        limit: number of tasks that may be added after opening; beyond it `add` raises.
     """
 
-    def __init__(self, run_dir: Path, *, limit: int) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE
-        self._limit = limit
         self._faults = {line["task_key"]: line["message"] for line in read_json_lines(self._path)}
         self._added: list[str] = []
 
@@ -41,7 +41,7 @@ class Quarantine:
         """Quarantines the task of a group with a fault, once; does nothing for other groups.
 
         Raises:
-            TaskError: the limit is exceeded. The message lists the tasks.
+            TaskError: more than `MAX_QUARANTINED` were added since the start. The message lists the tasks.
         """
         fault = group.fault
         if fault is None or group.task_key in self._faults:
@@ -51,13 +51,13 @@ class Quarantine:
         append_lines(self._path, [json_line(line)])
         log.warning("task %s is quarantined and its group %d excluded: %s", group.task_id, group.index, fault.message)
         self._added.append(f"{group.task_id}: {fault.message.partition(chr(10))[0]}")
-        if len(self._added) > self._limit:
+        if len(self._added) > MAX_QUARANTINED:
             more = f"\n  and {len(self._added) - _MAX_NAMED} more" if len(self._added) > _MAX_NAMED else ""
             raise TaskError(
-                f"{len(self._added)} tasks are broken, {self._limit} are allowed; all are in {self._path}\n  "
+                f"{len(self._added)} tasks are broken, {MAX_QUARANTINED} are allowed; all are in {self._path}\n  "
                 + "\n  ".join(self._added[:_MAX_NAMED])
                 + more,
-                fix="repair them (`agentrl check` finds more), or raise rollout.max_quarantined; then continue with --resume",
+                fix="repair them (`agentrl check` finds more), then continue with --resume, which allows as many again",
             )
 
 

@@ -11,6 +11,8 @@ from agentrl.errors import InfrastructureError, ServerDied
 from agentrl.records import Failure
 
 MIN_WINDOW = 64
+MAX_FAULT_SHARE = 0.5
+"""Share of faults among the newest attempts above which the run pauses: then a part is broken, and most work is lost."""
 MAX_SUSPECT_SHARE = 0.1
 """Largest share of the newest attempts that may be excluded after the policy's first turn without an alert."""
 OTHERS = "others"
@@ -31,7 +33,7 @@ class FaultRate:
         concurrency: largest number of attempts in flight.
     """
 
-    def __init__(self, limit: float, *, concurrency: int) -> None:
+    def __init__(self, limit: float = MAX_FAULT_SHARE, *, concurrency: int) -> None:
         self.limit = limit
         window = max(MIN_WINDOW, 4 * concurrency)
         self._min_known = window // 2
@@ -108,8 +110,8 @@ class FaultRate:
         listing = "\n  ".join(lines)
         raise InfrastructureError(
             f"the run pauses: {self._failed} of the newest {len(self._newest)} attempts failed, and not because of the policy"
-            f" (rollout.max_fault_rate={self.limit:g}). The newest of each kind:\n  {listing}\n"
-            "  fix: repair the cause, then continue with --resume; finished work is kept. With rollout.max_fault_rate=1 a run never pauses"
+            f" (the limit is {self.limit:.0%}). The newest of each kind:\n  {listing}\n"
+            "  fix: repair the cause, then continue with --resume; finished work is kept"
         )
 
 

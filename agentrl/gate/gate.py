@@ -40,6 +40,7 @@ from agentrl.gate.server import GateServer
 from agentrl.gate.verdict import FILE, CaseRegression, GateOutcome, GateVerdict, evaluation_folder, read_verdict, read_verdicts
 from agentrl.observe import Rate
 from agentrl.protocols import PolicyServer, SandboxBackend, Tracker, VersionRegistry
+from agentrl.protocols.serving import MAX_CACHE_USE
 from agentrl.records import PolicyVersion, VersionState, codec
 from agentrl.rollout import Admission, GroupRunner, Pace
 from agentrl.serving.supervisor import version_to_serve
@@ -48,6 +49,9 @@ from agentrl.version import rollback
 
 if TYPE_CHECKING:
     from agentrl.session.opening import Run
+
+MAX_ROLLBACKS = 2
+"""Rollbacks by the gate over a run. A policy that declines a third time needs other settings, not the same steps again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,13 +150,13 @@ class Gate:
             names = cases_to_retry(rule, before, scores)
             suspicious = [case for case in self.suite.cases if case.id in names]
             retries = await attempt(
-                suspicious, lambda case: range(done := case_repeats(case, config.repeats), done + config.confirm), again=True
+                suspicious, lambda case: range(done := case_repeats(case, config.repeats), done + rule.confirm), again=True
             )
             result = apply_rule(rule, before, scores, _scores(retries))
         current = self.registry.get(version.number)
         if current is None or current.sha256 != version.sha256 or current.state is VersionState.ROLLED_BACK:
             return None
-        info = evaluation_info(self.recipe, self.suite, version, repeats=config.repeats, threshold=config.threshold, began=began)
+        info = evaluation_info(self.recipe, self.suite, version, repeats=config.repeats, threshold=rule.threshold, began=began)
         attempts = (*first, *retries)
         evaluation = SuiteResults(about=info, attempts=tuple(one.attempt for one in attempts))
         verdict = self._verdict(version, baseline, evaluation, result, attempts)
@@ -186,7 +190,7 @@ class Gate:
         if self.server is None:
             return self.runner
         policy, rollout = self.server.policy, self.recipe.rollout
-        slots = Admission(rollout.concurrency, use=lambda: policy.cache_use, full=rollout.max_cache_use)
+        slots = Admission(rollout.concurrency, use=lambda: policy.cache_use, full=MAX_CACHE_USE)
         return replace(self.runner, runner=replace(self.runner.runner, policy=policy, router=policy, pace=Pace()), slots=slots)
 
     def _baseline(self, candidate: PolicyVersion) -> SuiteResults | None:
@@ -237,8 +241,8 @@ class Gate:
         if not self.config.rolls_back or self.registry.get(self.recipe.steps) is not None:  # the learner has ended and cannot roll back
             return GateOutcome.BLOCKED, result.reason
         rollbacks = sum(one.outcome is GateOutcome.ROLLED_BACK for one in read_verdicts(self.folder))
-        if rollbacks >= self.config.max_rollbacks:
-            return GateOutcome.BLOCKED, f"{result.reason}; after {rollbacks} rollbacks, gate.max_rollbacks allows no more"
+        if rollbacks >= MAX_ROLLBACKS:
+            return GateOutcome.BLOCKED, f"{result.reason}; after {rollbacks} rollbacks the gate only blocks"
         return GateOutcome.ROLLED_BACK, result.reason
 
     def _apply(self, version: PolicyVersion, verdict: GateVerdict) -> None:
@@ -285,10 +289,7 @@ def gate_rule(gate: GateConfig, suite: Suite) -> GateRule:
     """The rule that a recipe configures, with the thresholds of the suite's cases."""
     return GateRule(
         repeats=gate.repeats,
-        confirm=gate.confirm,
-        alpha=gate.alpha,
         margin=gate.margin,
-        threshold=gate.threshold,
         thresholds=case_thresholds(suite),
     )
 

@@ -70,7 +70,6 @@ class Updater:
         self._objective = engine.recipe.objective
         self._loss = load_loss(self._objective)
         self._learner = engine.recipe.learner
-        self._constant_length = self._objective.constant_length or engine.recipe.policy.max_model_len
         self._reference = kl_reference_for(engine) if self._objective.kl != "none" else None
 
     def update(self, batch: Batch) -> dict[str, float]:
@@ -212,7 +211,7 @@ class Updater:
         ranks = self.engine.ranks
         sums = torch.zeros(len(SUM_NAMES) + 3, dtype=torch.float64, device=ranks.device)  # plus 2 losses, 1 count
         maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=ranks.device)
-        total_weight = loss_denominator(minibatch.samples, self._objective.aggregation, length=self._constant_length)
+        total_weight = loss_denominator(minibatch.samples, self._objective.aggregation, length=self.engine.recipe.policy.max_model_len)
         for micro in micro_batches:
             ranks.report_progress("computing a micro-batch", micro.batch.layout.length)
             if isinstance(self.critic, SharedCritic):

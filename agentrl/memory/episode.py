@@ -12,6 +12,7 @@ from agentrl.records import Task
 from agentrl.records.memo import Memo
 
 MAX_PROJECT_CHARS = 200
+NOTE_CHARS = 400  # maximum length of a note: a few sentences, so that five of them fit into a small context
 NO_NOTES = "no notes"  # result of a search without matches
 
 
@@ -70,8 +71,8 @@ class EpisodeNotes:
         with self._lock:
             if not cleaned_text:
                 return False, "the note is empty"
-            if len(cleaned_text) > config.note_chars:
-                return False, f"not saved: the note has {len(cleaned_text)} characters, but the limit is {config.note_chars}"
+            if len(cleaned_text) > NOTE_CHARS:
+                return False, f"not saved: the note has {len(cleaned_text)} characters, but the limit is {NOTE_CHARS}"
             if cleaned_text in self._memo.notes:
                 return True, "already noted"
             if len(self._memo.notes) >= config.notes:

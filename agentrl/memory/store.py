@@ -26,6 +26,8 @@ from agentrl.errors import StoreError, UserError
 from agentrl.records import ScoredEpisode
 from agentrl.records.memo import Memo
 
+KEEP = 1000  # newest notes kept per scope; older ones are deleted
+RESULTS = 5  # maximum notes per search: five full notes take 2,000 characters of the reader's context
 QUERY_CHARS = 200  # maximum length of a query, in characters
 QUERY_WORDS = 16  # number of words of a query that are searched; further words are ignored
 
@@ -129,12 +131,12 @@ class NoteStore:
             db.execute("INSERT INTO steps VALUES (?)", (step,))
             for written in episodes:
                 _add(db, step, written)
-            _delete_old(db, version=max(0, step + 1 - self._behind), keep=self.config.keep)
+            _delete_old(db, version=max(0, step + 1 - self._behind))
             self._informed.clear()
             return True
 
     def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[NoteMatch, ...]:
-        """The notes of a version and scope that an attempt at a task may see, best first; at most `memory.results` of the recipe.
+        """The notes of a version and scope that an attempt at a task may see, best first; at most `RESULTS`.
 
         A note's rank is the sum of log(1 + N / n) over the query's words that it contains, where n of the N visible notes contain the
         word (inverse document frequency). Among equal ranks the newest note comes first. Words match in their English inflections and
@@ -143,16 +145,16 @@ class NoteStore:
         terms = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:QUERY_WORDS]
         with self._lock, self._access():
             hidden = self._hidden(task_key)
-            oldest = _oldest_shown(self._db, scope, version, self.config.keep)
+            oldest = _oldest_shown(self._db, scope, version)
             where, values = "scope = ? AND step < ? AND id >= ?", (scope, version, oldest)
             if not terms:
                 rows = self._db.execute(f"SELECT id, writer FROM notes WHERE {where} ORDER BY id DESC", values)
-                best = list(islice((note_id for note_id, writer in rows if writer not in hidden), self.config.results))
+                best = list(islice((note_id for note_id, writer in rows if writer not in hidden), RESULTS))
             else:
                 counts = self._db.execute(f"SELECT writer, COUNT(*) FROM notes WHERE {where} GROUP BY writer", values)
                 total = sum(count for writer, count in counts if writer not in hidden)
                 by_term = {term: self._notes_with(term, where, values, hidden) for term in terms}
-                best = _ranked(by_term, total)[: self.config.results]
+                best = _ranked(by_term, total)[:RESULTS]
             return tuple(NoteMatch(*_text_values(self._db.execute(_NOTE, (note_id,)).fetchone())) for note_id in best)
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
@@ -244,20 +246,18 @@ def _add(db: sqlite3.Connection, step: int, written: WrittenNotes) -> None:
             db.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (added.lastrowid, text))
 
 
-def _delete_old(db: sqlite3.Connection, *, version: int, keep: int) -> None:
+def _delete_old(db: sqlite3.Connection, *, version: int) -> None:
     """Deletes the notes that neither this version nor a later one shows. The sources of later notes are kept."""
-    for (scope,) in db.execute("SELECT scope FROM notes GROUP BY scope HAVING COUNT(*) > ?", (keep,)).fetchall():
-        old = db.execute(
-            "SELECT id, text FROM notes WHERE scope = ? AND id < ?", (scope, _oldest_shown(db, scope, version, keep))
-        ).fetchall()
+    for (scope,) in db.execute("SELECT scope FROM notes GROUP BY scope HAVING COUNT(*) > ?", (KEEP,)).fetchall():
+        old = db.execute("SELECT id, text FROM notes WHERE scope = ? AND id < ?", (scope, _oldest_shown(db, scope, version))).fetchall()
         db.executemany("INSERT INTO words (words, rowid, text) VALUES ('delete', ?, ?)", old)
         db.executemany("DELETE FROM notes WHERE id = ?", [(note,) for note, _ in old])
 
 
-def _oldest_shown(db: sqlite3.Connection, scope: str, version: int, keep: int) -> int:
-    """Id of the oldest note of a scope that a version shows: it shows the `keep` newest ones."""
+def _oldest_shown(db: sqlite3.Connection, scope: str, version: int) -> int:
+    """Id of the oldest note of a scope that a version shows: it shows the `KEEP` newest ones."""
     query = "SELECT id FROM notes WHERE scope = ? AND step < ? ORDER BY id DESC LIMIT 1 OFFSET ?"
-    row = db.execute(query, (scope, version, keep - 1)).fetchone()
+    row = db.execute(query, (scope, version, KEEP - 1)).fetchone()
     return 0 if row is None else int(row[0])
 
 

@@ -46,7 +46,7 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
     dropped = {group.index: reason for group in groups if (reason := _unfit(group, recipe.policy.max_model_len))}
     fit = [group for group in groups if group.index not in dropped]
     samples: list[Sample] = []
-    advantages = batch_advantages(fit, recipe.objective, min_group_size=recipe.rollout.min_group_size, penalties=penalties)
+    advantages = batch_advantages(fit, recipe.objective, min_group_size=recipe.rollout.group.min_size, penalties=penalties)
     for group, estimate in zip(fit, advantages, strict=True):
         own, reason = _group_samples(group, estimate, recipe.objective, step, penalties or {})
         if not all(abs(value) <= _LARGEST for sample in own for value in (*sample.advantages, *sample.rewards)):

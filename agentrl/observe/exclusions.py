@@ -21,7 +21,7 @@ _NAMES = re.compile(r"0x[0-9a-f]+|\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b|\b(?=\w{0,63}-
 # The learner's counts of groups without a sample (`agentrl.objective.samples.assemble`) -> the reason.
 _NO_SAMPLE = {
     "groups_all_equal": "all attempts have equal scores, so there is no preference",
-    "groups_too_few": "fewer than rollout.min_group_size attempts were scored",
+    "groups_too_few": "fewer than two attempts were scored",
     "groups_broken_task": "the task is broken (quarantine.jsonl)",
     "groups_no_sampled_token": "no attempt sampled a token",
     "groups_too_long": "an attempt is longer than policy.max_model_len",

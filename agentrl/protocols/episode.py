@@ -215,9 +215,9 @@ class Agent(Protocol):
 
     `agentrl.rollout.EpisodeRunner` handles sandboxes, limits, faults, outputs and capture.
 
-    A class that never calls `LiveEpisode.boundary` sets `boundaries = False`; recipes that need states between turns (`rollout.branching`,
-    `rollout.checkpoint_turns`) then raise an error. A class that does not use the tools of tasks sets `task_tools = False`; recipes that
-    declare tools (`tools.mcp`, `tools.bounds`) then raise an error.
+    A class that never calls `LiveEpisode.boundary` sets `boundaries = False`; recipes that need states between turns
+    (`rollout.group.branches`, `rollout.checkpoint_turns`) then raise an error. A class that does not use the tools of tasks sets
+    `task_tools = False`; recipes that declare tools (`mcp`, `tools`) then raise an error.
     """
 
     async def act(self, episode: LiveEpisode) -> str:

@@ -13,7 +13,7 @@ class AdvantageEstimator(Protocol):
     """Computes advantages from scores: a pure function (`objective.advantage`).
 
     Args:
-        groups: the scores of the attempts of each group, after any KL penalty; at least `rollout.min_group_size` finite numbers. Excluded
+        groups: the scores of the attempts of each group, after any KL penalty; at least `GroupConfig.min_size` finite numbers. Excluded
             attempts, and groups with too few attempts, are not included.
 
     Returns one finite float per score, in the same shape. A group whose advantages are all 0 trains nothing; a group with NaN or infinity

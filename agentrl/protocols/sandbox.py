@@ -7,6 +7,9 @@ from typing import Protocol, runtime_checkable
 
 from agentrl.records import ExecResult, SandboxSpec
 
+OPEN_TIMEOUT_S = 60.0
+"""Seconds to open a sandbox. It takes milliseconds on an idle host; on one that opens hundreds, seconds."""
+
 
 @runtime_checkable
 class Sandbox(Protocol):
@@ -75,7 +78,12 @@ class SandboxBackend(Protocol):
         """Builds or finds the image, which may take minutes the first time. Later calls of `open` are fast."""
 
     async def open(
-        self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
+        self,
+        spec: SandboxSpec,
+        *,
+        files: Mapping[str, bytes] | None = None,
+        snapshot: bytes | None = None,
+        timeout_s: float = OPEN_TIMEOUT_S,
     ) -> Sandbox:
         """Opens a sandbox with these files, or with the working directory of a snapshot."""
 

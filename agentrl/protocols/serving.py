@@ -24,6 +24,10 @@ class Policy(Protocol):
         """
 
 
+MAX_CACHE_USE = 0.9
+"""Share of the KV cache above which no further episode starts: the rest is for the next turns of those in flight."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
     """The use of the KV caches of a policy's servers."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from agentrl.base import user_code
 from agentrl.base.error_text import group_members
 from agentrl.protocols import Agent, EpisodeMemory, MemoryView, Policy, SandboxBackend, ToolSource
+from agentrl.protocols.sandbox import OPEN_TIMEOUT_S
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Task
 from agentrl.records.memo import Memo
 from agentrl.records.sampling import Sampling
@@ -32,7 +33,7 @@ class EpisodeRunner:
     sampling: Sampling
     max_model_len: int
     request_timeout_s: float
-    open_timeout_s: float = 60.0
+    open_timeout_s: float = OPEN_TIMEOUT_S
     tools: ToolSource | None = None
     router: RequestRouter | None = None  # of several servers
     pace: Pace = field(default_factory=Pace)  # history of the policy's server in this run

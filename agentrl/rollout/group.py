@@ -1,8 +1,8 @@
 """Runs groups: several attempts at one task, each scored. Infrastructure faults are retried in fresh sandboxes and then excluded.
 
-A group may be a forest (`BranchingConfig`): some attempts run to a given turn, and others branch from their state there. More attempts may
-start than the group needs, so that it does not wait for the slowest (`agentrl.rollout.scheduling`). A group may continue where a process
-that died left it (`EpisodeCheckpoints`). A broken task excludes its group, because no attempt at it measures the policy.
+A group may be a forest (`GroupConfig.branches`): some attempts run to a given turn, and others branch from their state there. More
+attempts may start than the group needs, so that it does not wait for the slowest (`agentrl.rollout.scheduling`). A group may continue where
+a process that died left it (`EpisodeCheckpoints`). A broken task excludes its group, because no attempt at it measures the policy.
 Any other fault, even an unforeseen one, belongs to one attempt.
 """
 
@@ -14,7 +14,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
 from agentrl.base import user_code
-from agentrl.config.recipe import BranchingConfig
 from agentrl.protocols import EpisodeCheckpoints
 from agentrl.protocols.group_judge import AWAITING_GROUP_JUDGE
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
@@ -26,6 +25,8 @@ from agentrl.rollout.scheduling import AttemptScheduler, GroupAttempt
 
 log = logging.getLogger(__name__)
 
+MAX_RETRIES = 2
+"""Retries of an episode after an infrastructure fault, before it is excluded."""
 RETRY_S = 0.2
 """Seconds before the first retry. The pause doubles with each further retry."""
 
@@ -80,10 +81,11 @@ class GroupRunner:
     group_scoring: GroupScoring | None = None  # replaces `scorer` in groups
     slots: AbstractAsyncContextManager[object]  # each attempt enters it before it starts
     group_size: int
-    max_retries: int
-    spare_attempts: int = 0  # extra attempts, cancelled once `group_size` count; 0 with `branching`
+    max_retries: int = MAX_RETRIES
+    spare_attempts: int = 0  # extra attempts, cancelled once `group_size` count; 0 with `branches`
     stop_equal_after: int = 0  # attempts that start first; the group stops if they score the same. 0 starts all at once
-    branching: BranchingConfig | None = None
+    branches: int = 1  # attempts that continue from one state, after `branch_turn`; 1 for independent attempts
+    branch_turn: int = 1
     checkpoints: EpisodeCheckpoints | None = None
     memory: MemorySource | None = None
     on_attempt: AttemptListener = lambda failure: None
@@ -253,10 +255,10 @@ class GroupRunner:
         return replace(episode, failures=(*episode.failures, failure)), None
 
     def _members(self, index: int, oldest_version: int) -> list[_Member]:
-        if self.branching is None:
+        if self.branches == 1:
             return [_Member(index, member, None, oldest_version) for member in range(self.group_size + self.spare_attempts)]
-        width = self.branching.branches
-        forks = [_Fork(stem, range(stem + 1, stem + width), self.branching.turn) for stem in range(0, self.group_size, width)]
+        width = self.branches
+        forks = [_Fork(stem, range(stem + 1, stem + width), self.branch_turn) for stem in range(0, self.group_size, width)]
         return [_Member(index, member, forks[member // width], oldest_version) for member in range(self.group_size)]
 
     async def _scored(self, member: _Member, task: Task, stored: EpisodeState | ScoredEpisode | None, slot: GroupAttempt) -> ScoredEpisode:

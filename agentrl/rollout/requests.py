@@ -183,7 +183,7 @@ class EpisodeRequests:
             return infrastructure_fault("generate", kind, f"{slow}, of {spent}{figures}\n  fix: {ADVICE}", turn=turn)
         other_s = self.limit_s - program_s - sampled_s - lost_s
         message = f"the episode used up its {spent}, everything else {other_s:.1f} s (sandboxes {sandbox_s:.1f} s, including programs)"
-        return infrastructure_fault("episode", WALL_LIMIT, f"{message}\n  fix: {ADVICE}, or sandbox.warm", turn=turn)
+        return infrastructure_fault("episode", WALL_LIMIT, f"{message}\n  fix: {ADVICE}", turn=turn)
 
     def _figures(self, reading: Reading) -> str:
         """The pace of the newest request and the usual pace."""

@@ -178,7 +178,7 @@ async def sample_groups(run: Run, indices: Sequence[int]) -> None:
     await rollouts.prepare_block(0)
     waiting, began, done = iter(indices), time.monotonic(), 0
     every = math.ceil(len(indices) / _REPORTS)
-    goal = f"{len(indices)} groups of {rollout.group_size}"
+    goal = f"{len(indices)} groups of {rollout.group.size}"
 
     async def work() -> None:
         nonlocal done
@@ -190,7 +190,7 @@ async def sample_groups(run: Run, indices: Sequence[int]) -> None:
             if done % every == 0 and done < len(indices):
                 left = (time.monotonic() - began) / done * (len(indices) - done)
                 run.tracker.stage("sample", f"{done} of {goal}, about {format_duration(left)} left")
-            run.tracker.evaluating(done * rollout.group_size, len(indices) * rollout.group_size)
+            run.tracker.evaluating(done * rollout.group.size, len(indices) * rollout.group.size)
 
     run.tracker.stage("sample", goal)
     async with asyncio.TaskGroup() as running:
@@ -200,9 +200,9 @@ async def sample_groups(run: Run, indices: Sequence[int]) -> None:
 
 def _at_once(rollout: RolloutConfig) -> int:
     """Attempts of a group that start together."""
-    if rollout.branching is not None:
-        return max(1, rollout.group_size // rollout.branching.branches)
-    return rollout.stop_equal_after or rollout.group_size
+    if rollout.group.branches > 1:
+        return rollout.group.size // rollout.group.branches
+    return rollout.group.stop_equal_after or rollout.group.size
 
 
 def sample_result(run: Run, asked: int) -> SampleResult:
@@ -210,7 +210,7 @@ def sample_result(run: Run, asked: int) -> SampleResult:
     totals, kinds = AttemptTotals(), defaultdict[str, AttemptTotals](AttemptTotals)
     path = run.folder / "episodes" / "train.jsonl"
     path.unlink(missing_ok=True)  # from a killed process
-    size, stored = run.recipe.rollout.min_group_size, 0
+    size, stored = run.recipe.rollout.group.min_size, 0
     for group, task in _stored(run, asked):
         stored += 1
         for counted in (totals, kinds[task.kind if task is not None else ""]):

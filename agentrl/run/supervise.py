@@ -49,7 +49,7 @@ async def watch_daemon(alert: Callable[[str], None], live: Liveness | None = Non
     """Alerts when the Docker daemon stops answering, and when it answers again. Ends only by cancellation.
 
     A run never starts or restarts a daemon, because other users of the machine may need it. Every request to it has a deadline, episodes
-    are retried, and `rollout.max_fault_rate` pauses the run if that does not help.
+    are retried, and the fault rate pauses the run if that does not help.
     """
     live = live or Liveness("the Docker daemon", first_s=120.0)
     silent = False

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.errors import SandboxError, SandboxTimeout
+from agentrl.protocols.sandbox import OPEN_TIMEOUT_S
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import egress, images, layout, server_code, waiting
 from agentrl.sandbox.build_context import BuildContext
@@ -104,7 +105,7 @@ class ChannelBackend(abc.ABC):
         *,
         files: Mapping[str, bytes] | None = None,
         snapshot: bytes | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = OPEN_TIMEOUT_S,
         server: Path | None = None,
     ) -> ChannelSandbox:
         """Starts a sandbox. `server` runs instead of the exec server: the attack suite passes a compromised one.

@@ -13,9 +13,13 @@ from collections.abc import Callable, Coroutine, Mapping
 from agentrl.errors import AgentRLError, SandboxError, SandboxTimeout
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.protocols.forwarding import ForwardingSandbox
+from agentrl.protocols.sandbox import OPEN_TIMEOUT_S
 from agentrl.records import SandboxSpec
 
 log = logging.getLogger(__name__)
+
+WARM = 8
+"""Sandboxes of a spec that are opened ahead of use, so that episodes that start together do not wait for theirs."""
 
 MAX_SPECS = 4
 """Specs kept ready at once. The least recently used one gives way."""
@@ -30,11 +34,10 @@ class WarmPool:
     At most `max_open + MAX_SPECS * warm` sandboxes exist.
     """
 
-    def __init__(self, backend: SandboxBackend, *, warm: int = 8, max_open: int = 64, fill_timeout_s: float = 60.0) -> None:
+    def __init__(self, backend: SandboxBackend, *, warm: int = WARM, max_open: int = 64) -> None:
         self.name = backend.name
         self._backend = backend
         self._warm = warm
-        self._fill_timeout_s = fill_timeout_s
         self._slots = asyncio.Semaphore(max_open)
         self._filling = asyncio.Semaphore(_MAX_FILLING)
         self._ready: OrderedDict[SandboxSpec, deque[Sandbox]] = OrderedDict()
@@ -49,7 +52,12 @@ class WarmPool:
         self._refill(spec)
 
     async def open(
-        self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
+        self,
+        spec: SandboxSpec,
+        *,
+        files: Mapping[str, bytes] | None = None,
+        snapshot: bytes | None = None,
+        timeout_s: float = OPEN_TIMEOUT_S,
     ) -> Sandbox:
         """A ready sandbox, or a new one. Raises `SandboxTimeout` after `timeout_s`, waiting for a slot included."""
         if self._closing is not None:
@@ -125,7 +133,7 @@ class WarmPool:
             async with self._filling:
                 if self._failures.get(spec, 0) >= _MAX_REFILL_FAILURES:
                     return
-                sandbox = await self._backend.open(spec, timeout_s=self._fill_timeout_s)
+                sandbox = await self._backend.open(spec)
         except AgentRLError as error:  # callers open their own sandboxes, and see the error there if it persists
             self._failures[spec] = self._failures.get(spec, 0) + 1
             log.warning("a sandbox could not be opened ahead of need: %s", error)

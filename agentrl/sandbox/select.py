@@ -15,7 +15,7 @@ from agentrl.protocols import SandboxBackend
 from agentrl.sandbox import bubblewrap, cleanup, docker_client, images
 from agentrl.sandbox.bubblewrap import BubblewrapBackend
 from agentrl.sandbox.docker import DockerBackend
-from agentrl.sandbox.pool import WarmPool
+from agentrl.sandbox.pool import WARM, WarmPool
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def open_backend(config: SandboxConfig, *, run_label: str, root: Path) -> Sandbo
     return backend
 
 
-async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path) -> WarmPool:
+async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path, warm: int = WARM) -> WarmPool:
     """Opens the sandboxes of a run: removes what dead drivers left, opens the backend, and puts a warm pool in front of it."""
     backend = await asyncio.to_thread(open_backend, config, run_label=run_label, root=root)
     try:
@@ -79,4 +79,4 @@ async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path) -
         if backend.name == "docker":
             raise
         log.warning("sandboxes of dead drivers are not removed: %s", error)  # the problem is a daemon that this run does not use
-    return WarmPool(backend, warm=config.warm, max_open=config.max_open, fill_timeout_s=config.open_timeout_s)
+    return WarmPool(backend, warm=min(warm, config.max_open), max_open=config.max_open)

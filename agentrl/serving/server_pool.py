@@ -17,6 +17,7 @@ from pathlib import Path
 from agentrl.config.recipe import Recipe
 from agentrl.errors import ServerDied, ServingError, SwapError
 from agentrl.protocols import CacheUse, VersionRegistry
+from agentrl.protocols.serving import MAX_CACHE_USE
 from agentrl.records import Completion, PolicyVersion, SamplingParams, SwapReport
 from agentrl.serving.routing import EpisodeRouter
 from agentrl.serving.supervisor import ServerLost, SupervisedServer, mark_serving, version_to_serve
@@ -174,8 +175,8 @@ class ServerPool:
 
     def _full(self) -> list[int]:
         """Servers whose caches have no room for another episode, by the newest readings."""
-        most, uses = self._recipe.rollout.max_cache_use, [replica.cache_use for replica in self._replicas]
-        return [number for number, use in enumerate(uses) if use is not None and max(use.shares) >= most]
+        uses = [replica.cache_use for replica in self._replicas]
+        return [number for number, use in enumerate(uses) if use is not None and max(use.shares) >= MAX_CACHE_USE]
 
     async def _wait_ready(self) -> list[int]:
         """Waits until `_ready` has a server. Raises `ServingError`."""
@@ -294,5 +295,5 @@ def max_load_lead(recipe: Recipe) -> int:
     That is a group, so groups stay together, but at most the server's share of the episodes in flight, so a few large groups are split.
     """
     rollout, servers = recipe.rollout, recipe.serving.replicas
-    in_flight = min(rollout.concurrency, rollout.group_size * rollout.groups_per_step)
-    return max(1, min(rollout.group_size, in_flight // servers))
+    in_flight = min(rollout.concurrency, rollout.group.size * rollout.groups_per_step)
+    return max(1, min(rollout.group.size, in_flight // servers))

@@ -294,7 +294,7 @@ class SupervisedServer:
             if await server.alive():
                 self._gone = None
                 self._restarts.progress()
-                if reading % _USE_EVERY == 0 and self._recipe.rollout.max_cache_use < 1:
+                if reading % _USE_EVERY == 0:
                     self.cache_use = await _cache_use(server, reading)
                 continue
             self.cache_use = None

@@ -21,6 +21,7 @@ from agentrl.config.recipe import Recipe
 from agentrl.evaluation.replay import check_start_tokens
 from agentrl.experience import FolderCheckpoints, GroupOrder, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
+from agentrl.failure.capture import PASSES
 from agentrl.failure.case import Suite
 from agentrl.failure.overlap import WithholdingLog
 from agentrl.gate.server import GateServer
@@ -39,6 +40,7 @@ from agentrl.protocols import (
     VersionRegistry,
 )
 from agentrl.protocols.group_judge import GroupJudge
+from agentrl.protocols.serving import MAX_CACHE_USE
 from agentrl.records import PolicyVersion, Split
 from agentrl.reward import TaskScorer
 from agentrl.reward.combine import audit_contradiction
@@ -158,7 +160,7 @@ async def _check_slowly(
     if checked.practice is not None:
         others += [task for tasks in checked.practice.tasks for task in tasks]
     tasks = with_sub_agent_tools(candidate_tasks(checked.family, others), recipe.rollout.delegation)
-    tools = await pin_tools(declared_tools(recipe.tools, root), tasks, sandboxes, folder=folder, chat=chat, memory=memory)
+    tools = await pin_tools(declared_tools(recipe.mcp, recipe.tools, root), tasks, sandboxes, folder=folder, chat=chat, memory=memory)
     if checked.suite is not None:
         check_start_tokens([checked.suite], chat, tools, recipe.rollout)
     if recipe.rollout.agent in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
@@ -198,7 +200,7 @@ async def _open_parts(
     learner = _open_learner(stack, recipe, folder, checked, root)
     faults, scorer = fault_rate(recipe), replace(checked.scorer, sandboxes=sandboxes)
     episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace)
-    slots = Admission(recipe.rollout.concurrency, use=lambda: served.cache_use, full=recipe.rollout.max_cache_use)
+    slots = Admission(recipe.rollout.concurrency, use=lambda: served.cache_use, full=MAX_CACHE_USE)
     groups = build_group_runner(recipe, episodes, scorer, checkpoints, faults, slots, group_judge=checked.group_judge, memory=memory)
     schedule = GroupSchedule(checked.family, recipe.seed, withheld=WithholdingLog(folder, checked.withheld), practice=checked.practice)
     return Run(
@@ -209,7 +211,7 @@ async def _open_parts(
         clock=clock,
         store=store,
         checkpoints=checkpoints,
-        quarantine=Quarantine(folder, limit=recipe.rollout.max_quarantined),
+        quarantine=Quarantine(folder),
         capture=_open_capture(stack, recipe, folder),
         fault_rate=faults,
         registry=registry,
@@ -248,7 +250,7 @@ def _report_preparation(tracker: RunTracker, chat: ChatFormat, checked: Prefligh
 
 def _open_capture(stack: AsyncExitStack, recipe: Recipe, folder: Path) -> Capture:
     origin = {"run": folder.name, "recipe": recipe.name, "model": recipe.policy.model}
-    capture = Capture(folder, recipe.capture, origin=origin, audit=partial(audit_contradiction, below=recipe.capture.below))
+    capture = Capture(folder, recipe.capture, origin=origin, audit=partial(audit_contradiction, below=PASSES))
     stack.callback(capture.close)
     return capture
 
@@ -288,7 +290,7 @@ async def _open_servers(
 
 def fault_rate(recipe: Recipe) -> FaultRate:
     """The fault rate of all attempts in flight, including those of a gate with its own server, because a dead daemon fails both."""
-    return FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.max_concurrent_episodes)
+    return FaultRate(concurrency=recipe.max_concurrent_episodes)
 
 
 def open_policy_server(
@@ -318,7 +320,6 @@ def build_episode_runner(
         sampling=recipe.rollout.sampling,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,
-        open_timeout_s=recipe.sandbox.open_timeout_s,
         tools=tools,
         router=router,
         pace=pace or Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas),
@@ -346,11 +347,11 @@ def build_group_runner(
         scorer=scorer,
         group_scoring=scoring,
         slots=slots,
-        group_size=rollout.group_size,
-        spare_attempts=rollout.spare_attempts,
-        stop_equal_after=rollout.stop_equal_after,
-        max_retries=rollout.max_retries,
-        branching=rollout.branching,
+        group_size=rollout.group.size,
+        spare_attempts=rollout.group.spare_attempts,
+        stop_equal_after=rollout.group.stop_equal_after,
+        branches=rollout.group.branches,
+        branch_turn=rollout.group.branch_turn,
         memory=memory,
         checkpoints=checkpoints if rollout.checkpoint_turns else None,
         on_attempt=faults.record_attempt,

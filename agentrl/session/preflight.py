@@ -26,7 +26,6 @@ from agentrl.failure.case import Suite, load_suite
 from agentrl.failure.overlap import WithheldTasks, load_withheld
 from agentrl.failure.practice import PracticeSchedule
 from agentrl.failure.triage import load_rules
-from agentrl.gate.rule import can_trigger_retry
 from agentrl.memory import require_full_text_search, scope_of
 from agentrl.memory.run_memory import placeholder_memory
 from agentrl.objective.trial import try_estimator, try_loss
@@ -156,11 +155,10 @@ def _check_agent(recipe: Recipe) -> None:
     states = ("boundaries", "the state of that agent between two turns cannot be captured")
     tools = ("task_tools", "that agent uses its own tools instead of those of the task")
     wanted = {
-        "rollout.branching": (rollout.branching is not None, *states),
+        "rollout.group.branches": (rollout.group.branches > 1, *states),
         "rollout.checkpoint_turns": (rollout.checkpoint_turns, *states),
-        "tools.mcp": (bool(recipe.tools.mcp), *tools),
-        "tools.bounds": (bool(recipe.tools.bounds), *tools),
-        "tools.words": (bool(recipe.tools.words), *tools),
+        "mcp": (bool(recipe.mcp), *tools),
+        "tools": (bool(recipe.tools), *tools),
     }
     for key, (is_set, has, why) in wanted.items():
         if is_set and not getattr(agent, has, True):
@@ -172,7 +170,7 @@ def check_delegation(recipe: Recipe, *, root: Path) -> None:
     config = recipe.rollout.delegation
     names = config.tools if config is not None and config.tools is not None else ()
     try:
-        tools = load_tools(names, None, declared_tools(recipe.tools, root))
+        tools = load_tools(names, None, declared_tools(recipe.mcp, recipe.tools, root))
     except UserError as error:
         raise RecipeError(f"rollout.delegation.tools: {error.message}", fix=error.fix) from error
     if config is None or config.tools is None or config.sandbox == "shared" or any(name.startswith(MCP_PREFIX) for name in names):
@@ -187,7 +185,7 @@ def check_delegation(recipe: Recipe, *, root: Path) -> None:
 def _try_objective(recipe: Recipe) -> None:
     """Tries a user-supplied estimator or loss on a tiny step."""
     if recipe.objective.advantage not in parts.ADVANTAGE.shipped:
-        try_estimator(recipe.objective, group_size=recipe.rollout.group_size)
+        try_estimator(recipe.objective, group_size=recipe.rollout.group.size)
     if recipe.objective.loss not in parts.LOSS.shipped:
         try_loss(recipe.objective)
 
@@ -244,7 +242,7 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
             fix="return agentrl.records.Task(...) from its task()",
         )
     scorer.load([*first.verifiers, *recipe.tasks.audit])
-    load_tools(first.tools, None, declared_tools(recipe.tools, root), placeholder_memory(recipe))
+    load_tools(first.tools, None, declared_tools(recipe.mcp, recipe.tools, root), placeholder_memory(recipe))
     if recipe.memory is not None:
         scope_of(first, recipe.memory.scope)
     return family, scorer
@@ -269,22 +267,15 @@ def open_gate_suite(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite 
             fix="set serving.weight_transfer=file or delta",
         )
     suite = load_suite(root / recipe.gate.suite)
-    check_suite(suite, scorer, declared_tools(recipe.tools, root), root=root)
-    most = max((recipe.gate.repeats if case.repeats is None else case.repeats for case in suite.cases), default=0)
-    if recipe.gate.confirm and not can_trigger_retry(most, most):
-        raise UserError(
-            f"gate.confirm={recipe.gate.confirm} does nothing: no case of {recipe.gate.suite} has more than {most} attempts, and so few"
-            " attempts cannot make a case suspicious",
-            fix="set gate.confirm=0, or gate.repeats=3 or more, or give the cases that must hold repeats of their own",
-        )
+    check_suite(suite, scorer, declared_tools(recipe.mcp, recipe.tools, root), root=root)
     return suite
 
 
 def measured_suites(recipe: Recipe) -> list[str]:
     """The suites whose cases must not be trained on."""
     tasks = recipe.tasks
-    gate, practice = [recipe.gate.suite] if recipe.gate is not None else [], tasks.practice.suites if tasks.practice is not None else ()
-    return list(dict.fromkeys([*tasks.withhold, *gate, *practice]))
+    gate = [recipe.gate.suite] if recipe.gate is not None else []
+    return list(dict.fromkeys([*tasks.withhold, *gate, *tasks.practice]))
 
 
 def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None, *, root: Path | None) -> None:
@@ -374,14 +365,14 @@ async def check_snapshots(recipe: Recipe, task: Task, sandboxes: SandboxBackend)
     rollout = recipe.rollout
     wanted = {
         "rollout.delegation.sandbox=own": rollout.delegation is not None and rollout.delegation.sandbox == "own",
-        "rollout.branching": rollout.branching is not None,
+        "rollout.group.branches": rollout.group.branches > 1,
         "rollout.checkpoint_turns": rollout.checkpoint_turns,
     }
     key = next((key for key, on in wanted.items() if on), None)
     if key is None or recipe.sandbox.backend in parts.BACKEND.shipped:
         return
     await sandboxes.prepare(task.sandbox)
-    first = await sandboxes.open(task.sandbox, files=task.contents(), timeout_s=recipe.sandbox.open_timeout_s)
+    first = await sandboxes.open(task.sandbox, files=task.contents())
     try:
         problem = await _copy_problem(recipe, task, sandboxes, first)
     finally:
@@ -399,7 +390,7 @@ async def _copy_problem(recipe: Recipe, task: Task, sandboxes: SandboxBackend, f
     await first.write(_COPY_PATH, _COPY_DATA)
     try:
         archive = await first.snapshot()
-        second = await sandboxes.open(task.sandbox, snapshot=archive, timeout_s=recipe.sandbox.open_timeout_s)
+        second = await sandboxes.open(task.sandbox, snapshot=archive)
     except Exception as error:  # a user-supplied backend may raise anything
         return one_line_error(error)
     try:

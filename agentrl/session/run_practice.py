@@ -38,18 +38,18 @@ def open_run_practice(
     A resumed run uses the files that it started with. Raises `UserError` if practice is missing, or if a task equals or nearly equals one
     that the run evaluates.
     """
-    config = recipe.tasks.practice
-    if config is None:
+    config = recipe.tasks
+    if not config.practice:
         return None, ()
     measured = held_out_cases(recipe, family)
     apart = WithheldTasks([*kept_away.cases, *measured])
-    files = {suite: path for number, suite in enumerate(config.suites) if (path := _practice_file(folder, number, suite)).is_file()}
+    files = {suite: path for number, suite in enumerate(config.practice) if (path := _practice_file(folder, number, suite)).is_file()}
     practice = open_practice(config, seed=recipe.seed, root=root, withheld=apart, files=files)
     every = [task for tasks in practice.tasks for task in tasks]
     scorer.load(sorted({name for task in every for name in task.verifiers}))
-    load_tools(sorted({name for task in every for name in task.tools}), None, declared_tools(recipe.tools, root))
+    load_tools(sorted({name for task in every for name in task.tools}), None, declared_tools(recipe.mcp, recipe.tools, root))
     heldout = WithheldTasks(measured)
-    from_them = sum(heldout.match(case.task) is not None for suite in config.suites for case in load_suite(root / suite).cases)
+    from_them = sum(heldout.match(case.task) is not None for suite in config.practice for case in load_suite(root / suite).cases)
     return practice, _notes(from_them, len(measured))
 
 
@@ -60,7 +60,7 @@ def held_out_cases(recipe: Recipe, family: TaskFamily) -> list[Case]:
 
 def copy_practice_files(run_dir: Path, recipe: Recipe, *, root: Path) -> None:
     """Copies the practice files into the run folder, once."""
-    for number, suite in enumerate(recipe.tasks.practice.suites if recipe.tasks.practice is not None else ()):
+    for number, suite in enumerate(recipe.tasks.practice):
         path = _practice_file(run_dir, number, suite)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,9 +33,9 @@ class GroupTasks:
         self._order = order
         self._behind = recipe.max_staleness
         self._record: TaskHistory | None = None
-        if recipe.tasks.weighting is not None:
+        if recipe.tasks.weighting:
             by_task = schedule.family.size(Split.TRAIN) is not None
-            self._record = TaskHistory(recipe.tasks.weighting, min_group_size=order.min_group_size, by_task=by_task)
+            self._record = TaskHistory(min_group_size=order.min_group_size, by_task=by_task)
         self._lines: dict[int, GroupOutcome] | None = None  # outcomes from the file that are not in the history yet
         self._reached = 0  # steps that are in the history
         self._open_block = 0  # first block that these steps have not taken completely

@@ -14,10 +14,13 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from agentrl.base.scores import is_above
-from agentrl.config.tasks import WeightingConfig
 from agentrl.records import Group, Task, codec
 
 MOST_KIND = 200  # maximum length of a kind's name, in characters
+WINDOW = 8
+"""Newest groups, per task and per kind, that determine a weight: few, because the policy changes with every step."""
+MIN_WEIGHT = 0.1
+"""Minimum probability that a drawn task is accepted: a tenth, so that a kind that was never solved is tried again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +76,13 @@ class GroupOutcome:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of tasks, relative to the kind with the largest weight, which has 1. Never below `least`.
+    """Weights of tasks, relative to the kind with the largest weight, which has 1. Never below `MIN_WEIGHT`.
 
-    The weight of a task, or of a kind, is (1 + s) / (1 + n) * (1 - m), where s of its n newest groups (at most `window`) had different
+    The weight of a task, or of a kind, is (1 + s) / (1 + n) * (1 - m), where s of its n newest groups (at most `WINDOW`) had different
     scores, and m is their mean score: the probability that its next group teaches something, times what is left to learn. Without groups
     it is 1.
     """
 
-    least: float
     tasks: Mapping[str, float]  # `Task.key` -> weight, of the tasks that were used
     kinds: Mapping[str, float]
 
@@ -89,7 +91,7 @@ class Weights:
         weight = self.tasks.get(task.key) if self.tasks else None  # computing a key hashes the full task
         if weight is None:
             weight = self.kinds.get(task.kind[:MOST_KIND], 1.0)
-        return min(1.0, max(self.least, weight / self._best)) if self._best > 0 else 1.0
+        return min(1.0, max(MIN_WEIGHT, weight / self._best)) if self._best > 0 else 1.0
 
     @cached_property
     def _best(self) -> float:
@@ -103,12 +105,11 @@ class Weights:
 class TaskHistory:
     """The recent groups of each kind, and with `by_task` of each task. `add` them in order of their indices."""
 
-    def __init__(self, config: WeightingConfig, *, min_group_size: int, by_task: bool) -> None:
-        self._least = config.least
+    def __init__(self, *, min_group_size: int, by_task: bool) -> None:
         self._counts = min_group_size
         self._by_task = by_task
-        self._tasks = _RecentGroups(config.window)
-        self._kinds = _RecentGroups(config.window)
+        self._tasks = _RecentGroups()
+        self._kinds = _RecentGroups()
 
     def add(self, groups: Iterable[GroupOutcome]) -> None:
         """Adds groups. Those with fewer scored attempts than the learner needs do not count, except those of broken tasks."""
@@ -120,19 +121,18 @@ class TaskHistory:
 
     def weights(self) -> Weights:
         """The current weights, as a copy."""
-        return Weights(self._least, self._tasks.weights.copy(), self._kinds.weights.copy())
+        return Weights(self._tasks.weights.copy(), self._kinds.weights.copy())
 
 
 class _RecentGroups:
     """The newest groups by name, as (different scores, headroom), and their weights."""
 
-    def __init__(self, window: int) -> None:
-        self._window = window
+    def __init__(self) -> None:
         self._groups: dict[str, deque[tuple[bool, float]]] = {}
         self.weights: dict[str, float] = {}
 
     def note(self, name: str, outcome: GroupOutcome) -> None:
-        groups = self._groups.setdefault(name, deque(maxlen=self._window))
+        groups = self._groups.setdefault(name, deque(maxlen=WINDOW))
         groups.append((outcome.has_spread, outcome.headroom))
         likely = (1 + sum(differed for differed, _ in groups)) / (1 + len(groups))
         self.weights[name] = likely * sum(headroom for _, headroom in groups) / len(groups)

@@ -100,11 +100,8 @@ class Host:
             sampling=Sampling(temperature=self.recipe.rollout.temperature),
             max_model_len=self.recipe.policy.max_model_len,
             request_timeout_s=60.0,
-            open_timeout_s=self.recipe.sandbox.open_timeout_s,
         )
-        groups = GroupRunner(
-            runner=runner, scorer=self.scorer, slots=asyncio.Semaphore(1), group_size=1, max_retries=self.recipe.rollout.max_retries
-        )
+        groups = GroupRunner(runner=runner, scorer=self.scorer, slots=asyncio.Semaphore(1), group_size=1)
         return self._scored(groups, group)
 
     async def _scored(self, groups: GroupRunner, group: int) -> float | None:
@@ -182,8 +179,7 @@ class _Environment:
     async def _called(self, task: Task, tool: Tool, arguments: dict[str, Any]) -> str:
         self._calls += 1
         if tool.needs_sandbox and self._sandbox is None:
-            files, limit_s = task.contents(), self.host.recipe.sandbox.open_timeout_s
-            self._sandbox = await self.host.opened.open(task.sandbox, files=files, timeout_s=limit_s)
+            self._sandbox = await self.host.opened.open(task.sandbox, files=task.contents())
         sandbox = self._sandbox if tool.needs_sandbox else None
         called = await call_tool(tool, arguments, sandbox, task.limits, turn=self._calls)
         self._answer = called.outcome.answer

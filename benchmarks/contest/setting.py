@@ -117,7 +117,7 @@ def check_shared(recipe: Recipe) -> None:
         f"objective.kl={objective.kl}": objective.kl != "none",
         f"learner.minibatches={learner.minibatches}": learner.minibatches != 1,
         "learner.lora": learner.lora is not None,
-        "rollout.branching": recipe.rollout.branching is not None,
+        "rollout.group.branches": recipe.rollout.group.branches > 1,
         "critic": recipe.critic is not None,
         f"rollout.agent={recipe.rollout.agent}": recipe.rollout.agent != "turns",
     }

@@ -83,10 +83,9 @@ class Together:
             sampling=Sampling(temperature=recipe.rollout.temperature),
             max_model_len=recipe.policy.max_model_len,
             request_timeout_s=_NEVER_S,
-            open_timeout_s=recipe.sandbox.open_timeout_s,
         )
         slots = asyncio.Semaphore(len(groups))
-        games = GroupRunner(runner=runner, scorer=self._host.scorer, slots=slots, group_size=1, max_retries=recipe.rollout.max_retries)
+        games = GroupRunner(runner=runner, scorer=self._host.scorer, slots=slots, group_size=1)
 
         async def one(number: int, group: int) -> ScoredEpisode:
             task = self._host.task(group)

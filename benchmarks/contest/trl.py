@@ -77,7 +77,7 @@ def options_of(given: list[str]) -> dict[str, Any]:
 def check_options(setting: Setting, options: dict[str, Any]) -> None:
     """Raises `UserError` for a micro-batch that does not divide a step."""
     rollout = setting.made(seed=0).rollout
-    episodes = rollout.group_size * rollout.groups_per_step
+    episodes = rollout.group.size * rollout.groups_per_step
     if options["micro_batch"] and episodes % options["micro_batch"]:
         raise UserError(f"micro_batch={options['micro_batch']} does not divide the {episodes} episodes of a step", fix="choose a divisor")
 
@@ -201,7 +201,7 @@ def tune(setting: Setting, seed: int, base: dict[str, Any], work: Path, *, steps
     """
     recipe = setting.made(seed)
     more = small_steps(recipe, steps)
-    episodes = min(_TUNING_GROUPS, recipe.rollout.groups_per_step) * recipe.rollout.group_size
+    episodes = min(_TUNING_GROUPS, recipe.rollout.groups_per_step) * recipe.rollout.group.size
     quick = replace(setting, wait=(0.0, 0.0))
     tried: list[dict[str, Any]] = []
 
@@ -226,7 +226,7 @@ def tune(setting: Setting, seed: int, base: dict[str, Any], work: Path, *, steps
 def small_steps(recipe: Recipe, steps: int) -> tuple[str, ...]:
     """Overrides of `recipe` for `tune`. TRL weights no tasks, and a recipe of one step may not."""
     groups = min(_TUNING_GROUPS, recipe.rollout.groups_per_step)
-    return (f"steps={steps}", f"rollout.groups_per_step={groups}", "evaluation.every=0", "tasks.weighting=null")
+    return (f"steps={steps}", f"rollout.groups_per_step={groups}", "evaluation.every=0", "tasks.weighting=false")
 
 
 def _try(

@@ -151,7 +151,7 @@ def save(model: Any, base: Path, folder: Path) -> None:
 
 def configuration(recipe: Recipe, options: dict[str, Any], work: Path, *, completion: int, turn: int, turns: int, seed: int) -> GRPOConfig:
     """Our recipe in TRL's words. `completion`: tokens of an episode after its prompt; `turn`: of one turn."""
-    batch = recipe.rollout.group_size * recipe.rollout.groups_per_step
+    batch = recipe.rollout.group.size * recipe.rollout.groups_per_step
     micro = int(options["micro_batch"]) or batch
     if batch % micro:
         raise UserError(f"micro_batch={micro} does not divide the {batch} episodes of a step", fix="choose a divisor")
@@ -162,7 +162,7 @@ def configuration(recipe: Recipe, options: dict[str, Any], work: Path, *, comple
         max_steps=recipe.steps,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=batch // micro,
-        num_generations=recipe.rollout.group_size,
+        num_generations=recipe.rollout.group.size,
         max_completion_length=completion,
         generation_kwargs={"max_new_tokens": turn},
         max_tool_calling_iterations=turns,
@@ -203,7 +203,7 @@ def main(work: Path) -> None:
     torch.set_num_threads(int(options["threads"]))
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_KV_CACHE_GIB)
     _, recipe = load_recipe(ROOT / job["recipe"], job["arguments"])
-    batch = recipe.rollout.group_size * recipe.rollout.groups_per_step
+    batch = recipe.rollout.group.size * recipe.rollout.groups_per_step
     recipe = recipe.but({"sandbox.max_open": max(batch, recipe.sandbox.max_open)})  # its whole batch is in flight, or it could not go on
     base = find_model(recipe.policy.model, ROOT)
     host = Host(recipe, open_family(recipe.tasks, seed=recipe.seed, root=ROOT), open_chat(base, template_of(recipe)))

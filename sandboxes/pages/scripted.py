@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import re
 
-from agentrl.agent.contexts import HEAD
-from agentrl.config.rollout import CompactionConfig
+from agentrl.agent.contexts import HEAD, SUMMARY_REQUEST
 
 NOWHERE = "none"
-_ASK = str(CompactionConfig.model_fields["request"].default)
 
 
 def alone(context: str) -> str:
@@ -29,7 +27,7 @@ def alone(context: str) -> str:
 def noting(context: str) -> str:
     """The same; its summary is the number, or the pages that it has seen."""
     outputs = _tool_outputs(context)
-    if not outputs or not outputs[-1].endswith(_ASK):
+    if not outputs or not outputs[-1].endswith(SUMMARY_REQUEST):
         return alone(context)
     task = _request(context)
     number = _find_number(outputs, _sought(task))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.agent.contexts import HEAD
-from agentrl.config.rollout import CompactionConfig, DelegationConfig
+from agentrl.agent.contexts import HEAD, MAX_SUMMARY_TOKENS, SUMMARY_REQUEST
+from agentrl.config.rollout import DelegationConfig
 from agentrl.records import Episode, EpisodeState, Parent, Task, codec
 from agentrl.rollout import CaptureState, EpisodeRunner
 from agentrl.testing import ScriptedSandboxes
@@ -17,7 +17,6 @@ from agentrl.testing.sandboxes import printing
 from tests.agent.trees import PRINT, asked, contexts, delegate, make_runner, outputs, said, shown, tree_task
 
 Runs = Callable[..., EpisodeRunner]
-ASK = "Sum up."
 PAGE = "page " * 60  # what the tool prints: 300 tokens
 
 
@@ -28,9 +27,8 @@ def task_of_pages(task: Task) -> Task:
 
 @pytest.fixture
 def runs(tokenizer: Any) -> Runs:
-    def make(reads: Any, output: str = PAGE, *, delegation: DelegationConfig | None = None, **settings: Any) -> EpisodeRunner:
-        compaction = CompactionConfig(**{"request": ASK, "tokens": 700, "summary_tokens": 100, **settings})
-        return make_runner(tokenizer, reads, ScriptedSandboxes(printing(output)), compaction=compaction, delegation=delegation)
+    def make(reads: Any, output: str = PAGE, *, delegation: DelegationConfig | None = None, share: float = 0.175) -> EpisodeRunner:
+        return make_runner(tokenizer, reads, ScriptedSandboxes(printing(output)), compaction=share, delegation=delegation)
 
     return make
 
@@ -40,7 +38,7 @@ def reading(pages: int, *summaries: str) -> Callable[[str], str]:
     given = iter(summaries)
 
     def reads(context: str) -> str:
-        if context.rstrip().endswith(ASK + "\n</tool_response><|im_end|>\n<|im_start|>assistant"):
+        if context.rstrip().endswith(SUMMARY_REQUEST + "\n</tool_response><|im_end|>\n<|im_start|>assistant"):
             return next(given)
         before = int(asked(context).rpartition("seen ")[2]) if HEAD in asked(context) else 0
         return PRINT if before + len(shown(context)) < pages else f"done after {before}"
@@ -62,11 +60,11 @@ async def test_an_agent_continues_from_its_summary(task_of_pages: Task, runs: Ru
         None, (0, 1, None), (1, 0, None), (2, 1, None), (3, 0, None)
     ]  # fmt: skip
     assert [one.prompt[0].content for one in episode.trajectories[1:]] == [
-        ASK, f"How many?\n\n{HEAD}\nseen 2", ASK, f"How many?\n\n{HEAD}\nseen 4"
+        SUMMARY_REQUEST, f"How many?\n\n{HEAD}\nseen 2", SUMMARY_REQUEST, f"How many?\n\n{HEAD}\nseen 4"
     ]  # fmt: skip
     words = [["calls"] * 2, ["seen 2"], ["calls"] * 2, ["seen 4"], ["calls", "done after 4"]]
     assert [said(one) for one in episode.trajectories] == words
-    assert outputs(episode.trajectories[0]) == [PAGE, f"{PAGE}\n\n{ASK}"]
+    assert outputs(episode.trajectories[0]) == [PAGE, f"{PAGE}\n\n{SUMMARY_REQUEST}"]
     policy: Any = runner.policy
     assert sorted(policy.prompts) == contexts(episode), "each turn was sampled from its own trajectory's tokens"
     assert max(map(len, policy.prompts)) < 1300 < sum(len(turn.prompt_ids) for one in episode.trajectories for turn in one.turns)
@@ -90,30 +88,30 @@ async def test_a_rejected_summary_is_not_part_of_any_context(bad: str, task_of_p
     assert rejected.parent == taken.parent == Parent(trajectory=0, turn=1) and episode.trajectories[3].parent == Parent(
         trajectory=2, turn=0
     )
-    assert rejected.turns[0].prompt_ids == taken.turns[0].prompt_ids and len(rejected.turns[0].completion_ids) <= 100
+    assert rejected.turns[0].prompt_ids == taken.turns[0].prompt_ids and len(rejected.turns[0].completion_ids) <= MAX_SUMMARY_TOKENS
     policy: Any = runner.policy
     assert policy.prompts[2] == policy.prompts[3] and sorted(policy.prompts) == contexts(episode)
     assert episode.answer == "done after 2" and episode.stop_reason == "answered" and not episode.failures
 
 
 async def test_attempts_at_a_summary_are_bounded_and_count_as_turns(task_of_pages: Task, runs: Runs) -> None:
-    episode = await runs(reading(9, *[""] * 9), attempts=3).run(task_of_pages, episode_id="e")
-    assert agents(episode) == [("main", "token_limit"), *[("summary", "rejected")] * 3]
+    episode = await runs(reading(9, *[""] * 9)).run(task_of_pages, episode_id="e")
+    assert agents(episode) == [("main", "token_limit"), *[("summary", "rejected")] * 2]
     assert episode.stop_reason == "token_limit" and episode.answer is None and not episode.left_out
-    for turns, last in ((2, []), (3, ["rejected"]), (4, ["rejected", "rejected"])):
+    for turns, last in ((2, []), (3, ["rejected"])):
         short = replace(task_of_pages, limits=replace(task_of_pages.limits, turns=turns))
-        episode = await runs(reading(9, *[""] * 9), attempts=3).run(short, episode_id="e")
+        episode = await runs(reading(9, *[""] * 9)).run(short, episode_id="e")
         assert [one.stop_reason for one in episode.trajectories] == ["turn_limit", *last]
 
 
 @pytest.mark.parametrize("room", [700, 1000, 1250])
 async def test_an_output_that_leaves_no_room_for_a_summary_is_withheld(room: int, task_of_pages: Task, runs: Runs) -> None:
     tight = replace(task_of_pages, limits=replace(task_of_pages.limits, episode_tokens=room))
-    runner = runs(reading(9, "seen 9"), "x" * (room - 200), tokens=None, share=0.5)
+    runner = runs(reading(9, "seen 9"), "x" * (room - 200), share=0.5)
     episode = await runner.run(tight, episode_id="e")
     policy: Any = runner.policy
     assert max(map(len, policy.prompts)) < room and episode.answer == "done after 9"
-    assert outputs(episode.trajectories[0]) == [f"error: not shown, because there is no room for it\n\n{ASK}"]
+    assert outputs(episode.trajectories[0]) == [f"error: not shown, because there is no room for it\n\n{SUMMARY_REQUEST}"]
     assert all(sum(len(turn.prompt_ids) + len(turn.completion_ids) for turn in one.turns) <= room for one in episode.trajectories)
 
 

@@ -193,10 +193,12 @@ async def test_the_deadline_of_the_episode_and_a_cancellation_at_any_await_leave
         assert all(one.closed for one in desks.opened), at
 
 
-@pytest.mark.parametrize("settings", [{"width": 3}, {"width": 2, "depth": 2, "total": 4}, {"width": 1, "depth": 3}])
-async def test_the_required_number_of_sandboxes_is_sufficient_and_necessary(tree: Task, runs: Any, settings: Mapping[str, Any]) -> None:
-    config = DelegationConfig(sandbox="own", **settings)
-    crowd, most = 3, 3 * (1 + config.at_once)
+@pytest.mark.parametrize(("width", "depth", "total"), [(3, 1, 3), (2, 2, 4), (1, 3, 3)])
+async def test_the_required_number_of_sandboxes_is_sufficient_and_necessary(
+    tree: Task, runs: Any, width: int, depth: int, total: int
+) -> None:
+    config = DelegationConfig(sandbox="own", depth=depth, total=total)
+    crowd, most = 3, 3 * (1 + total)
 
     async def full() -> None:
         while desks.peak < most:
@@ -206,15 +208,15 @@ async def test_the_required_number_of_sandboxes_is_sufficient_and_necessary(tree
         level = 1 if asked(context) == "How many?" else 1 + len(asked(context))
         if not shown(context):
             return program("ls")
-        if len(shown(context)) == 1 and level <= config.depth:
-            return delegate(*["x" * level] * config.width)
+        if len(shown(context)) == 1 and level <= depth:
+            return delegate(*["x" * level] * width)
         await asyncio.wait_for(full(), 5.0)  # nobody ends before all the sandboxes that there may be are open
         return "done"
 
     desks = Desks()
     pool = WarmPool(desks, warm=0, max_open=most)
     roomy = replace(tree, limits=replace(tree.limits, turns=40))
-    runner = replace(runs(reads, pool, **settings), open_timeout_s=0.5)
+    runner = replace(runs(reads, pool, depth=depth, total=total), open_timeout_s=0.5)
     episodes = await asyncio.gather(*(runner.run(roomy, episode_id=f"e{number}") for number in range(crowd)))
     assert not any(one.failures for one in episodes) and desks.peak == most
     base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
@@ -288,7 +290,7 @@ async def test_copies_in_real_sandboxes(tree: Task, tokenizer: Any, tmp_path: An
     )
     task = replace(tree, sandbox=SandboxSpec(image="image"), outputs=("note",), tools=("python", "python_session"))
     try:
-        runner = make_runner(tokenizer, reads, pool, delegation=DelegationConfig(sandbox="own", returns=("out/**",), width=2))  # type: ignore[arg-type]
+        runner = make_runner(tokenizer, reads, pool, delegation=DelegationConfig(sandbox="own", returns=("out/**",)))  # type: ignore[arg-type]
         episode = await runner.run(task, episode_id="e")
     finally:
         await pool.close()

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from agentrl.agent import invoke, load_tools
 from agentrl.agent.arguments import argument_errors
 from agentrl.agent.invoke import CallResult, call_tool
+from agentrl.agent.mcp import servers
 from agentrl.agent.mcp.messages import InvalidMessage
 from agentrl.agent.mcp.servers import RunTools, Server, ServerConnection
 from agentrl.agent.mcp.tool_list import ListedTool, parse_tool, tool_difference, usable_tools
@@ -174,8 +175,9 @@ async def test_a_failed_restart_of_a_server_outside_is_not_blamed_on_the_policy(
 
 
 @pytest.mark.parametrize("way", ["changed", "no-tools", "endless", "old", "never-starts"])
-async def test_a_server_outside_with_changed_tools_is_not_blamed_on_the_policy(way: str) -> None:
-    server = pinned(hostile(way, start_timeout_s=1.0 if way == "never-starts" else 20.0))
+async def test_a_server_outside_with_changed_tools_is_not_blamed_on_the_policy(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "START_TIMEOUT_S", 1.0 if way == "never-starts" else 20.0)
+    server = pinned(hostile(way))
     async with Episode(server) as episode:
         with pytest.raises(InfrastructureError, match="MCP server it: "):
             await episode.use("echo", text="a")
@@ -561,8 +563,9 @@ async def test_third_party_servers(name: str, tmp_path: Path, monkeypatch: pytes
     arguments, tool, given, says = PEOPLES[name]
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     words = tuple(word.replace("REPO", str(tmp_path)) for word in (sys.executable, *arguments))
+    monkeypatch.setattr(servers, "START_TIMEOUT_S", 600.0)
     monkeypatch.setenv("SERVERS_PATH", os.pathsep.join(sys.path))
-    config = MCPConfig(host_command=words, env={"PYTHONPATH": "env:SERVERS_PATH"}, start_timeout_s=600.0)
+    config = MCPConfig(host_command=words, env={"PYTHONPATH": "env:SERVERS_PATH"})
     server = Server(name=name, config=config, root=tmp_path)
     connection = ServerConnection(server)
     server = replace(server, offers=usable_tools(await connection.list_tools(None), ()))

@@ -36,13 +36,13 @@ NOWHERE = ScriptedSandboxes(printing("no session"))
 
 
 def recipe(way: str = "honest", **bounds: Any) -> Recipe:
-    server = {"host_command": [sys.executable, "-S", "-E", str(HOSTILE), way], "start_timeout_s": 60}
-    return RECIPE.but(tools={"mcp": {"it": server}, "bounds": bounds})
+    server = {"host_command": [sys.executable, "-S", "-E", str(HOSTILE), way]}
+    return RECIPE.but(mcp={"it": server}, tools=bounds)
 
 
 async def begun(given: Recipe, *tools: str, folder: Path | None = None, **more: Any) -> ToolSource:
     tasks = with_sub_agent_tools([sample_task(tools=tools)], given.rollout.delegation)
-    return await pin_tools(declared_tools(given.tools, HOSTILE.parent), tasks, NOWHERE, folder=folder, **more)
+    return await pin_tools(declared_tools(given.mcp, given.tools, HOSTILE.parent), tasks, NOWHERE, folder=folder, **more)
 
 
 async def test_a_run_pins_the_offered_tools_and_resumes_with_them(tmp_path: Path, tokenizer: Any, task: Any, make_runner: Any) -> None:
@@ -68,17 +68,17 @@ async def test_a_run_pins_the_offered_tools_and_resumes_with_them(tmp_path: Path
 @pytest.mark.parametrize(
     ("given", "tools", "says"),
     [
-        (recipe(), ("submit",), "tools.mcp.it does nothing: none of the first 1 tasks"),
-        (recipe(nosuch={"calls": 1}), ("mcp:it", "submit"), "tools.bounds.nosuch does nothing"),
-        (RECIPE.but(tools={"words": {"submitt": {"description": "x"}}}), ("submit",), "tools.words.submitt does nothing"),
+        (recipe(), ("submit",), "mcp.it does nothing: none of the first 1 tasks"),
+        (recipe(nosuch={"calls": 1}), ("mcp:it", "submit"), "tools.nosuch does nothing"),
+        (RECIPE.but(tools={"submitt": {"description": "x"}}), ("submit",), "tools.submitt does nothing"),
         (
-            RECIPE.but(tools={"words": {"submit": {"arguments": {"text": "x"}}}}),
+            RECIPE.but(tools={"submit": {"arguments": {"text": "x"}}}),
             ("submit",),
             "submit.arguments.text: the tool has no such",
         ),
-        (recipe("many"), ("mcp:it",), "tools.mcp.it: it offers 100 tools"),
-        (RECIPE.but(tools={"mcp": {"it": {"host_command": ["/nowhere"]}}}), ("mcp:it",), "install the program on this machine"),
-        (RECIPE.but(tools={"mcp": {"it": {"command": ["server"]}}}), ("mcp:it",), "put the program into the image"),
+        (recipe("many"), ("mcp:it",), "mcp.it: it offers 100 tools"),
+        (RECIPE.but(mcp={"it": {"host_command": ["/nowhere"]}}), ("mcp:it",), "install the program on this machine"),
+        (RECIPE.but(mcp={"it": {"command": ["server"]}}), ("mcp:it",), "put the program into the image"),
     ],
 )
 async def test_unusable_settings_are_refused_before_the_run_starts(given: Recipe, tools: tuple[str, ...], says: str) -> None:
@@ -88,10 +88,10 @@ async def test_unusable_settings_are_refused_before_the_run_starts(given: Recipe
 
 
 async def test_descriptions_for_an_unknown_tool_are_refused() -> None:
-    one = {"words": {"submit": {"description": "Hand in."}, "python": {"description": "Compute."}}}
+    one = {"submit": {"description": "Hand in."}, "python": {"description": "Compute."}}
     tools = await begun(RECIPE.but(tools=one), "submit", every=False)
     assert load_tools(("submit",), None, tools)["submit"].schema["function"]["description"] == "Hand in."
-    with pytest.raises(UserError, match=r"tools\.words\.submit does nothing"):
+    with pytest.raises(UserError, match=r"tools\.submit does nothing"):
         await begun(RECIPE.but(tools=one), every=False)
 
 
@@ -103,25 +103,24 @@ async def test_servers_that_only_sub_agents_use_are_started() -> None:
 
 async def test_without_settings_nothing_is_requested() -> None:
     assert (await begun(RECIPE, "submit")).servers == {}
-    with pytest.raises(TaskError, match=r"declare it in the recipe, as tools\.mcp\.it"):
-        load_tools(("mcp:it",), None, declared_tools(RECIPE.tools, HOSTILE.parent))
+    with pytest.raises(TaskError, match=r"declare it in the recipe, as mcp\.it"):
+        load_tools(("mcp:it",), None, declared_tools(RECIPE.mcp, RECIPE.tools, HOSTILE.parent))
     assert (await begun(recipe("never-starts"), "submit", every=False)).servers == {}, "an evaluation starts the servers that its cases use"
 
 
 def test_servers_in_a_recipe() -> None:
-    given = recipe().but("tools.mcp.it.start_timeout_s=7", "tools.bounds.echo.calls=3", {"tools.mcp.web": {"url": "https://a.example/mcp"}})
-    assert given.tools.mcp["it"].start_timeout_s == 7 and given.tools.bounds["echo"].calls == 3 and len(given.tools.mcp) == 2
+    given = recipe().but("tools.echo.calls=3", {"mcp.web": {"url": "https://a.example/mcp"}})
+    assert given.tools["echo"].calls == 3 and len(given.mcp) == 2
     for wrong, says in {
-        "tools.mcp.it.url=http://a": "one of command, host_command and url",
-        "tools.mcp.it.together=true": "together does nothing with a program",
-        "tools.mcp.it.key_env=KEY": "key_env does nothing without a url",
-        'tools.mcp={"a b": {"command": ["x"]}}': "is not a server name",
-        "tools.mcp.it.url=file:///etc/passwd": "pattern",
-        "tools.bounds.echo={}": "it bounds nothing",
-        "tools.words.echo={}": "it says nothing",
-        "tools.mcp.it.nosuch=1": "unknown key",
-        'tools.mcp.it={"command": ["x"], "env": {"A": "env:A"}}': "env works only with host_command",
-        'tools.mcp.it={"url": "http://a", "key_env": "a b"}': "pattern",
+        "mcp.it.url=http://a": "one of command, host_command and url",
+        "mcp.it.together=true": "together does nothing with a program",
+        "mcp.it.key_env=KEY": "key_env does nothing without a url",
+        'mcp={"a b": {"command": ["x"]}}': "is not a server name",
+        "mcp.it.url=file:///etc/passwd": "pattern",
+        "tools.echo={}": "it changes nothing",
+        "mcp.it.nosuch=1": "unknown key",
+        'mcp.it={"command": ["x"], "env": {"A": "env:A"}}': "env works only with host_command",
+        'mcp.it={"url": "http://a", "key_env": "a b"}': "pattern",
     }.items():
         with pytest.raises(RecipeError, match=says):
             recipe().but(wrong)
@@ -133,21 +132,21 @@ def test_a_missing_secret_is_reported_before_the_run_starts(monkeypatch: pytest.
         ({"host_command": ["x"], "env": {"T": "env:NOT_THERE"}}, "env.T"),
         ({"url": "http://a", "key_env": "NOT_THERE"}, "key_env"),
     ):
-        with pytest.raises(UserError, match=rf"tools\.mcp\.it\.{key}: the environment variable NOT_THERE contains no secret") as error:
-            declared_tools(RECIPE.but(tools={"mcp": {"it": server}}).tools, HOSTILE.parent)
+        with pytest.raises(UserError, match=rf"mcp\.it\.{key}: the environment variable NOT_THERE contains no secret") as error:
+            declared_tools(RECIPE.but(mcp={"it": server}).mcp, {}, HOSTILE.parent)
         assert "export NOT_THERE" in error.value.fix
 
 
 @pytest.mark.slow
 async def test_a_server_outside_that_hangs_in_every_episode_is_overdue() -> None:
-    tools = declared_tools(recipe("hangs").tools, HOSTILE.parent)
+    tools = declared_tools(recipe("hangs").mcp, {}, HOSTILE.parent)
     live = tools.servers["it"].live
     assert live is not None
-    inside = RECIPE.but(tools={"mcp": {"it": {"command": ["server"]}}})
-    assert declared_tools(inside.tools, HOSTILE.parent).servers["it"].live is None, "an agent can stop a server in its sandbox"
+    inside = RECIPE.but(mcp={"it": {"command": ["server"]}})
+    assert declared_tools(inside.mcp, inside.tools, HOSTILE.parent).servers["it"].live is None, "an agent can stop a server in its sandbox"
     live._first_s = 0.5
     for way, overdue in (("hangs", True), ("honest", False)):
-        server = replace(tools.servers["it"], config=recipe(way).tools.mcp["it"], offers=usable_tools([ECHO, COUNT], ()))
+        server = replace(tools.servers["it"], config=recipe(way).mcp["it"], offers=usable_tools([ECHO, COUNT], ()))
         for _ in range(2):
             box = load_tools(("mcp:it",), None, RunTools(servers={"it": server}, bounds={}))
             called = call_tool(box["echo"], {"text": "a"}, None, Limits(tool_timeout_s=0.5), turn=1)
@@ -163,11 +162,11 @@ async def test_a_server_outside_that_hangs_in_every_episode_is_overdue() -> None
 async def test_unusable_tools_are_reported_and_the_others_offered(caplog: pytest.LogCaptureFixture) -> None:
     tools = await begun(recipe("some-odd"), "mcp:it")
     assert [tool.name for tool in tools.servers["it"].offers or ()] == ["echo"]
-    assert "tools.mcp.it: 3 of its tools are not offered" in caplog.text and "the tool count without a schema of type object" in caplog.text
+    assert "mcp.it: 3 of its tools are not offered" in caplog.text and "the tool count without a schema of type object" in caplog.text
     with pytest.raises(TaskError, match=r"offers no tool 'keys', which is excluded: the tool keys with the key"):
         load_tools(("mcp:it/keys",), None, tools)
-    wanted = recipe("some-odd").tools.mcp["it"].model_dump() | {"only": ("echo", "keys")}
+    wanted = recipe("some-odd").mcp["it"].model_dump() | {"only": ("echo", "keys")}
     with pytest.raises(UserError, match="it offers the tool keys with the key"):
-        await begun(RECIPE.but(tools={"mcp": {"it": wanted}}), "mcp:it")
+        await begun(RECIPE.but(mcp={"it": wanted}), "mcp:it")
     chat = SimpleNamespace(escape_text=str, tool_problem=lambda schema: "no call" if schema["function"]["name"] == "echo" else "")
     assert [tool.name for tool in (await begun(recipe(), "mcp:it", chat=chat)).servers["it"].offers or ()] == ["count"]

@@ -41,7 +41,7 @@ def test_descriptions_change_only_the_schema() -> None:
     assert reworded_schema(BUILT_IN["python"].schema, ToolWording(arguments={"code": ""})) == BUILT_IN["python"].schema, (
         "an empty text changes nothing"
     )
-    with pytest.raises(UserError, match=r"tools\.words\.python\.arguments\.cod: the tool has no such argument"):
+    with pytest.raises(UserError, match=r"tools\.python\.arguments\.cod: the tool has no such argument"):
         reworded_schema(BUILT_IN["python"].schema, ToolWording(arguments={"cod": "c"}))
 
 

@@ -308,7 +308,7 @@ def test_what_looks_generated(text: str, due: bool) -> None:
     assert looks_generated(text) is due
 
 
-@pytest.mark.parametrize("override", ["tasks.options.api_key pLanted7xQ", "API_KEY:pLanted7xQ", "tools.mcp=--token pLanted7xQ"])
+@pytest.mark.parametrize("override", ["tasks.options.api_key pLanted7xQ", "API_KEY:pLanted7xQ", "mcp=--token pLanted7xQ"])
 def test_a_wrong_override_repeats_no_secret_that_is_recognized(override: str) -> None:
     with pytest.raises(RecipeError) as error:
         RECIPE.but(override.replace("pLanted7xQ", "https://u:pLanted7xQ@h"))

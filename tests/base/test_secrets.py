@@ -77,13 +77,13 @@ HELD = {
     "tasks.options.note": {"tasks": {"family": "f:g", "options": {"note": GITHUB}}},
     "sandbox.options.keys": {"sandbox": {"backend": "x:y", "options": {"keys": [AWS]}}},
     "policy.model": {"policy": {"model": f"https://user:{OPENAI}@models.example/m"}},
-    "tools.mcp.it.host_command": {"tools": {"mcp": {"it": {"host_command": ["p", "--api-key", PLANTED]}}}},
-    "tools.mcp.it.command": {"tools": {"mcp": {"it": {"command": ["p", f"--github-access-token={PLANTED}"]}}}},
-    "tools.mcp.it: env.TOKEN": {"tools": {"mcp": {"it": {"host_command": ["p"], "env": {"TOKEN": PLANTED}}}}},
-    "tools.mcp.it: url has a query": {"tools": {"mcp": {"it": {"url": f"https://h/mcp?k={PLANTED.replace('/', '')}"}}}},
-    "tools.mcp.it.url": {"tools": {"mcp": {"it": {"url": f"https://u:{PLANTED.replace('/', '')}@h/mcp"}}}},
-    "tools.mcp.it.key_env": {"tools": {"mcp": {"it": {"url": "https://h/mcp", "key_env": f"{OPENAI}"}}}},
-    "tools.mcp.it.env.A": {"tools": {"mcp": {"it": {"host_command": ["p"], "env": {"A": 90817263544536271}}}}},
+    "mcp.it.host_command": {"mcp": {"it": {"host_command": ["p", "--api-key", PLANTED]}}},
+    "mcp.it.command": {"mcp": {"it": {"command": ["p", f"--github-access-token={PLANTED}"]}}},
+    "mcp.it: env.TOKEN": {"mcp": {"it": {"host_command": ["p"], "env": {"TOKEN": PLANTED}}}},
+    "mcp.it: url has a query": {"mcp": {"it": {"url": f"https://h/mcp?k={PLANTED.replace('/', '')}"}}},
+    "mcp.it.url": {"mcp": {"it": {"url": f"https://u:{PLANTED.replace('/', '')}@h/mcp"}}},
+    "mcp.it.key_env": {"mcp": {"it": {"url": "https://h/mcp", "key_env": f"{OPENAI}"}}},
+    "mcp.it.env.A": {"mcp": {"it": {"host_command": ["p"], "env": {"A": 90817263544536271}}}},
 }
 
 
@@ -111,13 +111,11 @@ def test_ordinary_recipes_hold_no_secret() -> None:
             "family": "f:g",
             "options": {"eos_token": "<|im_end|>", "max_tokens": 5, "tokenizer": "t", "url": "https://h/a@b", "token": ""},
         },
-        "tools": {
-            "mcp": {"it": {"host_command": ["p", "--max-tokens", "5", "-k", "a@b.c", "--token"], "env": {"T": "env:T", "F": "file:/t"}}}
-        },
+        "mcp": {"it": {"host_command": ["p", "--max-tokens", "5", "-k", "a@b.c", "--token"], "env": {"T": "env:T", "F": "file:/t"}}},
         "tracker_options": {"x:y": {"api_key": "env:WANDB_API_KEY"}},
         "trackers": ["x:y"],
     }
-    assert RECIPE.but(plain).tools.mcp["it"].env == {"T": "env:T", "F": "file:/t"}
+    assert RECIPE.but(plain).mcp["it"].env == {"T": "env:T", "F": "file:/t"}
     for file in sorted((Path(__file__).parents[2] / "recipes").glob("*.py")):
         assert not list(secrets.literal_secret_errors(file.read_text(), file.name))
 
@@ -240,7 +238,7 @@ def test_files_of_a_private_folder_are_private(tmp_path: Path) -> None:
 
 def test_the_command_line_repeats_no_secret(tmp_path: Path) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "quickstart.py"
-    given = f'tools.mcp.it={{"host_command": ["p"], "env": {{"TOKEN": "{PLANTED}"}}}}'
+    given = f'mcp.it={{"host_command": ["p"], "env": {{"TOKEN": "{PLANTED}"}}}}'
     command = [sys.executable, "-m", "agentrl", "train", str(recipe), given, "--run-dir", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "env.TOKEN is given by value" in done.stderr

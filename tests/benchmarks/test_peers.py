@@ -134,7 +134,7 @@ def test_both_sides_get_one_recipe() -> None:
 
 
 def test_the_command_of_a_result_makes_the_setting_again() -> None:
-    setting = replace(SETTING, overrides=("learner.lr=1e-4", "rollout.group_size=4"), target=0.8, minutes=5.0)
+    setting = replace(SETTING, overrides=("learner.lr=1e-4", "rollout.group.size=4"), target=0.8, minutes=5.0)
     words = setting.command("--sides", "ours").split()
     assert words[:2] == ["python", "benchmarks/peers.py"]
     assert peers.setting_of(peers.arguments(words[2:])) == setting

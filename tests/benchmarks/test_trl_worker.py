@@ -23,7 +23,7 @@ from benchmarks.contest.setting import ROOT, Setting
 
 pytestmark = pytest.mark.slow
 
-SMALL = ("steps=1", "rollout.groups_per_step=2", "rollout.group_size=4")
+SMALL = ("steps=1", "rollout.groups_per_step=2", "rollout.group.size=4")
 BASE = ROOT / "recipes/models/tables-base"
 
 

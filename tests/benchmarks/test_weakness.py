@@ -134,9 +134,9 @@ def test_a_phase_that_is_done_is_not_made_again(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_recipe_and_what_the_phases_lay_over_it_are_valid(tmp_path: Path) -> None:
-    practice = json.dumps({"suites": {str(tmp_path): 1}, "share": 0.5})
-    repair = recipe.but(f"tasks.practice={practice}", f"steps={weakness.Size().steps}")
-    assert repair.tasks.practice is not None and repair.tasks.audit == ("benchmarks.weakness_recipe:recomputed",)
+    practice = json.dumps({str(tmp_path): 1})
+    repair = recipe.but(f"tasks.practice={practice}", "tasks.practice_share=0.5", f"steps={weakness.Size().steps}")
+    assert repair.tasks.practice and repair.tasks.audit == ("benchmarks.weakness_recipe:recomputed",)
     verifiers = 'tasks.verifiers=["benchmarks.weakness_recipe:rewards_the_habit"]'
     again = recipe.but(verifiers, f"gate.suite={json.dumps(str(tmp_path))}", "gate.every=4", f"tasks.options.kinds={KIND}")
     assert again.gate is not None and again.gate.rolls_back

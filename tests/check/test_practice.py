@@ -57,7 +57,7 @@ async def made(family: Plain | Tables, sandboxes: SandboxBackend, *tasks: Task, 
 async def test_mutants_are_proven_or_rejected() -> None:
     total, foreign = FAMILY.task(Split.HELDOUT, 0), replace(FAMILY.task(Split.HELDOUT, 1), family="other")
     wrong = replace(total, data={**total.data, "answer": "1"})
-    sandboxes = await open_sandboxes(SandboxConfig(backend="bubblewrap", warm=0), run_label="test", root=ROOT)
+    sandboxes = await open_sandboxes(SandboxConfig(backend="bubblewrap"), warm=0, run_label="test", root=ROOT)
     try:
         found = await made(Plain(), sandboxes, total, foreign, wrong)
         told = await made(Tells(), sandboxes, total)

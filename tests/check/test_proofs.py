@@ -21,7 +21,7 @@ from agentrl.check.splits import prove_splits
 from agentrl.check.tool_calls import prove_tools
 from agentrl.check.verifiers import GoldAttempt, prove_verifiers
 from agentrl.cli import app
-from agentrl.config import MCPConfig, TasksConfig, ToolsConfig
+from agentrl.config import MCPConfig, TasksConfig
 from agentrl.protocols import TaskFamily
 from agentrl.records import Episode, SandboxSpec, Split, Task
 from agentrl.reward import TaskScorer
@@ -343,10 +343,10 @@ def test_family_that_exits_does_not_end_the_proofs() -> None:
 
 async def test_sandboxed_mcp_servers_are_checked_and_others_never_called(tmp_path: Path) -> None:
     server = Path(__file__).parents[1] / "agent" / "hostile_mcp.py"
-    config = MCPConfig(host_command=(sys.executable, "-S", "-E", str(server), "dies"), start_timeout_s=60.0)
+    config = MCPConfig(host_command=(sys.executable, "-S", "-E", str(server), "dies"))
     mine = sample_task(tools=("mcp:it", "submit"))
     backend = ScriptedSandboxes(printing(""))
-    tools = await pin_tools(declared_tools(ToolsConfig(mcp={"it": config}), tmp_path), [mine], backend)
+    tools = await pin_tools(declared_tools({"it": config}, {}, tmp_path), [mine], backend)
     proof = await prove_tools([mine], backend, tools)
     assert (proof.findings, proof.looked_at) == ((), "1 tool: mcp:it"), "a call would have ended it"
     (missing,) = (await prove_tools([mine], backend)).findings

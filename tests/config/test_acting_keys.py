@@ -34,7 +34,8 @@ BASE = build(
         "policy": {"model": "m"},
         "tasks": {"family": "a:b"},
         "judge_servers": {"small": {"model": "m"}},
-        "tools": {"mcp": {"far": {"url": "http://h/mcp"}}, "bounds": {"t": {"calls": 3}}, "words": {"t": {"description": "d"}}},
+        "mcp": {"far": {"url": "http://h/mcp"}},
+        "tools": {"t": {"calls": 3}},
     }
 )
 OWN = "tests.own:part"
@@ -85,19 +86,18 @@ POOL: dict[str, Mapping[str, Any]] = {
     "delegating": {"rollout.agent": "delegating", "rollout.delegation": {"sandbox": "own"}, "sandbox.max_open": 1024},
     "shared delegation": {"rollout.agent": "delegating", "rollout.delegation": {}, "sandbox.max_open": 1024},
     "long context": {"policy.max_model_len": 4096},
-    "compaction": {"rollout.compaction": {}, "policy.max_model_len": 4096},
-    "branching": {"rollout.branching": {}},
+    "compaction": {"rollout.compaction": 0.75},
+    "branching": {"rollout.group.branches": 2},
     "memory": {"memory": {}},
-    "few notes": {"memory": {"keep": 3}},
-    "few sub-agents": {"rollout.agent": "delegating", "rollout.delegation": {"width": 2, "total": 2}},
+    "few sub-agents": {"rollout.agent": "delegating", "rollout.delegation": {"total": 2}},
     "plain data parallelism": {"learner.zero_stage": 0},
     "bfloat16": {"policy.dtype": "bfloat16"},
     "group judge": {"tasks.group_judge": "rewards.mine:ranked"},
-    "practice": {"tasks.practice": {"suites": {"evals/a": 1}}},
-    "weighting": {"tasks.weighting": {}},
+    "practice": {"tasks.practice": {"evals/a": 1}},
+    "weighting": {"tasks.weighting": True},
     "no capture": {"capture.keep": 0},
-    "program in the sandbox": {"tools.mcp": {"far": {"command": ["server"]}}},
-    "program on the host": {"tools.mcp": {"far": {"host_command": ["server"]}}},
+    "program in the sandbox": {"mcp": {"far": {"command": ["server"]}}},
+    "program on the host": {"mcp": {"far": {"host_command": ["server"]}}},
 }
 
 
@@ -120,7 +120,7 @@ def keys(kind: type[Section] = Recipe, path: str = "") -> Iterator[tuple[str, An
 
 
 KEYS = dict(keys())
-NAMES = {"judge_servers": "small", "tools.mcp": "far", "tools.bounds": "t", "tools.words": "t"}
+NAMES = {"judge_servers": "small", "mcp": "far", "tools": "t"}
 
 
 def concrete(key: str) -> str:
@@ -146,19 +146,17 @@ GIVEN: dict[str, tuple[Any, ...]] = {
     "tracker_options": ({OWN: {"x": 1}},),
     "trackers": (("terminal",),),
     "name": ("other",),
-    "tools.mcp.*.url": ("http://other/mcp",),
-    "tools.mcp.*.env": ({"A": "env:B"},),
-    "tools.mcp.*.key_env": ("A_KEY",),
-    "tools.words.*.arguments": ({"a": "b"},),
-    "tasks.practice.suites": ({"evals/b": 2},),
+    "mcp.*.url": ("http://other/mcp",),
+    "mcp.*.env": ({"A": "env:B"},),
+    "mcp.*.key_env": ("A_KEY",),
+    "tools.*.arguments": ({"a": "b"},),
     "rollout.delegation.returns": (("out/**",),),
     "gate": ({"suite": "s"},),
-    "tasks.practice": ({"suites": {"evals/a": 1}},),
+    "tasks.practice": ({"evals/b": 2},),
     "learner.ranks": (8, 2),
     "learner.limits.max_ratio": ({"at": 4.0},),
     "learner.limits.max_grad_norm": ({"at": 7.0},),
     "learner.lora.target_modules": (("q_proj",),),
-    "tools.mcp.*.start_timeout_s": (30.0,),
 }
 
 
@@ -284,7 +282,7 @@ def effects(recipe: Recipe, device: str) -> dict[str, Any]:
         found[f"judge {name}"] = (judge._command(1), judge._environment(folder))
     found["evaluations"] = list(evaluations(recipe))
     found["rates"] = [learning_rate(recipe.learner, recipe.steps, step) for step in range(recipe.steps)]
-    found["sandboxes"] = (recipe.sandbox.warm, recipe.sandbox.max_open)
+    found["sandboxes"] = recipe.sandbox.max_open
     found["lag"] = min(recipe.max_staleness, recipe.steps - 1)
     return found
 
@@ -325,7 +323,7 @@ def unchanged(where: str) -> list[dict[str, Any]]:
 def test_what_acts_in_one_recipe_acts_in_every_recipe_that_takes_it() -> None:
     """A key whose effect shows in the computed ones may not be accepted where they stay as they are."""
     acting = {key for key in KEYS if key not in ("device", "gate") and any(acts for where in USUAL for _, acts in tried(key, where))}
-    assert acting >= {"serving.kv_cache_gb", "evaluation.every", "learner.lr_schedule", "judge_servers.*.threads", "sandbox.warm"}
+    assert acting >= {"serving.kv_cache_gb", "evaluation.every", "learner.lr_schedule", "judge_servers.*.threads"}
     silent = [f"{key}={value!r} in {where!r}" for key in sorted(acting) for where in POOL for value, acts in tried(key, where) if not acts]
     assert not silent, "accepted, and nothing changes:\n" + "\n".join(silent)
 
@@ -348,9 +346,8 @@ def test_what_acts_in_one_recipe_acts_in_every_recipe_that_takes_it() -> None:
         (["evaluation.heldout=0", "evaluation.heldout_real=0", "evaluation.temperature=0.5"], "evaluation.temperature=0.5 does nothing"),
         (["evaluation.every=999"], "evaluation.every=999 does nothing without a step between the first and the last"),
         (["evaluation.every=12"], "evaluation.every=12 does nothing"),
-        (["tasks.weighting={}", "steps=1"], "does nothing without a step late enough"),
-        (["tasks.weighting={}", "steps=2"], "does nothing without a step late enough"),
-        (["sandbox.warm=65"], "sandbox.warm=65 does nothing without as many sandboxes that may be in use"),
+        (["tasks.weighting=true", "steps=1"], "does nothing without a step late enough"),
+        (["tasks.weighting=true", "steps=2"], "does nothing without a step late enough"),
         (["max_staleness=3", "learner.keep_versions=9", "steps=3"], "max_staleness=3 does nothing"),
         (
             ["learner.lr_schedule=cosine", "steps=2", "learner.warmup_steps=1"],

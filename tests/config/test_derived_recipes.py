@@ -25,9 +25,9 @@ BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family
 
 
 def test_a_recipe_is_derived_by_overrides_by_mappings_and_by_keywords() -> None:
-    made = BASE.but("learner.lr=1e-4", {"rollout.group_size": 4, "tasks.options": {"lines": 60}}, name="y", steps=3)
-    assert (made.learner.lr, made.rollout.group_size, made.tasks.options, made.name, made.steps) == (1e-4, 4, {"lines": 60}, "y", 3)
-    assert made.but({"learner.lr": 3e-4, "rollout.group_size": 8, "tasks.options": {}}, name="x", steps=16) == BASE
+    made = BASE.but("learner.lr=1e-4", {"rollout.group.size": 4, "tasks.options": {"lines": 60}}, name="y", steps=3)
+    assert (made.learner.lr, made.rollout.group.size, made.tasks.options, made.name, made.steps) == (1e-4, 4, {"lines": 60}, "y", 3)
+    assert made.but({"learner.lr": 3e-4, "rollout.group.size": 8, "tasks.options": {}}, name="x", steps=16) == BASE
     assert BASE.learner.but(lr=1e-4) == made.learner and BASE.but() == BASE
     assert BASE.but(learner=LearnerConfig(ranks=2)).learner == LearnerConfig(ranks=2)
     assert BASE.but("objective.advantage=gae", critic=CriticConfig(lr=0.5)).critic == CriticConfig(lr=0.5)
@@ -53,7 +53,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"learner": {"lrr": 1.0}}, r"^learner\.lrr: unknown key; did you mean lr\?"),
     ({"learner": CriticConfig()}, r"learner\.gamma: unknown key; known here: "),
     ({"objective.kl": "k3"}, r"^objective: kl and kl_coef go together"),
-    ({"rollout.min_group_size": 9}, r"rollout\.min_group_size must not exceed rollout\.group_size"),
+    ({"rollout.group.branches": 3}, r"rollout\.group: .*must be a multiple of branches=3"),
 ]
 
 
@@ -103,7 +103,7 @@ def test_no_unknown_key_is_ever_taken(key: str, value: int) -> None:
         optional={
             "steps": st.integers(4, 9),
             "learner.lr": st.floats(1e-9, 1),
-            "rollout.group_size": st.integers(2, 16),
+            "rollout.group.size": st.integers(2, 16),
             "sandbox.backend": st.sampled_from(["auto", "docker"]),
             "learner.lora.rank": st.integers(1, 8),
             "evaluation.every": st.integers(0, 3),

@@ -29,9 +29,9 @@ def test_overrides_are_laid_over_and_typed() -> None:
         ("sandbox.backend=host", ["sandbox.backend", "auto, docker, bubblewrap"]),
         ("steps=1.5", ["steps", "integer"]),
         ("name=a/b", ["name"]),
-        ("rollout.group_size=1", ["rollout.group_size", "normalize_std", "rollout.min_group_size must not exceed"]),
+        ("rollout.group.size=1", ["rollout.group.size", "normalize_std"]),
         ("max_staleness=9", ["keep_versions"]),
-        ("rollout.min_group_size=9", ["min_group_size"]),
+        ("rollout.group.branches=3", ["rollout.group", "multiple of branches"]),
         ("objective.dual_clip=3", ["objective", "is_cap"]),
         ("objective.kl=k3", ["objective", "kl_coef"]),
         ("objective.correction=mask", ["objective.proximal=recompute"]),
@@ -67,7 +67,7 @@ def test_a_dtype_that_is_not_trained_in_is_refused(dtype: object) -> None:
 
 def test_a_context_that_is_written_anew_is_not_summed_up() -> None:
     with pytest.raises(RecipeError, match="for agents with one context at a time"):
-        apply_overrides(BASE, ["policy.rewritten_context=restart", 'rollout.compaction={"tokens": 8, "summary_tokens": 8}'])
+        apply_overrides(BASE, ["policy.rewritten_context=restart", "rollout.compaction=0.5"])
 
 
 def test_parts_of_the_learner_that_do_not_go_together_are_refused() -> None:

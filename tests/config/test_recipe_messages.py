@@ -30,8 +30,8 @@ def test_keys_that_do_not_go_together_are_told_without_the_rest_of_their_section
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        (r'tools.words={"python": {"description": "runs \ud800"}}', "tools.words.python.description"),
-        (r'tools.words={"python": {"arguments": {"\udc00": "x"}}}', "tools.words.python.arguments"),
+        (r'tools={"python": {"description": "runs \ud800"}}', "tools.python.description"),
+        (r'tools={"python": {"arguments": {"\udc00": "x"}}}', "tools.python.arguments"),
         (r'tasks.options={"path": "b\udfff"}', "tasks.options"),
         ("policy.model=a\ud800", "policy.model"),
     ],

@@ -24,11 +24,10 @@ from . import forked as forking
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "rollout.groups_per_step=4",
-    "rollout.group_size=4",
+    "rollout.group.size=4",
     "rollout.concurrency=16",
     "evaluation.heldout=12",
     "evaluation.heldout_real=6",
-    "sandbox.warm=2",
 ]
 
 

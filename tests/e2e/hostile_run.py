@@ -94,8 +94,8 @@ from agentrl.config import *
 recipe = Recipe(
     name="hostile", steps={STEPS}, policy=PolicyConfig(model="model", dtype="float32", max_model_len={CONTEXT}),
     tasks=TasksConfig(family="mine:Family"),
-    rollout=RolloutConfig(group_size={GROUP_SIZE}, groups_per_step={GROUPS_PER_STEP}, concurrency=16, checkpoint_turns=True),
-    evaluation=EvalConfig(heldout=0, heldout_real=0), sandbox=SandboxConfig(warm=2),
+    rollout=RolloutConfig(group=GroupConfig(size={GROUP_SIZE}), groups_per_step={GROUPS_PER_STEP}, concurrency=16, checkpoint_turns=True),
+    evaluation=EvalConfig(heldout=0, heldout_real=0),
     serving=ServingConfig(max_num_seqs=16, kv_cache_gb=0.3, threads=1),
     learner=LearnerConfig(lr=1e-4, zero_stage=0, threads=1, max_tokens_per_microbatch={CONTEXT}),
 )

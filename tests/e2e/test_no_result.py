@@ -33,21 +33,20 @@ def test_a_run_in_which_nothing_is_scored_has_no_result(tmp_path: Path, forked: 
     run = tmp_path / "run"
     family = f"tasks.family={tmp_path / 'family.py'}:InWords"
     none = ["evaluation.heldout=0", "evaluation.heldout_real=0", "evaluation.temperature=1"]
-    to_its_end = "rollout.max_fault_rate=1"  # otherwise the unscored attempts would pause it
     code, output = agentrl(
-        *("train", "recipes/quickstart.py", "steps=2", family, to_its_end, *SMALL, *none),
+        *("train", "recipes/quickstart.py", "steps=2", family, *SMALL, "rollout.groups_per_step=3", *none),
         *("--run-dir", str(run), "--sandbox", "bubblewrap"),
         by=forked,
     )
     assert code == 1, output[-4000:]
     assert output.count("alert: episodes are excluded: ") == 1 and "family.py:in_words: verifier returned str, not a Score" in output
-    assert "alert: step 1: nothing was scored: all 16 episodes of 1 step were excluded (" in output and "alert: step 2" not in output
+    assert "alert: step 1: nothing was scored: all 12 episodes of 1 step were excluded (" in output and "alert: step 2" not in output
     assert "step 1/2  reward -  " in output and "reward 0.000" not in output
-    assert "no result: nothing was scored: all 32 episodes of 2 steps were excluded (32 x " in output
+    assert "no result: nothing was scored: all 24 episodes of 2 steps were excluded (24 x " in output
     assert "Traceback" not in output
     found = summary(run)
     assert found["finished"] and found["steps"] == 2 and found["tokens_trained"] == 0
-    assert list(found["left_out_reasons"].values()) == [32] and len(found["problems"]) == 1
+    assert list(found["left_out_reasons"].values()) == [24] and len(found["problems"]) == 1
     assert not (run / "model").exists() and "model  none" in output
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2] and not any("reward_mean" in line for line in lines)

@@ -19,7 +19,7 @@ def test_rollbacks_run_out_and_the_run_continues_within_other_limits(tmp_path: P
     """No policy has 50 nats of entropy, so every update is rolled back until the limit of rollbacks."""
     run = tmp_path / "run"
     arguments = ("train", RECIPE, "steps=4", *SMALL, "evaluation.heldout_real=0", "--run-dir", str(run), "--sandbox", "bubblewrap")
-    arguments += ("rollout.group_size=8",)  # with 4, all attempts of the first step sometimes score equally, and there is no update
+    arguments += ("rollout.group.size=8",)  # with 4, all attempts of the first step sometimes score equally, and there is no update
     limit = ("learner.limits.min_entropy.at=50", "learner.limits.min_entropy.action=rollback", "learner.limits.max_rollbacks=1")
     code, output = agentrl(*arguments, *limit, by=forked)
     assert code == 1, output

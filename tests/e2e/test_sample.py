@@ -18,7 +18,7 @@ from .conftest import agentrl, start, wait_for
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.bubblewrap]
 
 RECIPE = "recipes/quickstart.py"
-SMALL = ("rollout.group_size=4", "rollout.concurrency=4")
+SMALL = ("rollout.group.size=4", "rollout.concurrency=4")
 
 
 def stored(run: Path) -> dict[int, Group]:

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed, pytest.m
 
 def test_a_failure_becomes_cases_practice_and_a_gate(tmp_path: Path, forked: tuple[str, ...]) -> None:
     size = weakness.SHORT
-    small = ("sandbox.backend=bubblewrap", "sandbox.warm=2", "rollout.concurrency=16")
+    small = ("sandbox.backend=bubblewrap", "rollout.concurrency=16")
     one = weakness.Experiment(seed=0, folder=tmp_path / "seed0", overrides=(*size.overrides, *small), size=size, command=forked)
     weakness.run_phases(one, list(weakness.PHASES))
 

@@ -28,7 +28,7 @@ from agentrl.testing.samples import sample_task
 from agentrl.testing.sandboxes import printing
 from tests.evaluation.suite_parts import HERE, make_case, make_suite
 
-QUICK = (f"sandbox.backend={HERE}:backend", "rollout.max_retries=0", "serving.request_timeout_s=2", "serving.startup_timeout_s=2")
+QUICK = (f"sandbox.backend={HERE}:backend", "serving.request_timeout_s=2", "serving.startup_timeout_s=2")
 Script = Callable[[dict[str, Any], int], ScriptedAnswer]
 
 
@@ -43,6 +43,11 @@ def says(content: str | None = None, *calls: tuple[str, str], finish: str = "sto
 
 
 SUBMIT = says(None, ("submit", '{"answer": "pass"}'))
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.rollout.group.RETRY_S", 0.0)
 
 
 @pytest.fixture
@@ -79,7 +84,7 @@ async def test_an_endpoint_uses_the_tasks_tools_and_is_scored(suite: Suite, monk
 
 
 async def test_an_endpoint_gets_the_instructions_of_the_evaluation(suite: Suite) -> None:
-    words = ('rollout.instructions="Look first."', 'tools.words={"submit": {"description": "Hand in."}}')
+    words = ('rollout.instructions="Look first."', 'tools={"submit": {"description": "Hand in."}}')
     with (
         ChatServer([SUBMIT]) as server,
         prepare_evaluation(find_policy(server.url, model_name="m"), [suite], overrides=(*QUICK, *words)) as given,

@@ -156,8 +156,8 @@ def test_a_case_of_a_recipe_with_servers_and_bounds_can_start_mid_episode(tmp_pa
     case = make_case("x")
     make_suite(tmp_path / "s", replace(case, task=replace(case.task, tools=("mcp:it", "submit"))))
     program = [sys.executable, "-S", "-E", str(HERE.parents[1] / "agent" / "hostile_mcp.py"), "honest"]
-    servers = "tools.mcp=" + json.dumps({"it": {"host_command": program, "start_timeout_s": 60}})
-    recipe = (BACKEND, servers, 'tools.bounds={"echo": {"calls": 1}}')
+    servers = "mcp=" + json.dumps({"it": {"host_command": program}})
+    recipe = (BACKEND, servers, 'tools={"echo": {"calls": 1}}')
 
     refused, out = agentrl("eval", "s", "--policy", f"{HERE}:talker", *recipe, "--run-dir", "r")
     assert refused == "", out
@@ -171,13 +171,13 @@ def test_a_case_of_a_recipe_with_servers_and_bounds_can_start_mid_episode(tmp_pa
     (attempt,) = results.load_results(tmp_path / "again" / "suite").attempts
     assert refused == "" and (attempt.score, attempt.turns) == (0.0, 1), out
     without = agentrl("eval", "late", "--policy", f"{HERE}:talker", BACKEND, "--run-dir", "without")[0]
-    assert "declare it in the recipe, as tools.mcp.it" in without
+    assert "declare it in the recipe, as mcp.it" in without
 
 
 def test_wording_of_a_tool_that_the_task_lacks_does_not_prevent_promotion(run: Path, tmp_path: Path) -> None:
     """The wording is for other tasks of the run."""
     recipe = json.loads((run / "recipe.json").read_text())
-    recipe["tools"]["words"] = {"search": {"description": "Search the archive.", "arguments": {}}}
+    recipe["tools"] = {"search": {"description": "Search the archive.", "arguments": {}}}
     (run / "recipe.json").write_text(json.dumps(recipe))
     refused, out = promote("failing")
     assert refused == "", out

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config import RolloutConfig
+from agentrl.config import GroupConfig, RolloutConfig
 from agentrl.experience import GroupOrder, new_entry
 from agentrl.records import (
     Blame,
@@ -176,10 +176,10 @@ def test_a_group_has_a_preference_if_enough_attempts_were_scored_differently(
 
 
 def test_a_policy_that_does_not_learn_has_one_block_without_end() -> None:
-    order = GroupOrder.single_block(RolloutConfig(groups_per_step=2, extra_groups=3, min_group_size=4))
+    order = GroupOrder.single_block(RolloutConfig(groups_per_step=2, extra_groups=3, group=GroupConfig(size=1)))
     assert [order.block_of(index) for index in (0, 5, 10_000_000)] == [0, 0, 0]
     assert [order.position(index) for index in (0, 5, 10_000_000)] == [0, 5, 10_000_000]
-    assert order.min_group_size == 4 and len(order.block(0)) == order.per_step, "without extra groups"
+    assert order.min_group_size == 1 and len(order.block(0)) == order.per_step, "without extra groups"
 
 
 def turn(tokens: int, *, version: int = 3, forced: tuple[int, ...] = ()) -> Turn:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.config import PracticeConfig, build
+from agentrl.config import TasksConfig, build
 from agentrl.errors import RecipeError, TaskError, UserError
 from agentrl.failure.case import Case, save_case
 from agentrl.failure.overlap import WithheldTasks, load_withheld, overlap_of
@@ -155,19 +155,23 @@ def test_suites_take_turns_by_weight_and_the_family_keeps_its_schedule() -> None
 
 def test_a_recipe_gives_suites_weights(suite: Path) -> None:
     save_practice(suite, tasks_of(CASES[0]), {})
-    config = PracticeConfig(suites={"suite": 2}, share=0.25)
+    config = TasksConfig(family="f:F", practice={"suite": 2}, practice_share=0.25)
     mixed = open_practice(config, seed=0, root=suite.parent, withheld=WithheldTasks(CASES))
     assert mixed.share == Fraction(1, 4) and mixed.weights == (2,) and len(mixed.tasks[0]) == 6
-    for wrong, said in (({"suites": {}}, "at least 1"), ({"suites": {"a": 0}}, "suites.a"), ({"suites": {"a": 1}, "share": 0}, "share")):
+    for wrong, said in (
+        ({"practice": {"a": 0}}, "practice.a"),
+        ({"practice": {"a": 1}, "practice_share": 0}, "practice_share"),
+        ({"practice_share": 0.5}, "does nothing without practice tasks"),
+    ):
         with pytest.raises(RecipeError, match=said):
-            build({"name": "x", "policy": {"model": "m"}, "tasks": {"family": "f:F", "practice": wrong}})
+            build({"name": "x", "policy": {"model": "m"}, "tasks": {"family": "f:F", **wrong}})
 
 
 def test_practice_never_overlaps_with_evaluations_and_stays_the_same_on_resume(suite: Path, tmp_path: Path) -> None:
     recipe = build({
         "name": "x",
         "policy": {"model": "m"},
-        "tasks": {"family": "sandboxes.tables:Tables", "practice": {"suites": {"suite": 1}}},
+        "tasks": {"family": "sandboxes.tables:Tables", "practice": {"suite": 1}},
         "evaluation": {"heldout": 5, "heldout_real": 0},
     })  # fmt: skip
     run, scorer = tmp_path / "run", TaskScorer(root=Path.cwd())

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import TaskError
-from agentrl.failure import Quarantine
+from agentrl.failure import Quarantine, quarantine
 from agentrl.failure.quarantine import count_quarantined
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 
@@ -18,14 +18,14 @@ def group(index: int, task: str, blame: Blame = Blame.TASK) -> Group:
 
 
 def test_a_broken_task_stays_quarantined_after_a_restart(tmp_path: Path) -> None:
-    first = Quarantine(tmp_path, limit=1)
+    first = Quarantine(tmp_path)
     first.add(group(0, "good", Blame.INFRASTRUCTURE))
     first.add(group(1, "bad"))
     first.add(group(2, "bad"))
     assert (len(first), count_quarantined(tmp_path)) == (1, 1)
     with (tmp_path / "quarantine.jsonl").open("a") as file:
         file.write('{"task_id": "ba')  # the process died here
-    again = Quarantine(tmp_path, limit=1)
+    again = Quarantine(tmp_path)
     fault = again.known_fault("key of bad")
     assert fault is not None and (fault.blame, fault.message) == (Blame.TASK, "bad has no tool\n  fix: name one")
     assert again.known_fault("key of good") is None and again.known_fault("key of bad, repaired") is None
@@ -33,13 +33,12 @@ def test_a_broken_task_stays_quarantined_after_a_restart(tmp_path: Path) -> None
     assert count_quarantined(tmp_path) == 2 and count_quarantined(tmp_path / "none") == 0
 
 
-def test_too_many_broken_tasks_stop_the_run_with_a_list(tmp_path: Path) -> None:
-    quarantine = Quarantine(tmp_path, limit=2)
-    quarantine.add(group(0, "a"))
-    quarantine.add(group(1, "b"))
+def test_too_many_broken_tasks_stop_the_run_with_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quarantine, "MAX_QUARANTINED", 2)
+    tasks = Quarantine(tmp_path)
+    tasks.add(group(0, "a"))
+    tasks.add(group(1, "b"))
     with pytest.raises(TaskError, match=r"3 tasks are broken, 2 are allowed[^$]*a: a has no tool\n  b: b has no tool\n  c: c"):
-        quarantine.add(group(2, "c"))
+        tasks.add(group(2, "c"))
     assert count_quarantined(tmp_path) == 3, "it is on the list"
-    Quarantine(tmp_path, limit=2).add(group(3, "d"))
-    with pytest.raises(TaskError, match=r"rollout\.max_quarantined"):
-        Quarantine(tmp_path, limit=0).add(group(4, "e"))
+    Quarantine(tmp_path).add(group(3, "d"))

@@ -37,7 +37,7 @@ async def test_the_run_pauses_and_reports_the_faults_with_counts() -> None:
     assert rate.share == 0.5 and await paused(rate) == "", "as much as is allowed"
     rate.record_attempt(failed("ServingError", "connection\nrefused", "generate"))
     text = await paused(rate)
-    assert "21 of the newest 41 attempts failed" in text and "rollout.max_fault_rate=0.5" in text
+    assert "21 of the newest 41 attempts failed" in text and "the limit is 50%" in text
     assert (
         "20 x sandbox SandboxTimeout: no sandbox opened in 39 s\ufffd[2J\n" in text
         and "1 x generate ServingError: connection refused\n" in text

@@ -23,9 +23,10 @@ from typer.testing import CliRunner
 from agentrl.agent import TurnLoop
 from agentrl.cli import app
 from agentrl.config.gate import GATE, GateConfig
-from agentrl.errors import StoreError, UserError
+from agentrl.errors import StoreError
 from agentrl.failure.case import Case, Suite
 from agentrl.failure.collection import Collection
+from agentrl.gate import gate
 from agentrl.gate.gate import Gate, first_version_to_serve, promoted_result, serve_result
 from agentrl.gate.regressions import first_different_turn
 from agentrl.gate.schedule import schedule_gate
@@ -44,7 +45,7 @@ from agentrl.version import FolderRegistry, rollback
 from tests.chats import chat_of, shared_tokenizer
 from tests.gate import test_rolled_back as plain
 
-RECIPE = plain.RECIPE.but(gate=GateConfig(suite="evals/x", every=2, repeats=4, confirm=12), steps=6)
+RECIPE = plain.RECIPE.but(gate=GateConfig(suite="evals/x", every=2, repeats=4), steps=6)
 scripted = plain.scripted
 CASES = 12
 
@@ -184,20 +185,20 @@ async def test_a_version_that_fails_a_case_is_rolled_back_and_reported_with_both
     assert [(one.case, one.turn, one.before_episode, one.episode) for one in found.regressions] == [
         (case, 1, f"gate000002-{case}-r0-a0", f"gate000004-{case}-r0-a0") for case in ("c03", "c07")
     ]
-    assert {(one.passed, one.tries) for one in found.judgement.regressed} == {(0, 16)}
+    assert {(one.passed, one.tries) for one in found.judgement.regressed} == {(0, 28)}
     assert run.registry.get(4).evals[GATE] == pytest.approx(10 / 12)
 
     publish(run, 5, 4, "bad c03 c07")  # the learner was a step ahead
     await served_through(run, 5)
     request = learner_answers(run, 6)
-    assert (request.version, request.to) == (4, 2) and "case c03: 4 of 4 before, 0 of 16 now" in request.reason
+    assert (request.version, request.to) == (4, 2) and "case c03: 4 of 4 before, 0 of 28 now" in request.reason
     await served_through(run, 6)
     assert states(run) == ["promoted", "served", "promoted", "rolled_back", "rolled_back", "rolled_back", "promoted"]
     assert Gate.of(run).is_concluded and promoted_result(run.registry, run.folder).number == 6
     assert any(said.startswith("version 4 is rolled back: case c03") and "at turn 1" in said for said in run.tracker.said)
     await plain.close(run)
     with Collection(tmp_path) as collection:
-        assert collection.counts("phase", "step", "why")[("gate", 4, "regressed")] == 32, "all 16 attempts at each of the two cases"
+        assert collection.counts("phase", "step", "why")[("gate", 4, "regressed")] == 56, "all 28 attempts at each of the two cases"
 
     page = write_report(tmp_path).read_text()
     assert "Success on the suite by version" in page and "version 4 was rolled back: case c03, with the first difference at turn 1" in page
@@ -246,7 +247,7 @@ async def test_a_resumed_driver_completes_the_gates_work_and_evaluates_no_versio
     assert measure.recorded_steps(tmp_path) == {1, 2, 3}
     await plain.close(run)
     with Collection(tmp_path) as collection:
-        assert collection.counts("phase", "step", "why")[("gate", 2, "regressed")] == 16, "no attempt is counted twice"
+        assert collection.counts("phase", "step", "why")[("gate", 2, "regressed")] == 28, "no attempt is counted twice"
 
 
 @pytest.mark.sampled(4)
@@ -329,7 +330,7 @@ async def test_a_case_has_its_own_repeats_and_threshold(tmp_path: Path) -> None:
     await served_through(run, 2)
     found = read_verdict(tmp_path, 2)
     assert found is not None and found.judgement is not None and found.figures is not None
-    assert [(one.case, one.passed, one.tries, one.before_tries) for one in found.judgement.regressed] == [("c03", 0, 6 + 12, 6)]
+    assert [(one.case, one.passed, one.tries, one.before_tries) for one in found.judgement.regressed] == [("c03", 0, 6 + 24, 6)]
     assert found.figures.attempts == 10 * 4 + 2 * 6 and found.figures.pass_at_1 == pytest.approx(11 / 12), "c05 has threshold 0"
     compared = json.loads(CliRunner().invoke(app, ["compare", f"{tmp_path}@0", f"{tmp_path}@2", "--json"]).output)
     assert compared["lost"] == ["c03", "c05"], "scores are compared unchanged"
@@ -357,9 +358,10 @@ async def test_a_run_whose_gate_promoted_nothing_says_so(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_rollbacks_end_at_their_limit_and_other_weights_are_evaluated_again(tmp_path: Path) -> None:
+async def test_rollbacks_end_at_their_limit_and_other_weights_are_evaluated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "MAX_ROLLBACKS", 1)
     run = await opened(tmp_path)
-    run.recipe = RECIPE.but({"gate.max_rollbacks": 1, "gate.every": 1, "steps": 9})
+    run.recipe = RECIPE.but({"gate.every": 1, "steps": 9})
     await looked(run)
     publish(run, 1, 0, "bad c01")
     await served_through(run, 1)
@@ -367,7 +369,7 @@ async def test_rollbacks_end_at_their_limit_and_other_weights_are_evaluated_agai
     publish(run, 3, 2, "bad c02")
     await served_through(run, 3)
     blocked = read_verdict(tmp_path, 3)
-    assert blocked is not None and blocked.outcome is GateOutcome.BLOCKED and "gate.max_rollbacks allows no more" in blocked.reason
+    assert blocked is not None and blocked.outcome is GateOutcome.BLOCKED and "after 1 rollbacks the gate only blocks" in blocked.reason
     run.registry.reconcile(2)
     await run.served.fall_back(run.registry.get(2))
     publish(run, 3, 2, "good 3")
@@ -465,8 +467,3 @@ def test_a_rollback_request_is_void_once_its_version_has_other_weights(tmp_path:
     assert rollback.pending_request(tmp_path, registry) is None
     with pytest.raises(ValueError, match="is not older"):
         rollback.RollbackRequest(version=2, sha256="", to=2, to_sha256="", reason="")
-
-
-def test_settings_that_do_nothing_raise() -> None:
-    with pytest.raises(UserError, match="does nothing"):
-        RECIPE.but({"gate.action": "block", "gate.max_rollbacks": 3})

@@ -15,6 +15,7 @@ import pytest
 from agentrl.config.gate import GATE
 from agentrl.errors import UserError
 from agentrl.failure.case import Suite
+from agentrl.gate import gate
 from agentrl.gate.gate import Gate, serve_result
 from agentrl.gate.verdict import GateOutcome, read_verdict
 from agentrl.observe import Rate
@@ -25,6 +26,13 @@ from tests.gate.test_gate import RECIPE, Player, looked, opened, publish, served
 
 pytestmark = pytest.mark.usefixtures("scripted")
 scripted = plain.scripted
+
+
+@pytest.fixture
+def suite_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few cases suffice for a verdict on the suite, and no case blocks."""
+    rule = gate.gate_rule
+    monkeypatch.setattr(gate, "gate_rule", lambda config, suite: replace(rule(config, suite), confirm=0, alpha=0.4))
 
 
 class Reports:
@@ -103,10 +111,11 @@ async def test_a_version_without_a_scored_attempt_has_no_verdict_and_no_rate(tmp
     await plain.close(run)
 
 
+@pytest.mark.usefixtures("suite_alone")
 async def test_if_only_the_suite_got_worse_the_three_worst_cases_are_shown(tmp_path: Path) -> None:
     """c00 fails as often as before. At c09 a score of 0 passes, so there is no episode to show."""
     run = await opened(tmp_path)
-    run.recipe = RECIPE.but({"gate.confirm": 0, "gate.alpha": 0.4, "gate.action": "block", "steps": 8})
+    run.recipe = RECIPE.but({"gate.action": "block", "steps": 8})
     run.suite = replace(run.suite, cases=tuple(replace(case, threshold=0.0 if case.id == "c09" else None) for case in run.suite.cases))
     lost = ("good 1", "bad c00-r0", "good 3", "bad c00-r0 c09 c05-r1 c05-r2 c07", "good 5", "bad c00-r0 c01-r0 c02-r0 c02-r1 c04 c03")
     lost += ("good 7", "bad c00-r0 c05-r1 c07")
@@ -127,9 +136,9 @@ async def test_if_only_the_suite_got_worse_the_three_worst_cases_are_shown(tmp_p
     await plain.close(run)
 
 
+@pytest.mark.usefixtures("suite_alone")
 async def test_a_changed_case_is_neither_compared_nor_shown(tmp_path: Path) -> None:
     run = await opened(tmp_path)
-    run.recipe = RECIPE.but({"gate.confirm": 0, "gate.alpha": 0.4})
     await serving_the_second(run, "good 1", "bad c03 c05 c06")
     run.suite = with_image(run.suite, "c03", "another")
     await looked(run)
@@ -139,9 +148,9 @@ async def test_a_changed_case_is_neither_compared_nor_shown(tmp_path: Path) -> N
     await plain.close(run)
 
 
+@pytest.mark.usefixtures("suite_alone")
 async def test_a_case_without_scores_takes_no_slot_among_the_cases_that_are_shown(tmp_path: Path) -> None:
     run = await opened(tmp_path)
-    run.recipe = RECIPE.but({"gate.confirm": 0, "gate.alpha": 0.4})
     await serving_the_second(run, "good 1", "bad c04 c05 c06")
     say = run.player.say
 

@@ -250,18 +250,17 @@ def test_options_are_checked_before_anything_starts(tokenizer: Any, options: Any
         ExternalProgram(chat=chat_of(tokenizer), **{"command": ["true"], **options})
 
 
-@pytest.mark.parametrize("key", ["rollout.branching", "rollout.checkpoint_turns", "tools.mcp", "tools.bounds", "tools.words"])
+@pytest.mark.parametrize("key", ["rollout.group.branches", "rollout.checkpoint_turns", "mcp", "tools"])
 def test_settings_without_effect_are_refused(key: str, tmp_path: Path) -> None:
     """A program has no state between turns to capture, and has its own tools."""
     (tmp_path / "agent.py").write_text("print()")
     options = {"command": ["true"], "files": {"agent.py": str(tmp_path / "agent.py")}}
     base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
     asked: Any = {
-        "rollout.branching": {"turn": 1, "branches": 2},
+        "rollout.group.branches": 2,
         "rollout.checkpoint_turns": True,
-        "tools.mcp": {"clock": {"command": ["true"]}},
-        "tools.bounds": {"python": {"calls": 3}},
-        "tools.words": {"python": {"description": "x"}},
+        "mcp": {"clock": {"command": ["true"]}},
+        "tools": {"python": {"calls": 3}},
     }
     check_parts(base.but({key: asked[key]}))  # it does something with the agent that ships
     outside = base.but({"rollout.agent": "agentrl.gateway:ExternalProgram", "rollout.agent_options": options})

@@ -49,7 +49,7 @@ def recipe(**sections: dict[str, object]) -> Recipe:
     data: dict[str, dict[str, object]] = {
         "policy": {"model": "base", "max_model_len": 256},
         "tasks": {"family": "sandboxes.tables:Tables"},
-        "rollout": {"group_size": 4, "groups_per_step": 3},
+        "rollout": {"group": {"size": 4}, "groups_per_step": 3},
         "learner": {"lr": 1e-2, "max_tokens_per_microbatch": 256},
     }
     for name, changes in sections.items():

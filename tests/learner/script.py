@@ -300,7 +300,7 @@ class Scenario:
         alone = plain.model_copy(
             update={
                 "objective": ObjectiveConfig(advantage="reinforce++"),
-                "rollout": plain.rollout.model_copy(update={"min_group_size": 1}),
+                "rollout": plain.rollout.model_copy(update={"group": {"size": 1}}),
             }
         )
         engine = self.engine(alone)

@@ -12,7 +12,7 @@ from agentrl.memory import NoteStore, StoreView, WrittenNotes, scope_of
 from agentrl.records.memo import Memo
 from agentrl.testing.samples import sample_task
 
-CONFIG = MemoryConfig(notes=3, note_chars=40, results=2)
+CONFIG = MemoryConfig(notes=3)
 
 
 def view(*notes: str) -> StoreView:
@@ -23,7 +23,7 @@ def view(*notes: str) -> StoreView:
 
 def test_notes_beyond_the_limits_are_rejected_with_a_message() -> None:
     memory = view().begin()
-    assert memory.note("x" * 41) == (False, "not saved: the note has 41 characters, but the limit is 40")
+    assert memory.note("x" * 401) == (False, "not saved: the note has 401 characters, but the limit is 400")
     assert memory.note(" \n\t ")[0] is False and memory.recall("x" * 201)[0] is False
     assert memory.note("\x1b[2Ja\u202eb\r\nc ") == (True, "noted")
     assert memory.note("one") == (True, "noted") and memory.note(" one\n") == (True, "already noted")

@@ -34,7 +34,7 @@ from tests.driving import Family, Journaled, make_recipe, make_task, opened
 from tests.ledgers import indices, take_step
 
 GROUPS = 2
-RECIPE = make_recipe(max_retries=0, checkpoint_turns=False).but(
+RECIPE = make_recipe(checkpoint_turns=False).but(
     {"steps": 4, "memory": {"notes": 2, "heldout_rounds": 2}, "evaluation.heldout": 4, "evaluation.heldout_real": 0}
 )
 

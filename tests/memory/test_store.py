@@ -16,6 +16,7 @@ import pytest
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import StoreError
 from agentrl.memory import NoteStore, WrittenNotes
+from agentrl.memory import store as store_module
 from agentrl.memory.store import NoteMatch
 from agentrl.records.memo import Memo
 
@@ -51,7 +52,7 @@ def simulated(store: NoteStore, seed: int, *, steps: int, behind: int) -> list[t
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_secret_of_a_task_returns_to_it_through_copies(seed: int) -> None:
-    config = MemoryConfig(keep=200, results=4)
+    config = MemoryConfig()
     store = NoteStore(None, config, behind=12)
     asked = simulated(store, seed, steps=12, behind=1 + seed % 2)
     shown = [(where, one) for where, found in asked for one in found]
@@ -66,8 +67,9 @@ def test_no_secret_of_a_task_returns_to_it_through_copies(seed: int) -> None:
     )
 
 
-def test_rare_words_rank_higher_and_ties_go_to_the_newest() -> None:
-    store = NoteStore(None, MemoryConfig(results=3))
+def test_rare_words_rank_higher_and_ties_go_to_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "RESULTS", 3)
+    store = NoteStore(None, MemoryConfig())
     some = ("drawer 1: leases", "drawer 2: invoices", "drawers are locked", "Zürich keeps the invoices", "drawer 4: old")
     store.commit(0, [note("e0", *some)])
     assert texts(store, "drawer invoice") == ["drawer 2: invoices", "Zürich keeps the invoices", "drawer 4: old"]
@@ -97,8 +99,10 @@ def test_steps_are_committed_once_completely_and_in_order(tmp_path: Path) -> Non
         NoteStore(tmp_path / "notes.sqlite", MemoryConfig())
 
 
-def test_old_notes_are_deleted_without_changing_readable_versions() -> None:
-    config, everything = MemoryConfig(keep=20, results=20), NoteStore(None, MemoryConfig(keep=20, results=20), behind=1000)
+def test_old_notes_are_deleted_without_changing_readable_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "RESULTS", 20)
+    monkeypatch.setattr(store_module, "KEEP", 20)
+    config, everything = MemoryConfig(), NoteStore(None, MemoryConfig(), behind=1000)
     store = NoteStore(None, config, behind=2)
     for step in range(30):
         written = [note(f"{step}-{member}", *(f"word {step} {member} {n}" for n in range(3))) for member in range(4)]
@@ -129,7 +133,7 @@ def test_killed_process_leaves_complete_steps(tmp_path: Path) -> None:
         time.sleep(0.05)
         os.kill(writer.pid, signal.SIGKILL)
         told = [int(one) for one in re.findall(r"\d+(?=\n)", first + writer.communicate(timeout=120)[0])]
-        store = NoteStore(path, MemoryConfig(results=50))
+        store = NoteStore(path, MemoryConfig())
         newest = store.version - 1
         assert newest in (told[-1], told[-1] + 1)
         assert texts(store, "", store.version)[:5] == [f"word {newest} {n}" for n in (4, 3, 2, 1, 0)]
@@ -146,7 +150,7 @@ def test_closed_store_raises_store_error() -> None:
 def test_common_words_are_looked_up_once() -> None:
     """Policies find out that such queries show something. CPU time, so that a busy machine changes little."""
     words = " ".join(f"common{n}" for n in range(16))
-    store = NoteStore(None, MemoryConfig(keep=500, notes=64))
+    store = NoteStore(None, MemoryConfig(notes=64))
     for step in range(40):
         store.commit(step, [note(f"{step}-{n}", *(f"{words} {step} {n} {m}" for m in range(5))) for n in range(10)])
     began = time.process_time()

@@ -23,7 +23,7 @@ LENGTH = 32  # max_completion_length
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "DAPO": ({}, {"loss_type": "bnpo"}),
     "GRPO": ({"aggregation": "sequence_mean", "kl": "k3", "kl_coef": 0.1}, {"loss_type": "grpo", "beta": 0.1}),
-    "Dr. GRPO": ({"aggregation": "constant", "constant_length": LENGTH}, {"loss_type": "dr_grpo"}),
+    "Dr. GRPO": ({"aggregation": "constant"}, {"loss_type": "dr_grpo"}),
     "dual clip": ({"dual_clip": 1.4}, {"loss_type": "bnpo", "delta": 1.4}),
     "GSPO": (
         {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 0.05, "clip_high": 0.06, "is_level": "sequence"},

@@ -22,7 +22,7 @@ _numbers = iter(range(100, 10**9))
 
 def recipe(**objective: Any) -> Recipe:
     data = {"name": "t", "policy": {"model": "m"}, "tasks": {"family": "a:b"}, "objective": {"normalize_std": False, **objective}}
-    return build(data | ({"rollout": {"branching": {}}} if objective.get("credit") == "siblings" else {}))
+    return build(data | ({"rollout": {"group": {"branches": 2}}} if objective.get("credit") == "siblings" else {}))
 
 
 def turn() -> Turn:

@@ -100,7 +100,7 @@ STEP = {"step": 1, "episodes": 8, "episodes_left_out": 0, "tokens_trained": 0.0,
             "nothing was learned: no token was trained in 1 step (2 groups: all attempts have equal scores, so there is no preference;"
             " mean reward 0.000)",
         ),
-        ({"episodes_left_out": 5, "groups_too_few": 2.0}, {TEXT: 5}, "(2 groups: fewer than rollout.min_group_size attempts were scored)"),
+        ({"episodes_left_out": 5, "groups_too_few": 2.0}, {TEXT: 5}, "(2 groups: fewer than two attempts were scored)"),
         (
             {"tokens_trained": 90.0, "updates_left_out": 1.0},
             {},

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import BranchingConfig
 from agentrl.errors import SandboxError, ServingError
 from agentrl.records import MAX_SNAPSHOT_BYTES, Blame, Episode, EpisodeState, ExecResult, Limits, Score, ScoredEpisode, Task, Turn, codec
 from agentrl.rollout import CaptureState, GroupRunner
@@ -54,14 +53,15 @@ async def score(task: Task, episode: Episode) -> Score:
     return Score(value=1.0)
 
 
-def group_runner(runner: Any, *, size: int, retries: int = 0, keeper: Shelf | None = None, **branching: int) -> GroupRunner:
+def group_runner(runner: Any, *, size: int, retries: int = 0, keeper: Shelf | None = None, turn: int = 1, branches: int = 1) -> GroupRunner:
     return GroupRunner(
         runner=runner,
         scorer=score,
         slots=asyncio.Semaphore(size),
         group_size=size,
         max_retries=retries,
-        branching=BranchingConfig(**branching) if branching else None,
+        branches=branches,
+        branch_turn=turn,
         checkpoints=keeper,
     )
 

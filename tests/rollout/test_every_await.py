@@ -17,7 +17,6 @@ import pytest
 from agentrl.agent import ToolOutcome, TurnLoop, tool
 from agentrl.agent.invoke import ARGUMENT_FAULTS
 from agentrl.agent.tools import function_schema
-from agentrl.config import BranchingConfig
 from agentrl.errors import PluginError, SandboxError, SandboxTimeout, ServingError
 from agentrl.protocols import Sandbox
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Limits, Score, ScoredEpisode, Task, codec
@@ -256,7 +255,7 @@ SAID = (
 class Scene:
     """The parts around one episode or group, and the invariants at its end."""
 
-    def __init__(self, tokenizer: Any, task: Task, *, size: int = 1, branches: int = 0) -> None:
+    def __init__(self, tokenizer: Any, task: Task, *, size: int = 1, branches: int = 1) -> None:
         tools = ("python", f"{__file__}:look", f"{__file__}:look_inside", f"{__file__}:Notes", "submit")
         self.task = replace(task, tools=tools, verifiers=(f"{__file__}:judge",), outputs=("a.csv",))
         self.sandboxes = Boxes(printing("3"))
@@ -276,7 +275,7 @@ class Scene:
             slots=self.slots,
             group_size=size,
             max_retries=0,
-            branching=BranchingConfig(turn=1, branches=branches) if branches else None,
+            branches=branches,
             checkpoints=Shelf(),
             on_attempt=self.told.append,
         )
@@ -393,7 +392,7 @@ async def test_an_exception_at_any_await_of_a_group_costs_one_member(tokenizer: 
 
 @pytest.mark.parametrize("size", [1, pytest.param(4, marks=pytest.mark.slow)])
 async def test_a_cancellation_at_any_await_propagates_and_leaves_nothing_behind(tokenizer: Any, task: Task, size: int) -> None:
-    branches = 2 if size > 1 else 0
+    branches = 2 if size > 1 else 1
     count, _ = await waits(scene := Scene(tokenizer, task, size=size, branches=branches), scene.groups.run_group(0, scene.task))
     for at in range(count):
         scene, awaits = Scene(tokenizer, task, size=size, branches=branches), Awaits(at)

@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.agent import TurnLoop
 from agentrl.config import Recipe, build
-from agentrl.config.rollout import CompactionConfig, DelegationConfig
+from agentrl.config.rollout import DelegationConfig
 from agentrl.objective import assemble
 from agentrl.records import Completion, EpisodeState, Group, Limits, SamplingParams, Score, ScoredEpisode, Task
 from agentrl.records.sampling import Sampling
@@ -51,7 +51,7 @@ class Noted(ReadingPolicy):
 
 def recipe(credit: str) -> Recipe:
     data = {"name": "t", "policy": {"model": "m", "max_model_len": 4096}, "tasks": {"family": "a:b"}, "objective": {"credit": credit}}
-    rollout = {"agent": "delegating", "branching": {}}
+    rollout = {"agent": "delegating", "group": {"branches": 2}}
     return build({**data, "rollout": rollout, "learner": {"max_tokens_per_microbatch": 16384}})
 
 
@@ -60,8 +60,8 @@ async def grown(policy: Noted, task: Task) -> Group:
     runner = EpisodeRunner(
         agent=TurnLoop(
             chat=chat_of(policy.tokenizer),
-            delegation=DelegationConfig(depth=2, width=2, total=6, turns=4, tokens=400),
-            compaction=CompactionConfig(tokens=450, summary_tokens=60, request="Sum up."),
+            delegation=DelegationConfig(depth=2, total=6, turns=4),
+            compaction=0.64,
         ),
         policy=policy,
         sandboxes=ScriptedSandboxes(printing("y" * 40)),

@@ -338,7 +338,7 @@ def test_other_lost_time_is_an_infrastructure_fault(lost_s: float) -> None:
     assert failure is not None and (failure.stage, failure.blame, failure.kind) == ("episode", Blame.INFRASTRUCTURE, "wall_limit")
     assert failure.message == (
         f"the episode used up its 100 s: programs took 10.0 s, sampling {20.0 + lost_s:.1f} s, everything else {70.0 - lost_s:.1f} s"
-        f" (sandboxes 7.0 s, including programs)\n  fix: {ADVICE}, or sandbox.warm"
+        f" (sandboxes 7.0 s, including programs)\n  fix: {ADVICE}"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.config import ObjectiveConfig, PolicyConfig, Recipe, RolloutConfig, TasksConfig
+from agentrl.config import GroupConfig, ObjectiveConfig, PolicyConfig, Recipe, RolloutConfig, TasksConfig
 from agentrl.experience import SqliteStore
 from agentrl.learner.packing import build_micro_batch, plan_micro_batches
 from agentrl.objective import assemble, counted_samples
@@ -189,7 +189,7 @@ async def test_an_agent_cannot_sample_past_a_limit(tokenizer: Any, tree: Task, d
     assert "cannot have another turn: turn_limit" in episode.failures[0].message
 
 
-RECIPE = Recipe(name="r", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"), rollout=RolloutConfig(group_size=3))
+RECIPE = Recipe(name="r", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"), rollout=RolloutConfig(group=GroupConfig(size=3)))
 
 
 def scored(episode: Episode, value: float) -> ScoredEpisode:

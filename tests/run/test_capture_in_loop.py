@@ -55,9 +55,9 @@ class Registry:
 
 async def played(folder: Path, **capture: Any) -> Any:
     changes = {f"capture.{key}": value for key, value in capture.items()}
-    recipe = make_recipe(max_retries=0).but({"evaluation.heldout": 4, "evaluation.heldout_real": 0, **changes})
+    recipe = make_recipe().but({"evaluation.heldout": 4, "evaluation.heldout_real": 0, **changes})
     async with opened(folder, Journaled(folder / "j", script=script), ScriptedSandboxes(printing("3")), recipe, Family(asked)) as run:
-        run.groups = replace(run.groups, scorer=judge)
+        run.groups = replace(run.groups, scorer=judge, max_retries=0)
         run.registry = Registry()  # type: ignore[assignment]
         await HeldOutEvaluation.of(run).run("before", step=0)
         await loop._roll_out(run)
@@ -66,9 +66,9 @@ async def played(folder: Path, **capture: Any) -> Any:
 
 
 async def test_a_repeated_evaluation_replaces_the_earlier_one(tmp_path: Path) -> None:
-    recipe = make_recipe(max_retries=0).but({"evaluation.heldout": 4, "evaluation.heldout_real": 0})
+    recipe = make_recipe().but({"evaluation.heldout": 4, "evaluation.heldout_real": 0})
     async with opened(tmp_path, Journaled(tmp_path / "j", script=script), ScriptedSandboxes(printing("3")), recipe, Family(asked)) as run:
-        run.groups = replace(run.groups, scorer=judge)
+        run.groups = replace(run.groups, scorer=judge, max_retries=0)
         run.registry = Registry()  # type: ignore[assignment]
         for phase in ("before", "before", "after"):
             await HeldOutEvaluation.of(run).run(phase, step=0)

@@ -21,6 +21,7 @@ import zstandard
 from agentrl.cli.recipes import load_recipe
 from agentrl.errors import TaskError
 from agentrl.experience import SqliteStore
+from agentrl.failure import quarantine
 from agentrl.failure.quarantine import count_quarantined
 from agentrl.learner import LearnerProcess
 from agentrl.objective import assemble
@@ -147,7 +148,7 @@ def broken(index: int) -> Task | None:
 
 
 async def test_broken_tasks_are_excluded_and_the_run_continues(tmp_path: Path) -> None:
-    recipe, policy = make_recipe(groups_per_step=5, group_size=2), Journaled(tmp_path / "journal.jsonl")
+    recipe, policy = make_recipe(groups_per_step=5, group={"size": 2}), Journaled(tmp_path / "journal.jsonl")
     async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family(broken)) as run:
         await loop._roll_out(run)
         groups = run.store.groups(range(5))
@@ -167,7 +168,7 @@ async def test_broken_tasks_are_excluded_and_the_run_continues(tmp_path: Path) -
 
 
 async def test_groups_with_equal_scores_get_extra_groups_that_a_resumed_run_does_not_repeat(tmp_path: Path) -> None:
-    recipe, policy = make_recipe(groups_per_step=2, extra_groups=3, group_size=2), Journaled(tmp_path / "journal.jsonl")
+    recipe, policy = make_recipe(groups_per_step=2, extra_groups=3, group={"size": 2}), Journaled(tmp_path / "journal.jsonl")
     for _ in range(2):
         async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
             await loop._roll_out(run)
@@ -180,7 +181,7 @@ async def test_groups_with_equal_scores_get_extra_groups_that_a_resumed_run_does
 
 async def test_cancelled_attempts_are_counted_and_leave_nothing(tmp_path: Path) -> None:
     """All score the same: of five attempts three start, two decide, and the third is cancelled or too late."""
-    recipe, policy = make_recipe(group_size=4, spare_attempts=1, stop_equal_after=2), Journaled(tmp_path / "journal.jsonl")
+    recipe, policy = make_recipe(group={"size": 4, "spare_attempts": 1, "stop_equal_after": 2}), Journaled(tmp_path / "journal.jsonl")
     for _ in range(2):
         async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
             await loop._roll_out(run)
@@ -196,9 +197,10 @@ async def test_cancelled_attempts_are_counted_and_leave_nothing(tmp_path: Path) 
     assert not (tmp_path / "failures").exists() or not list((tmp_path / "failures").glob("*.jsonl"))
 
 
-async def test_too_many_broken_tasks_stop_the_run_with_their_list(tmp_path: Path) -> None:
+async def test_too_many_broken_tasks_stop_the_run_with_their_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quarantine, "MAX_QUARANTINED", 2)
     family = Family(lambda index: replace(make_task(index), limits=Limits(episode_tokens=3)))
-    recipe = make_recipe(groups_per_step=6, max_quarantined=2)
+    recipe = make_recipe(groups_per_step=6)
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("")), recipe, family) as run:
         with pytest.raises(ExceptionGroup) as error:
             await loop._roll_out(run)
@@ -219,14 +221,14 @@ async def test_a_run_stopped_in_its_last_evaluation_resumes_without_a_learner(tm
 @pytest.mark.bubblewrap
 async def test_a_resumed_run_keeps_checkpoints_of_running_groups_only(tmp_path: Path) -> None:
     """The driver died after storing group 0, before removing its checkpoints; group 1 was still running."""
-    _, recipe = load_recipe(ROOT / "recipes" / "quickstart.py", ["rollout.checkpoint_turns=true", "rollout.branching={}"])
-    recipe = recipe.model_copy(update={"sandbox": recipe.sandbox.model_copy(update={"backend": "bubblewrap", "warm": 0})})
+    _, recipe = load_recipe(ROOT / "recipes" / "quickstart.py", ["rollout.checkpoint_turns=true", "rollout.group.branches=2"])
+    recipe = recipe.model_copy(update={"sandbox": recipe.sandbox.model_copy(update={"backend": "bubblewrap"})})
     start = RunStart(recipe=ROOT / "recipes" / "quickstart.py", folder=tmp_path / "run", overrides=())
     checked = run_preflight(recipe, tmp_path, root=ROOT)
     for resume, left in ((False, ()), (True, (1,))):
         async with opening.open_run(recipe, start, checked, root=ROOT, console=False) as run:
             assert run.checkpoints.groups() == left
-            assert run.groups.checkpoints is run.checkpoints and run.groups.branching == recipe.rollout.branching
+            assert run.groups.checkpoints is run.checkpoints and run.groups.branches == 2
             if not resume:
                 group = excluded_group(0, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message=""), size=1)
                 run.store.put(group)

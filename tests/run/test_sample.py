@@ -53,10 +53,10 @@ async def played(
 ) -> tuple[sample.SampleResult, list[int]]:
     """The result of sampling, and the groups that this call sampled."""
     policy = Journaled(folder / "journal", script=submits)
-    recipe = make_recipe(max_retries=0, **rollout)
+    recipe = make_recipe(**rollout)
     order = GroupOrder.single_block(recipe.rollout)
     async with opened(folder, policy, ScriptedSandboxes(printing("3")), recipe, Family(family), order=order) as run:
-        run.groups = replace(run.groups, scorer=judge)
+        run.groups = replace(run.groups, scorer=judge, max_retries=0)
         made: list[int] = []
         told_of = run.tracker.progress
 
@@ -95,11 +95,11 @@ async def test_each_task_is_attempted_and_reported_by_kind(tmp_path: Path) -> No
 
 async def test_resuming_samples_only_missing_groups_and_reports_all(tmp_path: Path) -> None:
     """Interrupted after the second of many groups: running groups finish, and no others start."""
-    first, made = await played(tmp_path, 12, stop_after=2, group_size=2, concurrency=2)
+    first, made = await played(tmp_path, 12, stop_after=2, group={"size": 2}, concurrency=2)
     assert first.unfinished and 2 <= len(made) < 12 and first.requested == 12
-    again, then = await played(tmp_path, 12, group_size=2, concurrency=2)
+    again, then = await played(tmp_path, 12, group={"size": 2}, concurrency=2)
     assert sorted(made + then) == list(range(12)) and not set(made) & set(then) and not again.unfinished
-    further, more = await played(tmp_path, 14, group_size=2, concurrency=2)
+    further, more = await played(tmp_path, 14, group={"size": 2}, concurrency=2)
     assert sorted(more) == [12, 13] and further.totals.tasks == 13
     assert len(read_json_lines(tmp_path / "episodes" / "train.jsonl")) == 2 * 13, "each attempt once; the broken task has none"
 
@@ -133,7 +133,7 @@ async def test_a_repeated_task_counts_once_and_groups_without_a_preference_do_no
     [
         ["memory={}"],
         ["objective.proximal=recompute", "learner.minibatches=4", "objective.clip_high=0.28"],
-        ["tasks.weighting={}", "rollout.extra_groups=8"],
+        ["tasks.weighting=true", "rollout.extra_groups=8"],
     ],
 )
 async def test_a_recipe_is_sampled_unchanged(given: list[str], tmp_path: Path) -> None:

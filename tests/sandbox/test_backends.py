@@ -198,7 +198,7 @@ async def test_opening_cancelled_at_any_moment_leaves_no_process(root, monkeypat
 
 @pytest.mark.parametrize("name", BOTH)
 async def test_open_sandboxes(name, root):
-    pool = await open_sandboxes(SandboxConfig(backend=name, warm=1), run_label="test", root=root)
+    pool = await open_sandboxes(SandboxConfig(backend=name), warm=1, run_label="test", root=root)
     assert pool.name == name
     sandbox = await pool.open(SPEC)
     assert (await sandbox.python("print(6 * 7)", timeout_s=60)).stdout == "42\n"

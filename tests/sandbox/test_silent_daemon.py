@@ -56,7 +56,7 @@ def test_selecting_a_backend(silent, root):
 @pytest.mark.bubblewrap
 async def test_run_with_bubblewrap_does_not_need_it(silent, root, caplog):
     with in_time(), caplog.at_level(logging.WARNING):
-        pool = await open_sandboxes(SandboxConfig(backend="auto", warm=0), run_label="test", root=root)
+        pool = await open_sandboxes(SandboxConfig(backend="auto"), warm=0, run_label="test", root=root)
         assert pool.name == "bubblewrap" and "accepts connections but does not answer" in caplog.text
         await pool.close()
 

@@ -24,8 +24,8 @@ from sandboxes.pages.scripted import NOWHERE, alone, noting, splitting
 from tests.agent.trees import asked, call
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = ["policy.max_model_len=1000", "rollout.compaction.summary_tokens=100", "rollout.compaction.share=0.6"]
-FAMILY = Pages(pages=5, entries=12, turn_tokens=700, episode_tokens=1000)
+SHORT = ["policy.max_model_len=1080", "rollout.compaction=0.6"]
+FAMILY = Pages(pages=5, entries=12, turn_tokens=700, episode_tokens=1080)
 
 
 @pytest.fixture(scope="module")

@@ -262,9 +262,7 @@ async def test_restarts_are_counted_in_a_row(tmp_path: Path, monkeypatch: pytest
 async def test_a_restart_for_another_version_is_not_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = open_registry(tmp_path)
     (tmp_path / "versions/000000/probe.json").unlink()  # so that a server is started with it
-    recipe = Recipe(name="served", policy=PolicyConfig(model="unused"), tasks=TasksConfig(family="unused:unused")).but(
-        {"rollout": {"max_cache_use": 1}}
-    )
+    recipe = Recipe(name="served", policy=PolicyConfig(model="unused"), tasks=TasksConfig(family="unused:unused"))
     policy = supervisor.SupervisedServer(recipe, tmp_path, registry)
     base = registry.get(0)
     assert base is not None

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from agentrl.base.files import sha256_file
-from agentrl.config import PolicyConfig, Recipe, RolloutConfig, ServingConfig, TasksConfig
+from agentrl.config import GroupConfig, PolicyConfig, Recipe, RolloutConfig, ServingConfig, TasksConfig
 from agentrl.errors import ServingError, SwapError
 from agentrl.protocols import CacheUse
 from agentrl.records import Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionSpan, VersionState, codec
@@ -27,7 +27,7 @@ RECIPE = Recipe(
     name="replicas",
     policy=PolicyConfig(model="unused"),
     tasks=TasksConfig(family="unused:unused"),
-    rollout=RolloutConfig(group_size=4, groups_per_step=4, concurrency=12),
+    rollout=RolloutConfig(group=GroupConfig(size=4), groups_per_step=4, concurrency=12),
     serving=ServingConfig(replicas=3, startup_timeout_s=30.0),
 )
 PARAMS = SamplingParams(max_tokens=4)
@@ -461,10 +461,10 @@ async def test_cache_use_covers_each_replica(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rollout", "wanted"),
     [
-        ({"group_size": 8, "groups_per_step": 16, "concurrency": 64}, 8),
-        ({"group_size": 64, "groups_per_step": 1, "concurrency": 256}, 21),
-        ({"group_size": 32, "groups_per_step": 4, "concurrency": 12}, 4),
-        ({"group_size": 2, "groups_per_step": 1, "concurrency": 64}, 1),
+        ({"group.size": 8, "groups_per_step": 16, "concurrency": 64}, 8),
+        ({"group.size": 64, "groups_per_step": 1, "concurrency": 256}, 21),
+        ({"group.size": 32, "groups_per_step": 4, "concurrency": 12}, 4),
+        ({"group.size": 2, "groups_per_step": 1, "concurrency": 64}, 1),
     ],
 )
 def test_the_largest_load_lead(rollout: dict[str, Any], wanted: int) -> None:

@@ -157,13 +157,13 @@ def leaves(kind: type[Section], prefix: str = "") -> Iterator[str]:
 
 DECIDES = (
     *("name", "seed", "max_staleness", "device", "store", "store_options"),
-    *("policy.*", "tasks.*", "tools.*", "memory.*", "objective.*", "critic.*"),
+    *("policy.*", "tasks.*", "mcp.*", "tools.*", "memory.*", "objective.*", "critic.*"),
     *("learner.lr", "learner.warmup_steps", "learner.lr_schedule", "learner.weight_decay", "learner.max_grad_norm", "learner.lora.*"),
     *("learner.minibatches", "learner.kernels", "learner.offload"),
     *("judge_servers.x.model", "judge_servers.x.dtype", "judge_servers.x.max_model_len"),
-    *("rollout.agent", "rollout.agent_options", "rollout.delegation.*", "rollout.compaction.*", "rollout.instructions"),
-    *("rollout.group_size", "rollout.groups_per_step", "rollout.spare_attempts", "rollout.stop_equal_after", "rollout.extra_groups"),
-    *("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p", "rollout.min_group_size", "rollout.branching.*"),
+    *("rollout.agent", "rollout.agent_options", "rollout.delegation.*", "rollout.compaction", "rollout.instructions"),
+    *("rollout.group.*", "rollout.groups_per_step", "rollout.extra_groups"),
+    *("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
 )
 """Keys that decide what is sampled, judged or learned, or what a checkpoint holds. A new key is put here, or declared `resumable`."""
 
@@ -178,7 +178,7 @@ def test_every_key_is_either_resumable_or_decides_what_a_run_learns() -> None:
 
 def test_settings_against_a_slow_server_may_change_on_resume(tmp_path: Path) -> None:
     hold_run(tmp_path)
-    faster = ["serving.threads=2", "rollout.concurrency=8", "serving.request_timeout_s=300", "rollout.max_retries=5"]
+    faster = ["serving.threads=2", "rollout.concurrency=8", "serving.request_timeout_s=300", "rollout.checkpoint_turns=true"]
     assert len(check_resumed_recipe(tmp_path, apply_overrides(RECIPE, faster))) == 4
     with pytest.raises(RecipeError, match=r"rollout\.temperature 1\.0 -> 0\.5") as error:
         check_resumed_recipe(tmp_path, apply_overrides(RECIPE, [*faster, "rollout.temperature=0.5"]))

@@ -155,6 +155,4 @@ def test_keys_of_one_of_several_sections_are_overridden_one_by_one() -> None:
         with pytest.raises(RecipeError, match="group_weight"):
             recipe().but(odd)
     with pytest.raises(RecipeError, match="compares the attempts"):
-        recipe().but(
-            {"tasks.group_judge": "a:b", "rollout.group_size": 1, "rollout.min_group_size": 1, "objective.advantage": "reinforce++"}
-        )
+        recipe().but({"tasks.group_judge": "a:b", "rollout.group.size": 1, "objective.advantage": "reinforce++"})

@@ -51,9 +51,9 @@ def judged_by(verifier: Callable[..., Any], **changes: Any) -> Family:
 
 async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> Summary:
     """One step of two groups with the metrics of the learner's batch; then the run's summary."""
-    recipe = make_recipe(checkpoint_turns=False, max_retries=0)
+    recipe = make_recipe(checkpoint_turns=False)
     async with opened(folder, Journaled(folder / "journal.jsonl"), sandboxes, recipe, family) as run:
-        run.groups = replace(run.groups, scorer=TaskScorer())
+        run.groups = replace(run.groups, scorer=TaskScorer(), max_retries=0)
         await loop._roll_out(run)
         groups = run.store.groups(range(2))
         made = assemble(0, groups, recipe)
@@ -131,9 +131,9 @@ async def test_a_repeated_step_is_counted_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("phase", ["before", "after"])
 async def test_an_evaluation_without_a_score_has_no_rate(tmp_path: Path, phase: str) -> None:
     """Before training it ends the run; later it must not discard the training, so it is reported and the run continues."""
-    recipe = make_recipe(max_retries=0).but({"evaluation.heldout": 3, "evaluation.heldout_real": 0})
+    recipe = make_recipe().but({"evaluation.heldout": 3, "evaluation.heldout_real": 0})
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, judged_by(in_words)) as run:
-        run.groups = replace(run.groups, scorer=TaskScorer())
+        run.groups = replace(run.groups, scorer=TaskScorer(), max_retries=0)
         run.registry = Registry()  # type: ignore[assignment]
         told = "evaluation .*: 3 of 3 episodes on heldout excluded: 3 x tests.session.test_no_result:in_words: verifier returned str"
         if phase == "before":
@@ -157,13 +157,13 @@ class Registry:
 
 async def test_a_complete_evaluation_is_not_repeated(tmp_path: Path) -> None:
     """With the same weights and settings. Otherwise a stop in the first step would repeat the one before training."""
-    recipe = make_recipe(max_retries=0).but({"steps": 4, "evaluation.heldout": 3, "evaluation.heldout_real": 0})
+    recipe = make_recipe().but({"steps": 4, "evaluation.heldout": 3, "evaluation.heldout_real": 0})
 
     async def evaluated(**changes: Any) -> int:
         policy = Journaled(tmp_path / "j")
         now = recipe.but({name: value for name, value in changes.items() if "." in name})
         async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), now, judged_by(same_for_all)) as run:
-            run.groups = replace(run.groups, scorer=TaskScorer())
+            run.groups = replace(run.groups, scorer=TaskScorer(), max_retries=0)
             run.registry = Rates()  # type: ignore[assignment]
             run.served.sha256 = changes.get("sha256", "a" * 64)  # type: ignore[misc]
             before = len((tmp_path / "j").read_text().splitlines()) if (tmp_path / "j").exists() else 0
@@ -186,7 +186,8 @@ class Rates:
 
 
 async def test_a_fatal_fault_is_in_the_summary_and_unfinished_groups_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = make_recipe(max_retries=0)
+    monkeypatch.setattr("agentrl.rollout.group.RETRY_S", 0.0)
+    recipe = make_recipe()
 
     @asynccontextmanager
     async def fake(*_: Any, **__: Any) -> AsyncIterator[Any]:
@@ -206,7 +207,7 @@ async def test_a_fatal_fault_is_in_the_summary_and_unfinished_groups_are_counted
     summary = Summary.read(tmp_path)
     assert summary.interrupted and not summary.finished
     assert summary.problems[0] == "the run ended early: InfrastructureError: the run pauses: too many faults"
-    assert (summary.steps, summary.episodes, summary.episodes_left_out, summary.attempts_failed) == (0, 6, 6, 6)
+    assert (summary.steps, summary.episodes, summary.episodes_left_out, summary.attempts_failed) == (0, 6, 6, 18)
     assert [one.ended for one in summary.sessions] == ["failed"]
 
     async def nothing(run: Any) -> None:

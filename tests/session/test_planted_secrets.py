@@ -68,9 +68,8 @@ async def test_no_file_of_a_run_contains_a_planted_secret(
     server = {
         "host_command": [sys.executable, "leaks.py"],
         "env": {"TOKEN": "env:MY_TOKEN", "OTHER": f"file:{outside}"},
-        "start_timeout_s": 60,
     }
-    overrides = (*QUICK, f"tools.mcp.leaks={json.dumps(server)}")
+    overrides = (*QUICK, f"mcp.leaks={json.dumps(server)}")
     answered = says(f"look {KEY}", *(("tell", json.dumps({"way": way})) for way in ("says", "fails")))
     turns = [answered, says("again", ("tell", json.dumps({"way": "dies"}))), answered, SUBMIT]  # a dead program costs the attempt
     seen: list[str] = []
@@ -121,7 +120,7 @@ def watch(stop: threading.Event, seen: list[str]) -> None:
 async def test_a_sandbox_has_no_environment_variable_of_the_run(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", TOKEN)
     monkeypatch.setenv("INNOCENT_NAME", KEY)
-    config = SandboxConfig(backend=backend, max_open=1, warm=0)
+    config = SandboxConfig(backend=backend, max_open=1)
     opened = open_backend(config, run_label="planted", root=Path(__file__).parents[2])
     try:
         spec = SandboxSpec(image="sandboxes/tables")

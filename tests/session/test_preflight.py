@@ -18,13 +18,11 @@ from agentrl.cli.recipes import load_recipe
 from agentrl.cli.running import run_folder
 from agentrl.cluster.gpus import Placement
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
-from agentrl.config.gate import GateConfig
 from agentrl.errors import UserError
 from agentrl.records.sampling import Sampling
-from agentrl.reward import TaskScorer
 from agentrl.serving import server
 from agentrl.session.models import SAMPLING_FILE, copy_base_version, export_model, find_model
-from agentrl.session.preflight import open_gate_suite, open_tasks, run_preflight
+from agentrl.session.preflight import open_tasks, run_preflight
 from agentrl.version.model_folder import check_model, check_safetensors
 from tests.evaluation.suite_parts import make_case, make_suite
 
@@ -329,19 +327,6 @@ def test_a_model_folder_with_wrong_types_raises(config: dict[str, object], token
     with pytest.raises(UserError, match="contains a value of a wrong type") as error:
         check_model(folder, RECIPE)
     assert "save_pretrained" in error.value.fix
-
-
-def test_gate_confirm_needs_a_case_with_enough_attempts(tmp_path: Path) -> None:
-    def opened(repeats: int, *own: int | None, confirm: int = 12) -> object:
-        shutil.rmtree(tmp_path / "evals", ignore_errors=True)
-        make_suite(tmp_path / "evals/x", *(make_case(f"c{number}", repeats=one) for number, one in enumerate(own)))
-        gate = GateConfig(suite="evals/x", repeats=repeats, confirm=confirm)
-        return open_gate_suite(RECIPE.but(gate=gate), TaskScorer(), root=tmp_path)
-
-    for most, repeats, own in ((2, 2, (None, 1)), (2, 4, (2, 1)), (1, 1, (None,))):
-        with pytest.raises(UserError, match=rf"gate.confirm=12 does nothing: no case of evals/x has more than {most} attempts"):
-            opened(repeats, *own)
-    assert opened(1, None, 3) and opened(3, None, 1) and opened(2, None, confirm=0)
 
 
 @pytest.mark.parametrize("verb", ["train", "eval", "sample"])

@@ -18,7 +18,7 @@ from tests.episodes import task
 __all__ = ["task"]
 
 BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F")).but({"sandbox.backend": "mine:Backend"})
-OWN = {"rollout.agent": "delegating", "rollout.delegation.sandbox": "own", "rollout.concurrency": 8}
+OWN = {"rollout.agent": "delegating", "rollout.delegation.sandbox": "own", "rollout.concurrency": 7}
 
 
 class NoSnapshot(ScriptedSandbox):
@@ -48,7 +48,7 @@ async def test_snapshots_of_a_backend_are_tested_before_a_run_needs_them(way: st
     for key, changes in {
         "rollout.delegation.sandbox=own": OWN,
         "rollout.checkpoint_turns": {"rollout.checkpoint_turns": True},
-        "rollout.branching": {"rollout.branching": {}},
+        "rollout.group.branches": {"rollout.group.branches": 2},
     }.items():
         recipe, backend = BASE.but(changes), Backend(way)
         if said is None:

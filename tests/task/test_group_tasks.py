@@ -43,8 +43,8 @@ def recipe_of(**rollout: Any) -> Recipe:
             "name": "taught",
             "max_staleness": staleness,
             "policy": {"model": "m"},
-            "tasks": {"family": "a:b", "weighting": {"window": 3}},
-            "rollout": {"groups_per_step": 4, "group_size": 2, **rollout},
+            "tasks": {"family": "a:b", "weighting": True},
+            "rollout": {"groups_per_step": 4, "group": {"size": 2}, **rollout},
         }
     )
 
@@ -137,7 +137,7 @@ def test_missing_groups_end_the_run(tmp_path: Path) -> None:
 
 
 def test_without_weighting_the_schedule_decides_and_outcomes_are_recorded(tmp_path: Path) -> None:
-    recipe = recipe_of().but("tasks.weighting=null")
+    recipe = recipe_of().but("tasks.weighting=false")
     ids = [task for step in through(tmp_path, recipe, 30, False) for task in step]
     schedule = GroupSchedule(Kinds(30), seed=3)
     assert ids == [schedule.task(n).id for n in range(len(ids))]

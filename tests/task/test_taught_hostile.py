@@ -77,7 +77,7 @@ def test_a_run_without_its_outcomes_continues_past_tasks_that_failed(tmp_path: P
 def test_a_resumed_run_reads_no_group_with_a_recorded_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = SqliteStore(tmp_path / "experience.sqlite")
     try:
-        rollout = {"groups_per_step": 3, "extra_groups": 1, "min_group_size": 2}
+        rollout = {"groups_per_step": 3, "extra_groups": 1}
         family = Kinds(12)
         first = taught_of(tmp_path, store, family, **rollout)
         for number in range(4):

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from agentrl.base.files import json_line
-from agentrl.config.tasks import WeightingConfig
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Split, Task, codec
 from agentrl.rollout import excluded_group
-from agentrl.task import GroupOutcome, GroupSchedule, TaskHistory, Weights
+from agentrl.task import GroupOutcome, GroupSchedule, TaskHistory, Weights, weighting
 from tests.task.test_schedule import Ten
 
 KINDS = ("easy", "even", "hard")
@@ -49,8 +48,8 @@ def taught(index: int, *, kind: str = "easy", key: str = "", scores: Iterable[fl
     return GroupOutcome.from_group(replace(plain(Split.TRAIN, index), data={"kind": kind}), group)
 
 
-def recorded(lines: Iterable[GroupOutcome], *, by_task: bool = False, **config: float) -> Weights:
-    record = TaskHistory(WeightingConfig(**config), min_group_size=2, by_task=by_task)
+def recorded(lines: Iterable[GroupOutcome], *, by_task: bool = False) -> Weights:
+    record = TaskHistory(min_group_size=2, by_task=by_task)
     record.add(lines)
     return record.weights()
 
@@ -63,13 +62,13 @@ def test_weight_of_a_kind_comes_from_its_newest_groups() -> None:
     lines = [taught(n, kind="easy") for n in range(20)]
     lines += [taught(n, kind="even", scores=(0.0, 1.0) if n % 2 else (0.0, 0.0)) for n in range(20)]
     lines += [taught(n, kind="hard", scores=(0.0,)) for n in range(20)]  # one attempt: what a fault left of the group
-    weights = recorded(lines, window=8, least=0.05)
+    weights = recorded(lines)
     assert weights.kinds == {"easy": 0.0, "even": pytest.approx(5 / 9 * 0.75)}
     assert weights.weight_of(of_kind("even")) == 1.0
-    assert weights.weight_of(of_kind("easy")) == 0.05
+    assert weights.weight_of(of_kind("easy")) == 0.1
     assert weights.weight_of(of_kind("hard")) == 1.0, "nothing is known of it"
     lines += [taught(n, kind="hard", scores=(0.0, 0.0)) for n in range(7)] + [taught(7, kind="hard", scores=(0.0, 1.0, 0.0, 0.0))]
-    assert recorded(lines, least=0.05).weight_of(of_kind("hard")) == pytest.approx((2 / 9 * 7.75 / 8) / (5 / 9 * 0.75))
+    assert recorded(lines).weight_of(of_kind("hard")) == pytest.approx((2 / 9 * 7.75 / 8) / (5 / 9 * 0.75))
     assert recorded([taught(0), taught(1, kind="even")]).weight_of(of_kind("even")) == 1.0, "where nothing is left to learn, all are alike"
 
 
@@ -81,7 +80,7 @@ def test_scores_outside_0_to_1_are_clipped() -> None:
 def test_weight_of_a_used_task_comes_from_its_groups() -> None:
     task, other = of_kind("easy", 1), of_kind("easy", 2)
     lines = [taught(n, key=task.key, scores=(0.0, 0.0)) for n in range(2)] + [taught(n, scores=(0.0, 1.0)) for n in (2, 3)]
-    weights = recorded(lines, by_task=True, least=0.01)
+    weights = recorded(lines, by_task=True)
     assert weights.kinds == {"easy": 3 / 5 * 3 / 4}
     assert weights.weight_of(task) == pytest.approx((1 / 3) / (3 / 5 * 3 / 4)) and weights.weight_of(other) == 1.0
     assert not recorded(lines).tasks, "the tasks of an endless family do not come again"
@@ -89,19 +88,20 @@ def test_weight_of_a_used_task_comes_from_its_groups() -> None:
 
 @pytest.mark.parametrize("size", [None, 300])
 def test_schedule_follows_the_weights_deterministically(size: int | None) -> None:
-    weights = Weights(0.1, {}, {"easy": 0.1, "even": 1.0, "hard": 0.1})
+    weights = Weights({}, {"easy": 0.1, "even": 1.0, "hard": 0.1})
     schedule = GroupSchedule(Kinds(size), seed=5)
     given = [schedule.task(n, weights) for n in range(300)]
     assert given == [GroupSchedule(Kinds(size), seed=5).task(n, weights) for n in reversed(range(300))][::-1]
     times = Counter(task.kind for task in given)
     assert 0.75 < times["even"] / 300 < 0.92, times  # 10 of 12 shares are its own
     assert times["easy"] and times["hard"]
-    assert [schedule.task(n, Weights(0.1, {}, {})) for n in range(9)] == [schedule.task(n) for n in range(9)]
+    assert [schedule.task(n, Weights({}, {})) for n in range(9)] == [schedule.task(n) for n in range(9)]
 
 
-def test_first_allowed_task_is_used_if_all_are_skipped() -> None:
+def test_first_allowed_task_is_used_if_all_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weighting, "MIN_WEIGHT", 0.0)
     schedule = GroupSchedule(Kinds(3), seed=0)
-    never = Weights(0.0, {schedule.task(n).key: 0.0 for n in range(3)}, {"easy": 1.0})
+    never = Weights({schedule.task(n).key: 0.0 for n in range(3)}, {"easy": 1.0})
     assert [schedule.task(n, never) for n in range(6)] == [schedule.task(n) for n in range(6)]
 
 
@@ -150,7 +150,7 @@ def test_broken_task_fails_only_its_own_groups() -> None:
                 raise RuntimeError(f"no task {index}")
             return super().task(split, index)
 
-    schedule, weights = GroupSchedule(Torn(30), seed=1), Weights(0.1, {}, {"easy": 0.1, "even": 1.0})
+    schedule, weights = GroupSchedule(Torn(30), seed=1), Weights({}, {"easy": 0.1, "even": 1.0})
     raised = 0
     for n in range(300):
         try:

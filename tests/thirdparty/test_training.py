@@ -15,8 +15,8 @@ from agentrl.records import Group, codec
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
-    *("steps=2", "rollout.groups_per_step=4", "rollout.group_size=12", "rollout.concurrency=24"),
-    *("evaluation.heldout=8", "evaluation.heldout_real=0", "sandbox.warm=1"),
+    *("steps=2", "rollout.groups_per_step=4", "rollout.group.size=12", "rollout.concurrency=24"),
+    *("evaluation.heldout=8", "evaluation.heldout_real=0"),
 ]
 
 

@@ -33,13 +33,15 @@ from agentrl.protocols import Sandbox, ToolSource
 from agentrl.records import Limits
 
 MCP_PREFIX = "mcp:"
+START_TIMEOUT_S = 60.0
+"""Seconds to start a server and to list its tools: enough for a package runner such as npx that downloads the program first."""
 MAX_FAILURES = 3
 """Failures of one server in one episode, after which it is not restarted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """One server of a recipe (`tools.mcp`)."""
+    """One server of a recipe (`mcp`)."""
 
     name: str
     config: MCPConfig
@@ -73,7 +75,7 @@ class Server:
             try:
                 secrets.read_secret(where)
             except UserError as error:
-                raise UserError(f"tools.mcp.{self.name}.{key}: {error.message}", fix=error.fix) from None
+                raise UserError(f"mcp.{self.name}.{key}: {error.message}", fix=error.fix) from None
 
 
 class ServerConnection:
@@ -144,7 +146,7 @@ class ServerConnection:
 
     async def list_tools(self, sandbox: Sandbox | None) -> list[Any]:
         """Starts the server, performs the handshake, and returns its tools. Raises `Unanswered`, `InvalidMessage`, `ServerError`."""
-        until = time.monotonic() + self.server.config.start_timeout_s
+        until = time.monotonic() + START_TIMEOUT_S
         self._number = 1
         answer = await self._transport.request([messages.opening(1)], 1, begin=True, sandbox=sandbox, timeout_s=until - time.monotonic())
         messages.revision(messages.result(answer))
@@ -230,7 +232,7 @@ class ServerTool:
         config = connection.server.config
         self.name, self.schema, self.needs_sandbox = offer.name, offer.schema, connection.server.in_sandbox
         self.together = config.together
-        self.opening_s = config.start_timeout_s + user_code.GRACE_S  # additional time of a call that starts the server
+        self.opening_s = START_TIMEOUT_S + user_code.GRACE_S  # additional time of a call that starts the server
         self._offer = offer
         self._connection = connection
 
@@ -260,7 +262,7 @@ def named(run: ToolSource, name: str) -> tuple[Server, str]:
         known = ", ".join(f"{MCP_PREFIX}{other}" for other in run.servers) or "none"
         raise TaskError(
             f"the tool {name!r} belongs to an MCP server that the recipe does not have",
-            fix=f"declare it in the recipe, as tools.mcp.{server}; declared: {known}",
+            fix=f"declare it in the recipe, as mcp.{server}; declared: {known}",
         )
     return run.servers[server], tool
 

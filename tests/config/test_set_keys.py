@@ -1,0 +1,154 @@
+"""Every key of a recipe is set where a reader can look it up: a shipped recipe, a benchmark, an evaluation, or an example of the pages."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from agentrl.config import Recipe
+from agentrl.config.section import Section, named_section_of, section_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACES = ("README.md", "docs", "recipes", "benchmarks", "evals", "rewards", "sandboxes", "agentrl/cli")
+PENDING = """
+critic.value_clip critic.vf_coef evaluation.min_p evaluation.top_k evaluation.top_p judge_servers.NAME.dtype
+judge_servers.NAME.gpu_memory_utilization judge_servers.NAME.max_model_len judge_servers.NAME.max_num_seqs
+judge_servers.NAME.max_restarts judge_servers.NAME.port judge_servers.NAME.startup_timeout_s learner.full_every
+learner.limits.max_clip_fraction learner.limits.max_grad_norm learner.limits.max_kl_reference learner.limits.max_mismatch_kl
+learner.limits.max_ratio learner.limits.max_rollbacks learner.limits.min_effective_sample_size learner.limits.min_entropy
+learner.lora.target_modules learner.max_bad_groups learner.max_bad_updates objective.loss_options rollout.top_p serving.host
+serving.port serving.request_timeout_s serving.weight_transfer_options
+"""  # keys without an example, which other changes remove or show: empty it
+Key = tuple[type[Section], str]
+
+
+def sections(kind: type[Section] = Recipe, path: str = "") -> Iterator[tuple[type[Section], str]]:
+    """Every section with its path: `learner.lora.`, `judge_servers.NAME.`."""
+    yield kind, path
+    for name, field in kind.model_fields.items():
+        if (inner := section_of(field.annotation)) is not None:
+            yield from sections(inner, f"{path}{name}.")
+        elif (inner := named_section_of(field.annotation)) is not None:
+            yield from sections(inner, f"{path}{name}.NAME.")
+
+
+def keys() -> dict[Key, str]:
+    """Every key with its dotted name. Sections of one type, such as the limits, have the same keys."""
+    named: dict[Key, str] = {}
+    for kind, path in sections():
+        for name, field in kind.model_fields.items():
+            if section_of(field.annotation) is None or field.default is None:
+                named.setdefault((kind, name), f"{path}{name}")
+    return named
+
+
+CLASSES = {kind.__name__: kind for kind, _ in sections()}
+
+
+def assigned(kind: type[Section], path: str, value: Any = None) -> Iterator[Key]:
+    """The keys that `path=value` sets in a section: `rollout.group={"size": 4}` sets `rollout.group.size`."""
+    name, _, rest = path.partition(".")
+    if (field := kind.model_fields.get(name)) is None:
+        return
+    yield kind, name
+    several = named_section_of(field.annotation)
+    inner = several or section_of(field.annotation)
+    values = [value]
+    if several is not None:
+        named, _, rest = rest.partition(".")
+        values = [value] if named else list(value.values()) if isinstance(value, dict) else []
+    if inner is None:
+        return
+    for one in values:
+        for key, content in {rest: one}.items() if rest else one.items() if isinstance(one, dict) else ():
+            yield from assigned(inner, key, content)
+
+
+def in_text(text: str) -> Iterator[Key]:
+    """Overrides as on the command line, with or without a JSON value."""
+    for match in re.finditer(r"(?<![\w.])([a-z_]+(?:\.[\w/-]+)*)=(\{.*\}(?='))?", text):
+        value = None
+        with contextlib.suppress(ValueError):
+            value = json.loads(match[2] or "null")
+        yield from assigned(Recipe, match[1], value)
+
+
+def plain(node: ast.expr) -> Any:
+    """A dictionary as it is written; None for other expressions."""
+    if not isinstance(node, ast.Dict):
+        return None
+    return {key.value: plain(value) for key, value in zip(node.keys, node.values, strict=True) if isinstance(key, ast.Constant)}
+
+
+def in_python(source: str) -> Iterator[Key]:
+    """Arguments of sections, `but(steps=1)`, mappings of dotted keys, and overrides in texts."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            kind = Recipe if name == "but" else CLASSES.get(name)
+            for word in node.keywords if kind is not None else ():
+                yield from assigned(kind or Recipe, word.arg or "", plain(word.value))
+        elif isinstance(node, ast.Dict):
+            for key, value in (plain(node) or {}).items():
+                yield from assigned(Recipe, str(key), value)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from in_text(node.value)
+
+
+def in_page(text: str) -> Iterator[Key]:
+    """Examples, overrides, and settings in backticks, such as `kl="k3"`, of the sections that the page constructs."""
+    text = re.sub(r"(?s)<!-- table.*?<!-- end of table -->", "", text)
+    for block in re.findall(r"(?ms)^```python\n(.*?)^```$", text):
+        with contextlib.suppress(SyntaxError):
+            yield from in_python(block)
+    yield from in_text(text)
+    constructed = [kind for name, kind in CLASSES.items() if f"{name}(" in text]
+    for name in re.findall(r"`(\w+)=[^`]+`", text):
+        yield from ((kind, name) for kind in constructed if name in kind.model_fields)
+
+
+@cache
+def set_keys() -> frozenset[Key]:
+    found: set[Key] = set()
+    for place in PLACES:
+        path = ROOT / place
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
+            if file.name.endswith((".py", ".py.in")):
+                found.update(in_python(file.read_text()))
+            elif file.suffix == ".md":
+                found.update(in_page(file.read_text()))
+    return frozenset(found)
+
+
+def test_every_key_is_set_by_a_recipe_a_benchmark_an_evaluation_or_an_example() -> None:
+    unset, pending = {name for key, name in keys().items() if key not in set_keys()}, set(PENDING.split())
+    assert not unset - pending, (
+        "no recipe, benchmark, evaluation or example sets these keys. Show each in an example of docs/, or replace it by a named constant"
+        f" next to the code that reads it: {', '.join(sorted(unset - pending))}"
+    )
+    assert not pending - unset, f"they are set, or gone: remove them from PENDING: {', '.join(sorted(pending - unset))}"
+
+
+def test_settings_are_recognized() -> None:
+    """A key that is only mentioned is not set."""
+    names = keys()
+    code = 'base.but({"rollout.delegation": {"depth": 2}}, steps=3)\nLearnerConfig(lr=1)\nx = "judge_servers.a.threads=2"'
+    page = '`memory.notes` is read; `agentrl train r.py \'gate={"suite": "s"}\'`'
+    found = {names[key] for key in (*in_python(code), *in_page(page)) if key in names}
+    assert found == {
+        "rollout.delegation",
+        "rollout.delegation.depth",
+        "steps",
+        "learner.lr",
+        "judge_servers",
+        "judge_servers.NAME.threads",
+    } | {
+        "gate",
+        "gate.suite",
+    }
