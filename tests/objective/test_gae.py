@@ -86,7 +86,7 @@ CRITIC = CriticConfig(gamma=0.5, lam=1.0)
 
 
 def _recipe(**objective: object) -> Recipe:
-    sections = {"objective": {"advantage": "gae", **objective}, "critic": {}, "rollout": {"min_group_size": 1}}
+    sections = {"objective": {"advantage": "gae", **objective}, "critic": {}, "rollout": {"group": {"size": 1}}}
     return build({"name": "t", "policy": {"model": "m"}, "tasks": {"family": "a:b"}, **sections})
 
 
