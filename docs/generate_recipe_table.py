@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from agentrl.config import Recipe
-from agentrl.config.section import Section, key_docs, named_section_of, section_of
+from agentrl.config.section import Section, key_docs, listed_section_of, named_section_of, section_of
 from agentrl.plugins.parts import PartKind
 
 PAGE = Path(__file__).resolve().parent / "recipes.md"
@@ -30,7 +30,7 @@ _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 
 def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
-    """Yields dotted name, field and meaning of every key; nested sections follow. Sections of one type are listed once, under `*`."""
+    """Yields dotted name, field and meaning of every key; nested sections follow."""
     nested, docstrings = [], key_docs(section)
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
@@ -40,10 +40,10 @@ def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{name}", field, docstrings.get(name, "")
         if (several := named_section_of(field.annotation)) is not None:
             yield from keys(several, f"{prefix}{name}.NAME.")
-    kinds = [inner for _, inner in nested]
-    for index, (name, inner) in enumerate(nested):
-        if inner not in kinds[:index]:
-            yield from keys(inner, f"{prefix}{name if kinds.count(inner) == 1 else '*'}.")
+        if (listed := listed_section_of(field.annotation)) is not None:
+            yield from keys(listed, f"{prefix}{name}[].")
+    for name, inner in nested:
+        yield from keys(inner, f"{prefix}{name}.")
 
 
 def table() -> str:
@@ -94,7 +94,7 @@ def _name(annotation: Any) -> str:
     if origin is dict:
         return f"map to {_name(arguments[1])}"
     if origin is tuple:
-        return f"list of {_name(arguments[0])}"
+        return f"list of {_name(arguments[0])}".replace("section", "sections")
     if origin in (typing.Union, types.UnionType):
         return ", ".join("None" if part is type(None) else _name(part) for part in arguments)
     if annotation is JsonValue:

@@ -78,7 +78,7 @@ class Updater:
 
         A minibatch with a non-finite loss, gradient or advantage, or beyond one of `learner.limits`, is skipped: the weights stay, and
         `updates_left_out` counts it. If a limit demands a rollback, `guard.rolling_back` is True afterwards, and the weights must not be
-        used. Raises `LearnerHalted` if a limit demands it or `learner.max_bad_updates` steps in a row were skipped. A batch without
+        used. Raises `LearnerHalted` if a limit demands it or too many steps in a row were skipped. A batch without
         samples changes nothing.
         """
         start = time.perf_counter()
