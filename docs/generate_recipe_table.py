@@ -30,7 +30,7 @@ _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 
 def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
-    """Yields dotted name, field and meaning of every key; nested sections follow."""
+    """Yields dotted name, field and meaning of every key; nested sections follow. Sections of one type are listed once, under `*`."""
     nested, docstrings = [], key_docs(section)
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
@@ -42,8 +42,10 @@ def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[st
             yield from keys(several, f"{prefix}{name}.NAME.")
         if (listed := listed_section_of(field.annotation)) is not None:
             yield from keys(listed, f"{prefix}{name}[].")
-    for name, inner in nested:
-        yield from keys(inner, f"{prefix}{name}.")
+    kinds = [inner for _, inner in nested]
+    for index, (name, inner) in enumerate(nested):
+        if inner not in kinds[:index]:
+            yield from keys(inner, f"{prefix}{name if kinds.count(inner) == 1 else '*'}.")
 
 
 def table() -> str:

@@ -19,14 +19,12 @@ _PLAIN = Needs(
 
 
 class LoraConfig(Section):
-    """Trains low-rank adapters: the base weights do not change, and a version contains only the adapter."""
+    """Trains low-rank adapters of all linear layers except the output head. The base weights do not change; a version is an adapter."""
 
     rank: int = Field(16, ge=1)
     """Rank of each layer's update."""
     alpha: float = Field(32.0, gt=0)
     """The update is scaled by alpha / rank."""
-    target_modules: tuple[str, ...] | None = Field(None, min_length=1)
-    """Linear layers to adapt, such as `["q_proj", "v_proj"]`. None: all except the output head."""
 
 
 class Limit(Section):

@@ -22,7 +22,7 @@ from agentrl.config import section
 from agentrl.config.failures import CaptureConfig
 from agentrl.config.gate import GateConfig
 from agentrl.config.learner import LearnerConfig, Limit, LoraConfig
-from agentrl.config.objective import CriticConfig, ObjectiveConfig
+from agentrl.config.objective import CriticConfig, ObjectiveConfig, OffPolicyConfig
 from agentrl.config.rollout import BranchingConfig, CompactionConfig, DelegationConfig, EvalConfig, RolloutConfig
 from agentrl.config.section import Needs, Section, resumable
 from agentrl.config.serving import JudgeServerConfig, PolicyConfig, ServingConfig
@@ -46,6 +46,7 @@ __all__ = [
     "MCPConfig",
     "MemoryConfig",
     "ObjectiveConfig",
+    "OffPolicyConfig",
     "PolicyConfig",
     "PracticeConfig",
     "Recipe",
@@ -295,7 +296,7 @@ class Recipe(Section):
 
     def _ratio_moves(self) -> Iterator[str]:
         objective = self.objective
-        if objective.proximal != "recompute" or self.learner.minibatches > 1:
+        if not objective.off_policy.recomputes(1) or self.learner.minibatches > 1:
             return
         usual = type(objective).model_fields
         named = [f"objective.{key}" for key in ("clip_low", "clip_high", "dual_clip") if getattr(objective, key) != usual[key].default]
@@ -303,19 +304,15 @@ class Recipe(Section):
             named.append("a limit on clip_fraction in learner.limits")
         if named:
             yield (
-                f"{', '.join(named)}: no token is ever clipped with objective.proximal=recompute and learner.minibatches=1, because"
-                " the ratio is 1 in the only optimizer step of a batch; raise learner.minibatches, or leave them at their defaults"
+                f"{', '.join(named)}: no token is ever clipped with objective.off_policy.preset={objective.off_policy.preset} and"
+                " learner.minibatches=1, because the ratio is 1 in the only optimizer step of a batch; raise learner.minibatches, or leave"
+                " them at their defaults"
             )
 
     def _objective_acts(self) -> Iterator[str]:
-        decoupled = self.objective.recomputes(self.learner.minibatches)
-        if not decoupled and (self.objective.correction == "mask" or self.objective.is_level == "sequence"):
-            yield (
-                "objective.correction=mask and objective.is_level=sequence need a proximal policy, but its logprobs are"
-                " the behaviour policy's; set objective.proximal=recompute"
-            )
-        if not decoupled and self.objective.loss == "cispo" and self.objective.is_cap != 2.0:
-            yield "objective.is_cap does nothing: cispo clips the weight; set clip_high, or objective.proximal=recompute"
+        off_policy = self.objective.off_policy
+        if self.objective.loss == "cispo" and off_policy.cap is not None and not off_policy.recomputes(self.learner.minibatches):
+            yield "objective.off_policy.cap does nothing: cispo clips the weight; set clip_high, or objective.off_policy.preset=truncate"
         if (self.objective.advantage == "gae") != (self.critic is not None):
             yield "objective.advantage=gae and critic go together: write critic=CriticConfig(), or choose another advantage"
         if self.critic is not None and self.critic.minibatches * self.learner.minibatches > self.rollout.groups_per_step:

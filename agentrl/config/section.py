@@ -99,21 +99,12 @@ def keys_without_effect(whole: Section, section: Section | None = None, path: st
         for needs in field.metadata:
             if isinstance(needs, Needs) and value != usual and not needs.holds(whole, section):
                 yield f"{key}={shortened(value)} does nothing without {needs.what}; or leave it at {usual!r}"
-        for where, inner in _sections(key, value):
-            yield from keys_without_effect(whole, inner, f"{where}.")
-
-
-def _sections(key: str, value: object) -> Iterator[tuple[str, Section]]:
-    """The sections in the value of a key, each with its path: `learner`, `judge_servers.small`, `learner.limits[0]`."""
-    match value:
-        case Section():
-            yield key, value
-        case dict():
-            for name, one in value.items():
-                yield from _sections(f"{key}.{name}", one)
-        case tuple():
-            for number, one in enumerate(value):
-                yield from _sections(f"{key}[{number}]", one)
+        if isinstance(value, Section):
+            yield from keys_without_effect(whole, value, f"{key}.")
+        elif isinstance(value, dict):
+            for one, inner in value.items():
+                if isinstance(inner, Section):
+                    yield from keys_without_effect(whole, inner, f"{key}.{one}.")
 
 
 _RESUMABLE = "resumable"

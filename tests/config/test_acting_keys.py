@@ -71,7 +71,7 @@ POOL: dict[str, Mapping[str, Any]] = {
         "serving.weight_transfer": OWN,
         "rollout.agent": OWN,
     },
-    "masked": {"objective.proximal": "recompute", "objective.correction": "mask", "learner.minibatches": 4},
+    "masked": {"objective.off_policy": {"preset": "mask"}, "learner.minibatches": 4},
     "constant": {"objective.aggregation": "constant"},
     "deltas": {"serving.weight_transfer": "delta"},
     "adapters": {"learner.lora": {}},
@@ -150,7 +150,6 @@ GIVEN: dict[str, tuple[Any, ...]] = {
     "tasks.practice": ({"suites": {"evals/a": 1}},),
     "learner.ranks": (8, 2),
     "learner.limits": (({"metric": "ess", "at": 0.5},),),
-    "learner.lora.target_modules": (("q_proj",),),
     "tools.mcp.*.start_timeout_s": (30.0,),
 }
 

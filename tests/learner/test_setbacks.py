@@ -121,8 +121,7 @@ FINE = {"loss": 0.1, "kl_behaviour": 0.1, "entropy": 2.0, "ess": 0.9, "ratio_max
     ("metric", "at", "bad"),
     [
         *((metric, 0.5, 0.6) for metric in ("kl_behaviour", "kl_reference", "clip_fraction", "mismatch_kl")),
-        *((metric, 5.0, 6.0) for metric in ("ratio_max", "grad_norm")),
-        *((metric, 0.5, 0.4) for metric in ("entropy", "ess")),
+        *(("ratio_max", 5.0, 6.0), ("grad_norm", 5.0, 6.0), ("entropy", 0.5, 0.4), ("ess", 0.5, 0.4)),
     ],
 )
 def test_each_limit_checks_its_metric_at_its_bound(metric: Any, at: float, bad: float) -> None:

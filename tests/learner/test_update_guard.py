@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import typing
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -15,7 +14,7 @@ from agentrl.records import Batch
 PART = Batch(step=3, samples=(), denominator=1, group_indices=(7,))
 
 
-@pytest.mark.parametrize("metric", typing.get_args(Limit.model_fields["metric"].annotation))
+@pytest.mark.parametrize("metric", get_args(Limit.model_fields["metric"].annotation))
 def test_nan_violates_a_limit(metric: Any) -> None:
     """A model that masks part of its vocabulary with -inf has an entropy of NaN and a finite loss; no comparison would object."""
     bound = 5.0 if metric == "ratio_max" else 0.5
