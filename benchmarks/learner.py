@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from agentrl.base.files import write_atomically  # noqa: E402
-from agentrl.config import ObjectiveConfig  # noqa: E402
+from agentrl.config import ObjectiveConfig, OffPolicyConfig  # noqa: E402
 from agentrl.learner.forest_attention import register  # noqa: E402
 from agentrl.learner.packing import build_micro_batch, plan_micro_batches  # noqa: E402
 from agentrl.learner.token_scorer import LOGITS_AT_ONCE, LogprobHead, TokenScorer  # noqa: E402
@@ -53,7 +53,7 @@ CODE = ("agentrl/learner", "agentrl/objective", "agentrl/model", "benchmarks/lea
 CPU = torch.device("cpu")
 VOCABULARY = 640
 SIZES = {"small": (128, 4, 4, 2, 384), "base": (512, 8, 8, 4, 1536)}  # hidden, layers, heads, key heads, mlp
-OBJECTIVE = ObjectiveConfig(clip_low=0.2, clip_high=0.2, correction="none")  # TRL truncates nothing here
+OBJECTIVE = ObjectiveConfig(clip_low=0.2, clip_high=0.2, off_policy=OffPolicyConfig(preset="none"))  # TRL truncates nothing here
 BUDGET = 16_384  # tokens of one forward pass, padding included
 HEAD = {"vocabulary": 151_936, "hidden": 1024, "tokens": 8192}
 

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from agentrl.config import Recipe
-from agentrl.config.section import Section, key_docs, named_section_of, section_of
+from agentrl.config.section import Section, key_docs, listed_section_of, named_section_of, section_of
 from agentrl.plugins.parts import PartKind
 
 PAGE = Path(__file__).resolve().parent / "recipes.md"
@@ -40,6 +40,8 @@ def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{name}", field, docstrings.get(name, "")
         if (several := named_section_of(field.annotation)) is not None:
             yield from keys(several, f"{prefix}{name}.NAME.")
+        if (listed := listed_section_of(field.annotation)) is not None:
+            yield from keys(listed, f"{prefix}{name}[].")
     kinds = [inner for _, inner in nested]
     for index, (name, inner) in enumerate(nested):
         if inner not in kinds[:index]:
@@ -94,7 +96,7 @@ def _name(annotation: Any) -> str:
     if origin is dict:
         return f"map to {_name(arguments[1])}"
     if origin is tuple:
-        return f"list of {_name(arguments[0])}"
+        return f"list of {_name(arguments[0])}".replace("section", "sections")
     if origin in (typing.Union, types.UnionType):
         return ", ".join("None" if part is type(None) else _name(part) for part in arguments)
     if annotation is JsonValue:

@@ -14,14 +14,13 @@ def validation_text(error: ValidationError) -> str:
     """The errors of a validation, one line per key. Keys of a single section start with its class, as in `LearnerConfig.lr`."""
     lines = []
     for item in error.errors(include_url=False):
-        path = [str(part) for part in item["loc"]]
-        if error.title != "Recipe":
-            path.insert(0, error.title)
+        path = [*([] if error.title == "Recipe" else [error.title]), *item["loc"]]
         message = item["msg"].removeprefix("Value error, ")
         shown = item["type"] not in ("extra_forbidden", "missing") and not isinstance(item["input"], dict)
-        if item["loc"] and shown and not any(secrets.literal_secret_errors({path[-1]: item["input"]})) and "env" not in path:
+        if item["loc"] and shown and not any(secrets.literal_secret_errors({str(path[-1]): item["input"]})) and "env" not in path:
             message = f"{message} (got {shortened(item['input'])})"  # of a whole section the message names the keys
-        lines.append(f"{'.'.join(path) or 'recipe'}: {message}")
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+        lines.append(f"{where or 'recipe'}: {message}")
     return "\n".join(lines)
 
 
@@ -34,6 +33,10 @@ def shortened(value: object) -> str:
 def unknown_name(key: str, known: Iterable[str], *, what: str = "key") -> str:
     """The message for an unknown key, with similar and known keys."""
     names = sorted(known)
-    near = difflib.get_close_matches(key, names, n=2, cutoff=0.7)
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
-    return f"unknown {what}; {meant}known here: {', '.join(names)}"
+    return f"unknown {what}; {did_you_mean(key, names, '{}? ')}known here: {', '.join(names)}"
+
+
+def did_you_mean(name: str, known: Iterable[str], form: str) -> str:
+    """`did you mean NAME`, in `form`; empty if no known name is similar."""
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
+    return form.format(f"did you mean {' or '.join(near)}") if near else ""

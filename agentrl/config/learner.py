@@ -1,4 +1,4 @@
-"""Settings of the learner: `learner`, `learner.lora`, `learner.limits`."""
+"""Settings of the learner: `learner`, `learner.lora`, and the entries of `learner.limits`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from agentrl.config.section import Needs, Section, resumable
 
 _ON_GPU = Needs("a learner on a GPU (device=cuda or auto)", lambda recipe, own: recipe.device != "cpu")
-_DELTAS = Needs("serving.weight_transfer=delta: every version is complete", lambda recipe, own: recipe.serving.weight_transfer == "delta")
 _FALLS = Needs("two steps after the warm-up", lambda recipe, own: recipe.steps > own.warmup_steps + 1)
 
 _PLAIN = Needs(
@@ -20,68 +19,37 @@ _PLAIN = Needs(
 
 
 class LoraConfig(Section):
-    """Trains low-rank adapters: the base weights do not change, and a version contains only the adapter."""
+    """Trains low-rank adapters of all linear layers except the output head. The base weights do not change; a version is an adapter."""
 
     rank: int = Field(16, ge=1)
     """Rank of each layer's update."""
     alpha: float = Field(32.0, gt=0)
     """The update is scaled by alpha / rank."""
-    target_modules: tuple[str, ...] | None = Field(None, min_length=1)
-    """Linear layers to adapt, such as `["q_proj", "v_proj"]`. None: all except the output head."""
 
 
 class Limit(Section):
-    """A limit on one metric of an update, and the action if it is exceeded."""
+    """A limit on one metric of an update, and the action if it is violated. docs/objectives.md has the formulas of the metrics."""
 
+    metric: Literal["kl_behaviour", "kl_reference", "entropy", "clip_fraction", "ratio_max", "mismatch_kl", "grad_norm", "ess"]
+    """Metric of `metrics.jsonl`. kl_reference needs objective.kl=k1, k2 or k3; mismatch_kl needs max_staleness=0."""
     at: float
-    """The bound."""
+    """Smallest allowed value of entropy and ess; largest of the others."""
     action: Literal["skip", "rollback", "halt"] = "skip"
-    """skip: no optimizer step; its groups are excluded. rollback: learner and server return to the newest checkpoint that met all limits.
-    halt: the run stops (exit code 1), and `--resume` repeats the step."""
-
-
-class LimitsConfig(Section):
-    """Limits on the metrics of an update, checked before its gradient is applied. docs/objectives.md has the formulas."""
-
-    max_kl: Limit | None = None
-    """Limit on `kl_behaviour`, nats per token."""
-    max_kl_reference: Limit | None = None
-    """Limit on `kl_reference`, nats per token. Needs objective.kl=k1, k2 or k3."""
-    min_entropy: Limit | None = None
-    """Limit on `entropy`, nats per token."""
-    max_clip_fraction: Limit | None = None
-    """Limit on `clip_fraction`, share of tokens."""
-    max_ratio: Limit | None = None
-    """Limit on `ratio_max`."""
-    max_mismatch_kl: Limit | None = None
-    """Limit on `mismatch_kl`, nats per token. Needs max_staleness=0."""
-    max_grad_norm: Limit | None = None
-    """Limit on `grad_norm`, before clipping."""
-    min_effective_sample_size: Limit | None = None
-    """Limit on `ess`, share of tokens."""
-    max_rollbacks: int = Field(2, ge=1)
-    """Rollbacks over the run. The next one halts it."""
+    """skip: no optimizer step; its groups are excluded. rollback: learner and server return to the newest checkpoint that met all limits,
+    at most twice in a run. halt: the run stops (exit code 1), and `--resume` repeats the step."""
 
     @property
-    def named(self) -> dict[str, Limit]:
-        """The limits that are set, by key."""
-        values = ((name, getattr(self, name)) for name in type(self).model_fields)
-        return {name: limit for name, limit in values if isinstance(limit, Limit)}
-
-    @property
-    def roll_back(self) -> bool:
-        """Whether any limit has action=rollback."""
-        return any(limit.action == "rollback" for limit in self.named.values())
+    def is_minimum(self) -> bool:
+        """Whether smaller values violate the limit."""
+        return self.metric in ("entropy", "ess")
 
     @model_validator(mode="after")
-    def _bounds_make_sense(self) -> LimitsConfig:
-        ranges = {"max_ratio": (1.0, math.inf), "max_clip_fraction": (0.0, 1.0), "min_effective_sample_size": (0.0, 1.0)}
-        for name, limit in self.named.items():
-            low, high = ranges.get(name, (0.0, math.inf))
-            if not low < limit.at < high:
-                raise ValueError(f"{name}.at must be between {low:g} and {high:g}; outside it has no effect or stops every update")
-        if not self.roll_back and self.max_rollbacks != 2:
-            raise ValueError("max_rollbacks does nothing: no limit has action=rollback; remove it")
+    def _bound_makes_sense(self) -> Limit:
+        low, high = {"ratio_max": (1.0, math.inf), "clip_fraction": (0.0, 1.0), "ess": (0.0, 1.0)}.get(self.metric, (0.0, math.inf))
+        if not low < self.at < high:
+            raise ValueError(
+                f"at must be between {low:g} and {high:g} for metric={self.metric}; outside it has no effect or stops every update"
+            )
         return self
 
 
@@ -118,14 +86,21 @@ class LearnerConfig(Section):
     """Norms, MLPs and rotary positions. liger: fused GPU kernels (package liger-kernel)."""
     threads: int = resumable(0, ge=0)
     """CPU threads per rank. 0: torch's default."""
-    max_bad_updates: int = resumable(3, ge=1)
-    """Optimizer steps skipped in a row (not finite, or action=skip) before the run stops."""
-    max_bad_groups: int = resumable(16, ge=1)
-    """Groups excluded over the run (score, logprob or advantage not finite) before it stops."""
-    limits: LimitsConfig = resumable(LimitsConfig())
+    limits: tuple[Limit, ...] = resumable(())
+    """Limits on metrics of an update, at most one per metric. A violation rejects the update: `[{"metric": "kl_behaviour", "at": 0.1}]`."""
     keep_checkpoints: int = resumable(2, ge=1)
     """Newest checkpoints kept on disk."""
-    full_every: Annotated[int, _DELTAS] = resumable(8, ge=2)
-    """With serving.weight_transfer=delta, every n-th version is complete, as is one in which most bytes changed."""
     keep_versions: int = resumable(4, ge=2)
     """Newest versions kept on disk, and as many promoted ones, in addition to version 0 and the serving one."""
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether any limit has action=rollback."""
+        return any(limit.action == "rollback" for limit in self.limits)
+
+    @model_validator(mode="after")
+    def _one_limit_per_metric(self) -> LearnerConfig:
+        metrics = [limit.metric for limit in self.limits]
+        if twice := sorted({metric for metric in metrics if metrics.count(metric) > 1}):
+            raise ValueError(f"limits has several entries with metric={', '.join(twice)}; keep one per metric")
+        return self

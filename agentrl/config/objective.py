@@ -1,7 +1,9 @@
-"""Settings of the objective that the learner maximizes: `objective`, `critic`."""
+"""Settings of the objective that the learner maximizes: `objective`, `objective.off_policy`, `critic`."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -15,10 +17,63 @@ _STALE = Needs(
 _GROUPED = Needs(
     "advantages that are known when a batch is assembled: a critic computes them later", lambda recipe, own: recipe.critic is None
 )
-_MOVES = Needs(
-    "several optimizer steps in a batch: epochs, minibatches or learner.minibatches above 1",
-    lambda recipe, own: max(own.epochs, own.minibatches, recipe.learner.minibatches) > 1,
-)
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What `objective.off_policy` does with the difference between behaviour policy and proximal policy."""
+
+    recompute: bool | None  # whether the proximal policy is that of the start of a step; None: in batches of several optimizer steps
+    weights: Literal["truncate", "mask", "none"]
+    level: Literal["token", "sequence"] = "token"
+    floor: float = 0.0
+    cap: float = 2.0
+
+
+_PRESETS = {  # a mask's bounds are those of arXiv:2510.18855
+    "auto": Correction(None, "truncate"),
+    "behaviour": Correction(False, "truncate"),
+    "truncate": Correction(True, "truncate"),
+    "truncate_sequence": Correction(True, "truncate", "sequence"),
+    "mask": Correction(True, "mask", "token", 0.5, 5.0),
+    "mask_sequence": Correction(True, "mask", "sequence", 0.5, 5.0),
+    "none": Correction(None, "none"),
+}
+
+
+class OffPolicyConfig(Section):
+    """How the loss corrects for tokens that other weights sampled, or the server's arithmetic. docs/objectives.md compares the presets."""
+
+    preset: Literal["auto", "behaviour", "truncate", "truncate_sequence", "mask", "mask_sequence", "none"] = "auto"
+    """Denominator of the ratio, and importance weights (docs/objectives.md has the formulas). auto: behaviour, or truncate in batches of
+    several optimizer steps."""
+    cap: float | None = Field(None, gt=0)
+    """Maximum of importance weights, and of the ratio unless loss=cispo. None: 5 with a mask, else 2."""
+    floor: float | None = Field(None, ge=0)
+    """Minimum importance weight that a mask keeps. None: 0.5."""
+
+    @property
+    def correction(self) -> Correction:
+        """The preset with the bounds that are set."""
+        preset = _PRESETS[self.preset]
+        cap, floor = preset.cap if self.cap is None else self.cap, preset.floor if self.floor is None else self.floor
+        return replace(preset, cap=cap, floor=floor)
+
+    def recomputes(self, optimizer_steps: int) -> bool:
+        """Whether the logprobs of the weights at the start of a batch are computed before its optimizer steps."""
+        recompute = _PRESETS[self.preset].recompute
+        return optimizer_steps > 1 if recompute is None else recompute
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> OffPolicyConfig:
+        correction = self.correction
+        if self.cap is not None and correction.weights == "none":
+            raise ValueError("cap does nothing with preset=none; remove it or set another preset")
+        if self.floor is not None and correction.weights != "mask":
+            raise ValueError(f"floor does nothing with preset={self.preset}; set preset=mask or mask_sequence")
+        if correction.floor >= correction.cap:
+            raise ValueError(f"floor ({correction.floor:g}) must be below cap ({correction.cap:g}); otherwise the mask drops every token")
+        return self
 
 
 class ObjectiveConfig(Section):
@@ -47,17 +102,7 @@ class ObjectiveConfig(Section):
     """Ratio above which a token with a negative advantage is clipped (loss=clip)."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """token_mean: equal weight per token. sequence_mean: equal weight per rollout. constant: sum / (rollouts * policy.max_model_len)."""
-    proximal: Literal["auto", "behaviour", "recompute"] = "auto"
-    """Denominator of the ratio. behaviour: logprobs at sampling. recompute: those of the weights at the start of the step. auto: recompute
-    if learner.minibatches is above 1."""
-    correction: Literal["truncate", "mask", "none"] = "truncate"
-    """Importance weights from behaviour policy to proximal policy. truncate: capped. mask: 0 outside [is_floor, is_cap]. none: 1."""
-    is_level: Literal["token", "sequence"] = "token"
-    """Whether these weights are ratios per token or per sequence."""
-    is_cap: float = Field(2.0, gt=0)
-    """Maximum of these weights, and of the ratio unless loss=cispo or correction=none."""
-    is_floor: float = Field(0.0, ge=0)
-    """Smallest weight that correction=mask keeps."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
     staleness_decay: Annotated[float, _GROUPED, _STALE] = Field(1.0, gt=0, le=1)
     """Factor on a token's advantage per version that it lags behind the learner."""
     kl: Literal["none", "k1", "k2", "k3", "k1_reward"] = "none"
@@ -73,13 +118,10 @@ class ObjectiveConfig(Section):
         return self.advantage != "rloo" if self.normalize_std is None else self.normalize_std
 
     @property
-    def caps_ratio(self) -> bool:
-        """Whether the ratio that carries the gradient is truncated at `is_cap`, in addition to the correction weights."""
-        return self.loss != "cispo" and self.correction != "none"
-
-    def recomputes(self, minibatches: int) -> bool:
-        """Whether the proximal policy's logprobs are computed at the start of a step."""
-        return self.proximal == "recompute" or (self.proximal == "auto" and minibatches > 1)
+    def ratio_cap(self) -> float:
+        """Maximum of the ratio that carries the gradient, in addition to that of the correction weights; infinite if there is none."""
+        correction = self.off_policy.correction
+        return math.inf if self.loss == "cispo" or correction.weights == "none" else correction.cap
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> ObjectiveConfig:
@@ -96,18 +138,16 @@ class ObjectiveConfig(Section):
             )
         if self.dual_clip is not None and self.loss != "clip":
             raise ValueError(f"dual_clip does nothing with loss={self.loss}; leave it at None or set loss=clip")
-        if self.caps_ratio and self.dual_clip is not None and self.dual_clip >= self.is_cap:
+        if self.dual_clip is not None and self.dual_clip >= self.ratio_cap:
             raise ValueError(
-                "dual_clip does nothing at or above is_cap, because the ratio is truncated first; raise is_cap or set correction=none"
+                f"dual_clip does nothing at or above off_policy.cap={self.ratio_cap:g}, because the ratio is truncated first; raise"
+                " off_policy.cap, or set off_policy.preset=none"
             )
-        if self.caps_ratio and 1.0 + self.clip_high >= self.is_cap:
-            raise ValueError("clip_high does nothing when 1 + clip_high reaches is_cap: the ratio is truncated first; raise is_cap")
-        if self.correction == "none" and (self.is_level == "sequence" or self.is_cap != 2.0):
-            raise ValueError("is_level and is_cap do nothing with correction=none; leave them at their defaults")
-        if self.is_floor and self.correction != "mask":
-            raise ValueError(f"is_floor does nothing with correction={self.correction}; set correction=mask")
-        if self.is_floor >= self.is_cap:
-            raise ValueError("is_floor must be below is_cap; otherwise correction=mask drops every weight")
+        if 1.0 + self.clip_high >= self.ratio_cap:
+            raise ValueError(
+                f"clip_high does nothing when 1 + clip_high reaches off_policy.cap={self.ratio_cap:g}: the ratio is truncated first; raise"
+                " off_policy.cap"
+            )
         if (self.kl == "none") != (self.kl_coef == 0):
             raise ValueError("kl and kl_coef go together: set kl to an estimator and kl_coef above 0, or neither")
         return self
@@ -116,39 +156,32 @@ class ObjectiveConfig(Section):
 class CriticConfig(Section):
     """The value model of `objective.advantage=gae`, in the learner's processes. docs/objectives.md compares the trunks."""
 
-    trunk: Literal["separate", "shared"] = "separate"
-    """separate: another model, initialised from the policy. shared: a value head on the policy."""
+    trunk: Literal["separate", "shared", "detached"] = "separate"
+    """separate: another model, initialised from the policy. shared: a value head on the policy. detached: the same, but the value loss
+    has no gradient below the head."""
     lr: float = Field(1e-3, gt=0)
-    """Peak learning rate of AdamW (trunk=shared: of the head). Other optimizer settings are those of the learner."""
+    """Peak learning rate of AdamW (with a value head: of the head). Other optimizer settings are those of the learner."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per sampled token. Tool output is not discounted."""
     lam: float = Field(1.0, ge=0, le=1)
     """Lambda of GAE."""
-    value_clip: Annotated[float | None, _MOVES] = Field(0.2, gt=0)
-    """Change of a value per step beyond which the value loss is clipped. None disables it."""
     epochs: int = Field(1, ge=1)
     """Passes over each batch (trunk=separate)."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per pass and learner minibatch (trunk=separate)."""
     warmup_steps: int = Field(0, ge=0)
-    """First steps in which only the critic learns (trunk=shared: only its head)."""
-    vf_coef: float = Field(0.1, gt=0)
-    """Weight of the value loss (trunk=shared)."""
-    detach: bool = False
-    """Stops the gradient of the value loss at the head (trunk=shared)."""
+    """First steps in which only the critic learns (with a value head: only the head)."""
 
     @property
     def shared(self) -> bool:
-        """Whether the critic shares the trunk of the policy."""
-        return self.trunk == "shared"
+        """Whether the critic is a value head on the policy's trunk."""
+        return self.trunk != "separate"
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> CriticConfig:
         if self.shared and (self.epochs, self.minibatches) != (1, 1):
             raise ValueError(
-                "epochs and minibatches do nothing with trunk=shared: its value loss is part of the policy's optimizer steps;"
+                f"epochs and minibatches do nothing with trunk={self.trunk}: its value loss is part of the policy's optimizer steps;"
                 " set learner.minibatches"
             )
-        if not self.shared and (self.detach or self.vf_coef != 0.1):
-            raise ValueError("detach and vf_coef do nothing with trunk=separate: that critic has a separate optimizer; remove them")
         return self

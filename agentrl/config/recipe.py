@@ -21,8 +21,8 @@ from agentrl.base.untrusted_files import read_bytes
 from agentrl.config import section
 from agentrl.config.failures import CaptureConfig
 from agentrl.config.gate import GateConfig
-from agentrl.config.learner import LearnerConfig, Limit, LimitsConfig, LoraConfig
-from agentrl.config.objective import CriticConfig, ObjectiveConfig
+from agentrl.config.learner import LearnerConfig, Limit, LoraConfig
+from agentrl.config.objective import CriticConfig, ObjectiveConfig, OffPolicyConfig
 from agentrl.config.rollout import DelegationConfig, EvalConfig, GroupConfig, RolloutConfig
 from agentrl.config.section import Needs, Section, resumable
 from agentrl.config.serving import JudgeServerConfig, PolicyConfig, ServingConfig
@@ -41,11 +41,11 @@ __all__ = [
     "JudgeServerConfig",
     "LearnerConfig",
     "Limit",
-    "LimitsConfig",
     "LoraConfig",
     "MCPConfig",
     "MemoryConfig",
     "ObjectiveConfig",
+    "OffPolicyConfig",
     "PolicyConfig",
     "Recipe",
     "RolloutConfig",
@@ -270,41 +270,37 @@ class Recipe(Section):
             yield "learner.offload=parameters needs learner.zero_stage=3: at other stages every rank holds all weights"
 
     def _limits_act(self) -> Iterator[str]:
-        limits = self.learner.limits
-        if limits.max_kl_reference is not None and self.objective.kl not in ("k1", "k2", "k3"):
-            yield "learner.limits.max_kl_reference does nothing: `kl_reference` is not computed; set objective.kl to k1, k2 or k3"
-        if limits.max_grad_norm is not None and limits.max_grad_norm.at <= self.learner.max_grad_norm:
-            yield "learner.limits.max_grad_norm must exceed learner.max_grad_norm; otherwise no gradient is ever clipped"
-        if limits.max_mismatch_kl is not None and self.max_staleness > 0:
+        limits = {limit.metric: limit for limit in self.learner.limits}
+        if "kl_reference" in limits and self.objective.kl not in ("k1", "k2", "k3"):
+            yield "learner.limits: metric=kl_reference does nothing, because it is not computed; set objective.kl to k1, k2 or k3"
+        if "grad_norm" in limits and limits["grad_norm"].at <= self.learner.max_grad_norm:
+            yield "learner.limits: the limit on grad_norm must exceed learner.max_grad_norm; otherwise no gradient is ever clipped"
+        if "mismatch_kl" in limits and self.max_staleness > 0:
             yield (
-                "learner.limits.max_mismatch_kl needs max_staleness=0: it is measured on tokens that the learner's current weights sampled,"
-                " and a step of older tokens has none. serving.probe_max_abs_diff compares server and learner at every swap, whatever the"
-                " staleness; learner.limits.max_kl bounds staleness and mismatch together"
+                "learner.limits: metric=mismatch_kl needs max_staleness=0: it is measured on tokens that the learner's current weights"
+                " sampled, and a step of older tokens has none. serving.probe_max_abs_diff compares server and learner at every swap,"
+                " whatever the staleness; metric=kl_behaviour bounds staleness and mismatch together"
             )
 
     def _ratio_moves(self) -> Iterator[str]:
         objective = self.objective
-        if objective.proximal != "recompute" or self.learner.minibatches > 1:
+        if not objective.off_policy.recomputes(1) or self.learner.minibatches > 1:
             return
         usual = type(objective).model_fields
         named = [f"objective.{key}" for key in ("clip_low", "clip_high", "dual_clip") if getattr(objective, key) != usual[key].default]
-        if self.learner.limits.max_clip_fraction is not None:
-            named.append("learner.limits.max_clip_fraction")
+        if any(limit.metric == "clip_fraction" for limit in self.learner.limits):
+            named.append("a limit on clip_fraction in learner.limits")
         if named:
             yield (
-                f"{', '.join(named)}: no token is ever clipped with objective.proximal=recompute and learner.minibatches=1, because"
-                " the ratio is 1 in the only optimizer step of a batch; raise learner.minibatches, or leave them at their defaults"
+                f"{', '.join(named)}: no token is ever clipped with objective.off_policy.preset={objective.off_policy.preset} and"
+                " learner.minibatches=1, because the ratio is 1 in the only optimizer step of a batch; raise learner.minibatches, or leave"
+                " them at their defaults"
             )
 
     def _objective_acts(self) -> Iterator[str]:
-        decoupled = self.objective.recomputes(self.learner.minibatches)
-        if not decoupled and (self.objective.correction == "mask" or self.objective.is_level == "sequence"):
-            yield (
-                "objective.correction=mask and objective.is_level=sequence need a proximal policy, but its logprobs are"
-                " the behaviour policy's; set objective.proximal=recompute"
-            )
-        if not decoupled and self.objective.loss == "cispo" and self.objective.is_cap != 2.0:
-            yield "objective.is_cap does nothing: cispo clips the weight; set clip_high, or objective.proximal=recompute"
+        off_policy = self.objective.off_policy
+        if self.objective.loss == "cispo" and off_policy.cap is not None and not off_policy.recomputes(self.learner.minibatches):
+            yield "objective.off_policy.cap does nothing: cispo clips the weight; set clip_high, or objective.off_policy.preset=truncate"
         if (self.objective.advantage == "gae") != (self.critic is not None):
             yield "objective.advantage=gae and critic go together: write critic=CriticConfig(), or choose another advantage"
         if self.critic is not None and self.critic.minibatches * self.learner.minibatches > self.rollout.groups_per_step:

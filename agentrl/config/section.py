@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from agentrl.base.validation import shortened, unknown_name, validation_text
+from agentrl.base.validation import did_you_mean, shortened, unknown_name, validation_text
 from agentrl.errors import RecipeError
 from agentrl.records.fields import encodable
 
@@ -84,6 +85,8 @@ class Section(BaseModel):
             message = item["msg"]
             if item["type"] == "extra_forbidden" and len(item["loc"]) == 1:
                 message = unknown_name(str(item["loc"][0]), cls.model_fields)
+            elif item["type"] == "literal_error" and "ctx" in item:
+                message += did_you_mean(str(item["input"]), re.findall("'(.+?)'", item["ctx"]["expected"]), "; {}?")
             lines.append({"type": PydanticCustomError(item["type"], message), "loc": item["loc"], "input": item["input"]})
         raise ValidationError.from_exception_data(cls.__name__, lines)
 
@@ -114,7 +117,10 @@ def resumable(default: Any, **bounds: Any) -> Any:
 
 
 def resumable_keys(kind: type[Section], prefix: str = "") -> list[str]:
-    """Patterns of the keys that a resumed run may change: `serving.*` matches all keys of a section, `judge_servers.*.port` any name."""
+    """Patterns of the keys that a resumed run may change: `serving.*` matches all keys of a section, `judge_servers.*.port` any name.
+
+    A list of sections is one key.
+    """
     found: list[str] = []
     for name, field in kind.model_fields.items():
         key, inner = f"{prefix}{name}", section_of(field.annotation)
@@ -177,7 +183,7 @@ def build(kind: type[S], data: Mapping[str, Any]) -> S:
 
 def section_of(annotation: Any) -> type[Section] | None:
     """The section class of a field with this annotation; None for other fields."""
-    if typing.get_origin(annotation) is dict:  # sections by name
+    if typing.get_origin(annotation) in (dict, tuple):  # sections by name, or a list of sections
         return None
     for one in (annotation, *typing.get_args(annotation)):
         if isinstance(one, type) and issubclass(one, Section):
@@ -188,6 +194,11 @@ def section_of(annotation: Any) -> type[Section] | None:
 def named_section_of(annotation: Any) -> type[Section] | None:
     """The section class of a field that maps names to sections; None for other fields."""
     return section_of(typing.get_args(annotation)[1]) if typing.get_origin(annotation) is dict else None
+
+
+def listed_section_of(annotation: Any) -> type[Section] | None:
+    """The section class of a field that is a list of sections; None for other fields."""
+    return section_of(typing.get_args(annotation)[0]) if typing.get_origin(annotation) is tuple else None
 
 
 def _pair(override: str) -> tuple[str, Any]:
@@ -208,7 +219,7 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
     *parents, leaf = dotted.split(".")
     node = data
     for depth, part in enumerate(parents):
-        where, field = ".".join(parents[: depth + 1]), model.model_fields.get(part)
+        where, field = ".".join(parents[: depth + 1]), model.model_fields.get(part.partition("[")[0])
         inner = None if field is None else section_of(field.annotation)
         if field is None:
             sections = [name for name, one in model.model_fields.items() if section_of(one.annotation) is not None]
@@ -230,6 +241,9 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
                 return
             node[part] = {**options, ".".join(rest): value}
             return
+        if (listed := listed_section_of(field.annotation)) is not None:
+            name, keys = where.partition("[")[0], ", ".join(f'"{key}": ...' for key in listed.model_fields)
+            raise RecipeError(f"{dotted}: {name} is a list, which is set as a whole", fix=f"write {name}=[{{{keys}}}]")
         if inner is None:
             raise RecipeError(f"{dotted}: {where} has no keys of its own", fix=f"set the key itself: {where}=VALUE")
         if node.get(part) is None:

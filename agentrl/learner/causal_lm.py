@@ -55,7 +55,7 @@ def _disable_dropout(lm: Any) -> None:
 def make_scorer(lm: Any, recipe: Recipe) -> TokenScorer:
     """Returns the module that the engine trains: the language model, with a value head if the recipe's critic shares its trunk."""
     if recipe.critic is not None and recipe.critic.shared:
-        return ValuedScorer(lm, detach=recipe.critic.detach)
+        return ValuedScorer(lm, detach=recipe.critic.trunk == "detached")
     return TokenScorer(lm)
 
 

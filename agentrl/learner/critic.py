@@ -64,7 +64,7 @@ class Critic:
 
     def learn(self, batch: MicroBatch, returns: Tensor, old: Tensor, *, denominator: float) -> Tensor:
         """Adds the gradient of a micro-batch's value loss; returns this rank's share of the loss, float64 []."""
-        loss = value_loss(self.values(batch), old, returns, clip=self.config.value_clip).sum() / denominator
+        loss = value_loss(self.values(batch), old, returns).sum() / denominator
         self.deepspeed.backward(loss * self.ranks.size)
         return loss.detach().double()
 
@@ -74,7 +74,7 @@ class Critic:
 
 
 class SharedCritic:
-    """A value head on the policy's trunk, inside the policy's engine (`critic.trunk=shared`). Every method is a collective.
+    """A value head on the policy's trunk, inside the policy's engine (`critic.trunk=shared` or `detached`). Every method is a collective.
 
     The policy's optimizer steps train the head too. `learn` and `step` are for its warm-up, during which the trunk is frozen: its weights
     do not change by a bit, and its optimizer state stays that of a policy without a step.
@@ -99,7 +99,7 @@ class SharedCritic:
 
     def learn(self, batch: MicroBatch, returns: Tensor, old: Tensor, *, denominator: float) -> Tensor:
         """Does what `Critic.learn` does, for the head only."""
-        loss = value_loss(self.values(batch), old, returns, clip=self.config.value_clip).sum() / denominator
+        loss = value_loss(self.values(batch), old, returns).sum() / denominator
         self.engine.backward(loss)
         return loss.detach().double()
 

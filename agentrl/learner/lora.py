@@ -27,26 +27,17 @@ _PREFIX = "base_model.model."  # prefix of tensor names in an adapter's file, fo
 def attach(lm: Any, config: LoraConfig, *, seed: int) -> None:
     """Adds an adapter to a Hugging Face model; then only its matrices are trained. The same seed gives the same matrices.
 
-    Raises `UserError` if `config.target_modules` names a layer that the model lacks, or one whose update cannot be merged.
+    All linear layers except the output head are adapted: Schulman et al. 2025, "LoRA Without Regret", thinkingmachines.ai/blog/lora. Raises
+    `UserError` for a layer whose update cannot be merged.
     """
     from peft import inject_adapter_in_model
 
-    known = {path.rpartition(".")[2] for path, module in lm.base_model.named_modules() if isinstance(module, nn.Linear)}
-    fix = f"leave it at null for all, or choose from {', '.join(sorted(known))}"
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        try:
-            inject_adapter_in_model(_peft_config(config), lm, adapter_name=_NAME)
-        except ValueError as error:
-            raise UserError(f"learner.lora.target_modules: {error}", fix=fix) from error
-    adapted = dict(_adapted(lm))
-    for name in config.target_modules or ():
-        if not any(path == name or path.endswith(f".{name}") for path in adapted):
-            raise UserError(f"learner.lora.target_modules: the model has no layer {name!r}", fix=fix)
-    trunk = {id(module) for module in lm.base_model.modules()}
-    for path, layer in adapted.items():
-        if type(layer.base_layer) is not nn.Linear or id(layer) not in trunk:
-            raise UserError(f"learner.lora.target_modules: {path} is not a linear layer below the output head", fix=fix)
+        inject_adapter_in_model(_peft_config(config), lm, adapter_name=_NAME)
+    for path, layer in _adapted(lm):
+        if type(layer.base_layer) is not nn.Linear:
+            raise UserError(f"learner.lora: {path} of this model is not a plain linear layer", fix="remove learner.lora")
         layer.to(lm.dtype)  # peft keeps adapters of a bfloat16 model in float32, but the optimizer has float32 masters
 
 
@@ -96,8 +87,7 @@ def save(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig, *, bas
 def _peft_config(config: LoraConfig) -> Any:
     from peft import LoraConfig as PeftConfig
 
-    targets = "all-linear" if config.target_modules is None else list(config.target_modules)
-    return PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")
+    return PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def _adapted(lm: Any) -> Iterator[tuple[str, Any]]:

@@ -27,6 +27,7 @@ from agentrl.version import deltas
 
 log = logging.getLogger("agentrl.learner")
 _LARGEST_DELTA = 0.5  # of the whole file's bytes; above it the whole file is cheaper for the server
+FULL_EVERY = 8  # versions; a server that restarts applies fewer deltas than this, and seven of eight versions are small
 PROBE_ROWS = 4
 _BASE_ROWS, _BASE_TOKENS = 2, 12  # of version 0's probe
 _PROBE_TOKENS = 128  # of a row; a wrong tensor shows at any token
@@ -85,13 +86,12 @@ def publish_version(
     metrics: Mapping[str, float],
     rows: tuple[tuple[int, ...], ...],
     keep: int,
-    full_every: int | None = None,
+    as_delta: bool = False,
 ) -> None:
     """Exports the engine's weights as version `number`, registers it, and deletes old versions' weights. All ranks call it.
 
-    The same engine state gives the same bytes. With `full_every` a version is a delta of its parent if that is smaller, except when
-    `full_every` divides its number. Raises `DiskFull` or `LearnerError` on a write error, and `StoreError` if the number is registered with
-    other weights.
+    The same engine state gives the same bytes. With `as_delta` a version is a delta of its parent if that is smaller, except every
+    `FULL_EVERY`th. Raises `DiskFull` or `LearnerError` on a write error, and `StoreError` if the number is registered with other weights.
     """
     weights = gather_weights(engine)
     probe = engine.probe(rows)
@@ -99,8 +99,8 @@ def publish_version(
         with disk_errors_raised(f"version {number} in {run_dir}"):
             part = partial_folder(version_folder(run_dir, number))
             version = _export(part, run_dir, engine, weights, number, parent, metrics, probe)
-            if full_every is not None:
-                _shrink(part, version, registry.get(parent), whole=number % full_every == 0)
+            if as_delta:
+                _shrink(part, version, registry.get(parent), whole=number % FULL_EVERY == 0)
             commit_folder(part, version_folder(run_dir, number))
         registry.add(version)
         registry.prune(keep)

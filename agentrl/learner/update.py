@@ -24,7 +24,7 @@ from agentrl.objective.aggregate import loss_denominator
 from agentrl.objective.losses import sequence_penalty
 from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, combine_steps, summarize
 from agentrl.objective.policy_loss import TrainedTokens, load_loss, policy_loss
-from agentrl.objective.values import value_loss
+from agentrl.objective.values import VALUE_WEIGHT, value_loss
 from agentrl.records import Batch, Sample
 
 
@@ -50,10 +50,10 @@ class PreparedMicroBatch:
         """Returns it with advantages of mean 0 and deviation 1 over the batch."""
         return replace(self, batch=replace(self.batch, advantages=(self.batch.advantages - mean) / scale))
 
-    def value_loss(self, values: Tensor, config: CriticConfig) -> Tensor:
+    def value_loss(self, values: Tensor) -> Tensor:
         """Returns the sum of the value loss over the micro-batch's tokens."""
         assert self.returns is not None and self.values is not None, "values are computed before they are learned"
-        return value_loss(values, self.values, self.returns, clip=config.value_clip).sum()
+        return value_loss(values, self.values, self.returns).sum()
 
 
 Plan = list[tuple[Batch, list[PreparedMicroBatch]]]  # the micro-batches of each optimizer step
@@ -77,7 +77,7 @@ class Updater:
 
         A minibatch with a non-finite loss, gradient or advantage, or beyond one of `learner.limits`, is skipped: the weights stay, and
         `updates_left_out` counts it. If a limit demands a rollback, `guard.rolling_back` is True afterwards, and the weights must not be
-        used. Raises `LearnerHalted` if a limit demands it or `learner.max_bad_updates` steps in a row were skipped. A batch without
+        used. Raises `LearnerHalted` if a limit demands it or too many steps in a row were skipped. A batch without
         samples changes nothing.
         """
         start = time.perf_counter()
@@ -138,9 +138,7 @@ class Updater:
 
     def _prepare(self, parts: list[Batch]) -> Plan:
         """The micro-batches of each optimizer step, in the order of the critic's smaller steps, with results from before the first step."""
-        # A batch with a single optimizer step needs no proximal policy, unless the correction uses one.
-        always = self._objective.correction == "mask" or self._objective.is_level == "sequence"
-        recomputes = self._objective.recomputes(self._learner.minibatches if always else len(parts))
+        recomputes = self._objective.off_policy.recomputes(len(parts))
         critic_steps = 1 if self.critic is None else self.critic.config.minibatches
         return [
             (
@@ -224,9 +222,8 @@ class Updater:
             )
             loss = result.loss
             if values is not None:
-                assert self.critic is not None, "a shared trunk has a critic"
-                value = micro.value_loss(values, self.critic.config) / minibatch.denominator
-                loss = loss + self.critic.config.vf_coef * value
+                value = micro.value_loss(values) / minibatch.denominator
+                loss = loss + VALUE_WEIGHT * value
                 sums[-3] += value.detach()
             self.engine.backward(loss)
             sums[:-3] += result.sums

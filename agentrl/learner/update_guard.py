@@ -16,16 +16,9 @@ from agentrl.records.fields import Record, Text
 
 SKIP, ROLLBACK, HALT = "skip", "rollback", "halt"
 _SEVERITY = (SKIP, ROLLBACK, HALT)
-_METRICS = {
-    "max_kl": "kl_behaviour",
-    "max_kl_reference": "kl_reference",
-    "min_entropy": "entropy",
-    "max_clip_fraction": "clip_fraction",
-    "max_ratio": "ratio_max",
-    "max_mismatch_kl": "mismatch_kl",
-    "max_grad_norm": "grad_norm",
-    "min_effective_sample_size": "ess",
-}
+MAX_BAD_UPDATES = 3  # optimizer steps skipped in a row: one may be bad luck, three are damaged weights or experience
+MAX_ROLLBACKS = 2  # over the run: a third would repeat what failed twice; the step halts instead
+MAX_BAD_GROUPS = 16  # excluded over the run: finite scores and logprobs are the rule, so more are a fault of verifier or server
 REFUSE_ALL = -1.0  # as the largest accepted gradient norm
 
 
@@ -63,8 +56,7 @@ class UpdateGuard:
         self.counts = counts
         self.rolling_back = False  # the current step must be undone
         self.start_weights_passed = False  # the weights at the start of the current step passed every check
-        self._learner = learner
-        self._limits = learner.limits.named
+        self._limits = {limit.metric: limit for limit in learner.limits}
         self._setbacks: list[UpdateFailure] = []
         self._checked = 0
 
@@ -80,7 +72,7 @@ class UpdateGuard:
     def exclude_groups(self, step: int, groups: Sequence[Group], dropped: Mapping[int, str]) -> int:
         """Records the groups that `assemble` dropped because a number was not finite; returns their number.
 
-        Raises `LearnerHalted` once the run has `learner.max_bad_groups` of them.
+        Raises `LearnerHalted` once the run has `MAX_BAD_GROUPS` of them.
         """
         bad = [group for group in groups if dropped.get(group.index, "").startswith("non_finite")]
         for group in bad:
@@ -96,9 +88,9 @@ class UpdateGuard:
                 )
             )
         self.counts = replace(self.counts, bad_groups=self.counts.bad_groups + len(bad))
-        if bad and self.counts.bad_groups >= self._learner.max_bad_groups:
+        if bad and self.counts.bad_groups >= MAX_BAD_GROUPS:
             raise LearnerHalted(
-                f"step {step}: {self.counts.bad_groups} groups were excluded because a number was not finite (learner.max_bad_groups);"
+                f"step {step}: {self.counts.bad_groups} groups were excluded because a number was not finite;"
                 " failures/updates.jsonl lists them. Look for a verifier that returns infinity, or a server with wrong logprobs"
             )
         return len(bad)
@@ -107,13 +99,13 @@ class UpdateGuard:
         """Returns the largest gradient norm that may be applied, given the other metrics; negative if no gradient may be."""
         if self._violations(metrics):
             return REFUSE_ALL
-        limit = self._limits.get("max_grad_norm")
+        limit = self._limits.get("grad_norm")
         return math.inf if limit is None else limit.at
 
     def record_policy_step(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
         """Records an optimizer step of the policy. `metrics` include `grad_norm`, NaN if it is not finite.
 
-        Raises `LearnerHalted` if a limit demands it or `learner.max_bad_updates` steps in a row were skipped.
+        Raises `LearnerHalted` if a limit demands it or `MAX_BAD_UPDATES` steps in a row were skipped.
         """
         self.start_weights_passed = self.start_weights_passed or (applied and self._checked == 0)
         self._checked += 1
@@ -123,9 +115,9 @@ class UpdateGuard:
         violations = self._violations(metrics)
         action = max((action for _, action in violations), key=_SEVERITY.index)
         reasons = tuple(reason for reason, _ in violations)
-        if action == ROLLBACK and self.counts.rollbacks >= self._learner.limits.max_rollbacks:
+        if action == ROLLBACK and self.counts.rollbacks >= MAX_ROLLBACKS:
             action = HALT
-            reasons += (f"{self.counts.rollbacks} rollbacks were made, learner.limits.max_rollbacks allows no more",)
+            reasons += (f"{self.counts.rollbacks} rollbacks were made, and a run has at most {MAX_ROLLBACKS}",)
         self._setbacks.append(_setback(part, action, "policy", reasons, metrics))
         if action == HALT:
             raise LearnerHalted(
@@ -150,11 +142,11 @@ class UpdateGuard:
         self._stop_at(self.counts.critic_bad_in_a_row, part, "optimizer steps of the critic", reasons)
 
     def _stop_at(self, in_a_row: int, part: Batch, what: str, reasons: Sequence[str]) -> None:
-        if in_a_row >= self._learner.max_bad_updates:
+        if in_a_row >= MAX_BAD_UPDATES:
             raise LearnerHalted(
-                f"step {part.step}: {in_a_row} {what} in a row were skipped (learner.max_bad_updates), the last because"
-                f" {'; '.join(reasons)}; the weights are those of the last applied update. Lower learner.lr, or look for damaged weights or"
-                " experience: failures/updates.jsonl lists the episodes"
+                f"step {part.step}: {in_a_row} {what} in a row were skipped, the last because"
+                f" {'; '.join(reasons)}; the weights are those of the last applied update. Lower learner.lr, loosen a limit, or look for"
+                " damaged weights or experience: failures/updates.jsonl lists the episodes"
             )
 
     def _violations(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -168,15 +160,14 @@ class UpdateGuard:
         for name, what in (("loss", "the loss is"), ("grad_norm", "the gradient is")):
             if not math.isfinite(metrics.get(name, 0.0)):
                 violations.append((f"{what} not finite", SKIP))
-        for name, limit in self._limits.items():
-            metric, is_minimum = _METRICS[name], name.startswith("min_")
+        for metric, limit in self._limits.items():
             if metric not in metrics:
                 continue
-            value, bound = metrics[metric], f"learner.limits.{name}.at={limit.at:g}"
+            value, bound = metrics[metric], f"its limit {limit.at:g} (learner.limits)"
             if math.isnan(value):
                 violations.append((f"{metric} is not a number, so {bound} cannot be checked", limit.action))
-            elif value < limit.at if is_minimum else value > limit.at:
-                violations.append((f"{metric} {value:.4g} is {'below' if is_minimum else 'above'} {bound}", limit.action))
+            elif value < limit.at if limit.is_minimum else value > limit.at:
+                violations.append((f"{metric} {value:.4g} is {'below' if limit.is_minimum else 'above'} {bound}", limit.action))
         return violations
 
 

@@ -211,7 +211,7 @@ class Worker:
 
     def _save(self, meta: CheckpointMeta) -> str:
         learner = self.recipe.learner
-        spare = {self.good} if learner.limits.roll_back else set()
+        spare = {self.good} if learner.rolls_back else set()
         if self.ranks.is_first:
             spare |= self._gate_checkpoints()
         root = self.run_dir / "checkpoints"
@@ -227,7 +227,7 @@ class Worker:
             metrics=meta.metrics,
             rows=meta.probe_rows,
             keep=self.recipe.learner.keep_versions,
-            full_every=self.recipe.learner.full_every if self.recipe.serving.weight_transfer == "delta" else None,
+            as_delta=self.recipe.serving.weight_transfer == "delta",
         )
         self._mark_rolled_back()
         if self.broadcaster is not None:
@@ -243,7 +243,7 @@ class Worker:
             self.updater.guard.counts = checkpoint.meta.counts
             self.good, self.rolled_back = checkpoint.meta.good, checkpoint.meta.rolled_back
             log.info("resumed after %d steps from %s", self.next_step, checkpoint.folder)
-        elif self.recipe.learner.limits.roll_back or (self.recipe.gate is not None and self.recipe.gate.rolls_back):
+        elif self.recipe.learner.rolls_back or (self.recipe.gate is not None and self.recipe.gate.rolls_back):
             self._save(self._meta(0, parent=0, metrics={}, rows=()))  # the first update can be undone too
         missing = False
         if self.ranks.is_first:

@@ -16,9 +16,9 @@ a stem is part of its own baseline, which shrinks its advantage by 1 - 1/stems (
 
 The tokens after the branching are unaffected: given s, the siblings' scores do not depend on them, so a baseline may include siblings.
 
-In a sequence mean (`aggregation=sequence_mean`, `loss=gspo`, `is_level=sequence`) the shared turns belong to the first episode's
-sequence. With a critic (`advantage=gae`) they keep the first episode's rewards, and the critic's values replace the mean. A penalty on
-scores (`kl=k1_reward`) covers all of an episode's tokens, including inherited ones, because they are part of what is scored.
+In a sequence mean (`aggregation=sequence_mean`, `loss=gspo`, a preset of `off_policy` per sequence) the shared turns belong to the first
+episode's sequence. With a critic (`advantage=gae`) they keep the first episode's rewards, and the critic's values replace the mean. A
+penalty on scores (`kl=k1_reward`) covers all of an episode's tokens, including inherited ones, because they are part of what is scored.
 """
 
 from __future__ import annotations

@@ -12,14 +12,13 @@ behaviour policy. Estimators of the divergence from the KL reference model, with
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from agentrl.config.recipe import ObjectiveConfig
+from agentrl.config.objective import Correction, ObjectiveConfig
 from agentrl.errors import PluginError
 from agentrl.objective.aggregate import Segments, sum_segments
 from agentrl.protocols import LossTokens
@@ -44,7 +43,7 @@ class LossInput:
     def from_config(cls, objective: ObjectiveConfig, **tensors: Any) -> LossInput:
         """Combines the four tensors with the recipe's bounds."""
         bounds: dict[str, Any] = {"clip_low": objective.clip_low, "clip_high": objective.clip_high, "dual_clip": objective.dual_clip}
-        return cls(**tensors, **bounds, cap=objective.is_cap if objective.caps_ratio else math.inf)
+        return cls(**tensors, **bounds, cap=objective.ratio_cap)
 
 
 def ppo(tokens: LossTokens) -> Surrogate:
@@ -175,13 +174,7 @@ def sequence_penalty(behaviour: Tensor, reference: Tensor, sequence: Tensor, cou
     return sum_segments(gap, sequence, count)
 
 
-Correction = Literal["truncate", "mask", "none"]
-Level = Literal["token", "sequence"]
-
-
-def importance_weights(
-    log_ratio: Tensor, segments: Segments, *, correction: Correction, level: Level, cap: float, floor: float
-) -> tuple[Tensor, Tensor]:
+def importance_weights(log_ratio: Tensor, segments: Segments, correction: Correction) -> tuple[Tensor, Tensor]:
     """Returns weights [N] without gradient, and a mask of the truncated or masked ratios.
 
     With rho_t = pi_prox / mu of the token (`level` token) or the product of them over its sequence (`level` sequence):
@@ -193,11 +186,11 @@ def importance_weights(
     Truncated: Ionides 2008; Espeholt et al. 2018, arXiv:1802.01561. Masked token by token: IcePop, Ling Team 2025, arXiv:2510.18855.
     TRL calls both, at both levels, its vLLM importance sampling correction. `log_ratio`: [N] log pi_prox - log mu.
     """
-    if correction == "none":
+    if correction.weights == "none":
         return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
-    whole = log_ratio.detach() if level == "token" else segments.sum(log_ratio).to(log_ratio.dtype)
+    whole = log_ratio.detach() if correction.level == "token" else segments.sum(log_ratio).to(log_ratio.dtype)
     ratio = whole.exp()
-    if correction == "truncate":
-        return ratio.clamp(max=cap), ratio > cap
-    outside = (ratio > cap) | (ratio < floor)
+    if correction.weights == "truncate":
+        return ratio.clamp(max=correction.cap), ratio > correction.cap
+    outside = (ratio > correction.cap) | (ratio < correction.floor)
     return ratio.masked_fill(outside, 0.0), outside

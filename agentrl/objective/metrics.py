@@ -25,7 +25,7 @@ def token_statistics(
     entropy: Tensor | None,
     same: Tensor | None,
     kl_reference: Tensor | None,
-    is_cap: float,
+    cap: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns sums [len(SUM_NAMES)] and maxima [len(MAX_NAMES)], float64, of [N] tokens.
 
@@ -37,7 +37,7 @@ def token_statistics(
     """
     log_ratio = log_ratio.detach().double()
     ratio = log_ratio.exp()
-    weight = ratio.clamp(max=is_cap)
+    weight = ratio.clamp(max=cap)
     mismatch = log_ratio.abs()
     zero = ratio.new_zeros(())
     sums = torch.stack(
@@ -76,7 +76,7 @@ def summarize(sums: Tensor, maxima: Tensor, *, with_reference: bool = False) -> 
         ratio_mean, _min, _max  r
         clip_fraction           share of tokens where the surrogate's bound is active; _low: ratios below 1, _high: above
         truncated_fraction      share of tokens whose importance weight was truncated or masked
-        ess                     (sum w)^2 / (n sum w^2) of w = min(r, is_cap): effective sample size as a share of the tokens
+        ess                     (sum w)^2 / (n sum w^2) of w = min(r, cap): effective sample size as a share of the tokens
         entropy                 mean entropy of pi
     """
     total = dict(zip(SUM_NAMES, sums.tolist(), strict=True))

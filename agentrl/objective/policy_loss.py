@@ -62,14 +62,8 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
     behaviour = tokens.behaviour.to(dtype)
     centre = behaviour if tokens.proximal is None else tokens.proximal.to(dtype).detach()
     gap = tokens.logprobs - centre
-    weight, cut = importance_weights(
-        centre - behaviour,
-        segments,
-        correction=objective.correction,
-        level=objective.is_level,
-        cap=objective.is_cap,
-        floor=objective.is_floor,
-    )
+    correction = objective.off_policy.correction
+    weight, cut = importance_weights(centre - behaviour, segments, correction)
     arguments = losses.LossInput.from_config(
         objective, log_ratio=gap, logprobs=tokens.logprobs, advantages=tokens.advantages.to(dtype), sequence=tokens.sequence
     )
@@ -79,8 +73,7 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
     loss = (counts * per_token).sum() / denominator
     with torch.no_grad():
         side = segments.mean(gap) if objective.loss == "gspo" else gap  # log of the ratio that is clipped and capped
-        if objective.caps_ratio:
-            cut = cut | (side > math.log(objective.is_cap))
+        cut = cut | (side > math.log(objective.ratio_cap))
         sums, maxima = token_statistics(
             tokens.logprobs - behaviour,
             clipped=clipped,
@@ -89,7 +82,7 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
             entropy=tokens.entropy,
             same=_mismatch(tokens),
             kl_reference=None if tokens.kl_reference is None else k3(tokens.logprobs, tokens.kl_reference.to(dtype)),
-            is_cap=objective.is_cap,
+            cap=correction.cap,
         )
     return PolicyLoss(loss=loss, sums=sums, maxima=maxima)
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Of Ziegler et al. 2019, arXiv:1909.08593 (github.com/openai/lm-human-preferences, `PpoHParams`), and of TRL.
+VALUE_CLIP = 0.2
+"""Change of a value per step beyond which the value loss is clipped."""
+VALUE_WEIGHT = 0.1
+"""Weight of the value loss, if the critic is a value head on the policy."""
+
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float | Tensor, lam: float | Tensor) -> tuple[Tensor, Tensor]:
     """Returns advantages and returns of the sampled tokens; tokens between them (tools, users) are skipped.
@@ -42,19 +48,17 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float | Tensor,
     return advantages, returns
 
 
-def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | None) -> Tensor:
+def value_loss(values: Tensor, old: Tensor, returns: Tensor) -> Tensor:
     """Returns half the squared error of each token's value, clipped around the value before the step. All [N].
 
-        v_clip = old + clamp(v - old, -clip, clip)
+        v_clip = old + clamp(v - old, -VALUE_CLIP, VALUE_CLIP)
         loss = 0.5 max((v - R)^2, (v_clip - R)^2)
 
-    A value gains nothing from moving further than `clip`; None disables the clip. Source: the PPO authors' implementation, described in
-    Huang et al. 2022, "The 37 implementation details of proximal policy optimization", detail 9.
+    A value gains nothing from moving further than `VALUE_CLIP`. Source: the PPO authors' implementation, described in Huang et al. 2022,
+    "The 37 implementation details of proximal policy optimization", detail 9.
     """
     error = (values - returns).square()
-    if clip is None:
-        return 0.5 * error
-    clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
+    clipped = (old + (values - old).clamp(-VALUE_CLIP, VALUE_CLIP) - returns).square()
     return 0.5 * torch.maximum(error, clipped)
 
 

@@ -31,7 +31,7 @@ class LossTokens(Protocol):
 
     @property
     def log_ratio(self) -> Tensor:
-        """log pi(token) - log pi_old(token), with gradient. `objective.proximal` selects pi_old."""
+        """log pi(token) - log pi_old(token), with gradient. `objective.off_policy` selects pi_old."""
         ...
 
     @property
@@ -66,7 +66,7 @@ class LossTokens(Protocol):
 
     @property
     def cap(self) -> float:
-        """Upper bound of a ratio with gradient, `objective.is_cap`; infinite with `objective.correction=none`."""
+        """Upper bound of a ratio with gradient, `objective.off_policy.cap`; infinite with preset `none`."""
         ...
 
 

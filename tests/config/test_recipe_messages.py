@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from agentrl.config import PolicyConfig, Recipe, TasksConfig, apply_overrides
+from agentrl.config import Limit, PolicyConfig, Recipe, TasksConfig, apply_overrides
+from agentrl.config.section import resumable_keys
 from agentrl.errors import RecipeError
 from agentrl.records.sampling import Sampling
 
@@ -12,7 +15,7 @@ BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family
 
 
 @pytest.mark.parametrize("value", ["Infinity", "-Infinity", "NaN"])
-@pytest.mark.parametrize("key", ["learner.max_grad_norm", "learner.lr", "objective.is_cap", "learner.limits.max_kl.at", "critic.gamma"])
+@pytest.mark.parametrize("key", ["learner.max_grad_norm", "learner.lr", "objective.off_policy.cap", "critic.gamma"])
 def test_a_number_that_is_not_finite_is_refused_by_name(key: str, value: str) -> None:
     """`recipe.json` would keep it as null, and the learner, which reads that, would be the one to fail."""
     with pytest.raises(RecipeError, match=rf"{key}: Input should be a finite number \(got "):
@@ -25,6 +28,32 @@ def test_keys_that_do_not_go_together_are_told_without_the_rest_of_their_section
     assert str(error.value).startswith("objective: kl and kl_coef go together") and "got" not in str(error.value)
     with pytest.raises(RecipeError, match=r"learner\.lr: Input should be greater than 0 \(got -1\)"):
         apply_overrides(BASE, ["learner.lr=-1"])
+
+
+LISTED = {
+    '=[{"metric": "ess", "at": "x"}]': "learner.limits[0].at: Input should be a valid number, unable to parse string as a number (got 'x')",
+    '=[{"metric": "ess", "at": 0.5}, {"metirc": "entropy", "at": 1}]': "learner.limits[1].metirc: unknown key; did you mean metric?",
+    '=[{"metric": "entropi", "at": 1}]': "grad_norm' or 'ess'; did you mean entropy? (got 'entropi')",
+    '=[{"action": "rolback"}]': "[0].action: Input should be 'skip', 'rollback' or 'halt'; did you mean rollback?",
+    '=[{"metric": "entropy", "at": Infinity}]': "learner.limits[0].at: Input should be a finite number",
+    '=[{"metric": "clip_fraction", "at": 2}]': "learner.limits[0]: at must be between 0 and 1 for metric=clip_fraction",
+    '={"metric": "ess", "at": 1}': "learner.limits: Input should be a valid tuple",
+    ".entropy.at=1": "learner.limits.entropy.at: learner.limits is a list, which is set as a whole\n  fix: write learner.limits=",
+    "[0].at=1": 'fix: write learner.limits=[{"metric": ..., "at": ..., "action": ...}]',
+}
+
+
+@pytest.mark.parametrize("given", LISTED)
+def test_an_error_in_a_list_of_sections_has_its_index(given: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(LISTED[given])):
+        apply_overrides(BASE, [f"learner.limits{given}"])
+
+
+def test_a_list_of_sections_is_one_key() -> None:
+    limits = (Limit(metric="ess", at=0.5), Limit(metric="entropy", at=0.5, action="halt"))
+    data = [limit.model_dump() for limit in limits]
+    assert BASE.but({"learner.limits": limits}).learner.limits == BASE.but({"learner.limits": data}).learner.limits == limits
+    assert [key for key in resumable_keys(Recipe) if "limits" in key] == ["learner.limits"]
 
 
 @pytest.mark.parametrize(

@@ -40,14 +40,14 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 0.1, "clip_high": 0.1, "kl": "k3", "kl_coef": 0.1},
     "cispo": {
         **{"loss": "cispo", "aggregation": "constant", "entropy_coef": 0.05},
-        **{"proximal": "recompute", "correction": "mask", "is_level": "sequence"},
+        "off_policy": {"preset": "mask_sequence", "floor": 0, "cap": 2},
     },
     "reinforce++": {"advantage": "reinforce++", "kl": "k1_reward", "kl_coef": 0.05, "staleness_decay": 0.5},
-    "rloo": {"advantage": "rloo", "proximal": "recompute", "kl": "k2", "kl_coef": 0.2},
+    "rloo": {"advantage": "rloo", "off_policy": {"preset": "truncate"}, "kl": "k2", "kl_coef": 0.2},
 }
 
 USES = dict.fromkeys(range(3), GroupUse(tokens_trained=2))
-SHARED = CriticConfig(trunk="shared", lr=2e-2, warmup_steps=1, gamma=0.97, lam=0.9, vf_coef=0.5)
+SHARED = CriticConfig(trunk="shared", lr=2e-2, warmup_steps=1, gamma=0.97, lam=0.9)
 
 
 class Scenario:

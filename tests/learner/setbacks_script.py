@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from agentrl.config import CriticConfig, Limit, LimitsConfig, ObjectiveConfig
+from agentrl.config import CriticConfig, Limit, ObjectiveConfig
 from agentrl.errors import LearnerHalted
 from agentrl.learner.checkpoint import CheckpointMeta, numbered, restore, save
 from agentrl.learner.publish import gather_weights
@@ -40,7 +40,7 @@ class Setbacks(Scenario):
         free = Updater(engine)
         free.guard._limits = {}
         free.update(self.batches[0])
-        clean = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size, **learner | {"limits": LimitsConfig()}))
+        clean = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size, **learner | {"limits": ()}))
         reference = Updater(clean).update(self.batches[0])
         self.recipe = plain
         return {
@@ -50,19 +50,19 @@ class Setbacks(Scenario):
 
     def norm(self, stage: int) -> dict[str, Any]:
         """A gradient whose norm exceeds its limit: found only inside the optimizer step."""
-        limits = LimitsConfig(max_grad_norm=Limit(at=0.02))
-        return self._refused(stage, self.batches[0], max_grad_norm=0.01, limits=limits)
+        return self._refused(stage, self.batches[0], max_grad_norm=0.01, limits=(Limit(metric="grad_norm", at=0.02),))
 
     def half(self, stage: int) -> dict[str, Any]:
         """The same in bfloat16, whose optimizer is DeepSpeed's at every stage."""
-        return self._refused(stage, self.batches[0], bf16=True, max_grad_norm=0.01, limits=LimitsConfig(max_grad_norm=Limit(at=0.02)))
+        return self._refused(stage, self.batches[0], bf16=True, max_grad_norm=0.01, limits=(Limit(metric="grad_norm", at=0.02),))
 
     def figure(self, stage: int) -> dict[str, Any]:
         """A figure that is known before the optimizer step."""
-        return self._refused(stage, self.batches[0], limits=LimitsConfig(min_entropy=Limit(at=50.0)))
+        return self._refused(stage, self.batches[0], limits=(Limit(metric="entropy", at=50.0),))
 
     def halt(self, stage: int) -> dict[str, Any]:
-        return self._refused(stage, self.batches[0], limits=LimitsConfig(max_kl=Limit(at=1e-6, action="halt"), min_entropy=Limit(at=50.0)))
+        limits = (Limit(metric="kl_behaviour", at=1e-6, action="halt"), Limit(metric="entropy", at=50.0))
+        return self._refused(stage, self.batches[0], limits=limits)
 
     def logprob(self, stage: int) -> dict[str, Any]:
         """One token whose behaviour logprob is -inf, on one rank only."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentrl.config import ObjectiveConfig
+from agentrl.config import ObjectiveConfig, OffPolicyConfig
 from agentrl.learner.publish import gather_weights
 from agentrl.learner.update import Updater
 from tests.learner import preloaded
@@ -27,7 +27,7 @@ class Chunked(Scenario):
     def chunked(self, stage: int) -> dict[str, float]:
         """Two updates with a head of 7 rows at a time, on two ranks; the largest gap to the weights of a head that takes all at once."""
         made = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
-        made = made.model_copy(update={"objective": ObjectiveConfig(proximal="recompute", entropy_coef=0.01)})
+        made = made.model_copy(update={"objective": ObjectiveConfig(off_policy=OffPolicyConfig(preset="truncate"), entropy_coef=0.01)})
         found = []
         for rows in (10**6, 7):
             engine = self.engine(made)

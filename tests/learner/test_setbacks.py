@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from agentrl.base.files import sha256_file
-from agentrl.config import LearnerConfig, Limit, LimitsConfig, Recipe
+from agentrl.config import LearnerConfig, Limit, Recipe
 from agentrl.errors import LearnerHalted
 from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
 from agentrl.learner.failure_log import UpdateFailureLog
-from agentrl.learner.update_guard import FailureCounts, UpdateFailure, UpdateGuard
+from agentrl.learner.publish import FULL_EVERY
+from agentrl.learner.update_guard import MAX_BAD_GROUPS, MAX_BAD_UPDATES, MAX_ROLLBACKS, FailureCounts, UpdateFailure, UpdateGuard
 from agentrl.records import Batch, Group, Sample, VersionState
 from agentrl.version import FolderRegistry, deltas
 from tests.learner import preloaded
@@ -78,7 +79,7 @@ def test_a_skipped_update_changes_nothing_and_is_logged(results: Results, ranks:
     }
     assert any(reason.startswith(wanted[kind]) for reason in setback.reasons), setback.reasons
     if kind == "halt":
-        assert "learner.limits.max_kl.at=1e-06" in found["halted"]
+        assert "its limit 1e-06 (learner.limits)" in found["halted"]
     else:
         assert found["metrics"]["updates_left_out"] == 1 and found["metrics"]["optimizer_steps"] == 0
         assert found["counts"] == FailureCounts(bad_in_a_row=1)
@@ -118,61 +119,55 @@ FINE = {"loss": 0.1, "kl_behaviour": 0.1, "entropy": 2.0, "ess": 0.9, "ratio_max
 
 
 @pytest.mark.parametrize(
-    ("name", "at", "metric", "bad"),
+    ("metric", "at", "bad"),
     [
-        ("max_kl", 0.5, "kl_behaviour", 0.6),
-        ("max_kl_reference", 0.5, "kl_reference", 0.6),
-        ("min_entropy", 0.5, "entropy", 0.4),
-        ("max_clip_fraction", 0.5, "clip_fraction", 0.6),
-        ("max_ratio", 5.0, "ratio_max", 6.0),
-        ("max_mismatch_kl", 0.5, "mismatch_kl", 0.6),
-        ("max_grad_norm", 5.0, "grad_norm", 6.0),
-        ("min_effective_sample_size", 0.5, "ess", 0.4),
+        *((metric, 0.5, 0.6) for metric in ("kl_behaviour", "kl_reference", "clip_fraction", "mismatch_kl")),
+        *(("ratio_max", 5.0, 6.0), ("grad_norm", 5.0, 6.0), ("entropy", 0.5, 0.4), ("ess", 0.5, 0.4)),
     ],
 )
-def test_each_limit_checks_its_metric_at_its_bound(name: str, at: float, metric: str, bad: float) -> None:
-    guard = UpdateGuard(LearnerConfig(limits=LimitsConfig(**{name: Limit(at=at)})))
+def test_each_limit_checks_its_metric_at_its_bound(metric: Any, at: float, bad: float) -> None:
+    guard = UpdateGuard(LearnerConfig(limits=(Limit(metric=metric, at=at),)))
     for fine in (FINE, FINE | {metric: at}):
         known = {key: value for key, value in fine.items() if key != "grad_norm"}
-        assert guard.largest_norm(known) == (at if name == "max_grad_norm" else math.inf)
+        assert guard.largest_norm(known) == (at if metric == "grad_norm" else math.inf)
     beyond = FINE | {metric: bad}
-    if name != "max_grad_norm":
+    if metric != "grad_norm":
         assert guard.largest_norm(beyond) < 0
     guard.record_policy_step(_part(), beyond, applied=False)
     (setback,) = guard.take_failures()
-    assert setback.reasons == (f"{metric} {bad:g} is {'below' if name.startswith('min') else 'above'} learner.limits.{name}.at={at:g}",)
+    assert setback.reasons == (f"{metric} {bad:g} is {'below' if bad < at else 'above'} its limit {at:g} (learner.limits)",)
     assert setback.episodes == ("e",) and setback.groups == (7, 8)
     assert guard.take_failures() == ()
 
 
 def test_the_strictest_action_wins_and_rollbacks_are_limited() -> None:
-    limits = LimitsConfig(max_kl=Limit(at=0.5), min_entropy=Limit(at=0.5, action="rollback"), max_rollbacks=1)
+    limits = (Limit(metric="kl_behaviour", at=0.5), Limit(metric="entropy", at=0.5, action="rollback"))
     guard = UpdateGuard(LearnerConfig(limits=limits))
     bad = FINE | {"kl_behaviour": 0.6, "entropy": 0.1}
-    guard.begin_step()
-    guard.record_policy_step(_part(), bad, applied=False)
-    assert guard.rolling_back and not guard.start_weights_passed and guard.counts.rollbacks == 1
+    for made in range(MAX_ROLLBACKS):
+        guard.begin_step()
+        guard.record_policy_step(_part(), bad, applied=False)
+        assert guard.rolling_back and not guard.start_weights_passed and guard.counts.rollbacks == made + 1
     guard.begin_step()
     guard.record_policy_step(_part(4), FINE, applied=True)
     assert guard.start_weights_passed and not guard.rolling_back
-    with pytest.raises(LearnerHalted, match="1 rollbacks were made"):
+    with pytest.raises(LearnerHalted, match=f"{MAX_ROLLBACKS} rollbacks were made"):
         guard.record_policy_step(_part(5), bad, applied=False)
-    assert [setback.action for setback in guard.take_failures()] == ["rollback", "halt"]
+    assert [setback.action for setback in guard.take_failures()] == [*["rollback"] * MAX_ROLLBACKS, "halt"]
 
 
 def test_a_working_critic_does_not_reset_the_policys_skipped_steps() -> None:
-    guard = UpdateGuard(LearnerConfig(max_bad_updates=2))
+    guard = UpdateGuard(LearnerConfig())
     nan = FINE | {"grad_norm": math.nan}
-    for _ in range(2):
+    for _ in range(MAX_BAD_UPDATES - 1):
         guard.record_critic_step(_part(), {}, applied=True)
-        if guard.counts.bad_in_a_row == 1:
-            with pytest.raises(LearnerHalted, match=r"2 optimizer steps in a row were skipped .* the gradient is not finite"):
-                guard.record_policy_step(_part(), nan, applied=False)
-        else:
-            guard.record_policy_step(_part(), nan, applied=False)
-    guard = UpdateGuard(LearnerConfig(max_bad_updates=2))
-    guard.record_critic_step(_part(), {"value_grad_norm": math.inf}, applied=False)
-    guard.record_policy_step(_part(), FINE, applied=True)
+        guard.record_policy_step(_part(), nan, applied=False)
+    with pytest.raises(LearnerHalted, match=rf"{MAX_BAD_UPDATES} optimizer steps in a row were skipped, .* the gradient is not finite"):
+        guard.record_policy_step(_part(), nan, applied=False)
+    guard = UpdateGuard(LearnerConfig())
+    for _ in range(MAX_BAD_UPDATES - 1):
+        guard.record_critic_step(_part(), {"value_grad_norm": math.inf}, applied=False)
+        guard.record_policy_step(_part(), FINE, applied=True)
     with pytest.raises(LearnerHalted, match="of the critic"):
         guard.record_critic_step(_part(), {}, applied=False)
     assert guard.take_failures()[0].metrics == {"value_grad_norm": None}
@@ -225,8 +220,8 @@ async def _learn(make_learner: MakeLearner, run_dir: Path, made: Recipe, groups:
     return FolderRegistry(run_dir / "versions")
 
 
-def _rolling(ranks: int, steps: int = 4, **limits: object) -> Recipe:
-    limits = {"max_kl": {"at": 1.0, "action": "rollback"}} | limits
+def _rolling(ranks: int, steps: int = 4, action: str = "rollback") -> Recipe:
+    limits = [{"metric": "kl_behaviour", "at": 1.0, "action": action}]
     learner = {"ranks": ranks, "limits": limits, "warmup_steps": 3, "keep_checkpoints": 1}
     return recipe(learner=learner).model_copy(update={"steps": steps})
 
@@ -277,36 +272,36 @@ async def test_unchanged_weights_stay_good(tmp_path: Path, make_learner: MakeLea
 
 @pytest.mark.deepspeed
 async def test_delta_versions_equal_whole_ones(tmp_path: Path, make_learner: MakeLearner) -> None:
-    groups = [random_group(index) for index in range(15)]
-    made = recipe(learner={"lr": 1e-7, "full_every": 3, "keep_versions": 2}, serving={"weight_transfer": "delta"})
-    made = made.model_copy(update={"steps": 5})
-    plain = recipe(learner={"lr": 1e-7}).model_copy(update={"steps": 5})
+    steps = FULL_EVERY + 2
+    groups = [random_group(index) for index in range(3 * steps)]
+    made = recipe(learner={"lr": 1e-7, "keep_versions": 2}, serving={"weight_transfer": "delta"}).but(steps=steps)
+    plain = recipe(learner={"lr": 1e-7}).but(steps=steps)
     registry = await _learn(make_learner, tmp_path / "deltas", made, groups)
     reference = await _learn(make_learner, tmp_path / "whole", plain, groups)
     assert [one.sha256 for one in registry.versions()] == [one.sha256 for one in reference.versions()]
     homes = [registry.path(version) for version in registry.versions()]
-    assert [(home / "model.safetensors").exists() for home in homes] == [True, False, False, True, False, False]
-    assert [(home / "model.delta").exists() for home in homes] == [False, False, False, False, True, True]
-    for version in registry.versions()[3:]:
+    assert [home.name for home in homes if (home / "model.safetensors").exists()] == ["000000", f"{FULL_EVERY:06d}"]
+    assert [home for home in homes if (home / "model.delta").exists()] == homes[-2:]
+    for version in registry.versions()[FULL_EVERY:]:
         registry.verify(version)
     size = [sum(path.stat().st_size for path in home.glob("model.*")) for home in homes]
-    assert size[5] < 0.5 * size[3]
-    (homes[5].parent / deltas.NEWEST_WEIGHTS).unlink()
-    assert sha256_file(deltas.materialize(homes[5])) == reference.versions()[5].sha256
+    assert size[steps] < 0.5 * size[FULL_EVERY]
+    (homes[steps].parent / deltas.NEWEST_WEIGHTS).unlink()
+    assert sha256_file(deltas.materialize(homes[steps])) == reference.versions()[steps].sha256
 
 
 @pytest.mark.deepspeed
 async def test_a_halt_stops_the_run_and_other_limits_let_it_resume(tmp_path: Path, make_learner: MakeLearner) -> None:
     groups = [*(random_group(index) for index in range(3)), *(_strange(index) for index in range(3, 6))]
-    made = _rolling(1, 2, max_kl={"at": 1.0, "action": "halt"})
-    with pytest.raises(LearnerHalted, match=r"step 1: kl_behaviour .* is above learner\.limits\.max_kl\.at=1"):
+    made = _rolling(1, 2, "halt")
+    with pytest.raises(LearnerHalted, match=r"step 1: kl_behaviour .* is above its limit 1 \(learner\.limits\)"):
         await _learn(make_learner, tmp_path, made, groups)
     registry, store = FolderRegistry(tmp_path / "versions"), SqliteStore(tmp_path / "experience.sqlite")
     assert registry.get(1) is not None and registry.get(2) is None
     assert consumed(store) == {0: 0, 1: 0, 2: 0}
     assert [(one.step, one.action) for one in UpdateFailureLog(tmp_path).read()] == [(1, "halt")]
 
-    made = _rolling(1, 2, max_kl={"at": 1.0, "action": "skip"})
+    made = _rolling(1, 2, "skip")
     await _learn(make_learner, tmp_path, made)
     assert [(one.step, one.action) for one in UpdateFailureLog(tmp_path).read()] == [(1, "skip")]
     first, second = registry.get(1), registry.get(2)
@@ -318,22 +313,20 @@ async def test_a_halt_stops_the_run_and_other_limits_let_it_resume(tmp_path: Pat
 @pytest.mark.deepspeed
 async def test_non_finite_numbers_exclude_their_group_until_there_are_too_many(tmp_path: Path, make_learner: MakeLearner) -> None:
     """An infinite reward, an infinite logprob and scores too large to square, through the real store, on two ranks."""
-    groups = [random_group(index) for index in range(6)]
-    groups[1] = random_group(1, scores=[math.inf, 0.0, 1.0, 0.0])
+    steps = MAX_BAD_GROUPS // 3 + 1
+    groups = [random_group(index, scores=[math.inf, 0.0, 1.0, 0.0]) for index in range(3 * steps)]
+    groups[0] = random_group(0)
     broken = [turn([1, 2], [3, 4], [-math.inf, -1.0]) for _ in range(4)]
     episodes = tuple(scored(episode(f"b{number}", [one]), float(number % 2)) for number, one in enumerate(broken))
     groups[2] = Group(index=2, task_id="t", task_key="k", episodes=episodes)
-    groups[4] = random_group(4, scores=[1e300, -1e300, 0.0, 0.0])
-    made = recipe(learner={"ranks": 2, "max_bad_groups": 3})
-    with pytest.raises(LearnerHalted, match="3 groups were excluded"):
-        await _learn(make_learner, tmp_path, made, groups)
-    found = UpdateFailureLog(tmp_path).read()
-    assert [(one.step, one.what, one.groups) for one in found] == [(0, "group", (1,)), (0, "group", (2,)), (1, "group", (4,))]
-    assert [one.reasons[0].split()[0] for one in found] == ["non_finite_score", "non_finite_logprob", "non_finite_advantage"]
+    groups[3] = random_group(3, scores=[1e300, -1e300, 0.0, 0.0])
+    made = recipe(learner={"ranks": 2}).but(steps=steps)
+    for _ in range(2):  # the second time from the last checkpoint
+        with pytest.raises(LearnerHalted, match=f"{MAX_BAD_GROUPS + 1} groups were excluded"):
+            await _learn(make_learner, tmp_path, made, None if (tmp_path / "versions").exists() else groups)
+        found = UpdateFailureLog(tmp_path).read()
+        assert [one.groups for one in found] == [(index,) for index in range(1, 3 * steps)], "each is written down once"
+    assert [one.reasons[0].split()[0] for one in found[:3]] == ["non_finite_score", "non_finite_logprob", "non_finite_advantage"]
     registry = FolderRegistry(tmp_path / "versions")
     base, first = registry.get(0), registry.get(1)
     assert base is not None and first is not None and base.sha256 != first.sha256, "the other groups were trained on"
-    made = made.model_copy(update={"learner": made.learner.model_copy(update={"max_bad_groups": 4})})
-    await _learn(make_learner, tmp_path, made)
-    assert len(UpdateFailureLog(tmp_path).read()) == 3, "the step that was made again is written down once"
-    assert registry.get(2) is not None

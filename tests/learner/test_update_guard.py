@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import math
+from typing import Any, get_args
 
 import pytest
 
-from agentrl.config.recipe import LearnerConfig, Limit, LimitsConfig
+from agentrl.config.recipe import LearnerConfig, Limit
 from agentrl.learner.optimizer import learning_rate
-from agentrl.learner.update_guard import _METRICS as METRICS
 from agentrl.learner.update_guard import REFUSE_ALL, UpdateGuard
 from agentrl.records import Batch
 
 PART = Batch(step=3, samples=(), denominator=1, group_indices=(7,))
 
 
-@pytest.mark.parametrize("name", METRICS)
-def test_nan_violates_a_limit(name: str) -> None:
+@pytest.mark.parametrize("metric", get_args(Limit.model_fields["metric"].annotation))
+def test_nan_violates_a_limit(metric: Any) -> None:
     """A model that masks part of its vocabulary with -inf has an entropy of NaN and a finite loss; no comparison would object."""
-    bound = 5.0 if name == "max_ratio" else 0.5
-    guard = UpdateGuard(LearnerConfig(max_grad_norm=0.1, limits=LimitsConfig(**{name: Limit(at=bound, action="rollback")})))
-    metrics = {"loss": 0.1, METRICS[name]: math.nan}
+    bound = 5.0 if metric == "ratio_max" else 0.5
+    guard = UpdateGuard(LearnerConfig(max_grad_norm=0.1, limits=(Limit(metric=metric, at=bound, action="rollback"),)))
+    metrics = {"loss": 0.1, metric: math.nan}
     assert guard.largest_norm(metrics) == REFUSE_ALL
     guard.record_policy_step(PART, metrics, applied=False)
     assert guard.rolling_back, "the limit's own action, not that of a loss which is not finite"
     (setback,) = guard.take_failures()
-    assert setback.reasons[-1] == f"{METRICS[name]} is not a number, so learner.limits.{name}.at={bound:g} cannot be checked"
+    assert setback.reasons[-1] == f"{metric} is not a number, so its limit {bound:g} (learner.limits) cannot be checked"
 
 
 def test_a_metric_without_limit_or_value_stops_nothing() -> None:
-    guard = UpdateGuard(LearnerConfig(limits=LimitsConfig(max_kl_reference=Limit(at=0.5))))
+    guard = UpdateGuard(LearnerConfig(limits=(Limit(metric="kl_reference", at=0.5),)))
     assert guard.largest_norm({"loss": 0.1, "entropy": math.nan}) == math.inf
 
 

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agentrl.config import CriticConfig, ObjectiveConfig
+from agentrl.config import CriticConfig, ObjectiveConfig, OffPolicyConfig
 from agentrl.learner.critic import critic_advantages
 from agentrl.learner.forest_attention import register
 from agentrl.learner.packing import build_micro_batch, plan_micro_batches
 from agentrl.learner.token_scorer import ValuedScorer
 from agentrl.objective.policy_loss import TrainedTokens, policy_loss
-from agentrl.objective.values import value_loss
+from agentrl.objective.values import VALUE_WEIGHT, value_loss
 from agentrl.records import Sample
 from tests.learner.test_forest import CPU, _gap, _model, _samples
 
-OBJECTIVE = ObjectiveConfig(advantage="gae", clip_low=0.2, clip_high=0.2, correction="none")
-CRITIC = CriticConfig(trunk="shared", gamma=0.97, lam=0.9, value_clip=0.2, vf_coef=0.5)
+OBJECTIVE = ObjectiveConfig(advantage="gae", clip_low=0.2, clip_high=0.2, off_policy=OffPolicyConfig(preset="none"))
+CRITIC = CriticConfig(trunk="shared", gamma=0.97, lam=0.9)
 
 
 def _scorer(*, detach: bool = False) -> ValuedScorer:
@@ -62,8 +62,8 @@ def test_one_forward_pass_gives_the_loss_and_gradient_of_the_plain_computation(b
         advantages, returns = critic_advantages(batch, old, CRITIC)
         behaviour = logprobs.detach() + torch.linspace(-0.4, 0.4, len(values), dtype=torch.float64)
         tokens = TrainedTokens(logprobs=logprobs, behaviour=behaviour, advantages=advantages, sequence=batch.sequence)
-        worth = value_loss(values, old, returns, clip=CRITIC.value_clip).sum() / trained
-        loss = policy_loss(tokens, OBJECTIVE, denominator=trained).loss + CRITIC.vf_coef * worth
+        worth = value_loss(values, old, returns).sum() / trained
+        loss = policy_loss(tokens, OBJECTIVE, denominator=trained).loss + VALUE_WEIGHT * worth
         loss.backward()
         found_total += loss.item()
 
@@ -77,7 +77,7 @@ def test_one_forward_pass_gives_the_loss_and_gradient_of_the_plain_computation(b
             ratio = (now - behaviour[mine]).exp()
             total = total - torch.minimum(ratio * gains, ratio.clamp(0.8, 1.2) * gains).sum() / trained
             near = old[mine] + (value - old[mine]).clamp(-0.2, 0.2)
-            total = total + 0.5 * 0.5 * torch.maximum((value - goals) ** 2, (near - goals) ** 2).sum() / trained
+            total = total + 0.1 * 0.5 * torch.maximum((value - goals) ** 2, (near - goals) ** 2).sum() / trained
         total.backward()
         expected_total += total.item()
     assert found_total == pytest.approx(expected_total, rel=1e-12)

@@ -25,8 +25,8 @@ OBJECTIVES: list[dict[str, Any]] = [
     {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 0.05, "clip_high": 0.05},
     {"loss": "cispo", "aggregation": "constant", "clip_low": 1.0, "clip_high": 0.3},
     {"dual_clip": 1.5, "aggregation": "sequence_mean", "kl": "k3", "kl_coef": 0.1, "entropy_coef": 0.05},
-    {"proximal": "recompute", "correction": "mask", "is_floor": 0.5, "kl": "k2", "kl_coef": 0.1},
-    {"proximal": "recompute", "is_level": "sequence", "loss": "gspo", "aggregation": "constant"},
+    {"off_policy": {"preset": "mask", "cap": 2}, "kl": "k2", "kl_coef": 0.1},
+    {"off_policy": {"preset": "truncate_sequence"}, "loss": "gspo", "aggregation": "constant"},
 ]
 
 
@@ -50,7 +50,7 @@ def _samples(rng: random.Random) -> tuple[Sample, ...]:
 
 def _tokens(logprobs: Tensor, entropy: Tensor, objective: ObjectiveConfig, **constants: Tensor) -> TrainedTokens:
     """Proximal policy and reference lie a fixed way from the policy, so that both computations know them."""
-    proximal = logprobs.detach() - 0.1 if objective.proximal == "recompute" else None
+    proximal = logprobs.detach() - 0.1 if objective.off_policy.recomputes(1) else None
     return TrainedTokens(logprobs=logprobs, entropy=entropy, proximal=proximal, kl_reference=logprobs.detach() + 0.2, **constants)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config import ObjectiveConfig
+from agentrl.config.objective import Correction
 from agentrl.objective.aggregate import Segments
 from agentrl.objective.losses import importance_weights
 from agentrl.objective.policy_loss import TrainedTokens, policy_loss
@@ -26,7 +27,13 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Dr. GRPO": ({"aggregation": "constant"}, {"loss_type": "dr_grpo"}),
     "dual clip": ({"dual_clip": 1.4}, {"loss_type": "bnpo", "delta": 1.4}),
     "GSPO": (
-        {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 0.05, "clip_high": 0.06, "is_level": "sequence"},
+        {
+            "loss": "gspo",
+            "aggregation": "sequence_mean",
+            "clip_low": 0.05,
+            "clip_high": 0.06,
+            "off_policy": {"preset": "truncate_sequence"},
+        },
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.06},
     ),
     "CISPO": ({"loss": "cispo", "clip_low": 1.0, "clip_high": 0.3}, {"loss_type": "cispo", "epsilon_high": 1.3}),
@@ -115,7 +122,7 @@ def test_losses(name: str) -> None:
     objective = ObjectiveConfig.model_validate({"clip_low": 0.2, "clip_high": 0.3, **ours})
     x = _inputs(4)
     lag = (x["proximal"] - x["behaviour"]).masked_fill(~x["mask"], 0.0)
-    weight = (lag if objective.is_level == "token" else lag.sum(-1, keepdim=True)).exp().clamp(max=2.0)
+    weight = (lag if objective.off_policy.correction.level == "token" else lag.sum(-1, keepdim=True)).exp().clamp(max=2.0)
     wanted = _trl(x, weight, theirs)
     sizes = {"token_mean": int(x["mask"].sum()), "sequence_mean": 6, "constant": 6 * LENGTH}
     found = policy_loss(_tokens(x), objective, denominator=sizes[objective.aggregation]).loss
@@ -143,13 +150,7 @@ def test_importance_weights(mode: str) -> None:
     wanted = made["vllm_importance_sampling_ratio"].expand(6, 11)[x["mask"]]
     tokens = _tokens(x)
     assert tokens.proximal is not None
-    level, _, correction = mode.partition("_")
-    found, _ = importance_weights(
-        tokens.proximal - tokens.behaviour,
-        Segments.of(tokens.sequence),
-        correction=correction,  # type: ignore[arg-type]
-        level=level,  # type: ignore[arg-type]
-        cap=1.4,
-        floor=lowest or 0.0,
-    )
+    level, _, weights = mode.partition("_")
+    correction = Correction(True, weights, level, lowest or 0.0, 1.4)  # type: ignore[arg-type]
+    found, _ = importance_weights(tokens.proximal - tokens.behaviour, Segments.of(tokens.sequence), correction)
     torch.testing.assert_close(found, wanted)

@@ -58,7 +58,7 @@ class Recorder(TorchDispatchMode):
     "changes",
     [
         {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 0.1, "clip_high": 0.1},
-        {"proximal": "recompute", "correction": "mask", "is_level": "sequence"},
+        {"off_policy": {"preset": "mask_sequence"}},
         {"loss": "cispo", "aggregation": "constant", "clip_low": 1.0, "kl": "k3", "kl_coef": 0.1},
     ],
 )

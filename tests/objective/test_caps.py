@@ -8,7 +8,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from agentrl.config import ObjectiveConfig
+from agentrl.config import ObjectiveConfig, OffPolicyConfig
+from agentrl.config.objective import Correction
 from agentrl.objective.aggregate import Segments
 from agentrl.objective.losses import dual_clip, importance_weights, k3
 from agentrl.objective.metrics import summarize
@@ -27,14 +28,14 @@ def _tokens(gaps: list[float], sequence: list[int]) -> TrainedTokens:
 @pytest.mark.parametrize("loss", ["clip", "gspo"])
 def test_a_clip_range_that_ends_at_the_cap_would_never_clip(loss: str) -> None:
     """A truncated ratio keeps its gradient, and one at the edge of the range is not outside of it."""
-    with pytest.raises(ValidationError, match="clip_high does nothing when 1 \\+ clip_high reaches is_cap"):
+    with pytest.raises(ValidationError, match=r"clip_high does nothing when 1 \+ clip_high reaches off_policy\.cap=2"):
         ObjectiveConfig(loss=loss, clip_high=1.0)  # type: ignore[arg-type]
     below = ObjectiveConfig(loss=loss, clip_high=0.99)  # type: ignore[arg-type]
     tokens = _tokens([3.0, 0.5], [0, 1])
     policy_loss(tokens, below, denominator=1).loss.backward()
     assert tokens.logprobs.grad is not None
     assert tokens.logprobs.grad[0] == 0.0 > tokens.logprobs.grad[1]
-    assert ObjectiveConfig(loss=loss, clip_high=1.0, correction="none").clip_high == 1.0  # type: ignore[arg-type]
+    assert ObjectiveConfig(loss=loss, clip_high=1.0, off_policy=OffPolicyConfig(preset="none")).clip_high == 1.0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("loss", "truncated"), [("clip", 2 / 6), ("gspo", 3 / 6)])
@@ -54,17 +55,17 @@ def test_k3_near_the_reference_is_right_and_never_negative_in_float32() -> None:
 
 
 def test_a_ratio_at_a_bound_is_not_beyond_it() -> None:
-    """A ratio of exactly `is_cap` is truncated to itself, and one of `dual_clip` still has its gradient."""
+    """A ratio of exactly the cap is truncated to itself, and one of `dual_clip` still has its gradient."""
     bound = torch.tensor(math.log(2.0), dtype=torch.float64)
-    objective = ObjectiveConfig(is_cap=2.0)
+    objective = ObjectiveConfig()
     tokens = TrainedTokens(
         logprobs=bound.reshape(1), behaviour=torch.zeros(1, dtype=torch.float64), advantages=torch.ones(1), sequence=torch.zeros(1)
     )
     result = policy_loss(tokens, objective, denominator=1)
     assert summarize(result.sums, result.maxima)["truncated_fraction"] == 0.0
     gap, one = torch.zeros(3), Segments.of(torch.arange(3))
-    for correction in ("truncate", "mask"):
-        weight, cut = importance_weights(gap, one, correction=correction, level="token", cap=1.0, floor=1.0)  # type: ignore[arg-type]
+    for correction in (Correction(True, "truncate", cap=1.0), Correction(True, "mask", floor=1.0, cap=1.0)):
+        weight, cut = importance_weights(gap, one, correction)
         assert weight.tolist() == [1.0] * 3 and not cut.any()
     ratio = torch.tensor([3.0], requires_grad=True)
     term, clipped = dual_clip(ratio, torch.tensor([-1.0]), low=0.2, high=0.2, bound=3.0)

@@ -22,21 +22,21 @@ from agentrl.objective.policy_loss import PolicyLoss, TrainedTokens, policy_loss
 from agentrl.records import Sample
 from tests.strategies import examples
 
-BASE = {"clip_low": 0.2, "clip_high": 0.3, "is_cap": 2.0}
+BASE = {"clip_low": 0.2, "clip_high": 0.3}
 LOSSES: list[dict[str, Any]] = [
     {},
     {"dual_clip": 1.5},
-    {"correction": "none", "dual_clip": 1.1},
+    {"off_policy": {"preset": "none"}, "dual_clip": 1.1},
     {"loss": "gspo", "clip_low": 0.1, "clip_high": 0.1},
     {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.5},
     {"loss": "cispo", "clip_low": 0.1},
 ]
 CORRECTIONS: list[dict[str, Any]] = [
-    {"correction": "none"},
-    {"is_cap": 1.5},
-    {"correction": "mask", "is_floor": 0.8},
-    {"is_level": "sequence"},
-    {"correction": "mask", "is_level": "sequence", "is_floor": 0.5},
+    {"off_policy": {"preset": "none"}},
+    {"off_policy": {"cap": 1.5}},
+    {"off_policy": {"preset": "mask", "floor": 0.8, "cap": 2}},
+    {"off_policy": {"preset": "truncate_sequence"}},
+    {"off_policy": {"preset": "mask_sequence", "cap": 2}},
 ]
 TERMS: list[dict[str, Any]] = [
     {"kl": "k1", "kl_coef": 0.1},
@@ -49,8 +49,7 @@ EVERY.append({**LOSSES[1], **CORRECTIONS[2], **TERMS[1], **AGGREGATIONS[2]})
 
 
 def made(changes: dict[str, Any]) -> ObjectiveConfig:
-    keep = {name: value for name, value in BASE.items() if name != "is_cap" or changes.get("correction") != "none"}
-    return ObjectiveConfig.model_validate({**keep, **changes})
+    return ObjectiveConfig.model_validate({**BASE, **changes})
 
 
 def draw(seed: int, n: int = 300, sequences: int = 9, *, proximal: bool = True) -> TrainedTokens:
@@ -85,16 +84,16 @@ def by_hand(tokens: TrainedTokens, o: ObjectiveConfig, d: float) -> tuple[float,
     centre = mu if tokens.proximal is None else tokens.proximal.tolist()
     group = tokens.sequence.tolist()
     members = {name: [t for t, other in enumerate(group) if other == name] for name in group}
-    loss, by_logprob, by_entropy = 0.0, [], []
+    loss, by_logprob, by_entropy, off = 0.0, [], [], o.off_policy.correction
     for t, a in enumerate(adv):
         mates = members[group[t]]
-        rho = math.exp(sum(centre[j] - mu[j] for j in mates) if o.is_level == "sequence" else centre[t] - mu[t])
-        if o.correction == "none":
+        rho = math.exp(sum(centre[j] - mu[j] for j in mates) if off.level == "sequence" else centre[t] - mu[t])
+        if off.weights == "none":
             w = 1.0
-        elif o.correction == "truncate":
-            w = min(rho, o.is_cap)
+        elif off.weights == "truncate":
+            w = min(rho, off.cap)
         else:
-            w = rho if o.is_floor <= rho <= o.is_cap else 0.0
+            w = rho if off.floor <= rho <= off.cap else 0.0
         r = math.exp(pi[t] - centre[t])
         if o.loss == "gspo":
             r = math.exp(sum(pi[j] - centre[j] for j in mates) / len(mates))
@@ -102,8 +101,8 @@ def by_hand(tokens: TrainedTokens, o: ObjectiveConfig, d: float) -> tuple[float,
         if o.loss == "cispo":
             value, slope = bounded * a * pi[t], bounded * a
         else:
-            if o.correction != "none":
-                r = min(r, o.is_cap)
+            if off.weights != "none":
+                r = min(r, off.cap)
             value, slope = (r * a, r * a) if r * a <= bounded * a else (bounded * a, 0.0)
             if o.dual_clip is not None and a < 0 and value < o.dual_clip * a:
                 value, slope = o.dual_clip * a, 0.0
@@ -174,9 +173,9 @@ def test_one_token_completions(changes: dict[str, Any]) -> None:
     """With a token a sequence, sequence ratios are token ratios and both means are the same."""
     objective = made(changes)
     tokens = replace(draw(2, 20), sequence=torch.arange(20))
-    twin = objective.model_copy(update={"is_level": "token", "loss": "clip" if objective.loss == "gspo" else objective.loss})
-    if objective.aggregation == "sequence_mean":
-        twin = twin.model_copy(update={"aggregation": "token_mean"})
+    preset, loss = objective.off_policy.preset.removesuffix("_sequence"), objective.loss.replace("gspo", "clip")
+    aggregation = objective.aggregation.replace("sequence", "token")
+    twin = objective.but({"off_policy.preset": preset, "loss": loss, "aggregation": aggregation})
     assert policy_loss(tokens, objective, denominator=20).loss.item() == pytest.approx(
         policy_loss(tokens, twin, denominator=20).loss.item(), abs=1e-14
     )
@@ -219,7 +218,7 @@ def test_a_masked_weight_of_infinity_is_zero_not_nan() -> None:
         sequence=torch.tensor([0, 1]),
         proximal=torch.zeros(2),
     )
-    result = policy_loss(tokens, made({"correction": "mask"}), denominator=1)
+    result = policy_loss(tokens, made({"off_policy": {"preset": "mask"}}), denominator=1)
     assert result.loss.item() == -1.0
     assert summarize(result.sums, result.maxima)["truncated_fraction"] == 0.5
 

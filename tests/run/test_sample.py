@@ -132,7 +132,7 @@ async def test_a_repeated_task_counts_once_and_groups_without_a_preference_do_no
     "given",
     [
         ["memory={}"],
-        ["objective.proximal=recompute", "learner.minibatches=4", "objective.clip_high=0.28"],
+        ["objective.off_policy.preset=truncate", "learner.minibatches=4", "objective.clip_high=0.28"],
         ["tasks.weighting=true", "rollout.extra_groups=8"],
     ],
 )

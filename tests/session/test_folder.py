@@ -124,7 +124,7 @@ def test_the_resume_command_is_the_one_that_resumes(tmp_path: Path, monkeypatch:
     assert kept["resume"].endswith(f"train recipes/mine.py steps=3 --run-dir {tmp_path}/kept --resume")
 
 
-KEYS = st.sampled_from(["steps", "learner.lr", "critic", "critic.lam", "critic.gamma", "objective.advantage", "learner.limits.max_kl"])
+KEYS = st.sampled_from(["steps", "learner.lr", "critic", "critic.lam", "critic.gamma", "objective.advantage", "learner.limits"])
 VALUES = {
     "steps": ["1", "7"],
     "learner.lr": ["1e-3", "0.5"],
@@ -132,7 +132,7 @@ VALUES = {
     "critic.lam": ["0.25", "1"],
     "critic.gamma": ["0.5", "1"],
     "objective.advantage": ["gae"],
-    "learner.limits.max_kl": ['{"at": 1}'],
+    "learner.limits": ['[{"metric": "kl_behaviour", "at": 1}]', "[]"],
 }
 OVERRIDES = st.lists(KEYS.flatmap(lambda key: st.sampled_from([f"{key}={value}" for value in VALUES[key]])), max_size=6)
 
