@@ -7,10 +7,12 @@ python docs/generate_recipe_table.py --check    # exits with 1 if the page diffe
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 import types
 import typing
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,32 +31,50 @@ LONG = 30  # characters shown of a default text
 _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 
-def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
-    """Yields dotted name, field and meaning of every key; nested sections follow. Sections of one type are listed once, under `*`."""
+def keys() -> Iterator[tuple[tuple[str, ...], FieldInfo, str]]:
+    """Yields dotted names, field and meaning of every key. A key that several sections share is yielded once, with the name in each."""
+    rows: dict[tuple[type, str], list[tuple[str, FieldInfo, str]]] = {}
+    for section, name, dotted, docstring in _paths(Recipe, ""):
+        definer = next(kind for kind in section.__mro__ if name in inspect.get_annotations(kind))
+        rows.setdefault((definer, name), []).append((dotted, section.model_fields[name], docstring))
+    for row in rows.values():
+        yield _places([dotted for dotted, _, _ in row]), row[0][1], row[0][2]
+
+
+def _paths(section: type[Section], prefix: str) -> Iterator[tuple[type[Section], str, str, str]]:
+    """Yields section, name, dotted name and meaning of every key; nested sections follow."""
     nested, docstrings = [], key_docs(section)
     for name, field in section.model_fields.items():
-        inner = section_of(field.annotation)
-        if inner is not None:
-            nested.append((name, inner))
+        inner, several = section_of(field.annotation), named_section_of(field.annotation)
         if inner is None or field.default is None:  # an optional section is a key too
-            yield f"{prefix}{name}", field, docstrings.get(name, "")
-        if (several := named_section_of(field.annotation)) is not None:
-            yield from keys(several, f"{prefix}{name}.NAME.")
-    kinds = [inner for _, inner in nested]
-    for index, (name, inner) in enumerate(nested):
-        if inner not in kinds[:index]:
-            yield from keys(inner, f"{prefix}{name if kinds.count(inner) == 1 else '*'}.")
+            yield section, name, f"{prefix}{name}", docstrings.get(name, "")
+        nested += [(inner, f"{prefix}{name}.")] if inner else [(several, f"{prefix}{name}.NAME.")] if several else []
+    for kind, below in nested:
+        yield from _paths(kind, below)
+
+
+def _places(names: list[str]) -> tuple[str, ...]:
+    """One or two names as they are; more are one, with `*` for what differs."""
+    if len(names) <= 2:
+        return tuple(names)
+    parts = [name.split(".") for name in names]
+    return (".".join([*_common(parts), "*", *reversed(_common([part[::-1] for part in parts]))]),)
+
+
+def _common(parts: list[list[str]]) -> list[str]:
+    """The items with which all lists start."""
+    return [items[0] for items in takewhile(lambda items: len(set(items)) == 1, zip(*parts, strict=False))]
 
 
 def table() -> str:
     """Returns a Markdown table with one row per key. Raises `SystemExit` for a field without a docstring."""
     rows = ["| key | default (type) | meaning |", "| --- | --- | --- |"]
-    for name, field, docstring in keys():
+    for names, field, docstring in keys():
         if not docstring:
-            raise SystemExit(f"{name} has no docstring: write one line under the field")
+            raise SystemExit(f"{names[0]} has no docstring: write one line under the field")
         meaning = " ".join(docstring.split())
         kind = f" ({_cell(_type(field))})" if _type(field) else ""
-        rows.append(f"| `{name}` | {_default(field)}{kind} | {_cell(meaning)} |")
+        rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {_default(field)}{kind} | {_cell(meaning)} |")
     return "\n".join(rows)
 
 

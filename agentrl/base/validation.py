@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pydantic import ValidationError
 
@@ -31,9 +31,9 @@ def shortened(value: object) -> str:
     return shown if len(shown) <= 200 else f"{shown[:200]}..."
 
 
-def unknown_name(key: str, known: Iterable[str], *, what: str = "key") -> str:
-    """The message for an unknown key, with similar and known keys."""
+def unknown_name(key: str, known: Iterable[str], *, what: str = "key", elsewhere: Sequence[str] = ()) -> str:
+    """The message for an unknown key, with similar and known keys. `elsewhere`: dotted keys of this name in sections below."""
     names = sorted(known)
-    near = difflib.get_close_matches(key, names, n=2, cutoff=0.7)
+    near = elsewhere[:2] or difflib.get_close_matches(key, names, n=2, cutoff=0.7)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     return f"unknown {what}; {meant}known here: {', '.join(names)}"

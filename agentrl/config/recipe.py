@@ -23,7 +23,7 @@ from agentrl.config.failures import CaptureConfig
 from agentrl.config.gate import GateConfig
 from agentrl.config.learner import LearnerConfig, Limit, LimitsConfig, LoraConfig
 from agentrl.config.objective import CriticConfig, ObjectiveConfig
-from agentrl.config.rollout import BranchingConfig, CompactionConfig, DelegationConfig, EvalConfig, RolloutConfig
+from agentrl.config.rollout import BranchingConfig, CompactionConfig, DelegationConfig, EvalConfig, RolloutConfig, SamplingConfig
 from agentrl.config.section import Needs, Section, resumable
 from agentrl.config.serving import JudgeServerConfig, PolicyConfig, ServingConfig
 from agentrl.config.tasks import GroupJudging, PracticeConfig, TasksConfig, WeightingConfig
@@ -51,6 +51,7 @@ __all__ = [
     "PracticeConfig",
     "Recipe",
     "RolloutConfig",
+    "SamplingConfig",
     "SandboxConfig",
     "ServingConfig",
     "TasksConfig",

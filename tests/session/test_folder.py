@@ -163,7 +163,7 @@ DECIDES = (
     *("judge_servers.x.model", "judge_servers.x.dtype", "judge_servers.x.max_model_len"),
     *("rollout.agent", "rollout.agent_options", "rollout.delegation.*", "rollout.compaction.*", "rollout.instructions"),
     *("rollout.group_size", "rollout.groups_per_step", "rollout.spare_attempts", "rollout.stop_equal_after", "rollout.extra_groups"),
-    *("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p", "rollout.min_group_size", "rollout.branching.*"),
+    *("rollout.sampling.*", "rollout.min_group_size", "rollout.branching.*"),
 )
 """Keys that decide what is sampled, judged or learned, or what a checkpoint holds. A new key is put here, or declared `resumable`."""
 
@@ -180,8 +180,8 @@ def test_settings_against_a_slow_server_may_change_on_resume(tmp_path: Path) -> 
     hold_run(tmp_path)
     faster = ["serving.threads=2", "rollout.concurrency=8", "serving.request_timeout_s=300", "rollout.max_retries=5"]
     assert len(check_resumed_recipe(tmp_path, apply_overrides(RECIPE, faster))) == 4
-    with pytest.raises(RecipeError, match=r"rollout\.temperature 1\.0 -> 0\.5") as error:
-        check_resumed_recipe(tmp_path, apply_overrides(RECIPE, [*faster, "rollout.temperature=0.5"]))
+    with pytest.raises(RecipeError, match=r"rollout\.sampling\.temperature 1\.0 -> 0\.5") as error:
+        check_resumed_recipe(tmp_path, apply_overrides(RECIPE, [*faster, "rollout.sampling.temperature=0.5"]))
     assert "rollout.concurrency" in error.value.fix and "serving.*" in error.value.fix
 
 

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from agentrl.cli.recipes import load_recipe
 from agentrl.cli.running import run_folder
 from agentrl.cluster.gpus import Placement
-from agentrl.config import PolicyConfig, Recipe, TasksConfig
+from agentrl.config import PolicyConfig, Recipe, SamplingConfig, TasksConfig
 from agentrl.config.gate import GateConfig
 from agentrl.errors import UserError
-from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
 from agentrl.serving import server
 from agentrl.session.models import SAMPLING_FILE, copy_base_version, export_model, find_model
@@ -99,9 +98,9 @@ def test_a_model_that_does_not_fit_the_recipe_is_refused(
 
 def test_a_truncation_to_more_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
     folder = _described(tmp_path / "m", {**FITS, "vocab_size": 40}, WORDS)
-    check_model(folder, RECIPE.but("rollout.top_k=32"))
+    check_model(folder, RECIPE.but("rollout.sampling.top_k=32"))
     with pytest.raises(UserError, match=r"top_k=33 does not truncate: .* a vocabulary of 40"):
-        check_model(folder, RECIPE.but("rollout.top_k=33"))
+        check_model(folder, RECIPE.but("rollout.sampling.top_k=33"))
 
 
 def test_the_base_policy_fits() -> None:
@@ -256,7 +255,7 @@ def test_the_base_version_is_a_copy_and_the_export_a_clean_model_folder(tmp_path
     assert (base / "model.safetensors").read_bytes() == SAFETENSORS
     (base / "probe.json").write_text("{}")
     for _ in range(2):
-        export_model(base, tmp_path / "run" / "model", base=base, sampling=Sampling())
+        export_model(base, tmp_path / "run" / "model", base=base, sampling=SamplingConfig())
     assert sorted(p.name for p in (tmp_path / "run" / "model").iterdir()) == sorted([*MODEL_FILES, "probe.json", SAMPLING_FILE])
 
 
