@@ -31,14 +31,15 @@ LONG = 30  # characters shown of a default text
 _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 
-def keys() -> Iterator[tuple[tuple[str, ...], FieldInfo, str]]:
-    """Yields dotted names, field and meaning of every key. A key that several sections share is yielded once, with the name in each."""
+def keys() -> Iterator[tuple[tuple[str, ...], tuple[FieldInfo, ...], str]]:
+    """Yields dotted names, their fields and the meaning of every key. A key that several sections share is yielded once, with the name in
+    each."""
     rows: dict[tuple[type, str], list[tuple[str, FieldInfo, str]]] = {}
     for section, name, dotted, docstring in _paths(Recipe, ""):
-        definer = next(kind for kind in section.__mro__ if name in inspect.get_annotations(kind))
+        *_, definer = (kind for kind in section.__mro__ if name in inspect.get_annotations(kind))  # others only change the default
         rows.setdefault((definer, name), []).append((dotted, section.model_fields[name], docstring))
     for row in rows.values():
-        yield _places([dotted for dotted, _, _ in row]), row[0][1], row[0][2]
+        yield _places([dotted for dotted, _, _ in row]), tuple(field for _, field, _ in row), row[0][2]
 
 
 def _paths(section: type[Section], prefix: str) -> Iterator[tuple[type[Section], str, str, str]]:
@@ -69,12 +70,13 @@ def _common(parts: list[list[str]]) -> list[str]:
 def table() -> str:
     """Returns a Markdown table with one row per key. Raises `SystemExit` for a field without a docstring."""
     rows = ["| key | default (type) | meaning |", "| --- | --- | --- |"]
-    for names, field, docstring in keys():
+    for names, fields, docstring in keys():
         if not docstring:
             raise SystemExit(f"{names[0]} has no docstring: write one line under the field")
         meaning = " ".join(docstring.split())
-        kind = f" ({_cell(_type(field))})" if _type(field) else ""
-        rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {_default(field)}{kind} | {_cell(meaning)} |")
+        kind = f" ({_cell(_type(fields[0]))})" if _type(fields[0]) else ""
+        defaults = ", ".join(dict.fromkeys(map(_default, fields)))  # in the order of the names
+        rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {defaults}{kind} | {_cell(meaning)} |")
     return "\n".join(rows)
 
 

@@ -120,7 +120,7 @@ def resumable(default: Any, **bounds: Any) -> Any:
 
 
 def resumable_keys(kind: type[Section], prefix: str = "") -> list[str]:
-    """Patterns of the keys that a resumed run may change: `serving.*` matches all keys of a section, `judge_servers.*.port` any name."""
+    """Patterns of the keys that a resumed run may change: `serving.*` matches all keys of a section, `judge_servers.*.threads` any name."""
     found: list[str] = []
     for name, field in kind.model_fields.items():
         key, inner = f"{prefix}{name}", section_of(field.annotation)

@@ -136,6 +136,8 @@ def check_model(folder: Path, recipe: Recipe | None = None) -> None:
     """Raises `UserError` for a model that cannot be trained, or whose context does not fit the recipe."""
     try:
         _check_model(folder, recipe)
+    except UserError:
+        raise
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise UserError(
             f"policy.model: config.json or tokenizer.json in {folder} contains a value of a wrong type: {type(error).__name__}: {error}",

@@ -15,7 +15,6 @@ from agentrl.config import PolicyConfig, Recipe, SamplingConfig, TasksConfig
 from agentrl.errors import UserError
 from agentrl.evaluation import results
 from agentrl.evaluation.policies import find_policy, recipe_for
-from agentrl.records.sampling import Sampling
 from agentrl.session.models import SAMPLING_FILE, export_model
 from tests.evaluation.suite_parts import make_case, make_suite
 
@@ -29,7 +28,7 @@ def model_of(folder: Path, **more: str) -> Path:
     return folder
 
 
-def asked(folder: Path, tmp_path: Path, *overrides: str) -> Sampling:
+def asked(folder: Path, tmp_path: Path, *overrides: str) -> SamplingConfig:
     suite = make_suite(tmp_path / "suite", make_case("a"))
     return recipe_for(find_policy(str(folder)), [suite], overrides).evaluation.sampling
 
@@ -38,7 +37,7 @@ def test_the_exported_model_carries_its_sampling_wherever_it_is_moved(tmp_path: 
     base = model_of(tmp_path / "run" / "versions" / "000000", agentrl_sampling_json='{"temperature": 1.0}')
     export_model(base, tmp_path / "run" / "model", base=base, sampling=SamplingConfig(temperature=0.0))
     moved = (tmp_path / "run" / "model").rename(tmp_path / "elsewhere")
-    assert asked(moved, tmp_path) == Sampling(temperature=0.0)
+    assert asked(moved, tmp_path) == SamplingConfig(temperature=0.0)
     assert asked(moved, tmp_path, "evaluation.sampling.temperature=0.5").temperature == 0.5, "the user's override wins"
     assert json.loads((base / SAMPLING_FILE).read_text()) == {"temperature": 1.0}, "the version is unchanged"
     (moved / "config.json").unlink()
@@ -52,11 +51,11 @@ def test_a_version_named_by_its_folder_is_sampled_as_by_its_number(tmp_path: Pat
     (tmp_path / "run" / "recipe.json").write_text(recipe.model_dump_json())
     suite = make_suite(tmp_path / "suite", make_case("a"))
     both = [recipe_for(find_policy(name), [suite]).evaluation.sampling for name in (str(version), f"{tmp_path / 'run'}@3")]
-    assert both == [Sampling(temperature=0.7, top_k=20)] * 2
+    assert both == [SamplingConfig(temperature=0.7, top_k=20)] * 2
 
 
 def test_a_model_of_another_origin_has_the_defaults(tmp_path: Path) -> None:
-    assert asked(model_of(tmp_path / "m"), tmp_path) == Sampling()
+    assert asked(model_of(tmp_path / "m"), tmp_path) == SamplingConfig()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "7", "{}", '{"temperature": "hot", "top_k": 0, "top_p": 1, "min_p": 0}', "[" * 100_000])

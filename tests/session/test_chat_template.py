@@ -20,7 +20,7 @@ from sandboxes.tables import Tables
 
 MODEL = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tables-base"
 HERMES = read_template("hermes", Path())
-RECIPE = Recipe(name="x", policy=PolicyConfig(model=str(MODEL)), tasks=TasksConfig(family="f:F"))
+RECIPE = Recipe(name="x", policy=PolicyConfig(model=str(MODEL), max_model_len=512), tasks=TasksConfig(family="f:F"))
 
 
 @pytest.fixture
