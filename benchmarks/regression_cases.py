@@ -108,7 +108,7 @@ def main() -> int:
     work = Path(tempfile.mkdtemp(prefix="regression-cases-", dir=ROOT / "runs"))  # in the project, whose images and verifiers they name
     try:
         make_suite(work / "suite", given.cases)
-        overrides = [f"sandbox.backend={given.backend}", "evaluation.temperature=0", *given.overrides]
+        overrides = [f"sandbox.backend={given.backend}", "evaluation.sampling.temperature=0", *given.overrides]
         found = [timed(work / "suite", work / f"run{number}", overrides) for number in range(given.times)]
     finally:
         shutil.rmtree(work, ignore_errors=True)

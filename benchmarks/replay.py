@@ -61,8 +61,8 @@ async def play(server: VLLMServer, recipe: Recipe, episode: Episode, salt: str) 
         context: list[int] = []
         for turn in trajectory.turns:
             context += turn.prompt_ids
-            sampling = {**sampling_parameters(recipe.rollout.sampling), "max_tokens": len(turn.completion_ids), "ignore_eos": True}
-            asked = {"logprobs": max(recipe.rollout.top_k, 0), "detokenize": False}
+            sampling = {**sampling_parameters(recipe.rollout.distribution), "max_tokens": len(turn.completion_ids), "ignore_eos": True}
+            asked = {"logprobs": max(recipe.rollout.sampling.top_k, 0), "detokenize": False}
             body = {"token_ids": list(context), "sampling_params": sampling | asked, "cache_salt": salt}
             await server.control.generate(body, timeout_s=600.0)
             context += turn.completion_ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.config import EvalConfig
+from agentrl.config import EvalConfig, SamplingConfig
 from agentrl.records import Episode, Score, Task
 from recipes.quickstart import recipe as quickstart
 from rewards.tables import exact_answer
@@ -14,7 +14,7 @@ KIND = "total"
 
 recipe = quickstart.but(
     {"name": "weakness", "tasks.audit": ["benchmarks.weakness_recipe:recomputed"]},
-    evaluation=EvalConfig(heldout=120, heldout_real=0, temperature=0.0),
+    evaluation=EvalConfig(heldout=120, heldout_real=0, sampling=SamplingConfig(temperature=0.0)),
 )
 
 

@@ -7,10 +7,12 @@ python docs/generate_recipe_table.py --check    # exits with 1 if the page diffe
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 import types
 import typing
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,34 +31,53 @@ LONG = 30  # characters shown of a default text
 _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 
-def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
-    """Yields dotted name, field and meaning of every key; nested sections follow. Sections of one type are listed once, under `*`."""
+def keys() -> Iterator[tuple[tuple[str, ...], tuple[FieldInfo, ...], str]]:
+    """Yields dotted names, their fields and the meaning of every key. A key that several sections share is yielded once, with the name in
+    each."""
+    rows: dict[tuple[type, str], list[tuple[str, FieldInfo, str]]] = {}
+    for section, name, dotted, docstring in _paths(Recipe, ""):
+        *_, definer = (kind for kind in section.__mro__ if name in inspect.get_annotations(kind))  # others only change the default
+        rows.setdefault((definer, name), []).append((dotted, section.model_fields[name], docstring))
+    for row in rows.values():
+        yield _places([dotted for dotted, _, _ in row]), tuple(field for _, field, _ in row), row[0][2]
+
+
+def _paths(section: type[Section], prefix: str) -> Iterator[tuple[type[Section], str, str, str]]:
+    """Yields section, name, dotted name and meaning of every key; nested sections follow."""
     nested, docstrings = [], key_docs(section)
     for name, field in section.model_fields.items():
-        inner = section_of(field.annotation)
-        if inner is not None:
-            nested.append((name, inner))
-        if inner is None or field.default is None:  # an optional section is a key too
-            yield f"{prefix}{name}", field, docstrings.get(name, "")
-        if (several := named_section_of(field.annotation)) is not None:
-            yield from keys(several, f"{prefix}{name}.NAME.")
-        if (listed := listed_section_of(field.annotation)) is not None:
-            yield from keys(listed, f"{prefix}{name}[].")
-    kinds = [inner for _, inner in nested]
-    for index, (name, inner) in enumerate(nested):
-        if inner not in kinds[:index]:
-            yield from keys(inner, f"{prefix}{name if kinds.count(inner) == 1 else '*'}.")
+        below = {f"{name}.": section_of(field.annotation), f"{name}.NAME.": named_section_of(field.annotation)}
+        below[f"{name}[]."] = listed_section_of(field.annotation)
+        if below[f"{name}."] is None or field.default is None:  # an optional section is a key too
+            yield section, name, f"{prefix}{name}", docstrings.get(name, "")
+        nested += [(inner, f"{prefix}{place}") for place, inner in below.items() if inner is not None]
+    for inner, place in nested:
+        yield from _paths(inner, place)
+
+
+def _places(names: list[str]) -> tuple[str, ...]:
+    """One or two names as they are; more are one, with `*` for what differs."""
+    if len(names) <= 2:
+        return tuple(names)
+    parts = [name.split(".") for name in names]
+    return (".".join([*_common(parts), "*", *reversed(_common([part[::-1] for part in parts]))]),)
+
+
+def _common(parts: list[list[str]]) -> list[str]:
+    """The items with which all lists start."""
+    return [items[0] for items in takewhile(lambda items: len(set(items)) == 1, zip(*parts, strict=False))]
 
 
 def table() -> str:
     """Returns a Markdown table with one row per key. Raises `SystemExit` for a field without a docstring."""
     rows = ["| key | default (type) | meaning |", "| --- | --- | --- |"]
-    for name, field, docstring in keys():
+    for names, fields, docstring in keys():
         if not docstring:
-            raise SystemExit(f"{name} has no docstring: write one line under the field")
+            raise SystemExit(f"{names[0]} has no docstring: write one line under the field")
         meaning = " ".join(docstring.split())
-        kind = f" ({_cell(_type(field))})" if _type(field) else ""
-        rows.append(f"| `{name}` | {_default(field)}{kind} | {_cell(meaning)} |")
+        kind = f" ({_cell(_type(fields[0]))})" if _type(fields[0]) else ""
+        defaults = ", ".join(dict.fromkeys(map(_default, fields)))  # in the order of the names
+        rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {defaults}{kind} | {_cell(meaning)} |")
     return "\n".join(rows)
 
 
@@ -96,7 +117,7 @@ def _name(annotation: Any) -> str:
     if origin is dict:
         return f"map to {_name(arguments[1])}"
     if origin is tuple:
-        return f"list of {_name(arguments[0])}".replace("section", "sections")
+        return f"list of {_name(arguments[0])}"
     if origin in (typing.Union, types.UnionType):
         return ", ".join("None" if part is type(None) else _name(part) for part in arguments)
     if annotation is JsonValue:

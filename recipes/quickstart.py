@@ -15,6 +15,7 @@ from agentrl.config import (
     PolicyConfig,
     Recipe,
     RolloutConfig,
+    SamplingConfig,
     ServingConfig,
     TasksConfig,
 )
@@ -26,7 +27,7 @@ recipe = Recipe(
     policy=PolicyConfig(model="recipes/models/tables-base", dtype="float32", max_model_len=512),
     tasks=TasksConfig(family="sandboxes.tables:Tables"),
     rollout=RolloutConfig(group=GroupConfig(size=8), groups_per_step=16, concurrency=64),
-    evaluation=EvalConfig(heldout=160, heldout_real=96, temperature=0.0),
+    evaluation=EvalConfig(heldout=160, heldout_real=96, sampling=SamplingConfig(temperature=0.0)),
     serving=ServingConfig(max_num_seqs=64, kv_cache_gb=0.5, threads=1),
     objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),
     learner=LearnerConfig(lr=3e-4, zero_stage=2, ranks=1, threads=1, max_tokens_per_microbatch=2048),

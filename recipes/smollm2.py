@@ -21,6 +21,7 @@ from agentrl.config import (
     PolicyConfig,
     Recipe,
     RolloutConfig,
+    SamplingConfig,
     ServingConfig,
     TasksConfig,
 )
@@ -39,8 +40,8 @@ recipe = Recipe(
         },
         weighting=True,
     ),
-    rollout=RolloutConfig(group=GroupConfig(size=8), groups_per_step=8, concurrency=64, temperature=1.0, top_k=20, min_p=0.1),
-    evaluation=EvalConfig(heldout=80, heldout_real=48, temperature=0.0),
+    rollout=RolloutConfig(group=GroupConfig(size=8), groups_per_step=8, concurrency=64, sampling=SamplingConfig(top_k=20, min_p=0.1)),
+    evaluation=EvalConfig(heldout=80, heldout_real=48, sampling=SamplingConfig(temperature=0.0)),
     serving=ServingConfig(max_num_seqs=64, kv_cache_gb=1.25),
     objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),
     learner=LearnerConfig(lr=2e-5, zero_stage=0, ranks=1, max_tokens_per_microbatch=1536),

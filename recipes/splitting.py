@@ -34,7 +34,7 @@ recipe = Recipe(
         groups_per_step=16,
         concurrency=64,
     ),
-    evaluation=EvalConfig(heldout=160, heldout_real=0, temperature=1.0),
+    evaluation=EvalConfig(heldout=160, heldout_real=0),
     serving=ServingConfig(max_num_seqs=96, kv_cache_gb=0.5, threads=1),
     objective=ObjectiveConfig(credit="verifier", clip_low=0.2, clip_high=0.28),
     learner=LearnerConfig(lr=3e-4, zero_stage=2, ranks=1, threads=1, max_tokens_per_microbatch=2048),

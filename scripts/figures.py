@@ -72,11 +72,11 @@ def public_definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple
 
 
 def recipe_keys() -> list[str]:
-    """The dotted names of all keys of a recipe."""
+    """The dotted names of all keys of a recipe. A key that several sections share counts once."""
     sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
     from generate_recipe_table import keys
 
-    return [name for name, _, _ in keys()]
+    return [", ".join(names) for names, _, _ in keys()]
 
 
 def figures() -> list[Figure]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pydantic import ValidationError
 
@@ -30,10 +30,11 @@ def shortened(value: object) -> str:
     return shown if len(shown) <= 200 else f"{shown[:200]}..."
 
 
-def unknown_name(key: str, known: Iterable[str], *, what: str = "key") -> str:
-    """The message for an unknown key, with similar and known keys."""
+def unknown_name(key: str, known: Iterable[str], *, what: str = "key", elsewhere: Sequence[str] = ()) -> str:
+    """The message for an unknown key, with similar and known keys. `elsewhere`: dotted keys of this name in sections below."""
     names = sorted(known)
-    return f"unknown {what}; {did_you_mean(key, names, '{}? ')}known here: {', '.join(names)}"
+    near = f"did you mean {' or '.join(elsewhere[:2])}? " if elsewhere else did_you_mean(key, names, "{}? ")
+    return f"unknown {what}; {near}known here: {', '.join(names)}"
 
 
 def did_you_mean(name: str, known: Iterable[str], form: str) -> str:

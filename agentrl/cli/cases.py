@@ -121,7 +121,7 @@ def minimize(
     recipe: Annotated[Path, typer.Argument(help="Recipe file with the task family, whose gold solution checks the smaller tasks.")],
     policy: Annotated[str, typer.Option(help="Policy that fails the case: a model folder, RUN@VERSION, or module:attr.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Dotted overrides of the evaluation, such as evaluation.temperature=0.")
+        list[str] | None, typer.Argument(help="Dotted overrides of the evaluation, such as evaluation.sampling.temperature=0.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=3, max=100, help="Attempts per smaller task.")] = 6,
     budget: Annotated[int, typer.Option(min=12, max=100_000, help="Largest total number of attempts.")] = 240,

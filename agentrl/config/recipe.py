@@ -23,7 +23,7 @@ from agentrl.config.failures import CaptureConfig
 from agentrl.config.gate import GateConfig
 from agentrl.config.learner import LearnerConfig, Limit, LoraConfig
 from agentrl.config.objective import CriticConfig, ObjectiveConfig, OffPolicyConfig
-from agentrl.config.rollout import DelegationConfig, EvalConfig, GroupConfig, RolloutConfig
+from agentrl.config.rollout import DelegationConfig, EvalConfig, GroupConfig, RolloutConfig, SamplingConfig
 from agentrl.config.section import Needs, Section, resumable
 from agentrl.config.serving import JudgeServerConfig, PolicyConfig, ServingConfig
 from agentrl.config.tasks import GroupJudging, TasksConfig
@@ -49,6 +49,7 @@ __all__ = [
     "PolicyConfig",
     "Recipe",
     "RolloutConfig",
+    "SamplingConfig",
     "SandboxConfig",
     "ServingConfig",
     "TasksConfig",

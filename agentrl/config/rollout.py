@@ -1,4 +1,4 @@
-"""Settings of episodes in training and evaluation: `rollout` with `group` and `delegation`, `evaluation`."""
+"""Settings of episodes in training and evaluation: `rollout` with `group` and `delegation`, `evaluation`, `sampling`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,37 @@ _BETWEEN = Needs(
 _COLDEST = 0.01  # vLLM samples at this temperature if a lower one above 0 is requested
 
 
-def _off_by_none(value: Any, field: ValidationInfo) -> Any:
-    """Replaces None by the value that disables this truncation."""
-    return {"top_k": 0, "top_p": 1.0, "min_p": 0.0}[str(field.field_name)] if value is None else value
+class SamplingConfig(Section):
+    """The distribution that tokens are sampled from: `rollout.sampling` and `evaluation.sampling`."""
+
+    temperature: float = Field(1.0, ge=0, le=2)
+    """Sampling temperature. Logprobs and losses use that of rollouts too. 0, in evaluations only: greedy."""
+    top_k: int = Field(0, ge=0)
+    """Samples from the k most likely tokens. In rollouts at most 128, and the learner scores each token over the same set. 0 or None
+    disables it."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Samples from the fewest most likely of these tokens that have this share of their probability. In rollouts it needs top_k. 1 or None
+    disables it."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Minimum probability of a token, relative to the most likely one. In rollouts it needs top_k. 0 or None disables it."""
+
+    @field_validator("top_k", "top_p", "min_p", mode="before")
+    @classmethod
+    def _off_by_none(cls, value: Any, field: ValidationInfo) -> Any:
+        """Replaces None by the value that disables this truncation."""
+        return cls.model_fields[str(field.field_name)].default if value is None else value
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> SamplingConfig:
+        if 0 < self.temperature < _COLDEST:
+            raise ValueError(f"temperature must be 0 (greedy) or at least {_COLDEST:g}: vLLM replaces lower temperatures by {_COLDEST:g}")
+        if self.temperature == 0 and self.distribution().truncated:
+            raise ValueError("top_k, top_p and min_p do nothing at temperature=0, which takes the most likely token: remove them")
+        return self
+
+    def distribution(self, *, supports: bool = False) -> Sampling:
+        """The record of this distribution. `supports`: also return the support of every token, which training needs."""
+        return Sampling(**dict(self), supports=supports)
 
 
 class GroupConfig(Section):
@@ -123,14 +151,7 @@ class RolloutConfig(Section):
     """Additional groups per step, one for each group whose attempts all score the same."""
     concurrency: int = resumable(64, ge=1)
     """Episodes in flight at once. Fewer if the server's KV cache is nearly full."""
-    temperature: float = Field(1.0, ge=_COLDEST, le=2)
-    """Sampling temperature of training episodes. Logprobs and losses use it too."""
-    top_k: int = Field(0, ge=0, le=MAX_TOP_K)
-    """Samples from the k most likely tokens. The learner scores each token over the same set. 0 or None disables it."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Samples from the fewest most likely of these tokens that have this share of their probability. Needs top_k; 1 disables it."""
-    min_p: float = Field(0.0, ge=0, lt=1)
-    """Minimum probability of a token, relative to the most likely one. Needs top_k; 0 disables it."""
+    sampling: SamplingConfig = SamplingConfig()
     checkpoint_turns: bool = resumable(False)
     """Saves each running episode after every turn, so that --resume continues it. Costs milliseconds per turn, and up to 64 MiB per
     episode."""
@@ -155,23 +176,27 @@ class RolloutConfig(Section):
         settings |= {} if self.instructions is None else {"instructions": self.instructions}
         return settings | ({"delegation": self.delegation or DelegationConfig()} if self.agent == "delegating" else {})
 
-    _off = field_validator("top_k", "top_p", "min_p", mode="before")(_off_by_none)
-
     @property
-    def sampling(self) -> Sampling:
+    def distribution(self) -> Sampling:
         """The sampling distribution of training episodes."""
-        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, supports=self.top_k > 0)
+        return self.sampling.distribution(supports=self.sampling.top_k > 0)
 
-    @model_validator(mode="after")
-    def _supports_are_bounded(self) -> RolloutConfig:
-        if self.top_k == 1:
-            raise ValueError("top_k=1 leaves every token without an alternative, so the policy cannot learn; set it to at least 2")
-        if self.top_k == 0 and (self.top_p < 1 or self.min_p > 0):
+    @field_validator("sampling")
+    @classmethod
+    def _can_be_trained_on(cls, sampling: SamplingConfig) -> SamplingConfig:
+        if sampling.temperature == 0 or sampling.top_k == 1:
+            raise ValueError(
+                "temperature=0 and top_k=1 leave every token without an alternative, so the policy cannot learn: set temperature above 0,"
+                " and top_k to 0 or at least 2"
+            )
+        if sampling.top_k > MAX_TOP_K:
+            raise ValueError(f"top_k={sampling.top_k} exceeds the {MAX_TOP_K} tokens that can be recorded: lower it, or set it to 0")
+        if sampling.top_k == 0 and sampling.distribution().truncated:
             raise ValueError(
                 "top_p and min_p need top_k: the learner scores each token over the set from which it was drawn, and without top_k that set"
                 f" can be the whole vocabulary; set top_k as well, for instance to 64 (at most {MAX_TOP_K})"
             )
-        return self
+        return sampling
 
 
 class EvalConfig(Section):
@@ -185,32 +210,21 @@ class EvalConfig(Section):
     """Attempts per task. With more than one, the report has pass@k and success against compute."""
     thinking_tokens: Annotated[tuple[int, ...], _HELD_OUT] = Field((), max_length=16)
     """Limits on thinking tokens per turn. Held-out tasks run once more with each."""
-    temperature: Annotated[float, _EVALUATED] = Field(1.0, ge=0, le=2)
-    """Sampling temperature. 0: greedy."""
-    top_k: Annotated[int, _EVALUATED] = Field(0, ge=0)
-    """Samples from the k most likely tokens. 0 or None disables it."""
-    top_p: Annotated[float, _EVALUATED] = Field(1.0, gt=0, le=1)
-    """Samples from the fewest most likely tokens that have this probability. 1 disables it."""
-    min_p: Annotated[float, _EVALUATED] = Field(0.0, ge=0, lt=1)
-    """Minimum probability of a token, relative to the most likely one. 0 disables it."""
+    sampling: Annotated[SamplingConfig, _EVALUATED] = SamplingConfig()
     every: Annotated[int, _HELD_OUT, _BETWEEN] = Field(0, ge=0)
     """Steps between evaluations during training. 0: only before and after."""
 
-    _off = field_validator("top_k", "top_p", "min_p", mode="before")(_off_by_none)
-
     @property
-    def sampling(self) -> Sampling:
+    def distribution(self) -> Sampling:
         """The sampling distribution of evaluations."""
-        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+        return self.sampling.distribution()
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> EvalConfig:
         if any(most < 1 for most in self.thinking_tokens) or len({*self.thinking_tokens}) < len(self.thinking_tokens):
             raise ValueError("thinking_tokens must be positive and different from one another")
-        if 0 < self.temperature < _COLDEST:
-            raise ValueError(f"temperature must be 0 (greedy) or at least {_COLDEST:g}: vLLM replaces lower temperatures by {_COLDEST:g}")
-        if self.temperature == 0 and self.attempts > 1:
-            raise ValueError("attempts does nothing at temperature=0, because all attempts at a task are the same: remove one of them")
-        if self.temperature == 0 and self.sampling.truncated:
-            raise ValueError("top_k, top_p and min_p do nothing at temperature=0, which takes the most likely token: remove them")
+        if self.sampling.temperature == 0 and self.attempts > 1:
+            raise ValueError(
+                "attempts does nothing at sampling.temperature=0, because all attempts at a task are the same: remove one of them"
+            )
         return self

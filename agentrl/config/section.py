@@ -84,20 +84,26 @@ class Section(BaseModel):
         for item in errors:
             message = item["msg"]
             if item["type"] == "extra_forbidden" and len(item["loc"]) == 1:
-                message = unknown_name(str(item["loc"][0]), cls.model_fields)
+                message = _unknown_key(str(item["loc"][0]), cls)
             elif item["type"] == "literal_error" and "ctx" in item:
                 message += did_you_mean(str(item["input"]), re.findall("'(.+?)'", item["ctx"]["expected"]), "; {}?")
             lines.append({"type": PydanticCustomError(item["type"], message), "loc": item["loc"], "input": item["input"]})
         raise ValidationError.from_exception_data(cls.__name__, lines)
 
 
-def keys_without_effect(whole: Section, section: Section | None = None, path: str = "") -> Iterator[str]:
-    """Error messages for the keys of a recipe that are set and, according to their `Needs`, have no effect."""
+def keys_without_effect(
+    whole: Section, section: Section | None = None, path: str = "", inherited: tuple[tuple[Needs, Section], ...] = ()
+) -> Iterator[str]:
+    """Error messages for the keys of a recipe that are set and, according to their `Needs` or those of their section, have no effect."""
     section = section or whole
     for name, field in type(section).model_fields.items():
         value, usual, key = getattr(section, name), field.get_default(call_default_factory=True), f"{path}{name}"
-        for needs in field.metadata:
-            if isinstance(needs, Needs) and value != usual and not needs.holds(whole, section):
+        conditions = (*inherited, *((needs, section) for needs in field.metadata if isinstance(needs, Needs)))
+        if isinstance(usual, Section):
+            yield from keys_without_effect(whole, value, f"{key}.", conditions)
+            continue
+        for needs, owner in conditions:
+            if value != usual and not needs.holds(whole, owner):
                 yield f"{key}={shortened(value)} does nothing without {needs.what}; or leave it at {usual!r}"
         if isinstance(value, Section):
             yield from keys_without_effect(whole, value, f"{key}.")
@@ -117,7 +123,7 @@ def resumable(default: Any, **bounds: Any) -> Any:
 
 
 def resumable_keys(kind: type[Section], prefix: str = "") -> list[str]:
-    """Patterns of the keys that a resumed run may change: `serving.*` matches all keys of a section, `judge_servers.*.port` any name.
+    """Patterns of the keys that a resumed run may change: `serving.*` matches all keys of a section, `judge_servers.*.threads` any name.
 
     A list of sections is one key.
     """
@@ -201,6 +207,12 @@ def listed_section_of(annotation: Any) -> type[Section] | None:
     return section_of(typing.get_args(annotation)[0]) if typing.get_origin(annotation) is tuple else None
 
 
+def _unknown_key(key: str, kind: type[Section]) -> str:
+    sections = ((name, section_of(field.annotation)) for name, field in kind.model_fields.items())
+    elsewhere = [f"{name}.{key}" for name, inner in sections if inner is not None and key in inner.model_fields]
+    return unknown_name(key, kind.model_fields, elsewhere=elsewhere)
+
+
 def _pair(override: str) -> tuple[str, Any]:
     """Key and value of `a.b=value`. The value is JSON if it parses as JSON, else text."""
     key, sep, text = override.partition("=")
@@ -252,7 +264,7 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
         if not isinstance(node, dict):
             raise RecipeError(f"{where}: expected a section, got {shortened(node)}")
     if leaf not in model.model_fields:
-        raise RecipeError(f"{dotted}: {unknown_name(leaf, model.model_fields)}")
+        raise RecipeError(f"{dotted}: {_unknown_key(leaf, model)}")
     node[leaf] = value.model_dump(mode="json") if isinstance(value, Section) else value
 
 

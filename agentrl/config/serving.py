@@ -13,11 +13,36 @@ ON_CPU = Needs("a server on the CPU (device=cpu or auto)", lambda recipe, own: r
 ON_GPU = Needs("a server on a GPU (device=cuda or auto)", lambda recipe, own: recipe.device != "cpu")
 
 
-class PolicyConfig(Section):
-    """The model: `policy`."""
+class ModelConfig(Section):
+    """The model of a server: the keys that `policy` and `judge_servers.NAME` share."""
 
     model: str
-    """Hugging Face model id, or a folder (relative to the project root) with model, tokenizer and chat template."""
+    """Hugging Face model id, or a folder (relative to the project root) with model, tokenizer and chat template. A judge server also takes
+    a reward model from `agentrl tune reward`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and arithmetic. Use float32 on CPUs without AMX."""
+    max_model_len: int = Field(2048, ge=16)
+    """Tokens of the longest context: prompt plus completions."""
+
+
+class ServerConfig(Section):
+    """The resources of a vLLM server: the keys that `serving` and `judge_servers.NAME` share."""
+
+    max_num_seqs: int = resumable(128, ge=1)
+    """Sequences that a server decodes at once."""
+    gpu_memory_utilization: Annotated[float, ON_GPU] = resumable(0.5, gt=0, le=1)
+    """Share of GPU memory per server (GPU only)."""
+    kv_cache_gb: Annotated[float, ON_CPU] = resumable(0.5, gt=0)
+    """GiB of KV cache per server (CPU only)."""
+    threads: Annotated[int, ON_CPU] = resumable(0, ge=0)
+    """CPU threads per server. 0: all cores, which the servers of the policy share (CPU only)."""
+    startup_timeout_s: float = resumable(600.0, gt=0)
+    """Seconds for a started server to answer. Requests of the policy wait as long for a restart."""
+
+
+class PolicyConfig(ModelConfig):
+    """The model: `policy`."""
+
     chat_template: str | None = Field(None, min_length=1)
     """Replaces the model's chat template: a shipped name such as `hermes` (docs/chat-formats.md), or a file relative to the project
     root."""
@@ -25,14 +50,10 @@ class PolicyConfig(Section):
     """Tool-call format to parse, such as `hermes`. None: the format of the chat template."""
     rewritten_context: Literal["refuse", "restart"] = "refuse"
     """For chat templates that rewrite earlier context. refuse: an error. restart: a rewritten context starts another trajectory."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and arithmetic in server and learner. Use float32 on CPUs without AMX."""
-    max_model_len: int = Field(1024, ge=16)
-    """Tokens of the longest context: prompt plus completions."""
 
 
-class ServingConfig(Section):
-    """The inference server: `serving`."""
+class ServingConfig(ServerConfig):
+    """The inference servers of the policy: `serving`."""
 
     replicas: int = Field(1, ge=1)
     """Servers of the policy, each with a process, a port, a KV cache and, on GPUs, a GPU."""
@@ -40,21 +61,11 @@ class ServingConfig(Section):
     """Address that the servers bind to. Requests carry the server's key in plain HTTP: use loopback or a private network."""
     port: int = Field(0, ge=0, le=65535)
     """0: any free port."""
-    max_num_seqs: int = Field(128, ge=1)
-    """Sequences that a server decodes at once."""
-    gpu_memory_utilization: Annotated[float, ON_GPU] = Field(0.5, gt=0, le=1)
-    """Share of GPU memory per server (GPU only)."""
-    kv_cache_gb: Annotated[float, ON_CPU] = Field(0.5, gt=0)
-    """GiB of KV cache per server (CPU only)."""
-    threads: Annotated[int, ON_CPU] = Field(0, ge=0)
-    """CPU threads per server. 0: all cores divided by replicas (CPU only)."""
     weight_transfer: parts.Channel = "file"
     """file: the server maps safetensors, on one machine. delta: file, with changes only; pays in bfloat16 with a small learning rate. nccl:
     from the learner's GPUs to the server's."""
     weight_transfer_options: parts.Options = Field({})
     """Keyword arguments of a user-supplied weight channel."""
-    startup_timeout_s: float = Field(600.0, gt=0)
-    """Seconds for a started server to answer. Requests wait as long for a restart."""
     request_timeout_s: float = Field(120.0, gt=0)
     """Seconds that a turn may lose to a slow server, and deadline of a weight swap."""
     probe_max_abs_diff: float = Field(1e-3, gt=0)
@@ -77,26 +88,8 @@ class ServingConfig(Section):
         return self
 
 
-class JudgeServerConfig(Section):
+class JudgeServerConfig(ModelConfig, ServerConfig):
     """A vLLM server on loopback that the run starts for judges. docs/judges.md shows how a judge refers to it."""
 
-    model: str = Field(min_length=1)
-    """Model id or folder of a chat model, or of a reward model from `agentrl tune reward`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and arithmetic. Use float32 on CPUs without AMX."""
-    max_model_len: int = Field(2048, ge=16)
-    """Tokens of the longest context: question plus verdict."""
-    port: int = resumable(0, ge=0, le=65535)
-    """0: any free port."""
-    max_num_seqs: int = resumable(16, ge=1)
-    """Questions answered at once."""
-    threads: Annotated[int, ON_CPU] = resumable(1, ge=1)
-    """CPU threads (CPU only)."""
-    kv_cache_gb: Annotated[float, ON_CPU] = resumable(0.25, gt=0)
-    """GiB of KV cache (CPU only)."""
     gpu_memory_utilization: Annotated[float, ON_GPU] = resumable(0.2, gt=0, le=1)
-    """Share of GPU memory (GPU only)."""
-    startup_timeout_s: float = resumable(600.0, gt=0)
-    """Seconds for a started server to answer."""
-    max_restarts: int = resumable(5, ge=0)
-    """Restarts in a row after the server died. Questions wait meanwhile; then they fail."""
+    threads: Annotated[int, ON_CPU] = resumable(1, ge=0)

@@ -165,7 +165,7 @@ def evaluation_info(
         sha256=version.sha256,
         recipe=recipe.name,
         recipe_sha256=hashlib.sha256(recipe.model_dump_json().encode()).hexdigest(),
-        sampling=dataclasses.asdict(recipe.evaluation.sampling),
+        sampling=dataclasses.asdict(recipe.evaluation.distribution),
         seed=recipe.seed,
         threshold=threshold,
         thresholds=case_thresholds(suite),

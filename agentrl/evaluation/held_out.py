@@ -105,7 +105,7 @@ class HeldOutEvaluation:
 
         with closing(EvaluationNotes(self.memory)) if self.memory is not None else nullcontext() as notes:
             return await evaluate_split(
-                evaluation_runner(self.groups, self.config.sampling),
+                evaluation_runner(self.groups, self.config.distribution),
                 self.family,
                 split,
                 count,

@@ -169,7 +169,7 @@ async def _served(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[
             starting.create_task(run.judges.ready())
         async with asyncio.TaskGroup() as watched:
             watcher = watched.create_task(run.served.watch(on_loss=run.learner.kill))
-            groups = evaluation_runner(run.groups, given.recipe.evaluation.sampling)
+            groups = evaluation_runner(run.groups, given.recipe.evaluation.distribution)
             yield OpenPolicy(
                 groups=groups,
                 sandboxes=run.sandboxes,
@@ -227,7 +227,7 @@ def _group_runner(
         policy=policy,
         sandboxes=sandboxes,
         agent=agent,
-        sampling=recipe.evaluation.sampling,
+        sampling=recipe.evaluation.distribution,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,
     )
@@ -253,7 +253,7 @@ def _parts(given: PreparedEvaluation) -> tuple[Policy, Agent, ChatFormat | None]
 
 
 def _chat_agent(policy: NamedPolicy, recipe: Recipe) -> ChatAgent:
-    serving, sampling = recipe.serving, recipe.evaluation
+    serving, sampling = recipe.serving, recipe.evaluation.sampling
     endpoint = ChatEndpoint(
         url=policy.model,
         model=policy.model_name,

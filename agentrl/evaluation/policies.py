@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.base import untrusted_files
 from agentrl.base.error_text import one_line_error
-from agentrl.config.recipe import Recipe, build, load
+from agentrl.config.recipe import Recipe, SamplingConfig, build, load
 from agentrl.errors import PluginError, RecipeError, UserError
 from agentrl.evaluation import suite_tasks
 from agentrl.evaluation.request_options import RequestOptions
@@ -21,13 +21,12 @@ from agentrl.failure.render import one_line
 from agentrl.judge.endpoint import validate_url
 from agentrl.plugins import parts
 from agentrl.plugins.references import project_root
-from agentrl.session.models import SAMPLING_FILE, SAMPLING_KEYS
+from agentrl.session.models import SAMPLING_FILE
 from agentrl.version.model_folder import read_json
 
 _LONGEST_CONTEXT = 1 << 20
 _LARGEST = 1 << 20  # bytes of a record of sampling
 _SHOWN = 200  # characters of a text of a suite in an error
-_OF_HELD_OUT = ("attempts", "thinking_tokens", "every")  # settings of `evaluation` that do not apply to suites of cases
 _PART = parts.PartKind(key="--policy", what="policy", shipped={}, protocol="agentrl.protocols:Policy", given=())
 _FIX = "use a model folder, RUN@VERSION, http(s)://HOST/v1, or module:attr of a policy factory"
 
@@ -167,15 +166,15 @@ def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence
     if policy.source is PolicySource.FOLDER:
         data["policy"]["max_model_len"] = min(data["policy"]["max_model_len"], _longest(Path(policy.model)))
     data["tasks"] = {"family": suite_tasks.REFERENCE, "options": suite_tasks.suite_task_options(suites)}
-    sampled = {key: value for key, value in data.get("evaluation", {}).items() if key not in _OF_HELD_OUT}
+    sampling = data.get("evaluation", {}).get("sampling", {})
     if policy.source is PolicySource.FOLDER:
-        sampled |= recorded_sampling(Path(policy.model))
-    data |= {"evaluation": {**sampled, "heldout": 0, "heldout_real": 0}, "gate": None}
+        sampling = recorded_sampling(Path(policy.model))
+    data |= {"evaluation": {"sampling": sampling, "heldout": 0, "heldout_real": 0}, "gate": None}
     data |= {"trackers": ["terminal"], "tracker_options": {}}
     recipe = build(data).but(*overrides)
-    evaluation = recipe.evaluation
-    if policy.source is PolicySource.ENDPOINT and (evaluation.top_k or evaluation.min_p):
-        raise RecipeError("chat completions have no settings evaluation.top_k and evaluation.min_p", fix="remove them")
+    sampling = recipe.evaluation.sampling
+    if policy.source is PolicySource.ENDPOINT and (sampling.top_k or sampling.min_p):
+        raise RecipeError("chat completions have no settings top_k and min_p of evaluation.sampling", fix="remove them")
     return recipe
 
 
@@ -227,18 +226,18 @@ def _longest(model: Path) -> int:
 
 
 def recorded_sampling(model: Path) -> dict[str, Any]:
-    """Returns the `evaluation` settings with which a model folder was evaluated, from its own record or the recipe of its run folder; empty
+    """Returns the `evaluation.sampling` with which a model folder was evaluated, from its own record or the recipe of its run folder; empty
     for another model. Raises `UserError` if the record cannot be read."""
     path = model / SAMPLING_FILE
     try:
         if path.is_file():
             recorded = json.loads(untrusted_files.read_bytes(path, most=_LARGEST, inside=model))
         elif model.parent.name == "versions" and (model.parent.parent / "recipe.json").is_file():
-            recorded = load(model.parent.parent / "recipe.json").evaluation.model_dump(mode="json")
+            recorded = load(model.parent.parent / "recipe.json").evaluation.sampling.model_dump(mode="json")
         else:
             return {}
-        return {name: recorded[name] for name in SAMPLING_KEYS}
+        return {name: recorded[name] for name in SamplingConfig.model_fields}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
-            f"{path} cannot be read: {one_line_error(error)}", fix="delete it, and set evaluation.temperature, top_k, ..."
+            f"{path} cannot be read: {one_line_error(error)}", fix="delete it, and set evaluation.sampling.temperature, top_k, ..."
         ) from None

@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="dotted override: evaluation.temperature=0; may be given again",
+        help="dotted override: evaluation.sampling.temperature=0; may be given again",
     )
 
 

@@ -17,8 +17,8 @@ _SAID_ELSEWHERE = {
     "tools": "the case gives the tools",
     "stream": "answers are not streamed",
     "n": "--repeats gives the number of attempts",
-    "temperature": "set evaluation.temperature, or --request temperature=null for a server that does not accept a temperature",
-    "top_p": "set evaluation.top_p",
+    "temperature": "set evaluation.sampling.temperature, or --request temperature=null for a server that does not accept a temperature",
+    "top_p": "set evaluation.sampling.top_p",
     "max_tokens": "limits.turn_tokens gives the number of tokens",
     "max_completion_tokens": "limits.turn_tokens gives the number of tokens; --tokens-name max_completion_tokens sends it under this name",
 }

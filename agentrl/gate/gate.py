@@ -83,7 +83,7 @@ class Gate:
             folder=run.folder,
             registry=run.registry,
             served=run.served,
-            runner=evaluation_runner(run.groups, run.recipe.evaluation.sampling),
+            runner=evaluation_runner(run.groups, run.recipe.evaluation.distribution),
             sandboxes=run.sandboxes,
             capture=run.capture,
             tracker=run.tracker,

@@ -36,7 +36,7 @@ class PolicyEngine:
         self.folder = folder
         self.ranks = ranks
         self.recipe = recipe
-        self.temperature = recipe.rollout.temperature
+        self.temperature = recipe.rollout.sampling.temperature
         self.scorer = make_scorer(load_model(folder, recipe, ranks.device), recipe)
         if recipe.learner.lora is not None:
             lora.attach(self.lm, recipe.learner.lora, seed=recipe.seed)
@@ -200,7 +200,7 @@ class KLReferenceModel:
     """Version 0 (`folder`), unsharded on every rank, without optimizer. Needs the memory of the weights; a collective only in teams."""
 
     def __init__(self, folder: Path, recipe: Recipe, ranks: Ranks) -> None:
-        self._temperature = recipe.rollout.temperature
+        self._temperature = recipe.rollout.sampling.temperature
         self._scorer = TokenScorer(load_model(folder, recipe, ranks.device)).eval().requires_grad_(False)
 
     @torch.no_grad()

@@ -241,9 +241,10 @@ def _learning(run: RunData) -> Learning | None:
     return Learning(note=note, wide=chart(_WIDE), narrow=chart(_NARROW))
 
 
-def _sampling(run: RunData, section: str) -> str:
+def _sampling(run: RunData, name: str) -> str:
     """The sampling settings of a section of the recipe."""
-    settings = run.recipe.get(section)
+    section = run.recipe.get(name)
+    settings = section.get("sampling") if isinstance(section, dict) else None
     if not isinstance(settings, dict) or not isinstance(settings.get("temperature"), int | float):
         return "temperature unknown"
     if settings["temperature"] == 0:

@@ -8,7 +8,7 @@ from agentrl.config.recipe import JudgeServerConfig
 from agentrl.errors import ServingError
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.probe import PROBE_FILE, judge_logprob_difference, read_probe
-from agentrl.serving.process import WARM_S, ServerProcess, launch_command, server_environment
+from agentrl.serving.process import WARM_S, ServerProcess, launch_command, server_environment, thread_count
 
 HOST = "127.0.0.1"
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}  # nats; see `serving.probe_max_abs_diff`
@@ -38,14 +38,13 @@ class JudgeServer(ServerProcess):
         self.model = model.resolve()
         self.reward_model = reward_model
         self.url = ""  # http://127.0.0.1:PORT, once started
-        self._threads = config.threads if device == "cpu" else None
+        self._threads = thread_count(config.threads) if device == "cpu" else None
         self._gpus = gpus
 
     async def start(self) -> None:
-        """Starts the process and returns when it has answered a request. Raises `UserError` if the port is taken, or `ServingError`."""
+        """Starts the process and returns when it has answered a request. Raises `ServingError`."""
         assert self._process is None, "a server is started once"
-        key = f"judge_servers.{self.name}.port"
-        await self._begin(HOST, self.config.port, key=key, timeout_s=self.config.startup_timeout_s)
+        await self._begin(HOST, 0, timeout_s=self.config.startup_timeout_s)
         self.url = self.control.url
 
     def _command(self, port: int) -> list[str]:

@@ -34,7 +34,7 @@ async def max_logprob_difference(server: VLLMServer, number: int, probe: Probe) 
 
     Raises `SwapError` for answers of another version than `number` or without logprobs, and `ServingError` for none.
     """
-    sampling = server.recipe.rollout.sampling
+    sampling = server.recipe.rollout.distribution
     if probe.temperature is not None:
         sampling = replace(sampling, temperature=probe.temperature)
     answers = await asyncio.gather(*(_row_answer(server, ids, sampling) for ids in probe.token_ids))

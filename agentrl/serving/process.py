@@ -177,13 +177,13 @@ class ServerProcess(ABC):
     async def _prepare(self, control: ControlPlane) -> None:  # noqa: B027 - optional
         """Prepares a healthy server for its first request."""
 
-    async def _begin(self, host: str, port: int, *, key: str, timeout_s: float) -> None:
+    async def _begin(self, host: str, port: int, *, timeout_s: float) -> None:
         """Starts the process on a port (0 for any free one) and returns when it is ready.
 
-        Raises `UserError`, which names the recipe's `key`, if the port is taken, and `ServingError`, with the cause from the log, if the
-        process dies or `timeout_s` passes.
+        Raises `UserError` if the port is taken, and `ServingError`, with the cause from the log, if the process dies or `timeout_s`
+        passes.
         """
-        self._port = ReservedPort(host, port, key=key)
+        self._port = ReservedPort(host, port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._scratch = scratch_folder(self._scratch_of)
         self._control = ControlPlane(f"http://{host}:{self._port.number}", key=self.key)
@@ -236,10 +236,10 @@ class ReservedPort:
     the process ends.
     """
 
-    def __init__(self, host: str, wanted: int, *, key: str) -> None:
-        """`wanted`: 0 for any free port. Raises `UserError`, which names the recipe's `key`, if it is taken."""
+    def __init__(self, host: str, wanted: int) -> None:
+        """`wanted`: 0 for any free port. Raises `UserError` if it is taken."""
         for _ in range(_PORT_TRIES):
-            self.number = free_port(host, wanted, key=key)
+            self.number = free_port(host, wanted)
             self._name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             try:
                 self._name.bind(f"\0agentrl server at port {self.number}")
@@ -252,7 +252,7 @@ class ReservedPort:
                 break
         raise UserError(
             f"another run is starting its server on port {self.number}",
-            fix=f"set {key}=0 for any free port, or a different number in each run on this machine",
+            fix="set serving.port=0 for any free port, or a different number in each run on this machine",
         )
 
     def release(self) -> None:
@@ -310,14 +310,14 @@ def scratch_folder(of: str) -> Path:
     return folder
 
 
-def free_port(host: str, wanted: int, *, key: str = "serving.port") -> int:
-    """Returns a port that is free now. Raises `UserError`, which names the recipe's `key`, if it is in use or the host is not local.
+def free_port(host: str, wanted: int) -> int:
+    """Returns a port that is free now. Raises `UserError` if it is in use or the host is not local.
 
     For any free one (0) it prefers ports that the kernel does not assign to connections, because a server takes up to minutes to listen.
     """
     for port in _unassigned_ports() if wanted == 0 else ():
         with contextlib.suppress(UserError):
-            return free_port(host, port, key=key)
+            return free_port(host, port)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -325,7 +325,7 @@ def free_port(host: str, wanted: int, *, key: str = "serving.port") -> int:
         except OSError as error:
             raise UserError(
                 f"the inference server cannot listen on {host}:{wanted}: {error.strerror}",
-                fix=f"set {key}=0 for any free port, or stop what is using it",
+                fix="set serving.port=0 for any free port, or stop what is using it",
             ) from error
         return int(probe.getsockname()[1])
 

@@ -57,7 +57,7 @@ class VLLMServer(ServerProcess):
         serving = self.recipe.serving
         self._threads = thread_count(serving.threads, servers=serving.replicas) if serving_device(self.recipe) == "cpu" else None
         check_model_files(self.model)
-        await self._begin(serving.host, serving.port, key="serving.port", timeout_s=serving.startup_timeout_s)
+        await self._begin(serving.host, serving.port, timeout_s=serving.startup_timeout_s)
 
     async def alive(self) -> bool:
         """Whether `ServerProcess.alive` is true and the weights are sound."""

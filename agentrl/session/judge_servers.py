@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
+_MAX_RESTARTS = 5  # in a row, of one server; then its judges get an error
 _DECIDES = ("*.safetensors", "config.json", "tokenizer*", "chat_template*")  # files that determine a model's answers
 _CLASSIFIES = "ForSequenceClassification"
 
@@ -159,16 +160,16 @@ class JudgeServers:
 
     async def _keep(self, name: str) -> None:
         """Supervises one server until it has died too often; then its judges get an error."""
-        known, most = known_servers.registered_servers()[name], self._recipe.judge_servers[name].max_restarts
+        known = known_servers.registered_servers()[name]
         try:
             while True:
                 end = await self._serve(name, known)
                 failures = self._restarts[name].failed()
-                if failures > most:
+                if failures > _MAX_RESTARTS:
                     known.refused = f"the judge's server {name} died {failures} times in a row; see logs/judge-{name}.log"
                     self._alert(known.refused)
                     return
-                self._alert(f"the judge's server {name} is restarted: {end}; restart {failures} of at most {most} in a row")
+                self._alert(f"the judge's server {name} is restarted: {end}; restart {failures} of at most {_MAX_RESTARTS} in a row")
         except Exception as error:
             known.refused = f"the judge's server {name} cannot be started: {describe_error(error)}"
             self._failed[name] = error if isinstance(error, AgentRLError) else ServingError(known.refused)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from agentrl.base.files import commit_folder, partial_folder, write_atomically
+from agentrl.config.rollout import SamplingConfig
 from agentrl.errors import StoreError, UserError
 from agentrl.records import ADAPTER, WHOLE_MODEL
-from agentrl.records.sampling import Sampling
 from agentrl.version import deltas
 from agentrl.version.model_folder import check_model_files, write_chat_template
 
 SAMPLING_FILE = "agentrl_sampling.json"
-"""File in a run's result `model/`: the sampling settings of the run's evaluation, for later evaluations of the folder."""
-SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
-"""Settings of `evaluation` in this file."""
+"""File in a run's result `model/`: `evaluation.sampling` of the run's recipe, for later evaluations of the folder."""
 _OF_A_VERSION = (
     "version.json",
     "update.json",
@@ -89,7 +86,7 @@ def _merge_shards(shards: list[Path], target: Path) -> None:
     save_file(tensors, target, metadata={"format": "pt"})
 
 
-def export_model(source: Path, target: Path, *, base: Path, sampling: Sampling) -> None:
+def export_model(source: Path, target: Path, *, base: Path, sampling: SamplingConfig) -> None:
     """Writes the policy as a Hugging Face folder (with hard links if the disk allows) and replaces an older export.
 
     An adapter version is merged with `base`, and also copied unmerged to `adapter/` next to it. `sampling`, from the run's evaluations, is
@@ -114,7 +111,7 @@ def _export(
     *,
     weights: Callable[[Path], None] | None = None,
     probe: Path | None = None,
-    sampling: Sampling | None = None,
+    sampling: SamplingConfig | None = None,
 ) -> None:
     """Copies a version's folder without the files that only the run needs.
 
@@ -127,7 +124,7 @@ def _export(
     if weights is not None:
         weights(partial / WHOLE_MODEL)
     if sampling is not None:
-        write_atomically(partial / SAMPLING_FILE, json.dumps({name: getattr(sampling, name) for name in SAMPLING_KEYS}) + "\n")
+        write_atomically(partial / SAMPLING_FILE, sampling.model_dump_json() + "\n")
     if probe is not None:
         _link_or_copy(probe, partial / probe.name)
     for file in sorted(source.iterdir()):

@@ -317,7 +317,7 @@ def build_episode_runner(
         policy=policy,
         sandboxes=sandboxes,
         agent=parts.make_part(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat),
-        sampling=recipe.rollout.sampling,
+        sampling=recipe.rollout.distribution,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,
         tools=tools,

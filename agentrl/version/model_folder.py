@@ -136,6 +136,8 @@ def check_model(folder: Path, recipe: Recipe | None = None) -> None:
     """Raises `UserError` for a model that cannot be trained, or whose context does not fit the recipe."""
     try:
         _check_model(folder, recipe)
+    except UserError:
+        raise
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise UserError(
             f"policy.model: config.json or tokenizer.json in {folder} contains a value of a wrong type: {type(error).__name__}: {error}",
@@ -162,10 +164,10 @@ def _check_model(folder: Path, recipe: Recipe | None) -> None:
             f"the tokenizer in {folder} knows token {largest}, but the model's vocabulary has {vocabulary}",
             fix="model.resize_token_embeddings(len(tokenizer)), or save the tokenizer that belongs to the model",
         )
-    if recipe is not None and vocabulary is not None and recipe.rollout.top_k and recipe.rollout.top_k + TIES > vocabulary:
+    if recipe is not None and vocabulary is not None and (top_k := recipe.rollout.sampling.top_k) and top_k + TIES > vocabulary:
         raise UserError(
-            f"rollout.top_k={recipe.rollout.top_k} does not truncate: the model in {folder} has a vocabulary of {vocabulary}",
-            fix="set rollout.top_k=0, or a much smaller one",
+            f"rollout.sampling.top_k={top_k} does not truncate: the model in {folder} has a vocabulary of {vocabulary}",
+            fix="set rollout.sampling.top_k=0, or a much smaller one",
         )
 
 

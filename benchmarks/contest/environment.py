@@ -97,7 +97,7 @@ class Host:
             agent=TurnLoop(chat=self.chat),
             policy=_Said(tuple(token_ids), self.chat.stop_token_ids),
             sandboxes=self.opened,
-            sampling=Sampling(temperature=self.recipe.rollout.temperature),
+            sampling=Sampling(temperature=self.recipe.rollout.sampling.temperature),
             max_model_len=self.recipe.policy.max_model_len,
             request_timeout_s=60.0,
         )

@@ -65,7 +65,7 @@ class Setting:
             f"evaluation.every={self.every}",
             f"evaluation.heldout={self.heldout}",
             "evaluation.heldout_real=0",
-            "evaluation.temperature=0.0",
+            "evaluation.sampling.temperature=0.0",
         ]
         if self.model:
             made.append(f"policy.model={json.dumps(self.model)}")

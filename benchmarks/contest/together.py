@@ -80,7 +80,7 @@ class Together:
             agent=TurnLoop(chat=self._host.chat),
             policy=policy,
             sandboxes=self._host.opened,
-            sampling=Sampling(temperature=recipe.rollout.temperature),
+            sampling=Sampling(temperature=recipe.rollout.sampling.temperature),
             max_model_len=recipe.policy.max_model_len,
             request_timeout_s=_NEVER_S,
         )

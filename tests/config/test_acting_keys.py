@@ -48,8 +48,8 @@ POOL: dict[str, Mapping[str, Any]] = {
     "no staleness": {"max_staleness": 0},
     "nothing held out": {"evaluation.heldout": 0, "evaluation.heldout_real": 0},
     "nothing held out, with a gate": {"evaluation.heldout": 0, "evaluation.heldout_real": 0, "gate": {"suite": "s"}},
-    "sampled evaluation": {"evaluation.temperature": 0.5},
-    "truncated": {"rollout.top_k": 64, "evaluation.top_k": 8},
+    "sampled evaluation": {"evaluation.sampling.temperature": 0.5},
+    "truncated": {"rollout.sampling.top_k": 64, "evaluation.sampling.top_k": 8},
     "few sandboxes": {"sandbox.max_open": 4},
     "many sandboxes": {"sandbox.max_open": 512},
     "gate": {"gate": {"suite": "s"}},
@@ -100,19 +100,21 @@ def pool() -> dict[str, Recipe]:
     return {name: BASE.but(changes) for name, changes in POOL.items()}
 
 
-def keys(kind: type[Section] = Recipe, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key with its field: `learner.lr`, `judge_servers.*.threads`."""
+def keys(kind: type[Section] = Recipe, path: str = "", inherited: tuple[tuple[Needs, str], ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every key with its field, whose conditions it adds to `CONDITIONS`: `learner.lr`, `judge_servers.*.threads`."""
     for name, field in kind.model_fields.items():
-        if (inner := section_of(field.annotation)) is not None:
-            if field.get_default(call_default_factory=True) is None:  # that it is switched on is a setting, too
-                yield f"{path}{name}", field
-            yield from keys(inner, f"{path}{name}.")
-        elif (inner := named_section_of(field.annotation)) is not None:
-            yield from keys(inner, f"{path}{name}.*.")
-        else:
-            yield f"{path}{name}", field
+        key, inner, several = f"{path}{name}", section_of(field.annotation), named_section_of(field.annotation)
+        conditions = (*inherited, *((one, key) for one in field.metadata if isinstance(one, Needs)))
+        optional = inner is not None and field.get_default(call_default_factory=True) is None
+        if optional or (inner is None and several is None):  # that a section is switched on is a setting, too
+            CONDITIONS[key] = conditions
+            yield key, field
+        if below := inner or several:
+            yield from keys(below, f"{key}.*." if several else f"{key}.", () if optional or several else conditions)
 
 
+CONDITIONS: dict[str, tuple[tuple[Needs, str], ...]] = {}
+"""What a key needs to act, each with the key that declares it: itself, or its section."""
 KEYS = dict(keys())
 NAMES = {"judge_servers": "small", "mcp": "far", "tools": "t"}
 
@@ -218,30 +220,23 @@ def read_names() -> frozenset[str]:
     return frozenset(found)
 
 
-THROUGH = {"top_k": "sampling", "top_p": "sampling", "min_p": "sampling", "temperature": "sampling"}
-"""Keys that are read through a property of their section."""
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_is_read_and_can_be_set(key: str) -> None:
     name = key.rpartition(".")[2]
     if key == "rollout.delegation":  # read by what sections make of it
         name = "agent_settings"
-    assert {name, THROUGH.get(name, name)} & read_names(), f"no code reads {key}"
+    assert name in read_names(), f"no code reads {key}"
     assert any(next(accepted(recipe, key), None) for recipe in pool().values()), (
         f"no recipe of the pool takes another value of {key} than its default: add one that does, or remove the key"
     )
 
 
-DECLARED = [key for key, field in KEYS.items() if any(isinstance(one, Needs) for one in field.metadata)]
-
-
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("key", DECLARED)
+@pytest.mark.parametrize("key", [key for key, conditions in CONDITIONS.items() if conditions])
 def test_a_key_that_is_declared_to_be_idle_somewhere_is_refused_there_by_name(key: str) -> None:
     field, name = KEYS[key], key.rpartition(".")[2]
-    for needs in (one for one in field.metadata if isinstance(one, Needs)):
+    for needs, declared in CONDITIONS[key]:
         refused = 0
         for where, recipe in pool().items():
             if (section := owner(recipe, key)) is None:
@@ -255,7 +250,7 @@ def test_a_key_that_is_declared_to_be_idle_somewhere_is_refused_there_by_name(ke
                         for line in str(error).splitlines()
                     )
                     continue
-                assert needs.holds(made, owner(made, key)), (
+                assert needs.holds(made, owner(made, declared)), (
                     f"{where}: {key}={value!r} is taken, and its own declaration says that it is idle"
                 )
         assert refused, f"no recipe of the pool refuses {key} without {needs.what}"
@@ -281,7 +276,7 @@ def effects(recipe: Recipe, device: str) -> dict[str, Any]:
 
 def evaluations(recipe: Recipe) -> Iterator[Any]:
     """The episodes of all evaluations of a run, as they are sampled; a gate samples its cases in the same way."""
-    evaluation, sampling = recipe.evaluation, recipe.evaluation.sampling
+    evaluation, sampling = recipe.evaluation, recipe.evaluation.distribution
     for version in range(recipe.steps + 1):
         ends = version in (0, recipe.steps)
         if ends or (evaluation.every and version % evaluation.every == 0):
@@ -335,7 +330,10 @@ def test_what_acts_in_one_recipe_acts_in_every_recipe_that_takes_it() -> None:
             ["evaluation.heldout=0", "evaluation.heldout_real=0", "evaluation.every=2"],
             "evaluation.every=2 does nothing without held-out tasks",
         ),
-        (["evaluation.heldout=0", "evaluation.heldout_real=0", "evaluation.temperature=0.5"], "evaluation.temperature=0.5 does nothing"),
+        (
+            ["evaluation.heldout=0", "evaluation.heldout_real=0", "evaluation.sampling.temperature=0.5"],
+            "evaluation.sampling.temperature=0.5 does nothing",
+        ),
         (["evaluation.every=999"], "evaluation.every=999 does nothing without a step between the first and the last"),
         (["evaluation.every=12"], "evaluation.every=12 does nothing"),
         (["tasks.weighting=true", "steps=1"], "does nothing without a step late enough"),

@@ -76,12 +76,12 @@ def test_parts_of_the_learner_that_do_not_go_together_are_refused() -> None:
         (["learner.offload=optimizer", "learner.zero_stage=0"], "learner.zero_stage 1, 2 or 3"),
         (["learner.ranks=3", "learner.sequence_parallel=2"], "must divide learner.ranks"),
         (["learner.ranks=2", "learner.sequence_parallel=2", "objective.advantage=gae", "critic={}"], "does not support a critic"),
-        (["learner.ranks=2", "learner.sequence_parallel=2", "learner.max_tokens_per_microbatch=511"], "split over the ranks of a team"),
+        (["learner.ranks=2", "learner.sequence_parallel=2", "learner.max_tokens_per_microbatch=1023"], "split over the ranks of a team"),
     ):
         with pytest.raises(RecipeError, match=named):
             apply_overrides(BASE, overrides)
-    longer = apply_overrides(BASE, ["learner.ranks=4", "learner.sequence_parallel=2", "learner.max_tokens_per_microbatch=512"])
-    assert longer.policy.max_model_len == 1024
+    longer = apply_overrides(BASE, ["learner.ranks=4", "learner.sequence_parallel=2", "learner.max_tokens_per_microbatch=1024"])
+    assert longer.policy.max_model_len == 2048
     assert apply_overrides(BASE, ["learner.lora={}"]).learner.lora == LoraConfig()
 
 

@@ -77,14 +77,19 @@ def test_text_that_no_file_can_keep_is_refused_where_it_is_given(override: str, 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["rollout.top_p=0.9"], "rollout: top_p and min_p need top_k: .* set top_k as well, for instance to 64"),
-        (["rollout.min_p=0.05"], "rollout: top_p and min_p need top_k"),
-        (["rollout.top_k=1"], "rollout: top_k=1 leaves every token without an alternative"),
-        (["rollout.top_k=1000"], r"rollout\.top_k: Input should be less than or equal to 128 \(got 1000\)"),
-        (["rollout.top_k=20", "rollout.top_p=0"], r"rollout\.top_p: Input should be greater than 0"),
-        (["rollout.temperature=0.001"], r"rollout\.temperature: Input should be greater than or equal to 0\.01"),
-        (["evaluation.temperature=0", "evaluation.top_k=20"], "evaluation: top_k, top_p and min_p do nothing at temperature=0"),
-        (["evaluation.temperature=0.001"], r"evaluation: temperature must be 0 \(greedy\) or at least 0\.01"),
+        (["rollout.sampling.top_p=0.9"], r"rollout\.sampling: top_p and min_p need top_k: .* set top_k as well, for instance to 64"),
+        (["rollout.sampling.min_p=0.05"], r"rollout\.sampling: top_p and min_p need top_k"),
+        (["rollout.sampling.top_k=1"], r"rollout\.sampling: temperature=0 and top_k=1 leave every token without an alternative"),
+        (["rollout.sampling.temperature=0"], r"rollout\.sampling: temperature=0 and top_k=1 leave every token without an alternative"),
+        (["rollout.sampling.top_k=1000"], r"rollout\.sampling: top_k=1000 exceeds the 128 tokens that can be recorded"),
+        (["rollout.sampling.top_k=20", "rollout.sampling.top_p=0"], r"rollout\.sampling\.top_p: Input should be greater than 0"),
+        (["rollout.sampling.temperature=0.001"], r"rollout\.sampling: temperature must be 0 \(greedy\) or at least 0\.01"),
+        (
+            ["evaluation.sampling.temperature=0", "evaluation.sampling.top_k=20"],
+            r"evaluation\.sampling: top_k, top_p and min_p do nothing at temperature=0",
+        ),
+        (["evaluation.sampling.temperature=0.001"], r"evaluation\.sampling: temperature must be 0 \(greedy\) or at least 0\.01"),
+        (["evaluation.temperature=0.5"], r"evaluation\.temperature: unknown key; did you mean sampling\.temperature\?"),
     ],
 )
 def test_sampling_that_cannot_be_trained_on_or_does_nothing_says_what_to_do(overrides: list[str], said: str) -> None:
@@ -94,9 +99,11 @@ def test_sampling_that_cannot_be_trained_on_or_does_nothing_says_what_to_do(over
 
 def test_truncation_is_off_by_none_and_its_supports_are_kept_for_training_alone() -> None:
     chosen = ["top_k=20", "top_p=0.9", "min_p=0.05", "temperature=0.7"]
-    made = apply_overrides(BASE, [f"{section}.{one}" for section in ("rollout", "evaluation") for one in chosen])
-    assert made.rollout.sampling == Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, supports=True)
-    assert made.evaluation.sampling == Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05)
-    off = apply_overrides(made, [f"rollout.{key}=None" for key in ("top_k", "top_p", "min_p")])
-    assert off.rollout.sampling == Sampling(temperature=0.7)
-    assert apply_overrides(BASE, ["evaluation.top_p=0.9"]).evaluation.sampling == Sampling(top_p=0.9), "an evaluation trains nothing"
+    made = apply_overrides(BASE, [f"{section}.sampling.{one}" for section in ("rollout", "evaluation") for one in chosen])
+    assert made.rollout.sampling == made.evaluation.sampling
+    assert made.rollout.distribution == Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, supports=True)
+    assert made.evaluation.distribution == Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05)
+    off = apply_overrides(made, [f"rollout.sampling.{key}=None" for key in ("top_k", "top_p", "min_p")])
+    assert off.rollout.distribution == Sampling(temperature=0.7)
+    only = apply_overrides(BASE, ["evaluation.sampling.top_p=0.9"]).evaluation
+    assert only.distribution == Sampling(top_p=0.9), "an evaluation trains nothing"

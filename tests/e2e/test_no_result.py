@@ -32,7 +32,7 @@ def test_a_run_in_which_nothing_is_scored_has_no_result(tmp_path: Path, forked: 
     (tmp_path / "family.py").write_text(FAMILY)
     run = tmp_path / "run"
     family = f"tasks.family={tmp_path / 'family.py'}:InWords"
-    none = ["evaluation.heldout=0", "evaluation.heldout_real=0", "evaluation.temperature=1"]
+    none = ["evaluation.heldout=0", "evaluation.heldout_real=0", "evaluation.sampling.temperature=1"]
     code, output = agentrl(
         *("train", "recipes/quickstart.py", "steps=2", family, *SMALL, "rollout.groups_per_step=3", *none),
         *("--run-dir", str(run), "--sandbox", "bubblewrap"),

@@ -119,7 +119,7 @@ async def test_request_options_change_the_requests(suite: Suite, monkeypatch: py
 @pytest.mark.parametrize(
     ("requested", "headers", "reason"),
     [
-        (["temperature=0.5"], [], r"set evaluation\.temperature, or --request temperature=null"),
+        (["temperature=0.5"], [], r"set evaluation\.sampling\.temperature, or --request temperature=null"),
         (["max_tokens=5"], [], r"limits\.turn_tokens"),
         (["max_completion_tokens=5"], [], "--tokens-name max_completion_tokens"),
         (["messages=[]"], [], "the case gives"),

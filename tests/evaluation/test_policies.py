@@ -11,11 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.cli import app
-from agentrl.config import PolicyConfig, Recipe, TasksConfig
+from agentrl.config import PolicyConfig, Recipe, SamplingConfig, TasksConfig
 from agentrl.errors import UserError
 from agentrl.evaluation import results
 from agentrl.evaluation.policies import find_policy, recipe_for
-from agentrl.records.sampling import Sampling
 from agentrl.session.models import SAMPLING_FILE, export_model
 from tests.evaluation.suite_parts import make_case, make_suite
 
@@ -29,17 +28,17 @@ def model_of(folder: Path, **more: str) -> Path:
     return folder
 
 
-def asked(folder: Path, tmp_path: Path, *overrides: str) -> Sampling:
+def asked(folder: Path, tmp_path: Path, *overrides: str) -> SamplingConfig:
     suite = make_suite(tmp_path / "suite", make_case("a"))
     return recipe_for(find_policy(str(folder)), [suite], overrides).evaluation.sampling
 
 
 def test_the_exported_model_carries_its_sampling_wherever_it_is_moved(tmp_path: Path) -> None:
     base = model_of(tmp_path / "run" / "versions" / "000000", agentrl_sampling_json='{"temperature": 1.0}')
-    export_model(base, tmp_path / "run" / "model", base=base, sampling=Sampling(temperature=0.0))
+    export_model(base, tmp_path / "run" / "model", base=base, sampling=SamplingConfig(temperature=0.0))
     moved = (tmp_path / "run" / "model").rename(tmp_path / "elsewhere")
-    assert asked(moved, tmp_path) == Sampling(temperature=0.0)
-    assert asked(moved, tmp_path, "evaluation.temperature=0.5").temperature == 0.5, "the user's override wins"
+    assert asked(moved, tmp_path) == SamplingConfig(temperature=0.0)
+    assert asked(moved, tmp_path, "evaluation.sampling.temperature=0.5").temperature == 0.5, "the user's override wins"
     assert json.loads((base / SAMPLING_FILE).read_text()) == {"temperature": 1.0}, "the version is unchanged"
     (moved / "config.json").unlink()
 
@@ -47,16 +46,16 @@ def test_the_exported_model_carries_its_sampling_wherever_it_is_moved(tmp_path: 
 def test_a_version_named_by_its_folder_is_sampled_as_by_its_number(tmp_path: Path) -> None:
     version = model_of(tmp_path / "run" / "versions" / "000003")
     recipe = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F")).but(
-        {"evaluation.temperature": 0.7, "evaluation.top_k": 20}
+        {"evaluation.sampling.temperature": 0.7, "evaluation.sampling.top_k": 20}
     )
     (tmp_path / "run" / "recipe.json").write_text(recipe.model_dump_json())
     suite = make_suite(tmp_path / "suite", make_case("a"))
     both = [recipe_for(find_policy(name), [suite]).evaluation.sampling for name in (str(version), f"{tmp_path / 'run'}@3")]
-    assert both == [Sampling(temperature=0.7, top_k=20)] * 2
+    assert both == [SamplingConfig(temperature=0.7, top_k=20)] * 2
 
 
 def test_a_model_of_another_origin_has_the_defaults(tmp_path: Path) -> None:
-    assert asked(model_of(tmp_path / "m"), tmp_path) == Sampling()
+    assert asked(model_of(tmp_path / "m"), tmp_path) == SamplingConfig()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "7", "{}", '{"temperature": "hot", "top_k": 0, "top_p": 1, "min_p": 0}', "[" * 100_000])

@@ -242,14 +242,14 @@ def test_a_version_uses_its_runs_settings_and_a_folder_the_defaults(project: Pat
     assert (of_folder.policy.model, of_folder.policy.max_model_len, of_folder.rollout.concurrency) == (str(model), 512, 3)
     whole = of_folder.model_dump(mode="json")
     whole["policy"] |= {"max_model_len": 333, "chat_template": "chatml"}
-    whole["evaluation"] |= {"temperature": 0.5, "heldout": 7, "attempts": 4, "every": 2, "thinking_tokens": [64]}
+    whole["evaluation"] |= {"sampling": {"temperature": 0.5}, "heldout": 7, "attempts": 4, "every": 2, "thinking_tokens": [64]}
     whole["gate"], whole["name"] = {"suite": "s"}, "theirs"
     (run / "recipe.json").write_text(json.dumps(whole))
     found = find_policy("runs/x@12")
     assert (found.source, found.model, found.served, found.version) == (PolicySource.VERSION, str(model.resolve()), True, 12)
     recipe = recipe_for(found, [suite])
     assert find_policy(str(model)).version == 0 and recipe_policy(recipe).version == 12
-    assert (recipe.policy.max_model_len, recipe.policy.chat_template, recipe.evaluation.temperature) == (333, None, 0.5)
+    assert (recipe.policy.max_model_len, recipe.policy.chat_template, recipe.evaluation.sampling.temperature) == (333, None, 0.5)
     assert (recipe.gate, recipe.evaluation.heldout, recipe.name, recipe.trackers) == (None, 0, "s", ("terminal",))
     assert project_of([suite]) == project
 
@@ -269,7 +269,7 @@ def test_a_version_uses_its_runs_settings_and_a_folder_the_defaults(project: Pat
         (["s", "--policy", "http://127.0.0.1/v1"], "an endpoint needs the name of its model"),
         (["s", "--policy", "http://u:secret@127.0.0.1/v1", "--model", "m"], "without a user, a password"),
         (["s", "--policy", "a:b", "--key-env", "KEY"], "need an endpoint"),
-        (["s", "--policy", "http://127.0.0.1/v1", "--model", "m", "evaluation.top_k=3"], "chat completions have no settings"),
+        (["s", "--policy", "http://127.0.0.1/v1", "--model", "m", "evaluation.sampling.top_k=3"], "chat completions have no settings"),
         (["recipes/x.py", "--junit", "x.xml"], "need --policy"),
     ],
 )

@@ -35,7 +35,7 @@ class Truncated(Scenario):
     def truncated(self, stage: int, variant: str = "plain") -> dict[str, Any]:
         """Two updates; their metrics, the weights after them, what was expected of the first, and the probe before it."""
         objective = {"kl": "k3", "kl_coef": 0.1, "entropy_coef": 0.01, "off_policy": {"preset": "truncate"}}
-        setting = {"rollout.temperature": TEMPERATURE, "rollout.top_k": TOP_K, "rollout.top_p": 0.9}
+        setting = {"rollout.sampling.temperature": TEMPERATURE, "rollout.sampling.top_k": TOP_K, "rollout.sampling.top_p": 0.9}
         made = self.with_learner(zero_stage=stage, ranks=self.ranks.size).but(setting, objective=objective)
         if variant == "shared":
             made = made.but({"objective.advantage": "gae", "critic": SHARED.but(warmup_steps=0)})

@@ -129,8 +129,8 @@ def test_servers_have_separate_lines_and_restarts_are_shown_if_any(run_dir: Path
 def test_the_sampling_settings_are_shown(run_dir: Path) -> None:
     path = run_dir / "recipe.json"
     recipe = json.loads(path.read_text())
-    recipe["rollout"] |= {"temperature": 0.7, "top_k": 20, "top_p": 1.0, "min_p": 0.05}
-    recipe["evaluation"] |= {"temperature": 0.0}
+    recipe["rollout"] |= {"sampling": {"temperature": 0.7, "top_k": 20, "top_p": 1.0, "min_p": 0.05}}
+    recipe["evaluation"] |= {"sampling": {"temperature": 0.0}}
     path.write_text(json.dumps(recipe))
     shown = Page(write_report(run_dir)).shown
     assert "(temperature 0.7, top-k 20, min-p 0.05)" in shown and "(greedy)" in shown

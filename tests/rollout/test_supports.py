@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import GroupConfig, PolicyConfig, Recipe, RolloutConfig, TasksConfig
+from agentrl.config import GroupConfig, PolicyConfig, Recipe, RolloutConfig, SamplingConfig, TasksConfig
 from agentrl.experience import SqliteStore
 from agentrl.objective import assemble
 from agentrl.records import Blame, Completion, Episode, Group, SamplingParams, Score, Task
@@ -22,7 +22,7 @@ RECIPE = Recipe(
     name="t",
     policy=PolicyConfig(model="m", max_model_len=4096),
     tasks=TasksConfig(family="a:b"),
-    rollout=RolloutConfig(group=GroupConfig(size=4), groups_per_step=1, temperature=0.6, top_k=3, top_p=0.9),
+    rollout=RolloutConfig(group=GroupConfig(size=4), groups_per_step=1, sampling=SamplingConfig(temperature=0.6, top_k=3, top_p=0.9)),
 )
 
 

@@ -57,7 +57,7 @@ class Small(ServerProcess):
         self.warmed: list[int] = []
 
     async def start(self, *, timeout_s: float = 60.0) -> None:
-        await self._begin("127.0.0.1", self.wanted, key="small.port", timeout_s=timeout_s)
+        await self._begin("127.0.0.1", self.wanted, timeout_s=timeout_s)
 
     def _command(self, port: int) -> list[str]:
         return [sys.executable, "-c", self.program, str(port), str(self._scratch)]
@@ -109,17 +109,17 @@ async def test_two_concurrent_starts_get_different_ports(tmp_path: Path, monkeyp
     second = Small(tmp_path / "other", ANSWERS, port=wanted)
     with pytest.raises(UserError, match=f"another run is starting its server on port {wanted}") as error:
         await second.start()
-    assert "small.port=0" in error.value.fix and second.pid is None
+    assert "serving.port=0" in error.value.fix and second.pid is None
     found = iter((wanted, wanted, wanted + 1))
     with monkeypatch.context() as patched:
-        patched.setattr(processes, "free_port", lambda host, port, key: next(found))
-        other = ReservedPort("127.0.0.1", 0, key="k")
+        patched.setattr(processes, "free_port", lambda host, port: next(found))
+        other = ReservedPort("127.0.0.1", 0)
     assert other.number == wanted + 1
     other.release()
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)
     await first.stop()
-    ReservedPort("127.0.0.1", wanted, key="k").release()
+    ReservedPort("127.0.0.1", wanted).release()
 
 
 async def test_a_missing_model_folder_stops_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

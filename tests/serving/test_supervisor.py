@@ -324,7 +324,7 @@ async def test_a_swap_is_probed_with_the_rollouts_sampling_settings(served: Serv
     import torch
 
     own = served.server.recipe
-    setting = {"rollout.temperature": 0.6, "rollout.top_k": 20, "rollout.top_p": 0.9}
+    setting = {"rollout.sampling.temperature": 0.6, "rollout.sampling.top_k": 20, "rollout.sampling.top_p": 0.9}
     probe = served.probes[1]
     with torch.no_grad():
         last = torch.stack([served.models[1](torch.tensor([ids])).logits[0, -1] for ids in probe.token_ids])

@@ -168,7 +168,7 @@ async def test_the_probe_uses_the_rollouts_sampling_settings(tmp_path: Path) -> 
 
     engine = Sampled()
     async with channel(tmp_path, engine) as (to, server, script):
-        server.recipe = server.recipe.but("rollout.top_k=2", "rollout.temperature=0.5")
+        server.recipe = server.recipe.but("rollout.sampling.top_k=2", "rollout.sampling.temperature=0.5")
         report = await to.swap(version, tmp_path / version.folder, probe, max_abs_diff=1e-3, timeout_s=60)
         assert report.probe_max_abs_diff < 1e-9
         asked = script.calls[-1].body["sampling_params"]

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from agentrl.agent.template import TOOL, auto_tokenizer, read_template
-from agentrl.config import PolicyConfig, Recipe, TasksConfig
+from agentrl.config import PolicyConfig, Recipe, SamplingConfig, TasksConfig
 from agentrl.errors import UserError
 from agentrl.protocols import TaskFamily
 from agentrl.records import Message, Split, Task
-from agentrl.records.sampling import Sampling
 from agentrl.session.models import copy_base_version, export_model, find_model
 from agentrl.session.preflight import check_prompt, open_chat, run_preflight
 from sandboxes.tables import Tables
@@ -22,7 +21,7 @@ from sandboxes.tables import Tables
 MODEL = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tables-base"
 HERMES = read_template("hermes", Path())
 pytestmark = pytest.mark.usefixtures("forked_trials")
-RECIPE = Recipe(name="x", policy=PolicyConfig(model=str(MODEL)), tasks=TasksConfig(family="f:F"))
+RECIPE = Recipe(name="x", policy=PolicyConfig(model=str(MODEL), max_model_len=512), tasks=TasksConfig(family="f:F"))
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def test_the_template_of_the_recipe_goes_into_every_version_and_into_the_result(
     (bare / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": "the model's own"}))
     base = tmp_path / "versions" / "000000"
     copy_base_version(bare, base, template=HERMES)
-    export_model(base, tmp_path / "model", base=base, sampling=Sampling(temperature=0.5))
+    export_model(base, tmp_path / "model", base=base, sampling=SamplingConfig(temperature=0.5))
     task = Tables(seed=0).task(Split.TRAIN, 0)
     wanted = open_chat(bare, HERMES).opening(task.prompt, [TOOL])
     for folder in (base, tmp_path / "model"):

@@ -162,8 +162,7 @@ DECIDES = (
     *("learner.minibatches", "learner.kernels", "learner.offload"),
     *("judge_servers.x.model", "judge_servers.x.dtype", "judge_servers.x.max_model_len"),
     *("rollout.agent", "rollout.agent_options", "rollout.delegation.*", "rollout.compaction", "rollout.instructions"),
-    *("rollout.group.*", "rollout.groups_per_step", "rollout.extra_groups"),
-    *("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
+    *("rollout.group.*", "rollout.groups_per_step", "rollout.extra_groups", "rollout.sampling.*"),
 )
 """Keys that decide what is sampled, judged or learned, or what a checkpoint holds. A new key is put here, or declared `resumable`."""
 
@@ -180,8 +179,8 @@ def test_settings_against_a_slow_server_may_change_on_resume(tmp_path: Path) -> 
     hold_run(tmp_path)
     faster = ["serving.threads=2", "rollout.concurrency=8", "serving.request_timeout_s=300", "rollout.checkpoint_turns=true"]
     assert len(check_resumed_recipe(tmp_path, apply_overrides(RECIPE, faster))) == 4
-    with pytest.raises(RecipeError, match=r"rollout\.temperature 1\.0 -> 0\.5") as error:
-        check_resumed_recipe(tmp_path, apply_overrides(RECIPE, [*faster, "rollout.temperature=0.5"]))
+    with pytest.raises(RecipeError, match=r"rollout\.sampling\.temperature 1\.0 -> 0\.5") as error:
+        check_resumed_recipe(tmp_path, apply_overrides(RECIPE, [*faster, "rollout.sampling.temperature=0.5"]))
     assert "rollout.concurrency" in error.value.fix and "serving.*" in error.value.fix
 
 

@@ -69,6 +69,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JudgeServer, "_command", lambda self, port: [sys.executable, "-c", ANSWERS, str(port)])
     monkeypatch.setattr("agentrl.serving.server.serving_device", lambda recipe: "cpu")
     monkeypatch.setattr(judge_servers_module, "_WATCH_S", 0.05)
+    monkeypatch.setattr(judge_servers_module, "_MAX_RESTARTS", 1)
     servers.register_servers({"small": servers.JudgeServer(folder=Path("m"), weights="", reward_model=False)})
 
 
@@ -77,7 +78,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_dead_server_is_restarted_and_its_judges_wait(tmp_path: Path) -> None:
     judge = Judge(endpoint=Endpoint(url=served("small"), model="small"), form=CORRECT)
     known = servers.registered_servers()["small"]
-    async with running_judge_servers(recipe(max_restarts=1), {"small": Path("m")}, folder=tmp_path) as running:
+    async with running_judge_servers(recipe(), {"small": Path("m")}, folder=tmp_path) as running:
         assert (await judge(TASK, episode())).value == 1.0, "requested before the server was up"
         await running.ready()
         first = running.pid("small")

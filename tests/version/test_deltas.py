@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from agentrl.base.files import sha256_file
+from agentrl.config import SamplingConfig
 from agentrl.errors import StoreError
 from agentrl.records import PolicyVersion, VersionState
-from agentrl.records.sampling import Sampling
 from agentrl.session.models import SAMPLING_FILE, copy_base_version, export_model, find_model
 from agentrl.version import FolderRegistry, deltas
 from agentrl.version.weight_files import WeightCopy
@@ -210,7 +210,7 @@ def test_exports_and_evaluations_get_a_whole_model(registry: FolderRegistry, tmp
     for name in (*kept, "update.json"):
         if name != deltas.WEIGHTS:
             (home / name).write_text("{}")
-    export_model(home, tmp_path / "model", base=registry.folder / "000000", sampling=Sampling())
+    export_model(home, tmp_path / "model", base=registry.folder / "000000", sampling=SamplingConfig())
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [SAMPLING_FILE, *kept]
     assert (tmp_path / "model" / deltas.WEIGHTS).read_bytes() == whole(registry.folder, 2)
     (home / deltas.WEIGHTS).unlink()
