@@ -13,6 +13,7 @@ from agentrl.config import (
     EvalConfig,
     LearnerConfig,
     ObjectiveConfig,
+    Part,
     PolicyConfig,
     Recipe,
     RolloutConfig,
@@ -25,7 +26,7 @@ recipe = Recipe(
     steps=24,
     max_staleness=1,
     policy=PolicyConfig(model="recipes/models/splitting-base", dtype="float32", max_model_len=384),
-    tasks=TasksConfig(family="sandboxes.pages:Questions", options={"pages": 3}),
+    tasks=TasksConfig(family=Part("sandboxes.pages:Questions", options={"pages": 3})),
     rollout=RolloutConfig(
         agent="delegating", delegation=DelegationConfig(width=3, total=6, turns=8), group_size=8, groups_per_step=16, concurrency=64
     ),

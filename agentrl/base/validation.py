@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import is_dataclass
 
 from pydantic import ValidationError
 
@@ -18,7 +19,8 @@ def validation_text(error: ValidationError) -> str:
         if error.title != "Recipe":
             path.insert(0, error.title)
         message = item["msg"].removeprefix("Value error, ")
-        shown = item["type"] not in ("extra_forbidden", "missing") and not isinstance(item["input"], dict)
+        unknown = item["type"] in ("extra_forbidden", "unexpected_keyword_argument", "missing")
+        shown = not unknown and not isinstance(item["input"], dict) and not is_dataclass(item["input"])
         if item["loc"] and shown and not any(secrets.literal_secret_errors({path[-1]: item["input"]})) and "env" not in path:
             message = f"{message} (got {shortened(item['input'])})"  # of a whole section the message names the keys
         lines.append(f"{'.'.join(path) or 'recipe'}: {message}")

@@ -10,7 +10,9 @@ from pydantic import Field, model_validator
 from agentrl.config.section import Needs, Section, resumable
 
 _ON_GPU = Needs("a learner on a GPU (device=cuda or auto)", lambda recipe, own: recipe.device != "cpu")
-_DELTAS = Needs("serving.weight_transfer=delta: every version is complete", lambda recipe, own: recipe.serving.weight_transfer == "delta")
+_DELTAS = Needs(
+    "serving.weight_transfer=delta: every version is complete", lambda recipe, own: recipe.serving.weight_transfer.ref == "delta"
+)
 _FALLS = Needs("two steps after the warm-up", lambda recipe, own: recipe.steps > own.warmup_steps + 1)
 
 _PLAIN = Needs(

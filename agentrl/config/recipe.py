@@ -29,6 +29,7 @@ from agentrl.config.serving import JudgeServerConfig, PolicyConfig, ServingConfi
 from agentrl.config.tasks import GroupJudging, PracticeConfig, TasksConfig, WeightingConfig
 from agentrl.config.tools import MCPConfig, MemoryConfig, SandboxConfig, ToolBounds, ToolsConfig
 from agentrl.plugins import parts
+from agentrl.plugins.parts import Part
 
 __all__ = [
     "BranchingConfig",
@@ -47,6 +48,7 @@ __all__ = [
     "MCPConfig",
     "MemoryConfig",
     "ObjectiveConfig",
+    "Part",
     "PolicyConfig",
     "PracticeConfig",
     "Recipe",
@@ -87,14 +89,10 @@ class Recipe(Section):
     memory: MemoryConfig | None = None
     """Notes that agents write for later episodes. None disables memory; `{}` uses the defaults."""
     capture: CaptureConfig = resumable(CaptureConfig())
-    store: parts.Store = "sqlite"
+    store: parts.Store = Part("sqlite")
     """Store of scored groups between rollouts and learner. sqlite: a file in the run folder."""
-    store_options: parts.Options = Field({})
-    """Keyword arguments of a user-supplied store."""
-    trackers: tuple[parts.TrackerName, ...] = resumable(("terminal", "tensorboard"))
+    trackers: tuple[parts.Tracker, ...] = resumable((Part("terminal"), Part("tensorboard")))
     """Receivers of metrics, in addition to `metrics.jsonl`. terminal: progress. tensorboard: event files in logs/tensorboard."""
-    tracker_options: dict[str, parts.Options] = resumable({})
-    """Keyword arguments of user-supplied trackers, by tracker name."""
     sandbox: SandboxConfig = resumable(SandboxConfig())
     serving: ServingConfig = resumable(ServingConfig())
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -111,15 +109,6 @@ class Recipe(Section):
         """Rejects secrets by value: a run stores its recipe, and the report prints it."""
         if errors := list(secrets.literal_secret_errors(self.model_dump(mode="json"))):
             raise ValueError("; ".join(errors))
-        return self
-
-    @model_validator(mode="after")
-    def _parts_are_named(self) -> Recipe:
-        parts.check_options(parts.STORE, self.store, self.store_options)
-        for name, options in self.tracker_options.items():
-            parts.check_options(parts.TRACKER, name, options)
-            if name not in self.trackers:
-                raise ValueError(f"tracker_options has {name!r}, but trackers ({', '.join(self.trackers)}) does not: add it there")
         return self
 
     @model_validator(mode="after")
@@ -143,7 +132,7 @@ class Recipe(Section):
         return self
 
     def _combinations(self) -> Iterator[str]:
-        if self.objective.advantage in ("grpo", "rloo", "reinforce++-baseline") and self.rollout.group_size < 2:
+        if self.objective.advantage.ref in ("grpo", "rloo", "reinforce++-baseline") and self.rollout.group_size < 2:
             yield (
                 "rollout.group_size must be at least 2: a single attempt equals its baseline, whatever objective.normalize_std is;"
                 " only objective.advantage=reinforce++ and gae need no group"
@@ -163,12 +152,12 @@ class Recipe(Section):
             )
         if self.objective.credit == "siblings" and self.rollout.branching is None:
             yield "objective.credit=siblings compares attempts that branched from the same state: set rollout.branching"
-        if self.rollout.extra_groups and self.objective.advantage in ("reinforce++", "gae"):
+        if self.rollout.extra_groups and self.objective.advantage.ref in ("reinforce++", "gae"):
             yield (
                 f"rollout.extra_groups replaces groups whose attempts score the same; with objective.advantage={self.objective.advantage},"
                 " which compares all attempts of a step, such groups have a training signal too: set it to 0"
             )
-        if self.tasks.weighting is not None and self.objective.advantage in ("reinforce++", "gae"):
+        if self.tasks.weighting is not None and self.objective.advantage.ref in ("reinforce++", "gae"):
             yield (
                 "tasks.weighting samples tasks less often if their attempts score the same; with objective.advantage="
                 f"{self.objective.advantage} such tasks have a training signal too: remove it"
@@ -183,7 +172,7 @@ class Recipe(Section):
             )
         if self.serving.replicas > self.rollout.concurrency:
             yield "serving.replicas exceeds rollout.concurrency: an episode uses one server, so some would stay idle; lower replicas"
-        if self.serving.weight_transfer == "nccl" and self.device == "cpu":
+        if self.serving.weight_transfer.ref == "nccl" and self.device == "cpu":
             yield "serving.weight_transfer=nccl copies from GPU to GPU; with device=cpu use weight_transfer=file"
         if self.learner.kernels == "liger" and self.device == "cpu":
             yield "learner.kernels=liger are GPU kernels; with device=cpu use kernels=torch"
@@ -209,7 +198,7 @@ class Recipe(Section):
         teaching = [
             f"objective.{key}={getattr(objective, key)}"
             for key, teaches in (
-                ("advantage", objective.advantage in ("reinforce++", "gae")),
+                ("advantage", objective.advantage.ref in ("reinforce++", "gae")),
                 ("turn_coef", objective.turn_coef > 0),
                 ("credit", objective.credit in ("verifier", "counterfactual")),
                 ("kl", objective.kl == "k1_reward"),
@@ -223,7 +212,7 @@ class Recipe(Section):
             )
 
     def _one_restart_policy(self) -> Iterator[str]:
-        if self.policy.rewritten_context == "restart" and (self.rollout.compaction is not None or self.rollout.agent == "delegating"):
+        if self.policy.rewritten_context == "restart" and (self.rollout.compaction is not None or self.rollout.agent.ref == "delegating"):
             yield (
                 "policy.rewritten_context=restart is for agents with one context at a time: rollout.compaction and"
                 " rollout.agent=delegating need a template that is extended exactly; leave it at refuse"
@@ -258,7 +247,7 @@ class Recipe(Section):
     def _memory_is_read(self) -> Iterator[str]:
         if self.memory is None:
             return
-        if self.rollout.agent not in parts.AGENT.shipped:
+        if self.rollout.agent.ref not in parts.AGENT.shipped:
             yield "memory works only with built-in agents: a user-supplied agent does not get its tools; remove memory"
         if self.memory.heldout_rounds > max(1, self.evaluation.heldout, self.evaluation.heldout_real):
             yield "memory.heldout_rounds exceeds the number of tasks of every evaluation: lower it to at most that number"
@@ -270,7 +259,7 @@ class Recipe(Section):
 
     def _learner_parts(self) -> Iterator[str]:
         learner = self.learner
-        if learner.lora is not None and self.serving.weight_transfer in ("delta", "nccl"):
+        if learner.lora is not None and self.serving.weight_transfer.ref in ("delta", "nccl"):
             yield "serving.weight_transfer=nccl and delta transfer complete models, but learner.lora publishes adapters: use file"
         if learner.ranks % learner.sequence_parallel:
             yield "learner.sequence_parallel must divide learner.ranks: it is the number of ranks in a team"
@@ -315,9 +304,9 @@ class Recipe(Section):
                 "objective.correction=mask and objective.is_level=sequence need a proximal policy, but its logprobs are"
                 " the behaviour policy's; set objective.proximal=recompute"
             )
-        if not decoupled and self.objective.loss == "cispo" and self.objective.is_cap != 2.0:
+        if not decoupled and self.objective.loss.ref == "cispo" and self.objective.is_cap != 2.0:
             yield "objective.is_cap does nothing: cispo clips the weight; set clip_high, or objective.proximal=recompute"
-        if (self.objective.advantage == "gae") != (self.critic is not None):
+        if (self.objective.advantage.ref == "gae") != (self.critic is not None):
             yield "objective.advantage=gae and critic go together: write critic=CriticConfig(), or choose another advantage"
         if self.critic is not None and self.critic.minibatches * self.learner.minibatches > self.rollout.groups_per_step:
             yield "critic.minibatches times learner.minibatches must not exceed rollout.groups_per_step"

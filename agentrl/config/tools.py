@@ -16,10 +16,8 @@ from agentrl.plugins import parts
 class SandboxConfig(Section):
     """The sandboxes: `sandbox`."""
 
-    backend: parts.Backend = "auto"
+    backend: parts.Backend = parts.Part("auto")
     """auto: docker if a daemon answers, else bubblewrap. There is no host backend."""
-    options: parts.Options = Field({})
-    """Keyword arguments of a user-supplied backend."""
     max_open: int = Field(64, ge=1)
     """Sandboxes open at once."""
     open_timeout_s: float = Field(60.0, gt=0)
@@ -28,11 +26,6 @@ class SandboxConfig(Section):
         int, Needs("as many sandboxes that may be in use: set max_open to at least as many", lambda recipe, own: own.warm <= own.max_open)
     ] = Field(8, ge=0)
     """Sandboxes opened ahead of use. Each is used once."""
-
-    @model_validator(mode="after")
-    def _options_act(self) -> SandboxConfig:
-        parts.check_options(parts.BACKEND, self.backend, self.options)
-        return self
 
 
 class MCPConfig(Section):

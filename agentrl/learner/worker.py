@@ -64,7 +64,7 @@ class Worker:
         separate = recipe.critic is not None and not recipe.critic.shared
         self.critic = Critic(version_folder(run_dir, 0), recipe, ranks) if separate else None
         self.updater = Updater(self.engine, critic=self.critic)
-        self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer == "nccl" else None
+        self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer.ref == "nccl" else None
         self.failures = UpdateFailureLog(run_dir)
         self.step_groups = StepGroups.from_config(recipe.rollout)
         self.consumed: dict[int, tuple[int, ...]] = {}
@@ -223,7 +223,7 @@ class Worker:
             metrics=meta.metrics,
             rows=meta.probe_rows,
             keep=self.recipe.learner.keep_versions,
-            full_every=self.recipe.learner.full_every if self.recipe.serving.weight_transfer == "delta" else None,
+            full_every=self.recipe.learner.full_every if self.recipe.serving.weight_transfer.ref == "delta" else None,
         )
         self._mark_rolled_back()
         if self.broadcaster is not None:

@@ -32,7 +32,7 @@ def test_keys_that_do_not_go_together_are_told_without_the_rest_of_their_section
     [
         (r'tools.words={"python": {"description": "runs \ud800"}}', "tools.words.python.description"),
         (r'tools.words={"python": {"arguments": {"\udc00": "x"}}}', "tools.words.python.arguments"),
-        (r'tasks.options={"path": "b\udfff"}', "tasks.options"),
+        (r'tasks.family.options={"path": "b\udfff"}', "tasks.family"),
         ("policy.model=a\ud800", "policy.model"),
     ],
 )
