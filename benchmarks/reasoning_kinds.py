@@ -38,9 +38,9 @@ async def measure(run: Run, arguments: argparse.Namespace) -> dict[str, dict[str
     runner = replace(run.groups, runner=replace(run.groups.runner, sampling=Sampling(temperature=arguments.temperature)))
     found: dict[str, dict[str, Rate]] = {}
     for tool in arguments.tools:
-        options = run.recipe.tasks.options | {"datasets": ",".join(arguments.kinds), "heldout_kinds": "", "tool": tool}
+        options = run.recipe.tasks.family.options | {"datasets": ",".join(arguments.kinds), "heldout_kinds": "", "tool": tool}
         options |= {"examples": arguments.examples} if arguments.examples is not None else {}
-        family = open_family(run.recipe.tasks.but(options=options), seed=run.recipe.seed, root=ROOT)
+        family = open_family(run.recipe.tasks.but({"family.options": options}), seed=run.recipe.seed, root=ROOT)
         count = arguments.problems * len(arguments.kinds)
         result = await evaluate_split(runner, family, Split.HELDOUT, count, phase=f"kinds-{tool}", step=0, on_done=run.tracker.evaluating)
         append_transcripts(run.folder / "episodes" / f"kinds-{tool}.jsonl", result.transcripts)

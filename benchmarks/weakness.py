@@ -148,7 +148,7 @@ class Experiment:
         """Evaluates a model on held-out questions of the kind; an evaluation that was broken off is made again."""
         run = self.folder / name
         shutil.rmtree(run, ignore_errors=True)
-        given = [f"seed={seed}", f"tasks.options.kinds={KIND}", *self.overrides]
+        given = [f"seed={seed}", f"tasks.family.options.kinds={KIND}", *self.overrides]
         self.agentrl("eval", str(RECIPE), *given, "--model", str(model), "--run-dir", str(run))
         return run
 
@@ -239,7 +239,7 @@ def relapse(one: Experiment) -> dict[str, Any]:
     start = Path(one.done("imitate")["model"])
     given = [
         f"steps={one.size.steps}",
-        f"tasks.options.kinds={KIND}",
+        f"tasks.family.options.kinds={KIND}",
         'tasks.verifiers=["benchmarks.weakness_recipe:rewards_the_habit"]',
         f"gate.suite={json.dumps(str(one.suite))}",
         f"gate.every={one.size.gate_every}",

@@ -16,13 +16,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import JsonValue
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from agentrl.config import Recipe
 from agentrl.config.section import Section, key_docs, listed_section_of, named_section_of, section_of
-from agentrl.plugins.parts import PartKind
+from agentrl.plugins.parts import Part, PartKind
 
 PAGE = Path(__file__).resolve().parent / "recipes.md"
 BEGIN = "<!-- table: written by docs/generate_recipe_table.py; do not edit -->"
@@ -120,8 +119,8 @@ def _name(annotation: Any) -> str:
         return f"list of {_name(arguments[0])}"
     if origin in (typing.Union, types.UnionType):
         return ", ".join("None" if part is type(None) else _name(part) for part in arguments)
-    if annotation is JsonValue:
-        return "JSON"
+    if annotation is Part:
+        return "plug-in reference"
     return "section" if section_of(annotation) else str(getattr(annotation, "__name__", annotation))
 
 

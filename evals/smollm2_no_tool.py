@@ -6,4 +6,4 @@ agentrl eval evals/smollm2_no_tool.py --model runs/smollm2/model
 
 from recipes.smollm2 import recipe as base
 
-recipe = base.but({"name": "smollm2-no-tool", "tasks.options": {**base.tasks.options, "tool": "none"}})
+recipe = base.but("tasks.family.options.tool=none", name="smollm2-no-tool")

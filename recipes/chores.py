@@ -7,14 +7,14 @@
 These ten tasks are an example, and too few to train a model that solves others. Set `tasks` to your folder.
 """
 
-from agentrl.config import EvalConfig, GroupConfig, LearnerConfig, PolicyConfig, Recipe, RolloutConfig, ServingConfig, TasksConfig
+from agentrl.config import EvalConfig, GroupConfig, LearnerConfig, Part, PolicyConfig, Recipe, RolloutConfig, ServingConfig, TasksConfig
 
 recipe = Recipe(
     name="chores",
     steps=40,
     device="cuda",
     policy=PolicyConfig(model="Qwen/Qwen3-4B", dtype="bfloat16", max_model_len=8192),
-    tasks=TasksConfig(family="sandboxes/chores", options={"heldout": 0.3}),
+    tasks=TasksConfig(family=Part("sandboxes/chores", options={"heldout": 0.3})),
     rollout=RolloutConfig(group=GroupConfig(size=8), groups_per_step=7, concurrency=56),
     evaluation=EvalConfig(heldout=3, heldout_real=0, every=10),
     serving=ServingConfig(max_num_seqs=64, gpu_memory_utilization=0.35, probe_max_abs_diff=0.15),

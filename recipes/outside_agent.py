@@ -1,13 +1,14 @@
 """Trains an agent program unchanged: it requests completions from an OpenAI endpoint, which is the gateway.
 
     agentrl train recipes/outside_agent.py
-    agentrl train recipes/outside_agent.py rollout.agent_options.port=8791 tasks.options.network=127.0.0.1:8791
+    agentrl train recipes/outside_agent.py rollout.agent.options.port=8791 tasks.family.options.network=127.0.0.1:8791
 
 The program is `recipes/agents/tables_stdlib.py`: `tables_sdk.py` without the SDK, which the sandbox's image does not have. It runs in the
 episode's sandbox, has its own tools, and can reach only the gateway. Policy, tasks and evaluation are the quickstart's. For other
 programs see docs/bring-your-own-agent.md.
 """
 
+from agentrl.config import Part
 from recipes.quickstart import recipe as base
 
 ADDRESS = "127.0.0.1:8790"
@@ -15,13 +16,15 @@ ADDRESS = "127.0.0.1:8790"
 recipe = base.but(
     {
         "name": "outside-agent",
-        "tasks.options": {"network": ADDRESS},
-        "rollout.agent": "agentrl.gateway:ExternalProgram",
-        "rollout.agent_options": {
-            "command": ["python3", "-I", "agent.py"],
-            "files": {"agent.py": "recipes/agents/tables_stdlib.py"},
-            "port": int(ADDRESS.rpartition(":")[2]),
-        },
+        "tasks.family.options": {"network": ADDRESS},
+        "rollout.agent": Part(
+            "agentrl.gateway:ExternalProgram",
+            options={
+                "command": ["python3", "-I", "agent.py"],
+                "files": {"agent.py": "recipes/agents/tables_stdlib.py"},
+                "port": int(ADDRESS.rpartition(":")[2]),
+            },
+        ),
     }
 )
 

@@ -13,6 +13,7 @@ from agentrl.config import (
     GroupConfig,
     LearnerConfig,
     ObjectiveConfig,
+    Part,
     PolicyConfig,
     Recipe,
     RolloutConfig,
@@ -25,7 +26,9 @@ recipe = Recipe(
     steps=40,
     device="cuda",
     policy=PolicyConfig(model="Qwen/Qwen3-0.6B", dtype="bfloat16", max_model_len=4096),
-    tasks=TasksConfig(family="sandboxes.pages:Pages", options={"pages": 6, "entries": 80, "turn_tokens": 512, "episode_tokens": 2560}),
+    tasks=TasksConfig(
+        family=Part("sandboxes.pages:Pages", options={"pages": 6, "entries": 80, "turn_tokens": 512, "episode_tokens": 2560})
+    ),
     rollout=RolloutConfig(
         agent="delegating",
         delegation=DelegationConfig(total=6, turns=3),

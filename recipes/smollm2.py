@@ -18,6 +18,7 @@ from agentrl.config import (
     GroupConfig,
     LearnerConfig,
     ObjectiveConfig,
+    Part,
     PolicyConfig,
     Recipe,
     RolloutConfig,
@@ -32,12 +33,14 @@ recipe = Recipe(
     max_staleness=0,
     policy=PolicyConfig(model="recipes/models/smollm2", dtype="float32", max_model_len=1024),
     tasks=TasksConfig(
-        family="sandboxes.reasoning:Reasoning",
-        options={
-            "datasets": 'basic_arithmetic(max_terms=3 max_digits=2 operators=["+","-","*"]), chain_sum, products, spell_backward',
-            "heldout_kinds": "count_bits, lcm, bitwise_arithmetic, letter_counting",
-            "turn_tokens": 96,
-        },
+        family=Part(
+            "sandboxes.reasoning:Reasoning",
+            options={
+                "datasets": 'basic_arithmetic(max_terms=3 max_digits=2 operators=["+","-","*"]), chain_sum, products, spell_backward',
+                "heldout_kinds": "count_bits, lcm, bitwise_arithmetic, letter_counting",
+                "turn_tokens": 96,
+            },
+        ),
         weighting=True,
     ),
     rollout=RolloutConfig(group=GroupConfig(size=8), groups_per_step=8, concurrency=64, sampling=SamplingConfig(top_k=20, min_p=0.1)),

@@ -14,6 +14,7 @@ from agentrl.config import (
     GroupConfig,
     LearnerConfig,
     ObjectiveConfig,
+    Part,
     PolicyConfig,
     Recipe,
     RolloutConfig,
@@ -26,7 +27,7 @@ recipe = Recipe(
     steps=24,
     max_staleness=1,
     policy=PolicyConfig(model="recipes/models/splitting-base", dtype="float32", max_model_len=384),
-    tasks=TasksConfig(family="sandboxes.pages:Questions", options={"pages": 3}),
+    tasks=TasksConfig(family=Part("sandboxes.pages:Questions", options={"pages": 3})),
     rollout=RolloutConfig(
         agent="delegating",
         delegation=DelegationConfig(total=6, turns=8),

@@ -343,7 +343,7 @@ check_parts(recipe)
 _try_objective(recipe)
 print(load_estimator(recipe.objective)([[1.0, 0.0, 0.5]]))
 with tempfile.TemporaryDirectory() as folder:
-    recipe = recipe.but(store_options={"disk": folder})
+    recipe = recipe.but({"store.options.disk": folder})
     store = open_store(Path("run"), recipe)
     store.put(excluded_group(3, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message="m"), size=1))
     store.close()

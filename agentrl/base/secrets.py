@@ -87,7 +87,7 @@ def _resolved(key: str, value: Any) -> Any:
 
 
 def literal_secret_errors(value: Any, where: str = "") -> Iterator[str]:
-    """Error messages, without the secrets, for secrets in a recipe's value: `tracker_options.x.api_key contains a secret by value`."""
+    """Error messages, without the secrets, for secrets in a recipe's value: `store.options.api_key contains a secret by value`."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if secret_forms.holds_secret(str(key)):
@@ -102,9 +102,9 @@ def literal_secret_errors(value: Any, where: str = "") -> Iterator[str]:
             yield from _in_words(words, where, shell=True)
     elif isinstance(value, Sequence) and not isinstance(value, bytes):
         yield from _in_words([word if isinstance(word, str) else "" for word in value], where)
-        for one in value:
+        for index, one in enumerate(value):
             if not isinstance(one, str) or secret_forms.holds_secret(one):
-                yield from literal_secret_errors(one, where)
+                yield from literal_secret_errors(one, f"{where}.{index}" if isinstance(one, Mapping) else where)
 
 
 def _under(key: str, value: Any, path: str) -> Iterator[str]:

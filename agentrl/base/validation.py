@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass
 
 from pydantic import ValidationError
 
@@ -16,7 +17,8 @@ def validation_text(error: ValidationError) -> str:
     for item in error.errors(include_url=False):
         path = [*([] if error.title == "Recipe" else [error.title]), *item["loc"]]
         message = item["msg"].removeprefix("Value error, ")
-        shown = item["type"] not in ("extra_forbidden", "missing") and not isinstance(item["input"], dict)
+        unknown = item["type"] in ("extra_forbidden", "unexpected_keyword_argument", "missing")
+        shown = not unknown and not isinstance(item["input"], dict) and not is_dataclass(item["input"])
         if item["loc"] and shown and not any(secrets.literal_secret_errors({str(path[-1]): item["input"]})) and "env" not in path:
             message = f"{message} (got {shortened(item['input'])})"  # of a whole section the message names the keys
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")

@@ -34,6 +34,7 @@ from agentrl.check.verifiers import GoldAttempt, prove_verifiers, retry_sandbox_
 from agentrl.config.recipe import SandboxConfig
 from agentrl.errors import SandboxTimeout, TaskError, UserError
 from agentrl.plugins import parts
+from agentrl.plugins.parts import Part
 from agentrl.protocols import SandboxBackend, TaskFamily, ToolSource
 from agentrl.records import Episode, SandboxSpec, Split, Task, codec
 from agentrl.reward import TaskScorer
@@ -163,7 +164,7 @@ def backend_names(choice: str) -> list[str]:
     if choice == "all":
         return ["docker", "bubblewrap"]
     try:
-        return [parts.check_name(parts.BACKEND, choice)]
+        return [parts.check_part(parts.BACKEND, Part(choice)).ref]
     except ValueError:
         raise UserError(f"no sandbox backend {choice!r}", fix="use docker, bubblewrap, auto, all or a reference") from None
 

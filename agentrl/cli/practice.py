@@ -44,7 +44,7 @@ def practice(
     mutants = asyncio.run(_make(suite, cases, loaded, root, count=count, seed=seed, parallel=parallel, quiet=as_json))
     path = None
     if mutants.tasks:
-        about = {"suite": cases.name, "family": loaded.tasks.family, "recipe": loaded.name, "seed": seed, "count": count}
+        about = {"suite": cases.name, "family": loaded.tasks.family.ref, "recipe": loaded.name, "seed": seed, "count": count}
         path = save_practice(suite, mutants.tasks, about)
     by_case = {case: dict(how) for case, how in mutants.by_case().items()}
     if as_json:

@@ -87,7 +87,7 @@ def evaluate_recipe(
     with loading():
         from agentrl.evaluation.open_policy import held_out_suite, prepare_evaluation
 
-    own = root, recipe.but({"gate": None, "trackers": ("terminal",), "tracker_options": {}})
+    own = root, recipe.but({"gate": None, "trackers": ("terminal",)})
     suites = [held_out_suite(recipe, root)]
     with prepare_evaluation(policy, suites, repeats=repeats, threshold=threshold, run_dir=run_dir, own=own) as given:
         (done,) = _evaluated(given, as_json=as_json)

@@ -83,7 +83,7 @@ def _opened(run_dir: Path) -> Iterator[tuple[ExperienceStore, Progress]]:
         raise UserError(f"{run_dir} is not a run folder", fix="give the folder of a run, such as runs/quickstart")
     add_project_root(Path.cwd())  # for a user-supplied store
     loaded = recipe.load(run_dir / "recipe.json")
-    if loaded.store == "sqlite" and not (run_dir / "experience.sqlite").is_file():
+    if loaded.store.ref == "sqlite" and not (run_dir / "experience.sqlite").is_file():
         raise UserError(f"{run_dir} has no stored groups yet", fix="wait for its first group, or give the folder of another run")
     opened = open_store(run_dir, loaded)
     try:

@@ -35,7 +35,7 @@ def place_parts(recipe: Recipe, *, training: bool = True) -> Placement:
     Raises `UserError` if there are too few GPUs.
     """
     serving = recipe.serving
-    apart = serving.weight_transfer == "nccl" or (serving.replicas > 1 and _on_gpus(recipe))
+    apart = serving.weight_transfer.ref == "nccl" or (serving.replicas > 1 and _on_gpus(recipe))
     for_gate = training and recipe.gate_has_server and _on_gpus(recipe)
     shared = [serving.gpu_memory_utilization, *(one.gpu_memory_utilization for one in recipe.judge_servers.values())]
     if not apart and recipe.judge_servers and recipe.device == "cuda" and sum(shared) > 1:
@@ -64,7 +64,7 @@ def place_parts(recipe: Recipe, *, training: bool = True) -> Placement:
 def _too_few(recipe: Recipe, *, needed: int, found: int, ranks: int, beside: bool) -> UserError:
     serving, keys = recipe.serving, []
     fix = "set serving.weight_transfer=file: learner and server then share a GPU"
-    if serving.weight_transfer == "nccl":
+    if serving.weight_transfer.ref == "nccl":
         keys.append("serving.weight_transfer=nccl")
     if serving.replicas > 1:
         keys.append(f"serving.replicas={serving.replicas}")

@@ -79,21 +79,17 @@ class OffPolicyConfig(Section):
 class ObjectiveConfig(Section):
     """The algorithm. docs/objectives.md lists the settings of each published algorithm."""
 
-    advantage: parts.Advantage = "grpo"
+    advantage: parts.Advantage = parts.Part("grpo")
     """Baseline of a score. grpo: mean of the group. rloo: mean of the others. reinforce++: mean of the batch. reinforce++-baseline: mean of
     the group, scaled over the batch. gae: values of a critic (PPO)."""
-    advantage_options: parts.Options = Field({})
-    """Keyword arguments of a user-supplied estimator."""
     credit: Literal["episode", "branches", "roles", "verifier", "counterfactual", "siblings"] = "episode"
     """Advantage of each trajectory if an episode has several (docs/objectives.md)."""
     normalize_std: bool | None = None
     """Divides by the standard deviation of the group (grpo, rloo) or the batch (reinforce++, gae). None: true, except for rloo."""
     turn_coef: float = Field(0.0, ge=0)
     """Weight of turn-level advantages, from `Score.turn_rewards`."""
-    loss: parts.LossName = "clip"
+    loss: parts.Loss = parts.Part("clip")
     """clip: PPO, ratio per token. gspo: ratio per sequence. cispo: clipped weight, full gradient."""
-    loss_options: parts.Options = Field({})
-    """Keyword arguments of a user-supplied loss."""
     clip_low: float = Field(0.2, gt=0, le=1)
     """Distance below 1 at which the importance ratio is clipped. 1: never from below."""
     clip_high: float = Field(0.2, gt=0)
@@ -115,28 +111,26 @@ class ObjectiveConfig(Section):
     @property
     def divides_by_std(self) -> bool:
         """Whether advantages are divided by the standard deviation of their group."""
-        return self.advantage != "rloo" if self.normalize_std is None else self.normalize_std
+        return self.advantage.ref != "rloo" if self.normalize_std is None else self.normalize_std
 
     @property
     def ratio_cap(self) -> float:
         """Maximum of the ratio that carries the gradient, in addition to that of the correction weights; infinite if there is none."""
         correction = self.off_policy.correction
-        return math.inf if self.loss == "cispo" or correction.weights == "none" else correction.cap
+        return math.inf if self.loss.ref == "cispo" or correction.weights == "none" else correction.cap
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> ObjectiveConfig:
-        parts.check_options(parts.ADVANTAGE, self.advantage, self.advantage_options)
-        parts.check_options(parts.LOSS, self.loss, self.loss_options)
-        if self.credit != "episode" and self.advantage == "gae":
+        if self.credit != "episode" and self.advantage.ref == "gae":
             raise ValueError(f"credit={self.credit} does nothing with advantage=gae: its critic credits every token; set credit=episode")
-        if self.credit not in ("episode", "branches") and self.advantage not in ("grpo", "rloo"):
+        if self.credit not in ("episode", "branches") and self.advantage.ref not in ("grpo", "rloo"):
             raise ValueError(f"credit={self.credit} needs the baselines of a group: set advantage=grpo or rloo")
-        if self.normalize_std is not None and self.advantage not in parts.ADVANTAGE.shipped and not self.turn_coef:
+        if self.normalize_std is not None and self.advantage.ref not in parts.ADVANTAGE.shipped and not self.turn_coef:
             raise ValueError(
                 "normalize_std does nothing with a user-supplied estimator, which does its own scaling: remove it, or pass it in"
-                " advantage_options"
+                " advantage.options"
             )
-        if self.dual_clip is not None and self.loss != "clip":
+        if self.dual_clip is not None and self.loss.ref != "clip":
             raise ValueError(f"dual_clip does nothing with loss={self.loss}; leave it at None or set loss=clip")
         if self.dual_clip is not None and self.dual_clip >= self.ratio_cap:
             raise ValueError(

@@ -29,6 +29,7 @@ from agentrl.config.serving import JudgeServerConfig, PolicyConfig, ServingConfi
 from agentrl.config.tasks import GroupJudging, TasksConfig
 from agentrl.config.tools import MCPConfig, MemoryConfig, SandboxConfig, ServerName, ToolConfig
 from agentrl.plugins import parts
+from agentrl.plugins.parts import Part
 
 __all__ = [
     "CaptureConfig",
@@ -46,6 +47,7 @@ __all__ = [
     "MemoryConfig",
     "ObjectiveConfig",
     "OffPolicyConfig",
+    "Part",
     "PolicyConfig",
     "Recipe",
     "RolloutConfig",
@@ -91,14 +93,10 @@ class Recipe(Section):
     memory: MemoryConfig | None = None
     """Notes that agents write for later episodes. None disables memory; `{}` uses the defaults."""
     capture: CaptureConfig = resumable(CaptureConfig())
-    store: parts.Store = "sqlite"
+    store: parts.Store = Part("sqlite")
     """Store of scored groups between rollouts and learner. sqlite: a file in the run folder."""
-    store_options: parts.Options = Field({})
-    """Keyword arguments of a user-supplied store."""
-    trackers: tuple[parts.TrackerName, ...] = resumable(("terminal", "tensorboard"))
+    trackers: tuple[parts.Tracker, ...] = resumable((Part("terminal"), Part("tensorboard")))
     """Receivers of metrics, in addition to `metrics.jsonl`. terminal: progress. tensorboard: event files in logs/tensorboard."""
-    tracker_options: dict[str, parts.Options] = resumable({})
-    """Keyword arguments of user-supplied trackers, by tracker name."""
     sandbox: SandboxConfig = resumable(SandboxConfig())
     serving: ServingConfig = resumable(ServingConfig())
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -115,15 +113,6 @@ class Recipe(Section):
         """Rejects secrets by value: a run stores its recipe, and the report prints it."""
         if errors := list(secrets.literal_secret_errors(self.model_dump(mode="json"))):
             raise ValueError("; ".join(errors))
-        return self
-
-    @model_validator(mode="after")
-    def _parts_are_named(self) -> Recipe:
-        parts.check_options(parts.STORE, self.store, self.store_options)
-        for name, options in self.tracker_options.items():
-            parts.check_options(parts.TRACKER, name, options)
-            if name not in self.trackers:
-                raise ValueError(f"tracker_options has {name!r}, but trackers ({', '.join(self.trackers)}) does not: add it there")
         return self
 
     @model_validator(mode="after")
@@ -147,7 +136,7 @@ class Recipe(Section):
         return self
 
     def _combinations(self) -> Iterator[str]:
-        if self.objective.advantage in ("grpo", "rloo", "reinforce++-baseline") and self.rollout.group.size < 2:
+        if self.objective.advantage.ref in ("grpo", "rloo", "reinforce++-baseline") and self.rollout.group.size < 2:
             yield (
                 "rollout.group.size must be at least 2: a single attempt equals its baseline, whatever objective.normalize_std is;"
                 " only objective.advantage=reinforce++ and gae need no group"
@@ -158,12 +147,12 @@ class Recipe(Section):
             yield "tasks.group_judge compares the attempts of a group: rollout.group.size must be at least 2"
         if self.objective.credit == "siblings" and self.rollout.group.branches == 1:
             yield "objective.credit=siblings compares attempts that branched from the same state: set rollout.group.branches"
-        if self.rollout.extra_groups and self.objective.advantage in ("reinforce++", "gae"):
+        if self.rollout.extra_groups and self.objective.advantage.ref in ("reinforce++", "gae"):
             yield (
                 f"rollout.extra_groups replaces groups whose attempts score the same; with objective.advantage={self.objective.advantage},"
                 " which compares all attempts of a step, such groups have a training signal too: set it to 0"
             )
-        if self.tasks.weighting and self.objective.advantage in ("reinforce++", "gae"):
+        if self.tasks.weighting and self.objective.advantage.ref in ("reinforce++", "gae"):
             yield (
                 "tasks.weighting samples tasks less often if their attempts score the same; with objective.advantage="
                 f"{self.objective.advantage} such tasks have a training signal too: set it to false"
@@ -172,7 +161,7 @@ class Recipe(Section):
     def _resources(self) -> Iterator[str]:
         if self.serving.replicas > self.rollout.concurrency:
             yield "serving.replicas exceeds rollout.concurrency: an episode uses one server, so some would stay idle; lower replicas"
-        if self.serving.weight_transfer == "nccl" and self.device == "cpu":
+        if self.serving.weight_transfer.ref == "nccl" and self.device == "cpu":
             yield "serving.weight_transfer=nccl copies from GPU to GPU; with device=cpu use weight_transfer=file"
         if self.learner.kernels == "liger" and self.device == "cpu":
             yield "learner.kernels=liger are GPU kernels; with device=cpu use kernels=torch"
@@ -198,7 +187,7 @@ class Recipe(Section):
         teaching = [
             f"objective.{key}={getattr(objective, key)}"
             for key, teaches in (
-                ("advantage", objective.advantage in ("reinforce++", "gae")),
+                ("advantage", objective.advantage.ref in ("reinforce++", "gae")),
                 ("turn_coef", objective.turn_coef > 0),
                 ("credit", objective.credit in ("verifier", "counterfactual")),
                 ("kl", objective.kl == "k1_reward"),
@@ -212,7 +201,7 @@ class Recipe(Section):
             )
 
     def _one_restart_policy(self) -> Iterator[str]:
-        if self.policy.rewritten_context == "restart" and (self.rollout.compaction is not None or self.rollout.agent == "delegating"):
+        if self.policy.rewritten_context == "restart" and (self.rollout.compaction is not None or self.rollout.agent.ref == "delegating"):
             yield (
                 "policy.rewritten_context=restart is for agents with one context at a time: rollout.compaction and"
                 " rollout.agent=delegating need a template that is extended exactly; leave it at refuse"
@@ -247,7 +236,7 @@ class Recipe(Section):
     def _memory_is_read(self) -> Iterator[str]:
         if self.memory is None:
             return
-        if self.rollout.agent not in parts.AGENT.shipped:
+        if self.rollout.agent.ref not in parts.AGENT.shipped:
             yield "memory works only with built-in agents: a user-supplied agent does not get its tools; remove memory"
         if self.memory.heldout_rounds > max(1, self.evaluation.heldout, self.evaluation.heldout_real):
             yield "memory.heldout_rounds exceeds the number of tasks of every evaluation: lower it to at most that number"
@@ -259,7 +248,7 @@ class Recipe(Section):
 
     def _learner_parts(self) -> Iterator[str]:
         learner = self.learner
-        if learner.lora is not None and self.serving.weight_transfer in ("delta", "nccl"):
+        if learner.lora is not None and self.serving.weight_transfer.ref in ("delta", "nccl"):
             yield "serving.weight_transfer=nccl and delta transfer complete models, but learner.lora publishes adapters: use file"
         if learner.ranks % learner.sequence_parallel:
             yield "learner.sequence_parallel must divide learner.ranks: it is the number of ranks in a team"
@@ -300,9 +289,9 @@ class Recipe(Section):
 
     def _objective_acts(self) -> Iterator[str]:
         off_policy = self.objective.off_policy
-        if self.objective.loss == "cispo" and off_policy.cap is not None and not off_policy.recomputes(self.learner.minibatches):
+        if self.objective.loss.ref == "cispo" and off_policy.cap is not None and not off_policy.recomputes(self.learner.minibatches):
             yield "objective.off_policy.cap does nothing: cispo clips the weight; set clip_high, or objective.off_policy.preset=truncate"
-        if (self.objective.advantage == "gae") != (self.critic is not None):
+        if (self.objective.advantage.ref == "gae") != (self.critic is not None):
             yield "objective.advantage=gae and critic go together: write critic=CriticConfig(), or choose another advantage"
         if self.critic is not None and self.critic.minibatches * self.learner.minibatches > self.rollout.groups_per_step:
             yield "critic.minibatches times learner.minibatches must not exceed rollout.groups_per_step"

@@ -16,7 +16,7 @@ SUITE_FAMILY = "agentrl.evaluation.suite_tasks:SuiteTasks"
 _HELD_OUT = Needs("held-out tasks: set evaluation.heldout or heldout_real", lambda recipe, own: own.heldout or own.heldout_real)
 _EVALUATED = Needs(
     "held-out tasks or a gate: set evaluation.heldout, heldout_real or gate",
-    lambda recipe, own: own.heldout or own.heldout_real or recipe.gate is not None or recipe.tasks.family == SUITE_FAMILY,
+    lambda recipe, own: own.heldout or own.heldout_real or recipe.gate is not None or recipe.tasks.family.ref == SUITE_FAMILY,
 )
 _BETWEEN = Needs(
     "a step between the first and the last to evaluate after: set it below steps", lambda recipe, own: own.every < recipe.steps
@@ -132,11 +132,9 @@ class DelegationConfig(Section):
 class RolloutConfig(Section):
     """How training episodes are sampled: `rollout`."""
 
-    agent: parts.AgentName = "turns"
+    agent: parts.Agent = parts.Part("turns")
     """Agent of each episode. turns: samples and calls tools until the agent submits or answers. delegating: turns, with a tool that starts
     sub-agents."""
-    agent_options: parts.Options = Field({})
-    """Keyword arguments of a user-supplied agent."""
     delegation: DelegationConfig | None = None
     """Bounds of sub-agents (agent=delegating). None: the defaults."""
     compaction: float | None = Field(None, gt=0, lt=1)
@@ -157,24 +155,21 @@ class RolloutConfig(Section):
     episode."""
 
     @model_validator(mode="after")
-    def _options_act(self) -> RolloutConfig:
-        parts.check_options(parts.AGENT, self.agent, self.agent_options)
-        if self.delegation is not None and self.agent != "delegating":
+    def _agent_keys_act(self) -> RolloutConfig:
+        if self.delegation is not None and self.agent.ref != "delegating":
             raise ValueError(f"delegation does nothing with agent={self.agent}: set agent=delegating")
-        if self.compaction is not None and self.agent not in parts.AGENT.shipped:
-            raise ValueError("compaction does nothing with a user-supplied agent: pass it in agent_options")
-        if self.instructions is not None and self.agent not in parts.AGENT.shipped:
-            raise ValueError("instructions do nothing with a user-supplied agent: pass them in agent_options")
+        if self.compaction is not None and self.agent.ref not in parts.AGENT.shipped:
+            raise ValueError("compaction does nothing with a user-supplied agent: pass it in agent.options")
+        if self.instructions is not None and self.agent.ref not in parts.AGENT.shipped:
+            raise ValueError("instructions do nothing with a user-supplied agent: pass them in agent.options")
         return self
 
     @property
     def agent_settings(self) -> dict[str, Any]:
-        """Keyword arguments of the agent, in addition to `chat`."""
-        if self.agent not in parts.AGENT.shipped:
-            return dict(self.agent_options)
+        """Keyword arguments of a built-in agent, in addition to `chat`; empty for a user-supplied one."""
         settings: dict[str, Any] = {} if self.compaction is None else {"compaction": self.compaction}
         settings |= {} if self.instructions is None else {"instructions": self.instructions}
-        return settings | ({"delegation": self.delegation or DelegationConfig()} if self.agent == "delegating" else {})
+        return settings | ({"delegation": self.delegation or DelegationConfig()} if self.agent.ref == "delegating" else {})
 
     @property
     def distribution(self) -> Sampling:

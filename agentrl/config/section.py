@@ -21,6 +21,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from agentrl.base.validation import did_you_mean, shortened, unknown_name, validation_text
 from agentrl.errors import RecipeError
+from agentrl.plugins.parts import PART_KEYS, Part
 from agentrl.records.fields import encodable
 
 
@@ -48,19 +49,20 @@ class Section(BaseModel):
         """A validated copy with some keys changed: `recipe.but("learner.lr=1e-4", name="mine")`.
 
         Args:
-            overrides: `a.b=value` as on the command line, or a mapping of such dotted keys to values.
+            overrides: `a.b=value` as on the command line, or a mapping of such dotted keys to values. Another part replaces the options of
+                the previous one; options in the same call are set afterwards.
             changes: values by key. A section replaces the previous one, including its defaults.
 
         Raises:
             RecipeError: unknown key or invalid value; the message has the key and the allowed values.
         """
-        data = self.model_dump(mode="json")
+        data, pairs = self.model_dump(mode="json"), list[tuple[str, Any]]()
         for item in (*overrides, changes):
             if not isinstance(item, str | Mapping):
                 raise RecipeError(f"but({shortened(item)}): neither text nor a mapping", fix='write recipe.but("learner.lr=1e-4")')
-            pairs = [_pair(item)] if isinstance(item, str) else item.items()
-            for key, value in pairs:
-                _assign(data, type(self), key, value)
+            pairs += [_pair(item)] if isinstance(item, str) else item.items()
+        for key, value in sorted(pairs, key=lambda pair: _is_below_part(type(self), pair[0])):
+            _assign(data, type(self), key, value)
         return build(type(self), data)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -85,6 +87,8 @@ class Section(BaseModel):
             message = item["msg"]
             if item["type"] == "extra_forbidden" and len(item["loc"]) == 1:
                 message = _unknown_key(str(item["loc"][0]), cls)
+            elif item["type"] == "unexpected_keyword_argument":
+                message = unknown_name(str(item["loc"][-1]), PART_KEYS)
             elif item["type"] == "literal_error" and "ctx" in item:
                 message += did_you_mean(str(item["input"]), re.findall("'(.+?)'", item["ctx"]["expected"]), "; {}?")
             lines.append({"type": PydanticCustomError(item["type"], message), "loc": item["loc"], "input": item["input"]})
@@ -166,6 +170,8 @@ def _writable(value: object) -> bool:
             return all(_writable(key) and _writable(inner) for key, inner in value.items())
         case list() | tuple():
             return all(map(_writable, value))
+        case Part():
+            return _writable(value.as_data())
     return True
 
 
@@ -234,24 +240,19 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
         where, field = ".".join(parents[: depth + 1]), model.model_fields.get(part.partition("[")[0])
         inner = None if field is None else section_of(field.annotation)
         if field is None:
-            sections = [name for name, one in model.model_fields.items() if section_of(one.annotation) is not None]
+            sections = [name for name, one in model.model_fields.items() if one.annotation is Part or section_of(one.annotation)]
             raise RecipeError(
                 f"{where}: {unknown_name(part, sections, what='section') if sections else unknown_name(part, model.model_fields)}"
             )
         if (several := named_section_of(field.annotation)) is not None:
             _assign_named(node, part, several, [*parents[depth + 1 :], leaf], value, where=where)
             return
-        if inner is None and typing.get_origin(field.annotation) is dict:  # options: keys of the part that they are for
-            options = node.get(part) or {}
-            if not isinstance(options, dict):
-                raise RecipeError(f"{where}: expected a mapping of options, got {shortened(options)}")
-            rest, kind = [*parents[depth + 1 :], leaf], typing.get_args(field.annotation)[1]
-            if len(rest) > 1 and isinstance(kind, type) and issubclass(kind, Section):
-                named = dict(options.get(rest[0]) or {})
-                _assign(named, kind, ".".join(rest[1:]), value)
-                node[part] = {**options, rest[0]: named}
-                return
-            node[part] = {**options, ".".join(rest): value}
+        if field.annotation is Part:
+            current = node.get(part, {} if field.is_required() else field.default)
+            node[part] = _with_part_key(_plain(current), [*parents[depth + 1 :], leaf], value, where=where)
+            return
+        if typing.get_origin(field.annotation) is dict:
+            node[part] = _with_item(node.get(part), [*parents[depth + 1 :], leaf], value, where=where)
             return
         if (listed := listed_section_of(field.annotation)) is not None:
             name, keys = where.partition("[")[0], ", ".join(f'"{key}": ...' for key in listed.model_fields)
@@ -265,7 +266,40 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
             raise RecipeError(f"{where}: expected a section, got {shortened(node)}")
     if leaf not in model.model_fields:
         raise RecipeError(f"{dotted}: {_unknown_key(leaf, model)}")
-    node[leaf] = value.model_dump(mode="json") if isinstance(value, Section) else value
+    node[leaf] = _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Part):
+        return value.as_data()
+    return value.model_dump(mode="json") if isinstance(value, Section) else value
+
+
+def _is_below_part(model: type[Section] | None, dotted: object) -> bool:
+    """Whether a key addresses the options of a part, as `objective.loss.options.beta` does."""
+    for name in str(dotted).split(".")[:-1]:
+        field = model.model_fields.get(name) if model else None
+        if field is None or field.annotation is Part:
+            return field is not None
+        model = section_of(field.annotation)
+    return False
+
+
+def _with_part_key(current: Any, keys: list[str], value: Any, *, where: str) -> dict[str, Any]:
+    """The data of a part after an override of its `ref`, its `options` or one option."""
+    name, *option = keys
+    if name not in PART_KEYS or (name == "ref" and option):
+        key = ".".join([where, *keys])
+        raise RecipeError(f"{key}: {unknown_name(name, PART_KEYS)}", fix=f"write an option as {where}.options.NAME=VALUE")
+    data = current if isinstance(current, dict) else {"ref": current}
+    return {**data, name: _with_item(data.get(name), option, value, where=f"{where}.{name}") if option else value}
+
+
+def _with_item(current: Any, keys: list[str], value: Any, *, where: str) -> dict[str, Any]:
+    """A mapping with one key set. A dot is part of the key."""
+    if not isinstance(current or {}, dict):
+        raise RecipeError(f"{where}: expected a mapping, got {shortened(current)}")
+    return {**(current or {}), ".".join(keys): value}
 
 
 def _assign_named(node: dict[str, Any], part: str, model: type[Section], names: list[str], value: Any, *, where: str) -> None:
@@ -273,7 +307,7 @@ def _assign_named(node: dict[str, Any], part: str, model: type[Section], names: 
     sections = node[part] = dict(node.get(part) or {})
     name, *rest = names
     if not rest:
-        sections[name] = value.model_dump(mode="json") if isinstance(value, Section) else value
+        sections[name] = _plain(value)
         return
     one = sections[name] = sections.get(name) or {}
     if not isinstance(one, dict):

@@ -61,11 +61,9 @@ class ServingConfig(ServerConfig):
     """Address that the servers bind to. Requests carry the server's key in plain HTTP: use loopback or a private network."""
     port: int = Field(0, ge=0, le=65535)
     """0: any free port."""
-    weight_transfer: parts.Channel = "file"
+    weight_transfer: parts.Channel = parts.Part("file")
     """file: the server maps safetensors, on one machine. delta: file, with changes only; pays in bfloat16 with a small learning rate. nccl:
     from the learner's GPUs to the server's."""
-    weight_transfer_options: parts.Options = Field({})
-    """Keyword arguments of a user-supplied weight channel."""
     request_timeout_s: float = Field(120.0, gt=0)
     """Seconds that a turn may lose to a slow server, and deadline of a weight swap."""
     probe_max_abs_diff: float = Field(1e-3, gt=0)
@@ -75,16 +73,11 @@ class ServingConfig(ServerConfig):
     def _replicas_fit(self) -> ServingConfig:
         if self.replicas > 1 and self.port:
             raise ValueError("serving.port is a single port, but every replica needs one: leave it at 0, or set serving.replicas=1")
-        if self.replicas > 1 and self.weight_transfer == "nccl":
+        if self.replicas > 1 and self.weight_transfer.ref == "nccl":
             raise ValueError(
                 "serving.weight_transfer=nccl sends weights from the learner to one server: set serving.replicas=1, or weight_transfer=file"
                 " or delta, which every replica can read"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _options_act(self) -> ServingConfig:
-        parts.check_options(parts.CHANNEL, self.weight_transfer, self.weight_transfer_options)
         return self
 
 

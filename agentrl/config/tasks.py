@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentrl.config.section import Needs, Section
+from agentrl.plugins.parts import Part
 
 _TAUGHT = Needs(
     "a step late enough to use the results of another: set steps to max_staleness + 2 or more",
@@ -35,10 +36,9 @@ class GroupJudging(Section):
 class TasksConfig(GroupJudging):
     """The tasks and their verifiers: `tasks`."""
 
-    family: str
-    """Folder of task folders, such as `sandboxes/chores`, or plug-in reference to a callable `(seed=)` that returns a TaskFamily."""
-    options: dict[str, str | int | float | bool] = Field({})
-    """Keyword arguments of the family. For a folder: `heldout`, the held-out share of tasks that declare no split."""
+    family: Part
+    """Folder of task folders, such as `sandboxes/chores`, or plug-in reference to a callable `(seed=)` that returns a TaskFamily. Option of
+    a folder: `heldout`, the held-out share of tasks that declare no split."""
     verifiers: tuple[str, ...] = Field(())
     """Verifiers that replace those of the tasks, such as `rewards.close:close_number`. Empty: those of the tasks."""
     withhold: tuple[str, ...] = Field(())

@@ -16,17 +16,10 @@ from agentrl.plugins import parts
 class SandboxConfig(Section):
     """The sandboxes: `sandbox`."""
 
-    backend: parts.Backend = "auto"
+    backend: parts.Backend = parts.Part("auto")
     """auto: docker if a daemon answers, else bubblewrap. There is no host backend."""
-    options: parts.Options = Field({})
-    """Keyword arguments of a user-supplied backend."""
     max_open: int = Field(64, ge=1)
     """Sandboxes open at once."""
-
-    @model_validator(mode="after")
-    def _options_act(self) -> SandboxConfig:
-        parts.check_options(parts.BACKEND, self.backend, self.options)
-        return self
 
 
 def _server_name(name: str) -> str:

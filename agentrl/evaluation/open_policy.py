@@ -248,7 +248,7 @@ def _parts(given: PreparedEvaluation) -> tuple[Policy, Agent, ChatFormat | None]
     rollout = given.recipe.rollout
     policy = given.recipe.policy
     chat = ChatFormat(plugin.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
-    agent: Agent = parts.make_part(parts.AGENT, rollout.agent, rollout.agent_settings, chat=chat)
+    agent: Agent = parts.make_part(parts.AGENT, rollout.agent, chat=chat, **rollout.agent_settings)
     return plugin, agent, chat
 
 

@@ -20,6 +20,7 @@ from agentrl.failure.case import Suite
 from agentrl.failure.render import one_line
 from agentrl.judge.endpoint import validate_url
 from agentrl.plugins import parts
+from agentrl.plugins.parts import Part
 from agentrl.plugins.references import project_root
 from agentrl.session.models import SAMPLING_FILE
 from agentrl.version.model_folder import read_json
@@ -165,12 +166,11 @@ def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence
     }  # the version's folder already has the run's template
     if policy.source is PolicySource.FOLDER:
         data["policy"]["max_model_len"] = min(data["policy"]["max_model_len"], _longest(Path(policy.model)))
-    data["tasks"] = {"family": suite_tasks.REFERENCE, "options": suite_tasks.suite_task_options(suites)}
+    data["tasks"] = {"family": suite_tasks.suite_family(suites)}
     sampling = data.get("evaluation", {}).get("sampling", {})
     if policy.source is PolicySource.FOLDER:
         sampling = recorded_sampling(Path(policy.model))
-    data |= {"evaluation": {"sampling": sampling, "heldout": 0, "heldout_real": 0}, "gate": None}
-    data |= {"trackers": ["terminal"], "tracker_options": {}}
+    data |= {"evaluation": {"sampling": sampling, "heldout": 0, "heldout_real": 0}, "gate": None, "trackers": ["terminal"]}
     recipe = build(data).but(*overrides)
     sampling = recipe.evaluation.sampling
     if policy.source is PolicySource.ENDPOINT and (sampling.top_k or sampling.min_p):
@@ -180,7 +180,7 @@ def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence
 
 def check_policy_plugin(policy: NamedPolicy) -> None:
     """Raises `PluginError` for a reference that does not resolve to a policy factory. Does not call it."""
-    parts.load_part(_PART, policy.model, {})
+    parts.load_part(_PART, Part(policy.model))
 
 
 def load_policy_plugin(policy: NamedPolicy) -> Any:
@@ -188,7 +188,7 @@ def load_policy_plugin(policy: NamedPolicy) -> Any:
 
     Raises `PluginError` if it returns anything else.
     """
-    loaded = parts.make_part(_PART, policy.model, None)
+    loaded = parts.make_part(_PART, Part(policy.model))
     if getattr(loaded, "tokenizer", None) is None:
         raise PluginError(
             f"--policy {policy.model!r}: the policy, of class {type(loaded).__name__}, has no tokenizer",

@@ -174,7 +174,7 @@ async def open_replay(run: Path, tasks: Iterable[Task]) -> AsyncIterator[ReplayS
     root = project_root(run)
     add_project_root(root)
     chat = _chat(run, recipe)
-    agent: Agent = parts.make_part(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat)
+    agent: Agent = parts.make_part(parts.AGENT, recipe.rollout.agent, chat=chat, **recipe.rollout.agent_settings)
     sandboxes = await open_sandboxes(recipe.sandbox, warm=0, run_label="promote", root=root)
     async with close_after(sandboxes.close):
         users = with_sub_agent_tools(tasks, recipe.rollout.delegation)

@@ -8,6 +8,7 @@ from pathlib import Path
 from agentrl.config.rollout import SUITE_FAMILY
 from agentrl.errors import TaskError
 from agentrl.failure.case import Suite, load_suite
+from agentrl.plugins.parts import Part
 from agentrl.records import Split, Task
 
 REFERENCE = SUITE_FAMILY
@@ -39,6 +40,6 @@ class SuiteTasks:
         raise TaskError(f"case {task.id!r} was captured and has no gold solution")
 
 
-def suite_task_options(suites: Sequence[Suite]) -> dict[str, str]:
-    """Returns `tasks.options` for a recipe with these tasks."""
-    return {"folders": _BETWEEN.join(str(suite.folder.resolve()) for suite in suites)}
+def suite_family(suites: Sequence[Suite]) -> Part:
+    """Returns `tasks.family` for a recipe with these tasks."""
+    return Part(REFERENCE, options={"folders": _BETWEEN.join(str(suite.folder.resolve()) for suite in suites)})

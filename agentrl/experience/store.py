@@ -197,7 +197,7 @@ def _absent(db: sqlite3.Connection, indices: Sequence[int]) -> list[int]:
 
 def open_store(run_dir: Path, recipe: Recipe) -> ExperienceStore:
     """Opens the store that a recipe configures, for driver and learner. Raises `PluginError` for an invalid plug-in, or `StoreError`."""
-    store: ExperienceStore = parts.make_part(parts.STORE, recipe.store, recipe.store_options, run_dir, recipe)
+    store: ExperienceStore = parts.make_part(parts.STORE, recipe.store, run_dir, recipe)
     return store
 
 

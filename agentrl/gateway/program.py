@@ -1,8 +1,10 @@
 """Runs a user-supplied agent program unchanged in the episode's sandbox, and trains it on the answers that it received.
 
 rollout=RolloutConfig(
-    agent="agentrl.gateway:ExternalProgram",
-    agent_options={"command": ["python3", "agent.py"], "files": {"agent.py": "agents/mine.py"}},
+    agent=Part(
+        "agentrl.gateway:ExternalProgram",
+        options={"command": ["python3", "agent.py"], "files": {"agent.py": "agents/mine.py"}},
+    )
 )
 """
 
@@ -69,7 +71,7 @@ class ExternalProgram:
         port: int = PORT,
         reward_key_file: str = "",
     ) -> None:
-        """In a recipe, these are `rollout.agent_options`, except `chat`.
+        """In a recipe, these are `rollout.agent.options`, except `chat`.
 
         Args:
             command: the program and its arguments. `{prompt}`, `{model}` and `{base_url}` in an argument are replaced.
@@ -91,11 +93,11 @@ class ExternalProgram:
         self._models = _texts(models, "models")
         self._host, self._port = host, port
         if answer not in ANSWERS:
-            raise UserError(f"rollout.agent_options: answer={answer!r}", fix=f"use one of {', '.join(ANSWERS)}")
+            raise UserError(f"rollout.agent.options: answer={answer!r}", fix=f"use one of {', '.join(ANSWERS)}")
         try:
             destinations.parse_destination(self.address)
         except ValueError as error:
-            raise UserError(f"rollout.agent_options: host and port: {error}", fix="use a literal address, such as 127.0.0.1") from None
+            raise UserError(f"rollout.agent.options: host and port: {error}", fix="use a literal address, such as 127.0.0.1") from None
         if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
             raise UserError(f"the gateway needs {' and '.join(missing)}", fix=install_command("gateway"))
         import starlette.applications  # noqa: F401  # imported here, so that no episode waits for it
@@ -243,21 +245,21 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
 def _texts(values: Sequence[str], name: str) -> tuple[str, ...]:
     is_list = isinstance(values, Sequence) and not isinstance(values, str)
     if not is_list or not values or not all(isinstance(value, str) and value for value in values):
-        raise UserError(f"rollout.agent_options.{name} must be a list of non-empty strings", fix=f'{name}=["python3", "agent.py"]')
+        raise UserError(f"rollout.agent.options.{name} must be a list of non-empty strings", fix=f'{name}=["python3", "agent.py"]')
     return tuple(values)
 
 
 def _mapping(values: Mapping[str, str] | None, name: str) -> Mapping[str, str]:
     mapping = values or {}
     if not isinstance(mapping, Mapping) or not all(isinstance(part, str) for pair in mapping.items() for part in pair):
-        raise UserError(f"rollout.agent_options.{name} must map strings to strings", fix=f'{name}={{"agent.py": "agents/mine.py"}}')
+        raise UserError(f"rollout.agent.options.{name} must map strings to strings", fix=f'{name}={{"agent.py": "agents/mine.py"}}')
     return mapping
 
 
 def _read(path: str) -> bytes:
     try:
         if Path(path).stat().st_size > MAX_FILE:
-            raise UserError(f"rollout.agent_options.files: {path} has more than {MAX_FILE >> 20} MiB", fix="put it into the image")
+            raise UserError(f"rollout.agent.options.files: {path} has more than {MAX_FILE >> 20} MiB", fix="put it into the image")
         return Path(path).read_bytes()
     except OSError as error:
-        raise UserError(f"rollout.agent_options.files: {path}: {error.strerror or error}", fix="use a file of the project") from None
+        raise UserError(f"rollout.agent.options.files: {path}: {error.strerror or error}", fix="use a file of the project") from None

@@ -50,7 +50,7 @@ class PostedRewards:
             new.replace(path)
         except OSError as error:
             reason = error.strerror or str(error)
-            raise UserError(f"rollout.agent_options.reward_key_file: {path}: {reason}", fix="use a writable path") from None
+            raise UserError(f"rollout.agent.options.reward_key_file: {path}: {reason}", fix="use a writable path") from None
         self._keys.add(key.encode())
 
     def open(self, session: str) -> None:

@@ -65,7 +65,7 @@ class Worker:
         separate = recipe.critic is not None and not recipe.critic.shared
         self.critic = Critic(version_folder(run_dir, 0), recipe, ranks) if separate else None
         self.updater = Updater(self.engine, critic=self.critic)
-        self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer == "nccl" else None
+        self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer.ref == "nccl" else None
         self.failures = UpdateFailureLog(run_dir)
         self.order = GroupOrder.from_recipe(recipe)
         self.consumed: dict[int, Mapping[int, GroupUse]] = {}
@@ -227,7 +227,7 @@ class Worker:
             metrics=meta.metrics,
             rows=meta.probe_rows,
             keep=self.recipe.learner.keep_versions,
-            as_delta=self.recipe.serving.weight_transfer == "delta",
+            as_delta=self.recipe.serving.weight_transfer.ref == "delta",
         )
         self._mark_rolled_back()
         if self.broadcaster is not None:

@@ -76,7 +76,7 @@ def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done
     if recipe.memory is None:
         raise UserError(f"the run in {run} has no memory", fix="set memory={} in its recipe and start a new run")
     reads = _Reads(recipe)
-    if (run / "experience.sqlite").is_file() or recipe.store != "sqlite":
+    if (run / "experience.sqlite").is_file() or recipe.store.ref != "sqlite":
         store = open_store(run, recipe)
         try:
             entries = store.entries()

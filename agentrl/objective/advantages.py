@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
 from agentrl.base.error_text import one_line_error, raise_location
@@ -102,11 +103,11 @@ def batch_advantages(
     scores = [_counted(group, penalties or {}) for group in groups]
     reasons = [_drop_reason(counted, min_group_size) for counted in scores]
     usable = [list(counted.values()) for counted, reason in zip(scores, reasons, strict=True) if not reason]
-    estimates = iter(_estimate(load_estimator(objective), usable, objective.advantage) if usable else [])
+    estimates = iter(_estimate(load_estimator(objective), usable, objective.advantage.ref) if usable else [])
     advantages = []
     for group, counted, reason in zip(groups, scores, reasons, strict=True):
         estimate = {} if reason else dict(zip(counted, next(estimates), strict=True))
-        if not reason and objective.advantage != "gae" and all_negligible(estimate.values(), counted.values()):
+        if not reason and objective.advantage.ref != "gae" and all_negligible(estimate.values(), counted.values()):
             reason, estimate = "all_equal", {}
         values = tuple(estimate.get(index) for index in range(len(group.episodes)))
         advantages.append(GroupAdvantages(values=values, drop_reason=reason))
@@ -132,10 +133,10 @@ def _drop_reason(scores: Mapping[int, float], min_group_size: int) -> str:
 
 def load_estimator(objective: ObjectiveConfig) -> AdvantageEstimator:
     """Returns the estimator in a recipe. Raises `PluginError` if it does not resolve or fulfil the protocol."""
-    shipped = objective.advantage in parts.ADVANTAGE.shipped
-    options = {"normalize_std": objective.divides_by_std} if shipped else objective.advantage_options
-    function: AdvantageEstimator = parts.load_part(parts.ADVANTAGE, objective.advantage, options)
-    return function
+    function = parts.load_part(parts.ADVANTAGE, objective.advantage)
+    shipped = objective.advantage.ref in parts.ADVANTAGE.shipped
+    estimator: AdvantageEstimator = partial(function, normalize_std=objective.divides_by_std) if shipped else function
+    return estimator
 
 
 def check_advantages(result: object, groups: Groups) -> list[list[float]]:

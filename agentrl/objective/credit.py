@@ -113,7 +113,7 @@ def _against_role(scores: Mapping[int, list[float]], objective: ObjectiveConfig)
     mean, n, total = fmean(means.values()), len(means), math.fsum(means.values())
     variance = math.fsum(fmean((score - mean) ** 2 for score in own) for own in scores.values()) / max(n - 1, 1)
     scale = math.sqrt(variance) + STD_EPS if objective.divides_by_std else 1.0
-    rloo = objective.advantage == "rloo" and n > 1
+    rloo = objective.advantage.ref == "rloo" and n > 1
     baselines = {number: (total - own) / (n - 1) if rloo else mean for number, own in means.items()}
     return {number: [(score - baselines[number]) / scale for score in own] for number, own in scores.items()}
 
@@ -156,7 +156,7 @@ def _siblings(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) ->
             else:
                 group = sharing[keys[before]] if sharing[keys[before]] > shared else branch_points[before]
             branch_points[turn] = group
-            if rest := group - shared if objective.advantage == "rloo" else group:
+            if rest := group - shared if objective.advantage.ref == "rloo" else group:
                 means = (fmean(rollouts[number].score for number in sorted(numbers)) for numbers in (shared, rest))
                 own[turn[0]][turn[1]] = _difference(*means) / scale
     return credit

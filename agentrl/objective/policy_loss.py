@@ -67,12 +67,12 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
     arguments = losses.LossInput.from_config(
         objective, log_ratio=gap, logprobs=tokens.logprobs, advantages=tokens.advantages.to(dtype), sequence=tokens.sequence
     )
-    gain, clipped = losses.check_surrogate((surrogate or load_loss(objective))(arguments), arguments, objective.loss)
+    gain, clipped = losses.check_surrogate((surrogate or load_loss(objective))(arguments), arguments, objective.loss.ref)
     per_token = -(weight * gain) + _penalty(tokens, objective)
     counts = token_weights(objective.aggregation, segments, dtype, rollout_tokens=tokens.rollout_tokens)
     loss = (counts * per_token).sum() / denominator
     with torch.no_grad():
-        side = segments.mean(gap) if objective.loss == "gspo" else gap  # log of the ratio that is clipped and capped
+        side = segments.mean(gap) if objective.loss.ref == "gspo" else gap  # log of the ratio that is clipped and capped
         cut = cut | (side > math.log(objective.ratio_cap))
         sums, maxima = token_statistics(
             tokens.logprobs - behaviour,
@@ -89,7 +89,7 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
 
 def load_loss(objective: ObjectiveConfig) -> Loss:
     """Returns the loss in a recipe. Raises `PluginError` if it does not resolve or fulfil the protocol."""
-    loss: Loss = parts.load_part(parts.LOSS, objective.loss, objective.loss_options)
+    loss: Loss = parts.load_part(parts.LOSS, objective.loss)
     return loss
 
 

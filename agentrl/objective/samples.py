@@ -111,7 +111,7 @@ def _group_samples(
         for scored, value in zip(group.episodes, estimate.values, strict=True)
         if not scored.episode.left_out and scored.score.value is not None
     ]
-    critic = objective.advantage == "gae"
+    critic = objective.advantage.ref == "gae"
     branches = {} if critic else branch_credit(rollouts, objective)
     credits = [value for table in (turns, branches) for rows in table.values() for row in rows for value in row]
     if not critic and all_negligible(credits, [rollout.score for rollout in rollouts]):
@@ -150,7 +150,7 @@ def _turn_credit(group: Group, objective: ObjectiveConfig) -> dict[str, list[lis
                 f"objective.turn_coef={objective.turn_coef:g}, but the score of episode {scored.episode.id} has no turn rewards",
                 fix="return Score(turn_rewards=...) from the verifier, a number for each turn, or set objective.turn_coef=0",
             )
-    if objective.advantage == "gae":
+    if objective.advantage.ref == "gae":
         return {scored.episode.id: [list(rewards) for rewards in scored.score.turn_rewards] for scored in group.scored}
     advantages = turn_advantages([scored.score.turn_rewards for scored in group.scored], normalize_std=objective.divides_by_std)
     return {scored.episode.id: own for scored, own in zip(group.scored, advantages, strict=True)}

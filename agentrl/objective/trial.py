@@ -24,7 +24,7 @@ def try_estimator(objective: ObjectiveConfig, *, group_size: int) -> None:
     """
     size = max(group_size, 2)
     groups = [[float(member % 2) for member in range(size)], [1.0] * size, [member / size for member in range(size - 1)]]
-    name, function = objective.advantage, load_estimator(objective)
+    name, function = objective.advantage.ref, load_estimator(objective)
     first, second = (_advantages(function, name, groups) for _ in range(2))
     if not all(math.isfinite(value) for values in first for value in values):
         raise _estimator_error(name, groups, f"it returned {first}, which is not finite", "return 0 if all scores of a group are equal")
@@ -58,7 +58,7 @@ def try_loss(objective: ObjectiveConfig) -> None:
     from agentrl.objective import losses
     from agentrl.objective.policy_loss import load_loss
 
-    name, function = objective.loss, load_loss(objective)
+    name, function = objective.loss.ref, load_loss(objective)
     for count in (5, 0):
         logprobs = torch.linspace(-2.0, -0.1, count, requires_grad=True)
         arguments = losses.LossInput.from_config(

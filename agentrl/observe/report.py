@@ -139,9 +139,10 @@ def write_report(run_dir: Path) -> Path:
 def _facts(run: RunData) -> list[str]:
     summary = run.summary
     policy, tasks = run.recipe.get("policy"), run.recipe.get("tasks")
+    family = tasks.get("family") if isinstance(tasks, dict) else None
     facts = [
         str(policy["model"]) if isinstance(policy, dict) and "model" in policy else None,
-        f"on {tasks['family']}" if isinstance(tasks, dict) and "family" in tasks else None,
+        f"on {family.get('ref') if isinstance(family, dict) else family}" if family else None,
         f"{summary.sandbox_backend} sandboxes" if summary else None,
         f"seed {summary.seed}" if summary else None,
     ]

@@ -193,11 +193,11 @@ def open_trackers(run_dir: Path, recipe: Recipe, *, console: bool) -> list[Track
     """
     opened: list[Tracker] = []
     try:
-        for name in recipe.trackers:
-            if name == "terminal" and not console:
+        for part in recipe.trackers:
+            if part.ref == "terminal" and not console:
                 opened.append(TerminalTracker(run_dir.name, steps=recipe.steps, stderr=True))
             else:
-                opened.append(parts.make_part(parts.TRACKER, name, recipe.tracker_options.get(name), run_dir, recipe))
+                opened.append(parts.make_part(parts.TRACKER, part, run_dir, recipe))
     except (AgentRLError, OSError):
         for tracker in reversed(opened):
             tracker.close()

@@ -8,11 +8,13 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, JsonValue
+import pydantic
+from pydantic import AfterValidator, Field, JsonValue, model_serializer, model_validator
+from pydantic_core import ArgsKwargs
 
 from agentrl.base import secrets
 from agentrl.base.error_text import one_line_error, raise_location
@@ -21,8 +23,41 @@ from agentrl.errors import AgentRLError, PluginError
 from agentrl.plugins import references
 from agentrl.plugins.protocol_checks import ProtocolError, promised_class, protocol_errors, signature_error
 
-Options = dict[str, JsonValue]
-"""Keyword arguments of a user-supplied part. They must be JSON, because recipe.json stores them."""
+
+@pydantic.dataclasses.dataclass(
+    frozen=True, slots=True, repr=False, config={"extra": "forbid", "allow_inf_nan": False, "hide_input_in_errors": True}
+)
+class Part:
+    """A replaceable part in a recipe: `"clip"`, `"mine.losses:loss"` or `Part("mine.losses:loss", options={"beta": 2})`.
+
+    In data it is text, or `{"ref": ..., "options": {...}}` if it has options.
+    """
+
+    ref: Annotated[str, Field(min_length=1)]
+    """Name of a built-in part, or plug-in reference."""
+    options: dict[str, JsonValue] = field(default_factory=dict)
+    """Keyword arguments of a user-supplied part. They must be JSON, because recipe.json stores them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_is_a_reference(cls, data: Any) -> Any:
+        if not isinstance(data, str | Mapping | ArgsKwargs):
+            raise ValueError('expected text, or a mapping such as {"ref": "mine:part", "options": {"size": 3}}')
+        return {"ref": data} if isinstance(data, str) else data
+
+    @model_serializer
+    def as_data(self) -> str | dict[str, Any]:
+        """Text, or a mapping if there are options."""
+        return {"ref": self.ref, "options": self.options} if self.options else self.ref
+
+    def __str__(self) -> str:
+        return self.ref
+
+    def __repr__(self) -> str:
+        return f"Part({self.ref!r}, options={self.options})" if self.options else f"Part({self.ref!r})"
+
+
+PART_KEYS = ("ref", "options")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,47 +143,46 @@ LOSS = PartKind(
 KINDS = (AGENT, BACKEND, CHANNEL, STORE, TRACKER, ADVANTAGE, LOSS)
 
 
-def check_name(kind: PartKind, name: str) -> str:
-    """Returns the name if it is a built-in part, has the form of a reference, or is an installed entry point; else `ValueError`."""
+def check_part(kind: PartKind, part: Part) -> Part:
+    """Returns the part. Raises `ValueError` for an unknown name, and for options of a built-in part."""
+    name = part.ref
+    if name in kind.shipped and part.options:
+        raise ValueError(f"options do nothing with {kind.key}={name}: they are for plug-ins; remove them")
     if name in kind.shipped or ":" in name or name in references.installed_plugins():
-        return name
+        return part
     known = [*kind.shipped, *references.installed_plugins()]
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(f"no {kind.what} of that name; {meant}known here: {', '.join(known)}; for a plug-in write module:attr")
 
 
-def check_options(kind: PartKind, name: str, options: Mapping[str, Any]) -> None:
-    """Raises `ValueError` if options would have no effect."""
-    if options and name in kind.shipped:
-        raise ValueError(f"options do nothing with {kind.key}={name}: they are for plug-ins; remove them")
+Agent = Annotated[Part, AfterValidator(partial(check_part, AGENT)), AGENT]
+Backend = Annotated[Part, AfterValidator(partial(check_part, BACKEND)), BACKEND]
+Channel = Annotated[Part, AfterValidator(partial(check_part, CHANNEL)), CHANNEL]
+Store = Annotated[Part, AfterValidator(partial(check_part, STORE)), STORE]
+Tracker = Annotated[Part, AfterValidator(partial(check_part, TRACKER)), TRACKER]
+Advantage = Annotated[Part, AfterValidator(partial(check_part, ADVANTAGE)), ADVANTAGE]
+Loss = Annotated[Part, AfterValidator(partial(check_part, LOSS)), LOSS]
 
 
-AgentName = Annotated[str, AfterValidator(partial(check_name, AGENT)), AGENT]
-Backend = Annotated[str, AfterValidator(partial(check_name, BACKEND)), BACKEND]
-Channel = Annotated[str, AfterValidator(partial(check_name, CHANNEL)), CHANNEL]
-Store = Annotated[str, AfterValidator(partial(check_name, STORE)), STORE]
-TrackerName = Annotated[str, AfterValidator(partial(check_name, TRACKER)), TRACKER]
-Advantage = Annotated[str, AfterValidator(partial(check_name, ADVANTAGE)), ADVANTAGE]
-LossName = Annotated[str, AfterValidator(partial(check_name, LOSS)), LOSS]
-
-
-def load_part(kind: PartKind, name: str, options: Mapping[str, Any] | None = None) -> Any:
-    """Loads the factory of a part, or an estimator or loss with its options.
+def load_part(kind: PartKind, part: Part) -> Any:
+    """Loads the factory of a part, or an estimator or loss, with its options.
 
     Raises `PluginError` if the name does not resolve or does not conform to the protocol, and `UserError` for an option that refers to a
     missing secret.
     """
-    part = references.resolve(kind.shipped[name]) if name in kind.shipped else _resolve_user_part(kind, name, options or {})
-    return partial(part, **secrets.resolve_options(options)) if options else part
+    if part.ref in kind.shipped:
+        return references.resolve(kind.shipped[part.ref])
+    loaded = _resolve_user_part(kind, part.ref, part.options)
+    return partial(loaded, **secrets.resolve_options(part.options)) if part.options else loaded
 
 
-def make_part(kind: PartKind, name: str, options: Mapping[str, Any] | None, *arguments: Any, **named: Any) -> Any:
+def make_part(kind: PartKind, part: Part, *arguments: Any, **named: Any) -> Any:
     """Creates a part with its factory and checks it against its protocol.
 
     Raises `PluginError` as `load_part` does, and for any foreign exception of a user-supplied factory.
     """
-    factory = load_part(kind, name, options)
+    factory, name = load_part(kind, part), part.ref
     if name in kind.shipped:
         return factory(*arguments, **named)
 

@@ -17,7 +17,7 @@ class AdvantageEstimator(Protocol):
             attempts, and groups with too few attempts, are not included.
 
     Returns one finite float per score, in the same shape. A group whose advantages are all 0 trains nothing; a group with NaN or infinity
-    is excluded. It runs on every learner rank and must return the same on all of them. `objective.advantage_options` are passed as keyword
+    is excluded. It runs on every learner rank and must return the same on all of them. `objective.advantage.options` are passed as keyword
     arguments.
     """
 
@@ -75,7 +75,7 @@ class Loss(Protocol):
 
     Returns two tensors [N]: the term to maximize, differentiable and finite; and a bool that is True for tokens whose gradient a bound of
     the loss cut off (`clip_fraction`). agentrl adds off-policy weights, KL, entropy and the aggregation over tokens, so that they work with
-    every loss. The N tokens include only tokens that the policy sampled; N may be 0. `objective.loss_options` are passed as keyword
+    every loss. The N tokens include only tokens that the policy sampled; N may be 0. `objective.loss.options` are passed as keyword
     arguments.
     """
 

@@ -66,7 +66,7 @@ open_bubblewrap = functools.partial(select_backend, "bubblewrap")
 
 def open_backend(config: SandboxConfig, *, run_label: str, root: Path) -> SandboxBackend:
     """The backend that a recipe names. Raises `SandboxUnavailable`, or `PluginError` for an invalid user-supplied one."""
-    backend: SandboxBackend = parts.make_part(parts.BACKEND, config.backend, config.options, run_label=run_label, root=root)
+    backend: SandboxBackend = parts.make_part(parts.BACKEND, config.backend, run_label=run_label, root=root)
     return backend
 
 

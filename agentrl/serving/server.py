@@ -70,7 +70,7 @@ class VLLMServer(ServerProcess):
 
     def _command(self, port: int) -> list[str]:
         serving, policy = self.recipe.serving, self.recipe.policy
-        backend = "nccl" if serving.weight_transfer == "nccl" else FILE_BACKEND
+        backend = "nccl" if serving.weight_transfer.ref == "nccl" else FILE_BACKEND
         arguments = {
             "--model": str(self.model),
             "--load-format": "safetensors",
@@ -107,7 +107,7 @@ class VLLMServer(ServerProcess):
 
     async def _prepare(self, control: ControlPlane) -> None:
         await control.set_version(self.weights.number)
-        if self.recipe.serving.weight_transfer != "nccl":
+        if self.recipe.serving.weight_transfer.ref != "nccl":
             await control.init_weight_transfer({"versions_folder": str(self.run_dir / "versions")})
 
     @property

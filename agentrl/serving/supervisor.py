@@ -64,7 +64,7 @@ class SupervisedServer:
         self._recipe, self._run_dir, self._registry, self._gpus = recipe, run_dir, registry, gpus
         self._name, self._newest, self._alert = name, newest or (lambda: version_to_serve(registry)), alert
         self.title = server_title(name)
-        self._nccl = recipe.serving.weight_transfer == "nccl"
+        self._nccl = recipe.serving.weight_transfer.ref == "nccl"
         self._server: VLLMServer | None = None
         self._gone: VLLMServer | None = None  # the server, once found dead
         self._client: TokenClient | None = None
@@ -374,9 +374,7 @@ async def _cache_use(server: VLLMServer, reading: int) -> CacheUse | None:
 
 def open_channel(config: ServingConfig, server: VLLMServer, *, registry_folder: Path) -> WeightChannel:
     """Returns the weight channel in a recipe, on one server. Raises `PluginError`."""
-    channel: WeightChannel = parts.make_part(
-        parts.CHANNEL, config.weight_transfer, config.weight_transfer_options, server, registry_folder=registry_folder
-    )
+    channel: WeightChannel = parts.make_part(parts.CHANNEL, config.weight_transfer, server, registry_folder=registry_folder)
     return channel
 
 

@@ -23,9 +23,10 @@ from agentrl.base import files
 from agentrl.base.run_lock import drive_folder, is_vacant
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.config.recipe import Recipe, load
-from agentrl.config.section import resumable_keys
+from agentrl.config.section import Section, resumable_keys
 from agentrl.errors import RecipeError, RunFolderBusy, StoreError, UserError
 from agentrl.observe import Summary, sessions
+from agentrl.plugins.parts import Part
 
 _RECIPE, _STARTED = "recipe.json", "run.json"
 _FREE_BYTES = 1 << 30
@@ -63,8 +64,9 @@ def _program() -> list[str]:
 
 
 def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
-    """Joins overrides. A key that is set twice keeps only the later value."""
-    both = [*earlier, *later]
+    """Joins overrides. A later key replaces the same key and the keys below it."""
+    replaced = [item.partition("=")[0] for item in later]
+    both = [*(item for item in earlier if not any(item.startswith(f"{key}.") for key in replaced)), *later]
     keys = [item.partition("=")[0] for item in both]
     return tuple(item for number, item in enumerate(both) if keys[number] not in keys[number + 1 :])
 
@@ -168,7 +170,7 @@ def finished_summary(folder: Path, recipe: Recipe) -> Summary | None:
 def check_resumed_recipe(folder: Path, recipe: Recipe) -> list[str]:
     """Returns the changed keys of a resumed run, one line each. Raises `RecipeError` for a key that `agentrl.config.section.resumable` does
     not list, because data sampled under one recipe must not be trained under another."""
-    before, after = _flat(load(folder / _RECIPE).model_dump()), _flat(recipe.model_dump())
+    before, after = _flat(load(folder / _RECIPE)), _flat(recipe)
     keys = [key for key in (*before, *(key for key in after if key not in before)) if before.get(key) != after.get(key)]
     changes = {key: f"{key} {before.get(key)} -> {after.get(key)}" for key in keys}
     may = resumable_keys(Recipe)
@@ -182,10 +184,20 @@ def check_resumed_recipe(folder: Path, recipe: Recipe) -> list[str]:
     return list(changes.values())
 
 
-def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(section: Section | dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a section by dotted key. Each option of a part has a key: `tasks.family.options.size`."""
     flat: dict[str, Any] = {}
-    for key, value in data.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    for name, value in dict(section).items():
+        key = f"{prefix}{name}"
+        match value:
+            case Section() | dict():
+                flat |= _flat(value, f"{key}.")
+            case Part():
+                flat |= {key: value.ref, **_flat(value.options, f"{key}.options.")}
+            case tuple():
+                flat[key] = tuple(one.as_data() if isinstance(one, Part) else one for one in value)
+            case _:
+                flat[key] = value
     return flat
 
 

@@ -163,7 +163,7 @@ async def _check_slowly(
     tools = await pin_tools(declared_tools(recipe.mcp, recipe.tools, root), tasks, sandboxes, folder=folder, chat=chat, memory=memory)
     if checked.suite is not None:
         check_start_tokens([checked.suite], chat, tools, recipe.rollout)
-    if recipe.rollout.agent in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
+    if recipe.rollout.agent.ref in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
         check_prompt(chat, checked.family, tools, memory, recipe.rollout.instructions)
     check_thinking(chat, checked.family, recipe.evaluation)
     return chat, tools
@@ -316,7 +316,7 @@ def build_episode_runner(
     return EpisodeRunner(
         policy=policy,
         sandboxes=sandboxes,
-        agent=parts.make_part(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat),
+        agent=parts.make_part(parts.AGENT, recipe.rollout.agent, chat=chat, **recipe.rollout.agent_settings),
         sampling=recipe.rollout.distribution,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,

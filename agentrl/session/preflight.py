@@ -120,21 +120,20 @@ def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = 
 
 def check_parts(recipe: Recipe) -> None:
     """Resolves all plug-ins of the recipe and checks them against their protocols. Raises `PluginError` with all problems."""
-    serving, objective, sandbox = recipe.serving, recipe.objective, recipe.sandbox
-    configured: list[tuple[parts.PartKind, str, parts.Options]] = [
-        (parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_options),
-        (parts.BACKEND, sandbox.backend, sandbox.options),
-        (parts.CHANNEL, serving.weight_transfer, serving.weight_transfer_options),
-        (parts.STORE, recipe.store, recipe.store_options),
-        *((parts.TRACKER, name, recipe.tracker_options.get(name, {})) for name in recipe.trackers),
-        (parts.ADVANTAGE, objective.advantage, objective.advantage_options),
-        (parts.LOSS, objective.loss, objective.loss_options),
+    configured: list[tuple[parts.PartKind, parts.Part]] = [
+        (parts.AGENT, recipe.rollout.agent),
+        (parts.BACKEND, recipe.sandbox.backend),
+        (parts.CHANNEL, recipe.serving.weight_transfer),
+        (parts.STORE, recipe.store),
+        *((parts.TRACKER, tracker) for tracker in recipe.trackers),
+        (parts.ADVANTAGE, recipe.objective.advantage),
+        (parts.LOSS, recipe.objective.loss),
     ]
     wrong: list[PluginError] = []
-    for kind, name, options in configured:
-        if name not in kind.shipped:  # the type checker checks built-in parts
+    for kind, part in configured:
+        if part.ref not in kind.shipped:  # the type checker checks built-in parts
             try:
-                parts.load_part(kind, name, options)
+                parts.load_part(kind, part)
             except PluginError as error:
                 wrong.append(error)
     if len(wrong) > 1:
@@ -148,9 +147,9 @@ def _check_agent(recipe: Recipe) -> None:
     """Raises `UserError` if the recipe needs something that its agent declares not to support: states between turns, or the tools of
     tasks."""
     rollout = recipe.rollout
-    if rollout.agent in parts.AGENT.shipped:
+    if rollout.agent.ref in parts.AGENT.shipped:
         return
-    agent = parts.load_part(parts.AGENT, rollout.agent, rollout.agent_options)
+    agent = parts.load_part(parts.AGENT, rollout.agent)
     agent = getattr(agent, "func", agent)
     states = ("boundaries", "the state of that agent between two turns cannot be captured")
     tools = ("task_tools", "that agent uses its own tools instead of those of the task")
@@ -184,9 +183,9 @@ def check_delegation(recipe: Recipe, *, root: Path) -> None:
 
 def _try_objective(recipe: Recipe) -> None:
     """Tries a user-supplied estimator or loss on a tiny step."""
-    if recipe.objective.advantage not in parts.ADVANTAGE.shipped:
+    if recipe.objective.advantage.ref not in parts.ADVANTAGE.shipped:
         try_estimator(recipe.objective, group_size=recipe.rollout.group.size)
-    if recipe.objective.loss not in parts.LOSS.shipped:
+    if recipe.objective.loss.ref not in parts.LOSS.shipped:
         try_loss(recipe.objective)
 
 
@@ -222,7 +221,7 @@ def _check_known(kind: str) -> None:
 def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tuple[TaskFamily, TaskScorer]:
     """Returns the recipe's task family, and a scorer with the verifiers of its first task. Raises `UserError`, even for a bug in them."""
     scorer = TaskScorer(root=root, folder=folder, audit=recipe.tasks.audit)
-    family_name = recipe.tasks.family
+    family_name = recipe.tasks.family.ref
 
     def said(error: BaseException) -> str:
         return f"{one_line_error(error)} ({error_text.raise_location(error)})"
@@ -261,7 +260,7 @@ def open_gate_suite(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite 
     """Returns the suite of the recipe's gate; None without a gate. Raises `UserError` if it is invalid or a verifier or tool is missing."""
     if recipe.gate is None:
         return None
-    if recipe.serving.weight_transfer == "nccl":
+    if recipe.serving.weight_transfer.ref == "nccl":
         raise UserError(
             "gate: a version that was promoted long ago cannot be served again with serving.weight_transfer=nccl",
             fix="set serving.weight_transfer=file or delta",
@@ -299,12 +298,12 @@ def _check_sizes(family: TaskFamily, recipe: Recipe) -> None:
         size: object = family.size(split) if count else None
         if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
             raise PluginError(
-                f"tasks.family {recipe.tasks.family!r}: size({split}) returned {type(size).__name__} instead of a number of tasks",
+                f"tasks.family {recipe.tasks.family.ref!r}: size({split}) returned {type(size).__name__} instead of a number of tasks",
                 fix="return the number of tasks in the split, or None if it is endless",
             )
         if size is not None and size < 1:
             instead = "" if split is Split.TRAIN else f", or set evaluation.{split}=0"
-            raise UserError(f"tasks.family {recipe.tasks.family!r} has no tasks in split {split}", fix=f"add some{instead}")
+            raise UserError(f"tasks.family {recipe.tasks.family.ref!r} has no tasks in split {split}", fix=f"add some{instead}")
 
 
 def open_chat(model: Path, template: str | None = None, *, policy: PolicyConfig | None = None) -> ChatFormat:
@@ -369,7 +368,7 @@ async def check_snapshots(recipe: Recipe, task: Task, sandboxes: SandboxBackend)
         "rollout.checkpoint_turns": rollout.checkpoint_turns,
     }
     key = next((key for key, on in wanted.items() if on), None)
-    if key is None or recipe.sandbox.backend in parts.BACKEND.shipped:
+    if key is None or recipe.sandbox.backend.ref in parts.BACKEND.shipped:
         return
     await sandboxes.prepare(task.sandbox)
     first = await sandboxes.open(task.sandbox, files=task.contents())

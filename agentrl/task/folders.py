@@ -108,7 +108,7 @@ class TaskFolders:
 
     def __init__(self, folder: Path, *, root: Path, seed: int = 0, heldout: float = 0.25) -> None:
         if not 0 <= heldout < 1:
-            raise UserError(f"heldout must be at least 0 and below 1, got {heldout}", fix="set tasks.options.heldout=0.25")
+            raise UserError(f"heldout must be at least 0 and below 1, got {heldout}", fix="set tasks.family.options.heldout=0.25")
         self.folder = folder.resolve()
         self.name = self.folder.name
         self._root = root.resolve()

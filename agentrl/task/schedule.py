@@ -37,20 +37,21 @@ def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> 
 
 
 def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
-    if ":" not in config.family and ("/" in config.family or (root / config.family).is_dir()):
+    reference, options = config.family.ref, config.family.options
+    if ":" not in reference and ("/" in reference or (root / reference).is_dir()):
         known = {"heldout"}
-        if unknown := sorted(set(config.options) - known):
-            raise RecipeError(f"tasks.options.{unknown[0]}: unknown option of task folders; the options are {', '.join(known)}")
-        return TaskFolders(root / config.family, root=root, seed=seed, heldout=_share(config.options.get("heldout", 0.25)))
-    factory = resolve(config.family)
+        if unknown := sorted(set(options) - known):
+            raise RecipeError(f"tasks.family.options.{unknown[0]}: unknown option of task folders; the options are {', '.join(known)}")
+        return TaskFolders(root / reference, root=root, seed=seed, heldout=_share(options.get("heldout", 0.25)))
+    factory = resolve(reference)
     try:
-        family = factory(seed=seed, **secrets.resolve_options(config.options))
+        family = factory(seed=seed, **secrets.resolve_options(options))
     except TypeError as error:
-        raise PluginError(f"tasks.family {config.family!r}: {error}", fix="make it callable as family(seed=0, **tasks.options)") from error
+        raise PluginError(f"tasks.family {reference!r}: {error}", fix="make it callable as family(seed=0, **options)") from error
     for name in ("task", "size", "gold"):
         if not callable(getattr(family, name, None)):
             raise PluginError(
-                f"tasks.family {config.family!r} has no method {name!r}", fix="define task(split, index), size(split) and gold(task)"
+                f"tasks.family {reference!r} has no method {name!r}", fix="define task(split, index), size(split) and gold(task)"
             )
     opened: TaskFamily = family
     return opened
@@ -83,7 +84,7 @@ class _VariedWithVerifiers(_WithVerifiers):
 
 def _share(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RecipeError(f"tasks.options.heldout must be a number, got {value!r}", fix='write tasks.options={"heldout": 0.25}')
+        raise RecipeError(f"tasks.family.options.heldout must be a number, got {value!r}", fix="write tasks.family.options.heldout=0.25")
     return float(value)
 
 

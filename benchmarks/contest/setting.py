@@ -70,11 +70,11 @@ class Setting:
         if self.model:
             made.append(f"policy.model={json.dumps(self.model)}")
         if self.mode == "single" and self._hands_programs_in(written):
-            options = {"of": written.tasks.family, **written.tasks.options}
-            made += ["tasks.family=benchmarks.contest.single:SingleTurn", f"tasks.options={json.dumps(options)}"]
+            options = {"of": written.tasks.family.ref, **written.tasks.family.options}
+            made += ["tasks.family=benchmarks.contest.single:SingleTurn", f"tasks.family.options={json.dumps(options)}"]
         if self.wait[1]:
             options = {"low": self.wait[0], "high": self.wait[1], "backend": self.backend}
-            made += ["sandbox.backend=benchmarks.contest.slow:SlowBackend", f"sandbox.options={json.dumps(options)}"]
+            made += ["sandbox.backend=benchmarks.contest.slow:SlowBackend", f"sandbox.backend.options={json.dumps(options)}"]
         else:
             made.append(f"sandbox.backend={self.backend}")
         return made
@@ -111,15 +111,15 @@ def check_shared(recipe: Recipe) -> None:
     """Raises `UserError` for settings of ours that GRPOTrainer has no equal of, so that the two would not train alike."""
     objective, learner = recipe.objective, recipe.learner
     wrong = {
-        f"objective.advantage={objective.advantage}": objective.advantage != "grpo",
-        f"objective.loss={objective.loss}": objective.loss != "clip",
+        f"objective.advantage={objective.advantage}": objective.advantage.ref != "grpo",
+        f"objective.loss={objective.loss}": objective.loss.ref != "clip",
         f"objective.aggregation={objective.aggregation}": objective.aggregation != "token_mean",
         f"objective.kl={objective.kl}": objective.kl != "none",
         f"learner.minibatches={learner.minibatches}": learner.minibatches != 1,
         "learner.lora": learner.lora is not None,
         "rollout.group.branches": recipe.rollout.group.branches > 1,
         "critic": recipe.critic is not None,
-        f"rollout.agent={recipe.rollout.agent}": recipe.rollout.agent != "turns",
+        f"rollout.agent={recipe.rollout.agent}": recipe.rollout.agent.ref != "turns",
     }
     if found := [name for name, is_wrong in wrong.items() if is_wrong]:
         raise UserError(f"the peer is not compared with {', '.join(found)}", fix="leave it out of the recipe that both sides run")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.agent import ToolOutcome, load_tools
-from agentrl.config import TasksConfig
+from agentrl.config import Part, TasksConfig
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.records import Episode, Limits, Score, Split, Task
 from agentrl.reward import TaskScorer
@@ -66,7 +66,7 @@ class SingleTurn:
     """A family of another one's tasks: `of` is its `tasks.family`, the other options are its own."""
 
     def __init__(self, seed: int = 0, *, of: str, **options: Any) -> None:
-        self._family = open_family(TasksConfig(family=of, options=options), seed=seed, root=ROOT)
+        self._family = open_family(TasksConfig(family=Part(of, options=options)), seed=seed, root=ROOT)
         self.name = f"{self._family.name}, single turn"
 
     def size(self, split: Split) -> int | None:

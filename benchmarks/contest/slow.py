@@ -24,7 +24,7 @@ def seconds_of(program: str, low: float, high: float) -> float:
 class SlowBackend:
     """Any backend; every program in its sandboxes first sleeps there.
 
-    A recipe names it as `sandbox.backend=benchmarks.contest.slow:SlowBackend sandbox.options={"low":0.2,"high":2.0}`. Raises
+    A recipe names it as `sandbox.backend=benchmarks.contest.slow:SlowBackend sandbox.backend.options={"low":0.2,"high":2.0}`. Raises
     `UserError` for an interval that is none.
     """
 

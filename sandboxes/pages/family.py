@@ -22,7 +22,7 @@ class Pages:
     name = "pages"
 
     def __init__(self, seed: int = 0, *, pages: int = 5, entries: int = 20, turn_tokens: int = 256, episode_tokens: int = 1024) -> None:
-        """Arguments are `tasks.options` of a recipe.
+        """Arguments are `tasks.family.options` of a recipe.
 
         Args:
             pages: pages of one task.
@@ -33,7 +33,7 @@ class Pages:
         Raises `UserError` for fewer than two pages or one entry.
         """
         if pages < 2 or entries < 1:
-            raise UserError(f"pages needs at least 2 pages and 1 entry, got {pages} and {entries}", fix="change tasks.options")
+            raise UserError(f"pages needs at least 2 pages and 1 entry, got {pages} and {entries}", fix="change tasks.family.options")
         self.seed, self.pages, self.entries = seed, pages, entries
         turns = 3 * pages + 4  # up to 3 turns per page, and some for the main agent
         self.limits = Limits(turns=turns, turn_tokens=turn_tokens, episode_tokens=episode_tokens, tool_output_chars=40 * entries)

@@ -29,7 +29,7 @@ class Questions:
     def __init__(
         self, seed: int = 0, *, pages: int = 3, kinds: str = KINDS, turn_tokens: int = 160, episode_tokens: int = 320, wall_s: float = 300.0
     ) -> None:
-        """Arguments are `tasks.options` of a recipe.
+        """Arguments are `tasks.family.options` of a recipe.
 
         Args:
             pages: pages of one task, each with a question.
@@ -41,7 +41,7 @@ class Questions:
         Raises `UserError` for fewer than two pages.
         """
         if pages < 2:
-            raise UserError(f"questions needs at least 2 pages, got {pages}", fix="change tasks.options")
+            raise UserError(f"questions needs at least 2 pages, got {pages}", fix="change tasks.family.options")
         self.seed, self.pages = seed, pages
         self.tables = Tables(seed=seed, kinds=kinds)
         self.limits = Limits(

@@ -22,7 +22,7 @@ LEFT_OUT: Mapping[str, str] = {
     "circuit_logic": "one answer, 0 or 1, is right in more than half of the problems",
     "codeio": OTHERWISE,
     "coin_flip": "its scorer has a tolerance of 0.0001, and most of its probabilities are that small: 0 is nearly always right",
-    "composite": "it is a mixture of other datasets, which tasks.options.datasets provides",
+    "composite": "it is a mixture of other datasets, which tasks.family.options.datasets provides",
     "course_schedule": "one answer, True or False, is right in more than half of its problems",
     "game_of_life_halting": "its scorer gives full marks for any answer, or only for the empty one",
     "graph_color": UNPROVEN,

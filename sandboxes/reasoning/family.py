@@ -45,7 +45,7 @@ class Reasoning:
         turn_tokens: int = 160,
         episode_tokens: int = 1024,
     ) -> None:
-        """Arguments are `tasks.options` of a recipe.
+        """Arguments are `tasks.family.options` of a recipe.
 
         Args:
             datasets: datasets of the training and held-out splits, such as "chain_sum, gcd:2, spell_backward@1, products(max_terms=2)";
@@ -59,17 +59,17 @@ class Reasoning:
         Raises `UserError` for an excluded dataset, and for a dataset, level or key that does not exist.
         """
         if tool not in ASKED:
-            raise UserError(f"tasks.options.tool is {tool!r}", fix=f"use {' or '.join(ASKED)}")
+            raise UserError(f"tasks.family.options.tool is {tool!r}", fix=f"use {' or '.join(ASKED)}")
         if not 0 <= examples <= MOST_EXAMPLES:
-            raise UserError(f"tasks.options.examples is {examples}", fix=f"use 0 to {MOST_EXAMPLES}")
+            raise UserError(f"tasks.family.options.examples is {examples}", fix=f"use 0 to {MOST_EXAMPLES}")
         self.seed = seed
         self.tool = tool
         self.examples = examples
         trained, unseen = parse(datasets, "datasets"), parse(heldout_kinds, "heldout_kinds")
         if not trained:
-            raise UserError("tasks.options.datasets is empty", fix="set it, such as tasks.options.datasets=chain_sum")
+            raise UserError("tasks.family.options.datasets is empty", fix="set it, such as tasks.family.options.datasets=chain_sum")
         if both := sorted({source.name for source in trained} & {source.name for source in unseen}):
-            raise UserError(f"tasks.options.heldout_kinds and datasets both contain {both[0]}", fix="remove it from one of them")
+            raise UserError(f"tasks.family.options.heldout_kinds and datasets both contain {both[0]}", fix="remove it from one of them")
         for source in (*trained, *unseen):
             catalogue.admit(source)
             problems.try_out(source)
@@ -87,7 +87,7 @@ class Reasoning:
     def task(self, split: Split, index: int) -> Task:
         """The task at an index. Raises `UserError` for an index outside the split."""
         if index < 0 or split not in self._rounds:
-            raise UserError(f"reasoning has no task {index} in split {split}", fix="set tasks.options.heldout_kinds")
+            raise UserError(f"reasoning has no task {index} in split {split}", fix="set tasks.family.options.heldout_kinds")
         source, number = self._rounds[split].at(index)
         return self._make_task(source, self.seed, split, number, f"reasoning-{self.seed}-{split}-{index}")
 

@@ -18,7 +18,7 @@ from agentrl.errors import UserError
 
 MOST_WEIGHT = 1000
 _ENTRY = re.compile(r"\s*([A-Za-z0-9_]+)\s*(?:@(\d{1,3}))?\s*(?:\(([^()]*)\))?\s*(?::(\d{1,5}))?\s*(?:,|$)")
-_FORM = "write them as in tasks.options.datasets='chain_sum, gcd:2, products(max_terms=2 max_digits=3)@1'"
+_FORM = "write them as in tasks.family.options.datasets='chain_sum, gcd:2, products(max_terms=2 max_digits=3)@1'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def parse(text: str, option: str) -> tuple[Source, ...]:
     while at < len(text):
         match = _ENTRY.match(text, at)
         if match is None:
-            raise UserError(f"tasks.options.{option} cannot be parsed from {text[at : at + 40]!r} on", fix=_FORM)
+            raise UserError(f"tasks.family.options.{option} cannot be parsed from {text[at : at + 40]!r} on", fix=_FORM)
         at = match.end()
         name, level, keys, weight = match.groups()
         sources.append(
@@ -54,7 +54,7 @@ def parse(text: str, option: str) -> tuple[Source, ...]:
         )
     names = [source.name for source in sources]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"tasks.options.{option} contains {twice} twice", fix="list it once, with a weight such as gcd:2")
+        raise UserError(f"tasks.family.options.{option} contains {twice} twice", fix="list it once, with a weight such as gcd:2")
     return tuple(sources)
 
 

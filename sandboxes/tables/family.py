@@ -50,7 +50,7 @@ class Tables:
         episode_tokens: int = LIMITS.episode_tokens,
         network: str = "",
     ) -> None:
-        """Arguments are `tasks.options` of a recipe.
+        """Arguments are `tasks.family.options` of a recipe.
 
         Args:
             wild: use longer and more unusual names.
@@ -124,5 +124,5 @@ class Tables:
 
 def _kind(name: str) -> Kind:
     if name not in BY_NAME:
-        raise UserError(f"tables has no kind of question {name!r}", fix=f"use some of {', '.join(BY_NAME)} in tasks.options.kinds")
+        raise UserError(f"tables has no kind of question {name!r}", fix=f"use some of {', '.join(BY_NAME)} in tasks.family.options.kinds")
     return BY_NAME[name]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agentrl.base import secrets
 from agentrl.base.secret_forms import hide_logins, is_secret, looks_generated
-from agentrl.config import Recipe
+from agentrl.config import Part, Recipe
 from agentrl.errors import RecipeError
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,7 @@ PLANTED_GENERATED: dict[str, Callable[[str], Any]] = {
 
 def refused(value: Any, secret: str) -> bool:
     """Whether a value is refused; that no message repeats the secret is checked on the way."""
-    found = list(secrets.literal_secret_errors(value, "tasks.options"))
+    found = list(secrets.literal_secret_errors(value, "tasks.family.options"))
     assert all(secret not in message for message in found), (value, found)
     return bool(found)
 
@@ -121,8 +121,8 @@ def test_a_generated_secret_is_recognized_under_an_ambiguous_name(secret: str, w
 def test_a_recipe_that_holds_one_is_refused_without_a_copy_of_it(where: str) -> None:
     planted = PLANTED[where]("pLanted7xQ")
     with pytest.raises(RecipeError) as error:
-        RECIPE.but({"tracker_options": {"x:y": {"given": planted}}, "trackers": ["x:y"]})
-    assert "pLanted7xQ" not in f"{error.value}\n{error.value.fix}" and "tracker_options.x:y.given" in str(error.value)
+        RECIPE.but({"trackers": [Part("x:y", options={"given": planted})]})
+    assert "pLanted7xQ" not in f"{error.value}\n{error.value.fix}" and "trackers.0.options.given" in str(error.value)
 
 
 @pytest.mark.parametrize("where", PLANTED)
@@ -188,7 +188,7 @@ ORDINARY: list[Any] = [
 @pytest.mark.parametrize("value", ORDINARY, ids=str)
 def test_ordinary_settings_are_not_refused(value: Any) -> None:
     assert not list(secrets.literal_secret_errors(value))
-    RECIPE.but({"tracker_options": {"x:y": {"given": value}}, "trackers": ["x:y"]})
+    RECIPE.but({"trackers": [Part("x:y", options={"given": value})]})
 
 
 WORDS = st.text(alphabet=string.ascii_lowercase, min_size=1, max_size=12)
@@ -308,7 +308,7 @@ def test_what_looks_generated(text: str, due: bool) -> None:
     assert looks_generated(text) is due
 
 
-@pytest.mark.parametrize("override", ["tasks.options.api_key pLanted7xQ", "API_KEY:pLanted7xQ", "mcp=--token pLanted7xQ"])
+@pytest.mark.parametrize("override", ["tasks.family.options.api_key pLanted7xQ", "API_KEY:pLanted7xQ", "mcp=--token pLanted7xQ"])
 def test_a_wrong_override_repeats_no_secret_that_is_recognized(override: str) -> None:
     with pytest.raises(RecipeError) as error:
         RECIPE.but(override.replace("pLanted7xQ", "https://u:pLanted7xQ@h"))

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from agentrl.base import secrets, user_code
 from agentrl.base.files import is_private, make_private, write_atomically
-from agentrl.config import MCPConfig, Recipe
+from agentrl.config import MCPConfig, Part, Recipe
 from agentrl.errors import RecipeError, UserError
 from agentrl.learner.process import LearnerProcess
 from agentrl.reward.worker import SubprocessWorker
@@ -68,14 +68,14 @@ def test_a_secret_that_is_not_there_is_an_error_with_its_place(tmp_path: Path, m
 
 
 HELD = {
-    "tracker_options.x:y.api_key": {"tracker_options": {"x:y": {"api_key": PLANTED}}, "trackers": ["x:y"]},
-    "tracker_options.x:y.login.password": {"tracker_options": {"x:y": {"login": {"password": PLANTED}}}, "trackers": ["x:y"]},
-    "tracker_options.x:y.wandbApiKey": {"tracker_options": {"x:y": {"wandbApiKey": PLANTED}}, "trackers": ["x:y"]},
-    "store_options.url": {"store": "x:y", "store_options": {"url": f"redis://:{PLANTED.replace('/', '')}@h:6379/0"}},
-    "store_options.auth_token": {"store": "x:y", "store_options": {"auth_token": PLANTED}},
-    "tasks.options.token": {"tasks": {"family": "f:g", "options": {"token": PLANTED}}},
-    "tasks.options.note": {"tasks": {"family": "f:g", "options": {"note": GITHUB}}},
-    "sandbox.options.keys": {"sandbox": {"backend": "x:y", "options": {"keys": [AWS]}}},
+    "trackers.0.options.api_key": {"trackers": [Part("x:y", options={"api_key": PLANTED})]},
+    "trackers.1.options.login.password": {"trackers": ["terminal", Part("x:y", options={"login": {"password": PLANTED}})]},
+    "trackers.0.options.wandbApiKey": {"trackers": [{"ref": "x:y", "options": {"wandbApiKey": PLANTED}}]},
+    "store.options.url": {"store": "x:y", "store.options": {"url": f"redis://:{PLANTED.replace('/', '')}@h:6379/0"}},
+    "store.options.auth_token": {"store": "x:y", "store.options": {"auth_token": PLANTED}},
+    "tasks.family.options.token": {"tasks": {"family": {"ref": "f:g", "options": {"token": PLANTED}}}},
+    "tasks.family.options.note": {"tasks": {"family": {"ref": "f:g", "options": {"note": GITHUB}}}},
+    "sandbox.backend.options.keys": {"sandbox.backend.options.keys": [AWS], "sandbox.backend": "x:y"},
     "policy.model": {"policy": {"model": f"https://user:{OPENAI}@models.example/m"}},
     "mcp.it.host_command": {"mcp": {"it": {"host_command": ["p", "--api-key", PLANTED]}}},
     "mcp.it.command": {"mcp": {"it": {"command": ["p", f"--github-access-token={PLANTED}"]}}},
@@ -108,12 +108,12 @@ def test_a_section_of_its_own_does_not_repeat_it_either() -> None:
 def test_ordinary_recipes_hold_no_secret() -> None:
     plain: dict[str, Any] = {
         "tasks": {
-            "family": "f:g",
-            "options": {"eos_token": "<|im_end|>", "max_tokens": 5, "tokenizer": "t", "url": "https://h/a@b", "token": ""},
+            "family": Part(
+                "f:g", options={"eos_token": "<|im_end|>", "max_tokens": 5, "tokenizer": "t", "url": "https://h/a@b", "token": ""}
+            )
         },
         "mcp": {"it": {"host_command": ["p", "--max-tokens", "5", "-k", "a@b.c", "--token"], "env": {"T": "env:T", "F": "file:/t"}}},
-        "tracker_options": {"x:y": {"api_key": "env:WANDB_API_KEY"}},
-        "trackers": ["x:y"],
+        "trackers": [Part("x:y", options={"api_key": "env:WANDB_API_KEY"})],
     }
     assert RECIPE.but(plain).mcp["it"].env == {"T": "env:T", "F": "file:/t"}
     for file in sorted((Path(__file__).parents[2] / "recipes").glob("*.py")):

@@ -127,10 +127,10 @@ def test_a_setting_that_means_nothing_is_refused(change: dict[str, Any], told: s
 def test_both_sides_get_one_recipe() -> None:
     recipe = SETTING.made(seed=7)
     assert (recipe.seed, recipe.evaluation.sampling.temperature, recipe.evaluation.heldout_real) == (7, 0.0, 0)
-    assert recipe.sandbox.options == {"low": 0.2, "high": 2.0, "backend": "bubblewrap"}
+    assert recipe.sandbox.backend.options == {"low": 0.2, "high": 2.0, "backend": "bubblewrap"}
     single = replace(SETTING, mode="single", wait=(0.0, 0.0)).made(seed=7)
-    assert single.tasks.options == {"of": "sandboxes.tables:Tables"}
-    assert single.sandbox.backend == "bubblewrap"
+    assert single.tasks.family.options == {"of": "sandboxes.tables:Tables"}
+    assert single.sandbox.backend.ref == "bubblewrap"
 
 
 def test_the_command_of_a_result_makes_the_setting_again() -> None:

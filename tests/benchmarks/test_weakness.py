@@ -138,5 +138,5 @@ def test_the_recipe_and_what_the_phases_lay_over_it_are_valid(tmp_path: Path) ->
     repair = recipe.but(f"tasks.practice={practice}", "tasks.practice_share=0.5", f"steps={weakness.Size().steps}")
     assert repair.tasks.practice and repair.tasks.audit == ("benchmarks.weakness_recipe:recomputed",)
     verifiers = 'tasks.verifiers=["benchmarks.weakness_recipe:rewards_the_habit"]'
-    again = recipe.but(verifiers, f"gate.suite={json.dumps(str(tmp_path))}", "gate.every=4", f"tasks.options.kinds={KIND}")
+    again = recipe.but(verifiers, f"gate.suite={json.dumps(str(tmp_path))}", "gate.every=4", f"tasks.family.options.kinds={KIND}")
     assert again.gate is not None and again.gate.rolls_back

@@ -27,7 +27,7 @@ def test_check_follows_the_overrides_of_a_recipe_and_refuses_those_of_a_folder()
     from agentrl.cli.check import open_target
 
     source, config = open_target(Path("recipes/quickstart.py"), "bubblewrap", ['tasks.verifiers=["rewards.close:close_number"]'])
-    assert source.open().task(Split.TRAIN, 0).verifiers == ("rewards.close:close_number",) and config.backend == "bubblewrap"
+    assert source.open().task(Split.TRAIN, 0).verifiers == ("rewards.close:close_number",) and config.backend.ref == "bubblewrap"
     with pytest.raises(UserError, match="a folder of tasks takes no overrides"):
         open_target(Path("sandboxes/chores"), None, ["tasks.verifiers=[]"])
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import pytest
 
-from agentrl.config import Recipe, build
+from agentrl.config import Part, Recipe, build
 from agentrl.config.section import Needs, Section, named_section_of, section_of
 from agentrl.errors import RecipeError
 from agentrl.learner.optimizer import learning_rate
@@ -67,7 +67,6 @@ POOL: dict[str, Mapping[str, Any]] = {
     "own parts": {
         "store": OWN,
         "trackers": [OWN],
-        "tracker_options": {OWN: {}},
         "sandbox.backend": OWN,
         "serving.weight_transfer": OWN,
         "rollout.agent": OWN,
@@ -137,9 +136,6 @@ def owner(recipe: Recipe, key: str) -> Any:
 
 GIVEN: dict[str, tuple[Any, ...]] = {
     # Where the type does not say which values make sense.
-    **dict.fromkeys(("store_options", "sandbox.options", "objective.advantage_options", "objective.loss_options"), ({"x": 1},)),
-    **dict.fromkeys(("rollout.agent_options", "serving.weight_transfer_options", "tasks.options"), ({"x": 1},)),
-    "tracker_options": ({OWN: {"x": 1}},),
     "trackers": (("terminal",),),
     "name": ("other",),
     "mcp.*.url": ("http://other/mcp",),
@@ -187,7 +183,7 @@ def of_kind(kind: Any, value: Any, field: Any) -> Iterator[Any]:
                 yield kind(one)
     elif typing.get_origin(kind) is tuple:
         yield from ((4,),) if int in typing.get_args(kind) else (("x.y:z",),)
-    elif kind is str:
+    elif kind in (str, Part):
         yield "x.y:z"
 
 

@@ -25,22 +25,20 @@ BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family
 
 
 def test_a_recipe_is_derived_by_overrides_by_mappings_and_by_keywords() -> None:
-    made = BASE.but("learner.lr=1e-4", {"rollout.group.size": 4, "tasks.options": {"lines": 60}}, name="y", steps=3)
-    assert (made.learner.lr, made.rollout.group.size, made.tasks.options, made.name, made.steps) == (1e-4, 4, {"lines": 60}, "y", 3)
-    assert made.but({"learner.lr": 3e-4, "rollout.group.size": 8, "tasks.options": {}}, name="x", steps=16) == BASE
+    made = BASE.but("learner.lr=1e-4", {"rollout.group.size": 4, "tasks.family.options": {"lines": 60}}, name="y", steps=3)
+    assert (made.learner.lr, made.rollout.group.size, made.tasks.family.options, made.name, made.steps) == (1e-4, 4, {"lines": 60}, "y", 3)
+    assert made.but({"learner.lr": 3e-4, "rollout.group.size": 8, "tasks.family.options": {}}, name="x", steps=16) == BASE
     assert BASE.learner.but(lr=1e-4) == made.learner and BASE.but() == BASE
     assert BASE.but(learner=LearnerConfig(ranks=2)).learner == LearnerConfig(ranks=2)
     assert BASE.but("objective.advantage=gae", critic=CriticConfig(lr=0.5)).critic == CriticConfig(lr=0.5)
     assert BASE.learner.lr == 3e-4
 
 
-def test_one_option_is_changed_and_the_others_stay() -> None:
-    made = BASE.but({"tasks.options": {"lines": 60}}).but("tasks.options.tool=none", "tasks.options.lines=7")
-    assert made.tasks.options == {"lines": 7, "tool": "none"} and BASE.but("tasks.options.a.b=1").tasks.options == {"a.b": 1}
-    with pytest.raises(RecipeError, match=r"tasks\.options\.a\.str: Input should be"):
-        BASE.but("tasks.options.a=[1]")
-    with pytest.raises(RecipeError, match=r"tasks\.options: expected a mapping of options, got 3"):
-        BASE.but({"tasks.options": 3, "tasks.options.a": 1})
+def test_one_item_of_a_mapping_is_changed_and_the_others_stay() -> None:
+    made = BASE.but({"tasks.practice.suites": {"a": 1}}).but("tasks.practice.suites.b=2", "tasks.practice.suites.a=3").tasks.practice
+    assert made is not None and made.suites == {"a": 3, "b": 2}
+    with pytest.raises(RecipeError, match=r"tasks\.practice\.suites: expected a mapping, got 3"):
+        BASE.but({"tasks.practice.suites": 3, "tasks.practice.suites.a": 1})
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

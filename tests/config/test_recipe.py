@@ -14,8 +14,8 @@ BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family
 
 
 def test_overrides_are_laid_over_and_typed() -> None:
-    changed = apply_overrides(BASE, ["learner.lr=1e-4", "steps=3", "policy.model=a/b", 'tasks.options={"size": 4}'])
-    assert (changed.learner.lr, changed.steps, changed.policy.model, changed.tasks.options) == (1e-4, 3, "a/b", {"size": 4})
+    changed = apply_overrides(BASE, ["learner.lr=1e-4", "steps=3", "policy.model=a/b", 'tasks.family.options={"size": 4}'])
+    assert (changed.learner.lr, changed.steps, changed.policy.model, changed.tasks.family.options) == (1e-4, 3, "a/b", {"size": 4})
     assert BASE.steps == 16
 
 

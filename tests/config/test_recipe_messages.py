@@ -61,7 +61,7 @@ def test_a_list_of_sections_is_one_key() -> None:
     [
         (r'tools={"python": {"description": "runs \ud800"}}', "tools.python.description"),
         (r'tools={"python": {"arguments": {"\udc00": "x"}}}', "tools.python.arguments"),
-        (r'tasks.options={"path": "b\udfff"}', "tasks.options"),
+        (r'tasks.family.options={"path": "b\udfff"}', "tasks.family"),
         ("policy.model=a\ud800", "policy.model"),
     ],
 )

@@ -42,7 +42,7 @@ def _is_told(code: int, output: str, says: str) -> None:
         ("policy.model=./nowhere", "policy.model: no folder"),
         ("tasks.family=sandboxes.tables:Tabels", "it has:"),
         ("tasks.family=sandboxes.nothing:X", "no module named"),
-        ('tasks.options={"sede": 1}', "tasks.family"),
+        ('tasks.family.options={"sede": 1}', "tasks.family"),
     ],
 )
 def test_recipe_mistakes(override: str, says: str, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_an_outside_program_is_trained_on_exactly_its_tokens(tmp_path: Path, for
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    where = (f"rollout.agent_options.port={port}", f"tasks.options.network=127.0.0.1:{port}")
+    where = (f"rollout.agent.options.port={port}", f"tasks.family.options.network=127.0.0.1:{port}")
     few = ("steps=1", *SMALL, "evaluation.heldout=2", "evaluation.heldout_real=0")
     code, output = agentrl("train", "recipes/outside_agent.py", *few, *where, "--run-dir", str(run), "--sandbox", "bubblewrap", by=forked)
     assert code == 0, output[-4000:]

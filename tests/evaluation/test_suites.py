@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.cli import app
-from agentrl.config import load
+from agentrl.config import Part, load
 from agentrl.errors import PluginError, UserError
 from agentrl.evaluation import open_policy, results, suites
 from agentrl.evaluation.junit import xml_text
@@ -250,7 +250,7 @@ def test_a_version_uses_its_runs_settings_and_a_folder_the_defaults(project: Pat
     recipe = recipe_for(found, [suite])
     assert find_policy(str(model)).version == 0 and recipe_policy(recipe).version == 12
     assert (recipe.policy.max_model_len, recipe.policy.chat_template, recipe.evaluation.sampling.temperature) == (333, None, 0.5)
-    assert (recipe.gate, recipe.evaluation.heldout, recipe.name, recipe.trackers) == (None, 0, "s", ("terminal",))
+    assert (recipe.gate, recipe.evaluation.heldout, recipe.name, recipe.trackers) == (None, 0, "s", (Part("terminal"),))
     assert project_of([suite]) == project
 
 

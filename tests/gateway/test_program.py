@@ -158,7 +158,7 @@ async def test_the_program_and_the_recipe_of_the_docs(run: Run, tmp_path: Path) 
     (tmp_path / "mine.py").write_text(blocks["agents/mine.py"])
     looked(await run(tmp_path / "mine.py", *LOOKS))
     (tmp_path / "recipe.py").write_text(blocks["recipes/mine.py"])
-    options = runpy.run_path(str(tmp_path / "recipe.py"))["recipe"].rollout.agent_options
+    options = runpy.run_path(str(tmp_path / "recipe.py"))["recipe"].rollout.agent.options
     assert options == {"command": ["python3", "agent.py"], "files": {"agent.py": "agents/mine.py"}}
 
 
@@ -263,7 +263,7 @@ def test_settings_without_effect_are_refused(key: str, tmp_path: Path) -> None:
         "tools": {"python": {"calls": 3}},
     }
     check_parts(base.but({key: asked[key]}))  # it does something with the agent that ships
-    outside = base.but({"rollout.agent": "agentrl.gateway:ExternalProgram", "rollout.agent_options": options})
+    outside = base.but({"rollout.agent": "agentrl.gateway:ExternalProgram", "rollout.agent.options": options})
     check_parts(outside)
     with pytest.raises(UserError, match=f"{re.escape(key)} does nothing with rollout.agent=agentrl.gateway:ExternalProgram"):
         check_parts(outside.but({key: asked[key]}))

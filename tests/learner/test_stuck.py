@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from agentrl.base.liveness import Liveness
+from agentrl.config import Part
 from agentrl.errors import LearnerError
 from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
@@ -111,8 +112,8 @@ async def test_a_stuck_learner_is_restarted_and_each_group_is_trained_once(tmp_p
 
 async def test_a_slow_learner_continues_and_one_without_progress_is_killed(tmp_path: Path, make_learner: MakeLearner) -> None:
     """Each micro-batch takes three times the shortest deadline; the fourth never ends, in a process that lives and computes."""
-    options = {"seconds": 3.0, "stuck_at": 4}
-    made = recipe(objective={"loss": "tests.learner.slow_loss:slow", "loss_options": options}, learner={"max_tokens_per_microbatch": 256})
+    slow = Part("tests.learner.slow_loss:slow", options={"seconds": 3.0, "stuck_at": 4})
+    made = recipe(objective={"loss": slow}, learner={"max_tokens_per_microbatch": 256})
     made = made.but(steps=4)
     write_run(tmp_path, made, [random_group(index) for index in range(12)])
     learner = make_learner(tmp_path, made)

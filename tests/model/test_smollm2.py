@@ -87,9 +87,9 @@ def test_the_tasks_of_its_recipe_hold() -> None:
 def test_two_steps_of_its_recipe(made: Imported, tmp_path: Path) -> None:
     """With the two kinds of problems that it solves about half the time, so that there is something to learn from: in a group, or in
     one of the three that are made while none teaches. Most of a step's time goes into a group's prompt."""
-    run, kinds = tmp_path / "run", "tasks.options.datasets=chain_sum, spell_backward"
-    small = ["rollout.groups_per_step=1", "rollout.extra_groups=3", "rollout.group.size=4", "tasks.options.heldout_kinds="]
-    small += ["tasks.options.turn_tokens=48", "evaluation.heldout=2", "evaluation.heldout_real=0", "serving.kv_cache_gb=0.5"]
+    run, kinds = tmp_path / "run", "tasks.family.options.datasets=chain_sum, spell_backward"
+    small = ["rollout.groups_per_step=1", "rollout.extra_groups=3", "rollout.group.size=4", "tasks.family.options.heldout_kinds="]
+    small += ["tasks.family.options.turn_tokens=48", "evaluation.heldout=2", "evaluation.heldout_real=0", "serving.kv_cache_gb=0.5"]
     small += ["serving.threads=1", "learner.threads=1"]
     command = [sys.executable, "-m", "agentrl", "train", "recipes/smollm2.py", f"policy.model={made.folder}", "steps=2", kinds, *small]
     done = subprocess.run([*command, "--run-dir", str(run), "--sandbox", "bubblewrap"], capture_output=True, text=True, timeout=1500)

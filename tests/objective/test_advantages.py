@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.config import ObjectiveConfig
+from agentrl.config import ObjectiveConfig, Part
 from agentrl.errors import PluginError
 from agentrl.objective import GroupAdvantages, batch_advantages
 from agentrl.objective.advantages import check_advantages, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
@@ -59,7 +59,7 @@ def test_a_user_supplied_estimator_gets_counted_scores_and_its_failure_is_report
         "def short(groups):\n"
         "    return groups[1:]\n"
     )
-    settings = ObjectiveConfig(advantage=f"{file}:longest", advantage_options={"most": 1})
+    settings = ObjectiveConfig(advantage=Part(f"{file}:longest", options={"most": 1}))
     group = _group(_episode(0, 1.0), _episode(1, 1.0, Blame.INFRASTRUCTURE), _episode(2, None), _episode(3, 0.0))
     (found,) = batch_advantages([group], settings, min_group_size=2)
     assert found.values == (2.0, None, None, 0.0)

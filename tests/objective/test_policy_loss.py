@@ -95,10 +95,10 @@ def by_hand(tokens: TrainedTokens, o: ObjectiveConfig, d: float) -> tuple[float,
         else:
             w = rho if off.floor <= rho <= off.cap else 0.0
         r = math.exp(pi[t] - centre[t])
-        if o.loss == "gspo":
+        if o.loss.ref == "gspo":
             r = math.exp(sum(pi[j] - centre[j] for j in mates) / len(mates))
         bounded = min(max(r, 1 - o.clip_low), 1 + o.clip_high)
-        if o.loss == "cispo":
+        if o.loss.ref == "cispo":
             value, slope = bounded * a * pi[t], bounded * a
         else:
             if off.weights != "none":
@@ -173,7 +173,7 @@ def test_one_token_completions(changes: dict[str, Any]) -> None:
     """With a token a sequence, sequence ratios are token ratios and both means are the same."""
     objective = made(changes)
     tokens = replace(draw(2, 20), sequence=torch.arange(20))
-    preset, loss = objective.off_policy.preset.removesuffix("_sequence"), objective.loss.replace("gspo", "clip")
+    preset, loss = objective.off_policy.preset.removesuffix("_sequence"), "clip" if objective.loss.ref == "gspo" else objective.loss
     aggregation = objective.aggregation.replace("sequence", "token")
     twin = objective.but({"off_policy.preset": preset, "loss": loss, "aggregation": aggregation})
     assert policy_loss(tokens, objective, denominator=20).loss.item() == pytest.approx(
@@ -272,12 +272,12 @@ def test_a_clip_counts_on_the_side_of_its_ratio(changes: dict[str, Any]) -> None
     result = policy_loss(tokens, objective, denominator=1)
     found = summarize(result.sums, result.maxima)
     gap = (tokens.logprobs.detach() - tokens.behaviour).numpy()
-    if objective.loss == "gspo":
+    if objective.loss.ref == "gspo":
         group = tokens.sequence.numpy()
         gap = np.array([gap[group == one].mean() for one in group])
     ratio, advantages = np.exp(gap), tokens.advantages.numpy()
     above, below = ratio > 1 + objective.clip_high, ratio < 1 - objective.clip_low
-    if objective.loss == "cispo":
+    if objective.loss.ref == "cispo":
         high, low = above, below
     else:
         high, low = above & (advantages > 0), below & (advantages < 0)

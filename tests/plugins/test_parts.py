@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl import protocols
-from agentrl.config import ObjectiveConfig, PolicyConfig, Recipe, TasksConfig
+from agentrl.config import ObjectiveConfig, Part, PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import PluginError, RecipeError
+from agentrl.objective.advantages import load_estimator
 from agentrl.objective.trial import try_estimator
 from agentrl.plugins import parts, references
 from agentrl.plugins.protocol_checks import protocol_errors, signature_error
@@ -45,14 +46,14 @@ def written(tmp_path: Path) -> Any:
 def test_what_ships_fulfils_its_own_protocol_and_is_called_as_anybody_elses(kind: parts.PartKind) -> None:
     """The one registry: a word is no more than a short reference."""
     for word, reference in kind.shipped.items():
-        assert parts.check_name(kind, word) == word
+        assert parts.check_part(kind, Part(word)) == Part(word)
         if kind is parts.ADVANTAGE or kind is parts.LOSS:
             assert protocol_errors(references.resolve(reference), references.resolve(kind.protocol)) == []
         elif kind is parts.BACKEND:
             assert [protocol_errors(one, protocols.SandboxBackend) for one in (BubblewrapBackend, DockerBackend)] == [[], []]
             assert signature_error(references.resolve(reference), root=Path(), run_label="x") == ""
         else:
-            assert parts.load_part(kind, reference) is references.resolve(reference), "named by its reference it passes, too"
+            assert parts.load_part(kind, Part(reference)) is references.resolve(reference), "named by its reference it passes, too"
 
 
 @pytest.mark.parametrize(
@@ -63,31 +64,24 @@ def test_what_ships_fulfils_its_own_protocol_and_is_called_as_anybody_elses(kind
             r"no sandbox backend of that name; did you mean bubblewrap\? known here: auto, docker",
         ),
         ("rollout.agent=turn", r"rollout\.agent: no agent of that name; did you mean turns\?"),
-        ('rollout.agent_options={"a": 1}', r"options do nothing with rollout\.agent=turns"),
         ("serving.weight_transfer=ncll", r"no weight channel of that name; did you mean nccl\?"),
         ("store=redis", r"store: no experience store of that name; known here: sqlite.*module:attr"),
         ('trackers=["terminal", "tensorbord"]', r"trackers\.1: no tracker of that name; did you mean tensorboard\?"),
         ("objective.advantage=rlo", r"objective\.advantage: no advantage estimator of that name; did you mean rloo\?"),
         ("objective.loss=gsp", r"objective\.loss: no loss of that name; did you mean gspo"),
-        ('sandbox.options={"a": 1}', r"options do nothing with sandbox\.backend=auto"),
-        ('serving.weight_transfer_options={"a": 1}', r"options do nothing with serving\.weight_transfer=file"),
-        ('store_options={"a": 1}', "options do nothing with store=sqlite"),
-        ('objective.loss_options={"a": 1}', r"options do nothing with objective\.loss=clip"),
-        ('objective.advantage_options={"a": 1}', r"options do nothing with objective\.advantage=grpo"),
-        ('tracker_options={"terminal": {"a": 1}}', "options do nothing with trackers=terminal"),
-        ('tracker_options={"a:b": {}}', r"'a:b', but trackers \(terminal, tensorboard\) does not"),
     ],
 )
-def test_a_misspelt_word_and_options_that_do_nothing_stop_as_the_recipe_is_made(override: str, said: str) -> None:
+def test_a_misspelt_name_stops_as_the_recipe_is_made(override: str, said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         BASE.but(override)
 
 
-def test_options_are_kept_with_the_recipe() -> None:
-    made = BASE.but("store=a:b", store_options={"url": "x", "sizes": [1, 2.5, None]})
-    assert Recipe.model_validate_json(made.model_dump_json()) == made
-    with pytest.raises(RecipeError, match="store_options"):
-        BASE.but("store=a:b", store_options={"what": object()})
+@pytest.mark.parametrize("kind", parts.KINDS, ids=lambda kind: kind.key)
+def test_options_of_a_built_in_part_raise_an_error(kind: parts.PartKind) -> None:
+    name = next(iter(kind.shipped))
+    value = Part(name, options={"a": 1})
+    with pytest.raises(RecipeError, match=rf"options do nothing with {re.escape(kind.key)}={name}: they are for plug-ins; remove them"):
+        BASE.but({kind.key: [value] if kind is parts.TRACKER else value})
 
 
 STORE = """
@@ -99,9 +93,9 @@ class Part(SqliteStore):
 
 
 def test_a_store_of_somebodys_is_opened_with_the_run_folder_the_recipe_and_its_options(written: Any, tmp_path: Path) -> None:
-    made = BASE.but(f"store={written(STORE)}", store_options={"name": "mine.sqlite"})
+    made = BASE.but(store=Part(written(STORE), options={"name": "mine.sqlite"}))
     check_parts(made)
-    store = parts.make_part(parts.STORE, made.store, made.store_options, tmp_path, made)
+    store = parts.make_part(parts.STORE, made.store, tmp_path, made)
     store.close()
     assert (tmp_path / "mine.sqlite").is_file()
 
@@ -182,10 +176,9 @@ def test_what_does_not_fulfil_the_protocol_is_refused_with_what_to_write(
     key: str, code: str, options: dict[str, Any], said: str, fix: str, written: Any
 ) -> None:
     reference = written(code)
-    where = {"sandbox.backend": "sandbox.options", "store": "store_options"}.get(key, f"{key}_options")
-    changes: dict[str, Any] = {key: [reference] if key == "trackers" else reference} | ({where: options} if options else {})
+    part = Part(reference, options=options)
     with pytest.raises(PluginError) as error:
-        check_parts(BASE.but(changes))
+        check_parts(BASE.but({key: [part] if key == "trackers" else part}))
     assert key in error.value.message and said in error.value.message, error.value.message
     assert fix in error.value.fix, error.value.fix
 
@@ -255,13 +248,13 @@ def test_a_factory_that_breaks_its_word_is_found_out_when_it_is_called(written: 
     reference = written(code)
     check_parts(BASE.but(f"store={reference}"))
     with pytest.raises(PluginError, match="its result, of class int, does not fulfil"):
-        parts.make_part(parts.STORE, reference, {}, tmp_path, BASE)
+        parts.make_part(parts.STORE, Part(reference), tmp_path, BASE)
 
 
 def test_what_a_factory_raises_is_told_with_its_place(written: Any, tmp_path: Path) -> None:
     reference = written(STORE + "        raise KeyError('REDIS_URL')\n")
     with pytest.raises(PluginError, match=r"store .* could not be opened: KeyError: 'REDIS_URL' \(.*theirs\.py:6\)"):
-        parts.make_part(parts.STORE, reference, {}, tmp_path, BASE)
+        parts.make_part(parts.STORE, Part(reference), tmp_path, BASE)
 
 
 @pytest.mark.slow
@@ -281,8 +274,8 @@ def test_a_wrong_reference_ends_the_command_at_once_with_exit_code_2(tmp_path: P
 
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=6), max_size=5))
 def test_an_estimator_from_outside_gives_what_the_same_one_inside_gives(scores: list[list[float]]) -> None:
-    named = parts.load_part(parts.ADVANTAGE, "agentrl.objective.advantages:rloo", {"normalize_std": True})
-    assert named(scores) == parts.load_part(parts.ADVANTAGE, "rloo", {"normalize_std": True})(scores)
+    named = parts.load_part(parts.ADVANTAGE, Part("agentrl.objective.advantages:rloo", options={"normalize_std": True}))
+    assert named(scores) == load_estimator(ObjectiveConfig(advantage="rloo", normalize_std=True))(scores)
 
 
 async def test_a_backend_with_nothing_but_the_protocol_is_pooled() -> None:

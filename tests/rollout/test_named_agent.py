@@ -35,7 +35,7 @@ async def test_a_user_supplied_agent_runs_the_episodes(task: Task, tokenizer: An
     (tmp_path / "agent.py").write_text(code)
     made = BASE.but({"rollout.agent": f"{tmp_path}/agent.py:OneAnswer"})
     check_parts(made)
-    agent = parts.make_part(parts.AGENT, made.rollout.agent, made.rollout.agent_options, chat=ChatFormat(tokenizer))
+    agent = parts.make_part(parts.AGENT, made.rollout.agent, chat=ChatFormat(tokenizer))
     runner = EpisodeRunner(
         agent=agent,
         policy=policy,

@@ -36,7 +36,7 @@ def runs() -> Callable[..., EpisodeRunner]:
     def make(reads: Any) -> EpisodeRunner:
         chat = ChatFormat(tokenizer)
         return EpisodeRunner(
-            agent=parts.make_part(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat),
+            agent=parts.make_part(parts.AGENT, recipe.rollout.agent, chat=chat, **recipe.rollout.agent_settings),
             policy=ReadingPolicy(tokenizer, reads),
             sandboxes=ScriptedSandboxes(printing("")),
             sampling=Sampling(),

@@ -51,7 +51,7 @@ async def played(task: Task, reads: Reads, name: str = "e", *, model_len: int = 
         return ExecResult(exit_code=0, stdout=run_template(code, task.files), stderr="", wall_s=0.0)
 
     runner = EpisodeRunner(
-        agent=parts.make_part(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=ChatFormat(tokenizer())),
+        agent=parts.make_part(parts.AGENT, recipe.rollout.agent, chat=ChatFormat(tokenizer()), **recipe.rollout.agent_settings),
         policy=ReadingPolicy(tokenizer(), reads(task)),
         sandboxes=ScriptedSandboxes(runs),
         sampling=Sampling(),

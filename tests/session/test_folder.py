@@ -108,7 +108,7 @@ def test_a_damaged_start_record_is_reported(tmp_path: Path) -> None:
         recorded_overrides(tmp_path)
 
 
-HARD = ['tasks.options={"a b": "it\'s $HOME"}', "policy.model=./my model", "name=a;b", "steps=3", "sandbox.backend=bubblewrap"]
+HARD = ['tasks.family.options={"a b": "it\'s $HOME"}', "policy.model=./my model", "name=a;b", "steps=3", "sandbox.backend=bubblewrap"]
 
 
 def test_the_resume_command_is_the_one_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,12 +156,12 @@ def leaves(kind: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 DECIDES = (
-    *("name", "seed", "max_staleness", "device", "store", "store_options"),
+    *("name", "seed", "max_staleness", "device", "store"),
     *("policy.*", "tasks.*", "mcp.*", "tools.*", "memory.*", "objective.*", "critic.*"),
     *("learner.lr", "learner.warmup_steps", "learner.lr_schedule", "learner.weight_decay", "learner.max_grad_norm", "learner.lora.*"),
     *("learner.minibatches", "learner.kernels", "learner.offload"),
     *("judge_servers.x.model", "judge_servers.x.dtype", "judge_servers.x.max_model_len"),
-    *("rollout.agent", "rollout.agent_options", "rollout.delegation.*", "rollout.compaction", "rollout.instructions"),
+    *("rollout.agent", "rollout.delegation.*", "rollout.compaction", "rollout.instructions"),
     *("rollout.group.*", "rollout.groups_per_step", "rollout.extra_groups", "rollout.sampling.*"),
 )
 """Keys that decide what is sampled, judged or learned, or what a checkpoint holds. A new key is put here, or declared `resumable`."""

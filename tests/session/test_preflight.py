@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from agentrl.cli.recipes import load_recipe
 from agentrl.cli.running import run_folder
 from agentrl.cluster.gpus import Placement
-from agentrl.config import PolicyConfig, Recipe, SamplingConfig, TasksConfig
+from agentrl.config import Part, PolicyConfig, Recipe, SamplingConfig, TasksConfig
 from agentrl.errors import UserError
 from agentrl.serving import server
 from agentrl.session.models import SAMPLING_FILE, copy_base_version, export_model, find_model
@@ -305,7 +305,7 @@ class Own:
     ],
 )
 def test_a_family_without_a_task_fails_before_anything_is_loaded(gives: str, says: str) -> None:
-    tasks = TasksConfig(family=f"{__file__}:Own", options={"gives": gives})
+    tasks = TasksConfig(family=Part(f"{__file__}:Own", options={"gives": gives}))
     with pytest.raises(UserError, match=says):
         open_tasks(RECIPE.but(tasks=tasks), root=ROOT)
 

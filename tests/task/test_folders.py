@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config import TasksConfig
+from agentrl.config import Part, TasksConfig
 from agentrl.errors import RecipeError, TaskError, UserError
 from agentrl.records import Split, Task, codec
 from agentrl.task import TaskFolders, open_family
@@ -317,16 +317,16 @@ def test_all_mistakes_of_a_task_are_reported_together(tmp_path: Path) -> None:
 def test_recipe_refers_to_a_family_by_its_folder(tmp_path: Path) -> None:
     good(tmp_path / "sandboxes" / "family", "a")
     good(tmp_path / "sandboxes" / "family", "b")
-    config = TasksConfig(family="sandboxes/family", options={"heldout": 0.5})
+    config = TasksConfig(family=Part("sandboxes/family", options={"heldout": 0.5}))
     family = open_family(config, seed=0, root=tmp_path)
     assert (family.name, family.size(Split.TRAIN), family.size(Split.HELDOUT)) == ("family", 1, 1)
     assert family.task(Split.TRAIN, 0).sandbox.image == "sandboxes/family"
     with pytest.raises(UserError, match="no folder"):
         open_family(TasksConfig(family="sandboxes/nothing"), seed=0, root=tmp_path)
-    with pytest.raises(RecipeError, match=r"tasks\.options\.held: unknown"):
-        open_family(TasksConfig(family="sandboxes/family", options={"held": 1}), seed=0, root=tmp_path)
+    with pytest.raises(RecipeError, match=r"tasks\.family\.options\.held: unknown"):
+        open_family(TasksConfig(family=Part("sandboxes/family", options={"held": 1})), seed=0, root=tmp_path)
     with pytest.raises(RecipeError, match="must be a number"):
-        open_family(TasksConfig(family="sandboxes/family", options={"heldout": "half"}), seed=0, root=tmp_path)
+        open_family(TasksConfig(family=Part("sandboxes/family", options={"heldout": "half"})), seed=0, root=tmp_path)
 
 
 def test_shipped_family_is_valid() -> None:

@@ -26,16 +26,15 @@ SMALL = [
 @pytest.mark.bubblewrap
 @pytest.mark.e2e
 def test_a_run_of_somebody_elses_parts(site: Path, tmp_path: Path) -> None:
-    run, account, journal = tmp_path / "run", tmp_path / "sandboxes.json", tmp_path / "ended"
+    run, account, journal, columns = tmp_path / "run", tmp_path / "sandboxes.json", tmp_path / "ended", ["reward_mean", "advantage_std"]
     parts = [
-        *("rollout.agent=fieldkit.agent:JournalAgent", f"rollout.agent_options={json.dumps({'journal': str(journal)})}"),
-        *("sandbox.backend=fieldkit-sandboxes", f"sandbox.options={json.dumps({'account': str(account)})}"),
-        *("serving.weight_transfer=fieldkit.channel:JournalChannel", 'serving.weight_transfer_options={"journal": "went.jsonl"}'),
-        *("store=fieldkit-store", 'store_options={"folder": "kept"}'),
-        *('trackers=["terminal", "fieldkit.tracker:CsvTracker"]',),
-        'tracker_options={"fieldkit.tracker:CsvTracker": {"columns": ["reward_mean", "advantage_std"]}}',
-        *("objective.advantage=leave-one-out", 'objective.advantage_options={"scale": 3.0}'),
-        *("objective.loss=fieldkit.objective:soft_clip", 'objective.loss_options={"width": 0.5}'),
+        *("rollout.agent=fieldkit.agent:JournalAgent", f"rollout.agent.options={json.dumps({'journal': str(journal)})}"),
+        *("sandbox.backend=fieldkit-sandboxes", f"sandbox.backend.options={json.dumps({'account': str(account)})}"),
+        *("serving.weight_transfer=fieldkit.channel:JournalChannel", 'serving.weight_transfer.options={"journal": "went.jsonl"}'),
+        *("store=fieldkit-store", 'store.options={"folder": "kept"}'),
+        f"trackers={json.dumps(['terminal', {'ref': 'fieldkit.tracker:CsvTracker', 'options': {'columns': columns}}])}",
+        *("objective.advantage=leave-one-out", 'objective.advantage.options={"scale": 3.0}'),
+        *("objective.loss=fieldkit.objective:soft_clip", 'objective.loss.options={"width": 0.5}'),
     ]
     command = [sys.executable, "-m", "agentrl", "train", "recipes/quickstart.py", *SMALL, *parts, "--run-dir", str(run), "--json"]
     path = os.pathsep.join([str(site), str(ROOT)])
