@@ -66,7 +66,7 @@ def test_what_ships_fulfils_its_own_protocol_and_is_called_as_anybody_elses(kind
         ("rollout.agent=turn", r"rollout\.agent: no agent of that name; did you mean turns\?"),
         ("serving.weight_transfer=ncll", r"no weight channel of that name; did you mean nccl\?"),
         ("store=redis", r"store: no experience store of that name; known here: sqlite.*module:attr"),
-        ('trackers=["terminal", "tensorbord"]', r"trackers\.1: no tracker of that name; did you mean tensorboard\?"),
+        ('trackers=["terminal", "tensorbord"]', r"trackers\[1\]: no tracker of that name; did you mean tensorboard\?"),
         ("objective.advantage=rlo", r"objective\.advantage: no advantage estimator of that name; did you mean rloo\?"),
         ("objective.loss=gsp", r"objective\.loss: no loss of that name; did you mean gspo"),
     ],
