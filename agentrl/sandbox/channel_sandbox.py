@@ -13,6 +13,7 @@ from agentrl.records import ExecResult, SandboxSpec
 from agentrl.sandbox import frames
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.inside import arguments
+from agentrl.sandbox.waiting import ClosesOnce
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ Destroy = Callable[[bool], Awaitable[None]]
 """Removes what the backend created. The argument says whether the exec server is known to have ended."""
 
 
-class ChannelSandbox:
+class ChannelSandbox(ClosesOnce):
     """A sandbox whose exec server is at the other end of `channel`. Programs run one at a time; further calls wait.
 
     A program that times out ends every process of the sandbox. One that ends in time may leave others running.
@@ -38,18 +39,11 @@ class ChannelSandbox:
         self._channel = channel
         self._destroy = destroy
         self._turn = asyncio.Lock()
-        self._closing: asyncio.Task[None] | None = None
         self._restored = False
         self._sessions: set[str] = set()
 
     async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        timeout_s: float,
-        output_bytes: int = 65536,
-        env: Mapping[str, str] | None = None,
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, output_bytes: int = 65536, env: Mapping[str, str] | None = None
     ) -> ExecResult:
         """Runs a program. Of stdout and of stderr, the first and the last `output_bytes / 2` bytes are kept."""
         fields = arguments.program(argv, env) | arguments.limits(timeout_s, output_bytes)
@@ -128,12 +122,6 @@ class ChannelSandbox:
         """Lets the programs continue."""
         await self._channel.call("resume", timeout_s=GRACE_S)
         self._channel.resume_deadlines()
-
-    async def close(self) -> None:
-        """Destroys the sandbox. Idempotent. Completes even if the caller is cancelled."""
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close(), name=f"close sandbox {self.id}")
-        await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
         try:

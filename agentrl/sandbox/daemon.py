@@ -17,12 +17,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentrl.base.files import tail_bytes
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.sandbox import docker_client
 
 _STATE = Path("/var/run/agentrl-docker")
 _PIDFILE, _LOG = _STATE / "dockerd.pid", _STATE / "dockerd.log"
 _POLL_S = 0.1
+_TAIL_BYTES = 1500  # of the log, in errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +62,11 @@ def start(*, timeout_s: float = 60.0) -> DaemonStatus:
     deadline = time.monotonic() + timeout_s
     while not docker_client.daemon_answers():
         if process is not None and process.poll() is not None:
-            raise SandboxError(f"dockerd ended with status {process.returncode}:\n{_log_tail()}")
+            raise SandboxError(f"dockerd ended with status {process.returncode}:\n{tail_bytes(_LOG, most=_TAIL_BYTES)}")
         if time.monotonic() > deadline:
             if process is not None:
                 process.terminate()
-            raise SandboxError(f"dockerd does not answer after {timeout_s:.0f} s:\n{_log_tail()}")
+            raise SandboxError(f"dockerd does not answer after {timeout_s:.0f} s:\n{tail_bytes(_LOG, most=_TAIL_BYTES)}")
         time.sleep(_POLL_S)
     return status()
 
@@ -106,13 +108,6 @@ def _own_pid() -> int | None:
     except (OSError, ValueError):
         return None
     return pid if name == "dockerd" and state != "Z" else None
-
-
-def _log_tail(lines: int = 12) -> str:
-    try:
-        return "\n".join(_LOG.read_text(errors="replace").splitlines()[-lines:])
-    except OSError as error:
-        return f"(no log: {error})"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,15 +18,7 @@ class JudgeServer(ServerProcess):
     """One server, from `start` to `stop`."""
 
     def __init__(
-        self,
-        name: str,
-        config: JudgeServerConfig,
-        *,
-        model: Path,
-        reward_model: bool,
-        folder: Path,
-        device: str,
-        gpus: str | None = None,
+        self, name: str, config: JudgeServerConfig, *, model: Path, reward_model: bool, folder: Path, device: str, gpus: str | None = None
     ) -> None:
         """`name`: served model name; the log is `folder`/logs/judge-NAME.log. `reward_model`: whether it returns numbers instead of text.
         `gpus`: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's.

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config.recipe import Recipe
-from agentrl.errors import ServerDied, ServingError, SwapError
+from agentrl.errors import ServingError, SwapError
 from agentrl.protocols import CacheUse, VersionRegistry
 from agentrl.records import Completion, PolicyVersion, SamplingParams, SwapReport
-from agentrl.serving.supervisor import ServerLost, SupervisedServer, mark_serving, version_to_serve
+from agentrl.serving.supervisor import ServerLost, SupervisedServer, in_time, mark_serving, version_to_serve
 
 log = logging.getLogger(__name__)
 
@@ -261,13 +261,10 @@ class ServerPool:
 
     async def _wait_ready(self) -> list[int]:
         """Waits until `_ready` has a server. Raises `ServingError`."""
-        try:
-            async with asyncio.timeout(self._recipe.serving.startup_timeout_s), self._looking:
-                while not (ready := self._ready()):
-                    await asyncio.sleep(POLL_S)
-                return ready
-        except TimeoutError:
-            raise ServerDied("no inference server came back") from None
+        async with in_time(self._recipe.serving.startup_timeout_s, "no inference server came back"), self._looking:
+            while not (ready := self._ready()):
+                await asyncio.sleep(POLL_S)
+            return ready
 
     async def _move(self, version: PolicyVersion, take: _Take) -> list[SwapReport]:
         """Loads a version into every server. Raises `SwapError`; then some may have it."""
@@ -281,21 +278,18 @@ class ServerPool:
 
     async def _first(self, version: PolicyVersion, take: _Take) -> SwapReport | None:
         """Loads a version into one server, or into another one if it dies meanwhile."""
-        try:
-            async with asyncio.timeout(self._recipe.serving.startup_timeout_s) as deadline:
-                while True:
-                    replica = next((replica for replica in self._replicas if replica.accepts_requests), None)
-                    if replica is None:
-                        await asyncio.sleep(POLL_S)
-                        continue
-                    deadline.reschedule(None)  # the swap has separate deadlines
-                    try:
-                        return await take(replica, version)
-                    except ServerLost as error:
-                        log.warning("the swap to version %d continues with another server: %s", version.number, error)
-                        deadline.reschedule(asyncio.get_running_loop().time() + self._recipe.serving.startup_timeout_s)
-        except TimeoutError:
-            raise ServerDied("no inference server came back") from None
+        async with in_time(self._recipe.serving.startup_timeout_s, "no inference server came back") as deadline:
+            while True:
+                replica = next((replica for replica in self._replicas if replica.accepts_requests), None)
+                if replica is None:
+                    await asyncio.sleep(POLL_S)
+                    continue
+                deadline.reschedule(None)  # the swap has separate deadlines
+                try:
+                    return await take(replica, version)
+                except ServerLost as error:
+                    log.warning("the swap to version %d continues with another server: %s", version.number, error)
+                    deadline.reschedule(asyncio.get_running_loop().time() + self._recipe.serving.startup_timeout_s)
 
     async def _follow(self, replica: SupervisedServer, version: PolicyVersion, take: _Take) -> SwapReport | None:
         """Loads a version that another server serves. Raises `SwapError` if the version was retracted meanwhile."""

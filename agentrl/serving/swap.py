@@ -63,10 +63,7 @@ class HotSwap(ABC):
             self._server.weights.accept(version.number)
             self._serving_folder = folder
         return SwapReport(
-            version=version.number,
-            stall_ms=1000 * stall_s,
-            total_ms=1000 * (time.perf_counter() - start),
-            probe_max_abs_diff=diff,
+            version=version.number, stall_ms=1000 * stall_s, total_ms=1000 * (time.perf_counter() - start), probe_max_abs_diff=diff
         )
 
     async def _exchange(self, number: int, folder: Path) -> float:

@@ -15,8 +15,7 @@ from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.clock import run_virtually
-from agentrl.testing.samples import sample_task
-from agentrl.testing.sandboxes import printing
+from agentrl.testing.sandboxes import printing, sample_task
 
 TASK = replace(sample_task(), tools=(), limits=Limits(turns=2, turn_tokens=100_000, episode_tokens=100_000, wall_s=60.0))
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from agentrl.sandbox import limits, select_backend, server_code
-from agentrl.sandbox.inside.bounds import MAX_LOCKS, MAX_REST_S, MAX_SOCKETS, REST_FACTOR, Watch, sockets_in
+from agentrl.sandbox.inside.users import MAX_LOCKS, MAX_REST_S, MAX_SOCKETS, REST_FACTOR, Watch, sockets_in
 from tests.sandbox.building import BOTH, SPEC
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="bubblewrap without root does not promise this")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from agentrl.cli.recipes import load_recipe
 from agentrl.cli.running import run_folder
-from agentrl.cluster.gpus import Placement
+from agentrl.cluster import Placement
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.config.gate import GateConfig
 from agentrl.errors import UserError
