@@ -10,9 +10,8 @@ from typing import Any
 
 from agentrl.errors import SandboxError
 from agentrl.records import ExecResult, SandboxSpec
-from agentrl.sandbox import frames
+from agentrl.sandbox import arguments, frames
 from agentrl.sandbox.channel import Channel
-from agentrl.sandbox.inside import arguments
 from agentrl.sandbox.waiting import ClosesOnce
 
 log = logging.getLogger(__name__)

@@ -62,10 +62,6 @@ class ControlPlane:
         except TimeoutError:
             raise ServingError(f"no answer from {self.url}{path} within {timeout_s:g} s") from None
 
-    async def healthy(self, *, timeout_s: float) -> bool:
-        """Whether the server answers and its engine lives."""
-        return await self.health(timeout_s=timeout_s) == "answers"
-
     async def health(self, *, timeout_s: float) -> Literal["answers", "down", "silent"]:
         """Returns the server's state. `down`: nothing listens, or the engine is dead. `silent`: no answer within `timeout_s`."""
         try:

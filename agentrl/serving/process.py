@@ -219,7 +219,7 @@ class ServerProcess(ABC):
             os.close(part)
 
     async def _make_ready(self, process: asyncio.subprocess.Process, control: ControlPlane) -> None:
-        while not await control.healthy(timeout_s=HEALTH_TIMEOUT_S):
+        while await control.health(timeout_s=HEALTH_TIMEOUT_S) != "answers":
             if process.returncode is not None:
                 raise ended_while_starting(self._what, process.returncode, self.log_path, self._log_start)
             await asyncio.sleep(POLL_S)

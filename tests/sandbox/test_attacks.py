@@ -228,7 +228,7 @@ async def test_sandbox_without_counts_of_uncharged_memory_is_detected(weak, name
 @bubblewrap
 async def test_proxy_without_checks_is_detected(root, monkeypatch):
     monkeypatch.setattr("agentrl.records.destinations.Destination.covers", lambda *_: True)
-    monkeypatch.setattr("agentrl.sandbox.egress.addresses.AllowList._listed", lambda *_: True)
+    monkeypatch.setattr("agentrl.sandbox.egress.requests.AllowList._listed", lambda *_: True)
     backend = BubblewrapBackend(run_label="test", root=root)
     try:
         (result,) = await run_attacks(backend, SPEC, only="egress_other_places")

@@ -20,7 +20,6 @@ import socket
 import sys
 import time
 
-from agentrl.sandbox.inside.arguments import validate_request
 from agentrl.sandbox.inside.child import MAX_SESSIONS, Session, reset_interpreter
 from agentrl.sandbox.inside.files import send_file, write_files
 from agentrl.sandbox.inside.isolation import isolate_tree
@@ -87,7 +86,6 @@ class Server:
         body = Body(self.link, request["body"])
         data = b""
         try:
-            validate_request(request)
             operation = request["op"]
             if self.paused_at is not None and operation not in ("pause", "resume", "snapshot"):
                 raise Refused("busy", "it is paused")

@@ -16,7 +16,7 @@ from agentrl.records import Episode, ExecResult, SandboxSpec, Score, Task, codec
 from agentrl.records.paths import is_plain_path
 from agentrl.reward import TaskScorer, cleanroom
 from agentrl.reward.cleanroom import parse_reward
-from agentrl.sandbox.inside import arguments
+from agentrl.sandbox import arguments
 from agentrl.task.grading import GRADING_KEY, Grading, Mode, encode_files
 from agentrl.task.outputs import WHOLE_DIRECTORY, collect_outputs, select_files
 from agentrl.testing.sandboxes import ScriptedSandbox, ScriptedSandboxes, sample_task
