@@ -18,12 +18,8 @@ UNRELIEVED_S = 5.0
 """Extra time for a reply if no program blocked the exec server: the machine may have been suspended."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Reply:
-    """A checked reply."""
-
-    fields: Mapping[str, Any]
-    body: bytes
+Reply = tuple[Mapping[str, Any], bytes]
+"""Checked fields, and the body."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +58,8 @@ class Channel:
         """Waits for the server's greeting. The caller sets the deadline."""
         call = self._expect(0, frames.HELLO, 0)
         self._task = asyncio.create_task(self._read(), name=f"sandbox channel {self.name}")
-        if (await call.done).fields["version"] != 1:
+        fields, _ = await call.done
+        if fields["version"] != 1:
             raise self._break(FrameError("the exec server has another protocol version"))
 
     async def call(
@@ -197,7 +194,7 @@ class Channel:
             raise FrameError("an empty piece of a reply")
         call.pieces.append(body)
         if not more:
-            call.done.set_result(Reply(fields=fields, body=b"".join(call.pieces)))
+            call.done.set_result((fields, b"".join(call.pieces)))
 
 
 def _error(kind: str, message: str, name: str) -> Exception:

@@ -61,7 +61,7 @@ class ChannelSandbox(ClosesOnce):
 
     async def _run(self, operation: str, fields: Mapping[str, Any], body: bytes) -> ExecResult:
         async with self._turn:
-            reply = await self._channel.call(
+            reply, output = await self._channel.call(
                 operation,
                 fields,
                 body=body,
@@ -70,7 +70,7 @@ class ChannelSandbox(ClosesOnce):
                 timeout_s=fields["timeout_s"] + GRACE_S,
             )
         try:
-            return frames.parse_result(reply.fields, reply.body)
+            return frames.parse_result(reply, output)
         except SandboxError:
             await self.close()
             raise
@@ -79,8 +79,8 @@ class ChannelSandbox(ClosesOnce):
         """The bytes of a regular file. Raises `ValueError` for a link anywhere in the path."""
         fields = {"path": arguments.plain_path(path), "max_bytes": arguments.size(max_bytes, "max_bytes", arguments.MAX_READ_BYTES)}
         async with self._turn:
-            reply = await self._channel.call("read", fields, schema=frames.CHUNK, max_body=max_bytes, timeout_s=FILE_S)
-        return reply.body
+            _, body = await self._channel.call("read", fields, schema=frames.CHUNK, max_body=max_bytes, timeout_s=FILE_S)
+        return body
 
     async def write(self, path: str, data: bytes) -> None:
         """Replaces `path`; a link is replaced, not followed. Raises `ValueError` if there is no space, or the path is invalid."""
@@ -103,8 +103,8 @@ class ChannelSandbox(ClosesOnce):
         limit = (self.spec.disk_mb << 20) + _ARCHIVE_HEADERS_BYTES
         async with self._turn:
             fields = {"max_bytes": limit}
-            reply = await self._channel.call("snapshot", fields, schema=frames.CHUNK, max_body=limit, timeout_s=2 * FILE_S)
-        return reply.body
+            _, archive = await self._channel.call("snapshot", fields, schema=frames.CHUNK, max_body=limit, timeout_s=2 * FILE_S)
+        return archive
 
     async def restore(self, archive: bytes) -> None:
         """Unpacks a snapshot into the working directory. It contains no sessions; the first call in one reports a restart."""
