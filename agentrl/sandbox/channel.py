@@ -11,6 +11,7 @@ from typing import Any
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.sandbox import frames
 from agentrl.sandbox.frames import FrameError, Schema
+from agentrl.sandbox.inside.wire import PREFIX
 
 RELIEVED_S = 35.0
 """Extra time for a reply after the programs that blocked the exec server have been killed."""
@@ -174,7 +175,7 @@ class Channel:
         return True
 
     async def _read_reply(self) -> None:
-        header_size, body_size = frames.parse_prefix(await self._reader.readexactly(frames.PREFIX.size))
+        header_size, body_size = frames.parse_prefix(await self._reader.readexactly(PREFIX.size))
         header = frames.parse_header(await self._reader.readexactly(header_size))
         call = self._calls.get(header["id"])
         if call is None:

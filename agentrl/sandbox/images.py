@@ -34,7 +34,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from agentrl.base import toml
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
 from agentrl.sandbox import builds, docker_client, waiting
-from agentrl.sandbox.builds import BUILD_S, BuildContext, Progress
+from agentrl.sandbox.builds import BUILD_S, BuildContext
+from agentrl.sandbox.builds import Progress as Progress
 
 PREPARE_S = 10.0
 LAYOUT = 3

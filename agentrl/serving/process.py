@@ -279,7 +279,7 @@ def launch_command(
         "--generation-config": "vllm",
         "--middleware": access.MIDDLEWARE,
     }
-    flags = [*flags, "--disable-uvicorn-access-log"]
+    options = [*flags, "--disable-uvicorn-access-log"]
     if cpu_threads is None:
         common["--gpu-memory-utilization"] = str(config.gpu_memory_utilization)
     else:
@@ -288,8 +288,8 @@ def launch_command(
         # The minimum of its CPU kernels. Only complete blocks are shared between requests; with vLLM's default of 128 tokens, about
         # a turn, requests would recompute most of their context.
         common["--block-size"] = "32"
-        flags.append("--enforce-eager")  # compilation takes minutes and gains nothing at this model size
-    return [*launch, "--", *(part for pair in (arguments | common).items() for part in pair), *flags]
+        options.append("--enforce-eager")  # compilation takes minutes and gains nothing at this model size
+    return [*launch, "--", *(part for pair in (arguments | common).items() for part in pair), *options]
 
 
 def server_environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, gpus: str | None = None) -> dict[str, str]:
