@@ -58,7 +58,10 @@ class HttpTransport:
                 raise
             finally:
                 self._busy.discard(connection)
-            self._give_back(connection)
+            if not self.closed and connection.reset():
+                self._free.append((time.monotonic(), connection))
+            else:
+                connection.abort()
             return answer
 
     def close(self) -> None:
@@ -85,12 +88,6 @@ class HttpTransport:
             if (connection := self._free.pop()[1]).usable:
                 return connection
         return None
-
-    def _give_back(self, connection: _Connection) -> None:
-        if self.closed or not connection.reset():
-            connection.abort()
-            return
-        self._free.append((time.monotonic(), connection))
 
     async def _open(self) -> _Connection:
         try:
