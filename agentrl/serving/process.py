@@ -289,7 +289,7 @@ def launch_command(
         # a turn, requests would recompute most of their context.
         common["--block-size"] = "32"
         options.append("--enforce-eager")  # compilation takes minutes and gains nothing at this model size
-    return [*launch, "--", *(part for pair in (arguments | common).items() for part in pair), *options]
+    return [*launch, "--", *(part for pair in {**arguments, **common}.items() for part in pair), *options]
 
 
 def server_environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, gpus: str | None = None) -> dict[str, str]:

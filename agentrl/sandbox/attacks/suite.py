@@ -106,10 +106,10 @@ def program_attack(path: Path) -> Attack:
         if not set(words) <= set(known):
             raise ValueError(f"{path}: {key}: {keys[key]}; known: {', '.join(filter(None, known))}")
     seconds = float(keys.get("seconds", "10"))
-    words = {key: value for key, value in keys.items() if key in ("kind", "run", "host", "network", "needs")}
+    settings = {key: value for key, value in keys.items() if key in ("kind", "run", "host", "network", "needs")}
     within = float(keys.get("within", seconds))
     description = " ".join(description.split())
-    return Attack(name=path.stem, description=description, program=text, seconds=seconds, within=within, ends=ends, **words)
+    return Attack(name=path.stem, description=description, program=text, seconds=seconds, within=within, ends=ends, **settings)
 
 
 def _trick(name: str) -> Attack:
