@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from agentrl.errors import SandboxUnavailable
 from agentrl.protocols import Sandbox
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import BubblewrapBackend, DockerBackend, WarmPool, cgroups, list_open, select_backend
+from agentrl.sandbox import BubblewrapBackend, DockerBackend, WarmPool, limits, list_open, select_backend
 from agentrl.sandbox.images import load_image
 from agentrl.sandbox.lease import lease
 from agentrl.sandbox.shared_containers import MAX_IDLE
@@ -266,13 +266,13 @@ def ours_open() -> set[str]:
 
 def held() -> dict[str, int]:
     """What exists now that sandboxes could leave behind."""
-    hierarchy = cgroups.find_hierarchy()
+    control_groups = limits.find_control_groups()
     shared = {sandbox.name for sandbox in list_open() if lease() in sandbox.name} - ours_open()
     return {
         "sandboxes": len(ours_open()),
         "processes": sum(lease() in mounts and not any(f"/{name}" in mounts for name in shared) for mounts in seen_mounts()),
         "containers": max(0, len(shared) - MAX_IDLE),
-        "control groups": sum(lease() in name for name in hierarchy.names()) if hierarchy is not None else 0,
+        "control groups": sum(lease() in name for name in control_groups.names()) if control_groups is not None else 0,
         "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
         "descriptors": len(os.listdir("/proc/self/fd")),
     }

@@ -3,7 +3,7 @@
 Runs everyday programs under the filter that sandboxes have (`agentrl.sandbox.seccomp`) and under strace, on this machine. Prints for
 each workload whether it works, then every call with how often it was made, and which calls the filter refused. `--free` runs them
 without the filter, which shows what they would call. Exit status 1 when a workload fails under the filter. The list in
-`agentrl/sandbox/system_calls.py` is the union of what this shows, what C libraries and runtimes of other versions call in its place
+`agentrl/sandbox/seccomp.py` is the union of what this shows, what C libraries and runtimes of other versions call in its place
 (glibc, musl, Go, Rust, the JVM), and nothing that the kernel counts for the whole machine.
 
 Needs strace, and takes the programs that it finds: compilers, git, node and perl where they are installed.
@@ -29,8 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agentrl.sandbox import seccomp
 from agentrl.sandbox.inside.users import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER, FilterProgram
-from agentrl.sandbox.system_calls import ALLOWED, CONDITIONAL, FORBIDDEN, NO_OP, UNSUPPORTED
-from agentrl.testing import filters
+from agentrl.sandbox.seccomp import ALLOWED, CONDITIONAL, FORBIDDEN, NO_OP, UNSUPPORTED
 
 TIME_S = 300.0
 ALLOW = 0x7FFF0000
@@ -91,7 +90,7 @@ def refusal(name: str, arguments: list[int]) -> str:
     number = NUMBERS.get(name, (None, None))[0 if machine == "x86_64" else 1]
     if number is None:
         return "ENOSYS"
-    answer, _ = filters.run_filter(filters.instructions(seccomp.filter_program()), number, *arguments, arch=ARCH[machine])
+    answer, _ = seccomp.simulate(number, *arguments, arch=ARCH[machine])
     if answer == ALLOW:
         return ""
     code = answer & 0xFFFF

@@ -14,7 +14,7 @@ from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.protocols.sandbox import OPEN_TIMEOUT_S
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import egress, images, layout, server_code, waiting
-from agentrl.sandbox.build_context import BuildContext
+from agentrl.sandbox.builds import BuildContext
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.sandbox.lease import remove_folder, sandbox_folder, sandbox_name, write_run_label
@@ -62,7 +62,7 @@ class Startup:
     undo: contextlib.AsyncExitStack  # runs if the start fails
 
 
-class ChannelBackend(abc.ABC):
+class ChannelBackend(waiting.ClosesOnce):
     """A `SandboxBackend` that reaches its sandboxes through a channel. `agentrl sandbox ls` shows `run_label`."""
 
     name: str
@@ -78,7 +78,6 @@ class ChannelBackend(abc.ABC):
         self._making = asyncio.Semaphore(_MAX_PREPARING)
         self._compiling = asyncio.Lock()  # images with the same content share a folder of the cache
         self._openings: dict[asyncio.Timeout, asyncio.Future[None]] = {}  # deadline of each opening -> done when it has ended
-        self._closing: asyncio.Task[None] | None = None
 
     async def prepare(self, spec: SandboxSpec) -> None:
         """Builds or loads the image (a minute the first time, then cached) and compiles the exec server for it.
@@ -129,13 +128,8 @@ class ChannelBackend(abc.ABC):
                 raise
         return sandbox
 
-    async def close(self) -> None:
-        """Cancels openings in progress and closes every sandbox. Idempotent. Completes even if the caller is cancelled."""
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close(), name=f"close {self.name}")
-        await asyncio.shield(self._closing)
-
     async def _close(self) -> None:
+        """Cancels openings in progress and closes every sandbox."""
         for deadline in self._openings:
             if not deadline.expired():
                 deadline.reschedule(0.0)  # has passed, so the opening is cancelled and cleans up

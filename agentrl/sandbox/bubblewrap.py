@@ -3,8 +3,8 @@
 A sandbox sees the image's file tree read-only, with tmpfs of limited size for the working directory, /tmp and /dev/shm. It has no
 network, a pid namespace, no capabilities, and a system call filter (`agentrl.sandbox.seccomp`).
 
-For root, each sandbox has a control group (`agentrl.sandbox.cgroups`), and its exec server gives up root before any program runs:
-server and programs are different users. For other users, bubblewrap maps a user namespace with one user, and limits are per process
+For root, each sandbox has a control group (`agentrl.sandbox.limits.ControlGroups`), and its exec server gives up root before any program
+runs: server and programs are different users. For other users, bubblewrap maps a user namespace with one user, and limits are per process
 unless the kernel offers better ones.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import cgroups, egress, images, limits
+from agentrl.sandbox import egress, images, limits
 from agentrl.sandbox.backend import ChannelBackend, ReadyImage, Startup
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.sandbox.inside.users import ENVIRONMENT
@@ -47,7 +47,7 @@ class BubblewrapBackend(ChannelBackend):
 
     def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.no_progress) -> None:
         super().__init__(run_label=run_label, root=root, progress=progress)
-        self._hierarchy = cgroups.find_hierarchy()
+        self._groups = limits.find_control_groups()
         self._separates = os.geteuid() == 0  # gives each sandbox separate inodes (`agentrl.sandbox.inside.isolation`)
         self._has_separated = False
 
@@ -77,8 +77,8 @@ class BubblewrapBackend(ChannelBackend):
 
     async def _start_once(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         async with self._startup(spec) as start:
-            if self._hierarchy is not None:
-                start.undo.callback(self._hierarchy.remove, start.name)
+            if self._groups is not None:
+                start.undo.callback(self._groups.end, start.name)
             ours, theirs = socket.socketpair()
             with theirs:
                 ours.setblocking(False)
@@ -89,8 +89,8 @@ class BubblewrapBackend(ChannelBackend):
 
         async def end(ended: bool) -> None:
             await _end(process, patience_s=PATIENCE_S if ended else 0.0)
-            if self._hierarchy is not None:
-                await asyncio.to_thread(self._hierarchy.remove, start.name)
+            if self._groups is not None:
+                await asyncio.to_thread(self._groups.end, start.name)
 
         def explain() -> str:
             with contextlib.suppress(OSError):
@@ -124,14 +124,14 @@ class BubblewrapBackend(ChannelBackend):
             )
             try:
                 memory_events = None
-                if self._hierarchy is not None:
-                    confining = asyncio.create_task(asyncio.to_thread(self._confine, start, process.pid))
+                if self._groups is not None:
+                    confining = asyncio.create_task(asyncio.to_thread(self._groups.confine, start.name, start.spec, process.pid))
                     try:
                         await asyncio.shield(confining)
                     except asyncio.CancelledError:
                         await asyncio.wait([confining])  # nothing that it uses may be removed before
                         raise
-                    memory_events = self._hierarchy.memory_events(start.name)
+                    memory_events = self._groups.memory_events(start.name)
                 view = self._view(start.spec, image, mounts, memory_events)
                 arguments.write(b"".join(os.fsencode(word) + b"\0" for word in view))
             except BaseException:
@@ -139,12 +139,7 @@ class BubblewrapBackend(ChannelBackend):
                 raise
             return process
 
-    def _confine(self, start: Startup, pid: int) -> None:
-        assert self._hierarchy is not None
-        self._hierarchy.create(start.name, start.spec)
-        self._hierarchy.add(start.name, pid)
-
-    def _view(self, spec: SandboxSpec, image: ReadyImage, mounts: Mapping[str, Path], memory_events: Path | None) -> list[str]:
+    def _view(self, spec: SandboxSpec, image: ReadyImage, mounts: Mapping[str, Path], memory_events: str | None) -> list[str]:
         """bwrap's options: what the sandbox sees and may do."""
         disk, shared = str(limits.disk_bytes(spec)), str(limits.shared_memory_bytes(spec))
         words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
@@ -159,8 +154,8 @@ class BubblewrapBackend(ChannelBackend):
         words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.program), image.program_path]
         for path, source in mounts.items():
             words += ["--ro-bind", str(source), path]
-        if memory_events is not None and memory_events.exists():
-            words += ["--ro-bind", str(memory_events), "/agentrl/memory"]
+        if memory_events is not None and os.path.exists(memory_events):
+            words += ["--ro-bind", memory_events, "/agentrl/memory"]
         words += ["--remount-ro", "/agentrl", "--remount-ro", "/sys", "--remount-ro", "/dev", "--chdir", "/", "--cap-drop", "ALL"]
         if os.geteuid() != 0:
             return [*words, "--unshare-user", "--uid", str(USER), "--gid", str(USER)]
@@ -170,12 +165,12 @@ class BubblewrapBackend(ChannelBackend):
 
     def _options(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
         """The exec server's options, with the limits that bwrap has no option for."""
-        options = limits.server_options(name, spec, grouped=self._hierarchy is not None)
+        options = limits.server_options(name, spec, grouped=self._groups is not None)
         options["tmpfs"] = dict.fromkeys(limits.WRITABLE_FOLDERS, f"nr_inodes={limits.max_inodes(spec)}")
         options["terminals"], options["settings"] = limits.TERMINAL_OPTIONS, limits.NETWORK_SETTINGS
         if self._separates:
             options["shown"] = [path for path in limits.system_files(options) if not path.startswith("/sys/")]
-        if self._hierarchy is None:
+        if self._groups is None:
             disk = limits.disk_bytes(spec)
             options["limits"] |= {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_AS": spec.memory_mb << 20, "RLIMIT_FSIZE": disk}
         return options

@@ -11,6 +11,7 @@ from typing import Any
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.sandbox import frames
 from agentrl.sandbox.frames import FrameError, Schema
+from agentrl.sandbox.inside.wire import PREFIX
 
 RELIEVED_S = 35.0
 """Extra time for a reply after the programs that blocked the exec server have been killed."""
@@ -18,12 +19,8 @@ UNRELIEVED_S = 5.0
 """Extra time for a reply if no program blocked the exec server: the machine may have been suspended."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Reply:
-    """A checked reply."""
-
-    fields: Mapping[str, Any]
-    body: bytes
+Reply = tuple[Mapping[str, Any], bytes]
+"""Checked fields, and the body."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +59,8 @@ class Channel:
         """Waits for the server's greeting. The caller sets the deadline."""
         call = self._expect(0, frames.HELLO, 0)
         self._task = asyncio.create_task(self._read(), name=f"sandbox channel {self.name}")
-        if (await call.done).fields["version"] != 1:
+        fields, _ = await call.done
+        if fields["version"] != 1:
             raise self._break(FrameError("the exec server has another protocol version"))
 
     async def call(
@@ -177,7 +175,7 @@ class Channel:
         return True
 
     async def _read_reply(self) -> None:
-        header_size, body_size = frames.parse_prefix(await self._reader.readexactly(frames.PREFIX.size))
+        header_size, body_size = frames.parse_prefix(await self._reader.readexactly(PREFIX.size))
         header = frames.parse_header(await self._reader.readexactly(header_size))
         call = self._calls.get(header["id"])
         if call is None:
@@ -197,7 +195,7 @@ class Channel:
             raise FrameError("an empty piece of a reply")
         call.pieces.append(body)
         if not more:
-            call.done.set_result(Reply(fields=fields, body=b"".join(call.pieces)))
+            call.done.set_result((fields, b"".join(call.pieces)))
 
 
 def _error(kind: str, message: str, name: str) -> Exception:

@@ -10,9 +10,9 @@ from typing import Any
 
 from agentrl.errors import SandboxError
 from agentrl.records import ExecResult, SandboxSpec
-from agentrl.sandbox import frames
+from agentrl.sandbox import arguments, frames
 from agentrl.sandbox.channel import Channel
-from agentrl.sandbox.inside import arguments
+from agentrl.sandbox.waiting import ClosesOnce
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ Destroy = Callable[[bool], Awaitable[None]]
 """Removes what the backend created. The argument says whether the exec server is known to have ended."""
 
 
-class ChannelSandbox:
+class ChannelSandbox(ClosesOnce):
     """A sandbox whose exec server is at the other end of `channel`. Programs run one at a time; further calls wait.
 
     A program that times out ends every process of the sandbox. One that ends in time may leave others running.
@@ -38,18 +38,11 @@ class ChannelSandbox:
         self._channel = channel
         self._destroy = destroy
         self._turn = asyncio.Lock()
-        self._closing: asyncio.Task[None] | None = None
         self._restored = False
         self._sessions: set[str] = set()
 
     async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        timeout_s: float,
-        output_bytes: int = 65536,
-        env: Mapping[str, str] | None = None,
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, output_bytes: int = 65536, env: Mapping[str, str] | None = None
     ) -> ExecResult:
         """Runs a program. Of stdout and of stderr, the first and the last `output_bytes / 2` bytes are kept."""
         fields = arguments.program(argv, env) | arguments.limits(timeout_s, output_bytes)
@@ -68,7 +61,7 @@ class ChannelSandbox:
 
     async def _run(self, operation: str, fields: Mapping[str, Any], body: bytes) -> ExecResult:
         async with self._turn:
-            reply = await self._channel.call(
+            reply, output = await self._channel.call(
                 operation,
                 fields,
                 body=body,
@@ -77,7 +70,7 @@ class ChannelSandbox:
                 timeout_s=fields["timeout_s"] + GRACE_S,
             )
         try:
-            return frames.parse_result(reply.fields, reply.body)
+            return frames.parse_result(reply, output)
         except SandboxError:
             await self.close()
             raise
@@ -86,8 +79,8 @@ class ChannelSandbox:
         """The bytes of a regular file. Raises `ValueError` for a link anywhere in the path."""
         fields = {"path": arguments.plain_path(path), "max_bytes": arguments.size(max_bytes, "max_bytes", arguments.MAX_READ_BYTES)}
         async with self._turn:
-            reply = await self._channel.call("read", fields, schema=frames.CHUNK, max_body=max_bytes, timeout_s=FILE_S)
-        return reply.body
+            _, body = await self._channel.call("read", fields, schema=frames.CHUNK, max_body=max_bytes, timeout_s=FILE_S)
+        return body
 
     async def write(self, path: str, data: bytes) -> None:
         """Replaces `path`; a link is replaced, not followed. Raises `ValueError` if there is no space, or the path is invalid."""
@@ -110,8 +103,8 @@ class ChannelSandbox:
         limit = (self.spec.disk_mb << 20) + _ARCHIVE_HEADERS_BYTES
         async with self._turn:
             fields = {"max_bytes": limit}
-            reply = await self._channel.call("snapshot", fields, schema=frames.CHUNK, max_body=limit, timeout_s=2 * FILE_S)
-        return reply.body
+            _, archive = await self._channel.call("snapshot", fields, schema=frames.CHUNK, max_body=limit, timeout_s=2 * FILE_S)
+        return archive
 
     async def restore(self, archive: bytes) -> None:
         """Unpacks a snapshot into the working directory. It contains no sessions; the first call in one reports a restart."""
@@ -128,12 +121,6 @@ class ChannelSandbox:
         """Lets the programs continue."""
         await self._channel.call("resume", timeout_s=GRACE_S)
         self._channel.resume_deadlines()
-
-    async def close(self) -> None:
-        """Destroys the sandbox. Idempotent. Completes even if the caller is cancelled."""
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close(), name=f"close sandbox {self.id}")
-        await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
         try:

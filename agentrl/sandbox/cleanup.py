@@ -22,7 +22,7 @@ from pathlib import Path
 
 from docker.errors import APIError
 
-from agentrl.sandbox import cgroups, docker_client
+from agentrl.sandbox import docker_client, limits
 from agentrl.sandbox.images import cache_folder
 from agentrl.sandbox.lease import alive, read_run_label, runtime_folder
 
@@ -63,11 +63,11 @@ def prune() -> int:
     for driver in _subfolders(runtime_folder()):
         if not alive(driver.name):
             shutil.rmtree(driver, ignore_errors=True)
-    hierarchy = cgroups.find_hierarchy()
-    if hierarchy is not None:
-        for name in hierarchy.names():
+    groups = limits.find_control_groups()
+    if groups is not None:
+        for name in groups.names():
             if not alive(lease_in_name(name)):
-                hierarchy.remove(name)
+                groups.end(name)
                 dead.add(name)
     return len(dead)
 

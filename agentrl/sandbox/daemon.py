@@ -14,34 +14,22 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
+from agentrl.base.files import tail_bytes
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.sandbox import docker_client
 
 _STATE = Path("/var/run/agentrl-docker")
 _PIDFILE, _LOG = _STATE / "dockerd.pid", _STATE / "dockerd.log"
 _POLL_S = 0.1
+_TAIL_BYTES = 1500  # of the log, in errors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DaemonStatus:
-    """Whether a daemon answers, and which process it is: `DaemonStatus(answers=True, pid=4711)`."""
-
-    answers: bool
-    pid: int | None  # None if `start` did not start it
-
-
-def status() -> DaemonStatus:
-    """The state of the daemon."""
-    return DaemonStatus(answers=docker_client.daemon_answers(), pid=_own_pid())
-
-
-def start(*, timeout_s: float = 60.0) -> DaemonStatus:
+def start(*, timeout_s: float) -> None:
     """Makes sure that a daemon answers. Raises `SandboxUnavailable` with what to install or run, or `SandboxError` if it does not start."""
     if docker_client.daemon_answers():
-        return status()
+        return
     if shutil.which("dockerd") is None:
         raise SandboxUnavailable("dockerd is not installed", fix="apt-get install docker.io crun  (as root)")
     if os.geteuid() != 0:
@@ -60,16 +48,15 @@ def start(*, timeout_s: float = 60.0) -> DaemonStatus:
     deadline = time.monotonic() + timeout_s
     while not docker_client.daemon_answers():
         if process is not None and process.poll() is not None:
-            raise SandboxError(f"dockerd ended with status {process.returncode}:\n{_log_tail()}")
+            raise SandboxError(f"dockerd ended with status {process.returncode}:\n{tail_bytes(_LOG, most=_TAIL_BYTES)}")
         if time.monotonic() > deadline:
             if process is not None:
                 process.terminate()
-            raise SandboxError(f"dockerd does not answer after {timeout_s:.0f} s:\n{_log_tail()}")
+            raise SandboxError(f"dockerd does not answer after {timeout_s:.0f} s:\n{tail_bytes(_LOG, most=_TAIL_BYTES)}")
         time.sleep(_POLL_S)
-    return status()
 
 
-def stop(*, timeout_s: float = 30.0) -> bool:
+def stop(*, timeout_s: float) -> bool:
     """Stops the daemon that `start` started, and so its containers. False if there is none."""
     pid = _own_pid()
     if pid is None:
@@ -108,13 +95,6 @@ def _own_pid() -> int | None:
     return pid if name == "dockerd" and state != "Z" else None
 
 
-def _log_tail(lines: int = 12) -> str:
-    try:
-        return "\n".join(_LOG.read_text(errors="replace").splitlines()[-lines:])
-    except OSError as error:
-        return f"(no log: {error})"
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command line. Exits with 0 on success (status: a daemon answers), 1 on failure, 2 if something must be installed or changed."""
     parser = argparse.ArgumentParser(prog="python -m agentrl.sandbox.daemon", description=(__doc__ or "").splitlines()[0])
@@ -125,13 +105,15 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.action == "stop":
             print("stopped" if stop(timeout_s=arguments.timeout) else "no daemon that this command started is running")
             return 0
-        now = start(timeout_s=arguments.timeout) if arguments.action == "start" else status()
+        if arguments.action == "start":
+            start(timeout_s=arguments.timeout)
     except (SandboxUnavailable, SandboxError) as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, SandboxUnavailable) else 1
-    origin = f"pid {now.pid}, log {_LOG}" if now.pid else "started elsewhere"
-    print(f"docker daemon answers ({origin})" if now.answers else "no docker daemon answers")
-    return 0 if now.answers else 1
+    answers, pid = docker_client.daemon_answers(), _own_pid()
+    origin = f"pid {pid}, log {_LOG}" if pid else "started elsewhere"
+    print(f"docker daemon answers ({origin})" if answers else "no docker daemon answers")
+    return 0 if answers else 1
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import logging
 import shutil
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ from agentrl.sandbox.inside.keeper import EGRESS_FD
 from agentrl.sandbox.lease import lease, remove_folder, runtime_folder, sandbox_folder, write_run_label
 from agentrl.sandbox.processes import SandboxProcesses
 from agentrl.sandbox.shared_containers import CannotShare, Container, ContainerPool, KeeperClient, SharedSandbox
-from agentrl.sandbox.waiting import accept
+from agentrl.sandbox.waiting import accept, listen_at
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +204,9 @@ class DockerBackend(ChannelBackend):
         server = folder / f"exec_server{program.suffix}"
         shutil.copyfile(program, server)
         server.chmod(0o644)
-        with _listening(folder / "link", kind) as listener:
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(listen_at(folder / "link", kind))
+            stack.callback((folder / "link").unlink, missing_ok=True)
             starting = asyncio.ensure_future(self._call(lambda: docker_client.create_and_start(name, container)))
             try:
                 await asyncio.shield(starting)
@@ -343,20 +345,6 @@ def _tmpfs(spec: SandboxSpec) -> dict[str, str]:
     """Mount options of each writable folder."""
     sizes = dict.fromkeys(limits.WRITABLE_FOLDERS, limits.disk_bytes(spec)) | {"/dev/shm": limits.shared_memory_bytes(spec)}
     return {path: f"mode=1777,size={size},nr_inodes={limits.max_inodes(spec)}" for path, size in sizes.items()}
-
-
-@contextlib.contextmanager
-def _listening(path: Path, kind: socket.SocketKind) -> Iterator[socket.socket]:
-    """A listener at `path`, open to every user who can see it. The path is removed after the block."""
-    with socket.socket(socket.AF_UNIX, kind) as listener:
-        listener.bind(str(path))
-        try:
-            path.chmod(0o666)
-            listener.listen(1)
-            listener.setblocking(False)
-            yield listener
-        finally:
-            path.unlink(missing_ok=True)
 
 
 def _request_sandbox(

@@ -64,22 +64,15 @@ def daemon_answers(timeout_s: float = _PING_S) -> bool:
     return daemon_state(timeout_s) == "answers"
 
 
-def silent_daemon_error() -> SandboxTimeout:
-    """The error for a daemon that accepts connections but does not answer."""
-    return SandboxTimeout(f"the Docker daemon at {daemon_address()} accepts connections but does not answer; restart it")
-
-
-def daemon_error(error: Exception) -> SandboxError:
-    """Converts an error of the client library."""
-    if isinstance(error, (requests.Timeout, urllib3.exceptions.TimeoutError)):
-        return SandboxTimeout(f"the Docker daemon at {daemon_address()} did not answer in time: {error}")
-    return SandboxError(f"Docker daemon: {error}")
+def new_client(timeout_s: float) -> docker.APIClient:
+    """A client of the local daemon, which the caller closes."""
+    return docker.APIClient(base_url=daemon_address(), version=API_VERSION, timeout=timeout_s)
 
 
 def client() -> docker.APIClient:
     """This thread's client. The library's clients are not thread-safe."""
     if getattr(_thread, "address", "") != daemon_address():
-        api = docker.APIClient(base_url=daemon_address(), version=API_VERSION, timeout=REQUEST_S)
+        api = new_client(REQUEST_S)
         # For local sockets the library ignores `num_pools` (docker 7.2).
         api.mount("http+docker://", UnixHTTPAdapter(daemon_address().removeprefix("unix://"), REQUEST_S, pool_connections=_POOLS))
         _thread.api, _thread.address = api, daemon_address()
@@ -93,20 +86,22 @@ def connection(timeout_s: float = REQUEST_S) -> Iterator[docker.APIClient]:
     previous, api.timeout = api.timeout, timeout_s
     try:
         yield api
+    except (requests.Timeout, urllib3.exceptions.TimeoutError) as error:
+        raise SandboxTimeout(f"the Docker daemon at {daemon_address()} did not answer in time: {error}") from error
     except (DockerException, requests.RequestException, urllib3.exceptions.HTTPError) as error:
-        raise daemon_error(error) from error
+        raise SandboxError(f"Docker daemon: {error}") from error
     finally:
         api.timeout = previous
 
 
-def reachable() -> bool:
-    """Whether there is a local daemon. Raises `SandboxTimeout` if it does not answer."""
+def reachable(timeout_s: float = _PING_S) -> bool:
+    """Whether there is a local daemon. Raises `SandboxTimeout` if it does not answer within `timeout_s`."""
     try:
-        current = daemon_state()
+        current = daemon_state(timeout_s)
     except SandboxUnavailable:  # one on another machine
         return False
     if current == "silent":
-        raise silent_daemon_error()
+        raise SandboxTimeout(f"the Docker daemon at {daemon_address()} accepts connections but does not answer; restart it")
     return current == "answers"
 
 

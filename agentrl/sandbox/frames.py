@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Mapping
 from types import NoneType
 from typing import Any
 
 from agentrl.errors import SandboxError
 from agentrl.records import ExecResult
+from agentrl.sandbox.inside.wire import PREFIX
 
-PREFIX = struct.Struct("!II")
 MAX_REPLY_HEADER = 16384
 MAX_REQUEST_HEADER = 4 << 20
 CUT_MARK_BYTES = 64

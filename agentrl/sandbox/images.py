@@ -4,7 +4,7 @@
     packages = ["python3"]        # the exec server runs on python3
     pull = "python:3.11-slim"     # optional: the Docker backend first tries to pull this
 
-The hash of the recipe, or of the build context (`agentrl.sandbox.build_context`), names the result: `<cache>/images/<hash>/base.tar`,
+The hash of the recipe, or of the build context (`agentrl.sandbox.builds`), names the result: `<cache>/images/<hash>/base.tar`,
 unpacked next to it for bubblewrap and imported as `agentrl/<folder name>:<hash>` for Docker, so both backends run the same tree.
 WORKDIR and ENV of a Dockerfile are kept as files of that tree (see `agentrl.sandbox.layout`); entry point and user are ignored. The exec
 server is not part of an image: each sandbox gets the current one when it opens.
@@ -12,6 +12,7 @@ server is not part of an image: each sandbox gets the current one when it opens.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -21,8 +22,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -33,10 +33,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl.base import toml
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
-from agentrl.sandbox import build_context, builds, docker_client, waiting
-from agentrl.sandbox.build_context import BuildContext
+from agentrl.sandbox import builds, docker_client, waiting
+from agentrl.sandbox.builds import BUILD_S, BuildContext
+from agentrl.sandbox.builds import Progress as Progress
 
-BUILD_S = 900.0
 PREPARE_S = 10.0
 LAYOUT = 3
 """Increment when the way images are built changes, so that old ones are not used."""
@@ -45,8 +45,6 @@ _LOOK_S = 0.5
 _RECORD_USE_S = 3600.0
 _MOUNT_POINTS = ("home/agent", "agentrl")
 _EXCLUDED = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*", "/var/cache/apt/*")
-
-Progress = Callable[[str], None]
 
 
 def no_progress(message: str) -> None:
@@ -123,8 +121,8 @@ def cache_folder() -> Path:
 def load_image(folder: Path, *, cache: Path | None = None) -> Image:
     """Reads `folder/image.toml`, or the build context of `folder/Dockerfile`. Raises `UserError` with the file, the key and the fix."""
     path = folder / "image.toml"
-    from_dockerfile = not path.exists() and os.path.lexists(folder / build_context.DOCKERFILE)
-    recipe = build_context.read_build_context(folder) if from_dockerfile else _read(path)
+    from_dockerfile = not path.exists() and os.path.lexists(folder / builds.DOCKERFILE)
+    recipe = builds.read_build_context(folder) if from_dockerfile else _read(path)
     home = folder.resolve()
     name = home.parent.name if home.name == "environment" else home.name  # a task keeps its image in its folder `environment`
     name = "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower()).strip("-") or "image"
@@ -189,8 +187,7 @@ def ensure_rootfs(image: Image, progress: Progress = no_progress) -> Path:
 
 def ensure_docker_image(image: Image, progress: Progress = no_progress) -> str:
     """The image's tag, after making sure that the Docker daemon has it. Blocking; may take minutes the first time."""
-    if docker_client.daemon_state(PREPARE_S) == "silent":
-        raise docker_client.silent_daemon_error()
+    docker_client.reachable(PREPARE_S)  # raises if it is silent
     with docker_client.connection() as api:
         if builds.has_image(api, image.tag):
             return image.tag
@@ -224,26 +221,24 @@ def _tagged(api: docker.APIClient, image: Image, progress: Progress) -> bool:
 def _pulled(image: Image, reference: str, progress: Progress) -> bool:
     """Tries to pull `reference`. False if the registry does not answer or does not have it."""
     progress(f"pulling {reference} for sandbox image {image.name}")
-    api = docker.APIClient(base_url=docker_client.daemon_address(), version=docker_client.API_VERSION, timeout=_PULL_S)
-    try:
-        api.pull(reference)
-        builds.check_python(api, reference, f"image.toml of {image.name}: pull: {reference}")
-    except (APIError, requests.RequestException) as error:
-        progress(f"{reference} cannot be pulled ({str(error)[:120]}); building instead")
-        return False
-    finally:
-        api.close()
+    with contextlib.closing(docker_client.new_client(_PULL_S)) as api:
+        try:
+            api.pull(reference)
+            builds.check_python(api, reference, f"image.toml of {image.name}: pull: {reference}")
+        except (APIError, requests.RequestException) as error:
+            progress(f"{reference} cannot be pulled ({str(error)[:120]}); building instead")
+            return False
     return True
 
 
 def record_use(file: Path) -> None:
     """Updates the time of a file in use, at most once an hour. Does nothing in a cache that this user cannot write to."""
-    with suppress(OSError):
+    with contextlib.suppress(OSError):
         if file.stat().st_mtime < time.time() - _RECORD_USE_S:
             os.utime(file)
 
 
-@contextmanager
+@contextlib.contextmanager
 def locked(image: Image, name: str = "files", *, timeout_s: float = BUILD_S + 60) -> Iterator[None]:
     """Holds one of the image's inter-process locks, which ends with its process. Not re-entrant."""
     image.folder.mkdir(parents=True, exist_ok=True)
@@ -263,7 +258,7 @@ def locked(image: Image, name: str = "files", *, timeout_s: float = BUILD_S + 60
         yield
 
 
-@contextmanager
+@contextlib.contextmanager
 def _part(path: Path) -> Iterator[Path]:
     """A temporary path, renamed to `path` after the block, or removed if it raises."""
     part = path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")

@@ -1,18 +1,22 @@
-"""Kernel limits of a sandbox, computed from its spec. Both backends use these numbers."""
+"""Kernel limits of a sandbox, computed from its spec, and the control groups of bubblewrap sandboxes. Both backends use the numbers."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import math
 import os
+import signal
+import time
 from pathlib import Path, PurePath
 from typing import Any
 
+from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import egress, seccomp
-from agentrl.sandbox.inside.isolation import PERIOD_US
+from agentrl.sandbox.inside.isolation import PERIOD_US, Groups
 from agentrl.sandbox.inside.users import HOME
 
 MEBIBYTE = 1 << 20
@@ -43,6 +47,11 @@ _SOCKET_SHARE = 8  # TCP and UDP buffers may take this fraction of the memory; c
 _LIMITS = {"RLIMIT_NICE": 0, "RLIMIT_CORE": 0, "RLIMIT_SIGPENDING": 4096, "RLIMIT_MSGQUEUE": 262_144}
 _CAPABILITIES = {"KILL": 5, "SETGID": 6, "SETUID": 7}
 _CAP_SYS_RESOURCE = 24
+
+CGROUPS = Path("/sys/fs/cgroup")
+_PARENT = "agentrl"
+_HELPERS = 2  # bwrap and the exec server count as processes of a control group too
+_REMOVE_S = 60.0
 
 _next_core = itertools.count()
 
@@ -134,3 +143,70 @@ def server_options(name: str, spec: SandboxSpec, *, grouped: bool = True) -> dic
         "limits": dict(_LIMITS),
         "filter": seccomp.filter_program().hex() if seccomp.supported() else "",
     } | egress.server_options(spec)
+
+
+# Control groups -------------------------------------------------------------------------------------------------------
+
+
+class ControlGroups(Groups):
+    """The control groups of all bubblewrap sandboxes, on cgroup version 1 or 2: memory, processes and CPU time. Root only."""
+
+    def confine(self, name: str, spec: SandboxSpec, pid: int) -> None:
+        """Moves a process into a new group with the limits of `spec`. Raises `SandboxError`."""
+        try:
+            self.create(name, group_limits(spec, _HELPERS))
+        except OSError as error:
+            with contextlib.suppress(SandboxError):
+                self.end(name)
+            raise SandboxError(f"cannot create a control group: {error}") from error
+        self.add(name, pid)
+
+    def names(self) -> list[str]:
+        """Sandboxes of any driver that have a group, or on version 1 at least one of their folders."""
+        return sorted({path.name for base in map(Path, self.folders()) if base.exists() for path in base.iterdir() if path.is_dir()})
+
+    def end(self, name: str) -> None:
+        """Kills all processes of a group and removes it. Blocking. Raises `SandboxError` if a process does not end."""
+        deadline = time.monotonic() + _REMOVE_S
+        while not self.remove(name):
+            if time.monotonic() > deadline:
+                raise SandboxError(f"control group {name} still has processes after {_REMOVE_S:.0f} s")
+            for folder in self.folders(name):
+                _kill_all(Path(folder))
+            time.sleep(0.005)
+
+
+def find_control_groups() -> ControlGroups | None:
+    """The control groups in which this process can limit memory, processes and CPU time; None if there is none."""
+    if os.geteuid() != 0:
+        return None
+    groups = ControlGroups(str(CGROUPS), _PARENT)
+    try:
+        if groups.unified:
+            _delegate(CGROUPS)
+        for folder in map(Path, groups.folders()):
+            if not (folder.parent / "cgroup.procs").exists():
+                return None
+            folder.mkdir(exist_ok=True)
+            if groups.unified:
+                _delegate(folder)
+    except OSError:  # this machine lets no control groups be created; the backend uses resource limits
+        return None
+    return groups
+
+
+def _delegate(folder: Path) -> None:
+    """Enables the controllers for the folders below. Fails with EBUSY if the machine keeps processes in `folder` itself."""
+    missing = {"memory", "pids", "cpu"} - set((folder / "cgroup.subtree_control").read_text().split())
+    if missing:
+        (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in sorted(missing)))
+
+
+def _kill_all(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        (folder / "cgroup.kill").write_text("1")  # version 2, Linux 5.14
+        return
+    with contextlib.suppress(OSError):
+        for pid in (folder / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)

@@ -15,6 +15,7 @@ from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.protocols.forwarding import ForwardingSandbox
 from agentrl.protocols.sandbox import OPEN_TIMEOUT_S
 from agentrl.records import SandboxSpec
+from agentrl.sandbox.waiting import ClosesOnce
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ _MAX_REFILL_FAILURES = 3  # in a row; then a spec is not refilled until a caller
 _ANSWER_S = 60.0
 
 
-class WarmPool:
+class WarmPool(ClosesOnce):
     """A `SandboxBackend` that keeps `warm` sandboxes of each spec ready and lets callers use `max_open`; further callers wait.
 
     At most `max_open + MAX_SPECS * warm` sandboxes exist.
@@ -44,7 +45,6 @@ class WarmPool:
         self._coming: dict[SandboxSpec, int] = {}
         self._failures: dict[SandboxSpec, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closing: asyncio.Task[None] | None = None
 
     async def prepare(self, spec: SandboxSpec) -> None:
         """Prepares the image and starts to fill the pool with `spec`."""
@@ -80,13 +80,8 @@ class WarmPool:
         self._refill(spec)
         return _PooledSandbox(sandbox, self._slots.release)
 
-    async def close(self) -> None:
-        """Closes every sandbox, ready or in use, and the backend. Idempotent. Completes even if the caller is cancelled."""
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close(), name=f"close {self.name} pool")
-        await asyncio.shield(self._closing)
-
     async def _close(self) -> None:
+        """Closes the backend, and with it every sandbox, ready or in use."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -152,19 +147,12 @@ class WarmPool:
         task.add_done_callback(self._tasks.discard)
 
 
-class _PooledSandbox(ForwardingSandbox):
+class _PooledSandbox(ClosesOnce, ForwardingSandbox):
     """A sandbox in use, whose slot is released once it is closed."""
 
     def __init__(self, sandbox: Sandbox, release: Callable[[], None]) -> None:
         super().__init__(sandbox)
         self._release = release
-        self._closing: asyncio.Task[None] | None = None
-
-    async def close(self) -> None:
-        """See `Sandbox.close`. Completes even if the caller is cancelled."""
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close(), name=f"close pooled sandbox {self.id}")
-        await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
         try:

@@ -21,10 +21,7 @@ from agentrl.sandbox import inside
 from agentrl.sandbox.images import Image
 
 FOLDER = Path(inside.__file__).parent
-MODULES = (
-    *("wire", "arguments", "archive", "users", "bounds", "child", "files", "program", "session", "snapshot", "spawn"),
-    *("server", "isolation", "keeper", "main"),
-)
+MODULES = ("wire", "users", "child", "files", "program", "snapshot", "spawn", "isolation", "keeper", "server")
 """The modules of the exec server, each after those that it imports."""
 _IMPORT = re.compile(r"^( *)from (?:__future__|agentrl\.sandbox\.inside\.\w+) import (?:\([^)]*\)|.*)$", re.MULTILINE)
 _MAX_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""ContainerPool that several sandboxes share: the connection to each container's keeper, and the allocation of slots.
+"""Containers that several sandboxes share: the connection to each container's keeper, and the allocation of slots.
 
 A container costs a tenth of a second of CPU time in the daemon, while isolation is cheap. So one container is the outer wall of up to
 `SLOTS` sandboxes at a time and `LIFETIME` in total, each of which is isolated from the others (see `agentrl.sandbox.inside.isolation`). A
@@ -28,7 +28,7 @@ LIFETIME = 256
 KEEPER_BYTES = 64 << 20
 """Memory of a container in addition to that of its sandboxes."""
 MAX_IDLE = 8
-"""ContainerPool without a sandbox that stay ready. The least recently used one is stopped first."""
+"""Containers without a sandbox that stay ready. The least recently used one is stopped first."""
 ENDING_S = 60.0
 """How long a killed sandbox may take to end. Then its container gets no further sandbox."""
 _RETRY_S = 0.1
@@ -159,8 +159,8 @@ class KeeperClient:
 class Container:
     """A shared container."""
 
-    def __init__(self, name: str, starting: Awaitable[KeeperClient]) -> None:
-        self.name = name
+    def __init__(self, key: Hashable, name: str, starting: Awaitable[KeeperClient]) -> None:
+        self.key, self.name = key, name
         self.starting = asyncio.ensure_future(starting)
         self.taken = 0  # slots in use
         self.served = 0  # sandboxes so far
@@ -187,15 +187,15 @@ class ContainerPool:
 
     def __init__(self, stop: Callable[[Container], None]) -> None:
         self._stop = stop
-        self._containers: dict[Hashable, list[Container]] = {}
+        self._containers: list[Container] = []
 
     async def acquire(self, key: Hashable, start: Callable[[str], Awaitable[KeeperClient]]) -> Container:
         """A running container with a slot for the caller, who must call `release`. Raises what its start raises."""
-        container = next((container for container in self._containers.get(key, ()) if container.has_free_slot), None)
+        container = next((container for container in self._containers if container.key == key and container.has_free_slot), None)
         if container is None:
             name = sandbox_name()
-            container = Container(name, start(name))
-            self._containers.setdefault(key, []).append(container)
+            container = Container(key, name, start(name))
+            self._containers.append(container)
         container.taken += 1
         container.served += 1
         try:
@@ -209,24 +209,15 @@ class ContainerPool:
         """Releases a slot. Stops containers without a sandbox that are used up or have failed, and all but `MAX_IDLE` others."""
         container.taken -= 1
         container.used = asyncio.get_running_loop().time()
-        every = [other for same_key in self._containers.values() for other in same_key]
-        idle = sorted((other for other in every if not other.taken), key=lambda other: other.used)
+        idle = sorted((other for other in self._containers if not other.taken), key=lambda other: other.used)
         reusable = [other for other in idle if other.has_free_slot][-MAX_IDLE:]
-        for other in idle:
-            if other not in reusable:
-                self._drop(other)
-
-    def _drop(self, container: Container) -> None:
-        for key, same_key in list(self._containers.items()):
-            if container in same_key:
-                same_key.remove(container)
-                self._stop(container)
-            if not same_key:
-                del self._containers[key]
+        self._drop([other for other in idle if other not in reusable])
 
     def close(self) -> None:
         """Stops every container."""
-        for same_key in self._containers.values():
-            for container in same_key:
-                self._stop(container)
-        self._containers.clear()
+        self._drop(self._containers[:])
+
+    def _drop(self, containers: Sequence[Container]) -> None:
+        for container in containers:
+            self._containers.remove(container)
+            self._stop(container)

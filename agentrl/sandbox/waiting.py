@@ -1,16 +1,18 @@
-"""Waiting that can be cancelled: for sockets, and in threads, which check whether their caller was cancelled.
+"""Waiting that can be cancelled: for sockets, and in threads, which check whether their caller was cancelled. And closing, which cannot.
 
-Otherwise a run that is interrupted while an image is being built would end only with the build, many minutes later.
+A thread checks because otherwise a run that is interrupted while an image is being built would end only with the build, many minutes later.
 """
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import socket
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
+from pathlib import Path
 
 from agentrl.errors import SandboxError
 
@@ -36,6 +38,35 @@ def raise_if_cancelled() -> None:
     event = _cancelled.get()
     if event is not None and event.is_set():
         raise SandboxError("cancelled")
+
+
+class ClosesOnce(abc.ABC):
+    """Something whose `close` is idempotent, and completes even if its caller is cancelled."""
+
+    _closing: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """Closes it, and what belongs to it."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name=f"close {type(self).__name__}")
+        await asyncio.shield(self._closing)
+
+    @abc.abstractmethod
+    async def _close(self) -> None: ...
+
+
+def listen_at(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
+    """A non-blocking listener at `path` for one connection, open to every user who can see the path."""
+    listener = socket.socket(socket.AF_UNIX, kind)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o666)
+        listener.listen(1)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 async def accept(listener: socket.socket) -> socket.socket:

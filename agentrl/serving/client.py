@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -97,14 +98,11 @@ class TokenClient:
             await asyncio.sleep(_CUT_AGAIN_S)
 
     async def _send(self, body: Callable[[], dict[str, Any]], timeout_s: float) -> Any:
-        for attempt in range(1, _CONNECT_TRIES + 1):
-            try:
+        for attempt in range(1, _CONNECT_TRIES):
+            with contextlib.suppress(UnsentError):
                 return await self._control.generate(body(), timeout_s=timeout_s)
-            except UnsentError:
-                if attempt == _CONNECT_TRIES:
-                    raise
-                await asyncio.sleep(_CONNECT_WAIT_S * attempt)
-        raise AssertionError("unreachable")
+            await asyncio.sleep(_CONNECT_WAIT_S * attempt)
+        return await self._control.generate(body(), timeout_s=timeout_s)
 
 
 def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id: str, cache_salt: str) -> dict[str, Any]:

@@ -10,21 +10,19 @@ import contextlib
 import logging
 import re
 from collections.abc import Awaitable, Mapping
+from http import HTTPStatus
 from json import dumps
 from typing import Any, Literal
 
-import httpx
 from pydantic_core import from_json
 
 from agentrl.errors import RequestRefused, ServingError
-from agentrl.serving.access import auth_headers as access
-from agentrl.serving.transport import HttpTransport, UnsentError
+from agentrl.serving.transport import HttpTransport
 
 log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 60.0
 METRICS_TIMEOUT_S = 5.0
-_CONNECTIONS = 64
 _GENERATE = "/inference/v1/generate"
 _ABORT = "/inference/v1/abort_requests"
 _REFUSED = (400, 413, 422)
@@ -37,54 +35,32 @@ _METRIC = re.compile(r"^(vllm:[a-z0-9_]{1,80}(?<!_bucket))(?:\{[^\n]{0,2000}\})?
 class ControlPlane:
     """Calls to one server; an empty `key` means that it needs none. Use it from one event loop, and `close` it.
 
-    `max_connections` bounds concurrent requests for tokens; others wait.
+    `max_connections` bounds concurrent requests; others wait.
     """
 
     def __init__(self, url: str, *, key: str = "", max_connections: int = 64) -> None:
         self.url = url
         self.paused = False  # from `pause` to `resume`
         self._wire = HttpTransport(url, key=key, max_connections=max_connections)
-        # Idle connections are dropped before the server drops them (after 30 s), so no request is lost on a closing connection.
-        limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=10.0)
-        # trust_env=False: requests to loopback must not pass a proxy. Certificates are read only for https.
-        verify = url.startswith("https:")
-        self._http = httpx.AsyncClient(base_url=url, headers=access(key), limits=limits, timeout=None, trust_env=False, verify=verify)
 
     async def close(self) -> None:
         """Closes all connections."""
         self._wire.close()
-        await self._http.aclose()
 
-    async def request(
-        self,
-        method: Literal["GET", "POST"],
-        path: str,
-        *,
-        timeout_s: float,
-        json: Any = None,
-        params: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> Any:
-        """Returns the decoded JSON of a 200 answer, None if it is empty. Raises `ServingError`, or `UnsentError` if it was not sent."""
-        response = await self._answer(method, path, timeout_s=timeout_s, json=json, params=params, headers=headers)
-        return decode_answer(response.status_code, response.content, f"{self.url}{path}")
+    async def request(self, method: Literal["GET", "POST"], path: str, *, timeout_s: float, json: Any = None, last: bool = False) -> Any:
+        """Returns the decoded JSON of a 200 answer, None if it is empty. Raises `ServingError`, or `UnsentError` if it was not sent.
 
-    async def _answer(self, method: str, path: str, *, timeout_s: float, **content: Any) -> httpx.Response:
-        if self._http.is_closed:
-            raise UnsentError(f"the connection to the inference server at {self.url} was closed: it is being stopped or restarted")
+        `last`: no other request uses the connection.
+        """
+        status, content = await self._answer(method, path, b"" if json is None else _encoded(json), timeout_s=timeout_s, last=last)
+        return decode_answer(status, content, f"{self.url}{path}")
+
+    async def _answer(self, method: str, path: str, body: bytes = b"", *, timeout_s: float, last: bool = False) -> tuple[int, bytes]:
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._http.request(method, path, **content)
+                return await self._wire.request(method, path, body, last=last)
         except TimeoutError:
             raise ServingError(f"no answer from {self.url}{path} within {timeout_s:g} s") from None
-        except (httpx.ConnectError, httpx.PoolTimeout) as error:
-            raise UnsentError(f"cannot reach the inference server at {self.url}: {error}") from error
-        except httpx.HTTPError as error:
-            raise ServingError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-
-    async def healthy(self, *, timeout_s: float) -> bool:
-        """Whether the server answers and its engine lives."""
-        return await self.health(timeout_s=timeout_s) == "answers"
 
     async def health(self, *, timeout_s: float) -> Literal["answers", "down", "silent"]:
         """Returns the server's state. `down`: nothing listens, or the engine is dead. `silent`: no answer within `timeout_s`."""
@@ -100,7 +76,7 @@ class ControlPlane:
     async def pause(self, *, abort: bool = False) -> None:
         """Stops the engine between two steps; requests in flight wait, or end with finish reason "abort"."""
         self.paused = True
-        await self._control("/pause", params={"mode": "abort" if abort else "keep"})
+        await self._control(f"/pause?mode={'abort' if abort else 'keep'}")
 
     async def resume(self) -> None:
         """Lets the engine continue."""
@@ -138,45 +114,34 @@ class ControlPlane:
 
     async def metrics(self) -> dict[str, float]:
         """Returns vLLM's counters and gauges by name, such as `vllm:kv_cache_usage_perc`; the maximum over labels."""
-        response = await self._answer("GET", "/metrics", timeout_s=METRICS_TIMEOUT_S)
-        if response.status_code != httpx.codes.OK:
-            raise ServingError(f"{self.url}/metrics returned status {response.status_code}")
-        # Prometheus' text is UTF-8; the header may name an invalid charset.
-        return parse_metrics(response.content[:_METRICS_BYTES].decode(errors="replace"))
+        status, content = await self._answer("GET", "/metrics", timeout_s=METRICS_TIMEOUT_S)
+        if status != HTTPStatus.OK:
+            raise ServingError(f"{self.url}/metrics returned status {status}")
+        return parse_metrics(content[:_METRICS_BYTES].decode(errors="replace"))
 
     def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> Awaitable[Any]:
         """Requests token ids for token ids; `body` is vLLM's `GenerateRequest`. Raises as `request` does."""
-        return self._generated(dumps(body, separators=(",", ":")).encode(), timeout_s)  # only bytes are kept while thousands wait
+        return self._generated(_encoded(body), timeout_s)  # only bytes are kept while thousands wait
 
     async def abort(self, request_id: str) -> None:
         """Ends a request of `generate`, which then returns the tokens sampled so far. Failures are only logged."""
-        body = dumps({"request_ids": [f"{_ENGINE_ID}{request_id}"]}).encode()
         try:
-            async with asyncio.timeout(CONTROL_TIMEOUT_S):
-                status, content = await self._wire.post(_ABORT, body)
-        except (TimeoutError, ServingError) as error:
+            await self.request("POST", _ABORT, timeout_s=CONTROL_TIMEOUT_S, json={"request_ids": [f"{_ENGINE_ID}{request_id}"]})
+        except ServingError as error:
             log.warning("request %s could not be cut off: %s", request_id, error)
-            return
-        if status != httpx.codes.OK:
-            log.warning("request %s could not be cut off: %s%s answered %d: %s", request_id, self.url, _ABORT, status, _excerpt(content))
 
     async def _generated(self, body: bytes, timeout_s: float) -> Any:
-        where = f"{self.url}{_GENERATE}"
-        try:
-            async with asyncio.timeout(timeout_s):
-                status, content = await self._wire.post(_GENERATE, body)
-        except TimeoutError:
-            raise ServingError(f"no answer from {where} within {timeout_s:g} s") from None
-        return decode_answer(status, content, where)
+        status, content = await self._answer("POST", _GENERATE, body, timeout_s=timeout_s)
+        return decode_answer(status, content, f"{self.url}{_GENERATE}")
 
-    async def _control(self, path: str, *, json: Any = None, params: Mapping[str, str] | None = None) -> None:
-        # On a new connection: after an error 500 the server closes it, and the next call must not get it from the pool.
-        await self.request("POST", path, timeout_s=CONTROL_TIMEOUT_S, json=json, params=params, headers={"Connection": "close"})
+    async def _control(self, path: str, *, json: Any = None) -> None:
+        # After an error 500 the server closes the connection, and the next call must not get it from the pool.
+        await self.request("POST", path, timeout_s=CONTROL_TIMEOUT_S, json=json, last=True)
 
 
 def decode_answer(status: int, content: bytes, where: str) -> Any:
     """Returns the decoded JSON of a 200 answer, None if it is empty. Raises `ServingError`."""
-    if status != httpx.codes.OK:
+    if status != HTTPStatus.OK:
         raise (RequestRefused if status in _REFUSED else ServingError)(f"{where} returned status {status}: {_excerpt(content)}")
     if not content:
         return None
@@ -194,6 +159,10 @@ def parse_metrics(text: str) -> dict[str, float]:
             number = float(value)
             metrics[name] = max(metrics.get(name, number), number)
     return metrics
+
+
+def _encoded(value: Any) -> bytes:
+    return dumps(value, separators=(",", ":")).encode()
 
 
 def _excerpt(content: bytes) -> str:

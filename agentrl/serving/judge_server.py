@@ -8,7 +8,7 @@ from agentrl.config.recipe import JudgeServerConfig
 from agentrl.errors import ServingError
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.probe import PROBE_FILE, judge_logprob_difference, read_probe
-from agentrl.serving.process import WARM_S, ServerProcess, launch_command, server_environment, thread_count
+from agentrl.serving.process import WARM_S, ServerProcess, launch_command, thread_count
 
 HOST = "127.0.0.1"
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}  # nats; see `serving.probe_max_abs_diff`
@@ -18,28 +18,19 @@ class JudgeServer(ServerProcess):
     """One server, from `start` to `stop`."""
 
     def __init__(
-        self,
-        name: str,
-        config: JudgeServerConfig,
-        *,
-        model: Path,
-        reward_model: bool,
-        folder: Path,
-        device: str,
-        gpus: str | None = None,
+        self, name: str, config: JudgeServerConfig, *, model: Path, reward_model: bool, folder: Path, device: str, gpus: str | None = None
     ) -> None:
         """`name`: served model name; the log is `folder`/logs/judge-NAME.log. `reward_model`: whether it returns numbers instead of text.
         `gpus`: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's.
         """
         folder = folder.resolve()
-        super().__init__(f"the judge's server {name}", folder=folder, log=f"judge-{name}.log", scratch=f"{folder}\n{name}")
+        super().__init__(f"the judge's server {name}", folder=folder, log=f"judge-{name}.log", scratch=f"{folder}\n{name}", gpus=gpus)
         self.name = name
         self.config = config
         self.model = model.resolve()
         self.reward_model = reward_model
         self.url = ""  # http://127.0.0.1:PORT, once started
         self._threads = thread_count(config.threads) if device == "cpu" else None
-        self._gpus = gpus
 
     async def start(self) -> None:
         """Starts the process and returns when it has answered a request. Raises `ServingError`."""
@@ -51,28 +42,15 @@ class JudgeServer(ServerProcess):
         config = self.config
         arguments = {
             "--model": str(self.model),
-            "--load-format": "safetensors",
             "--served-model-name": self.name,
             "--host": HOST,
             "--port": str(port),
             "--dtype": config.dtype,
             "--max-model-len": str(config.max_model_len),
-            "--max-num-seqs": str(config.max_num_seqs),
-            # The model's generation_config.json must not change the sampling parameters of requests.
-            "--generation-config": "vllm",
         }
-        flags = ["--disable-uvicorn-access-log"]
         if self.reward_model:
             arguments |= {"--runner": "pooling", "--convert": "classify"}
-        if self._threads is not None:
-            arguments |= {"--kv-cache-memory-bytes": str(int(config.kv_cache_gb * 2**30)), "--block-size": "32"}
-            flags.append("--enforce-eager")  # compilation takes minutes
-        else:
-            arguments["--gpu-memory-utilization"] = str(config.gpu_memory_utilization)
-        return launch_command(arguments, flags, cpu_threads=self._threads)
-
-    def _environment(self, scratch: Path) -> dict[str, str]:
-        return server_environment(scratch, cpu_threads=self._threads, gpus=self._gpus)
+        return launch_command(config, arguments, [], cpu_threads=self._threads)
 
     async def _prepare(self, control: ControlPlane) -> None:
         """Compares a chat model that a run has published with its probe. Raises `ServingError`."""

@@ -25,6 +25,7 @@ from agentrl.base.liveness import Liveness
 from agentrl.base.processes import openmp_environment
 from agentrl.base.run_lock import hold_shared_lock
 from agentrl.base.secrets import child_environment
+from agentrl.config.recipe import JudgeServerConfig, ServingConfig
 from agentrl.errors import DiskFull, ServingError, UserError
 from agentrl.serving import access
 from agentrl.serving.control import ControlPlane
@@ -51,11 +52,14 @@ class ServerProcess(ABC):
     dies. Start it from a thread that lives as long as the server.
     """
 
-    def __init__(self, what: str, *, folder: Path, log: str, scratch: str) -> None:
-        """`what`: the server's name in errors. `log`: file name in `folder`/logs/. `scratch`: identifies its `scratch_folder`."""
+    def __init__(self, what: str, *, folder: Path, log: str, scratch: str, gpus: str | None = None) -> None:
+        """`what`: the server's name in errors. `log`: file name in `folder`/logs/. `scratch`: identifies its `scratch_folder`.
+        `gpus`: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's.
+        """
         self.log_path = folder / "logs" / log
         self.key = access.new_key()
-        self._what, self._folder, self._scratch_of = what, folder, scratch
+        self._what, self._folder, self._scratch_of, self._gpus = what, folder, scratch, gpus
+        self._threads: int | None = None  # of the engine on CPU; None means a GPU
         self._process: asyncio.subprocess.Process | None = None
         self._control: ControlPlane | None = None
         self._scratch: Path | None = None
@@ -153,9 +157,9 @@ class ServerProcess(ABC):
     def _command(self, port: int) -> list[str]:
         """The command to run: `launch_command`."""
 
-    @abstractmethod
     def _environment(self, scratch: Path) -> dict[str, str]:
-        """The variables that its environment adds to the driver's: `server_environment`."""
+        """The variables that its environment adds to the driver's."""
+        return server_environment(scratch, cpu_threads=self._threads, gpus=self._gpus)
 
     @abstractmethod
     async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:
@@ -215,7 +219,7 @@ class ServerProcess(ABC):
             os.close(part)
 
     async def _make_ready(self, process: asyncio.subprocess.Process, control: ControlPlane) -> None:
-        while not await control.healthy(timeout_s=HEALTH_TIMEOUT_S):
+        while await control.health(timeout_s=HEALTH_TIMEOUT_S) != "answers":
             if process.returncode is not None:
                 raise ended_while_starting(self._what, process.returncode, self.log_path, self._log_start)
             await asyncio.sleep(POLL_S)
@@ -260,12 +264,32 @@ class ReservedPort:
         self._name.close()
 
 
-def launch_command(arguments: Mapping[str, str], flags: Sequence[str], *, cpu_threads: int | None) -> list[str]:
-    """Returns the command of a vLLM server that dies with this process. `cpu_threads`: of the engine on CPU; None means a GPU."""
+def launch_command(
+    config: ServingConfig | JudgeServerConfig, arguments: Mapping[str, str], flags: Sequence[str], *, cpu_threads: int | None
+) -> list[str]:
+    """Returns the command of a vLLM server that dies with this process: with `arguments` and `flags`, and those that all servers get.
+
+    `cpu_threads`: of the engine on CPU; None means a GPU.
+    """
     launch = [sys.executable, "-P", "-m", "agentrl.serving.launch", "--driver-pid", str(os.getpid())]
-    threads = [] if cpu_threads is None else ["--cpu-threads", str(cpu_threads)]
-    guarded = {**arguments, "--middleware": access.MIDDLEWARE}
-    return [*launch, *threads, "--", *(part for pair in guarded.items() for part in pair), *flags]
+    common = {
+        "--load-format": "safetensors",
+        "--max-num-seqs": str(config.max_num_seqs),
+        # The model's generation_config.json must not change the sampling parameters of requests.
+        "--generation-config": "vllm",
+        "--middleware": access.MIDDLEWARE,
+    }
+    options = [*flags, "--disable-uvicorn-access-log"]
+    if cpu_threads is None:
+        common["--gpu-memory-utilization"] = str(config.gpu_memory_utilization)
+    else:
+        launch += ["--cpu-threads", str(cpu_threads)]
+        common["--kv-cache-memory-bytes"] = str(int(config.kv_cache_gb * 2**30))
+        # The minimum of its CPU kernels. Only complete blocks are shared between requests; with vLLM's default of 128 tokens, about
+        # a turn, requests would recompute most of their context.
+        common["--block-size"] = "32"
+        options.append("--enforce-eager")  # compilation takes minutes and gains nothing at this model size
+    return [*launch, "--", *(part for pair in {**arguments, **common}.items() for part in pair), *options]
 
 
 def server_environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, gpus: str | None = None) -> dict[str, str]:

@@ -32,12 +32,10 @@ class VLLMServer(ServerProcess):
         """
         self.run_dir = run_dir.resolve()
         scratch = f"{self.run_dir} {name}" if name else str(self.run_dir)
-        super().__init__(server_title(name), folder=self.run_dir, log=server_log_name(name), scratch=scratch)
+        super().__init__(server_title(name), folder=self.run_dir, log=server_log_name(name), scratch=scratch, gpus=gpus)
         self.recipe = recipe
         self.model = model.resolve()
         self.weights = WeightState(version)
-        self._gpus = gpus
-        self._threads: int | None = None  # of the engine on CPU, once the device is known
         self._condemned = ""
         self.token_s = 0.0  # seconds per sampled token of one request, measured at the start
 
@@ -73,32 +71,19 @@ class VLLMServer(ServerProcess):
         backend = "nccl" if serving.weight_transfer.ref == "nccl" else FILE_BACKEND
         arguments = {
             "--model": str(self.model),
-            "--load-format": "safetensors",
             "--served-model-name": "policy",
             "--host": serving.host,
             "--port": str(port),
             "--dtype": policy.dtype,
             "--max-model-len": str(policy.max_model_len),
-            "--max-num-seqs": str(serving.max_num_seqs),
-            "--scheduling-policy": "priority",  # see `agentrl.serving.client.priority`
+            "--scheduling-policy": "priority",  # see `agentrl.serving.client.request_priority`
             "--seed": str(self.recipe.seed),
             "--weight-transfer-config": json.dumps({"backend": backend}),
             # Logprobs after temperature and truncation.
             "--logprobs-mode": "processed_logprobs",
-            # The model's generation_config.json must not change how the policy is sampled.
-            "--generation-config": "vllm",
         }
         # No limit on logprobs per token: the engine dies of a request above its limit.
-        flags = ["--max-logprobs=-1", "--enable-scale-out", "--disable-uvicorn-access-log"]
-        if self._threads is not None:
-            arguments["--kv-cache-memory-bytes"] = str(int(serving.kv_cache_gb * 2**30))
-            # The minimum of its CPU kernels. Only complete blocks are shared between requests; with vLLM's default of 128 tokens, about
-            # a turn, requests would recompute most of their context.
-            arguments["--block-size"] = "32"
-            flags.append("--enforce-eager")  # compilation takes minutes and gains nothing at this model size
-        else:
-            arguments["--gpu-memory-utilization"] = str(serving.gpu_memory_utilization)
-        return launch_command(arguments, flags, cpu_threads=self._threads)
+        return launch_command(serving, arguments, ["--max-logprobs=-1", "--enable-scale-out"], cpu_threads=self._threads)
 
     def _environment(self, scratch: Path) -> dict[str, str]:
         alone = self.recipe.max_staleness == 0 and self.recipe.serving.replicas == 1 and not self.recipe.gate_has_server

@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config.recipe import Recipe
-from agentrl.errors import ServerDied, ServingError, SwapError
+from agentrl.errors import ServingError, SwapError
 from agentrl.protocols import CacheUse, VersionRegistry
 from agentrl.protocols.serving import MAX_CACHE_USE
 from agentrl.records import Completion, PolicyVersion, SamplingParams, SwapReport
-from agentrl.serving.routing import EpisodeRouter
-from agentrl.serving.supervisor import ServerLost, SupervisedServer, mark_serving, version_to_serve
+from agentrl.serving.supervisor import ServerLost, SupervisedServer, in_time, mark_serving, version_to_serve
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,87 @@ POLL_S = 0.1
 """Seconds between two checks for servers that have come back."""
 
 _Take = Callable[[SupervisedServer, PolicyVersion], Awaitable[SwapReport | None]]
+
+
+@dataclass(slots=True)
+class _Placed:
+    """A running episode."""
+
+    task_key: str
+    replica: int | None = None  # None before its first request
+    tokens: int = 0  # of its longest context so far
+
+
+class EpisodeRouter:
+    """Tracks which episode is on which replica. It does no I/O, so a choice and its record are atomic.
+
+    An episode stays on its replica while that is able. Otherwise it goes to a replica that has an episode of the same task, whose prompt is
+    cached there, unless that one is ahead of the least loaded replica by more than `apart` contexts of this length. A replica's load is the
+    tokens of the longest context of each of its episodes, including those that wait for tools.
+    """
+
+    def __init__(self, replicas: int, *, apart: int) -> None:
+        self.moved = 0  # how often an episode had to leave a replica
+        self.loads = [0] * replicas
+        self._apart = apart
+        self._episodes: dict[str, _Placed] = {}
+        self._tasks: dict[str, Counter[int]] = {}  # task -> replica -> its episodes there
+
+    def begin(self, episode_id: str, task_key: str) -> None:
+        """Registers an episode, which its first request places. Replaces an earlier one with that id."""
+        self.end(episode_id)
+        self._episodes[episode_id] = _Placed(task_key)
+
+    def end(self, episode_id: str) -> None:
+        """Forgets an episode. Idempotent."""
+        if (placed := self._episodes.pop(episode_id, None)) is not None:
+            self._leave(placed)
+
+    def choose(self, episode_id: str, tokens: int, *, able: Sequence[int], full: Collection[int] = ()) -> int:
+        """Returns the replica for a request of `tokens` tokens; the least loaded one if the episode is unknown.
+
+        `able`: replicas that may get it, at least one. `full`: replicas without room for another episode; ignored if all are full.
+        """
+        placed = self._episodes.get(episode_id)
+        if placed is None:
+            return self._least(able)
+        if placed.replica not in able:
+            chosen = self._place(placed.task_key, tokens, [number for number in able if number not in full] or able)
+            if placed.replica is not None:
+                self.moved += 1
+                self._leave(placed)
+            placed.replica = chosen
+            self.loads[chosen] += placed.tokens
+            self._tasks.setdefault(placed.task_key, Counter())[chosen] += 1
+        self.record_context(episode_id, tokens)
+        assert placed.replica is not None, "it was placed"
+        return placed.replica
+
+    def record_context(self, episode_id: str, tokens: int) -> None:
+        """Records the current length of an episode's context."""
+        placed = self._episodes.get(episode_id)
+        if placed is not None and placed.replica is not None and tokens > placed.tokens:
+            self.loads[placed.replica] += tokens - placed.tokens
+            placed.tokens = tokens
+
+    def _place(self, task_key: str, tokens: int, able: Sequence[int]) -> int:
+        least = self._least(able)
+        there = self._tasks.get(task_key, Counter())
+        alike = [number for number in able if there[number]]
+        nearest = self._least(alike) if alike else least
+        return nearest if self.loads[nearest] - self.loads[least] <= self._apart * tokens else least
+
+    def _least(self, able: Sequence[int]) -> int:
+        return min(able, key=lambda number: (self.loads[number], number))
+
+    def _leave(self, placed: _Placed) -> None:
+        if placed.replica is None:
+            return
+        self.loads[placed.replica] -= placed.tokens
+        there = self._tasks[placed.task_key]
+        there[placed.replica] -= 1
+        if not there.total():
+            del self._tasks[placed.task_key]
 
 
 class ServerPool:
@@ -180,13 +262,10 @@ class ServerPool:
 
     async def _wait_ready(self) -> list[int]:
         """Waits until `_ready` has a server. Raises `ServingError`."""
-        try:
-            async with asyncio.timeout(self._recipe.serving.startup_timeout_s), self._looking:
-                while not (ready := self._ready()):
-                    await asyncio.sleep(POLL_S)
-                return ready
-        except TimeoutError:
-            raise ServerDied("no inference server came back") from None
+        async with in_time(self._recipe.serving.startup_timeout_s, "no inference server came back"), self._looking:
+            while not (ready := self._ready()):
+                await asyncio.sleep(POLL_S)
+            return ready
 
     async def _move(self, version: PolicyVersion, take: _Take) -> list[SwapReport]:
         """Loads a version into every server. Raises `SwapError`; then some may have it."""
@@ -200,21 +279,18 @@ class ServerPool:
 
     async def _first(self, version: PolicyVersion, take: _Take) -> SwapReport | None:
         """Loads a version into one server, or into another one if it dies meanwhile."""
-        try:
-            async with asyncio.timeout(self._recipe.serving.startup_timeout_s) as deadline:
-                while True:
-                    replica = next((replica for replica in self._replicas if replica.accepts_requests), None)
-                    if replica is None:
-                        await asyncio.sleep(POLL_S)
-                        continue
-                    deadline.reschedule(None)  # the swap has separate deadlines
-                    try:
-                        return await take(replica, version)
-                    except ServerLost as error:
-                        log.warning("the swap to version %d continues with another server: %s", version.number, error)
-                        deadline.reschedule(asyncio.get_running_loop().time() + self._recipe.serving.startup_timeout_s)
-        except TimeoutError:
-            raise ServerDied("no inference server came back") from None
+        async with in_time(self._recipe.serving.startup_timeout_s, "no inference server came back") as deadline:
+            while True:
+                replica = next((replica for replica in self._replicas if replica.accepts_requests), None)
+                if replica is None:
+                    await asyncio.sleep(POLL_S)
+                    continue
+                deadline.reschedule(None)  # the swap has separate deadlines
+                try:
+                    return await take(replica, version)
+                except ServerLost as error:
+                    log.warning("the swap to version %d continues with another server: %s", version.number, error)
+                    deadline.reschedule(asyncio.get_running_loop().time() + self._recipe.serving.startup_timeout_s)
 
     async def _follow(self, replica: SupervisedServer, version: PolicyVersion, take: _Take) -> SwapReport | None:
         """Loads a version that another server serves. Raises `SwapError` if the version was retracted meanwhile."""

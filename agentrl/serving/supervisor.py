@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,6 +34,16 @@ _KV_CACHE_USE = "vllm:kv_cache_usage_perc"
 
 class ServerLost(SwapError):
     """The server died during a swap."""
+
+
+@asynccontextmanager
+async def in_time(seconds: float, problem: str) -> AsyncIterator[asyncio.Timeout]:
+    """Context whose block raises `ServerDied` with `problem` after `seconds`, or the time that it sets."""
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            yield deadline
+    except TimeoutError:
+        raise ServerDied(problem) from None
 
 
 class SupervisedServer:
@@ -260,22 +270,16 @@ class SupervisedServer:
 
     async def _opened_server(self) -> VLLMServer:
         """Waits until requests may pass; returns the server. Raises `ServingError` if it does not come back in time."""
-        try:
-            async with asyncio.timeout(self._recipe.serving.startup_timeout_s):
-                await self._ready.wait()
-        except TimeoutError:
-            raise ServerDied("the inference server did not come back") from None
+        async with in_time(self._recipe.serving.startup_timeout_s, "the inference server did not come back"):
+            await self._ready.wait()
         assert self._server is not None, "requests pass only after start()"
         return self._server
 
     async def _replaced(self, server: VLLMServer) -> None:
         """Returns when `watch` has started to replace `server`, or `server` turns out to be alive."""
-        try:
-            async with asyncio.timeout(self._recipe.serving.startup_timeout_s):
-                while self._server is server and self._ready.is_set() and not await server.alive():
-                    await asyncio.sleep(_WATCH_S)
-        except TimeoutError:
-            raise ServerDied("the inference server died and was not replaced") from None
+        async with in_time(self._recipe.serving.startup_timeout_s, "the inference server died and was not replaced"):
+            while self._server is server and self._ready.is_set() and not await server.alive():
+                await asyncio.sleep(_WATCH_S)
 
     async def wait_version(self, number: int) -> None:
         """Returns when version `number` or a newer one is serving."""

@@ -18,6 +18,8 @@ from agentrl.version import deltas
 
 log = logging.getLogger(__name__)
 
+_POLL_S = 0.005
+
 
 class HotSwap(ABC):
     """Base class of weight channels on one server.
@@ -54,19 +56,16 @@ class HotSwap(ABC):
                     raise SwapError(
                         f"version {version.number}: server and learner differ by {diff:.3g} nats on the probe; limit: {max_abs_diff:g}"
                     )
-            except (ServingError, TimeoutError) as error:
+            except (ServingError, TimeoutError, asyncio.CancelledError) as error:
                 await self._restore(timeout_s)
-                raise _swap_error(version, error, timeout_s) from error
-            except asyncio.CancelledError:
-                await self._restore(timeout_s)
-                raise
+                if isinstance(error, SwapError | asyncio.CancelledError):
+                    raise
+                reason = f"not done within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+                raise SwapError(f"version {version.number} was not swapped in: {reason}") from error
             self._server.weights.accept(version.number)
             self._serving_folder = folder
         return SwapReport(
-            version=version.number,
-            stall_ms=1000 * stall_s,
-            total_ms=1000 * (time.perf_counter() - start),
-            probe_max_abs_diff=diff,
+            version=version.number, stall_ms=1000 * stall_s, total_ms=1000 * (time.perf_counter() - start), probe_max_abs_diff=diff
         )
 
     async def _exchange(self, number: int, folder: Path) -> float:
@@ -158,16 +157,6 @@ def check_version_folder(version: PolicyVersion, folder: Path, registry_folder: 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
-
-
-def _swap_error(version: PolicyVersion, error: BaseException, timeout_s: float) -> SwapError:
-    if isinstance(error, SwapError):
-        return error
-    reason = f"not done within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
-    return SwapError(f"version {version.number} was not swapped in: {reason}")
-
-
-_POLL_S = 0.005
 
 
 class NcclWeightChannel(HotSwap):

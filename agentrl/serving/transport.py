@@ -1,4 +1,4 @@
-"""HTTP/1.1 requests to one server over persistent connections, for every turn of thousands of episodes.
+"""HTTP/1.1 requests to one server over persistent connections, among them every turn of thousands of episodes.
 
 A general HTTP client takes a millisecond of CPU time per request and searches all of its connections. Here free connections are a stack,
 and only h11 is between a request and the socket.
@@ -36,29 +36,32 @@ class HttpTransport:
         self.url = url
         self.closed = False
         self._host, self._port = parts.hostname or "", parts.port or 80
-        self._head = [(b"host", parts.netloc.encode()), (b"content-type", b"application/json")]
+        self._head = [(b"host", parts.netloc.encode())]
         self._head += [(name.encode(), value.encode()) for name, value in access(key).items()]
         self._slots = asyncio.Semaphore(max_connections)
         self._free: deque[tuple[float, _Connection]] = deque()  # with the time since when; newest last
         self._busy: set[_Connection] = set()
 
-    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """Returns status and content of the answer to a JSON body; the caller sets the deadline. A cancellation closes the connection.
+    async def request(self, method: str, path: str, body: bytes = b"", *, last: bool = False) -> tuple[int, bytes]:
+        """Returns status and content of the answer; the caller sets the deadline. A cancellation closes the connection.
 
-        Raises `UnsentError` if the server cannot be reached or this end is closed, and `ServingError` if the connection breaks later or the
-        answer is not HTTP.
+        `body`: JSON. `last`: no other request uses the connection. Raises `UnsentError` if the server cannot be reached or this end is
+        closed, and `ServingError` if the connection breaks later or the answer is not HTTP.
         """
         async with self._slots:
             connection = self._reuse() or await self._open()
             self._busy.add(connection)
             try:
-                answer = await connection.exchange(self._request(path, len(body)), body)
+                answer = await connection.exchange(self._head_of(method, path, len(body), last), body)
             except BaseException:
                 connection.abort()
                 raise
             finally:
                 self._busy.discard(connection)
-            self._give_back(connection)
+            if not self.closed and connection.reset():
+                self._free.append((time.monotonic(), connection))
+            else:
+                connection.abort()
             return answer
 
     def close(self) -> None:
@@ -68,8 +71,11 @@ class HttpTransport:
             connection.abort()
         self._free.clear()
 
-    def _request(self, path: str, length: int) -> h11.Request:
-        return h11.Request(method=b"POST", target=path.encode(), headers=[*self._head, (b"content-length", b"%d" % length)])
+    def _head_of(self, method: str, path: str, length: int, last: bool) -> h11.Request:
+        headers = [*self._head, (b"content-length", b"%d" % length)]
+        headers += [(b"content-type", b"application/json")] if length else []
+        headers += [(b"connection", b"close")] if last else []
+        return h11.Request(method=method.encode(), target=path.encode(), headers=headers)
 
     def _reuse(self) -> _Connection | None:
         """The most recently used free connection, so that surplus connections become idle and expire."""
@@ -82,12 +88,6 @@ class HttpTransport:
             if (connection := self._free.pop()[1]).usable:
                 return connection
         return None
-
-    def _give_back(self, connection: _Connection) -> None:
-        if self.closed or not connection.reset():
-            connection.abort()
-            return
-        self._free.append((time.monotonic(), connection))
 
     async def _open(self) -> _Connection:
         try:

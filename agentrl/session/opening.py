@@ -16,7 +16,7 @@ from agentrl.agent.run_tools import candidate_tasks, declared_tools, pin_tools, 
 from agentrl.base.files import sha256_file
 from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.base.processes import raise_file_limit, rare_collections
-from agentrl.cluster.gpus import Placement
+from agentrl.cluster import Placement
 from agentrl.config.recipe import Recipe
 from agentrl.evaluation.replay import check_start_tokens
 from agentrl.experience import FolderCheckpoints, GroupOrder, open_store

@@ -17,7 +17,7 @@ from agentrl.base import error_text
 from agentrl.base.error_text import one_line_error
 from agentrl.base.installation import install_command
 from agentrl.base.user_code import raising_as
-from agentrl.cluster.gpus import Placement, place_parts
+from agentrl.cluster import Placement, place_parts
 from agentrl.config.recipe import EvalConfig, PolicyConfig, Recipe
 from agentrl.errors import AgentRLError, PluginError, RecipeError, TaskError, UserError
 from agentrl.evaluation.splits import with_thinking_bound

@@ -1,12 +1,21 @@
-"""Policies with scripted answers, and their tokenizer."""
+"""Policies with scripted answers or a scripted speed, and their tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from agentrl.records import Completion, SamplingParams, VersionSpan
+from agentrl.errors import ServingError
+from agentrl.records import CUT, Completion, SamplingParams, VersionSpan
 from agentrl.records.sampling import Supports
+
+TICK_S = 0.5
+_EPSILON_S = 1e-6
+_LOGPROB = -0.5
 
 _TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
@@ -19,6 +28,11 @@ _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</too
 
 def byte_tokenizer() -> Any:
     """A Hugging Face tokenizer of 256 bytes and the chat's control tokens, built in memory."""
+    return byte_level_tokenizer(_TEMPLATE, pad="<|endoftext|>", more=_SPECIAL)
+
+
+def byte_level_tokenizer(template: str, *, pad: str, more: Sequence[str]) -> Any:
+    """A Hugging Face tokenizer of 256 bytes and special tokens: `<|im_end|>`, `pad`, and `more`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -26,10 +40,8 @@ def byte_tokenizer() -> Any:
     raw = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=list(_SPECIAL)
-    )
-    tokenizer.chat_template = _TEMPLATE
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token=pad, extra_special_tokens=list(more))
+    tokenizer.chat_template = template
     return tokenizer
 
 
@@ -60,11 +72,11 @@ class ScriptedPolicy:
         number, part, name = turn.partition(".")
         said = await self._said(prompt_ids, int(number), f"{episode}{part}{name}")
         ids = [*self.tokenizer.encode(said, add_special_tokens=False), self.tokenizer.eos_token_id]
-        finish = "stop" if len(ids) <= params.max_tokens else "length"
-        taken = tuple(_take(iter(ids), params.max_tokens))
-        spans = (VersionSpan(version=self.version, start=0, end=len(taken)),)
-        supports = Supports.from_rows(self._support(place, token, params) for place, token in enumerate(taken)) if params.supports else None
-        return Completion(token_ids=taken, logprobs=(-0.5,) * len(taken), versions=spans, finish_reason=finish, supports=supports)
+        completion = _completion(ids, params, self.version)
+        if not params.supports:
+            return completion
+        supports = (self._support(place, token, params) for place, token in enumerate(completion.token_ids))
+        return replace(completion, supports=Supports.from_rows(supports))
 
     async def _said(self, prompt_ids: Sequence[int], turn: int, episode: str) -> str:
         return self.script(turn, episode)
@@ -79,8 +91,8 @@ class ReadingPolicy(ScriptedPolicy):
     `reads` gets the text of the context, including control tokens, and returns the text of the turn; it may be async.
     """
 
-    def __init__(self, tokenizer: Any, reads: Callable[[str], str | Awaitable[str]], *, version: int = 0) -> None:
-        super().__init__(tokenizer, lambda turn, episode: "", version=version)
+    def __init__(self, tokenizer: Any, reads: Callable[[str], str | Awaitable[str]]) -> None:
+        super().__init__(tokenizer, lambda turn, episode: "")
         self.reads = reads
 
     async def _said(self, prompt_ids: Sequence[int], turn: int, episode: str) -> str:
@@ -94,19 +106,81 @@ class ReplayPolicy:
     `script` returns the ids for a prompt; the last one ends the turn.
     """
 
-    def __init__(self, script: Callable[[Sequence[int]], Sequence[int]], *, version: int = 0) -> None:
+    def __init__(self, script: Callable[[Sequence[int]], Sequence[int]]) -> None:
         self.script = script
-        self.version = version
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         """Returns the recorded completion of a prompt."""
-        ids = tuple(self.script(prompt_ids))
-        taken = ids[: params.max_tokens]
-        finish = "stop" if len(taken) == len(ids) else "length"
-        spans = (VersionSpan(version=self.version, start=0, end=len(taken)),)
-        return Completion(token_ids=taken, logprobs=(-0.5,) * len(taken), versions=spans, finish_reason=finish)
+        return _completion(self.script(prompt_ids), params, 0)
 
 
-def _take(ids: Iterator[int], count: int) -> Iterator[int]:
-    for _, token in zip(range(count), ids, strict=False):
-        yield token
+def _completion(ids: Sequence[int], params: SamplingParams, version: int) -> Completion:
+    """The completion of a turn of `ids`, of which the request allows the first `max_tokens`."""
+    taken = tuple(ids[: params.max_tokens])
+    spans = (VersionSpan(version=version, start=0, end=len(taken)),)
+    finish = "stop" if len(taken) == len(ids) else "length"
+    return Completion(token_ids=taken, logprobs=(_LOGPROB,) * len(taken), versions=spans, finish_reason=finish)
+
+
+class PacedPolicy:
+    """Samples the letter `x` until a turn has its planned number of tokens, then ends the turn. Use it with `run_virtually`.
+
+    Args:
+        tokenizer: tokenizer of the sampled ids.
+        wants: returns the number of tokens of a turn, including its end, by episode id and turn number.
+        speed: tokens per second of one request, by the time of the event loop and the requests in flight; 0: a stalled server.
+        cuts: whether it returns the tokens so far at a deadline, as the policy's servers do, or ignores deadlines.
+        dies: whether a request fails, by the time of the event loop.
+        reading: prompt tokens per second; tokens that were computed earlier for the episode take no time.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        wants: Callable[[str, int], int],
+        speed: Callable[[float, int], float],
+        cuts: bool = True,
+        dies: Callable[[float], bool] = lambda now: False,
+        reading: float = math.inf,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.wants, self.speed, self.cuts, self.dies = wants, speed, cuts, dies
+        self.reading = reading
+        self._computed = Counter[str]()
+        self.sampled = Counter[str]()  # tokens, by episode and turn
+        self.in_flight = 0
+        self._letter = int(tokenizer.encode("x", add_special_tokens=False)[0])
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        """Samples at the current speed."""
+        loop = asyncio.get_running_loop()
+        name = request_id.partition(".")[0]
+        episode, _, number = name.rpartition("-")
+        wanted = self.wants(episode, int(number)) - self.sampled[name]
+        most, sampled, began = min(wanted, params.max_tokens), 0.0, loop.time()
+        unread_s = max(0, len(prompt_ids) - self._computed[episode]) / self.reading
+        self.in_flight += 1
+        try:
+            while sampled < most and not (self.cuts and loop.time() - began >= timeout_s - _EPSILON_S):
+                wait_s = min(TICK_S, timeout_s - (loop.time() - began)) if self.cuts else TICK_S
+                speed = self.speed(loop.time(), self.in_flight)
+                await asyncio.sleep(wait_s)
+                reading_s = min(unread_s, wait_s)
+                unread_s -= reading_s
+                sampled += speed * (wait_s - reading_s)
+                if self.dies(loop.time()):
+                    raise ServingError("the server died")
+        finally:
+            self.in_flight -= 1
+        count = min(most, int(sampled + 1e-6))
+        self.sampled[name] += count
+        self._computed[episode] = len(prompt_ids) + count - (int(unread_s * self.reading) if unread_s else 0)
+        ended = count == wanted
+        ids = (self._letter,) * (count - ended) + (int(self.tokenizer.eos_token_id),) * ended
+        return Completion(
+            token_ids=ids,
+            logprobs=(_LOGPROB,) * count,
+            versions=(VersionSpan(version=0, start=0, end=count),) if count else (),
+            finish_reason="stop" if ended else "length" if count == params.max_tokens else CUT,
+        )

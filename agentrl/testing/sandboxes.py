@@ -1,14 +1,32 @@
-"""Sandboxes that run no programs: a function returns the result of each. For tests of the code around a sandbox."""
+"""Sandboxes that run no programs: a function returns the result of each. And a task for tests that need any task."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from agentrl.errors import SandboxError
-from agentrl.records import ExecResult, SandboxSpec
+from agentrl.records import ExecResult, Message, SandboxSpec, Split, Task
+
+_TASK = Task(
+    id="t",
+    family="f",
+    prompt=(Message(role="user", content="q"),),
+    tools=("submit",),
+    sandbox=SandboxSpec(image="i"),
+    verifiers=(),
+    data={"answer": "4"},
+    split=Split.TRAIN,
+)
 
 Answer = Callable[[str], ExecResult]
+
+
+def sample_task(**changes: Any) -> Task:
+    """Returns a training task with the answer "4" and these changed fields."""
+    return replace(_TASK, **changes)
 
 
 def printing(text: str) -> Answer:
@@ -27,13 +45,7 @@ class ScriptedSandbox:
         self._answer = answer
 
     async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        timeout_s: float,
-        output_bytes: int = 65536,
-        env: Mapping[str, str] | None = None,
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, output_bytes: int = 65536, env: Mapping[str, str] | None = None
     ) -> ExecResult:
         """Returns the function's result for a program."""
         return await self.python(" ".join(argv), timeout_s=timeout_s, output_bytes=output_bytes)

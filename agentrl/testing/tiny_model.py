@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.base.files import sha256_file
 from agentrl.records import PolicyVersion, Probe
+from agentrl.testing.policies import byte_level_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -24,18 +25,8 @@ CHAT_TEMPLATE = (
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, plus three special ones."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    tokenizer: PreTrainedTokenizerFast = byte_level_tokenizer(CHAT_TEMPLATE, pad="<|pad|>", more=["<|im_start|>"])
+    return tokenizer
 
 
 def make_model(seed: int, *, hidden: int = 128, layers: int = 4, vocabulary: int = VOCABULARY) -> Qwen3ForCausalLM:
@@ -80,8 +71,8 @@ def token_logprobs(model: Qwen3ForCausalLM, ids: tuple[int, ...], *, temperature
     return [float(logprob) for logprob in picked]
 
 
-def make_probe(model: Qwen3ForCausalLM, *, rows: int = 4, length: int = 150) -> Probe:
-    """A probe with the logprobs of a model."""
+def make_probe(model: Qwen3ForCausalLM) -> Probe:
+    """A probe with a model's logprobs of 4 rows of 150 tokens."""
     generator = random.Random(7)
-    token_ids = tuple(tuple(generator.randrange(256) for _ in range(length)) for _ in range(rows))
+    token_ids = tuple(tuple(generator.randrange(256) for _ in range(150)) for _ in range(4))
     return Probe(token_ids=token_ids, logprobs=tuple(tuple(token_logprobs(model, ids)) for ids in token_ids))

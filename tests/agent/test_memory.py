@@ -18,7 +18,7 @@ from agentrl.memory import NoteStore, StoreView, WrittenNotes
 from agentrl.records import EpisodeState, Task, codec
 from agentrl.records.memo import Memo
 from agentrl.rollout import CaptureState, EmptyMemory
-from agentrl.testing.samples import sample_task
+from agentrl.testing.sandboxes import sample_task
 from tests.agent.trees import asked, call, delegate, make_runner, outputs, shown, tree_task
 
 SCOPE = "family:f"

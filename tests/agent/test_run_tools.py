@@ -21,8 +21,7 @@ from agentrl.errors import RecipeError, TaskError, ToolUnavailable, UserError
 from agentrl.protocols import ToolSource
 from agentrl.records import Limits
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
-from agentrl.testing.samples import sample_task
-from agentrl.testing.sandboxes import printing
+from agentrl.testing.sandboxes import printing, sample_task
 from tests.agent.hostile_mcp import COUNT, ECHO
 from tests.agent.test_tools import call
 from tests.episodes import make_runner, task, tokenizer

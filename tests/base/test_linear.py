@@ -34,8 +34,7 @@ from agentrl.reward.cleanroom import parse_reward
 from agentrl.rollout.active import ActiveEpisode
 from agentrl.session.transcript import append_transcripts, transcript
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
-from agentrl.testing.samples import sample_task
-from agentrl.testing.sandboxes import printing
+from agentrl.testing.sandboxes import printing, sample_task
 from rewards.tables import exact_answer
 from tests.chats import chat_of, shared_tokenizer
 

@@ -30,8 +30,7 @@ from agentrl.task.folders import _GOLD
 from agentrl.task.grading import GRADING_KEY, Grading, encode_files
 from agentrl.task.leaks import find_leaks, hidden_truths
 from agentrl.testing import ScriptedSandboxes
-from agentrl.testing.samples import sample_task
-from agentrl.testing.sandboxes import printing
+from agentrl.testing.sandboxes import printing, sample_task
 
 from . import bad_families
 from .bad_families import Good

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.cluster.gpus import Placement, place_parts, visible_gpus
+from agentrl.cluster import Placement, place_parts, visible_gpus
 from agentrl.config import LearnerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.errors import UserError
 from agentrl.serving import server

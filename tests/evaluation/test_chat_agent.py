@@ -24,8 +24,7 @@ from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
 from agentrl.testing import ChatServer, ScriptedAnswer, ScriptedSandboxes
 from agentrl.testing.clock import run_virtually
-from agentrl.testing.samples import sample_task
-from agentrl.testing.sandboxes import printing
+from agentrl.testing.sandboxes import printing, sample_task
 from tests.evaluation.suite_parts import HERE, make_case, make_suite
 
 QUICK = (f"sandbox.backend={HERE}:backend", "serving.request_timeout_s=2", "serving.startup_timeout_s=2")

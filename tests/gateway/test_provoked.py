@@ -21,9 +21,8 @@ from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.clock import run_virtually
-from agentrl.testing.paced import PacedPolicy
-from agentrl.testing.samples import sample_task
-from agentrl.testing.sandboxes import printing
+from agentrl.testing.policies import PacedPolicy
+from agentrl.testing.sandboxes import printing, sample_task
 from tests.chats import chat_of, shared_tokenizer
 
 TOKENIZER = shared_tokenizer()

@@ -10,7 +10,7 @@ from agentrl.config.tools import MemoryConfig
 from agentrl.errors import TaskError
 from agentrl.memory import NoteStore, StoreView, WrittenNotes, scope_of
 from agentrl.records.memo import Memo
-from agentrl.testing.samples import sample_task
+from agentrl.testing.sandboxes import sample_task
 
 CONFIG = MemoryConfig(notes=3)
 

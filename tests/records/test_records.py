@@ -31,7 +31,7 @@ from agentrl.records import (
 )
 from agentrl.records.limits import OPTIONAL_LIMITS
 from agentrl.records.sampling import MAX_SUPPORT, MAX_TOP_K, Sampling, Supports
-from agentrl.testing.samples import sample_task
+from agentrl.testing.sandboxes import sample_task
 from tests import strategies
 
 TASK = sample_task(verifiers=("v:v",))

@@ -34,8 +34,7 @@ from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.clock import run_virtually
-from agentrl.testing.samples import sample_task
-from agentrl.testing.sandboxes import printing
+from agentrl.testing.sandboxes import printing, sample_task
 from tests.chats import chat_of, shared_tokenizer
 
 TOKENIZER = shared_tokenizer()

@@ -52,8 +52,7 @@ from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.rollout.faults import failure_from_error, infrastructure_fault, task_fault
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.clock import run_virtually
-from agentrl.testing.samples import sample_task
-from agentrl.testing.sandboxes import ScriptedSandbox, printing
+from agentrl.testing.sandboxes import ScriptedSandbox, printing, sample_task
 from tests.chats import chat_of, shared_tokenizer
 
 TOKENIZER = shared_tokenizer()

@@ -22,9 +22,8 @@ from agentrl.rollout import EpisodeRunner
 from agentrl.rollout.pace import LOST_SHARE, REQUESTS_PER_EPISODE, SLOW_FACTOR, Pace, Reading, blame_for_timeout
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.clock import VirtualLoop, run_virtually
-from agentrl.testing.paced import PacedPolicy
-from agentrl.testing.samples import sample_task
-from agentrl.testing.sandboxes import printing
+from agentrl.testing.policies import PacedPolicy
+from agentrl.testing.sandboxes import printing, sample_task
 from tests.chats import chat_of, shared_tokenizer
 from tests.strategies import examples
 

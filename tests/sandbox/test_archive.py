@@ -14,9 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.sandbox.inside import snapshot
-from agentrl.sandbox.inside.archive import FIELD, FILE, FOLDER_ENTRY, HARD_LINK, LINK, ArchiveReader, ArchiveWriter, Entry, header_of
 from agentrl.sandbox.inside.files import FOLDER, MAX_DEPTH
-from agentrl.sandbox.inside.snapshot import Packer, unpack
+from agentrl.sandbox.inside.snapshot import (
+    FIELD,
+    FILE,
+    FOLDER_ENTRY,
+    HARD_LINK,
+    LINK,
+    ArchiveReader,
+    ArchiveWriter,
+    Entry,
+    Packer,
+    header_of,
+    unpack,
+)
 from agentrl.sandbox.inside.wire import READ_BYTES, Refused
 from tests.strategies import examples
 

@@ -1,7 +1,6 @@
 """Arguments of sandbox methods: each one gives a frame that the exec server accepts, or a typed error, and never ends the sandbox."""
 
 import asyncio
-import json
 import socket
 
 import pytest
@@ -9,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import frames
+from agentrl.sandbox import arguments, frames
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
-from agentrl.sandbox.inside import arguments, wire
-from agentrl.sandbox.inside.wire import Refused
+from agentrl.sandbox.inside import wire
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=12) | st.sampled_from(
     ["", ".", "..", "/", "a/b", "\ud800", "\udcff", "\0", "A=B", "=", "x" * 256, "é" * 128, "/".join("d" * 64), "/".join("d" * 65), "a//b"]
@@ -68,7 +66,6 @@ class Taker:
         link = wire.Link(self.theirs)
         request = link.request()
         body = wire.Body(link, request["body"]).read()
-        arguments.validate_request(request)
         self.judged.append(request)
         return request, body
 
@@ -100,22 +97,9 @@ async def judged(call):
         taker.theirs.close()
 
 
-JSON = st.recursive(ANYTHING.filter(lambda value: type(value) is not bytes), lambda inner: st.lists(inner, max_size=3), max_leaves=6)
-
-
-@given(st.dictionaries(st.sampled_from(["op", "argv", "env", "path", "files", "session", "timeout_s", "output_bytes", "max_bytes"]), JSON))
-def test_any_request_is_valid_or_refused(request):
-    for operation in [*arguments.VALIDATORS, request.get("op")]:
-        try:
-            arguments.validate_request({**request, "op": operation})
-        except Refused as refused:
-            json.dumps(str(refused)).encode()
-
-
 @pytest.mark.parametrize("name", ["\udcff", "é", "a b", "\x01", "\n", "x" * 255, "é" * 127, "-rf", "\u202e"])
 def test_every_possible_file_name_is_accepted(name):
     assert arguments.plain_path(f"{name}/{name}") == f"{name}/{name}"
-    arguments.validate_request({"op": "read", "path": name, "max_bytes": 1})
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a\udfff", "\udc00", "\udc7f", "x" * 256, "é" * 128])

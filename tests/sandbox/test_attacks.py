@@ -11,9 +11,8 @@ from agentrl.errors import SandboxUnavailable
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import BubblewrapBackend, DockerBackend, limits, list_open, select_backend, server_code
 from agentrl.sandbox.attacks import ATTACK_SPEC, load_attacks, run_attacks
-from agentrl.sandbox.attacks.cases import KINDS, PROGRAMS, hostile_server_source, program_attack
 from agentrl.sandbox.attacks.hostile_server import SLOW_TRICKS, replies
-from agentrl.sandbox.attacks.suite import STEPS
+from agentrl.sandbox.attacks.suite import KINDS, PROGRAMS, STEPS, hostile_server_source, program_attack
 from agentrl.sandbox.lease import lease
 
 SPEC = SandboxSpec(
@@ -229,7 +228,7 @@ async def test_sandbox_without_counts_of_uncharged_memory_is_detected(weak, name
 @bubblewrap
 async def test_proxy_without_checks_is_detected(root, monkeypatch):
     monkeypatch.setattr("agentrl.records.destinations.Destination.covers", lambda *_: True)
-    monkeypatch.setattr("agentrl.sandbox.egress.addresses.AllowList._listed", lambda *_: True)
+    monkeypatch.setattr("agentrl.sandbox.egress.requests.AllowList._listed", lambda *_: True)
     backend = BubblewrapBackend(run_label="test", root=root)
     try:
         (result,) = await run_attacks(backend, SPEC, only="egress_other_places")
@@ -254,7 +253,7 @@ async def test_gateway_without_limits_is_detected(root, monkeypatch):
 @bubblewrap
 async def test_program_that_fails_is_an_error(root, monkeypatch, tmp_path):
     (tmp_path / "broken.py").write_text('"""Breaks.\n\nkind: files\n"""\nraise SystemExit("oh")\n')
-    monkeypatch.setattr("agentrl.sandbox.attacks.cases.PROGRAMS", tmp_path)
+    monkeypatch.setattr("agentrl.sandbox.attacks.suite.PROGRAMS", tmp_path)
     backend = BubblewrapBackend(run_label="test", root=root)
     try:
         (result,) = await run_attacks(backend, SPEC, only="broken")
@@ -268,7 +267,7 @@ async def test_program_that_a_busy_machine_cuts_off_gets_more_time(root, monkeyp
     program = '"""Comes late.\n\nkind: files\nseconds: 0.3\n"""\nimport time\ntime.sleep({})\nprint("held: at last")\n'
     (tmp_path / "late.py").write_text(program.format(1))
     (tmp_path / "never.py").write_text(program.format(100))
-    monkeypatch.setattr("agentrl.sandbox.attacks.cases.PROGRAMS", tmp_path)
+    monkeypatch.setattr("agentrl.sandbox.attacks.suite.PROGRAMS", tmp_path)
     monkeypatch.setattr("agentrl.sandbox.attacks.suite.BUSY_S", 2.0)
     backend = BubblewrapBackend(run_label="test", root=root)
     try:

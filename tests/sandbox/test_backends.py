@@ -13,7 +13,7 @@ import pytest
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import WarmPool, bubblewrap, cgroups, list_open, open_sandboxes, prune, select_backend
+from agentrl.sandbox import WarmPool, bubblewrap, limits, list_open, open_sandboxes, prune, select_backend
 from agentrl.sandbox.conformance import CHECKS, check_conformance
 from agentrl.sandbox.lease import lease, runtime_folder
 from tests.sandbox.building import BOTH, SPEC, inner_pid, lease_of_process, our_processes, processes_of
@@ -27,8 +27,8 @@ async def backend(request, root):
     yield backend
     await backend.close()
     assert [sandbox for sandbox in list_open() if lease() in sandbox.name] == []
-    hierarchy = cgroups.find_hierarchy()
-    assert hierarchy is None or [name for name in hierarchy.names() if lease() in name] == []
+    control_groups = limits.find_control_groups()
+    assert control_groups is None or [name for name in control_groups.names() if lease() in name] == []
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -190,8 +190,8 @@ async def test_opening_cancelled_at_any_moment_leaves_no_process(root, monkeypat
     took = time.monotonic() - start
     assert our_processes() - before == set()
     assert [sandbox for sandbox in list_open() if lease() in sandbox.name] == []
-    hierarchy = cgroups.find_hierarchy()
-    assert hierarchy is None or [name for name in hierarchy.names() if lease() in name] == []
+    control_groups = limits.find_control_groups()
+    assert control_groups is None or [name for name in control_groups.names() if lease() in name] == []
     await backend.close()
     assert took < 200.0
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import limits, select_backend, server_code
-from agentrl.sandbox.inside.bounds import MAX_LOCKS, MAX_REST_S, MAX_SOCKETS, REST_FACTOR, Watch, sockets_in
+from agentrl.sandbox.inside.users import MAX_LOCKS, MAX_REST_S, MAX_SOCKETS, REST_FACTOR, Watch, sockets_in
 from agentrl.sandbox.limits import MEBIBYTE
 from tests.sandbox.building import BOTH, SPEC
 

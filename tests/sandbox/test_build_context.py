@@ -8,8 +8,8 @@ import time
 import pytest
 
 from agentrl.errors import TaskError, UserError
-from agentrl.sandbox import build_context, images
-from agentrl.sandbox.build_context import dockerfile_steps, read_build_context
+from agentrl.sandbox import builds, images
+from agentrl.sandbox.builds import dockerfile_steps, read_build_context
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_key_depends_on_content_only(folder):
 
 
 def test_at_most_the_size_of_a_file_is_read(folder, monkeypatch):
-    monkeypatch.setattr(build_context, "_opened", lambda entry: os.fdopen(os.open("/dev/zero", os.O_RDONLY), "rb"))  # no end
+    monkeypatch.setattr(builds, "_opened", lambda entry: os.fdopen(os.open("/dev/zero", os.O_RDONLY), "rb"))  # no end
     assert read_build_context(folder).key == read_build_context(folder).key
 
 
@@ -87,14 +87,14 @@ def test_special_files_and_oversized_contexts_are_refused(folder, monkeypatch):
             read_build_context(folder)
     (folder / "socket").unlink()
     with open(folder / "big", "wb") as file:
-        file.truncate(build_context.MAX_BYTES + 1)
+        file.truncate(builds.MAX_BYTES + 1)
     with pytest.raises(TaskError, match=r"more than 256 MiB(.|\n)*\.dockerignore"):
         read_build_context(folder)
     (folder / "big").unlink()
-    monkeypatch.setattr(build_context, "MAX_ENTRIES", 2)
+    monkeypatch.setattr(builds, "MAX_ENTRIES", 2)
     with pytest.raises(TaskError, match="more than 2 entries"):
         read_build_context(folder)
-    monkeypatch.setattr(build_context, "MAX_ENTRIES", 1000)
+    monkeypatch.setattr(builds, "MAX_ENTRIES", 1000)
     deep = folder / "/".join("d" * 80)
     deep.mkdir(parents=True)
     with pytest.raises(TaskError, match="nested more than 64 deep"):
@@ -136,4 +136,4 @@ def test_invalid_dockerignore_pattern_is_an_error(tmp_path):
     (tmp_path / "Dockerfile").write_text("FROM scratch\n")
     (tmp_path / ".dockerignore").write_text("[a-z].log\nkeep[z-a]\n")
     with pytest.raises(TaskError, match=r"dockerignore contains an invalid pattern(.|\n)*fix: write ranges in order"):
-        build_context.read_build_context(tmp_path)
+        builds.read_build_context(tmp_path)

@@ -52,12 +52,12 @@ async def answer(channel, peer, header, body=b"", **options):
 
 async def test_reply_and_chunks(pair):
     channel, peer = pair
-    assert (await answer(channel, peer, {"ok": True}, b"data", max_body=4)).body == b"data"
+    assert (await answer(channel, peer, {"ok": True}, b"data", max_body=4))[1] == b"data"
     call = asyncio.create_task(channel.call("op", schema=frames.CHUNK, max_body=6, timeout_s=60.0))
     number = (await peer.request())[0]["id"]
     for more, body in ((True, b"abc"), (True, b"de"), (False, b"f")):
         peer.send({"id": number, "ok": True, "more": more}, body)
-    assert (await call).body == b"abcdef"
+    assert (await call)[1] == b"abcdef"
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import egress, limits
-from agentrl.sandbox.egress import Bounds, EgressListener, addresses, heads
-from agentrl.sandbox.egress.addresses import is_public
+from agentrl.sandbox.egress import Bounds, EgressListener, requests
+from agentrl.sandbox.egress.requests import is_public
 from tests.waiting import until
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
@@ -166,7 +166,7 @@ async def test_server_that_answers_before_it_has_read_everything(tmp_path):
     ],
 )
 async def test_unlisted_destination_is_refused_without_a_look_up(tmp_path, monkeypatch, line):
-    monkeypatch.setattr(addresses, "resolve", lambda *_: pytest.fail("a name that is not on the list was looked up"))
+    monkeypatch.setattr(requests, "resolve", lambda *_: pytest.fail("a name that is not on the list was looked up"))
     async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
         answer = await say(listener, (line.format(port=server.port, other=server.port ^ 1) + "\r\nHost: h\r\n\r\n").encode())
         assert status(answer) == 403 and b"allow-list" in answer
@@ -227,7 +227,7 @@ async def test_chunked_bodies_need_a_length(tmp_path):
 
 
 def test_connection_header_cannot_remove_the_content_length():
-    wanted = heads.parse_request(
+    wanted = requests.parse_request(
         b"POST http://a.example/ HTTP/1.1\r\nHost: h\r\nConnection: content-length, host\r\nContent-Length: 3\r\n\r\n"
     )
     assert wanted.body == 3 and wanted.head == b"POST / HTTP/1.1\r\nHost: a.example\r\nConnection: close\r\nContent-Length: 3\r\n\r\n"
@@ -256,7 +256,7 @@ def test_public_addresses(address):
 
 async def test_name_reaches_the_loopback_only_if_the_address_is_listed_too(tmp_path, monkeypatch):
     looked_up = []
-    monkeypatch.setattr(addresses, "resolve", lambda host, port: looked_up.append(host) or ["::ffff:127.0.0.1", "127.0.0.1"])
+    monkeypatch.setattr(requests, "resolve", lambda host, port: looked_up.append(host) or ["::ffff:127.0.0.1", "127.0.0.1"])
     async with Server() as server:
         asked = f"GET http://inner.example:{server.port}/ HTTP/1.1\r\nHost: h\r\n\r\n".encode()
         (tmp_path / "a").mkdir()
@@ -270,8 +270,8 @@ async def test_name_reaches_the_loopback_only_if_the_address_is_listed_too(tmp_p
 
 
 async def test_machines_own_public_address_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(addresses, "resolve", lambda *_: ["127.0.0.1"])
-    monkeypatch.setattr(addresses, "is_public", lambda address: True)  # as if this machine's address were public
+    monkeypatch.setattr(requests, "resolve", lambda *_: ["127.0.0.1"])
+    monkeypatch.setattr(requests, "is_public", lambda address: True)  # as if this machine's address were public
     async with Server() as server, proxied(tmp_path, f"own.example:{server.port}") as listener:
         answer = await say(listener, f"CONNECT own.example:{server.port} HTTP/1.1\r\nHost: h\r\n\r\n".encode())
         assert status(answer) == 403 and b"this machine" in answer and server.seen in ([], [b""])
@@ -283,14 +283,14 @@ async def test_unknown_or_slow_name_is_an_error(tmp_path, monkeypatch):
 
     (tmp_path / "a").mkdir()
     async with proxied(tmp_path / "a", "a.example:80", "127.0.0.1:1") as listener:
-        monkeypatch.setattr(addresses, "resolve", unknown)
+        monkeypatch.setattr(requests, "resolve", unknown)
         assert status(await say(listener, b"GET http://a.example/ HTTP/1.1\r\nHost: h\r\n\r\n")) == 502
         assert status(await say(listener, b"GET http://127.0.0.1:1/ HTTP/1.1\r\nHost: h\r\n\r\n")) == 502
     (tmp_path / "b").mkdir()
     over = threading.Event()
     try:
         async with proxied(tmp_path / "b", "a.example:80", connect_s=0.3) as listener:
-            monkeypatch.setattr(addresses, "resolve", lambda *_: over.wait(120) and [])
+            monkeypatch.setattr(requests, "resolve", lambda *_: over.wait(120) and [])
             assert status(await say(listener, b"GET http://a.example/ HTTP/1.1\r\nHost: h\r\n\r\n")) == 504
     finally:
         over.set()
@@ -356,7 +356,7 @@ async def test_idle_and_slow_connections_end(tmp_path):
 
 async def test_idle_limit_does_not_apply_to_a_server_listed_by_its_address(tmp_path, monkeypatch):
     """A model's server sends nothing before its answer is complete. A server that is listed by name only is not the operator's."""
-    monkeypatch.setattr(addresses, "resolve", lambda host, port: ["127.0.0.1"])
+    monkeypatch.setattr(requests, "resolve", lambda host, port: ["127.0.0.1"])
     async with Server(thinks_s=0.6) as server:
         own = f"127.0.0.1:{server.port}"
         async with proxied(tmp_path, own, f"other.example:{server.port}", idle_s=0.2) as listener:

@@ -59,7 +59,7 @@ def test_every_module_is_joined_and_in_order():
     for name, tree in PARTS.items():
         for node in internal_imports(tree.body):
             assert order.index(node.module.rpartition(".")[2]) < order.index(name)
-    assert order[-1] == "main"
+    assert order[-1] == "server"
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import SandboxError, SandboxTimeout
-from agentrl.sandbox import BubblewrapBackend, WarmPool, cgroups, images, list_open, prune, select_backend
+from agentrl.sandbox import BubblewrapBackend, WarmPool, images, limits, list_open, prune, select_backend
 from agentrl.sandbox.lease import lease, runtime_folder
 from tests.sandbox.building import BOTH, IMAGE, SPEC
 
@@ -34,8 +34,8 @@ async def backend(request, root):
 
 def left():
     """Everything that exists of this process's sandboxes."""
-    hierarchy = cgroups.find_hierarchy()
-    groups = hierarchy.names() if hierarchy is not None else []
+    control_groups = limits.find_control_groups()
+    groups = control_groups.names() if control_groups is not None else []
     return [name for name in [*groups, *(sandbox.name for sandbox in list_open())] if lease() in name]
 
 
@@ -120,19 +120,19 @@ def fill_up():
 @pytest.mark.bubblewrap
 async def test_event_loop_runs_while_the_kernel_creates_a_control_group(root, monkeypatch):
     """An opening that is cancelled meanwhile waits for the kernel first, and leaves nothing."""
-    if cgroups.find_hierarchy() is None:
+    if limits.find_control_groups() is None:
         pytest.skip("this machine gives this user no control groups")
     backend = select_backend("bubblewrap", run_label="test", root=root)
     await backend.prepare(SPEC)
     begun, go_on = threading.Event(), threading.Event()
-    make = cgroups.Hierarchy.create
+    make = limits.ControlGroups.confine
 
     def slow(*arguments):
         begun.set()
         assert go_on.wait(60.0)
         return make(*arguments)
 
-    monkeypatch.setattr(cgroups.Hierarchy, "create", slow)
+    monkeypatch.setattr(limits.ControlGroups, "confine", slow)
     opening = asyncio.create_task(backend.open(SPEC))
     while not begun.is_set():
         await asyncio.sleep(0.001)  # the event loop runs
@@ -226,8 +226,8 @@ async def test_compiling_sandbox_has_a_deadline(backend, root, tmp_path, monkeyp
 def test_partial_leftovers_of_a_killed_driver_are_removed():
     """While it was creating or removing a sandbox: an empty folder, some of the control groups."""
     (runtime_folder() / DEAD).mkdir(exist_ok=True)
-    hierarchy = cgroups.find_hierarchy()
-    folders = hierarchy.folders(f"agentrl-{DEAD}-0")[-1:] if hierarchy is not None else ()
+    control_groups = limits.find_control_groups()
+    folders = [Path(control_groups.folders(f"agentrl-{DEAD}-0")[-1])] if control_groups is not None else []
     for folder in folders:
         folder.mkdir(exist_ok=True)
     prune()

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -15,20 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.sandbox import seccomp
-from agentrl.sandbox.system_calls import ALLOWED, CONDITIONAL, FORBIDDEN, NO_OP, UNSUPPORTED
-from agentrl.testing import filters
+from agentrl.sandbox.seccomp import ALLOWED, CONDITIONAL, FORBIDDEN, NO_OP, UNSUPPORTED
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}.get(platform.machine(), 0)
 COLUMN = 0 if platform.machine() == "x86_64" else 1
 TABLES = (ALLOWED, NO_OP, UNSUPPORTED, FORBIDDEN, CONDITIONAL)
 HEADERS = {"x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), "generic": Path("/usr/include/asm-generic/unistd.h")}
-CODE = filters.instructions(seccomp.filter_program())
+CODE = list(struct.iter_unpack("=HBBI", seccomp.filter_program()))
 DONE_NOTHING = 0x00050000
 
 
 def ran(number, *arguments, arch=ARCH):
-    return filters.run_filter(CODE, number, *arguments, arch=arch)
+    return seccomp.simulate(number, *arguments, arch=arch)
 
 
 def verdict(number, *arguments, **options):

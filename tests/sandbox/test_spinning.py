@@ -185,7 +185,7 @@ async def test_sandbox_that_ends_slowly_does_not_affect_its_neighbours(root, mon
     backend = select_backend("docker", run_label="test", root=root)
     await backend.prepare(SPEC)
     one, other = await backend.open(SPEC), await backend.open(SPEC)
-    (container,) = [container for here in backend._shared._containers.values() for container in here]
+    (container,) = backend._shared._containers
     (keeper,) = [pid for pid in processes_of("keep:/agentrl/link") if parent_of(await server_of(other)) == pid]
     os.kill(keeper, signal.SIGSTOP)
     try:

@@ -145,7 +145,7 @@ async def test_a_real_server_requires_the_key_on_every_route(served: Served) -> 
         for call in (with_wrong_key.pause(), with_wrong_key.reload("/tmp", 7), with_wrong_key.generate({}, timeout_s=5)):
             with pytest.raises(ServingError, match="returned status 401"):
                 await call
-        assert await with_wrong_key.healthy(timeout_s=5), "whether a server lives is no secret"
+        assert await with_wrong_key.health(timeout_s=5) == "answers", "whether a server lives is no secret"
     finally:
         await with_wrong_key.close()
 

@@ -44,7 +44,7 @@ async def test_two_servers_are_one_policy_through_a_swap_and_a_death(tmp_path: P
         expected = token_logprobs(models[version], (*ids, *answer.token_ids))[len(ids) - 1 :]
         assert answer.logprobs == pytest.approx(expected, abs=1e-3)
         context[episode] = [*ids, *answer.token_ids]
-        at = policy._routing.replica_of(episode)
+        at = policy._routing._episodes[episode].replica
         assert at is not None
         return at
 

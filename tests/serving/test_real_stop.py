@@ -58,7 +58,7 @@ async def test_a_stopped_engine_is_replaced_and_weights_that_disagree_never_serv
         engine = max(set(group_members(server.pid)) - {server.pid}, key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))
         os.kill(engine, signal.SIGSTOP)
         lost = asyncio.create_task(ask(1000, 8))
-        assert await server.control.healthy(timeout_s=15.0), "its routes know nothing of it"
+        assert await server.control.health(timeout_s=15.0) == "answers", "its routes know nothing of it"
         await until(lambda: policy.restarts == 1, 300.0)
         await until(lambda: policy.accepts_requests, 400.0)
         assert "has made no progress for" in alerts[0] and "restart 1 of at most 5" in alerts[0]

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from agentrl.serving.routing import EpisodeRouter
+from agentrl.serving.server_pool import EpisodeRouter
 
 ALL = [0, 1, 2]
 
@@ -75,4 +75,4 @@ def test_a_moved_episode_joins_its_group_and_stays() -> None:
     assert {routing.choose(f"g0-{member}", 150, able=[1, 2]) for member in range(4)} == {1}
     assert {routing.choose(f"g0-{member}", 160, able=ALL) for member in range(4)} == {1} and routing.moved == 4
     assert begin(routing, "g9-0", 100) == 0, "it takes new work again"
-    assert routing.choose("of no episode", 5, able=ALL) == 0 and routing.replica_of("of no episode") is None
+    assert routing.choose("of no episode", 5, able=ALL) == 0 and "of no episode" not in routing._episodes

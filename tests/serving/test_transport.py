@@ -69,7 +69,7 @@ async def served(answer: Callable[[int], bytes | None], *, max_connections: int 
 async def test_connections_are_reused_bounded_and_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(lambda n: OK, max_connections=3) as (server, made):
         server.go.clear()
-        several = [asyncio.create_task(made.post("/", b"[1]")) for _ in range(5)]
+        several = [asyncio.create_task(made.request("POST", "/", b"[1]")) for _ in range(5)]
         await until(lambda: server.waiting == 3)
         await asyncio.sleep(0.05)
         assert server.waiting == 3, "two of five wait for their turn"
@@ -77,7 +77,7 @@ async def test_connections_are_reused_bounded_and_expire(monkeypatch: pytest.Mon
         assert await asyncio.gather(*several) == [(200, b"{}")] * 5
         assert server.connections == 3
         monkeypatch.setattr(transport, "IDLE_S", -1.0)
-        await made.post("/", b"[1]")
+        await made.request("POST", "/", b"[1]")
         await until(lambda: server.lost == 3)
         assert server.connections == 4
 
@@ -85,8 +85,8 @@ async def test_connections_are_reused_bounded_and_expire(monkeypatch: pytest.Mon
 async def test_chunked_answers_and_closed_connections() -> None:
     chunked = b"HTTP/1.1 503 X\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n1\r\n[\r\n1\r\n]\r\n0\r\n\r\n"
     async with served(lambda n: chunked) as (server, made):
-        assert await made.post("/", b"[1]") == (503, b"[]")
-        assert await made.post("/", b"[1]") == (503, b"[]")
+        assert await made.request("POST", "/", b"[1]") == (503, b"[]")
+        assert await made.request("POST", "/", b"[1]") == (503, b"[]")
         assert server.connections == 2
 
 
@@ -106,7 +106,7 @@ async def test_invalid_answers_raise_and_close_the_connection(case: str, monkeyp
     monkeypatch.setattr(transport, "MAX_ANSWER_BYTES", 2000)
     async with served(lambda n: HOSTILE[case]) as (server, made):
         with pytest.raises(ServingError) as caught:
-            await asyncio.wait_for(made.post("/", b"[1]"), 10)
+            await asyncio.wait_for(made.request("POST", "/", b"[1]"), 10)
         assert ("was closed" in str(caught.value)) == (case in ("nothing", "an end in the middle"))
         assert not isinstance(caught.value, UnsentError), "it may have been received, so it is not sent again"
         await until(lambda: server.lost == 1)
@@ -115,30 +115,30 @@ async def test_invalid_answers_raise_and_close_the_connection(case: str, monkeyp
 async def test_cancellation_closes_the_connection_and_a_closed_transport_sends_nothing() -> None:
     async with served(lambda n: OK) as (server, made):
         server.go.clear()
-        job = asyncio.create_task(made.post("/", b"[1]"))
+        job = asyncio.create_task(made.request("POST", "/", b"[1]"))
         await until(lambda: server.waiting == 1)
         job.cancel()
         await until(lambda: server.lost == 1)  # which is how the server learns that nobody waits for the tokens
-        left = asyncio.create_task(made.post("/", b"[1]"))
+        left = asyncio.create_task(made.request("POST", "/", b"[1]"))
         await until(lambda: server.waiting == 1)
         made.close()
         with pytest.raises(ServingError):
             await left
         with pytest.raises(UnsentError, match="closed"):
-            await made.post("/", b"[1]")
+            await made.request("POST", "/", b"[1]")
         assert server.connections == 2
 
 
 async def test_an_unsolicited_answer_is_discarded() -> None:
     async with served(lambda n: OK + OK.replace(b"{}", b"[]")) as (server, made):
-        assert await made.post("/", b"[1]") == (200, b"{}")
-        assert await made.post("/", b"[1]") == (200, b"{}")
+        assert await made.request("POST", "/", b"[1]") == (200, b"{}")
+        assert await made.request("POST", "/", b"[1]") == (200, b"{}")
         assert server.connections == 2
 
 
 async def test_a_transport_closed_while_connecting_sends_nothing() -> None:
     async with served(lambda n: OK) as (_, made):
-        job = asyncio.create_task(made.post("/", b"[1]"))
+        job = asyncio.create_task(made.request("POST", "/", b"[1]"))
         await asyncio.sleep(0)  # it is connecting
         made.close()
         with pytest.raises(UnsentError, match="closed"):

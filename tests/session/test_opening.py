@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from agentrl.cluster.gpus import Placement
+from agentrl.cluster import Placement
 from agentrl.records import Blame, Failure
 from agentrl.serving.server_pool import ServerPool
 from agentrl.serving.supervisor import SupervisedServer

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from agentrl.cli.recipes import load_recipe
 from agentrl.cli.running import run_folder
-from agentrl.cluster.gpus import Placement
+from agentrl.cluster import Placement
 from agentrl.config import Part, PolicyConfig, Recipe, SamplingConfig, TasksConfig
 from agentrl.errors import UserError
 from agentrl.serving import server

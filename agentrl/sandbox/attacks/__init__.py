@@ -3,7 +3,6 @@
 `programs/` contains programs that an agent might run, one attack per file; `hostile_server` is a compromised exec server.
 """
 
-from agentrl.sandbox.attacks.cases import Attack, load_attacks
-from agentrl.sandbox.attacks.suite import ATTACK_SPEC, AttackResult, run_attacks
+from agentrl.sandbox.attacks.suite import ATTACK_SPEC, Attack, AttackResult, load_attacks, run_attacks
 
 __all__ = ["ATTACK_SPEC", "Attack", "AttackResult", "load_attacks", "run_attacks"]

@@ -25,7 +25,7 @@ from agentrl.gateway.server import Gateway
 from agentrl.gateway.session import Session
 from agentrl.protocols import Sandbox
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import cgroups, cleanup
+from agentrl.sandbox import cleanup, limits
 from agentrl.sandbox.lease import start_time
 from agentrl.sandbox.processes import read_process
 
@@ -263,7 +263,7 @@ async def wait_until_gone(sandbox: Sandbox, namespace: Namespace | None) -> None
 def _left(name: str, namespace: Namespace | None) -> list[str]:
     left = [f"process {pid}" for pid in namespace.processes()] if namespace is not None else []
     left += [f"{item.backend} sandbox" for item in cleanup.list_open() if item.name == name]
-    return [*left, *(f"control group {folder}" for folder, _, _ in os.walk(cgroups.MOUNT) if os.path.basename(folder) == name)]
+    return [*left, *(f"control group {folder}" for folder, _, _ in os.walk(limits.CGROUPS) if os.path.basename(folder) == name)]
 
 
 def _mounts() -> frozenset[str]:

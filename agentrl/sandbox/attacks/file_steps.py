@@ -10,8 +10,9 @@ from typing import TypeVar
 
 from agentrl.errors import SandboxError
 from agentrl.sandbox.attacks.arena import Escaped
-from agentrl.sandbox.attacks.host_steps import MEBIBYTE, StepContext, hold
+from agentrl.sandbox.attacks.host_steps import StepContext, hold
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
+from agentrl.sandbox.conformance.bench import MEBIBYTE
 from agentrl.task.outputs import CollectedOutputs, collect_outputs
 
 T = TypeVar("T")
@@ -119,15 +120,12 @@ async def _step_snapshot(context: StepContext) -> str:
 
 
 async def _step_snapshot_opens(context: StepContext) -> str:
-    copy = await context.backend.open(context.arena.spec, snapshot=await context.sandbox.snapshot())
-    try:
+    async with context.fresh(snapshot=await context.sandbox.snapshot()) as copy:
         names = "import os; print(sorted(os.listdir('.')) == sorted(eval(open('/dev/stdin').read())), os.path.exists('/tmp/x'))"
         listing = await context.output("import os; print(os.listdir('.'))")
         result = await copy.exec(["python3", "-I", "-c", names], stdin=listing.encode("utf-8", "replace"), timeout_s=10)
         count = (await copy.python("import os; print(len(os.listdir('.')))", timeout_s=10)).stdout.strip()
         hold(result.exit_code in (0, 1) and int(count) >= 15, f"the copy holds {count} entries: {result}")
-    finally:
-        await copy.close()
     return f"a copy with {count} entries"
 
 

@@ -7,23 +7,24 @@ hang is not.
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import AgentRLError, SandboxError, SandboxTimeout
+from agentrl.protocols import Sandbox
 from agentrl.records import ExecResult
 from agentrl.sandbox.attacks.arena import Arena, AttackFailed, Escaped
 from agentrl.sandbox.backend import ChannelBackend
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
+from agentrl.sandbox.conformance.bench import MEBIBYTE, OTHER_PROCESSES, BackendUnderTest
 
-MEBIBYTE = 1 << 20
 SESSION = "main"
 """Name of the session that attacks run in."""
 _TOGETHER = 60
 _SPIN_S = 3.0
 _ANSWER_S = 30.0
 _OPEN_S = 60.0
-_OTHER_PROCESSES = "import os\nprint([pid for pid in os.listdir('/proc') if pid.isdigit() and int(pid) not in (1, os.getpid())])"
 _OPEN_FILES = """
 import os, subprocess
 for path in ("/etc/passwd", "/etc/os-release", "/dev/null", "/dev/urandom", "/usr/bin/cat"):
@@ -42,6 +43,10 @@ class StepContext:
     sandbox: ChannelSandbox
     result: ExecResult | None = None
 
+    def fresh(self, *, snapshot: bytes | None = None) -> AbstractAsyncContextManager[Sandbox]:
+        """Another sandbox for the block."""
+        return BackendUnderTest(self.backend, self.arena.spec).sandbox(snapshot=snapshot)
+
     async def output(self, code: str) -> str:
         """What a snippet prints in the attacked sandbox."""
         result = await self.sandbox.python(code, timeout_s=10)
@@ -49,7 +54,7 @@ class StepContext:
 
     async def other_processes(self) -> str:
         """The pids of the attacked sandbox's processes, as a list in text, except the exec server's."""
-        return await self.output(_OTHER_PROCESSES)
+        return await self.output(OTHER_PROCESSES)
 
 
 def hold(condition: bool, evidence: object) -> None:
@@ -76,13 +81,10 @@ async def _step_user_quotas(context: StepContext) -> str:
 async def _step_terminals(context: StepContext) -> str:
     """While the attack holds terminals, the neighbour and a fresh sandbox get theirs."""
     code = "import os\nkept = [os.openpty() for _ in range(4)]\nprint(len(kept))"
-    fresh = await context.backend.open(context.arena.spec)
-    try:
+    async with context.fresh() as fresh:
         for name, sandbox in (("the neighbour", context.arena.neighbour), ("a fresh sandbox", fresh)):
             result = await sandbox.python(code, timeout_s=10)
             hold(result.stdout == "4\n", f"{name} gets no terminal: {result.stderr[-200:]!r}")
-    finally:
-        await fresh.close()
     return "others have theirs"
 
 
@@ -93,9 +95,8 @@ async def _step_asynchronous_io(context: StepContext) -> str:
 
 
 async def _step_filter_budget(context: StepContext) -> str:
-    fresh = await context.backend.open(context.arena.spec)
-    await fresh.close()
-    return "a fresh sandbox has its own"
+    async with context.fresh():
+        return "a fresh sandbox has its own"
 
 
 async def _step_spin_together(context: StepContext) -> str:
@@ -221,11 +222,8 @@ async def _step_unseen_by_watchers(context: StepContext) -> str:
     await asyncio.sleep(0.5)  # the exec server has prepared its next process by now
     before = len(await context.sandbox.read("seen", max_bytes=MEBIBYTE))
     await context.arena.neighbour.python(_OPEN_FILES, timeout_s=_ANSWER_S)
-    fresh = await context.backend.open(context.arena.spec, timeout_s=_OPEN_S)
-    try:
+    async with context.fresh() as fresh:
         await fresh.exec(["python3", "-I", "-c", _OPEN_FILES], timeout_s=_ANSWER_S)
-    finally:
-        await fresh.close()
     seen = (await context.sandbox.read("seen", max_bytes=MEBIBYTE))[before:].decode("utf-8", "replace").splitlines()
     if shared := [line for line in seen if not line.startswith("/home/agent/")]:  # the host itself reads there
         raise Escaped(f"saw {len(shared)} accesses by other sandboxes, such as {shared[0]}")

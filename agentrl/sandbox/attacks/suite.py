@@ -2,10 +2,25 @@
 
 Contained means that host, driver and the neighbour sandbox are unchanged, that the driver got a typed answer in time, that the attacked
 sandbox still answers correctly, that nothing of it is left once it is closed, and that a fresh one opens.
+
+An attack is a program with settings in its docstring, a trick of a hostile server, or a hostile archive. A program's docstring starts with
+a description, followed by lines `key: value`:
+
+    kind        the class of attack
+    seconds     its time limit, at which the sandbox must end it
+    within      deadline of the answer in seconds, if less than `seconds`
+    ends        how it may end: exit, timeout, memory, killed (default: exit)
+    run         `snippet` to run in the warm interpreter instead of a new one, `session` to run in a session
+    host        what the host does next (see `agentrl.sandbox.attacks.host_steps`)
+    network     `allowed` or `gateway` for an allow-list with one server of the host, at `allowed_port` or `gateway_port`
+    needs       what the promise requires: `control groups`, `two users`, or a machine such as x86_64
+
+It prints a line that starts with `ESCAPED:` and what it achieved, or with `held:` and what it saw instead.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import platform
@@ -19,14 +34,20 @@ from pathlib import Path
 
 from agentrl.errors import AgentRLError, SandboxError
 from agentrl.records import ExecResult, SandboxSpec
-from agentrl.sandbox.attacks import file_steps, host_steps
+from agentrl.sandbox.attacks import file_steps, host_steps, hostile_server
 from agentrl.sandbox.attacks.arena import Arena, AttackCutOff, AttackFailed, Escaped, arena, namespace_of, wait_until_gone
-from agentrl.sandbox.attacks.cases import Attack, hostile_server_source, load_attacks
 from agentrl.sandbox.attacks.host_steps import SESSION, StepContext
-from agentrl.sandbox.attacks.hostile_server import SLOW_TRICKS
 from agentrl.sandbox.backend import ChannelBackend
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 
+PROGRAMS = Path(__file__).parent / "programs"
+HOSTILE_SERVER = Path(hostile_server.__file__)
+KINDS = ("resources", "lifetime", "protocol", "escape", "files", "network", "grader", "between episodes")
+_ENDS = ("exit", "timeout", "memory", "killed")
+_RUNS = ("", "snippet", "session")
+_NETWORKS = ("", "allowed", "gateway")
+_KEYS = {"kind", "seconds", "within", "ends", "run", "host", "network", "needs"}
+_SNAPSHOT_TRICKS = ("empty_chunks", "endless_chunks")
 ATTACK_SPEC = SandboxSpec(image="sandboxes/tables", memory_mb=192, processes=48, disk_mb=24, open_files=128)
 """Small, so that an uncontained bomb hits these limits first."""
 STEPS = {
@@ -44,6 +65,62 @@ _LATE_S = 6.0
 _HANG_S = 90.0
 _AT_ONCE = 6
 _CONTAINED, _ESCAPED, _ERROR, _NOT_PROMISED = "contained", "ESCAPED", "error", "not promised"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attack:
+    """One attack: a program to run in a sandbox, a trick of its exec server, or neither if only the host acts."""
+
+    name: str
+    kind: str
+    description: str
+    program: str = ""
+    trick: str = ""
+    seconds: float = 10.0
+    within: float = 10.0
+    ends: tuple[str, ...] = ("exit",)
+    run: str = ""
+    host: str = ""
+    network: str = ""
+    needs: str = ""
+
+
+def load_attacks() -> list[Attack]:
+    """Every attack, by class."""
+    archives = "Archives with `..`, absolute names, links to write through, devices and false sizes, restored as a snapshot."
+    attacks = [*(program_attack(path) for path in sorted(PROGRAMS.glob("*.py"))), *map(_trick, hostile_server.TRICKS)]
+    attacks.append(Attack(name="hostile_archives", kind="files", description=archives, host="hostile_archives", seconds=30.0, within=30.0))
+    return sorted(attacks, key=lambda attack: KINDS.index(attack.kind))
+
+
+def program_attack(path: Path) -> Attack:
+    """The attack in a program's file. Raises `ValueError` with the file and the key if its docstring is invalid."""
+    text = path.read_text(encoding="utf-8")
+    description, _, rest = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")
+    keys = dict(line.split(": ", 1) for line in rest.splitlines() if line.strip())
+    if not description or keys.keys() - _KEYS or keys.get("kind") not in KINDS:
+        raise ValueError(f"{path}: the docstring needs a description, then lines of {sorted(_KEYS)}; got {keys}")
+    ends = tuple(word.strip() for word in keys.get("ends", "exit").split(","))
+    network, run = keys.get("network", ""), keys.get("run", "")
+    for key, words, known in (("ends", ends, _ENDS), ("network", (network,), _NETWORKS), ("run", (run,), _RUNS)):
+        if not set(words) <= set(known):
+            raise ValueError(f"{path}: {key}: {keys[key]}; known: {', '.join(filter(None, known))}")
+    seconds = float(keys.get("seconds", "10"))
+    settings = {key: value for key, value in keys.items() if key in ("kind", "run", "host", "network", "needs")}
+    within = float(keys.get("within", seconds))
+    description = " ".join(description.split())
+    return Attack(name=path.stem, description=description, program=text, seconds=seconds, within=within, ends=ends, **settings)
+
+
+def _trick(name: str) -> Attack:
+    description = f"A compromised exec server: {hostile_server.TRICKS[name]}"
+    step = "snapshot" if name in _SNAPSHOT_TRICKS else "run"
+    return Attack(name=f"server_{name}", kind="protocol", description=description, trick=name, host=step, seconds=1.0)
+
+
+def hostile_server_source(trick: str) -> str:
+    """The source of an exec server that plays `trick`."""
+    return HOSTILE_SERVER.read_text(encoding="utf-8").replace('TRICK = ""', f"TRICK = {trick!r}", 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +174,9 @@ class _Suite:
                 return await self._run(item, self._hostile_server)
 
         async with asyncio.TaskGroup() as group:
-            slow = [group.create_task(run_server(item)) for item in chosen if item.trick in SLOW_TRICKS]
+            slow = [group.create_task(run_server(item)) for item in chosen if item.trick in hostile_server.SLOW_TRICKS]
             results = [await self._run(item, self._program) for item in chosen if not item.trick]
-            rest = [group.create_task(run_server(item)) for item in chosen if item.trick and item.trick not in SLOW_TRICKS]
+            rest = [group.create_task(run_server(item)) for item in chosen if item.trick and item.trick not in hostile_server.SLOW_TRICKS]
         by_name = {result.name: result for result in (*results, *(task.result() for task in (*slow, *rest)))}
         return [by_name[item.name] for item in chosen]
 
@@ -232,7 +309,6 @@ async def _in_time(item: Attack, play: Callable[[Attack], Awaitable[str]]) -> st
 
 
 def _evidence(item: Attack, result: ExecResult, secret: str) -> str:
-    """The evidence in a program's exit and output."""
     text = result.stdout + "\n" + result.stderr
     if secret in text:
         raise Escaped("it printed a file of the host")

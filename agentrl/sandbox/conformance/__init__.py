@@ -11,14 +11,14 @@ import time
 from agentrl.errors import AgentRLError
 from agentrl.protocols import SandboxBackend
 from agentrl.records import SandboxSpec
-from agentrl.sandbox.conformance import basics, host, sessions
+from agentrl.sandbox.conformance import basics, sessions
 from agentrl.sandbox.conformance.bench import BackendUnderTest, ConformanceError, ConformanceResult
 
 __all__ = ["CHECKS", "BackendUnderTest", "ConformanceError", "ConformanceResult", "check_conformance"]
 
 CHECKS = {
     name.removeprefix("check_"): function
-    for module in (basics, host, sessions)
+    for module in (basics, sessions)
     for name, function in vars(module).items()
     if name.startswith("check_")
 }

@@ -10,6 +10,8 @@ from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.records import ExecResult, SandboxSpec
 
 MEBIBYTE = 1 << 20
+OTHER_PROCESSES = "import os\nprint([pid for pid in os.listdir('/proc') if pid.isdigit() and int(pid) not in (1, os.getpid())])"
+"""A snippet that prints the pids of a sandbox's processes except the exec server's and its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,13 @@ async def run_python(sandbox: Sandbox, code: str, *, timeout_s: float = 20.0, ou
 async def expect_output(sandbox: Sandbox, code: str, expected: str) -> None:
     """Raises `ConformanceError` unless `code` succeeds and prints `expected`."""
     result = await run_python(sandbox, code)
+    expect(result.exit_code == 0 and result.stdout.strip() == expected, result)
+
+
+async def expect_everywhere(sandbox: Sandbox, code: str, expected: str) -> None:
+    """Raises `ConformanceError` unless `code` succeeds and prints `expected`, as a snippet and in a new interpreter."""
+    await expect_output(sandbox, code, expected)
+    result = await sandbox.exec(["python3", "-I", "-c", code], timeout_s=20)
     expect(result.exit_code == 0 and result.stdout.strip() == expected, result)
 
 

@@ -5,7 +5,7 @@ opens a listener on that loopback and hands it to the host, which keeps the only
 their environment say, and so reach the host's proxy. No part of the proxy runs in the sandbox, where it could be taken over, killed or
 stopped. A program that ignores the variables reaches nothing.
 
-`listener` receives the listener and accepts connections, `heads` parses requests, `addresses` decides and connects, `proxy` forwards.
+`listener` receives the listener and accepts connections, `requests` parses, decides and connects, `proxy` forwards.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
 from agentrl.records.destinations import parse_destinations
 from agentrl.sandbox.egress.proxy import Bounds, Proxy
-from agentrl.sandbox.waiting import accept, readable
+from agentrl.sandbox.waiting import accept, listen_at, readable
 
 log = logging.getLogger(__name__)
 
@@ -44,20 +44,12 @@ class EgressListener:
         self.proxy = Proxy(name, parse_destinations(spec.network), self.bounds)
         self._name = name
         self._path = folder / LINK
-        self._handover = socket.socket(socket.AF_UNIX)
+        self._handover = listen_at(self._path)  # only this user can enter the folders above
         self._listener: socket.socket | None = None
         self._slots = threading.Semaphore(self.bounds.connections)
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
         self._closing = False
-        try:
-            self._handover.bind(str(self._path))
-            self._path.chmod(0o666)  # only this user can enter the folders above
-            self._handover.listen(1)
-            self._handover.setblocking(False)
-        except BaseException:
-            self._handover.close()
-            raise
 
     async def receive(self) -> None:
         """Receives the listener and starts to serve. Raises `SandboxError`. The caller sets the deadline."""

@@ -13,9 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from agentrl.records.destinations import Destination
-from agentrl.sandbox.egress import heads
-from agentrl.sandbox.egress.addresses import AllowList
-from agentrl.sandbox.egress.heads import ProxyRequest, Refusal
+from agentrl.sandbox.egress.requests import AllowList, ProxyRequest, Refusal, parse_request
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +99,7 @@ class Proxy:
         try:
             if self._left <= 0:
                 raise Refusal(HTTPStatus.FORBIDDEN, f"the sandbox has used up its {self._bounds.total_bytes} bytes")
-            request = heads.parse_request(await self._head(program[0]))
+            request = parse_request(await self._head(program[0]))
             try:
                 async with asyncio.timeout(self._bounds.connect_s):
                     link = await self._allowed.connect(request.host, request.port)

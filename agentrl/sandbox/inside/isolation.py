@@ -17,8 +17,7 @@ import stat
 import struct
 import sys
 
-from agentrl.sandbox.inside.bounds import MS_BIND, MS_NOEXEC, MS_RDONLY
-from agentrl.sandbox.inside.users import HOME, LIBC, MS_NODEV, MS_NOSUID, MS_REMOUNT
+from agentrl.sandbox.inside.users import HOME, LIBC, MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY, MS_REMOUNT, last_error, mount
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -124,19 +123,6 @@ class Groups:
 def _write(path: str, value: object) -> None:
     with open(path, "w") as file:
         file.write(str(value))
-
-
-def last_error(action: str) -> OSError:
-    """The error of the C library's last call."""
-    code = ctypes.get_errno()
-    return OSError(code, f"{action}: {os.strerror(code)}")
-
-
-def mount(source: str | None, target: str, kind: str | None, flags: int, settings: str = "") -> None:
-    """See mount(2). Raises `OSError`."""
-    words = [word.encode() if word is not None else None for word in (source, target, kind)]
-    if LIBC.mount(*words, flags, settings.encode() or None) != 0:
-        raise last_error(f"mount of {kind or source or 'flags'} on {target}")
 
 
 def isolate(sandbox: Request, groups: Groups, program: bytes) -> None:

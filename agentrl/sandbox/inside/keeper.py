@@ -19,8 +19,8 @@ import select
 import signal
 import socket
 
-from agentrl.sandbox.inside.isolation import CLONE_NEWPID, Groups, isolate, last_error
-from agentrl.sandbox.inside.users import ENVIRONMENT, LIBC, SERVER_FILES
+from agentrl.sandbox.inside.isolation import CLONE_NEWPID, Groups, isolate
+from agentrl.sandbox.inside.users import ENVIRONMENT, LIBC, SERVER_FILES, last_error
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 
-from agentrl.sandbox.inside.bounds import CHECK_S
+from agentrl.sandbox.inside.users import CHECK_S
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

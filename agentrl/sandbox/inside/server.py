@@ -1,30 +1,41 @@
-"""The server's loop. It answers one request at a time; while a program runs, it also accepts `pause` and `resume`."""
+"""The exec server's start and loop. It answers one request at a time; while a program runs, it also accepts `pause` and `resume`.
+
+    python3 -I exec_server.py connect:/agentrl/link | fd:0  '{"agent": 1879048199, "server": 2013265927, ...}'
+    python3 -I exec_server.py keep:/agentrl/link            # starts sandboxes that share a container (see `keeper`)
+
+It is process 1 of the sandbox's pid namespace, so `kill(-1)` reaches every program in the sandbox, daemons included, and nothing else,
+atomically against forks. When the host closes the connection it exits, and the kernel ends everything else.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import select
 import signal
+import socket
+import sys
 import time
 
-from agentrl.sandbox.inside.arguments import validate_request
-from agentrl.sandbox.inside.bounds import CHECK_S, IDLE_CHECK_S, Watch
+from agentrl.sandbox.inside.child import MAX_SESSIONS, Session, reset_interpreter
 from agentrl.sandbox.inside.files import send_file, write_files
+from agentrl.sandbox.inside.isolation import isolate_tree
+from agentrl.sandbox.inside.keeper import Keeper
 from agentrl.sandbox.inside.program import Pause, Program, cannot_start, kernel_status, kill_everything
-from agentrl.sandbox.inside.session import MAX_SESSIONS, Session
 from agentrl.sandbox.inside.snapshot import restore_snapshot, send_snapshot
 from agentrl.sandbox.inside.spawn import Launch, Pipes, WaitingChild, can_launch, work
-from agentrl.sandbox.inside.wire import Body, Refused, frame
+from agentrl.sandbox.inside.users import CHECK_S, ENVIRONMENT, IDLE_CHECK_S, Watch, become_server, restrict, set_bounds
+from agentrl.sandbox.inside.wire import Body, Link, Refused, frame
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agentrl.sandbox.inside.users import Users
-    from agentrl.sandbox.inside.wire import Answer, Link, Request
+    from agentrl.sandbox.inside.wire import Answer, Request
 
 _DRAIN_S = 0.2  # how long output is read after a program has ended, while a process that it left behind keeps the pipe open
 _GONE_S = 60.0  # how long killed processes may take to end; then the server exits. The driver waits less
@@ -75,7 +86,6 @@ class Server:
         body = Body(self.link, request["body"])
         data = b""
         try:
-            validate_request(request)
             operation = request["op"]
             if self.paused_at is not None and operation not in ("pause", "resume", "snapshot"):
                 raise Refused("busy", "it is paused")
@@ -338,3 +348,56 @@ _OPERATIONS: dict[str, Callable[[Server, Request, Body], Answer]] = {
     "write": lambda server, request, body: write_files(server.link, request, body),
     "restore": lambda server, request, body: restore_snapshot(server.link, request, body),
 }
+
+
+# Start ----------------------------------------------------------------------------------------------------------------
+
+
+def _connect(address: str) -> socket.socket:
+    kind, _, where = address.partition(":")
+    if kind == "fd":
+        return socket.socket(fileno=int(where))
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET if kind == "keep" else socket.SOCK_STREAM)
+    sock.connect(where)
+    return sock
+
+
+def main() -> None:
+    """Starts an exec server or a keeper."""
+    sock = _connect(sys.argv[1])
+    os.set_inheritable(sock.fileno(), False)
+    if sys.argv[1].startswith("keep:"):
+        Keeper(sock, serve).run()
+    serve(json.loads(sys.argv[2]), sock)
+
+
+def serve(options: Request, sock: socket.socket) -> None:
+    """Turns this process, the first of its sandbox, into the exec server."""
+    if os.geteuid() == 0:
+        if "shown" in options:
+            isolate_tree(options)
+        set_bounds(options)
+    users = become_server(options)
+    restrict(options)
+    if os.path.exists("/opt/agentrl/image.json"):  # the variables of the image (see `agentrl.sandbox.layout`)
+        with open("/opt/agentrl/image.json", encoding="utf-8") as file:
+            ENVIRONMENT.update(json.load(file)["environment"])
+    if "network" in options:
+        network = options["network"]
+        listener = socket.create_server(("127.0.0.1", network["port"]), backlog=network["backlog"])
+        with listener, _connect(network["link"]) as link:
+            socket.send_fds(link, [b"\0"], [listener.fileno()])
+        ENVIRONMENT.update(network["environment"])
+    os.umask(0o022)
+    reset_interpreter()
+
+    gc.freeze()
+    try:
+        Server(Link(sock), users).run()
+    except BaseException as error:  # the host sees the connection end; the reason goes to the sandbox's log
+        sys.stderr.write(f"exec server: {error!r}\n")
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -20,9 +20,9 @@ import signal
 import socket
 import struct
 
-from agentrl.sandbox.inside.child import candidates, rehearse, run_argv, run_snippet
-from agentrl.sandbox.inside.session import CONTROL, run_session
+from agentrl.sandbox.inside.child import CONTROL, candidates, rehearse, run_argv, run_session, run_snippet
 from agentrl.sandbox.inside.users import ENVIRONMENT, HOME, LIBC, OOM_SCORE, SERVER_FILES
+from agentrl.sandbox.inside.wire import read_exactly
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -258,18 +258,6 @@ def _wait_and_work(users: Users, likely: str, pipes: Pipes, control: int) -> NoR
 
 
 def _read_work() -> tuple[str, Any, bool]:
-    (size,) = _WORK_SIZE.unpack(_read_stdin(_WORK_SIZE.size))
-    kind, argument, has_stdin = marshal.loads(_read_stdin(size))
+    (size,) = _WORK_SIZE.unpack(read_exactly(0, _WORK_SIZE.size))
+    kind, argument, has_stdin = marshal.loads(read_exactly(0, size))
     return kind, argument, has_stdin
-
-
-def _read_stdin(size: int) -> bytes:
-    """The next `size` bytes of standard input. Exits if the server has ended."""
-    pieces = []
-    while size:
-        data = os.read(0, size)
-        if not data:
-            os._exit(0)
-        pieces.append(data)
-        size -= len(data)
-    return b"".join(pieces)

@@ -3,6 +3,10 @@
 Started by root, the server becomes a user of its own with the few `rights` it needs. Programs are another user, the agent, without any:
 they can neither signal nor trace the server, nor change its limits. With only one user (bubblewrap without root), process 1 still cannot
 be signalled from inside and is not dumpable.
+
+Some kernel resources are charged to no sandbox. They are limited before any program runs, or counted while programs run: file locks use
+kernel memory that is neither charged nor limited, and so do the bytes in a loopback connection that is not accepted yet. Both are counted
+several times a second. A sandbox with too many is out of memory, as if it had been charged for them.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import ctypes
 import os
 import resource
 import struct
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,24 +38,49 @@ OOM_SCORE = b"1000"
 cannot lower it."""
 PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 8, 22, 24, 38
 SECCOMP_MODE_FILTER = 2
-MS_NOSUID, MS_NODEV, MS_REMOUNT = 2, 4, 32
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
+MAX_LOCKS = 4096
+MAX_SOCKETS = 1024
+"""TCP and UDP sockets, accepted or not."""
+CHECK_S = 0.1
+"""Interval of the checks while a program runs."""
+IDLE_CHECK_S = 0.5
+"""Interval of the checks while none runs but some process is left."""
+REST_FACTOR = 20
+"""A check may take this fraction of the time: reading the table of locks blocks it for the whole machine, however long it is."""
+MAX_REST_S = 2.0
+_SETTINGS = "/proc/sys"
+_PAGE = 65536
 _NICE = 5  # programs without a control group get a third of the CPU time of the driver's processes
 _CAPABILITY_VERSION_3 = 0x20080522
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
+def last_error(action: str) -> OSError:
+    """The error of the C library's last call."""
+    code = ctypes.get_errno()
+    return OSError(code, f"{action}: {os.strerror(code)}")
+
+
+def mount(source: str | None, target: str, kind: str | None, flags: int, settings: str = "") -> None:
+    """See mount(2). Raises `OSError`."""
+    words = [word.encode() if word is not None else None for word in (source, target, kind)]
+    if LIBC.mount(*words, flags, settings.encode() or None) != 0:
+        raise last_error(f"mount of {kind or source or 'flags'} on {target}")
+
+
 def prctl(option: int, value: int) -> None:
     """See prctl(2). Raises `OSError`."""
     if LIBC.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+        raise last_error(f"prctl({option}, {value})")
 
 
 def set_capabilities(numbers: Sequence[int]) -> None:
     """Makes `numbers` the permitted and effective capabilities of this process, none of them inheritable."""
     mask = sum(1 << number for number in numbers)
     if LIBC.capset(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), struct.pack("=6I", mask, mask, 0, 0, 0, 0)) != 0:
-        raise OSError(ctypes.get_errno(), "capset")
+        raise last_error("capset")
 
 
 class Users:
@@ -123,8 +153,7 @@ def become_server(options: Request) -> Users:
     if os.geteuid() != 0:
         return Users(os.geteuid(), os.geteuid(), options["open_files"], grouped=options["grouped"])
     for path, limit in options.get("tmpfs", {}).items():
-        if LIBC.mount(b"tmpfs", path.encode(), None, MS_REMOUNT | MS_NOSUID | MS_NODEV, limit.encode()) != 0:
-            raise OSError(ctypes.get_errno(), f"remount {path}")
+        mount(None, path, None, MS_REMOUNT | MS_NOSUID | MS_NODEV, limit)
     agent, server = options["agent"], options["server"]
     if not (_is_mapped(agent) and _is_mapped(server)):
         agent, server = 65534, 65533
@@ -157,4 +186,65 @@ def restrict(options: Request) -> None:
     prctl(PR_SET_DUMPABLE, 0)
     code = bytes.fromhex(options["filter"])
     if code and LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(FilterProgram(len(code) // 8, code)), 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "the system call filter")
+        raise last_error("the system call filter")
+
+
+# Uncharged resources --------------------------------------------------------------------------------------------------
+
+
+def set_bounds(options: Request) -> None:
+    """Sets, as root, the limits on terminals and socket buffers that Docker has not set."""
+    os.chmod(HOME, 0o1777)  # runc gives a tmpfs the mode of the folder below it
+    if "terminals" in options:
+        mount(None, "/dev/pts", None, MS_REMOUNT | MS_NOSUID | MS_NOEXEC, options["terminals"])
+    if "settings" in options:  # of this network namespace
+        mount(None, _SETTINGS, None, MS_REMOUNT | MS_BIND | MS_NOSUID | MS_NODEV)
+        for name, value in options["settings"].items():
+            with open(f"{_SETTINGS}/{name.replace('.', '/')}", "w") as file:
+                file.write(value)
+        mount(None, _SETTINGS, None, MS_REMOUNT | MS_BIND | MS_NOSUID | MS_NODEV | MS_RDONLY)
+
+
+class Watch:
+    """Counts uncharged resources. A count that the machine does not show is 0."""
+
+    def __init__(self) -> None:
+        self.locks, self.sockets, self.sockets6 = (_open_count(f"/proc/{name}") for name in ("locks", "net/sockstat", "net/sockstat6"))
+        self.children = _open_count("/proc/self/task/1/children")
+        self.rest_s = 0.0  # minimum time until the next check
+
+    def over_limit(self) -> bool:
+        """Whether programs of this sandbox hold more than the limits."""
+        start = time.monotonic()
+        sockets = sockets_in(_content(self.sockets)) + sockets_in(_content(self.sockets6))
+        over = sockets > MAX_SOCKETS or self.too_many_locks()
+        self.rest_s = min(MAX_REST_S, REST_FACTOR * (time.monotonic() - start))
+        return over
+
+    def too_many_locks(self) -> bool:
+        """Counts the locks of this pid namespace. The kernel lists, a page at a time, also others' locks of open files."""
+        count = at = 0
+        while count <= MAX_LOCKS and (data := _content(self.locks, at)):
+            count, at = count + data.count(b"\n") - data.count(b"OFDLCK"), at + len(data)
+        return count > MAX_LOCKS
+
+    def has_others(self, waiting: int) -> bool:
+        """Whether a process exists besides this one and its child `waiting`. Orphans become children of this process."""
+        return any(int(pid) != waiting for pid in _content(self.children).split()) if self.children >= 0 else True
+
+
+def sockets_in(text: bytes) -> int:
+    """Number of TCP and UDP sockets in /proc/net/sockstat or sockstat6, which have lines such as `TCP: inuse 3 ...`."""
+    fields = (line.split() for line in text.splitlines())
+    return sum(int(line[2]) for line in fields if line[:1] and line[0].startswith((b"TCP", b"UDP")))
+
+
+def _open_count(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def _content(fd: int, at: int = 0) -> bytes:
+    return os.pread(fd, _PAGE, at) if fd >= 0 else b""

@@ -35,6 +35,21 @@ class Refused(Exception):
         self.kind = kind
 
 
+def read_exactly(fd: int, size: int) -> bytes:
+    """The next `size` bytes of a descriptor. Exits if its other end, in another process of ours, has closed it."""
+    pieces = []
+    while size:
+        try:
+            data = os.read(fd, min(size, READ_BYTES))
+        except ConnectionError:
+            data = b""
+        if not data:
+            os._exit(0)
+        pieces.append(data)
+        size -= len(data)
+    return b"".join(pieces)
+
+
 class Link:
     """The connection to the host. The process ends when the host closes it."""
 
@@ -47,17 +62,7 @@ class Link:
 
     def read(self, size: int) -> bytes:
         """Exactly `size` bytes."""
-        pieces = []
-        while size:
-            try:
-                data = self.sock.recv(min(size, READ_BYTES))
-            except ConnectionError:
-                data = b""
-            if not data:
-                os._exit(0)
-            pieces.append(data)
-            size -= len(data)
-        return b"".join(pieces)
+        return read_exactly(self.sock.fileno(), size)
 
     def request(self) -> Request:
         """The next header. Its body of `header["body"]` bytes must be read afterwards."""

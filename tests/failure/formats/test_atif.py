@@ -14,7 +14,7 @@ from agentrl.failure.formats import read_all, write
 from agentrl.failure.formats.atif_export import document
 from agentrl.failure.trace import CaptureReason, Tag, Trace
 from agentrl.records import Episode, Message, Parent, Score, ToolCall, ToolResult, Trajectory, Turn, VersionSpan
-from agentrl.testing.samples import sample_task
+from agentrl.testing.sandboxes import sample_task
 
 DATA = Path(__file__).parent / "data"
 

@@ -32,8 +32,7 @@ from agentrl.records import (
 )
 from agentrl.session.transcript import append_transcripts, transcript
 from agentrl.testing.policies import byte_tokenizer
-from agentrl.testing.samples import sample_task
-from agentrl.testing.sandboxes import ScriptedSandbox
+from agentrl.testing.sandboxes import ScriptedSandbox, sample_task
 from tests.fuzz import mutators
 from tests.fuzz.target import Check, Target, must, one_in
 

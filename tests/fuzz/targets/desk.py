@@ -110,10 +110,6 @@ class Desk:
                 return b"".join(parts)
             must(bool(parts[-1]), "a piece of nothing")
 
-    def judge(self, request: Mapping[str, Any]) -> None:
-        """The server's own judgement of a request. Raises its `Refused`."""
-        self._module.validate_request(_HeldLink(frames.encode(request)).request())
-
     def listing(self) -> dict[bytes, object]:
         """Path -> a link's target, or a folder's or file's mode and time, and a file's bytes."""
         listed: dict[bytes, object] = {}

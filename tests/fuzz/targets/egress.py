@@ -13,9 +13,8 @@ from pathlib import Path
 import h11
 
 from agentrl.records import destinations
-from agentrl.sandbox.egress import heads
-from agentrl.sandbox.egress.addresses import is_public
-from agentrl.sandbox.egress.heads import ProxyRequest, Refusal
+from agentrl.sandbox.egress import requests
+from agentrl.sandbox.egress.requests import ProxyRequest, Refusal, is_public
 from tests.fuzz import mutators
 from tests.fuzz.mutators import join, split
 from tests.fuzz.target import Check, Target, must
@@ -39,7 +38,7 @@ def _head(body: bytes) -> None:
     end = body.find(b"\r\n\r\n")
     head = (body[:end] if end >= 0 else body)[: HEAD_BYTES - 4] + b"\r\n\r\n"
     try:
-        wanted = heads.parse_request(head)
+        wanted = requests.parse_request(head)
     except Refusal as refusal:
         must(refusal.reason.isprintable() and 400 <= refusal.status < 600, "a refusal that cannot be told")
         return

@@ -16,11 +16,10 @@ from agentrl.records import Episode, ExecResult, SandboxSpec, Score, Task, codec
 from agentrl.records.paths import is_plain_path
 from agentrl.reward import TaskScorer, cleanroom
 from agentrl.reward.cleanroom import parse_reward
-from agentrl.sandbox.inside import arguments
+from agentrl.sandbox import arguments
 from agentrl.task.grading import GRADING_KEY, Grading, Mode, encode_files
 from agentrl.task.outputs import WHOLE_DIRECTORY, collect_outputs, select_files
-from agentrl.testing.samples import sample_task
-from agentrl.testing.sandboxes import ScriptedSandbox, ScriptedSandboxes
+from agentrl.testing.sandboxes import ScriptedSandbox, ScriptedSandboxes, sample_task
 from tests.fuzz import mutators
 from tests.fuzz.mutators import join, split
 from tests.fuzz.target import Check, Target, must

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.sandbox import frames
-from agentrl.sandbox.inside import arguments
+from agentrl.sandbox import arguments, frames
 from agentrl.sandbox.inside.spawn import work
 from tests.fuzz import mutators
 from tests.fuzz.target import Check, Target, must
@@ -47,11 +46,11 @@ def _call(desk: Desk, kind: str, said: Sequence[Any]) -> None:
             desk.ask("write", {"files": [[path, len(body)]]}, body, written={path: body})
         elif kind == "exec":
             request = {**arguments.program(one, two), **arguments.limits(three, four)}
-            desk.judge({"id": 1, "op": "exec", **request})
+            frames.encode({"id": 1, "op": "exec", **request})
             must(len(work("exec", (request["argv"], request["env"]))) > 0, "work without words")
         elif kind == "python":
             must(isinstance(arguments.code(one), bytes), "code that is not sent")
-            desk.judge({"id": 1, "op": "python", "session": arguments.session_name(two), **arguments.limits(three, four)})
+            frames.encode({"id": 1, "op": "python", "session": arguments.session_name(two), **arguments.limits(three, four)})
     except (ValueError, TypeError) as error:
         must(not isinstance(error, UnicodeError) and "\n" not in str(error), f"a request that is refused in other words: {error!r}")
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from agentrl.errors import UserError
 from agentrl.records import Split
-from agentrl.sandbox.build_context import dockerfile_steps
+from agentrl.sandbox.builds import dockerfile_steps
 from agentrl.sandbox.images import load_image
 from agentrl.task import TaskFolders
 from agentrl.task.description import RunsFile, TaskDescription, parse_toml

@@ -1,4 +1,4 @@
-"""Validation of the arguments of a sandbox's methods: on the host before they become a request, and again by the exec server.
+"""Validation of the arguments of a sandbox's methods, before they become a request to its exec server.
 
 Tools pass on what an agent wrote: file names, program arguments, variables. An invalid value raises `ValueError`, a wrong type
 `TypeError`; neither affects the sandbox. Text represents bytes as in `os.fsdecode`, so every possible file name can be written; half a
@@ -10,14 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-
-from agentrl.sandbox.inside.wire import Refused
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from agentrl.sandbox.inside.wire import Request
 
 MAX_READ_BYTES = (1 << 32) - 1
 _MAX_OUTPUT_BYTES = 1 << 30
@@ -40,7 +32,7 @@ def plain_path(path: object) -> str:
 
 def program(argv: object, env: object) -> dict[str, object]:
     """Request fields for a program with these arguments; `env` adds variables to its environment."""
-    if not isinstance(argv, Sequence) or isinstance(argv, (str, bytes, bytearray)):
+    if not isinstance(argv, Sequence) or isinstance(argv, str | bytes | bytearray):
         raise TypeError(f"argv must be a list of strings, not {type(argv).__name__}")
     strings = [_string(item, "argv") for item in argv]
     if not strings or not strings[0]:
@@ -74,7 +66,7 @@ def session_name(name: object) -> str | None:
 
 def limits(timeout_s: object, output_bytes: object) -> dict[str, object]:
     """Request fields for how long a program may run, and how many bytes of each output are kept."""
-    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
+    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool):
         raise TypeError(f"timeout_s must be a number, not {type(timeout_s).__name__}")
     try:
         seconds = float(timeout_s)
@@ -96,7 +88,7 @@ def size(value: object, name: str, limit: int) -> int:
 
 def content(data: object, name: str) -> bytes:
     """Returns `data` as bytes."""
-    if not isinstance(data, (bytes, bytearray)):
+    if not isinstance(data, bytes | bytearray):
         raise TypeError(f"{name} must be bytes, not {type(data).__name__}")
     return bytes(data)
 
@@ -126,35 +118,3 @@ def _encoded(text: str, where: str) -> bytes:
 
 def _quoted(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:80] + "...")
-
-
-def _check_listing(files: object) -> None:
-    if not isinstance(files, list):
-        raise TypeError("files must be a list")
-    for path, length in files:
-        plain_path(path)
-        size(length, "the size of a file", MAX_READ_BYTES)
-
-
-VALIDATORS: dict[str, Callable[[Request], object]] = {
-    "exec": lambda request: (program(request["argv"], request["env"]), limits(request["timeout_s"], request["output_bytes"])),
-    "python": lambda request: (session_name(request["session"] or ""), limits(request["timeout_s"], request["output_bytes"])),
-    "read": lambda request: (plain_path(request["path"]), size(request["max_bytes"], "max_bytes", MAX_READ_BYTES)),
-    "write": lambda request: _check_listing(request["files"]),
-    "snapshot": lambda request: size(request["max_bytes"], "max_bytes", 1 << 62),
-    "restore": lambda request: None,
-    "pause": lambda request: None,
-    "resume": lambda request: None,
-}
-"""Validates the fields of a request, by operation."""
-
-
-def validate_request(request: Request) -> None:
-    """Raises `Refused` for an unknown operation, or an invalid argument of a known one."""
-    operation = request.get("op")
-    if not isinstance(operation, str) or operation not in VALIDATORS:
-        raise Refused("refused", f"unknown operation {operation!r:.100}")
-    try:
-        VALIDATORS[operation](request)
-    except (KeyError, TypeError, ValueError) as error:
-        raise Refused("refused", f"invalid arguments of {operation}: {error}") from None

@@ -1,20 +1,28 @@
-"""Strict parsing of the HTTP request heads that programs send to the proxy. Every byte is hostile.
+"""From the head of a program's HTTP request to a connection: strict parsing, the allow-list, and the address. Every byte is hostile.
 
 h11 parses a head, and tolerates what many servers send. Anything that another parser could understand differently is refused here: a
 head must be, line by line, what h11 read (no bare line ends, no folded or merged headers), without `user@host`, and with a body whose
 size is a plain number. The proxy sends a new head, built from the parsed values, and one request per connection, so that no second
 request can hide behind the first.
+
+A name is looked up only if the allow-list covers it, and only once. The connection goes to the address that was checked, so a name server
+that answers differently the next time changes nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
 import re
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
 
 import h11
 
-from agentrl.records.destinations import plain_host
+from agentrl.records.destinations import Address, Destination, address_literal, plain_host
 
 _MAX_HEADERS = 100
 _SIZE_DIGITS = 15
@@ -22,6 +30,13 @@ _ABSOLUTE = re.compile(r"http://([^/?#]*)([/?][^#]*)?", re.IGNORECASE)
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]@]+)(?::([0-9]{1,5}))?")
 _HOP = {"connection", "expect", "host", "keep-alive", "te", "trailer", "upgrade", "content-length", "http2-settings"}
 """Headers that apply to one connection only, and those that the proxy writes itself."""
+_MAX_TRIED = 4
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_MACHINE_SERVICES = frozenset({ipaddress.ip_address("168.63.129.16")})
+"""A cloud's services at a public-looking address (learn.microsoft.com/azure/virtual-network/what-is-ip-address-168-63-129-16)."""
+
+# A separate pool: a name server that does not answer must not block the driver's other threads.
+_lookups = ThreadPoolExecutor(8, thread_name_prefix="egress-names")
 
 
 class Refusal(Exception):
@@ -108,3 +123,82 @@ def _body_size(headers: list[tuple[str, str]]) -> int | None:
 
 def _bad(reason: str) -> Refusal:
     return Refusal(HTTPStatus.BAD_REQUEST, reason)
+
+
+class AllowList:
+    """The allow-list of one sandbox, and its name look-ups (two at a time)."""
+
+    def __init__(self, network: Sequence[Destination]) -> None:
+        self._network = tuple(network)
+        self._lookup_slots = asyncio.Semaphore(2)
+
+    def lists_address(self, host: str, port: int) -> bool:
+        """Whether `host` is an address that is on the list itself, so that its server belongs to the author of the list."""
+        address = address_literal(host)
+        return address is not None and self._listed(address, port)
+
+    async def connect(self, host: str, port: int) -> socket.socket:
+        """Connects to `host`. Raises `Refusal`. The caller sets the deadline."""
+        if not any(entry.covers(host, port) for entry in self._network):
+            raise Refusal(HTTPStatus.FORBIDDEN, "not on the sandbox's allow-list")
+        allowed = [address for address in await self._addresses(host, port) if self._may(address, port)]
+        if not allowed:
+            raise Refusal(HTTPStatus.FORBIDDEN, "the name resolves to no public address; list the address too to allow it")
+        for address in allowed[:_MAX_TRIED]:
+            try:
+                return await self._connected(address, port)
+            except OSError:
+                continue
+        raise Refusal(HTTPStatus.BAD_GATEWAY, "the host does not answer")
+
+    async def _addresses(self, host: str, port: int) -> list[Address]:
+        address = address_literal(host)
+        if address is not None:
+            return [address]
+        loop = asyncio.get_running_loop()
+        async with self._lookup_slots:
+            try:
+                resolved = await loop.run_in_executor(_lookups, resolve, host, port)
+            except (OSError, UnicodeError):
+                raise Refusal(HTTPStatus.BAD_GATEWAY, "unknown host name") from None
+        return [address for text in resolved if (address := address_literal(text)) is not None]
+
+    def _may(self, address: Address, port: int) -> bool:
+        return is_public(address) or self._listed(address, port)
+
+    async def _connected(self, address: Address, port: int) -> socket.socket:
+        link = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_STREAM)
+        try:
+            link.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(link, (str(address), port))
+            reached, own = address_literal(link.getpeername()[0]), address_literal(link.getsockname()[0])
+            if reached is None or not self._may(reached, port) or (reached == own and not self._listed(reached, port)):
+                raise Refusal(HTTPStatus.FORBIDDEN, "the name resolves to this machine or to no public address; list the address too")
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _listed(self, address: Address, port: int) -> bool:
+        return any(entry.address == address and entry.port == port for entry in self._network)
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """Addresses of a name, in the system's order of preference. Blocking."""
+    return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+
+
+def is_public(address: Address) -> bool:
+    """Whether `address` is on the public internet: not loopback, private, link-local (metadata), shared, multicast or reserved.
+
+    An IPv6 address that embeds an IPv4 one (mapped, 6to4, Teredo, NAT64) must embed a public one.
+    """
+    embedded: list[ipaddress.IPv4Address | None] = []
+    if isinstance(address, ipaddress.IPv6Address):
+        embedded = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        embedded += [ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)] if address in _NAT64 or int(address) >> 32 == 0 else []
+        if address.is_site_local:
+            return False
+    if address.is_multicast or (address.is_reserved and address not in _NAT64) or address in _MACHINE_SERVICES:
+        return False
+    return address.is_global and all(is_public(inner) for inner in embedded if inner is not None)

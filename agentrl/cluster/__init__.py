@@ -1,1 +1,0 @@
-"""Assigns a machine's devices to the parts of a run."""
