@@ -131,7 +131,7 @@ _KNOWN = (  # pattern in a log, its cause, and the fix
     (
         re.compile(r"Address already in use"),
         "its port is in use",
-        "set serving.port=0 to use any free port, or stop the program that uses it",
+        "stop the program that uses it, or start the run again: it takes another port",
     ),
 )
 _PREFIX = re.compile(r"^(?:\([^()]*pid=\d+\) ?)?(?:(?:ERROR|CRITICAL|WARNING|INFO) [\d-]+ [\d:.]+ \[[^\]]*\] ?)?")

@@ -57,10 +57,6 @@ class ServingConfig(ServerConfig):
 
     replicas: int = Field(1, ge=1)
     """Servers of the policy, each with a process, a port, a KV cache and, on GPUs, a GPU."""
-    host: str = "127.0.0.1"
-    """Address that the servers bind to. Requests carry the server's key in plain HTTP: use loopback or a private network."""
-    port: int = Field(0, ge=0, le=65535)
-    """0: any free port."""
     weight_transfer: parts.Channel = parts.Part("file")
     """file: the server maps safetensors, on one machine. delta: file, with changes only; pays in bfloat16 with a small learning rate. nccl:
     from the learner's GPUs to the server's."""
@@ -71,8 +67,6 @@ class ServingConfig(ServerConfig):
 
     @model_validator(mode="after")
     def _replicas_fit(self) -> ServingConfig:
-        if self.replicas > 1 and self.port:
-            raise ValueError("serving.port is a single port, but every replica needs one: leave it at 0, or set serving.replicas=1")
         if self.replicas > 1 and self.weight_transfer.ref == "nccl":
             raise ValueError(
                 "serving.weight_transfer=nccl sends weights from the learner to one server: set serving.replicas=1, or weight_transfer=file"

@@ -33,7 +33,6 @@ class GateServer:
         alert: Callable[[str], None] = log.warning,
     ) -> None:
         """`gpus`: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's. `alert`: as for `SupervisedServer`."""
-        recipe = recipe.but({"serving.port": 0}) if recipe.serving.port else recipe  # the policy's server has that port
         self._run_dir, self._registry = run_dir, registry
         self._version: PolicyVersion | None = None
         self.policy = SupervisedServer(recipe, run_dir, registry, gpus=gpus, name=NAME, newest=self._newest, alert=alert)

@@ -8,9 +8,8 @@ from agentrl.config.recipe import JudgeServerConfig
 from agentrl.errors import ServingError
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.probe import PROBE_FILE, judge_logprob_difference, read_probe
-from agentrl.serving.process import WARM_S, ServerProcess, launch_command, thread_count
+from agentrl.serving.process import HOST, WARM_S, ServerProcess, launch_command, thread_count
 
-HOST = "127.0.0.1"
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}  # nats; see `serving.probe_max_abs_diff`
 
 
@@ -35,7 +34,7 @@ class JudgeServer(ServerProcess):
     async def start(self) -> None:
         """Starts the process and returns when it has answered a request. Raises `ServingError`."""
         assert self._process is None, "a server is started once"
-        await self._begin(HOST, 0, timeout_s=self.config.startup_timeout_s)
+        await self._begin(timeout_s=self.config.startup_timeout_s)
         self.url = self.control.url
 
     def _command(self, port: int) -> list[str]:

@@ -26,13 +26,15 @@ from agentrl.base.processes import openmp_environment
 from agentrl.base.run_lock import hold_shared_lock
 from agentrl.base.secrets import child_environment
 from agentrl.config.recipe import JudgeServerConfig, ServingConfig
-from agentrl.errors import DiskFull, ServingError, UserError
+from agentrl.errors import DiskFull, ServingError
 from agentrl.serving import access
 from agentrl.serving.control import ControlPlane
 
 POLL_S = 0.1
 HEALTH_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 10.0
+HOST = "127.0.0.1"
+"""Address that all servers bind to. Their requests are plain HTTP, so none leaves the machine."""
 WARM_S = 120.0
 _COMPUTING = "computing tokens"
 _FIRST_S = 600.0
@@ -181,16 +183,15 @@ class ServerProcess(ABC):
     async def _prepare(self, control: ControlPlane) -> None:  # noqa: B027 - optional
         """Prepares a healthy server for its first request."""
 
-    async def _begin(self, host: str, port: int, *, timeout_s: float) -> None:
-        """Starts the process on a port (0 for any free one) and returns when it is ready.
+    async def _begin(self, *, timeout_s: float) -> None:
+        """Starts the process on a free port of the loopback address and returns when it is ready.
 
-        Raises `UserError` if the port is taken, and `ServingError`, with the cause from the log, if the process dies or `timeout_s`
-        passes.
+        Raises `ServingError`, with the cause from the log, if the process dies or `timeout_s` passes.
         """
-        self._port = ReservedPort(host, port)
+        self._port = ReservedPort()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._scratch = scratch_folder(self._scratch_of)
-        self._control = ControlPlane(f"http://{host}:{self._port.number}", key=self.key)
+        self._control = ControlPlane(f"http://{HOST}:{self._port.number}", key=self.key)
         part = hold_shared_lock(self._folder)
         try:
             with self.log_path.open("ab") as log:
@@ -240,10 +241,10 @@ class ReservedPort:
     the process ends.
     """
 
-    def __init__(self, host: str, wanted: int) -> None:
-        """`wanted`: 0 for any free port. Raises `UserError` if it is taken."""
+    def __init__(self) -> None:
+        """Raises `ServingError` if other runs have reserved every port that it tried."""
         for _ in range(_PORT_TRIES):
-            self.number = free_port(host, wanted)
+            self.number = free_port()
             self._name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             try:
                 self._name.bind(f"\0agentrl server at port {self.number}")
@@ -252,12 +253,7 @@ class ReservedPort:
                 self._name.close()
                 if error.errno != errno.EADDRINUSE:
                     raise
-            if wanted:
-                break
-        raise UserError(
-            f"another run is starting its server on port {self.number}",
-            fix="set serving.port=0 for any free port, or a different number in each run on this machine",
-        )
+        raise ServingError(f"no free port on {HOST} after {_PORT_TRIES} tries\n  fix: stop other programs on this machine")
 
     def release(self) -> None:
         """Releases the port of a server that has ended. Idempotent."""
@@ -334,24 +330,17 @@ def scratch_folder(of: str) -> Path:
     return folder
 
 
-def free_port(host: str, wanted: int) -> int:
-    """Returns a port that is free now. Raises `UserError` if it is in use or the host is not local.
+def free_port() -> int:
+    """Returns a port of the loopback address that is free now.
 
-    For any free one (0) it prefers ports that the kernel does not assign to connections, because a server takes up to minutes to listen.
+    Prefers ports that the kernel does not assign to connections, because a server takes up to minutes to listen.
     """
-    for port in _unassigned_ports() if wanted == 0 else ():
-        with contextlib.suppress(UserError):
-            return free_port(host, port)
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, wanted))
-        except OSError as error:
-            raise UserError(
-                f"the inference server cannot listen on {host}:{wanted}: {error.strerror}",
-                fix="set serving.port=0 for any free port, or stop what is using it",
-            ) from error
-        return int(probe.getsockname()[1])
+    for port in (*_unassigned_ports(), 0):  # 0: any port that the kernel has
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((HOST, port))
+            return int(probe.getsockname()[1])
+    raise ServingError(f"{HOST} has no free port\n  fix: stop other programs on this machine")
 
 
 def _unassigned_ports() -> list[int]:

@@ -12,7 +12,7 @@ from agentrl.config.recipe import Recipe
 from agentrl.errors import ServingError, UserError
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.plugin import BACKEND as FILE_BACKEND
-from agentrl.serving.process import WARM_S, ServerProcess, launch_command, server_environment, thread_count
+from agentrl.serving.process import HOST, WARM_S, ServerProcess, launch_command, server_environment, thread_count
 from agentrl.serving.weight_state import WeightState
 from agentrl.version.model_folder import check_model_files
 
@@ -55,7 +55,7 @@ class VLLMServer(ServerProcess):
         serving = self.recipe.serving
         self._threads = thread_count(serving.threads, servers=serving.replicas) if serving_device(self.recipe) == "cpu" else None
         check_model_files(self.model)
-        await self._begin(serving.host, serving.port, timeout_s=serving.startup_timeout_s)
+        await self._begin(timeout_s=serving.startup_timeout_s)
 
     async def alive(self) -> bool:
         """Whether `ServerProcess.alive` is true and the weights are sound."""
@@ -72,7 +72,7 @@ class VLLMServer(ServerProcess):
         arguments = {
             "--model": str(self.model),
             "--served-model-name": "policy",
-            "--host": serving.host,
+            "--host": HOST,
             "--port": str(port),
             "--dtype": policy.dtype,
             "--max-model-len": str(policy.max_model_len),

@@ -42,7 +42,7 @@ def save_pace(pace: Pace, recipe: Recipe, folder: Path) -> None:
 
 def _settings(recipe: Recipe) -> str:
     """A hash of the settings that determine a server's pace."""
-    serving = recipe.serving.model_dump(mode="json", exclude={"port", "request_timeout_s", "startup_timeout_s", "probe_max_abs_diff"})
+    serving = recipe.serving.model_dump(mode="json", exclude={"request_timeout_s", "startup_timeout_s", "probe_max_abs_diff"})
     machine = (platform.node(), platform.machine(), os.cpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     parts = [serving, recipe.policy.model_dump(mode="json"), recipe.device, machine]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

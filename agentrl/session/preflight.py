@@ -190,7 +190,6 @@ def _try_objective(recipe: Recipe) -> None:
 
 
 def _check_installed(recipe: Recipe) -> None:
-    from agentrl.serving.process import free_port
     from agentrl.serving.server import serving_device  # imports an HTTP client
 
     serving_device(recipe)
@@ -200,7 +199,6 @@ def _check_installed(recipe: Recipe) -> None:
         if find_spec(package) is None:
             fix = f"{install_command('cpu')}, or with [gpu]; agentrl doctor shows what is missing"
             raise UserError(f"{package} is not installed", fix=fix)
-    free_port(recipe.serving.host, recipe.serving.port)
 
 
 def _check_known(kind: str) -> None:

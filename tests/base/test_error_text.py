@@ -49,7 +49,7 @@ ENGINE = """\
         (REFUSED_MODEL, "The checkpoint you are trying to load has model type `no_such`", ""),
         (ENGINE, "safetensors_rust.SafetensorError: Error while deserializing header: incomplete metadata", ""),
         ("x\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n" + ENGINE, "the GPU is out", "gpu_memory_utilization"),
-        ("OSError: [Errno 98] Address already in use\n", "its port is in use", "serving.port=0"),
+        ("OSError: [Errno 98] Address already in use\n", "its port is in use", "start the run again"),
         ("write failed: No space left on device\n", "the disk is full", "free space"),
         ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried\n", "the machine is out", "kv_cache_gb"),
         ("INFO starting\nIllegal instruction\n\n", "Illegal instruction", ""),

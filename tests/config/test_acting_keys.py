@@ -259,7 +259,7 @@ def effects(recipe: Recipe, device: str) -> dict[str, Any]:
     server = VLLMServer(recipe=recipe, model=folder, version=0, run_dir=folder)
     serving = recipe.serving
     server._threads = (serving.threads or 7) if device == "cpu" else None
-    found["server"] = (server._command(1), server._environment(folder), serving.host, serving.port, serving.replicas)
+    found["server"] = (server._command(1), server._environment(folder), serving.replicas)
     for name, config in recipe.judge_servers.items():
         judge = JudgeServer(name, config, model=folder, reward_model=False, folder=folder, device=device)
         found[f"judge {name}"] = (judge._command(1), judge._environment(folder))

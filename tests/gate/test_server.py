@@ -20,7 +20,7 @@ from tests.serving.test_loss_of_a_server import scripted as scripted
 from tests.serving.test_server_pool import RECIPE
 from tests.waiting import until
 
-RECIPE = RECIPE.but({"serving.replicas": 1, "serving.port": 8123})
+RECIPE = RECIPE.but({"serving.replicas": 1})
 
 
 @asynccontextmanager
@@ -97,8 +97,3 @@ async def test_a_rejected_version_raises(tmp_path: Path) -> None:
         ScriptedChannel.refusals = 3
         with pytest.raises(SwapError, match="the probe disagrees"):
             await server.serve(first)
-
-
-def test_its_port_differs_from_the_policys(tmp_path: Path) -> None:
-    registry = FolderRegistry(tmp_path / "versions")
-    assert GateServer(RECIPE, tmp_path, registry).policy._recipe.serving.port == 0

