@@ -300,8 +300,7 @@ def summarize(
         begun: the stored groups of unfinished steps.
         ledger: the counts of the run's ledger; None if it cannot be read.
     """
-    evaluations = folder / "evaluations.json"
-    phases: dict[str, Any] = json.loads(evaluations.read_text()) if evaluations.exists() else {}
+    phases = _phases(folder)
     steps = _steps(folder / "metrics.jsonl")
     earlier = Summary.read(folder).wall_s if (folder / "summary.json").exists() else {}
 
@@ -311,11 +310,9 @@ def summarize(
     early = [one for group in begun for one in group.episodes]
     left_out = merge_counts(_left_out(folder, steps), count_exclusions(early))
     sessions = read_sessions(folder)
-    last = sessions[-1] if sessions else None
-    broken = (f"the run ended early: {last.why}",) if last is not None and last.ended == "failed" else ()
+    broken = tuple(f"the run ended early: {session.why}" for session in sessions[-1:] if session.ended == "failed")
     finished = len(steps) >= recipe.steps and "after" in phases
     refused = gate_problems(folder, finished=finished) if recipe.gate is not None else ()
-    stalls, probes = ([line[name] for line in steps if line.get(name) is not None] for name in ("swap_stall_ms", "swap_probe_max_abs_diff"))
     return Summary(
         name=recipe.name,
         finished=finished,
@@ -336,10 +333,7 @@ def summarize(
         tokens={} if ledger is None else ledger.tokens,
         delivered_share=total("tokens_delivered") / captured if (captured := total("tokens_captured")) else None,
         **_update_failures(folder),
-        weight_swaps=len(stalls),
-        swap_stall_ms_p50=statistics.median(stalls) if stalls else None,
-        swap_probe_max_abs_diff=max(probes, default=None),
-        # stage times add up over resumed runs
+        **_swap_figures(steps),
         wall_s={name: earlier.get(name, 0.0) + wall_s.get(name, 0.0) for name in {**earlier, **wall_s}},
         sandbox_backend=backend,
         seed=recipe.seed,
@@ -355,6 +349,17 @@ def _held_out_rates(phases: Mapping[str, Any]) -> dict[str, Rate | None]:
             rate = phases.get(phase, {}).get(str(split), {})
             rates[f"{split}_{phase}"] = Rate(**{name: rate[name] for name in _OF_A_RATE}) if "value" in rate else None
     return rates
+
+
+def _phases(folder: Path) -> dict[str, Any]:
+    path = folder / "evaluations.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _swap_figures(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    stalls, probes = ([line[name] for line in steps if line.get(name) is not None] for name in ("swap_stall_ms", "swap_probe_max_abs_diff"))
+    median = statistics.median(stalls) if stalls else None
+    return {"weight_swaps": len(stalls), "swap_stall_ms_p50": median, "swap_probe_max_abs_diff": max(probes, default=None)}
 
 
 def _update_failures(folder: Path) -> dict[str, int]:

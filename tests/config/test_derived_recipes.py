@@ -35,10 +35,10 @@ def test_a_recipe_is_derived_by_overrides_by_mappings_and_by_keywords() -> None:
 
 
 def test_one_item_of_a_mapping_is_changed_and_the_others_stay() -> None:
-    made = BASE.but({"tasks.practice.suites": {"a": 1}}).but("tasks.practice.suites.b=2", "tasks.practice.suites.a=3").tasks.practice
-    assert made is not None and made.suites == {"a": 3, "b": 2}
-    with pytest.raises(RecipeError, match=r"tasks\.practice\.suites: expected a mapping, got 3"):
-        BASE.but({"tasks.practice.suites": 3, "tasks.practice.suites.a": 1})
+    made = BASE.but({"tasks.practice": {"a": 1}}).but("tasks.practice.b=2", "tasks.practice.a=3").tasks.practice
+    assert made == {"a": 3, "b": 2}
+    with pytest.raises(RecipeError, match=r"tasks\.practice: expected a mapping, got 3"):
+        BASE.but({"tasks.practice": 3, "tasks.practice.a": 1})
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
