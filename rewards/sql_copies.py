@@ -173,7 +173,7 @@ def _rows(copy: sqlite3.Connection, query: str) -> list[Any]:
 
 
 def _try(copy: sqlite3.Connection, change: str) -> bool:
-    """Whether a table could be changed. A virtual one or a generated column stays as it is."""
+    """Executes a change; returns whether it succeeded. It fails for a virtual table or a generated column."""
     try:
         copy.execute(change)
     except sqlite3.Error:

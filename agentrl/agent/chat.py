@@ -44,7 +44,7 @@ class ParsedCompletion:
 
 
 class ChatFormat:
-    """Exact tokens for one tokenizer. If it has several templates, the one for tools becomes its template.
+    """Renders and parses the token ids of a conversation for one tokenizer, exactly. Of several templates, it uses the one for tools.
 
     `thinking` describes how the model marks and ends its reasoning; None means that the model has no such marks.
 

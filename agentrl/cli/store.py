@@ -26,13 +26,17 @@ def store(
     state: Annotated[
         Literal["ready", "assigned", "trained", "excluded"] | None, typer.Option(help="List only groups in this state.")
     ] = None,
-    step: Annotated[int | None, typer.Option(help="List only groups of this learner step; the first step is 0.")] = None,
-    list_all: Annotated[bool, typer.Option("--all", help=f"List all groups; the default is the newest {_SHOWN}.")] = False,
-    verify: Annotated[bool, typer.Option(help="Read every group and compare it with the ledger, the checkpoint and the metrics.")] = False,
-    export: Annotated[Path | None, typer.Option(help="Write all episodes to this Parquet file, a row each.")] = None,
+    step: Annotated[int | None, typer.Option(help="List only groups of this learner step. The first step is 0.")] = None,
+    list_all: Annotated[bool, typer.Option("--all", help=f"List all groups. Default: the newest {_SHOWN}.")] = False,
+    verify: Annotated[bool, typer.Option(help="Compare the ledger with all groups, the newest checkpoint and metrics.jsonl.")] = False,
+    export: Annotated[Path | None, typer.Option(help="Write all episodes to this Parquet file, one row per episode.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """List the groups of a run, and count its sampled, trained, excluded and open tokens. Works while the run trains."""
+    """List the groups of a run and count its sampled, trained, excluded and open tokens. Works during the run.
+
+    A group is ready, assigned to a learner step, trained, or excluded because its step trained none of its tokens. Open tokens belong to
+    ready and assigned groups. Exits with 1 if --verify reports a problem.
+    """
     from agentrl.experience import audit
 
     with _opened(run_dir) as (opened, bar):
@@ -60,13 +64,13 @@ def store(
         columns = "".join(text.rjust(width) for text, width in zip(texts, (6, 9, 10, 9, 9), strict=True))
         print(f"{entry.index:>7}  {entry.state:9}{columns}  {_one_line(entry.task_id)}")
     if len(shown) < len(chosen):
-        print(f"{len(chosen) - len(shown)} more groups: --all")
+        print(f"{len(chosen) - len(shown)} older groups are not shown; --all lists them")
     if export is not None:
-        print(f"{written} episodes in {export}")
+        print(f"wrote {written} episodes to {export}")
     for problem in problems:
         print(f"FAIL  {_one_line(problem)}")
     if verify and not problems:
-        print("ok    groups, checkpoint and metrics agree with the ledger")
+        print("ok    the ledger agrees with groups, checkpoint and metrics")
     raise typer.Exit(1 if problems else 0)
 
 
@@ -84,7 +88,9 @@ def _opened(run_dir: Path) -> Iterator[tuple[ExperienceStore, Progress]]:
     add_project_root(Path.cwd())  # for a user-supplied store
     loaded = recipe.load(run_dir / "recipe.json")
     if loaded.store == "sqlite" and not (run_dir / "experience.sqlite").is_file():
-        raise UserError(f"{run_dir} has no stored groups yet", fix="wait for its first group, or give the folder of another run")
+        raise UserError(
+            f"{run_dir} has no stored groups yet", fix="wait until the first group is stored, or give the folder of another run"
+        )
     opened = open_store(run_dir, loaded)
     try:
         with Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:

@@ -400,9 +400,9 @@ class Session:
             )
 
     def _name_auxiliary(self) -> None:
-        """Marks contexts of one turn that no request continues and that are not the main work as `auxiliary`: titles, summaries.
+        """Marks one-turn contexts that no request continues and that are not the main agent's as `auxiliary`, such as titles and summaries.
 
-        Contexts without a parent are auxiliary if they have no tools, quote the work, or ask about it without tools.
+        A context without a parent is auxiliary if its requests declare no tools, or if it quotes the main agent's context.
         """
         trajectories = self.episode.trajectories
         asides = {each.index for each in trajectories if each.index in self._asides and len(each.turns) == 1}

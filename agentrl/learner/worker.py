@@ -69,7 +69,7 @@ class Worker:
         self.failures = UpdateFailureLog(run_dir)
         self.order = GroupOrder.from_recipe(recipe)
         self.consumed: dict[int, Mapping[int, GroupUse]] = {}
-        self._open_block = 0  # first block with groups that no step has taken
+        self._open_block = 0  # first block that is not consumed completely
         self.rolled_back: tuple[int, ...] = ()
         self.next_step = 0
         self.good = 0

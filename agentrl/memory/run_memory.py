@@ -50,7 +50,8 @@ class RunMemory:
         return max(0, block - self._behind)
 
     async def prepare_block(self, block: int) -> None:
-        """Commits the notes that the groups of a block read. Call it once the block may start, when they are in the experience store."""
+        """Commits the notes that the groups of a block read. Call it when the block may start: the store then has the episodes that wrote
+        the notes."""
         async with self._reaching:
             wanted = self.version_of(block)
             if self._store is None:

@@ -253,7 +253,8 @@ def _thought(most: int, result: SplitEvaluation) -> dict[str, Any]:
 
 
 def recorded_rates(folder: Path, phase: str, *, of: str, splits: Iterable[Split]) -> dict[Split, Rate] | None:
-    """Returns the rates of a phase if its evaluation has the hash `of` and a rate on every split. None means that the evaluation is due."""
+    """Returns the recorded rates of a phase, or None if they must be measured: one is absent, or `of` (the hash of weights and settings)
+    differs."""
     path = folder / "evaluations.json"
     recorded: dict[str, Any] = json.loads(path.read_text()).get(phase, {}) if path.exists() else {}
     wanted = {split: recorded.get(str(split), {}) for split in splits}

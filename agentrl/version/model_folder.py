@@ -62,7 +62,7 @@ def check_model_files(folder: Path, *, chat_template: bool = True, key: str = "p
     if chat_template and not has_chat_template(folder):
         raise UserError(
             f"{key}: the tokenizer in {folder} has no chat template, so conversations cannot be turned into tokens",
-            fix="set policy.chat_template to one that ships (hermes and others) or to a file, or use an instruction-tuned model"
+            fix="set policy.chat_template to a built-in template (such as hermes) or a file, or use an instruction-tuned model"
             if key == "policy.model"
             else "use an instruction-tuned model",
         )

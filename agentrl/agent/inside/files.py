@@ -133,7 +133,7 @@ class OpenPath:
 
 
 def split_lines(text: str) -> list[str]:
-    """Returns the lines with their ends. Only line feeds end a line."""
+    """Returns the lines with their line endings. Only a line feed ends a line."""
     lines = text.split("\n")
     return [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
 

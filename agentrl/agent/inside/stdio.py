@@ -74,8 +74,8 @@ class StdioProgram:
     def request(self, messages: Sequence[str], number: int | None, seconds: float, max_bytes: int) -> tuple[str, bytes]:
         """Sends lines and waits for the answer to request `number` (None: until they are sent).
 
-        Returns `answer` and its line, or `ended`, `late` or `flood`; then the program is gone. All other output counts towards the
-        flood. Requests of the program are answered with an error, except `ping`.
+        Returns `("answer", line)`, or stops the program and returns `ended` (it exited), `late` (no answer within `seconds`) or `flood`
+        (too much output), each with b"". Requests of the program are answered with an error, except `ping`.
         """
         with self.lock:
             deadline, taken, new_line = time.monotonic() + seconds, 0, True

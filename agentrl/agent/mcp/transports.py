@@ -104,7 +104,7 @@ class SandboxTransport:
 
 
 class StdioTransport:
-    """A program on this machine, one per episode, with the rights of the run but without the secrets in its environment."""
+    """A program on this machine, one per episode. It runs as the user of the run, without the secrets in the run's environment."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
         environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
