@@ -1,16 +1,16 @@
-"""One learner update on this machine: ours (forests of shared prefixes), TRL's GRPOTrainer and a padded plain loop, side by side.
+"""Compares one learner update on this machine: agentrl (forests of shared prefixes), TRL's GRPOTrainer and a plain padded loop.
 
     python benchmarks/learner.py [--repeat 9] [--size small|base] [--threads 1] [--store]
     python benchmarks/learner.py --only tree --clock cpu        # one case; processor time, on a machine that others use too
     python benchmarks/learner.py --model recipes/models/tables-base --prompt 300 --answers 64    # a group on a real model's weights
 
-The same random Qwen3 model, samples, advantages and thread count; forward, backward and optimizer step are timed, generation is not.
-With --model the weights are a folder's, the tokens' behaviour logprobs its own, and the plain loop is excluded. Contenders take turns
-within each repetition. TRL runs with what is fastest here: no reference model, its fused output head, and of the batches of 1, 2, 4, ...
-samples, and of those that fit the token budget, the one that is fastest on each case. Every contender gets its samples sorted and batched
-the way that pads least. Gradients are compared before anything is timed: the figures mean nothing unless all compute the same update.
---store keeps every time in docs/results, and writes the tables of docs/results.md from what is there. Last comes the memory of
-the output head at a vocabulary of 151,936, each way in a process of its own (not with --model or --only).
+All contenders use the same random Qwen3 model, samples, advantages and thread count. Forward, backward and optimizer step are timed;
+generation is not. --model uses the weights of a folder and behaviour logprobs that it computes, without the plain loop. Contenders
+alternate within each repetition. TRL runs with its fastest settings on this machine: no KL reference model, its fused output head, and for
+each case the fastest batch (1, 2, 4, ... samples, or those that fit the token budget). Samples are sorted and batched to minimize padding.
+Gradients are compared before anything is timed, because times are comparable only if all compute the same update. --store stores every time
+in docs/results and writes the tables of docs/results.md from the stored times. At the end, the memory of the output head at a vocabulary of
+151,936 is measured, each variant in a separate process (not with --model or --only).
 """
 
 from __future__ import annotations

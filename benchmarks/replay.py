@@ -1,10 +1,10 @@
-"""The server's seconds for the requests of one step of a run, under settings of the server: contenders take turns, each on a fresh server.
+"""Measures the server's time for the requests of one step of a run, with several server settings in alternation.
 
-    python benchmarks/replay.py runs/smollm2                      # as a run starts it, beside what it was before, and beside one thread
+    python benchmarks/replay.py runs/smollm2                      # all settings
     python benchmarks/replay.py runs/smollm2 --step 3 --repeat 3 --only "as it is"
 
-Every episode of the step is played again turn by turn, all at the same time: the same contexts, and as many tokens sampled as were then,
-at the recipe's sampling. Nothing else runs: no sandboxes, no learner. The prefix cache begins empty in each repetition.
+All episodes of the step are replayed concurrently, turn by turn: the same contexts, the same number of sampled tokens, and the recipe's
+sampling settings. No sandbox or learner runs. Each setting has a fresh server, and each repetition starts with an empty prefix cache.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Changed(VLLMServer):
 
 
 async def play(server: VLLMServer, recipe: Recipe, episode: Episode, salt: str) -> None:
-    """One episode again: its trajectories one after the other, each a growing context."""
+    """Replays one episode: its trajectories one after the other, each as a growing context."""
     for trajectory in episode.trajectories:
         context: list[int] = []
         for turn in trajectory.turns:
@@ -69,7 +69,7 @@ async def play(server: VLLMServer, recipe: Recipe, episode: Episode, salt: str) 
 
 
 async def seconds(recipe: Recipe, model: Path, episodes: list[Episode], name: str, repeat: int) -> list[float]:
-    """Wall seconds of each repetition on one server."""
+    """Returns the wall seconds of each repetition on one server."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "versions").mkdir()
         server = Changed(recipe=recipe, model=model, version=0, run_dir=Path(folder))
