@@ -6,9 +6,9 @@
     python benchmarks/peers.py --recipe recipes/smollm2.py --mode single --heldout 64 --minutes 60 --tune 1
     python benchmarks/peers.py --markdown                        # writes the tables of docs/peers.md from the results; runs nothing
 
-First the peer's settings are timed (--tune), and it gets the fastest. Then --pairs rounds run: one run of each side with the same seed,
-one after another. Each side trains until its held-out success reaches --target, or until --minutes are over. The side `trl-together` is
-TRL with the concurrent rollout function of this repository, which is faster than unmodified TRL (`trl`).
+First the peer's settings are timed (--tune), and the peer runs with the fastest. Then --pairs rounds run: one run of each side with the
+same seed, one after another. Each side trains until its held-out success reaches --target, or until --minutes are over. The side
+`trl-together` is TRL with the concurrent rollout function of this repository, which is faster than unmodified TRL (`trl`).
 
 A comparison is published in --out only if it has at least three rounds that one machine ran without interruption. An unfinished comparison
 is in --runs; the same command continues it after an interruption of less than 15 minutes, and otherwise restarts it. docs/peers.md has the

@@ -160,7 +160,7 @@ class Experiment:
         self.agentrl("train", str(RECIPE), *wanted, "--run-dir", str(run), *resume, may_fail=True)
         summary = run / "summary.json"
         if not summary.exists() or not json.loads(summary.read_text())["finished"]:
-            raise SystemExit(f"error: {run} did not come to its end\nfix: run this again, which goes on with it")
+            raise SystemExit(f"error: {run} did not finish\nfix: repeat this command, which continues the run")
         return run
 
 

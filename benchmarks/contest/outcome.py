@@ -13,7 +13,7 @@ PARTS = ("start", "rollout", "wait", "score", "update", "sync", "evaluation", "o
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """An evaluation: held-out success after so many steps, `clock_s` seconds of training after the command was given."""
+    """An evaluation: held-out success after `steps` steps and `clock_s` seconds of training since the start of the command."""
 
     step: int
     clock_s: float

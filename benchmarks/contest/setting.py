@@ -1,4 +1,4 @@
-"""What both sides share: the recipe with all overrides, from which our run and the peer's are made alike."""
+"""The setting of both sides: the recipe with all overrides, from which the runs of agentrl and the peer are configured."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Setting:
         return f"{model}-{self.mode}" + (f"-wait-{low:g}-{high:g}" if high else "")
 
     def record(self) -> dict[str, Any]:
-        """As JSON reads it back."""
+        """Creates it from parsed JSON."""
         made: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return made
 
@@ -80,7 +80,7 @@ class Setting:
         return made
 
     def made(self, seed: int) -> Recipe:
-        """The recipe of one run. Raises `UserError` where it asks for what the peer does not have."""
+        """Returns the recipe of one run. Raises `UserError` if it uses a feature that the peer lacks."""
         recipe = load_recipe(ROOT / self.recipe, self.arguments(seed))[1]
         check_shared(recipe)
         return recipe
@@ -108,7 +108,7 @@ class Setting:
 
 
 def check_shared(recipe: Recipe) -> None:
-    """Raises `UserError` for settings of ours that GRPOTrainer has no equal of, so that the two would not train alike."""
+    """Raises `UserError` for settings without an equivalent in GRPOTrainer, because the two sides would train differently."""
     objective, learner = recipe.objective, recipe.learner
     wrong = {
         f"objective.advantage={objective.advantage}": objective.advantage != "grpo",
