@@ -27,7 +27,7 @@ HELD_OUT = {"held-out after": "heldout_after", "real after": "heldout_real_after
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """The finished runs of one setting: `figures` maps what is compared to one number a run."""
+    """The finished runs of one setting. `figures` maps the name of a compared figure to one number per run."""
 
     name: str
     figures: dict[str, list[float]]
@@ -45,7 +45,7 @@ def read(argument: str, block: int) -> Contender:
             figures.setdefault(label, []).append(value)
     uneven = [label for label, values in figures.items() if len(values) != len(runs)]
     if uneven:
-        sys.exit(f"error: the runs in {folder} differ in length: {', '.join(uneven)}\nfix: give each length a folder of its own")
+        sys.exit(f"error: the runs in {folder} differ in length: {', '.join(uneven)}\nfix: put runs of each length into a separate folder")
     return Contender(name=name, figures=figures)
 
 

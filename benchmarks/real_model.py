@@ -195,7 +195,7 @@ def without_tool(outcomes: list[Outcome], base: dict[str, Any]) -> str:
 
 
 def picture(outcomes: list[Outcome], path: Path) -> None:
-    """Reward of the sampled episodes by step, and held-out success before and after, a line a run."""
+    """Plots the reward of sampled episodes by step, and held-out success before and after, with one line per run."""
     import matplotlib
 
     matplotlib.use("agg")

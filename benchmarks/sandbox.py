@@ -57,7 +57,7 @@ OPERATIONS = {
     "python snippet": "docker exec python3 -c",
     "python session call": "docker exec python3 -c",
 }
-"""What is timed -> what is timed beside it."""
+"""Operation -> the Docker operation that it is compared with."""
 
 
 @dataclass(slots=True)

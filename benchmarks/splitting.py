@@ -54,8 +54,8 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of one finished run: what was measured around it, the figures of its steps, and of its evaluations what was solved, and
-    what was split."""
+    """The result of one finished run: its origin and measurements, the figures of its steps, and the shares of solved and split tasks in
+    each evaluation."""
 
     credit: str
     seed: int
@@ -104,7 +104,7 @@ def read(folder: Path, credit: str, seed: int, measured: dict[str, Any]) -> Outc
 
 
 def kept(out: Path) -> list[Outcome]:
-    """All that is kept, by mode and seed. Ends the program where it was not all made in one way: a table compares only what is alike."""
+    """Returns all stored results, by mode and seed. Exits if they were measured with different settings, which a table must not mix."""
     told = [json.loads(path.read_text()) for path in out.glob("*-seed*.json")]
     for one in told:
         one.update({name: {phase: Share(**share) for phase, share in one[name].items()} for name in ("solved", "split")})
@@ -113,7 +113,7 @@ def kept(out: Path) -> list[Outcome]:
     if len(ways) > 1:
         listed = "; ".join(f"{name} with {way}" for way, name in ways.items())
         sys.exit(
-            f"error: results in {out} were made in several ways: {listed}\nfix: delete those that are not wanted, or give another --out"
+            f"error: results in {out} have different settings: {listed}\nfix: delete the results that you do not need, or give another --out"
         )
     return outcomes
 
@@ -154,7 +154,7 @@ def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def by_credit(outcomes: list[Outcome]) -> str:
-    """A row for each mode: all attempts of its runs together, with the range over its seeds."""
+    """Returns a table with one row per mode: the attempts of all runs together, with the range over seeds."""
     rows = []
     for credit in CREDITS:
         if not (mine := [one for one in outcomes if one.credit == credit]):
@@ -173,7 +173,7 @@ def by_credit(outcomes: list[Outcome]) -> str:
 
 
 def picture(outcomes: list[Outcome], path: Path) -> None:
-    """By step: the share solved, the share of the pages given to helpers, the share of helpers that were right; a line a run."""
+    """Plots by step the share of solved tasks, of pages given to helpers, and of helpers that were right, with one line per run."""
     import matplotlib
 
     matplotlib.use("agg")

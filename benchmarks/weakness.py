@@ -115,7 +115,7 @@ SHORT = Size(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """One seed of the experiment, in a folder of its own. `command`: the module that is run as `agentrl`, with what it is given first."""
+    """One seed of the experiment, in a separate folder. `command`: the module that runs as `agentrl`, and its first arguments."""
 
     seed: int
     folder: Path

@@ -253,6 +253,6 @@ def _method(tool: Tool) -> Any:
     method.__name__ = method.__qualname__ = tool.name
     told = [f"    {name}: {one['description']}" for name, one in properties.items()]
     method.__doc__ = "\n".join([function["description"], "", "Args:", *told])
-    method.__annotations__ = kinds  # and none of what it returns, which would be told, too
+    method.__annotations__ = kinds  # without a return annotation, which TRL would add to the schema
     method.__signature__ = inspect.Signature([me, *keyword])  # type: ignore[attr-defined]
     return method

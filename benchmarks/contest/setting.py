@@ -21,7 +21,7 @@ PROGRAMS = "python"  # the tool that a single turn hands a program in by
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One line of the comparison, without its seeds. `wait`: seconds (from, to) that every program in a sandbox sleeps; (0, 0): none."""
+    """A setting of the comparison, without seeds. `wait`: seconds (from, to) that every program in a sandbox sleeps; (0, 0): none."""
 
     recipe: str
     mode: str
@@ -46,7 +46,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Of its results: what of it a reader tells lines apart by."""
+        """Name of its results, from the options that distinguish it from other settings."""
         model = Path(self.model).name if self.model else Path(self.recipe).stem
         low, high = self.wait
         return f"{model}-{self.mode}" + (f"-wait-{low:g}-{high:g}" if high else "")
@@ -57,7 +57,7 @@ class Setting:
         return made
 
     def arguments(self, seed: int) -> list[str]:
-        """Overrides of the recipe that this line needs, as on the command line of `agentrl train`."""
+        """Overrides of the recipe that this setting needs, as on the command line of `agentrl train`."""
         _, written = load_recipe(ROOT / self.recipe, list(self.overrides))
         made = [
             f"seed={seed}",
@@ -86,7 +86,7 @@ class Setting:
         return recipe
 
     def command(self, *more: str) -> str:
-        """The command that makes this line, as a person types it."""
+        """The command that measures this setting, as a user types it."""
         words = ["python", "benchmarks/peers.py", "--recipe", self.recipe, "--mode", self.mode]
         words += ["--model", self.model] if self.model else []
         words += ["--wait", f"{self.wait[0]:g}..{self.wait[1]:g}"] if self.wait[1] else []
@@ -97,7 +97,7 @@ class Setting:
         return shlex.join([*words, *more])
 
     def _hands_programs_in(self, recipe: Recipe) -> bool:
-        """Whether its tasks have the tool; those without any are of one turn as they are."""
+        """Whether its tasks have the tool. Tasks without tools already have one turn."""
         task = open_family(recipe.tasks, seed=0, root=ROOT).task(Split.TRAIN, 0)
         if PROGRAMS in task.tools or not task.tools:
             return bool(task.tools)

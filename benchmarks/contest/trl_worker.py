@@ -204,7 +204,7 @@ def main(work: Path) -> None:
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_KV_CACHE_GIB)
     _, recipe = load_recipe(ROOT / job["recipe"], job["arguments"])
     batch = recipe.rollout.group_size * recipe.rollout.groups_per_step
-    recipe = recipe.but({"sandbox.max_open": max(batch, recipe.sandbox.max_open)})  # its whole batch is in flight, or it could not go on
+    recipe = recipe.but({"sandbox.max_open": max(batch, recipe.sandbox.max_open)})  # all episodes of the batch are in flight at once
     base = find_model(recipe.policy.model, ROOT)
     host = Host(recipe, open_family(recipe.tasks, seed=recipe.seed, root=ROOT), open_chat(base, template_of(recipe)))
     try:
