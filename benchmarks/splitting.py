@@ -113,7 +113,7 @@ def kept(out: Path) -> list[Outcome]:
     if len(ways) > 1:
         listed = "; ".join(f"{name} with {way}" for way, name in ways.items())
         sys.exit(
-            f"error: results in {out} have different settings: {listed}\nfix: delete the results that you do not need, or give another --out"
+            f"error: results in {out} have different settings: {listed}\nfix: delete those that you do not need, or give another --out"
         )
     return outcomes
 

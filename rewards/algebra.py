@@ -402,7 +402,7 @@ def built(node: Node, *, ordered: bool = False) -> Any:
 
 
 def read_wide(text: str) -> Node | None:
-    """A tree of one leaf for an integral, sum, limit or the like that math-verify reads and sympy computes; None for any other text."""
+    """Returns an integral, sum, limit or similar expression as one leaf, which sympy computes later; None for other text."""
     commands = set(re.findall(r"\\([A-Za-z]+)", text))
     if not commands & _WIDE_ONLY or not commands <= _WIDE_COMMANDS or re.search(r"\d(?:\s|\\[,;! ])+\d", text):
         return None

@@ -164,7 +164,7 @@ class AnswerLiveness:
 
     @property
     def deadline_s(self) -> float:
-        """`DEADLINE_FACTOR` times the longest time to an answer so far, and at least `least_s`."""
+        """`DEADLINE_FACTOR` times the longest response time so far, but at least `least_s`."""
         return self._first_s if self._longest_s is None else max(self._least_s, DEADLINE_FACTOR * self._longest_s)
 
     def overdue(self) -> str:

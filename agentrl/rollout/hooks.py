@@ -77,5 +77,5 @@ class TurnListener(Protocol):
     """Observes the turns of an episode."""
 
     async def __call__(self, turns: int, capture: CaptureState, /) -> None:
-        """Called between two turns with the number of turns. The episode waits for it."""
+        """Called between two turns with the number of turns. The episode continues when the call returns."""
         ...

@@ -1,8 +1,8 @@
 """The tasks of a run's groups, the outcome of each group (a line in `tasks.jsonl`), and the resulting task weights.
 
-The weights of block `b` are a pure function of the groups that all steps before step `b - max_staleness` took, which are known when block
-`b` may start. So a resumed run gives each group the same task. The file saves rereading the groups, and the report reads it. A group
-without a line, after a crash, is read from the store and its task is created again.
+The weights of block `b` are a pure function of the groups that the steps before step `b - max_staleness` consumed, which are known when
+block `b` may start. So a resumed run gives each group the same task. The file avoids rereading the groups, and the report uses it. After a
+crash, a group may be missing in the file; it is then read from the store, and its task is created again.
 """
 
 from __future__ import annotations

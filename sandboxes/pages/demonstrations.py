@@ -46,7 +46,7 @@ class Demonstration:
 
 
 def demonstrations(seed: int, count: int, *, pages: int = 3) -> Iterator[Demonstration]:
-    """`count` demonstrations on training tasks of a seed far from those of runs."""
+    """Returns `count` demonstrations on training tasks, with a seed that runs do not use."""
     family = Questions(seed=3_000_003 + seed, pages=pages)
     for index in range(count):
         yield demonstrate(family.task(Split.TRAIN, index), Random(f"questions:{seed}:{index}"))

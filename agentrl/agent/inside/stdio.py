@@ -169,7 +169,7 @@ programs: dict[str, StdioProgram] = {}
 
 
 def request_program(name: str, argv: list[str], start: bool, messages: list[str], number: Any, seconds: float, size: int) -> None:
-    """Sends a request to the program `name` in a sandbox, restarting it with `start`. Prints a JSON header, and the answer's line."""
+    """Sends a request to the program `name` in a sandbox; `start` restarts it first. Prints a JSON header, then the line of the answer."""
     outcome, line, exit_code, stderr = "gone", b"", None, b""
     try:
         if start:
