@@ -88,7 +88,7 @@ def interval(values: list[float], base: list[float], confidence: float) -> tuple
     """Returns the confidence interval of the difference of two means. Its width is 0 if neither side varies."""
     if len(set(values)) == len(set(base)) == 1:
         return (values[0] - base[0],) * 2
-    with warnings.catch_warnings():  # scipy warns when the runs of one side are all alike, as success rates near 1 may be
+    with warnings.catch_warnings():  # scipy warns if all runs of one side are equal, which happens at success rates near 1
         warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
         found = ttest_ind(values, base, equal_var=False).confidence_interval(confidence)
     return float(found.low), float(found.high)

@@ -105,7 +105,7 @@ def lead(host: str, key: str) -> list[float]:
     rng, seconds, tools = random.Random(0), list[float](), [tool("look"), tool("ask")]
     main = Client(host, key, seconds)
     messages = [{"role": "system", "content": words(rng, FIRST)}, {"role": "user", "content": "Begin. say-look"}]
-    grown = MAIN_REQUESTS - 3  # the last of them sums up; then two in the new context
+    grown = MAIN_REQUESTS - 3  # the last one requests a summary; two more follow in the new context
     step = (WIDEST - FIRST) // grown - 150
     begun = 0
     with ThreadPoolExecutor(AT_ONCE) as threads:
@@ -168,7 +168,7 @@ class Script:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.own, self.encoding, self.sampled = tokenizer, Clock(), Clock(), 0
-        self.between: list[float] = []  # CPU seconds from one request of the policy to the next, but for its own and the tokenizer's
+        self.between: list[float] = []  # CPU seconds from one policy request to the next, without the policy and the tokenizer
         self._last = 0.0
         self._made: dict[tuple[str, str], tuple[int, ...]] = {}
         encode = tokenizer.encode

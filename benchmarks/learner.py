@@ -540,14 +540,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--size", choices=list(SIZES), nargs="+", default=["small"])
-    parser.add_argument("--model", help="a model folder in place of a size: one group on its weights")
+    parser.add_argument("--model", help="model folder to use instead of a random model of a size")
     parser.add_argument("--prompt", type=int, default=300, help="with --model: tokens of the group's shared prompt (default 300)")
-    parser.add_argument(
-        "--answers", type=int, nargs="+", default=[64], help="with --model: tokens of an answer; several make several cases"
-    )
+    parser.add_argument("--answers", type=int, nargs="+", default=[64], help="with --model: tokens of an answer; each value is a case")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", default="", help="only cases with this in their name, and no memory")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: this process's time alone, for a shared machine")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this text, without the memory measurement")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: time of this process only, for a shared machine")
     parser.add_argument("--store", action="store_true", help="keep the times in docs/results, and write the tables of docs/results.md")
     parser.add_argument("--head", choices=["full", "chunked"], help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -70,10 +70,12 @@ def main() -> None:
     parser.add_argument("--model", default="", help="model folder; default: the recipe's")
     parser.add_argument("--kinds", nargs="+", default=sorted(PROGRAMS), help="datasets of reasoning-gym; default: those with a program")
     parser.add_argument("--tools", nargs="+", default=["python", "none"], choices=["python", "none"])
-    parser.add_argument("--problems", type=int, default=24, help="of each kind")
+    parser.add_argument("--problems", type=int, default=24, help="problems of each kind")
     parser.add_argument("--examples", type=int, default=None, help="solved problems in the prompt; default: the recipe's")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--run-dir", type=Path, default=None, help="where transcripts and logs go; default: the first free folder in runs/")
+    parser.add_argument(
+        "--run-dir", type=Path, default=None, help="run folder of transcripts and logs; default: the first free folder in runs/"
+    )
     arguments = parser.parse_args()
     root, written = load_recipe(RECIPE, [])
     given = ("name=reasoning-kinds", *([f"policy.model={Path(arguments.model).resolve()}"] if arguments.model else []))

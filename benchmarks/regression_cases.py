@@ -99,8 +99,8 @@ def table(found: list[Timed], count: int, backend: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--times", type=int, default=1, help="evaluations, one after the other")
-    parser.add_argument("--backend", default="auto", help="of the sandboxes: auto, docker or bubblewrap")
+    parser.add_argument("--times", type=int, default=1, help="number of evaluations, one after the other")
+    parser.add_argument("--backend", default="auto", help="sandbox backend: auto, docker or bubblewrap")
     parser.add_argument("--out", type=Path, help="also write the table to its section of this page")
     parser.add_argument("overrides", nargs="*", help="further overrides, such as rollout.concurrency=32")
     given = parser.parse_args()

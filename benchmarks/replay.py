@@ -112,9 +112,9 @@ async def main(given: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="a run folder whose version 0 is still there")
-    parser.add_argument("--step", type=int, default=0, help="whose episodes are played again (default 0)")
+    parser.add_argument("run", type=Path, help="run folder that still has the weights of version 0")
+    parser.add_argument("--step", type=int, default=0, help="step whose episodes are replayed (default 0)")
     parser.add_argument("--repeat", type=int, default=3, help="repetitions on each server (default 3)")
-    parser.add_argument("--rounds", type=int, default=2, help="servers of each contender, in turns (default 2)")
-    parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), help="these contenders alone")
+    parser.add_argument("--rounds", type=int, default=2, help="servers started per contender, in alternation (default 2)")
+    parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), help="run only these contenders")
     asyncio.run(main(parser.parse_args()))

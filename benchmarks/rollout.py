@@ -152,10 +152,12 @@ def prefix(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="folder for the peer's environment and the results")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--repeat", type=int, default=5, help="of the turns, each side in each")
-    parser.add_argument("--episodes", type=int, default=64, help="of the turns, in one repeat of one side")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.md", help="the page whose tables are written")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"parts to measure: {', '.join(PARTS)}"
+    )
+    parser.add_argument("--repeat", type=int, default=5, help="repeats of the part turns; each runs both sides")
+    parser.add_argument("--episodes", type=int, default=64, help="episodes of the part turns, per repeat and side")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.md", help="page to write the tables to")
     parser.add_argument("--note", default="", help="a sentence about the machine, stored with the result")
     given = parser.parse_args()
     given.work = given.work.resolve()

@@ -101,7 +101,7 @@ async def one_step(episode: Episode, tasks: list[Task], parallel: int) -> Way:
         for task in tasks:
             running.create_task(one(task))
     wall = time.perf_counter() - start
-    await asyncio.sleep(2.0)  # what a daemon clears up afterwards, and a pool makes ready, counts too
+    await asyncio.sleep(2.0)  # clean-up by the daemon and preparation by the pool count too
     return wall, machine_cpu_s() - busy
 
 

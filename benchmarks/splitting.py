@@ -122,7 +122,7 @@ def check_alike(out: Path, overrides: Sequence[str]) -> None:
     """Exits if a stored result was measured with other overrides than the requested ones."""
     if others := sorted({" ".join(one.measured["overrides"]) for one in kept(out)} - {" ".join(overrides)}):
         given, made = (f"`{words}`" if words else "no overrides" for words in (" ".join(overrides), others[0]))
-        sys.exit(f"error: results in {out} were made with {made}, not with {given}\nfix: give the same overrides, or another --out")
+        sys.exit(f"error: results in {out} were measured with {made}, not with {given}\nfix: give the same overrides, or another --out")
 
 
 def solved(attempts: Sequence[dict[str, Any]]) -> Share:
@@ -243,7 +243,7 @@ def main() -> None:
         make_all([(credit, seed) for seed in args.seeds for credit in args.credits], args.runs, args.out, args.note, args.overrides)
     outcomes = kept(args.out)
     if not outcomes:
-        sys.exit(f"error: nothing is kept in {args.out}\nfix: python benchmarks/splitting.py")
+        sys.exit(f"error: {args.out} has no stored results\nfix: python benchmarks/splitting.py")
     text = page(outcomes)
     print(text)
     if args.page is not None:

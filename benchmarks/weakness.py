@@ -55,9 +55,9 @@ RECIPE = ROOT / "benchmarks" / "weakness_recipe.py"
 BASE = ROOT / "recipes" / "models" / "tables-base"
 CAUSE = "misread_output"
 """What the taxonomy calls the planted habit: the tool gave the answer, and another one was handed in."""
-HABIT = 0.85  # share of the demonstrations of the kind that have the habit: enough to be the likeliest, and not all there is
-LEFTOVER = 0.15  # share of the demonstrations of a later round that have it: seldom enough for a greedy policy to do without
-OTHER_TASKS = 7_000  # added to the seed for the tasks that failures are captured on: cases are none of those that are measured with
+HABIT = 0.85  # share of the demonstrations of the kind with the habit: the most likely answer, but not the only one
+LEFTOVER = 0.15  # share of a later round with the habit: too rare for a greedy policy to show it
+OTHER_TASKS = 7_000  # added to the seed of the tasks for capture, so that no case is a measured task
 STORY = """\
 This experiment shows the cycle from a failure to a gate: the quickstart's policy learns a bad habit, practice removes it, and a gate keeps
 it away from a later run that rewards it."""
@@ -131,7 +131,7 @@ class Experiment:
         """Returns the result of a phase. Raises `SystemExit` if the phase has not run."""
         path = self.folder / f"{phase}.json"
         if not path.exists():
-            raise SystemExit(f"error: phase {phase} of seed {self.seed} was not made\nfix: name it in --phases, or leave --phases out")
+            raise SystemExit(f"error: phase {phase} of seed {self.seed} has not run\nfix: add it to --phases, or omit --phases")
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
@@ -361,9 +361,11 @@ def table(experiments: Sequence[Experiment]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--phases", nargs="+", choices=list(PHASES), default=list(PHASES), help="only these; the table needs all")
-    parser.add_argument("--short", action="store_true", help="every phase with little of everything: minutes, and no figures")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "weakness", help="where everything goes")
+    parser.add_argument(
+        "--phases", nargs="+", choices=list(PHASES), default=list(PHASES), help="run only these phases; the table needs all"
+    )
+    parser.add_argument("--short", action="store_true", help="small sizes: all phases in minutes, without targets")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "weakness", help="folder of all results")
     parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
     parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
     given = parser.parse_args()

@@ -43,7 +43,7 @@ class CheckpointMeta(Record):
     """The contents of a checkpoint except its tensors."""
 
     step: int  # number of updates made; index of the next one
-    consumed: Mapping[int, Mapping[int, GroupUse]]  # step -> index of each group that it took -> use
+    consumed: Mapping[int, Mapping[int, GroupUse]]  # step -> group index -> how the step used the group
     ranks: int
     zero_stage: int
     parent: int  # version that these weights were trained from: the previous one, except after a rollback

@@ -1,6 +1,6 @@
 """One rank of a run's learner process.
 
-A step takes its groups from the store, builds the batch, updates, checkpoints, commits the consumption and publishes the new version.
+A step selects its groups in the store, builds the batch, updates, checkpoints, commits the consumption and publishes the new version.
 The rename of the checkpoint completes the step; if the process dies later, the rest is repaired from the checkpoint. If the driver's
 gate has rejected a version, the next step is a rollback instead of an update.
 """

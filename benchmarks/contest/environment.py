@@ -37,8 +37,8 @@ class Host:
 
     def __init__(self, recipe: Recipe, family: TaskFamily, chat: ChatFormat, sandboxes: SandboxBackend | None = None) -> None:
         self.recipe, self.family, self.chat = recipe, family, chat
-        self.tool_s = 0.0  # in calls of tools, which TRL makes one after the other
-        self.faults = 0  # of the machinery, not the policy's
+        self.tool_s = 0.0  # seconds in tool calls, which TRL runs one after the other
+        self.faults = 0  # infrastructure faults
         self._schedule = GroupSchedule(family, recipe.seed)
         self._tasks: dict[int, Task] = {}
         self._loop = asyncio.new_event_loop()
@@ -170,7 +170,7 @@ class _Environment:
         started = time.monotonic()
         try:
             shown = self.host.run(self._called(self._task, self._tools[name], arguments))
-        except InfrastructureError as error:  # TRL would tell the model, and score the episode
+        except InfrastructureError as error:  # otherwise TRL would show it to the model and score the episode
             user_code.log_unexpected(f"tool {name}", error)
             self._fault = error
             return self.ending

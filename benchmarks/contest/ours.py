@@ -26,9 +26,9 @@ class Follower:
 
     def __init__(self, folder: Path, setting: Setting) -> None:
         self._folder, self._setting = folder, setting
-        self.published: dict[int, float] = {0: 0.0}  # version -> seconds after the command when it was there
+        self.published: dict[int, float] = {0: 0.0}  # version -> seconds from the command to its publication
         self.curve: list[Point] = []
-        self.before_s = 0.0  # the evaluation before training, which is not training
+        self.before_s = 0.0  # duration of the evaluation before training, which does not count as training
         self._began_before: float | None = None
 
     def look(self, elapsed_s: float) -> bool:

@@ -31,10 +31,10 @@ class Outcome:
     seed: int
     ended: str  # arrived | time | steps
     arrived_s: float | None
-    clock_s: float  # of training, when it ended
+    clock_s: float  # seconds of training at the end
     steps: int
     curve: tuple[Point, ...]
-    after: Point | None  # `agentrl eval` of the model it wrote; None means it wrote none
+    after: Point | None  # `agentrl eval` of the resulting model; None if the run wrote no model
     tokens_sampled: int
     tokens_trained: int
     episodes: int

@@ -16,7 +16,7 @@ from agentrl.task import open_family
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("single", "multi")
-PROGRAMS = "python"  # the tool that a single turn hands a program in by
+PROGRAMS = "python"  # the tool that submits a program in a one-turn episode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,10 @@ class Setting:
     mode: str
     model: str = ""  # folder; empty: the recipe's
     wait: tuple[float, float] = (0.0, 0.0)
-    target: float = 0.9  # held-out success at which a side has arrived
+    target: float = 0.9  # held-out success at which a side stops
     every: int = 4  # steps between evaluations
     heldout: int = 160  # tasks in each
-    minutes: float = 40.0  # of training, from the command on; evaluations are another matter (docs/peers.md)
+    minutes: float = 40.0  # maximum minutes of training from the command on; evaluations are not counted (docs/peers.md)
     backend: str = "auto"
     overrides: tuple[str, ...] = ()
 
@@ -122,4 +122,4 @@ def check_shared(recipe: Recipe) -> None:
         f"rollout.agent={recipe.rollout.agent}": recipe.rollout.agent != "turns",
     }
     if found := [name for name, is_wrong in wrong.items() if is_wrong]:
-        raise UserError(f"the peer is not compared with {', '.join(found)}", fix="leave it out of the recipe that both sides run")
+        raise UserError(f"the peer has no equivalent of {', '.join(found)}", fix="remove it from the recipe")

@@ -21,7 +21,7 @@ from agentrl.task import open_family
 ROOT = Path(__file__).resolve().parents[2]
 HAND_IN = "benchmarks.contest.single:hand_in"
 PRINTED = "benchmarks.contest.single:printed"
-_JUDGES = "judges of what is printed"  # where a task keeps the verifiers of the family
+_JUDGES = "judges of what is printed"  # key in the task data for the verifiers of the family
 
 
 class HandIn:
@@ -49,7 +49,7 @@ class Printed:
         sandbox = await sandboxes.open(task.sandbox, files=task.contents())
         try:
             ran = await sandbox.python(episode.answer, timeout_s=task.limits.tool_timeout_s)
-        except (ValueError, TypeError) as error:  # text that is no program for anybody
+        except (ValueError, TypeError) as error:  # text that is not a program
             return Score(value=0.0, evidence=f"the program cannot be run: {error}")
         finally:
             await sandbox.close()

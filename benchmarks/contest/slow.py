@@ -13,7 +13,7 @@ from agentrl.protocols.forwarding import ForwardingSandbox
 from agentrl.records import ExecResult, SandboxSpec
 from agentrl.sandbox.select import select_backend
 
-_MARGIN_S = 30.0  # what a sandbox may take beyond the time that its programs sleep
+_MARGIN_S = 30.0  # seconds that a sandbox may take in addition to the sleep of its programs
 
 
 def seconds_of(program: str, low: float, high: float) -> float:

@@ -50,7 +50,7 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"vllm": True},
 )
 """Settings that are timed with the fastest micro-batch."""
-_TUNING_GROUPS = 4  # of a step, so that a step of tuning is short
+_TUNING_GROUPS = 4  # groups of a tuning step, few so that it is short
 
 
 def options_of(given: list[str]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def options_of(given: list[str]) -> dict[str, Any]:
             )
         made[key] = found
     if made["rollouts"] not in ROLLOUTS:
-        raise UserError(f"--peer rollouts={made['rollouts']}: no such rollouts", fix=f"use {' or '.join(ROLLOUTS)}")
+        raise UserError(f"--peer rollouts={made['rollouts']}: unknown value", fix=f"use {' or '.join(ROLLOUTS)}")
     return made
 
 
@@ -161,7 +161,7 @@ def _evaluate(followed: Followed, watched: Watched, seed: int, event: dict[str, 
         stdin.write(b"stop\n" if followed.arrived() else b"go\n")
         stdin.flush()
     except BrokenPipeError:
-        return  # it has ended, as its exit status will say
+        return  # the worker has ended; its exit status gives the reason
 
 
 def _outcome(side: str, followed: Followed, seed: int, clock_s: float, *, alone: bool, peak_gib: float) -> Outcome:
@@ -171,7 +171,7 @@ def _outcome(side: str, followed: Followed, seed: int, clock_s: float, *, alone:
     if after is None and step:
         after = evaluated(setting, seed, followed.work / "weights", followed.work, step=step, clock_s=float(last["clock_s"]))
         followed.curve.append(after)
-    arrived = followed.arrived()  # with the last weights too: the last step need not be one that is evaluated
+    arrived = followed.arrived()  # also with the last weights, because the last step may not be an evaluation step
     return Outcome(
         side=side,
         seed=seed,

@@ -40,8 +40,8 @@ from benchmarks.contest.environment import Host, environment, last_words, messag
 from benchmarks.contest.setting import ROOT
 from benchmarks.contest.together import Together
 
-_SEEN = {"reward": "reward", "logprob_gap": "sampling/sampling_logp_difference/mean"}  # the second of vLLM against the trainer
-_NOTHING = 1e-3  # an advantage that is rounding
+_SEEN = {"reward": "reward", "logprob_gap": "sampling/sampling_logp_difference/mean"}  # the gap: vLLM against the trainer
+_NOTHING = 1e-3  # smaller advantages are rounding errors
 _KV_CACHE_GIB = 1  # of vLLM in the trainer's process
 
 
@@ -178,7 +178,7 @@ def configuration(recipe: Recipe, options: dict[str, Any], work: Path, *, comple
         beta=0.0,
         epsilon=objective.clip_low,
         epsilon_high=objective.clip_high,
-        loss_type="dapo",  # the mean over the tokens of the whole step, as ours
+        loss_type="dapo",  # mean over all tokens of the step, as in agentrl
         scale_rewards="group" if objective.divides_by_std else "none",
         shuffle_dataset=False,
         remove_unused_columns=False,
@@ -186,7 +186,7 @@ def configuration(recipe: Recipe, options: dict[str, Any], work: Path, *, comple
         cache_implementation=options["cache"] or None,
         use_transformers_continuous_batching=bool(options["continuous_batching"]),
         use_vllm=bool(options["vllm"]),
-        vllm_mode="colocate",  # the other way, a server, takes new weights over NCCL alone
+        vllm_mode="colocate",  # the alternative, a server, takes new weights only over NCCL
         vllm_max_model_length=recipe.policy.max_model_len,
         bf16=False,
         use_cpu=True,
@@ -266,8 +266,8 @@ def check_prompts(trainer: Any, given: list[Any], ours: list[tuple[int, ...]]) -
     for their, our in zip(theirs, ours, strict=True):
         if tuple(their) != our:
             raise UserError(
-                f"TRL makes other tokens of a prompt: {len(their)} of them begin with {list(their)[:8]}, ours with {list(our)[:8]}",
-                fix="use a chat template that renders tools from their schema, and a tokenizer that adds no tokens of its own",
+                f"TRL tokenizes a prompt differently: its {len(their)} tokens start with {list(their)[:8]}, agentrl's with {list(our)[:8]}",
+                fix="use a chat template that renders tools from their schema, and a tokenizer that adds no special tokens",
             )
 
 

@@ -29,7 +29,7 @@ class Watched:
         self.process = process
         self.peak_bytes = 0
         self.began = time.monotonic()
-        self._family: dict[int, psutil.Process] = {}  # all that were ever seen, also those whose parent has died since
+        self._family: dict[int, psutil.Process] = {}  # all descendants seen so far, including those whose parent has died
         self._over = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
         self._sampler.start()

@@ -180,7 +180,7 @@ def main() -> None:
     print("| " + " | ".join(head) + " |")
     print("| " + " | ".join(["---"] * len(head)) + " |")
     plain: dict[Case, torch.Tensor] = {}
-    # Liger changes classes of transformers for the whole process: what comes after it is no longer plain
+    # Liger changes classes of transformers in the whole process, so torch's kernels run first
     for chosen, size, length in itertools.product(sorted(options.kernels, reverse=True), options.size, options.length):
         for kind in ("packed", "forest"):
             print(measure(Case(size=size, kind=kind, length=length, kernels=chosen), options, peak, plain), flush=True)

@@ -127,7 +127,7 @@ async def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = "0"
         model = make_model(options.size)
         version, _ = publish(run_dir, 0, model)
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus - 1)  # the server inherits this one; CUDA here has read its own
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus - 1)  # inherited by the server; CUDA in this process has already read its own value
         server = VLLMServer(recipe=recipe, model=run_dir / version.folder, version=0, run_dir=run_dir)
         began = time.perf_counter()
         await server.start()

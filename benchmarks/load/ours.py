@@ -79,7 +79,7 @@ def runner_of(policy: Any, *, at_once: int, request_timeout_s: float = 120.0) ->
     runner = EpisodeRunner(
         agent=TurnLoop(chat=ChatFormat(tokenizer())),
         policy=policy,
-        sandboxes=ScriptedSandboxes(printing("")),  # never opened: the tool runs on the host
+        sandboxes=ScriptedSandboxes(printing("")),  # never opened, because the tool runs on the host
         sampling=Sampling(),
         max_model_len=100_000,
         request_timeout_s=request_timeout_s,
@@ -121,7 +121,7 @@ class Timed:
     """A policy that records the duration of each turn, from the previous completion to its own, and without the server's time."""
 
     def __init__(self, policy: Any, delay_s: tuple[float, float]) -> None:
-        self.took: list[tuple[float, float]] = []  # seconds of a turn, and those of them that are not the server's
+        self.took: list[tuple[float, float]] = []  # seconds of a turn, in total and without the server
         self.waiting = 0
         self.ended = False
         self._policy, self._delay_s = policy, delay_s
@@ -221,12 +221,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--episodes", type=int, nargs="+", default=[64])
     parser.add_argument("--at-once", type=int, default=16)
-    parser.add_argument("--alone", type=int, default=8, help="episodes one after the other, for the time of a turn")
+    parser.add_argument("--alone", type=int, default=8, help="sequential episodes that measure the latency of a turn")
     parser.add_argument("--delay", type=float, nargs=2, default=(0.0, 0.0))
     parser.add_argument("--ramp", type=float, default=20.0)
     parser.add_argument("--window", type=float, default=30.0)
     parser.add_argument("--after", type=int, default=4)
-    parser.add_argument("--core", type=int, help="the one core that this process may use")
+    parser.add_argument("--core", type=int, help="core to which this process is pinned")
     given = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # so that its time is this process's, on one thread
     if given.core is not None:

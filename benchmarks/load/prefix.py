@@ -90,7 +90,7 @@ class Seen:
     prompt_tokens: int = 0
     nodes: dict[tuple[int, int], int] = field(default_factory=dict)  # (node, token) -> node after it
     asked: set[int] = field(default_factory=set)  # nodes in a prompt
-    sampled: set[int] = field(default_factory=set)  # nodes whose keys and values the server computed as it sampled what follows
+    sampled: set[int] = field(default_factory=set)  # nodes whose keys and values the server computed while it sampled
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         completion = await self.policy.generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)

@@ -26,7 +26,7 @@ class Script:
 
     prompt: str
     turns: int
-    calls: tuple[str, ...]  # the argument of each turn's tool call, but for the last
+    calls: tuple[str, ...]  # argument of the tool call of each turn except the last
     said: tuple[str, ...]  # the words of each turn
     shown: str  # what the tool gives
 

@@ -42,7 +42,7 @@ class Script:
     def answer(self, route: bytes, body: bytes) -> tuple[bytes, float]:
         """Returns the response body and the delay in seconds."""
         bodies = self._answers.get(route)
-        if bodies is None:  # what a client may ask of any server: its models, its health
+        if bodies is None:  # routes that clients expect of any server: models, health
             return _response(b'{"data":[{"id":"policy","object":"model"}]}'), 0.0
         begins = body.find(b'"token_ids"')
         turn = len(_ASSISTANT.findall(body)) if begins < 0 else self._turn(body, begins)
