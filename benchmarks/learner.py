@@ -374,8 +374,8 @@ def bound(case: Case, shape: Shape) -> float:
 
 
 def on_policy(case: Case, scorer: TokenScorer) -> Case:
-    """The same with the model's own logprobs as those of sampling: a real model finds random tokens so unlikely that ratios to a guess
-    would all be clipped, and their gradients nothing."""
+    """Replaces the behaviour logprobs by the model's. Random tokens are so unlikely for a real model that ratios to guessed logprobs would
+    all be clipped, and the gradients would be 0."""
     made: dict[str, Sample] = {}
     with torch.no_grad():
         for one in case.samples:

@@ -140,7 +140,7 @@ async def ours(backend: Backend, spec: SandboxSpec) -> AsyncIterator[Mapping[str
 
 @contextlib.asynccontextmanager
 async def docker_cli(tag: str) -> AsyncIterator[Mapping[str, Operation]]:
-    """The same through the docker command, with Docker's own defaults: a container with nothing of ours in it."""
+    """The operations through the Docker command, with Docker's defaults and an unmodified container."""
     numbers = itertools.count()
 
     async def run(*options: str) -> float:

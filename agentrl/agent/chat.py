@@ -174,7 +174,7 @@ class ChatFormat:
         """Returns the message of a completion. Invalid tool calls become `errors`, never an exception.
 
         Args:
-            schemas: of the task's tools. They give the types of arguments that a form writes without quotes.
+            schemas: the schemas of the task's tools. They give the types of arguments that a form writes without quotes.
             calls: False treats tool calls as text.
         """
         ids = list(token_ids)

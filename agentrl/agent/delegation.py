@@ -67,8 +67,8 @@ class SubAgents:
 
         Args:
             number: the index of the call in its turn.
-            trajectory: the calling agent's, with the number of its `turn`.
-            position: how many sub-agents run concurrently before this one.
+            trajectory: trajectory of the calling agent.
+            position: number of concurrent sub-agents that were started before this one.
         """
         if error := self.refused(call, position):
             return error

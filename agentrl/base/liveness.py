@@ -29,7 +29,7 @@ class Liveness:
     """
 
     silent_s: float  # since the last report, as far as it counts
-    _size: float  # of the current work
+    _size: float  # size of the current work
     _since: float  # its start, on the clock
 
     def __init__(self, what: str, *, first_s: float, least_s: float = MIN_DEADLINE_S, clock: Callable[[], float] = time.monotonic) -> None:

@@ -19,8 +19,8 @@ class Placement:
 
     learner: str | None = None
     server: str | None = None
-    replicas: tuple[str, ...] = ()  # of the policy's servers, if there are several
-    gate: str | None = None  # of the gate's server, with gate.server=own
+    replicas: tuple[str, ...] = ()  # GPUs of the policy's servers, if there are several
+    gate: str | None = None  # GPU of the gate's server, with gate.server=own
     judges: Mapping[str, str | None] = field(default_factory=dict)  # of `judge_servers`, by name
 
 

@@ -104,10 +104,10 @@ class SampledTurn:
     turn: int
     end: End  # of the conversation, including this turn
     context: Context
-    messages: int  # of the answered request
-    all_ids: tuple[str, ...]  # of all its calls
+    messages: int  # number of messages of the answered request
+    all_ids: tuple[str, ...]  # ids of all its calls
     withheld: Mapping[str, str]  # id -> reason, for calls that the client did not receive
-    tokens: int  # of the context, including this turn
+    tokens: int  # tokens of the context, including this turn
     ended: bool  # by its last token
     answer_id: str
     parsed: Parsed

@@ -62,7 +62,7 @@ class Session:
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set with `fault` or `limit`
     ended: bool = False
     stored_answers: dict[str, Any] = field(default_factory=dict)  # id -> stored answer
-    stalls: loop_lag.StallCount | None = field(default_factory=loop_lag.current_stalls)  # of the episode, which its requests do not excuse
+    stalls: loop_lag.StallCount | None = field(default_factory=loop_lag.current_stalls)  # event-loop stalls of the episode
     _refused: int = 0
     _graph: ConversationGraph = field(default_factory=ConversationGraph)
     _completions: dict[tuple[object, ...], _Completion] = field(default_factory=dict)

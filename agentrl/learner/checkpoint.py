@@ -50,7 +50,7 @@ class CheckpointMeta(Record):
     counts: FailureCounts = field(default_factory=FailureCounts)
     good: int = 0  # newest checkpoint whose weights passed every check of an update: the target of a rollback
     rolled_back: tuple[int, ...] = ()  # versions that must never serve again
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the latest update; used when its version is published again
+    metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the latest update; used when its version is published again
     probe_rows: tuple[tuple[int, ...], ...] = ()  # token rows of that version's probe
 
 

@@ -42,7 +42,7 @@ class RunMemory:
         self._behind = max_staleness
         self._nothing = NoteStore(None, config)
         self._store: NoteStore | None = None  # opened by the first step; evaluations do not use it
-        self._version = 0  # of the store
+        self._version = 0  # version of the store
         self._reaching = asyncio.Lock()
 
     def version_of(self, block: int) -> int:
@@ -118,7 +118,7 @@ class ReplayedMemory:
     """The memory of a replayed episode: each call gets its recorded answer, and nothing is written. Implements `MemoryView` too.
 
     Args:
-        memo: of the recorded episode.
+        memo: notes of the recorded episode.
         turns: the recorded turns, whose calls will be repeated.
     """
 

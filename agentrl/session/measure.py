@@ -83,7 +83,7 @@ def step_metrics(
     A metric without data is absent: `reward_mean` without a score, staleness without sampled tokens.
 
     Args:
-        report: of the swap; None if the version never served.
+        report: report of the swap; None if the version never served.
         step: the learner's version before the update.
         wall_s: None for a step that an earlier driver finished.
     """

@@ -39,7 +39,7 @@ _OTHER_MODEL = "use a model without recurrent layers, logit scaling or soft-capp
 def check_model_files(folder: Path, *, chat_template: bool = True, key: str = "policy.model") -> None:
     """Raises `UserError` unless `folder` contains a complete Hugging Face model: configuration, weights, tokenizer, and a `chat_template`.
 
-    `key`: of the recipe, for messages.
+    `key`: key of the recipe, for messages.
     """
     if not folder.is_dir():
         raise UserError(f"{key}: no folder {folder}", fix=f"set {key} to an existing folder or a Hugging Face model id")

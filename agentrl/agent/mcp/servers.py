@@ -43,7 +43,7 @@ class Server:
 
     name: str
     config: MCPConfig
-    root: Path  # of the project, the working directory of programs on this machine
+    root: Path  # project root, the working directory of programs on this machine
     offers: tuple[ListedTool, ...] | None = None  # its tools at the start of the run; None before that
     excluded: Mapping[str, str] = field(default_factory=dict)  # unusable tools, with the reason for each
     live: AnswerLiveness | None = field(

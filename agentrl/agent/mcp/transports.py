@@ -158,7 +158,7 @@ class HTTPTransport:
         self._key_env = key_env
         self._client: httpx.AsyncClient | None = None
         self._session = ""
-        self._revision = ""  # of the protocol, once the server has chosen it
+        self._revision = ""  # revision of the protocol, once the server has chosen it
 
     async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         """See `Transport.request`."""
