@@ -524,7 +524,7 @@ def head_table() -> str:
 
 
 def folder_cases(folder: str, prompt: int, answers: Sequence[int]) -> list[Case]:
-    """The groups for a model folder. Exits where there is none, or where they do not fit the model."""
+    """The groups for a model folder. Exits if the folder does not exist or the groups do not fit the model."""
     if not (Path(folder) / "config.json").is_file():
         sys.exit(f"error: no model in {folder}\nfix: give a folder with config.json and safetensors weights")
     from transformers import AutoConfig

@@ -7,7 +7,7 @@
 Each seed has a folder below --work:
 
     plant     SFT teaches the base policy careful work and one bad habit: asked for a total, it submits the whole part
-    capture   the policy is evaluated on held-out totals; failures are captured and tagged by the shipped rules
+    capture   the policy is evaluated on held-out totals; failures are captured and tagged by the built-in rules
     promote   correctly tagged failures become cases of a suite
     vary      `agentrl practice` derives tasks from the cases and proves them
     before    success of the policy on other held-out totals

@@ -63,7 +63,7 @@ class ChatFormat:
         if not tokenizer.chat_template:
             raise UserError(
                 "policy.model: its tokenizer has no chat template",
-                fix=f"set policy.chat_template to a shipped one ({', '.join(SHIPPED_TEMPLATES)}) or a file, or use a chat model",
+                fix=f"set policy.chat_template to a built-in template ({', '.join(SHIPPED_TEMPLATES)}) or a file, or use a chat model",
             )
         if tokenizer.eos_token_id is None:
             raise UserError(
@@ -96,7 +96,7 @@ class ChatFormat:
 
     @property
     def exact(self) -> bool:
-        """Whether a conversation grows by deltas alone. If not, `rewrite_reason` is the reason."""
+        """Whether a conversation grows only by deltas. If not, `rewrite_reason` is the reason."""
         return not self.rewrite_reason
 
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:

@@ -68,6 +68,7 @@ class SubAgents:
         Args:
             number: the index of the call in its turn.
             trajectory: trajectory of the calling agent.
+            turn: index of the calling turn.
             position: number of concurrent sub-agents that were started before this one.
         """
         if error := self.refused(call, position):

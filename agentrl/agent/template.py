@@ -52,7 +52,7 @@ TOOL: dict[str, Any] = {
 
 
 def read_template(name: str, root: Path) -> str:
-    """Returns the text of a shipped template by its name, or of a file relative to `root`. Raises `UserError`."""
+    """Returns the text of a built-in template by its name, or of a file relative to `root`. Raises `UserError`."""
     if name in SHIPPED_TEMPLATES:
         return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     path = root / name

@@ -52,7 +52,7 @@ _WAIT, _GO, _STOP = 0, 1, 2
 
 
 class Worker:
-    """One rank of a run's learner. It writes to nothing that another rank writes to; rank 0 alone commits to the store."""
+    """One rank of a run's learner. No two ranks write to the same file; only rank 0 commits to the store."""
 
     def __init__(self, run_dir: Path, recipe: Recipe, ranks: Ranks) -> None:
         self.run_dir = run_dir

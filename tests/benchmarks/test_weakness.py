@@ -1,4 +1,4 @@
-"""The experiment's dry parts: what is planted, that the shipped rules name it, what judges it, and its table."""
+"""The experiment's dry parts: what is planted, that the built-in rules name it, what judges it, and its table."""
 
 from __future__ import annotations
 
