@@ -90,7 +90,7 @@ class Comparison:
         return truth.value == answer.value and self._finished(truth, answer, self._same_sides(truth, answer))
 
     def _same_sides(self, truth: Node, answer: Node) -> bool:
-        """Whether lhs - rhs of both are proportional; of inequalities with a factor above 0."""
+        """Whether lhs - rhs of both are proportional, for inequalities by a positive factor."""
         try:
             true_difference, given_difference = (built(side.parts[0]) - built(side.parts[1]) for side in (truth, answer))
         except NoScalar:

@@ -15,7 +15,7 @@ _QUERY_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Values of CUDA_VISIBLE_DEVICES for the parts of a run. None leaves a process what it inherits."""
+    """Values of CUDA_VISIBLE_DEVICES for the parts of a run. None keeps the value that a process inherits."""
 
     learner: str | None = None
     server: str | None = None

@@ -209,7 +209,7 @@ class Session:
     def _continued(
         self, match: ContextMatch, before: SampledTurn, new: tuple[int, ...]
     ) -> tuple[LiveTrajectory, ContextMatch, tuple[int, ...]]:
-        """The turn's own trajectory if it is the last one there, else a branch, whose context consists of tokens that are not trained."""
+        """Returns the trajectory of `before` if that is its last turn, else a new branch, whose context tokens are not trained."""
         self._graph.answered(before)
         if match.system_changed:
             self.counts["system_kept"] += 1
@@ -367,7 +367,8 @@ class Session:
     def request_failed(self, error: Exception) -> None:
         """Ends the session because the gateway failed on a request.
 
-        After the policy's first answer, the request contains its text, and the episode is scored. Before, it is an infrastructure fault.
+        After the policy's first answer, the request contains the policy's text, and the episode is scored. Before that answer, the failure
+        is an infrastructure fault.
         """
         if not self.counts["answered"] or isinstance(error, InfrastructureError):
             self.fail(error)

@@ -41,7 +41,7 @@ class PreparedMicroBatch:
     values: Tensor | None = None  # [N] before the step
 
     def with_advantages(self, config: CriticConfig) -> PreparedMicroBatch:
-        """Returns it with the advantages and returns that the critic's values give."""
+        """Returns a copy with the advantages and returns computed from the critic's values."""
         assert self.values is not None, "the critic has computed its values"
         advantages, returns = critic_advantages(self.batch, self.values, config)
         return replace(self, batch=replace(self.batch, advantages=advantages), returns=returns)

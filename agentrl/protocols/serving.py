@@ -1,4 +1,4 @@
-"""The policy, the server it runs on, and the channel that brings new weights."""
+"""The policy, its server, and the channel that transfers new weights to it."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class RequestRouter(Protocol):
     """Distributes episodes over servers, such as `agentrl.serving.server_pool.ServerPool`."""
 
     def episode(self, episode_id: str, task_key: str) -> AbstractContextManager[object]:
-        """Encloses all requests of an episode."""
+        """Returns a context in which all requests of an episode are sent."""
         ...
 
 

@@ -51,7 +51,7 @@ def handle_interrupts(first: Callable[[], None], *, in_hand: str = "the step") -
     """Calls `first` at the first ctrl-C or SIGTERM, and cancels the current task at the second. Restores the handlers afterwards.
 
     Args:
-        in_hand: what is still finished after the first signal, for the message.
+        in_hand: the work that finishes after the first signal, for the message.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "runs inside a task"

@@ -165,7 +165,7 @@ def _check_model(folder: Path, recipe: Recipe | None) -> None:
     if recipe is not None and vocabulary is not None and recipe.rollout.top_k and recipe.rollout.top_k + TIES > vocabulary:
         raise UserError(
             f"rollout.top_k={recipe.rollout.top_k} does not truncate: the model in {folder} has a vocabulary of {vocabulary}",
-            fix="set rollout.top_k=0, or a much smaller one",
+            fix="set rollout.top_k=0, or a much smaller value",
         )
 
 
