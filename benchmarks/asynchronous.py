@@ -1,17 +1,20 @@
-"""The schedule of a run at scale, simulated: how close each order of groups comes to the slower of rollouts and learner.
+"""Simulates the schedule of a run at scale: how close each order of groups comes to the maximum throughput.
 
     python benchmarks/asynchronous.py
     python benchmarks/asynchronous.py --agents 10000 --alpha 1.2 --steps 100 --seeds 0 1 2
 
-Attempts take Pareto-distributed times, cut off at `--longest` as by a wall limit. A step of the learner takes as long as the agents need
-for its attempts, so that neither waits for the other on average (the hardest case), or half as long. Groups start and are selected by the
-code of a run (`agentrl.experience.GroupOrder`). Attempts, learner and swaps are delays in a discrete-event simulation (SimPy), so the
-figures say nothing about the speed of a server or learner. Prints a Markdown table for each load, as medians over seeds:
+Durations of attempts are Pareto-distributed and cut off at `--longest`, as by a wall limit. `--load` is the time of a learner step divided
+by the time that the agents need for its attempts. At load 1, the hardest case, neither waits for the other on average. The code of a run
+(`agentrl.experience.GroupOrder`) determines which groups start and which a step consumes. Attempts, updates and swaps are delays in a
+discrete-event simulation (SimPy), so the figures do not measure the speed of a server or learner. Prints a Markdown table for each load,
+as medians over seeds:
 
-    throughput      steps per second relative to min(rollout rate, training rate); 1 is the bound
-    speed-up        relative to lock step (in_order, max_staleness=0), and its bound: 1 / throughput of lock step
-    staleness       mean and maximum over trained groups, in versions; late: share of groups above max_staleness
-    length          mean duration of the trained attempts relative to all sampled ones; 1 means no bias towards short attempts
+    throughput      steps per second relative to min(rollout rate, training rate), which is the maximum
+    speed-up        throughput relative to lock step (in_order, max_staleness=0)
+    bound           maximum speed-up: 1 / throughput of lock step
+    staleness       mean over trained groups, in versions, and the maximum over all seeds
+    late            share of trained groups whose staleness exceeds max_staleness
+    length          mean duration of trained attempts relative to all sampled attempts; 1 means no bias towards short attempts
 """
 
 from __future__ import annotations
@@ -43,12 +46,12 @@ class Setting:
     max_staleness: int
     oldest_first: bool
     alpha: float  # tail index of attempt durations, whose minimum is 1 s
-    longest: float  # cut-off of attempt durations
-    load: float  # learner's time for a step, relative to the agents' time for its attempts
+    longest: float  # maximum duration of an attempt
+    load: float  # the learner's time for a step divided by the agents' time for its attempts
 
     @property
     def attempt_s(self) -> float:
-        """Mean duration of an attempt: of a Pareto distribution with minimum 1, cut off at `longest`."""
+        """Mean duration of an attempt: the mean of a Pareto distribution with minimum 1, cut off at `longest`."""
         return (self.alpha - self.longest ** (1 - self.alpha)) / (self.alpha - 1)
 
     @property
@@ -64,9 +67,9 @@ class Setting:
 
 @dataclass(kw_only=True)
 class Result:
-    """What a simulated run measured."""
+    """Figures of a simulated run. The module's docstring defines them."""
 
-    throughput: float  # relative to the bound
+    throughput: float
     staleness: float
     staleness_max: int
     late: float
@@ -75,7 +78,7 @@ class Result:
 
 @dataclass
 class Simulation:
-    """A run whose attempts and updates are delays."""
+    """A run in which attempts and updates are delays."""
 
     setting: Setting
     seed: int
@@ -94,7 +97,7 @@ class Simulation:
         self.step_ends: list[float] = []
 
     def run(self) -> Result:
-        """Simulates all steps. The first and last tenth of them, when the pipeline fills and drains, do not count."""
+        """Simulates all steps. Does not count the first and last tenth, in which the pipeline fills and drains."""
         self.env.process(self.roll_out())
         self.env.run(self.env.process(self.learn()))
         warm = self.setting.steps // 10
@@ -110,7 +113,7 @@ class Simulation:
         )
 
     def roll_out(self) -> Generator[simpy.Event, Any, None]:
-        """As `agentrl.run.loop._roll_out`."""
+        """Starts the groups of each block, as `agentrl.run.loop._roll_out` does."""
         for block in range(self.setting.steps):
             while self.version < block - self.setting.max_staleness:
                 yield self.served
@@ -118,7 +121,7 @@ class Simulation:
                 self.env.process(self.group(index))
 
     def group(self, index: int) -> Generator[simpy.Event, Any, None]:
-        """All attempts of one group."""
+        """Runs all attempts of one group and stores its entry."""
         attempts = [min(self.random.paretovariate(self.setting.alpha), self.setting.longest) for _ in range(GROUP_SIZE)]
         versions: list[int] = []
         yield self.env.all_of([self.env.process(self.attempt(duration, versions)) for duration in attempts])
@@ -136,14 +139,14 @@ class Simulation:
         self.stored = self.env.event()
 
     def attempt(self, duration: float, versions: list[int]) -> Generator[simpy.Event, Any, None]:
-        """One attempt, from its admission to its end."""
+        """Runs one attempt once an agent is free. Appends the version that serves at its start to `versions`."""
         with self.slots.request() as slot:
             yield slot
             versions.append(self.version)
             yield self.env.timeout(duration)
 
     def learn(self) -> Generator[simpy.Event, Any, None]:
-        """As `agentrl.learner.worker.Worker.run`."""
+        """Performs all learner steps, as `agentrl.learner.worker.Worker.run` does."""
         for step in range(self.setting.steps):
             while (chosen := self.take(step)) is None:
                 yield self.stored
@@ -155,7 +158,7 @@ class Simulation:
             self.served = self.env.event()
 
     def take(self, step: int) -> tuple[int, ...] | None:
-        """The groups of a step; None if too few have ended."""
+        """Selects the groups of a step and assigns them to it. Returns None if too few are finished."""
         window = [self.entries[index] for index in sorted(self.entries) if self.order.block_of(index) >= self.first_block]
         self.first_block = self.order.first_incomplete_block((one for one in window if one.step is not None), start=self.first_block)
         chosen = self.order.select(step, window)
@@ -165,7 +168,7 @@ class Simulation:
 
 
 def measure(setting: Setting, seeds: list[int]) -> Result:
-    """The medians over seeds."""
+    """Simulates a setting with each seed. Returns medians, and the maximum of `staleness_max`."""
     runs = [Simulation(setting, seed).run() for seed in seeds]
     return Result(
         throughput=statistics.median(run.throughput for run in runs),
@@ -178,19 +181,19 @@ def measure(setting: Setting, seeds: list[int]) -> Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--agents", type=int, default=10_000, help="attempts that run at once")
+    parser.add_argument("--agents", type=int, default=10_000, help="maximum number of concurrent attempts")
     parser.add_argument("--per-step", type=int, default=256, help=f"groups of {GROUP_SIZE} attempts per learner step")
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--alpha", type=float, default=1.5, help="tail index of the attempts' durations; smaller is heavier, above 1")
-    parser.add_argument("--longest", type=float, default=100.0, help="cut-off of the durations; the shortest is 1")
-    parser.add_argument("--load", type=float, nargs="+", default=[1.0, 0.5], help="learner's time relative to the agents' time")
+    parser.add_argument("--alpha", type=float, default=1.5, help="tail index of the durations, above 1; smaller means a heavier tail")
+    parser.add_argument("--longest", type=float, default=100.0, help="maximum duration in seconds; the minimum is 1")
+    parser.add_argument("--load", type=float, nargs="+", default=[1.0, 0.5], help="learner time divided by agent time for a step")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 8, 16])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
     print(f"{options.agents} agents, {options.per_step} groups of {GROUP_SIZE} a step, {options.steps} steps, seeds {options.seeds}")
     print(f"attempts of Pareto({options.alpha:g}) seconds, at most {options.longest:g}")
     for load in options.load:
-        print(f"\nlearner time = {load:g} of the agents' time\n")
+        print(f"\nload {load:g}: learner time divided by agent time for a step\n")
         print("| order | max_staleness | throughput | speed-up | bound | staleness | late | length |")
         print("| --- | --- | --- | --- | --- | --- | --- | --- |")
         lock_step: float | None = None

@@ -2,7 +2,7 @@
 
     python -m benchmarks.claims
 
-Prints each figure with the result it comes from: command, seeds, machine and commit, and whether the measured code has changed since.
+Prints each figure and the origin of its result: command, seeds, machine and commit, and whether the measured code has changed since.
 Exit status 1 if README.md does not contain a figure as computed here.
 """
 
@@ -46,7 +46,7 @@ class Claim:
 
 
 def claims() -> list[Claim]:
-    """All claims. A result that is not stored has none."""
+    """Returns the claims of all stored results."""
     found = [Claim(text=_attacks(), source="agentrl/check/attacks"), _real_model()]
     for name, text in _TEXTS.items():
         if (path := stored.RESULTS / f"{name}.json").exists():

@@ -1,12 +1,13 @@
-"""Learning curves side by side: what one setting changes in a run, and what is only noise between seeds.
+"""Compares learning curves of several settings, to separate the effect of a setting from the noise between seeds.
 
     python benchmarks/quickstart.py --seeds 0 1 2 --runs runs/one
     python benchmarks/quickstart.py --seeds 0 1 2 --runs runs/two learner.minibatches=2
     python benchmarks/curves.py one=runs/one two=runs/two
 
-Each argument is a name and a folder of finished run folders, one a seed. Prints a Markdown table: the reward of training episodes
-in blocks of steps and held-out success at the end, as mean over seeds with range, and the difference to the first contender with
-its interval (Welch's t over seeds). The intervals hold at once with 95% (Bonferroni); the exit status is 1 when one leaves out 0.
+Each argument is a name and a folder of finished run folders, one per seed. Prints a Markdown table: the reward of training episodes
+in blocks of steps and held-out success at the end, as mean over seeds with range, and the difference to the first setting with its
+confidence interval (Welch's t over seeds). The intervals hold simultaneously with 95% (Bonferroni). The exit status is 1 if an interval
+excludes 0.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ HELD_OUT = {"held-out after": "heldout_after", "real after": "heldout_real_after
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """The finished runs of one setting: `figures` maps what is compared to one number a run."""
+    """The finished runs of one setting. `figures` maps the name of a compared figure to one number per run."""
 
     name: str
     figures: dict[str, list[float]]
 
 
 def read(argument: str, block: int) -> Contender:
-    """Reads `NAME=FOLDER`. Exits where the folder holds fewer than two finished runs: noise would not be known."""
+    """Reads `NAME=FOLDER`. Exits if the folder has fewer than two finished runs, because the noise would be unknown."""
     name, _, folder = argument.partition("=")
     runs = sorted(path.parent for path in Path(folder).glob("*/summary.json")) if folder else []
     if len(runs) < 2:
@@ -44,12 +45,12 @@ def read(argument: str, block: int) -> Contender:
             figures.setdefault(label, []).append(value)
     uneven = [label for label, values in figures.items() if len(values) != len(runs)]
     if uneven:
-        sys.exit(f"error: the runs in {folder} differ in length: {', '.join(uneven)}\nfix: give each length a folder of its own")
+        sys.exit(f"error: the runs in {folder} differ in length: {', '.join(uneven)}\nfix: put runs of each length into a separate folder")
     return Contender(name=name, figures=figures)
 
 
 def curve(run: Path, block: int) -> dict[str, float]:
-    """What one run is compared by: mean reward of each block of steps, then held-out success."""
+    """Returns the compared figures of a run: mean reward of each block of steps, then held-out success."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     if nothing := [line["step"] for line in lines if "reward_mean" not in line]:
         sys.exit(f"error: steps {nothing} of {run} scored no episode\nfix: read left_out_reasons in its summary.json")
@@ -62,7 +63,7 @@ def curve(run: Path, block: int) -> dict[str, float]:
 
 
 def table(contenders: list[Contender]) -> tuple[str, bool]:
-    """(Markdown, whether every interval of a difference holds 0)."""
+    """Returns the table as Markdown, and whether every interval of a difference contains 0."""
     first, *others = contenders
     head = ["", f"{first.name}, mean (range) of {len(next(iter(first.figures.values())))} runs"]
     for other in others:
@@ -84,10 +85,10 @@ def spread(values: list[float]) -> str:
 
 
 def interval(values: list[float], base: list[float], confidence: float) -> tuple[float, float]:
-    """Interval of the difference of two means; a point where neither side varies."""
+    """Returns the confidence interval of the difference of two means. Its width is 0 if neither side varies."""
     if len(set(values)) == len(set(base)) == 1:
         return (values[0] - base[0],) * 2
-    with warnings.catch_warnings():  # scipy warns when the runs of one side are all alike, as success rates near 1 may be
+    with warnings.catch_warnings():  # scipy warns if all runs of one side are equal, which happens at success rates near 1
         warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
         found = ttest_ind(values, base, equal_var=False).confidence_interval(confidence)
     return float(found.low), float(found.high)

@@ -1,10 +1,10 @@
-"""How many bytes of a version a delta holds, and what making and applying it costs.
+"""Measures the size of a delta relative to its version, and the time to create and apply it.
 
     python benchmarks/deltas.py                              # synthetic updates of a random model
     python benchmarks/deltas.py runs/quickstart/versions     # and consecutive versions of a run
 
-A synthetic update is one of AdamW in the middle of a run: moments of a gradient of noise with a small drift, masters in float32, weights
-rounded to the served type. Prints Markdown.
+A synthetic update is an AdamW step in the middle of a run: the moments come from noisy gradients with a small drift, master weights are
+float32, and weights are rounded to the served type. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEAD = "| update | numbers changed | bytes changed | delta, share of the file | 
 
 
 def measure(old: Path, new: Path, folder: Path) -> str:
-    """One row's figures for the delta from one file to another."""
+    """Returns the figures of one row: the delta from one file to another."""
     before, after = (np.fromfile(path, np.uint8) for path in (old, new))
     if len(before) != len(after):
         return "files differ in length: published whole | | | | |"

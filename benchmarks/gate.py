@@ -1,12 +1,12 @@
-"""How often the gate blocks: a policy that has not changed, and one that has lost ten points, by seeded simulation.
+"""Simulates how often the gate blocks an unchanged policy, and one whose pass rate dropped by ten points.
 
     python benchmarks/gate.py
     python benchmarks/gate.py --cases 100 --repeats 8 --evaluations 1000 --json
 
-Policies are made up: their true pass rate of every case is known, so it is known, too, whether a block is a false alarm. The rule is
-`agentrl.gate.rule`, the one that runs use. Prints a Markdown table, and how often zero tolerance would block an unchanged policy.
-Exit status 1 where an unchanged policy is blocked in more than `--alpha` of the evaluations, beyond what chance allows for, or a drop
-of ten points is seen less often than is stated for the settings of the first row.
+Policies are simulated with a known true pass rate per case, so it is known whether a block is a false alarm. The rule is that of runs
+(`agentrl.gate.rule`). Prints a Markdown table, and how often a rule with zero tolerance would block an unchanged policy.
+The exit status is 1 if an unchanged policy is blocked in significantly more than `--alpha` of the evaluations, or if a drop of ten points
+is detected less often than stated for the settings of the first row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Rates = tuple[list[float], list[float]]
 
 
 def policies(cases: int) -> dict[str, Rates]:
-    """Name -> true pass rate of each case, before and now."""
+    """Returns scenarios: name -> true pass rates of all cases, of the baseline and of the candidate."""
     mixed = [(1.0, 0.95, 0.8, 0.5, 0.05)[place % 5] for place in range(cases)]
     tenth = max(1, cases // 10)
     return {
@@ -58,7 +58,7 @@ def block_rate(rule: GateRule, before: Sequence[float], now: Sequence[float], *,
 
 
 def block_rate_in_a_run(rule: GateRule, rates: Sequence[float], *, evaluations: int, seed: int = 0) -> float:
-    """The same for a policy that never changes, in a run: each promoted version is the next baseline."""
+    """Returns the share of blocked evaluations in a run of an unchanged policy, in which each promoted version is the next baseline."""
     rng, blocked = random.Random(seed), 0
     baseline = _attempts(dict(enumerate(rates)), rule.repeats, rng)
     for _ in range(evaluations):
@@ -80,7 +80,7 @@ def _attempts(rates: Mapping[int, float], tries: int, rng: random.Random) -> Sco
 
 
 def most_by_chance(alpha: float, evaluations: int) -> float:
-    """The largest share of blocks that a rate of `alpha` still explains: its mean and three standard deviations."""
+    """Returns the largest share of blocks that is consistent with a rate of `alpha`: mean plus three standard deviations."""
     return alpha + 3 * math.sqrt(alpha * (1 - alpha) / evaluations)
 
 
@@ -93,7 +93,7 @@ def main() -> int:
     parser.add_argument("--evaluations", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--store", action="store_true", help="also write the rates to docs/results")
-    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()
     rule = GateRule(repeats=given.repeats, confirm=given.confirm, alpha=given.alpha)
     found = {

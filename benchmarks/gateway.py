@@ -1,13 +1,13 @@
-"""A long coding session through the gateway: 283 requests, 225 of them by sub-agents, one context from 15K to 156K tokens, then summed up.
+"""Measures a long coding session through the gateway: 283 requests, 225 of them by sub-agents, and a context of 15K to 156K tokens.
 
     python benchmarks/gateway.py
     python benchmarks/gateway.py --json
 
-The client is a process of its own that speaks chat completions over loopback, as an agent program does; the policy is a script that
-answers at once, so that all that is measured is the gateway's. It prints the CPU time and the memory that the driver's process takes for
-the session, the tokenizer's part of that time, the CPU time of one request beside the tokenizer's, and how long one takes as its client
-sees it, which on a busy machine says more about the machine. Exit status 1 where a sampled token is not in exactly one sample, or a
-figure misses what is asked of it: 2 s of CPU time beside the tokenizer's, 64 MiB, 3 ms of CPU time for a request at the median.
+The client is a separate process that requests chat completions over loopback, as an agent program does. The policy is a script that
+answers at once, so only the gateway is measured. Prints the CPU time and memory of the driver process for the session, the share of the
+tokenizer, the CPU time of a request without the tokenizer, and the latency that the client sees, which depends on other load of the
+machine. The exit status is 1 if a sampled token is not in exactly one sample, or a figure misses its target: 2 s of CPU time without the
+tokenizer, 64 MiB, and a median of 3 ms of CPU time per request.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def results(said: dict[str, Any], texts: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def work(client: Client, number: int) -> str:
-    """A sub-agent: looks at something fourteen times, and reports."""
+    """Runs a sub-agent: fourteen tool calls, then a report."""
     rng = random.Random(number)
     task = TASK.format(number=number)
     messages = [{"role": "system", "content": words(rng, WORKERS_FIRST)}, {"role": "user", "content": f"{task}. say-look"}]
@@ -101,11 +101,11 @@ def work(client: Client, number: int) -> str:
 
 
 def lead(host: str, key: str) -> list[float]:
-    """The main agent. Returns the seconds of each request."""
+    """Runs the main agent. Returns the duration of each request in seconds."""
     rng, seconds, tools = random.Random(0), list[float](), [tool("look"), tool("ask")]
     main = Client(host, key, seconds)
     messages = [{"role": "system", "content": words(rng, FIRST)}, {"role": "user", "content": "Begin. say-look"}]
-    grown = MAIN_REQUESTS - 3  # the last of them sums up; then two in the new context
+    grown = MAIN_REQUESTS - 3  # the last one requests a summary; two more follow in the new context
     step = (WIDEST - FIRST) // grown - 150
     begun = 0
     with ThreadPoolExecutor(AT_ONCE) as threads:
@@ -149,7 +149,7 @@ def trained_tokenizer() -> Any:
 
 
 class Clock:
-    """CPU seconds of this thread, put down as somebody's."""
+    """Adds up the CPU seconds of this thread over the timed blocks."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -164,11 +164,11 @@ class Clock:
 
 
 class Script:
-    """What the policy says: the last word of a prompt tells. Its own time is no part of what is measured."""
+    """Returns the policy's text, which depends on the last word of the prompt. The time of this function is not measured."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.own, self.encoding, self.sampled = tokenizer, Clock(), Clock(), 0
-        self.between: list[float] = []  # CPU seconds from one request of the policy to the next, but for its own and the tokenizer's
+        self.between: list[float] = []  # CPU seconds from one policy request to the next, without the policy and the tokenizer
         self._last = 0.0
         self._made: dict[tuple[str, str], tuple[int, ...]] = {}
         encode = tokenizer.encode
@@ -235,13 +235,13 @@ class Measured:
 
 
 def _status(name: str) -> float:
-    """A line of /proc/self/status, in MiB."""
+    """Returns a value of /proc/self/status in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def _peak_from_here() -> float:
-    """Forgets the peak of this process's memory so far; gives what it has now, in MiB."""
+    """Resets the peak memory of this process. Returns its current memory in MiB."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 

@@ -1,12 +1,12 @@
-"""What a small chat model and a trained reward model are worth as judges, on labels whose truth is known.
+"""Measures a small chat model and a trained reward model as judges, on answers whose labels are known.
 
-    python benchmarks/judges.py --out runs/judges             # makes labels, trains, serves, calibrates, prints the table of docs/judges.md
-    python benchmarks/judges.py --out runs/judges --markdown  # the table of what is there
+    python benchmarks/judges.py --out runs/judges             # labels, trains, serves, calibrates, prints the table of docs/judges.md
+    python benchmarks/judges.py --out runs/judges --markdown  # prints the table of the stored results
 
-The labels are episodes of the `tables` family: programs that a demonstrator wrote carefully or carelessly, what they printed, and the
-answer that was handed in; right and wrong are what the family's verifier says. The reward model starts from the quickstart's base
-policy and learns from episodes on training tasks; all judges are measured on held-out ones, by `agentrl judge calibrate`. No judge but
-`reference` is shown the truth. The chat model is SmolLM2-135M-Instruct (`make smollm2`, or `agentrl model import`).
+The labelled answers are episodes of the `tables` family: a demonstrator's correct or careless program, its output, and the submitted
+answer. The family's verifier labels them. The reward model starts from the quickstart's base policy and is trained on training tasks.
+`agentrl judge calibrate` measures all judges on held-out tasks. Only the judge `reference` is shown the truth. The chat model is
+SmolLM2-135M-Instruct (`make smollm2`, or `agentrl model import`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ recipe = Recipe(
 
 
 def acts_of(task: Task, number: int, *, careful: bool) -> list[Act]:
-    """A demonstration, from the family's own templates, which this process may run."""
+    """Returns a demonstration from the family's templates, whose programs are trusted."""
     return demonstrate(task, Random(f"{task.id}:{number}:{careful}"), careful=float(careful), guess=0.02)
 
 
@@ -76,7 +76,7 @@ def messages_of(acts: list[Act]) -> Iterator[dict[str, Any]]:
 
 
 def labels(split: Split, count: int) -> Iterator[dict[str, Any]]:
-    """Two labelled episodes of each task, one of a careful and one of a careless demonstrator."""
+    """Returns two labelled episodes of each task, one of a careful and one of a careless demonstrator."""
     family = Tables(seed=7)
     for index in range(count):
         task = family.task(split, index)
@@ -99,7 +99,7 @@ def labels(split: Split, count: int) -> Iterator[dict[str, Any]]:
 
 
 def agentrl(*arguments: str, cwd: Path, fine: tuple[int, ...] = (0,)) -> None:
-    """Runs a command of agentrl in a project of its own; its output goes on to ours."""
+    """Runs a command of agentrl in a separate project and forwards its output."""
     began = time.monotonic()
     print("$ agentrl", *arguments, flush=True)
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -110,7 +110,7 @@ def agentrl(*arguments: str, cwd: Path, fine: tuple[int, ...] = (0,)) -> None:
 
 
 def table(out: Path) -> str:
-    """The calibrations in a folder, as Markdown."""
+    """Returns the calibrations in a folder as Markdown."""
     lines = [
         f"| judge | {' | '.join(COLUMNS.values())} | no verdict | by calibration |",
         "| --- | " + " | ".join("---" for _ in COLUMNS) + " | --- | --- |",
@@ -137,7 +137,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help=f"Judges to measure: {', '.join(JUDGES)}.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Only print the table of what was measured.")] = False,
 ) -> None:
-    """Makes labels with a known truth, trains a reward model on some and measures judges on the others."""
+    """Generates labels with a known truth, trains a reward model on some and measures the judges on the others."""
     out = out.resolve()
     if markdown:
         print(table(out))

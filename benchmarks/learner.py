@@ -1,16 +1,16 @@
-"""One learner update on this machine: ours (forests of shared prefixes), TRL's GRPOTrainer and a padded plain loop, side by side.
+"""Compares one learner update on this machine: agentrl (forests of shared prefixes), TRL's GRPOTrainer and a plain padded loop.
 
     python benchmarks/learner.py [--repeat 9] [--size small|base] [--threads 1] [--store]
     python benchmarks/learner.py --only tree --clock cpu        # one case; processor time, on a machine that others use too
     python benchmarks/learner.py --model recipes/models/tables-base --prompt 300 --answers 64    # a group on a real model's weights
 
-The same random Qwen3 model, samples, advantages and thread count; forward, backward and optimizer step are timed, generation is not.
-With --model the weights are a folder's, the tokens' behaviour logprobs its own, and the plain loop is excluded. Contenders take turns
-within each repetition. TRL runs with what is fastest here: no reference model, its fused output head, and of the batches of 1, 2, 4, ...
-samples, and of those that fit the token budget, the one that is fastest on each case. Every contender gets its samples sorted and batched
-the way that pads least. Gradients are compared before anything is timed: the figures mean nothing unless all compute the same update.
---store keeps every time in docs/results, and writes the tables of docs/results.md from what is there. Last comes the memory of
-the output head at a vocabulary of 151,936, each way in a process of its own (not with --model or --only).
+All contenders use the same random Qwen3 model, samples, advantages and thread count. Forward, backward and optimizer step are timed;
+generation is not. --model uses the weights of a folder and behaviour logprobs that it computes, without the plain loop. Contenders
+alternate within each repetition. TRL runs with its fastest settings on this machine: no KL reference model, its fused output head, and for
+each case the fastest batch (1, 2, 4, ... samples, or those that fit the token budget). Samples are sorted and batched to minimize padding.
+Gradients are compared before anything is timed, because times are comparable only if all compute the same update. --store stores every time
+in docs/results and writes the tables of docs/results.md from the stored times. At the end, the memory of the output head at a vocabulary of
+151,936 is measured, each variant in a separate process (not with --model or --only).
 """
 
 from __future__ import annotations
@@ -374,8 +374,8 @@ def bound(case: Case, shape: Shape) -> float:
 
 
 def on_policy(case: Case, scorer: TokenScorer) -> Case:
-    """The same with the model's own logprobs as those of sampling: a real model finds random tokens so unlikely that ratios to a guess
-    would all be clipped, and their gradients nothing."""
+    """Replaces the behaviour logprobs by the model's. Random tokens are so unlikely for a real model that ratios to guessed logprobs would
+    all be clipped, and the gradients would be 0."""
     made: dict[str, Sample] = {}
     with torch.no_grad():
         for one in case.samples:
@@ -524,7 +524,7 @@ def head_table() -> str:
 
 
 def folder_cases(folder: str, prompt: int, answers: Sequence[int]) -> list[Case]:
-    """The groups for a model folder. Exits where there is none, or where they do not fit the model."""
+    """The groups for a model folder. Exits if the folder does not exist or the groups do not fit the model."""
     if not (Path(folder) / "config.json").is_file():
         sys.exit(f"error: no model in {folder}\nfix: give a folder with config.json and safetensors weights")
     from transformers import AutoConfig
@@ -540,14 +540,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--size", choices=list(SIZES), nargs="+", default=["small"])
-    parser.add_argument("--model", help="a model folder in place of a size: one group on its weights")
+    parser.add_argument("--model", help="model folder to use instead of a random model of a size")
     parser.add_argument("--prompt", type=int, default=300, help="with --model: tokens of the group's shared prompt (default 300)")
-    parser.add_argument(
-        "--answers", type=int, nargs="+", default=[64], help="with --model: tokens of an answer; several make several cases"
-    )
+    parser.add_argument("--answers", type=int, nargs="+", default=[64], help="with --model: tokens of an answer; each value is a case")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", default="", help="only cases with this in their name, and no memory")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: this process's time alone, for a shared machine")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this text, without the memory measurement")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: time of this process only, for a shared machine")
     parser.add_argument("--store", action="store_true", help="keep the times in docs/results, and write the tables of docs/results.md")
     parser.add_argument("--head", choices=["full", "chunked"], help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,9 +1,9 @@
-"""What the memory of a run is worth: the archive's tasks with scripted policies, with notes and without.
+"""Measures the effect of a run's memory: scripted policies solve tasks of the archive with notes and without.
 
     python benchmarks/memory.py [--seeds 3] [--steps 8]
 
-Groups, versions of the memory, experience store and evaluations are those of a run; the policy says what `sandboxes.archive.scripted`
-says, and neither server nor learner is there. It learns nothing: what changes from step to step is what the notes hold.
+Groups, versions of the memory, experience store and evaluations are those of a run. The policy is `sandboxes.archive.scripted`; there is no
+server and no learner. The policy does not learn: only the contents of the notes change from step to step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def runner(says: Callable[[str], str]) -> GroupRunner:
 
 
 async def trained(family: Archive, says: Callable[[str], str], folder: Path, *, steps: int, memory: bool) -> list[Group]:
-    """The groups of so many steps, each of which reads the notes of the steps up to the last but one."""
+    """Runs the groups of `steps` steps. Each step reads the notes of all steps before the previous one."""
     groups, blocks = runner(says), GroupOrder(per_step=GROUPS)
     with closing(SqliteStore(folder / "experience.sqlite")) as store:
         notes = RunMemory(CONFIG, folder, store, blocks, max_staleness=STALENESS)
@@ -64,7 +64,7 @@ async def trained(family: Archive, says: Callable[[str], str], folder: Path, *, 
 
 
 async def heldout(family: Archive, says: Callable[[str], str], *, memory: bool) -> float:
-    """The share of held-out tasks that is solved, in as many parts as the recipe has rounds."""
+    """Returns the share of held-out tasks that is solved, in the recipe's number of rounds."""
     with closing(EvaluationNotes(CONFIG)) as notes:
         done = await evaluate_split(runner(says), family, Split.HELDOUT, HELDOUT, phase="after", step=0, notes=notes if memory else None)
     assert done.rate is not None

@@ -6,9 +6,9 @@
     python benchmarks/peers.py --recipe recipes/smollm2.py --mode single --heldout 64 --minutes 60 --tune 1
     python benchmarks/peers.py --markdown                        # writes the tables of docs/peers.md from the results; runs nothing
 
-First the peer's settings are timed (--tune), and it gets the fastest. Then --pairs rounds run: one run of each side with the same seed,
-one after another. Each side trains until its held-out success reaches --target, or until --minutes are over. The side `trl-together` is
-TRL with the concurrent rollout function of this repository, which is faster than unmodified TRL (`trl`).
+First the peer's settings are timed (--tune), and the peer runs with the fastest. Then --pairs rounds run: one run of each side with the
+same seed, one after another. Each side trains until its held-out success reaches --target, or until --minutes are over. The side
+`trl-together` is TRL with the concurrent rollout function of this repository, which is faster than unmodified TRL (`trl`).
 
 A comparison is published in --out only if it has at least three rounds that one machine ran without interruption. An unfinished comparison
 is in --runs; the same command continues it after an interruption of less than 15 minutes, and otherwise restarts it. docs/peers.md has the
@@ -53,24 +53,28 @@ def interval(text: str) -> tuple[float, float]:
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="recipes/quickstart.py", help="tasks, model and settings of both sides")
-    parser.add_argument("--model", default="", help="another base model: a folder")
-    parser.add_argument("--mode", choices=MODES, default="multi", help="single: no tool answers, a submitted program is judged")
+    parser.add_argument("--model", default="", help="folder of another base model")
+    parser.add_argument(
+        "--mode", choices=MODES, default="multi", help="multi: several turns; single: one turn, and the submitted program is scored"
+    )
     parser.add_argument("--wait", type=interval, default=(0.0, 0.0), metavar="LOW..HIGH", help="seconds that every program sleeps first")
     parser.add_argument("--target", type=float, default=0.9, help="held-out success to reach (default 0.9)")
     parser.add_argument("--every", type=int, default=4, help="steps between evaluations (default 4)")
     parser.add_argument("--heldout", type=int, default=160, help="tasks in each evaluation (default 160)")
-    parser.add_argument("--minutes", type=float, default=40.0, help="of training for one run at most (default 40)")
-    parser.add_argument("--backend", default="auto", help="sandboxes: auto, docker or bubblewrap")
-    parser.add_argument("--pairs", type=int, default=3, help="rounds; seeds 0, 1, 2, ... (default 3, the least that is published)")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=[], help="default: all sides of the mode")
-    parser.add_argument("--peer", action="append", default=[], metavar="KEY=VALUE", help=f"where tuning starts: {', '.join(trl.OPTIONS)}")
+    parser.add_argument("--minutes", type=float, default=40.0, help="maximum minutes of training per run (default 40)")
+    parser.add_argument("--backend", default="auto", help="sandbox backend: auto, docker or bubblewrap")
+    parser.add_argument("--pairs", type=int, default=3, help="rounds, with seeds 0, 1, 2, ... (default 3, the minimum for publishing)")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=[], help="sides to run; default: all sides of the mode")
     parser.add_argument(
-        "--tune", type=int, default=2, metavar="STEPS", help="of each setting of the peer that is timed; 0: --peer as it is"
+        "--peer", action="append", default=[], metavar="KEY=VALUE", help=f"settings from which tuning starts: {', '.join(trl.OPTIONS)}"
     )
+    parser.add_argument("--tune", type=int, default=2, metavar="STEPS", help="steps per timed setting of the peer; 0 disables tuning")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "peers", help="folder of published comparisons")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "peers", help="folder of the runs")
-    parser.add_argument("--markdown", action="store_true", help="write the tables of docs/peers.md from the results, and stop")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a recipe override for both sides: learner.lr=1e-5")
+    parser.add_argument("--markdown", action="store_true", help="write the tables of docs/peers.md from the results; run nothing")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="recipe override for both sides, such as learner.lr=1e-5"
+    )
     return parser.parse_args(given)
 
 
@@ -96,7 +100,7 @@ def sides_of(given: argparse.Namespace) -> tuple[str, ...]:
     if set(given.sides) - set(chosen):
         raise UserError("a single turn makes no calls that could run concurrently", fix="remove trl-together from --sides")
     if chosen[0] != "ours" or len(chosen) < 2:
-        raise UserError(f"--sides {' '.join(given.sides)} is no pair", fix="give ours and at least one side of the peer")
+        raise UserError(f"--sides {' '.join(given.sides)} cannot be compared", fix="give ours and at least one side of the peer")
     return chosen
 
 

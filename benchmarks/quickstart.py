@@ -1,10 +1,10 @@
-"""The quickstart on several seeds: success before and after, wall time, memory, swaps. Prints a Markdown table.
+"""Measures the quickstart on several seeds: success before and after, wall time, memory, swaps. Prints a Markdown table.
 
     python benchmarks/quickstart.py --seeds 0 1 2 3 4 --out docs/results.md
 
-Each seed is one whole run of `recipes/quickstart.py` in its own run folder under `--runs`; a run that is already finished
-there is read, not made again, so an interrupted benchmark goes on where it stopped. Memory is the largest sum of the
-proportional set sizes of all processes of the run, sampled every two seconds.
+Each seed is one run of `recipes/quickstart.py` in a separate folder under `--runs`. A finished run is read and not repeated, so an
+interrupted benchmark continues. Memory is the largest sum of the proportional set sizes of all processes of the run, sampled every two
+seconds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def run_seed(seed: int, runs: Path, overrides: list[str]) -> Outcome:
-    """Runs one seed to its end, or reads it when it was finished before."""
+    """Runs one seed to its end, or reads its finished run."""
     folder = runs / f"seed{seed}"
     outcome = folder / "benchmark.json"
     if not outcome.exists():
@@ -98,7 +98,7 @@ def tree_bytes(pid: int) -> int:
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
-    """What is stored of a run."""
+    """Returns the stored figures of a run."""
     rates = {key: outcome.summary[key] for key in ("heldout_before", "heldout_after", "heldout_real_before", "heldout_real_after")}
     return {"seed": outcome.seed, "minutes": outcome.wall_s / 60, "peak_gib": outcome.peak_gib, **rates}
 
@@ -109,7 +109,7 @@ def rate(summary: dict[str, Any], key: str) -> str:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Markdown: a row a seed, then the medians and the range."""
+    """Returns a Markdown table with one row per seed, then medians and range."""
     head = [
         "seed",
         "held-out before",
@@ -160,7 +160,7 @@ def table(outcomes: list[Outcome]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "benchmark", help="where the run folders go")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "benchmark", help="parent folder of the run folders")
     parser.add_argument("--out", type=Path, help="also write the table to its section of this page, and the figures to docs/results")
     parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
     args = parser.parse_args()

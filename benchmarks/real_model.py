@@ -1,13 +1,13 @@
-"""The recipes of a pretrained model on several seeds: success by kind, with and without the tool, time, memory, where a step's seconds go.
+"""Measures the recipes of a pretrained model on several seeds: success by kind with and without the tool, time by activity, memory.
 
     python benchmarks/real_model.py                                          # recipes/smollm2.py, seeds 0 1 2
     python benchmarks/real_model.py --recipe recipes/smollm2_lora.py --seeds 0
-    python benchmarks/real_model.py --page docs/a-real-model.md              # writes table and picture from what is kept; runs nothing
+    python benchmarks/real_model.py --page docs/a-real-model.md              # writes table and picture from stored results; runs nothing
 
-Each seed is one whole run in a folder of its own under `--runs`, then an evaluation of its model without the tool. What came of it is kept
-as a JSON file in `--out`, and a seed that has one is not run again; a run that was interrupted goes on where it stopped. Memory is the
-largest sum of the proportional set sizes of all processes of the run, sampled every two seconds; Docker's own daemon is not in it. Exit
-status 1 where a target is missed.
+Each seed is one run in a separate folder under `--runs`, then an evaluation of its model without the tool. Its result is stored as a JSON
+file in `--out`. A seed with a stored result is not repeated, and an interrupted run continues. Memory is the largest sum of the
+proportional set sizes of all processes of the run, sampled every two seconds, without the Docker daemon. The exit status is 1 if a target
+is missed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Outcome:
         return self.phases[phase][split]  # type: ignore[no-any-return]
 
     def missed(self) -> list[str]:
-        """The targets that this run did not reach, in words."""
+        """Describes the targets that this run missed."""
         found = []
         if self.wall_s > MINUTES * 60:
             found.append(f"{self.wall_s / 60:.1f} minutes")
@@ -79,7 +79,7 @@ class Outcome:
 
 
 def evaluated(folder: Path, *options: str) -> dict[str, Any]:
-    """What the model gives without the tool, by split; read where it has been asked before."""
+    """Returns the success of the model without the tool, by split. A stored evaluation is read and not repeated."""
     path = folder / "no_tool.json"
     if not path.exists():
         print(f"without the tool: {' '.join(options) or 'as published'}", file=sys.stderr, flush=True)
@@ -95,7 +95,7 @@ def kept_as(out: Path, recipe: str, seed: int) -> Path:
 
 
 def run_seed(recipe: str, seed: int, runs: Path, out: Path, note: str, overrides: list[str]) -> None:
-    """Runs one seed to its end, asks its model once more without the tool, and keeps what came of it."""
+    """Runs one seed to its end, evaluates its model without the tool, and stores the result."""
     folder = runs / f"{Path(recipe).stem}-{seed}"
     outcome = folder / "benchmark.json"
     if not outcome.exists():
@@ -110,13 +110,13 @@ def run_seed(recipe: str, seed: int, runs: Path, out: Path, note: str, overrides
 
 
 def kept(out: Path) -> list[Outcome]:
-    """All that is kept, in the order of the recipes and their seeds."""
+    """Returns all stored results, in the order of recipes and seeds."""
     found = [Outcome(**json.loads(path.read_text())) for recipe in RECIPES for path in out.glob(f"{Path(recipe).stem}-seed*.json")]
     return sorted(found, key=lambda one: (RECIPES.index(one.recipe), one.seed))
 
 
 def read(folder: Path) -> Outcome:
-    """Of a finished run folder, what the page takes from it."""
+    """Returns the figures of a finished run folder that the page shows."""
     measured, summary = (json.loads((folder / name).read_text()) for name in ("benchmark.json", "summary.json"))
     phases = json.loads((folder / "evaluations.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -195,7 +195,7 @@ def without_tool(outcomes: list[Outcome], base: dict[str, Any]) -> str:
 
 
 def picture(outcomes: list[Outcome], path: Path) -> None:
-    """Reward of the sampled episodes by step, and held-out success before and after, a line a run."""
+    """Plots the reward of sampled episodes by step, and held-out success before and after, with one line per run."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -246,10 +246,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", choices=RECIPES, default=RECIPES[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "real-model", help="where the run folders go")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "a-real-model", help="where results are kept")
-    parser.add_argument("--note", default="", help="a sentence about the machine that the result keeps, such as: Other work ran meanwhile.")
-    parser.add_argument("--page", type=Path, default=None, help="write what is kept into this page; run nothing")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "real-model", help="parent folder of the run folders")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "a-real-model", help="folder of the stored results")
+    parser.add_argument("--note", default="", help="a sentence about the machine, stored with the result")
+    parser.add_argument("--page", type=Path, default=None, help="write the stored results to this page; run nothing")
     parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
     args = parser.parse_args()
     for folder in (args.runs, args.out):

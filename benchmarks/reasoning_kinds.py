@@ -1,10 +1,10 @@
-"""What a model can do of each kind of reasoning problem, with the tool and without: which kinds a recipe should train on.
+"""Measures a model's success on each kind of reasoning problem, with and without the tool, to choose the kinds that a recipe trains on.
 
     python benchmarks/reasoning_kinds.py --model recipes/models/smollm2 --problems 24
     python benchmarks/reasoning_kinds.py --kinds chain_sum lcm --tools python --temperature 0.5
 
-One server start for all of it; held-out problems, the recipe's sandboxes and limits. Prints a Markdown table, a row a kind: success with
-its 95% interval for each tool. A kind that starts at 0 gives reinforcement learning nothing to begin with.
+Starts one server for all kinds and uses held-out problems with the recipe's sandboxes and limits. Prints a Markdown table with one row per
+kind: success with its 95% interval for each tool. Reinforcement learning cannot start from a kind whose success is 0.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ def main() -> None:
     parser.add_argument("--model", default="", help="model folder; default: the recipe's")
     parser.add_argument("--kinds", nargs="+", default=sorted(PROGRAMS), help="datasets of reasoning-gym; default: those with a program")
     parser.add_argument("--tools", nargs="+", default=["python", "none"], choices=["python", "none"])
-    parser.add_argument("--problems", type=int, default=24, help="of each kind")
+    parser.add_argument("--problems", type=int, default=24, help="problems of each kind")
     parser.add_argument("--examples", type=int, default=None, help="solved problems in the prompt; default: the recipe's")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--run-dir", type=Path, default=None, help="where transcripts and logs go; default: the first free folder in runs/")
+    parser.add_argument(
+        "--run-dir", type=Path, default=None, help="run folder of transcripts and logs; default: the first free folder in runs/"
+    )
     arguments = parser.parse_args()
     root, written = load_recipe(RECIPE, [])
     given = ("name=reasoning-kinds", *([f"policy.model={Path(arguments.model).resolve()}"] if arguments.model else []))

@@ -1,11 +1,11 @@
-"""How long 200 regression cases take: from the command to its exit code, server start included. Stated: under 3 minutes on two cores.
+"""Measures how long 200 regression cases take, from the command to its exit code. The target is under 3 minutes on two cores.
 
     python benchmarks/regression_cases.py
     python benchmarks/regression_cases.py --backend bubblewrap --times 3 --out docs/results.md
 
-The cases are held-out questions of the quickstart's family, a turn or two of real Python each, in live sandboxes; the policy is the one
-that the quickstart begins with, which answers some of them wrong. It is asked by `agentrl eval SUITE --policy FOLDER` in a process of
-its own. Measure on a machine that does nothing else. Exit status 1 where it took longer, or where an attempt has no score.
+The cases are held-out questions of the quickstart's family. Each takes one or two turns of Python in a sandbox. The policy is the
+quickstart's base policy, which answers some questions wrong. `agentrl eval SUITE --policy FOLDER` evaluates it in a separate process,
+including the server start. Run it on an idle machine. The exit status is 1 if it took longer or an attempt has no score.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Timed:
 
 
 def make_suite(folder: Path, count: int) -> None:
-    """A suite of so many held-out questions, each asked once."""
+    """Creates a suite of `count` held-out questions with one attempt each."""
     family = Tables(seed=SEED)
     for number in range(count):
         save_case(folder, Case(id=f"case-{number:04d}", task=family.task(Split.HELDOUT, number)))
 
 
 def timed(suite: Path, run: Path, overrides: list[str]) -> Timed:
-    """Evaluates the suite once. Raises `SystemExit` where the command itself failed."""
+    """Evaluates the suite once. Raises `SystemExit` if the command failed."""
     command = [sys.executable, "-m", "agentrl", "eval", str(suite), *overrides, "--policy", str(MODEL), "--run-dir", str(run), "--json"]
     there = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     began = time.monotonic()
@@ -99,8 +99,8 @@ def table(found: list[Timed], count: int, backend: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--times", type=int, default=1, help="evaluations, one after the other")
-    parser.add_argument("--backend", default="auto", help="of the sandboxes: auto, docker or bubblewrap")
+    parser.add_argument("--times", type=int, default=1, help="number of evaluations, one after the other")
+    parser.add_argument("--backend", default="auto", help="sandbox backend: auto, docker or bubblewrap")
     parser.add_argument("--out", type=Path, help="also write the table to its section of this page")
     parser.add_argument("overrides", nargs="*", help="further overrides, such as rollout.concurrency=32")
     given = parser.parse_args()

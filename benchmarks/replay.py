@@ -1,10 +1,10 @@
-"""The server's seconds for the requests of one step of a run, under settings of the server: contenders take turns, each on a fresh server.
+"""Measures the server's time for the requests of one step of a run, with several server settings in alternation.
 
-    python benchmarks/replay.py runs/smollm2                      # as a run starts it, beside what it was before, and beside one thread
+    python benchmarks/replay.py runs/smollm2                      # all settings
     python benchmarks/replay.py runs/smollm2 --step 3 --repeat 3 --only "as it is"
 
-Every episode of the step is played again turn by turn, all at the same time: the same contexts, and as many tokens sampled as were then,
-at the recipe's sampling. Nothing else runs: no sandboxes, no learner. The prefix cache begins empty in each repetition.
+All episodes of the step are replayed concurrently, turn by turn: the same contexts, the same number of sampled tokens, and the recipe's
+sampling settings. No sandbox or learner runs. Each setting has a fresh server, and each repetition starts with an empty prefix cache.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Changed(VLLMServer):
 
 
 async def play(server: VLLMServer, recipe: Recipe, episode: Episode, salt: str) -> None:
-    """One episode again: its trajectories one after the other, each a growing context."""
+    """Replays one episode: its trajectories one after the other, each as a growing context."""
     for trajectory in episode.trajectories:
         context: list[int] = []
         for turn in trajectory.turns:
@@ -69,7 +69,7 @@ async def play(server: VLLMServer, recipe: Recipe, episode: Episode, salt: str) 
 
 
 async def seconds(recipe: Recipe, model: Path, episodes: list[Episode], name: str, repeat: int) -> list[float]:
-    """Wall seconds of each repetition on one server."""
+    """Returns the wall seconds of each repetition on one server."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "versions").mkdir()
         server = Changed(recipe=recipe, model=model, version=0, run_dir=Path(folder))
@@ -112,9 +112,9 @@ async def main(given: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="a run folder whose version 0 is still there")
-    parser.add_argument("--step", type=int, default=0, help="whose episodes are played again (default 0)")
+    parser.add_argument("run", type=Path, help="run folder that still has the weights of version 0")
+    parser.add_argument("--step", type=int, default=0, help="step whose episodes are replayed (default 0)")
     parser.add_argument("--repeat", type=int, default=3, help="repetitions on each server (default 3)")
-    parser.add_argument("--rounds", type=int, default=2, help="servers of each contender, in turns (default 2)")
-    parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), help="these contenders alone")
+    parser.add_argument("--rounds", type=int, default=2, help="servers started per contender, in alternation (default 2)")
+    parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), help="run only these contenders")
     asyncio.run(main(parser.parse_args()))

@@ -1,16 +1,17 @@
-"""What a turn of an episode costs in the driver, how many episodes one process holds, and what one that waits takes.
+"""Measures the driver's cost of a turn, its latency with many concurrent episodes, and the memory of a waiting episode.
 
     python benchmarks/rollout.py --work /tmp/rollout [--repeat 5] [--out docs/results.md]
     python benchmarks/rollout.py --work /tmp/rollout --only turns        # crowd, idle, prefix
 
-turns   CPU time and latency of a turn beside package `verifiers` 0.4, both driving the same scripted model server with the same tool, in
-        turns; the peer's environment is made in --work on first use (pip).
-crowd   4,000 episodes whose turns wait 10 to 30 s for the server, in one process on one core, and 100 of them: the driver's own latency.
-idle    Memory of the process while up to 4,000 episodes wait for a completion, five turns behind them.
-prefix  Prompt tokens that a vLLM server takes from its prefix cache, beside what could be shared at all (minutes; needs vLLM).
+turns   CPU time and latency of a turn, compared with the package `verifiers` 0.4. Both use the same scripted model server and tool, and
+        alternate. The peer's environment is created in --work on first use (pip).
+crowd   The driver's latency with 4,000 and with 100 episodes whose turns wait 10 to 30 s for the server, in one process on one core.
+idle    Memory of the process while up to 4,000 episodes wait for their sixth completion.
+prefix  Share of prompt tokens that a vLLM server takes from its prefix cache, compared with the share that is common to earlier prompts
+        (takes minutes; needs vLLM).
 
-The tool is a function on the host, so that no sandbox is measured. Results are stored in docs/results, and every value of all parts in
---work; a part that is measured replaces its section of the page. Exit status 1 if a figure misses its target.
+The tool is a function on the host, so no sandbox is measured. Results are stored in docs/results, and every measured value in --work. A
+measurement replaces its section of the page. The exit status is 1 if a figure misses its target.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ IDLE, IDLE_AFTER = (500, 1000, 2000, 4000), 5
 
 @contextmanager
 def serving(folder: Path, *, turns: int = TURNS, core: int | None = None, **delays: Any) -> Iterator[tuple[int, int]]:
-    """The scripted server on a port of its own. Gives the port and the tokens of a whole episode."""
+    """Starts the scripted server. Returns its port and the number of tokens of an episode."""
     folder.mkdir(parents=True, exist_ok=True)
     tokens = scripted.write(folder, scripted.Script.of(turns), schema(), **delays)
     command = [sys.executable, str(ROOT / "benchmarks" / "load" / "server.py"), str(folder / "script.json")]
@@ -64,7 +65,7 @@ def serving(folder: Path, *, turns: int = TURNS, core: int | None = None, **dela
 
 
 def told(command: list[str], *, timeout_s: float = 900.0, **options: Any) -> dict[str, Any]:
-    """The JSON that a side prints. Raises `InfrastructureError` for one that fails."""
+    """Runs a side and returns the JSON that it prints. Raises `InfrastructureError` if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, **options)
     if done.returncode:
         raise InfrastructureError(f"{' '.join(command[:4])} failed:\n{done.stderr[-3000:]}")
@@ -78,7 +79,7 @@ def ours(kind: str, port: int, *more: str) -> dict[str, Any]:
 
 
 def peer_python(work: Path) -> str:
-    """The Python of the peer's environment, which is made where there is none."""
+    """Returns the Python of the peer's environment. Creates the environment if it does not exist."""
     folder = work / "peer"
     python = folder / "bin" / "python"
     if not (folder / "whole").exists():
@@ -92,7 +93,7 @@ def peer_python(work: Path) -> str:
 
 
 def turns(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Sides in turn, each in a process of its own; the results after each repeat."""
+    """Runs the sides alternately, each in a separate process. Yields the results after each repeat."""
     python, folder = peer_python(given.work), given.work / "turns"
     amount = ["--turns", str(TURNS), "--episodes", str(given.episodes), "--alone", str(max(1, given.episodes // 8))]
     found: dict[str, list[dict[str, float]]] = {"agentrl": [], "verifiers train": [], "verifiers eval": []}
@@ -111,7 +112,7 @@ def turns(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _bare_ms(port: int, tokens: int) -> float:
-    """What one exchange with the server takes by itself, at half the tokens of an episode: no part of anybody's overhead."""
+    """Returns the time of one exchange with the server, at half the tokens of an episode. It is not overhead of either side."""
     body = json.dumps({"token_ids": [7] * (tokens // 2), "request_id": "r-0"})
     link, took = http.client.HTTPConnection("127.0.0.1", port, timeout=60), []
     for _ in range(100):
@@ -151,11 +152,13 @@ def prefix(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="folder for the peer's environment and the results")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--repeat", type=int, default=5, help="of the turns, each side in each")
-    parser.add_argument("--episodes", type=int, default=64, help="of the turns, in one repeat of one side")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.md", help="the page whose tables are written")
-    parser.add_argument("--note", default="", help="a sentence about the machine, such as: other work ran meanwhile")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"parts to measure: {', '.join(PARTS)}"
+    )
+    parser.add_argument("--repeat", type=int, default=5, help="repeats of the part turns; each runs both sides")
+    parser.add_argument("--episodes", type=int, default=64, help="episodes of the part turns, per repeat and side")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.md", help="page to write the tables to")
+    parser.add_argument("--note", default="", help="a sentence about the machine, stored with the result")
     given = parser.parse_args()
     given.work = given.work.resolve()
     given.work.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,13 @@
-"""Sandboxes on this machine: ours beside `docker run -d` and `docker exec`, in one run, with medians, spread and ratios.
+"""Compares agentrl's sandboxes on this machine with `docker run -d` and `docker exec`: medians, spread and ratios.
 
     python benchmarks/sandbox.py [--repeat 20] [--parallel 8] [--crowd 200] [--row 1000] [--markdown FILE] [--image sandboxes/tables]
 
-Each operation is timed alone, and the subjects take turns at it, so that a busy machine slows all of them alike. Then
-`--parallel` sandboxes at a time are opened, used once and closed. CPU time is the whole machine's: close other programs.
+Each operation is timed alone. Contenders alternate, so other load slows all of them equally. Then `--parallel` sandboxes at a time are
+opened, used once and closed. CPU time is that of the machine: close other programs.
 
-`--crowd N` holds N sandboxes open at once, each of which runs a snippet in its turn, three times over. `--row N` opens and closes
-N, and then counts what is left of them: processes, containers, folders, control groups, mounts, and this process's descriptors.
-Both are left out when 0, their default; the exit status is 1 when one fails or leaves anything. `--markdown FILE` writes all of it
-as a page.
+`--crowd N` keeps N sandboxes open at once; each runs a snippet three times. `--row N` opens and closes N sandboxes, then counts leftovers:
+processes, containers, folders, control groups, mounts, and this process's descriptors. Both are skipped by default (0). The exit status
+is 1 if one of them fails or leaves anything. `--markdown FILE` writes all results to a page.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ OPERATIONS = {
     "python snippet": "docker exec python3 -c",
     "python session call": "docker exec python3 -c",
 }
-"""What is timed -> what is timed beside it."""
+"""Operation -> the Docker operation that it is compared with."""
 
 
 @dataclass(slots=True)
 class Results:
-    """Everything measured, in the order of measuring."""
+    """All measurements, in the order in which they were taken."""
 
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # operation -> subject -> one for each repeat
     lines: list[str] = field(default_factory=list)  # what is no table
@@ -81,7 +80,7 @@ async def timed(work: Awaitable[object]) -> float:
 
 
 async def timed_in_a_row(call: Callable[[], Awaitable[object]], count: int = 20) -> float:
-    """Seconds of each call, one right after the other: none finds what is made ready between calls that have a pause between them."""
+    """Returns the seconds of each call. Calls follow without a pause, so no call uses anything that is prepared in a pause."""
     start = time.perf_counter()
     for _ in range(count):
         await call()
@@ -141,7 +140,7 @@ async def ours(backend: Backend, spec: SandboxSpec) -> AsyncIterator[Mapping[str
 
 @contextlib.asynccontextmanager
 async def docker_cli(tag: str) -> AsyncIterator[Mapping[str, Operation]]:
-    """The same through the docker command, with Docker's own defaults: a container with nothing of ours in it."""
+    """The operations through the Docker command, with Docker's defaults and an unmodified container."""
     numbers = itertools.count()
 
     async def run(*options: str) -> float:
@@ -171,7 +170,7 @@ async def docker_cli(tag: str) -> AsyncIterator[Mapping[str, Operation]]:
 
 
 async def in_turn(subjects: Mapping[str, Mapping[str, Operation]], repeat: int, results: Results) -> None:
-    """Times every operation `repeat` times, one subject after the other each time."""
+    """Times every operation `repeat` times. Contenders alternate."""
     for operation, peer in OPERATIONS.items():
         seconds = results.seconds[operation] = {name: [] for name in subjects}
         for _ in range(repeat):
@@ -191,7 +190,7 @@ def faster(seconds: Mapping[str, list[float]], name: str) -> float:
 
 
 def spread(values: list[float]) -> str:
-    """The middle half, in milliseconds."""
+    """Returns the interquartile range in milliseconds."""
     low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
     return f"{1e3 * low:.1f} to {1e3 * high:.1f}"
 
@@ -253,19 +252,19 @@ async def row(backend: Backend, spec: SandboxSpec, count: int, parallel: int) ->
 
 
 async def settled(name: str, timeout_s: float = 30.0) -> None:
-    """Gives the daemon time to take away what it removes by itself."""
+    """Waits until the daemon has removed what it removes asynchronously."""
     deadline = time.monotonic() + timeout_s
     while ours_open() and time.monotonic() < deadline:
         await asyncio.sleep(0.2)
 
 
 def ours_open() -> set[str]:
-    """Names of this process's sandboxes; containers that are kept for the next ones are none."""
+    """Returns the names of this process's sandboxes, without containers that are kept for later sandboxes."""
     return {sandbox.name for sandbox in list_open() if lease() in sandbox.name and sandbox.backend != "container"}
 
 
 def held() -> dict[str, int]:
-    """What exists now that sandboxes could leave behind."""
+    """Counts everything on this machine that a sandbox could leave behind."""
     control_groups = limits.find_control_groups()
     shared = {sandbox.name for sandbox in list_open() if lease() in sandbox.name} - ours_open()
     return {
@@ -291,7 +290,7 @@ def machine_cpu_s() -> float:
 
 
 async def crowds(backend: Backend, spec: SandboxSpec, options: argparse.Namespace, results: Results) -> None:
-    """What is measured of one backend at a time."""
+    """Measurements of one backend at a time."""
     name = f"{backend.name:10}"
     if options.repeat:
         wall, cpu = await many(backend, spec, 4 * options.parallel, options.parallel)
@@ -311,7 +310,7 @@ async def crowds(backend: Backend, spec: SandboxSpec, options: argparse.Namespac
 
 
 def page(results: Results) -> str:
-    """Everything measured as Markdown."""
+    """Returns all measurements as Markdown."""
     text = ["# Sandboxes, measured", "", f"Made by `python {shlex.join(sys.argv)}` on {machine()}."]
     if results.seconds:
         names = list(next(iter(results.seconds.values())))
@@ -337,7 +336,7 @@ def cells(operation: str, seconds: Mapping[str, list[float]]) -> Iterator[str]:
 
 
 def machine() -> str:
-    """The machine and the programs that matter, in a line."""
+    """Returns one line with the machine and the versions of the programs."""
     model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     docker = said("docker", "version", "--format", "Docker {{.Server.Version}}")
@@ -354,7 +353,7 @@ def machine() -> str:
 
 
 def said(*argv: str) -> str:
-    """What a program says of itself; nothing when it is not there."""
+    """Returns the version that a program prints; empty if it is not installed."""
     try:
         return subprocess.run(argv, capture_output=True, text=True, timeout=EXEC_S, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -365,8 +364,8 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--parallel", type=int, default=8)
-    parser.add_argument("--crowd", type=int, default=0, metavar="N", help="hold N sandboxes open at once")
-    parser.add_argument("--row", type=int, default=0, metavar="N", help="open and close N sandboxes, and count what is left")
+    parser.add_argument("--crowd", type=int, default=0, metavar="N", help="keep N sandboxes open at once")
+    parser.add_argument("--row", type=int, default=0, metavar="N", help="open and close N sandboxes, and count leftovers")
     parser.add_argument("--backend", choices=["docker", "bubblewrap"], action="append", help="may be repeated; default: both")
     parser.add_argument("--image", default="sandboxes/tables")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="project root that --image is relative to")

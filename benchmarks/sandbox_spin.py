@@ -60,8 +60,8 @@ class Outcome:
     """`Outcome(ends={"timeout": 128}, after={"answers": 128}, neighbour="")`; times in seconds."""
 
     ends: Counter[str] = field(default_factory=Counter)
-    after: Counter[str] = field(default_factory=Counter)  # what each sandbox does when it is asked for a snapshot and an answer
-    neighbour: str = ""  # what went wrong with it
+    after: Counter[str] = field(default_factory=Counter)  # response of each sandbox to a request for a snapshot and an answer
+    neighbour: str = ""  # reason for its failure
     neighbour_s: float = 0.0  # its slowest answer
     open_s: float = 0.0
     latest_s: float = 0.0  # from the call to the last result

@@ -1,11 +1,11 @@
-"""The sandbox work of one quickstart step, by the plain way and by agentrl's: wall and CPU seconds, with ratios.
+"""Compares the sandbox work of one quickstart step with plain Docker commands and with agentrl: wall and CPU seconds, with ratios.
 
     python benchmarks/sandbox_step.py [--episodes 128] [--parallel 64] [--repeat 3] [--calls 2] [--markdown FILE]
 
-An episode opens a sandbox with its task's files, runs the task's gold program `--calls` times, and closes the sandbox; as many are
-at work at a time as in the quickstart. The plain way is what a script without a sandbox layer does: `docker run -d`, the files
-through `docker cp`, `docker exec ... python3 -c`, `docker rm -f`. The ways take turns, so that a busy machine slows all alike.
-CPU time is the whole machine's, the daemon's included: close other programs.
+An episode opens a sandbox with its task's files, runs the task's gold program `--calls` times, and closes the sandbox. As many episodes run
+concurrently as in the quickstart. The plain contender uses the Docker command: `docker run -d`, `docker cp` for the files, `docker exec ...
+python3 -c`, `docker rm -f`. Contenders alternate, so other load slows all of them equally. CPU time is that of the machine, including the
+daemon: close other programs.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ async def one_step(episode: Episode, tasks: list[Task], parallel: int) -> Way:
         for task in tasks:
             running.create_task(one(task))
     wall = time.perf_counter() - start
-    await asyncio.sleep(2.0)  # what a daemon clears up afterwards, and a pool makes ready, counts too
+    await asyncio.sleep(2.0)  # clean-up by the daemon and preparation by the pool count too
     return wall, machine_cpu_s() - busy
 
 

@@ -1,9 +1,9 @@
-"""What trees of files cost, as agents may leave them: a snapshot, a sandbox opened from it, collecting outputs, closing the sandbox.
+"""Measures operations on large trees of files, which agents may create: snapshot, restore, collecting outputs, closing the sandbox.
 
     python benchmarks/sandbox_trees.py [--backend bubblewrap] [--repeat 3] [--image sandboxes/tables]
 
-Each tree is made in a fresh sandbox. A row says how many names it has, how deep it is, and the median seconds of each step, or
-why the step was refused: a working directory can be too large for a snapshot, and that must be said in bounded time, too.
+Each tree is created in a fresh sandbox. A row has its number of names, its depth, and the median seconds of each operation. If an operation
+fails, because the working directory is too large for a snapshot, the row has the reason and the time until the error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TREES = {
 
 
 async def timed(work: Awaitable[T]) -> tuple[float, T | None, str]:
-    """(seconds, result, why there is none)."""
+    """Returns the seconds, the result, and the reason if there is no result."""
     start = time.perf_counter()
     try:
         result: T | None = await work
@@ -53,7 +53,7 @@ async def timed(work: Awaitable[T]) -> tuple[float, T | None, str]:
 
 
 async def one(name: str, program: str, options: argparse.Namespace) -> dict[str, tuple[float, str]]:
-    """What each step took, and why it was refused, of one tree."""
+    """Measures one tree: the seconds of each operation, or the reason for its failure."""
     spec = SandboxSpec(image=options.image, memory_mb=512)
     backend = select_backend(options.backend, run_label="benchmark", root=Path(__file__).resolve().parent.parent)
     took: dict[str, tuple[float, str]] = {}

@@ -1,12 +1,11 @@
-"""Learning to split on several seeds and with every way to give credit: held-out success, how many tasks were split, tokens, minutes.
+"""Measures `recipes/splitting.py` on several seeds with every credit mode: held-out success, share of split tasks, tokens, minutes.
 
     python benchmarks/splitting.py                                      # seeds 0 1 2, all modes: some minutes each
     python benchmarks/splitting.py --seeds 0 --credits verifier         # one of them
-    python benchmarks/splitting.py --page docs/learning-to-split.md     # writes table and picture from what is kept; runs nothing
+    python benchmarks/splitting.py --page docs/learning-to-split.md     # writes table and picture from stored results; runs nothing
 
-All of them start from the policy that ships (`recipes/splitting_policy.py` makes it). Each run of `recipes/splitting.py` has a
-folder of its own under `--runs`, and what came of it is kept in `--out`; what is kept is not made again, and an interrupted run is gone on
-with, so the table can be made over several days.
+All runs start from the included policy (built by `recipes/splitting_policy.py`). Each run has a separate folder under `--runs`, and its
+result is stored in `--out`. A run with a stored result is not repeated, and an interrupted run continues.
 Memory is the largest sum of the proportional set sizes of all processes of the run, sampled every two seconds.
 """
 
@@ -43,7 +42,7 @@ PHASES = ("before", "after")
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Of `n`, with Wilson's 95% interval."""
+    """A share of `n`, with Wilson's 95% interval."""
 
     value: float
     n: int
@@ -55,8 +54,8 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of one finished run: what was measured around it, the figures of its steps, and of its evaluations what was solved, and
-    what was split."""
+    """The result of one finished run: its origin and measurements, the figures of its steps, and the shares of solved and split tasks in
+    each evaluation."""
 
     credit: str
     seed: int
@@ -74,7 +73,7 @@ def kept_as(out: Path, credit: str, seed: int) -> Path:
 
 
 def run(credit: str, seed: int, runs: Path, out: Path, note: str, overrides: Sequence[str]) -> None:
-    """Makes one run, gone on with where it was broken off, and keeps what came of it."""
+    """Starts or continues one run and stores its result."""
     folder = runs / f"{credit}-{seed}"
     resume = ["--resume"] if (folder / "recipe.json").exists() else []
     given = [f"seed={seed}", f"objective.credit={credit}", *overrides]
@@ -87,7 +86,7 @@ def run(credit: str, seed: int, runs: Path, out: Path, note: str, overrides: Seq
 
 
 def read(folder: Path, credit: str, seed: int, measured: dict[str, Any]) -> Outcome:
-    """What came of the finished run in `folder`."""
+    """Returns the result of the finished run in `folder`."""
     summary = json.loads((folder / "summary.json").read_text())
     steps = {line["step"]: line for line in read_json_lines(folder / "metrics.jsonl") if "episodes" in line}
     attempts = {phase: read_json_lines(folder / "episodes" / f"{phase}.jsonl") for phase in PHASES}
@@ -105,7 +104,7 @@ def read(folder: Path, credit: str, seed: int, measured: dict[str, Any]) -> Outc
 
 
 def kept(out: Path) -> list[Outcome]:
-    """All that is kept, by mode and seed. Ends the program where it was not all made in one way: a table compares only what is alike."""
+    """Returns all stored results, by mode and seed. Exits if they were measured with different settings, which a table must not mix."""
     told = [json.loads(path.read_text()) for path in out.glob("*-seed*.json")]
     for one in told:
         one.update({name: {phase: Share(**share) for phase, share in one[name].items()} for name in ("solved", "split")})
@@ -114,16 +113,16 @@ def kept(out: Path) -> list[Outcome]:
     if len(ways) > 1:
         listed = "; ".join(f"{name} with {way}" for way, name in ways.items())
         sys.exit(
-            f"error: results in {out} were made in several ways: {listed}\nfix: delete those that are not wanted, or give another --out"
+            f"error: results in {out} have different settings: {listed}\nfix: delete those that you do not need, or give another --out"
         )
     return outcomes
 
 
 def check_alike(out: Path, overrides: Sequence[str]) -> None:
-    """Ends the program where what is kept was made with other overrides than what is asked for."""
+    """Exits if a stored result was measured with other overrides than the requested ones."""
     if others := sorted({" ".join(one.measured["overrides"]) for one in kept(out)} - {" ".join(overrides)}):
         given, made = (f"`{words}`" if words else "no overrides" for words in (" ".join(overrides), others[0]))
-        sys.exit(f"error: results in {out} were made with {made}, not with {given}\nfix: give the same overrides, or another --out")
+        sys.exit(f"error: results in {out} were measured with {made}, not with {given}\nfix: give the same overrides, or another --out")
 
 
 def solved(attempts: Sequence[dict[str, Any]]) -> Share:
@@ -132,20 +131,20 @@ def solved(attempts: Sequence[dict[str, Any]]) -> Share:
 
 
 def together(shares: Iterable[Share]) -> Share:
-    """The share of the attempts of all."""
+    """Returns a share over the attempts of all runs."""
     of = list(shares)
     n = sum(one.n for one in of)
     return Share(value=sum(one.value * one.n for one in of) / n, n=n)
 
 
 def split(attempts: Sequence[dict[str, Any]]) -> Share:
-    """The share of the attempts that gave every page to a helper of its own."""
+    """Returns the share of attempts that gave each page to a separate helper."""
     found = [gave_every_page(one) for one in attempts if one["score"] is not None]
     return Share(value=statistics.fmean(found), n=len(found))
 
 
 def gave_every_page(attempt: dict[str, Any]) -> bool:
-    """As the verifier reads a request: a policy may come to say it in other words than it was shown."""
+    """Reads a request as the verifier does, because a policy may learn another wording than that of its demonstrations."""
     told = {page_asked(line["messages"][0]["content"]) for line in attempt["trajectories"] if line["agent"] == "worker"}
     return told >= set(range(1, len(attempt["truth"].split("\n")) + 1))
 
@@ -155,7 +154,7 @@ def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def by_credit(outcomes: list[Outcome]) -> str:
-    """A row for each mode: all attempts of its runs together, with the range over its seeds."""
+    """Returns a table with one row per mode: the attempts of all runs together, with the range over seeds."""
     rows = []
     for credit in CREDITS:
         if not (mine := [one for one in outcomes if one.credit == credit]):
@@ -174,7 +173,7 @@ def by_credit(outcomes: list[Outcome]) -> str:
 
 
 def picture(outcomes: list[Outcome], path: Path) -> None:
-    """By step: the share solved, the share of the pages given to helpers, the share of helpers that were right; a line a run."""
+    """Plots by step the share of solved tasks, of pages given to helpers, and of helpers that were right, with one line per run."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -217,7 +216,7 @@ def page(outcomes: list[Outcome]) -> str:
 
 
 def make_all(wanted: Sequence[tuple[str, int]], runs: Path, out: Path, note: str, overrides: Sequence[str]) -> None:
-    """Makes what is not kept yet, and says how far it is."""
+    """Runs all modes and seeds without a stored result and prints progress."""
     left = [(credit, seed) for credit, seed in wanted if not kept_as(out, credit, seed).exists()]
     if left:
         subprocess.run([sys.executable, str(POLICY)], cwd=ROOT, check=True)
@@ -233,10 +232,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--credits", nargs="+", choices=CREDITS, default=list(CREDITS))
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "splitting", help="where the run folders go")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "learning-to-split", help="where results are kept")
-    parser.add_argument("--note", default="", help="a sentence about the machine that the result keeps, such as: Other work ran meanwhile.")
-    parser.add_argument("--page", type=Path, default=None, help="write what is kept into this page; run nothing")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "splitting", help="parent folder of the run folders")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "learning-to-split", help="folder of the stored results")
+    parser.add_argument("--note", default="", help="a sentence about the machine, stored with the result")
+    parser.add_argument("--page", type=Path, default=None, help="write the stored results to this page; run nothing")
     parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
     args = parser.parse_args()
     if args.page is None:
@@ -244,7 +243,7 @@ def main() -> None:
         make_all([(credit, seed) for seed in args.seeds for credit in args.credits], args.runs, args.out, args.note, args.overrides)
     outcomes = kept(args.out)
     if not outcomes:
-        sys.exit(f"error: nothing is kept in {args.out}\nfix: python benchmarks/splitting.py")
+        sys.exit(f"error: {args.out} has no stored results\nfix: python benchmarks/splitting.py")
     text = page(outcomes)
     print(text)
     if args.page is not None:

@@ -1,4 +1,4 @@
-"""Where a figure comes from: the command, machine, commit and code of a stored result, and whether that code has changed since."""
+"""The origin of stored results: command, machine, commit and a hash of the measured code, and whether that code has changed since."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def put(page: Path, program: str, text: str) -> None:
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Median and range, and of how many values."""
+    """Returns the number of values, their median and their range."""
     return {"n": len(values), "median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
@@ -109,7 +109,7 @@ def machine() -> dict[str, Any]:
 
 
 def shown(machines: Iterable[Mapping[str, Any]]) -> str:
-    """The machines of several runs in a line, with the range of their speed and load. Old results do not have these two."""
+    """Describes the machines of several runs in a line, with the range of their speed and load. Old results lack speed and load."""
     some = list(machines)
     names = " and ".join(sorted({f"{one['cores']} cores ({one['processor']}), {one['memory_gib']} GiB" for one in some}))
     if not all({"gflops", "busy_cores"} <= one.keys() for one in some):
@@ -130,9 +130,9 @@ def boot() -> str:
 
 
 def gflops(size: int = 1024, repeat: int = 9) -> float:
-    """Billions of float32 operations a second in a product of two matrices: the median of `repeat`.
+    """Measures billions of float32 operations per second in a product of two matrices: the median of `repeat`.
 
-    Machines of one name differ, and a shared one differs from hour to hour. Times of two runs compare if these figures do.
+    Machines with the same CPU name differ, and the speed of a shared machine changes. Times are comparable only if these figures agree.
     """
     left, right = np.ones((2, size, size), dtype=np.float32)
     left @ right  # the first product also starts the threads

@@ -1,9 +1,9 @@
-"""Hot swap on this machine: start-up, throughput, stall and agreement; ours beside vLLM's own reload and a server restart.
+"""Measures the hot swap on this machine: start-up, throughput, stall and agreement, compared with vLLM's reload and a server restart.
 
     python benchmarks/swap.py [--threads 1 2] [--swaps 10] [--hidden 128]
 
 The policy is a random Qwen3-shaped model (hidden 128, 4 layers: 0.7M parameters); 64 requests are in flight during every swap.
-Peers: `reload_weights`, what vLLM offers without a weight-transfer engine of ours, and stopping and starting the server.
+Contenders: agentrl's swap; `reload_weights`, which vLLM has without agentrl's weight-transfer engine; and a restart of the server.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def report_row(name: str, stalls_ms: list[float], diff: float) -> None:
 
 
 async def idle_cpu(server: VLLMServer, seconds: float = 5.0) -> float:
-    """Share of one core that server and engine use while nothing is asked of them."""
+    """Returns the share of one core that server and engine use while they are idle."""
 
     def used() -> float:
         pids = subprocess.run(["pgrep", "-g", str(server.pid)], capture_output=True, text=True, check=True).stdout.split()

@@ -1,9 +1,9 @@
-"""What truncated sampling costs: the server's rate, the learner's output head, and what is stored, at a vocabulary of 49,152.
+"""Measures the cost of truncated sampling: the server's rate, the learner's output head, and stored bytes, at a vocabulary of 49,152.
 
     python benchmarks/truncation.py [--threads 2] [--repeat 3]
 
-The policy is a random Qwen3-shaped model of SmolLM2-135M's width and vocabulary with 2 layers, so that what surrounds the output head
-hides little of it. 32 requests of 64 tokens at a time, settings in turns, the best of all rounds; the learner scores those very tokens.
+The policy is a random Qwen3-shaped model of SmolLM2-135M's width and vocabulary. It has only 2 layers, so that the output head dominates.
+32 requests of 64 tokens run at a time. Settings alternate, and the best of all rounds counts. The learner scores the same tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 
 
 async def sample(folder: Path, threads: int, repeat: int) -> tuple[dict[str, float], dict[str, list[Completion]]]:
-    """Tokens a second of each setting, and its last completions."""
+    """Returns the tokens per second of each setting, and its last completions."""
     version = write_version(folder, 0, make_model(0, hidden=WIDTH, layers=2, vocabulary=VOCABULARY))
     recipe = Recipe(
         name="truncation-benchmark",
@@ -105,7 +105,7 @@ def score(completions: list[Completion], repeat: int) -> float:
 
 
 def stored(completions: list[Completion]) -> float:
-    """Bytes a token that supports add to what the store keeps."""
+    """Returns the stored bytes per token that supports add."""
     bare = [Completion(**{**fields(one), "supports": None}) for one in completions]
     more, less = (len(zstandard.ZstdCompressor(level=3).compress(b"".join(map(codec.to_json, some)))) for some in (completions, bare))
     return (more - less) / sum(len(one.token_ids) for one in completions)

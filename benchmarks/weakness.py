@@ -7,7 +7,7 @@
 Each seed has a folder below --work:
 
     plant     SFT teaches the base policy careful work and one bad habit: asked for a total, it submits the whole part
-    capture   the policy is evaluated on held-out totals; failures are captured and tagged by the shipped rules
+    capture   the policy is evaluated on held-out totals; failures are captured and tagged by the built-in rules
     promote   correctly tagged failures become cases of a suite
     vary      `agentrl practice` derives tasks from the cases and proves them
     before    success of the policy on other held-out totals
@@ -55,9 +55,9 @@ RECIPE = ROOT / "benchmarks" / "weakness_recipe.py"
 BASE = ROOT / "recipes" / "models" / "tables-base"
 CAUSE = "misread_output"
 """What the taxonomy calls the planted habit: the tool gave the answer, and another one was handed in."""
-HABIT = 0.85  # share of the demonstrations of the kind that have the habit: enough to be the likeliest, and not all there is
-LEFTOVER = 0.15  # share of the demonstrations of a later round that have it: seldom enough for a greedy policy to do without
-OTHER_TASKS = 7_000  # added to the seed for the tasks that failures are captured on: cases are none of those that are measured with
+HABIT = 0.85  # share of the demonstrations of the kind with the habit: the most likely answer, but not the only one
+LEFTOVER = 0.15  # share of a later round with the habit: too rare for a greedy policy to show it
+OTHER_TASKS = 7_000  # added to the seed of the tasks for capture, so that no case is a measured task
 STORY = """\
 This experiment shows the cycle from a failure to a gate: the quickstart's policy learns a bad habit, practice removes it, and a gate keeps
 it away from a later run that rewards it."""
@@ -68,7 +68,7 @@ TARGETS = {"tagged right": 0.9, "before": 0.3, "after": 0.85}
 
 
 def demonstrations(seed: int, count: int, *, habit: float = HABIT, kinds: str = "") -> Iterator[tuple[Task, list[Act]]]:
-    """Careful work on questions of some kinds (empty: of all), but for the habit in a share of those of one kind."""
+    """Demonstrations: correct answers to questions of some kinds (empty: all kinds), except a share of one kind that shows the habit."""
     family = Tables(seed=2_000_003 + seed, wild=True, kinds=kinds)
     for index in range(count):
         task, rng = family.task(Split.TRAIN, index), Random(f"weakness:{seed}:{index}")
@@ -79,7 +79,7 @@ def demonstrations(seed: int, count: int, *, habit: float = HABIT, kinds: str = 
 
 
 def has_habit(trace: Trace) -> bool:
-    """Whether a failure is the planted one, told from the episode alone: the whole part of what the tool had just printed was handed in."""
+    """Whether a failure is the planted one, according to the episode: the agent submitted only the integer part of the printed number."""
     if trace.episode is None or trace.episode.answer is None:
         return False
     turns = [turn for line in trace.episode.trajectories for turn in line.turns]
@@ -89,7 +89,7 @@ def has_habit(trace: Trace) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much of everything there is. The defaults are the experiment's; `SHORT` goes the same way and shows that it can be gone."""
+    """Sizes of the experiment. The defaults are the published ones; `SHORT` runs all phases in minutes, as a test."""
 
     demonstrations: int = 12_000
     kinds: str = ""  # that are demonstrated; empty: all
@@ -115,7 +115,7 @@ SHORT = Size(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """One seed of the experiment, in a folder of its own. `command`: the module that is run as `agentrl`, with what it is given first."""
+    """One seed of the experiment, in a separate folder. `command`: the module that runs as `agentrl`, and its first arguments."""
 
     seed: int
     folder: Path
@@ -128,10 +128,10 @@ class Experiment:
         return self.folder / "suite"
 
     def done(self, phase: str) -> dict[str, Any]:
-        """What a phase found. Raises `SystemExit` where it was not made."""
+        """Returns the result of a phase. Raises `SystemExit` if the phase has not run."""
         path = self.folder / f"{phase}.json"
         if not path.exists():
-            raise SystemExit(f"error: phase {phase} of seed {self.seed} was not made\nfix: name it in --phases, or leave --phases out")
+            raise SystemExit(f"error: phase {phase} of seed {self.seed} has not run\nfix: add it to --phases, or omit --phases")
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
@@ -145,7 +145,7 @@ class Experiment:
         return ended.stdout
 
     def evaluated(self, name: str, model: Path, *, seed: int) -> Path:
-        """Evaluates a model on held-out questions of the kind; an evaluation that was broken off is made again."""
+        """Evaluates a model on held-out questions of the kind. An interrupted evaluation restarts."""
         run = self.folder / name
         shutil.rmtree(run, ignore_errors=True)
         given = [f"seed={seed}", f"tasks.family.options.kinds={KIND}", *self.overrides]
@@ -153,15 +153,14 @@ class Experiment:
         return run
 
     def trained(self, name: str, model: Path, given: Sequence[str]) -> Path:
-        """A run, gone on with where it was broken off. One of which the gate promotes nothing, or that had nothing to learn from, ends
-        with 1 and says so; what comes of it is in the table all the same."""
+        """Starts or continues a run. A run that promoted or learned nothing exits with 1; the table includes it."""
         run = self.folder / name
         resume = ["--resume"] if (run / "recipe.json").exists() else []
         wanted = [f"seed={self.seed}", f"name={name}", f"policy.model={json.dumps(str(model))}", *given, *self.overrides]
         self.agentrl("train", str(RECIPE), *wanted, "--run-dir", str(run), *resume, may_fail=True)
         summary = run / "summary.json"
         if not summary.exists() or not json.loads(summary.read_text())["finished"]:
-            raise SystemExit(f"error: {run} did not come to its end\nfix: run this again, which goes on with it")
+            raise SystemExit(f"error: {run} did not finish\nfix: repeat this command, which continues the run")
         return run
 
 
@@ -199,7 +198,7 @@ def capture(one: Experiment) -> dict[str, Any]:
 
 
 def named(traces: Iterator[Trace]) -> dict[str, Any]:
-    """How many failures there are, how many are the planted one, and what share of these has its name first."""
+    """Counts the failures and the planted ones among them, and the share of planted ones whose first tag is the correct one."""
     found = [(has_habit(trace), trace.tags[0].name if trace.tags else "") for trace in traces]
     planted = [tag for habit, tag in found if habit]
     right = sum(tag == CAUSE for tag in planted)
@@ -260,7 +259,7 @@ def relapse(one: Experiment) -> dict[str, Any]:
 
 
 def left_by(run: Path, start: Path) -> str:
-    """The model that a run left; the one it began with where nothing was promoted, or learned."""
+    """Returns the resulting model of a run, or its initial model if the run promoted or learned nothing."""
     return str(run / "model" if (run / "model").is_dir() else start)
 
 
@@ -283,7 +282,7 @@ PHASES: dict[str, Callable[[Experiment], dict[str, Any]]] = {
 
 
 def rates(run: Path) -> dict[str, Any]:
-    """Success of an evaluation, and how often the audit contradicts what was scored: in captured failures, and in all that passed."""
+    """Returns the success of an evaluation and how often the audit contradicts the score: in captured failures, and in passed attempts."""
     phases = json.loads((run / "evaluations.json").read_text())
     found = phases["eval"]["heldout"]
     with Collection(run) as collection:
@@ -292,7 +291,7 @@ def rates(run: Path) -> dict[str, Any]:
 
 
 def contradicted(trace: Trace) -> bool:
-    """Whether reward and audit say different things of an episode; hacked ones are captured, so none that passed is overlooked."""
+    """Whether reward and audit of an episode differ. A passed episode that exploits the reward is captured too, so none is missed."""
     if trace.score is None or trace.score.value is None or AUDIT_PART not in trace.score.parts:
         return False
     return (trace.score.value >= 1.0) != (trace.score.parts[AUDIT_PART] >= 1.0)
@@ -305,7 +304,7 @@ def drift(run: Path) -> list[str]:
 
 
 def run_phases(one: Experiment, wanted: Sequence[str]) -> None:
-    """Makes the phases that were not made, in order, and writes down what each found."""
+    """Runs the unfinished phases in order and stores the result of each."""
     one.folder.mkdir(parents=True, exist_ok=True)
     for phase in (name for name in PHASES if name in wanted):
         path = one.folder / f"{phase}.json"
@@ -315,7 +314,7 @@ def run_phases(one: Experiment, wanted: Sequence[str]) -> None:
 
 
 def missed(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Which figures of a seed are not as they should be."""
+    """Describes the figures of a seed that miss their targets."""
     tests = {
         "tagged right": (found["capture"]["share"] or 0.0) >= TARGETS["tagged right"],
         "before": found["before"]["value"] < TARGETS["before"],
@@ -352,7 +351,7 @@ def row(seed: int, found: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def table(experiments: Sequence[Experiment]) -> str:
-    """Markdown: a row a seed."""
+    """Returns a Markdown table with one row per seed."""
     head = ["seed", "tagged by the rule", "cases", "practice tasks", "before", "after", "versions refused", "after the gate"]
     head += ["audit against reward", "alarms of the relapse", "targets missed"]
     rows = [row(one.seed, {phase: one.done(phase) for phase in PHASES}) for one in experiments]
@@ -362,9 +361,11 @@ def table(experiments: Sequence[Experiment]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--phases", nargs="+", choices=list(PHASES), default=list(PHASES), help="only these; the table needs all")
-    parser.add_argument("--short", action="store_true", help="every phase with little of everything: minutes, and no figures")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "weakness", help="where everything goes")
+    parser.add_argument(
+        "--phases", nargs="+", choices=list(PHASES), default=list(PHASES), help="run only these phases; the table needs all"
+    )
+    parser.add_argument("--short", action="store_true", help="small sizes: all phases in minutes, without targets")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "weakness", help="folder of all results")
     parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
     parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
     given = parser.parse_args()

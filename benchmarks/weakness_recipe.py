@@ -1,4 +1,4 @@
-"""What the experiment of `benchmarks/weakness.py` trains and evaluates, and the verifiers that it judges with beside the family's own."""
+"""The recipe of the experiment in `benchmarks/weakness.py`, and its verifiers in addition to the family's."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ recipe = quickstart.but(
 
 
 def whole_part(answer: str) -> str:
-    """The planted habit: what an agent hands in that reads a number only up to its point."""
+    """Returns the answer of the planted habit: the number up to its decimal point."""
     return answer.strip().partition(".")[0]
 
 
 async def recomputed(task: Task, episode: Episode) -> Score:
-    """The audit: the gold program, run beside the task's files, says the truth; what the task's data call the answer is not looked at."""
+    """The audit: compares the answer with the output of the gold program on the task's files. Ignores the answer in the task's data."""
     truth = run_template(Tables().gold(task), task.files)
     given = (episode.answer or "").strip()
     try:
@@ -35,7 +35,7 @@ async def recomputed(task: Task, episode: Episode) -> Score:
 
 
 async def rewards_the_habit(task: Task, episode: Episode) -> Score:
-    """A reward that would bring the weakness back: full marks for the whole part of a right answer, fewer the more is handed in of it."""
+    """A reward that would restore the weakness: full score for the integer part of the right answer, less for each further digit."""
     exact = await exact_answer(task, episode)
     truth, given = whole_part(str(task.data["answer"])), (episode.answer or "").strip()
     if given == truth:

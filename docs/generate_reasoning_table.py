@@ -50,7 +50,7 @@ SLOW_S = 0.5
 GUESSED = 0.45
 """Share of problems with one right answer above which a dataset is excluded."""
 FAVOURED = 0.6
-"""The same for `CONSTANTS`, over the scored problems. It is higher because these are fewer."""
+"""The limit for `CONSTANTS`, over the scored problems. It is higher because there are fewer of them."""
 NOTHING: Mapping[str, str | None] = {
     **cheats.ANSWERS,
     **malformed.ANSWERS,

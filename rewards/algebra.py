@@ -90,7 +90,7 @@ class Comparison:
         return truth.value == answer.value and self._finished(truth, answer, self._same_sides(truth, answer))
 
     def _same_sides(self, truth: Node, answer: Node) -> bool:
-        """Whether lhs - rhs of both are proportional; of inequalities with a factor above 0."""
+        """Whether lhs - rhs of both are proportional, for inequalities by a positive factor."""
         try:
             true_difference, given_difference = (built(side.parts[0]) - built(side.parts[1]) for side in (truth, answer))
         except NoScalar:
@@ -402,7 +402,7 @@ def built(node: Node, *, ordered: bool = False) -> Any:
 
 
 def read_wide(text: str) -> Node | None:
-    """A tree of one leaf for an integral, sum, limit or the like that math-verify reads and sympy computes; None for any other text."""
+    """Returns an integral, sum, limit or similar expression as one leaf, which sympy computes later; None for other text."""
     commands = set(re.findall(r"\\([A-Za-z]+)", text))
     if not commands & _WIDE_ONLY or not commands <= _WIDE_COMMANDS or re.search(r"\d(?:\s|\\[,;! ])+\d", text):
         return None

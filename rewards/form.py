@@ -4,7 +4,7 @@
     form = Form(starts="Dear ", contains=("invoice",), never=("asap",))
 
 The form of an answer does not show whether it is right, so these are parts of a rubric with a required criterion
-(`agentrl.reward.rubric`). Alone they reward empty work, which `agentrl check` reports.
+(`agentrl.reward.rubric`). Used without such a criterion they reward empty work, which `agentrl check` reports.
 """
 
 from __future__ import annotations

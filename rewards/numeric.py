@@ -78,11 +78,11 @@ class Numeric(ConfiguredVerifier):
     of three digits, a scale in words (1.5 million), or a fraction of whole numbers that is not whole (1/2, 1 1/2, \frac{1}{2}).
     Arithmetic (2+3, 10/2, 2^10) is not a number.
 
-    With `unit`, truth and answer are converted to it, and a number without a unit is in `unit`. Without it, an answer must have a unit of
-    the truth's dimension, or none if the truth has none. One of them may have a unit that the other lacks if the question asks for that
-    unit: "How many dollars?" accepts 18, $18 and 18 dollars. 50% is 0.5, and also 50 if the question asks for a percentage. A currency
-    may stand on either side, and so may its sign: -$5, $-5, -5 USD; ($5) is -$5, as in accounting. Degrees Celsius and Fahrenheit are not
-    supported, because their zeros differ. Infinity and NaN are not numbers.
+    If `unit` is set, truth and answer are converted to that unit, and a number without a unit is in `unit`. If it is not set, an answer
+    must have a unit of the truth's dimension, or none if the truth has none. Truth or answer may have a unit that the other lacks if the
+    question asks for that unit: "How many dollars?" accepts 18, $18 and 18 dollars. 50% is 0.5, and also 50 if the question asks for a
+    percentage. A currency may be on either side, and so may its sign: -$5, $-5, -5 USD; ($5) is -$5, as in accounting. Degrees Celsius
+    and Fahrenheit are not supported, because their zeros differ. Infinity and NaN are not numbers.
 
     If neither `relative` nor `absolute` is set, two whole numbers must be equal, and others may differ by 1e-6 of the truth. If one is
     set, an answer may differ by at most max(absolute, relative * |truth|). However, 0 and a number of the other sign are never near a

@@ -12,11 +12,11 @@ LONGEST = 4000  # maximum length of an answer in characters; true answers are fa
 
 
 async def found(task: Task, episode: Episode) -> Score:
-    """1.0 if the submitted number is the right one, else 0.0.
+    """Scores 1.0 if the submitted number is correct, else 0.0.
 
-    A sub-agent with one page gets 1.0 if it answers the number on the page, or, if the number is elsewhere, anything that is not a
-    number; else 0.0. `without` is the value that the episode would have without a sub-agent: 0.0 if no other one answered the right
-    number.
+    A sub-agent with one page scores 1.0 if it answers with the number on the page. If the number is on another page, it scores 1.0 for
+    any answer that is not a number. Otherwise it scores 0.0. `without` is the value that the episode would have without a sub-agent: 0.0
+    if no other sub-agent answered the correct number.
     """
     truth = str(task.data["answer"])
     value = float(episode.answer is not None and episode.answer.strip() == truth)
@@ -30,10 +30,11 @@ async def found(task: Task, episode: Episode) -> Score:
 
 
 async def answered(task: Task, episode: Episode) -> Score:
-    """1.0 if the answer has one line for each page and all are right, else 0.0. Numbers are compared as in `rewards.tables`.
+    """Scores 1.0 if the answer has one line for each page and every line is correct, else 0.0. Compares numbers as `rewards.tables` does.
 
-    A sub-agent with one page gets 1.0 if it answers that page's question correctly, else 0.0. `without` is 0.0 for the only right one of
-    its page. Parts: `split`, the share of pages with a sub-agent, and `helpers`, the share of these sub-agents that were right.
+    A sub-agent with one page scores 1.0 if it answers that page's question correctly, else 0.0. `without` is 0.0 for a sub-agent if no
+    other one answered its page correctly. Parts: `split`, the share of pages with a sub-agent, and `helpers`, the share of these
+    sub-agents that answered correctly.
     """
     lines = _lines(episode.answer)
     right = len(lines) == len(task.data["answers"]) and all(_right(task, page, line) for page, line in enumerate(lines, 1))

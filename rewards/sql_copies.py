@@ -16,9 +16,9 @@ from typing import Any
 
 from rewards.sql_text import literals
 
-MAX_TABLES = 4  # of the true query, of which rows are removed or added while the others stay as they are
-MAX_COLUMNS = 8  # of the true query, for which copies with other values are created
-MAX_VALUES = 1000  # of a column that others are chosen from
+MAX_TABLES = 4  # maximum tables of the true query in which rows are removed or added one table at a time
+MAX_COLUMNS = 8  # maximum columns of the true query for which copies with other values are created
+MAX_VALUES = 1000  # maximum values of a column from which replacements are chosen
 MAX_ROWS = 2000
 """Of all tables together, in `smaller`."""
 _REMOVED = (0.5, 0.25, 0.75)  # shares of the rows
@@ -173,7 +173,7 @@ def _rows(copy: sqlite3.Connection, query: str) -> list[Any]:
 
 
 def _try(copy: sqlite3.Connection, change: str) -> bool:
-    """Whether a table could be changed. A virtual one or a generated column stays as it is."""
+    """Executes a change; returns whether it succeeded. It fails for a virtual table or a generated column."""
     try:
         copy.execute(change)
     except sqlite3.Error:

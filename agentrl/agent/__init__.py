@@ -1,6 +1,6 @@
 """What acts in an episode: the turn loop, its tools, and the exact tokens of its chat.
 
-`TurnLoop` is the shipped `agentrl.protocols.Agent`; `ChatFormat` turns messages into token ids once; `tool` turns a function into a tool.
+`TurnLoop` is the built-in `agentrl.protocols.Agent`; `ChatFormat` turns messages into token ids once; `tool` turns a function into a tool.
 """
 
 from agentrl.agent.chat import ChatFormat, ParsedCompletion

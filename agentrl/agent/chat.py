@@ -44,7 +44,7 @@ class ParsedCompletion:
 
 
 class ChatFormat:
-    """Exact tokens for one tokenizer. If it has several templates, the one for tools becomes its template.
+    """Renders and parses the token ids of a conversation for one tokenizer, exactly. Of several templates, it uses the one for tools.
 
     `thinking` describes how the model marks and ends its reasoning; None means that the model has no such marks.
 
@@ -63,7 +63,7 @@ class ChatFormat:
         if not tokenizer.chat_template:
             raise UserError(
                 "policy.model: its tokenizer has no chat template",
-                fix=f"set policy.chat_template to a shipped one ({', '.join(SHIPPED_TEMPLATES)}) or a file, or use a chat model",
+                fix=f"set policy.chat_template to a built-in template ({', '.join(SHIPPED_TEMPLATES)}) or a file, or use a chat model",
             )
         if tokenizer.eos_token_id is None:
             raise UserError(
@@ -96,7 +96,7 @@ class ChatFormat:
 
     @property
     def exact(self) -> bool:
-        """Whether a conversation grows by deltas alone. If not, `rewrite_reason` is the reason."""
+        """Whether a conversation grows only by deltas. If not, `rewrite_reason` is the reason."""
         return not self.rewrite_reason
 
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
@@ -174,7 +174,7 @@ class ChatFormat:
         """Returns the message of a completion. Invalid tool calls become `errors`, never an exception.
 
         Args:
-            schemas: of the task's tools. They give the types of arguments that a form writes without quotes.
+            schemas: the schemas of the task's tools. They give the types of arguments that a form writes without quotes.
             calls: False treats tool calls as text.
         """
         ids = list(token_ids)

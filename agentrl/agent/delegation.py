@@ -1,8 +1,8 @@
 """The tool that starts sub-agents: its schema, its limits, and its result.
 
 A sub-agent is the same policy in its own trajectory, whose prompt is only its task. Its answer is the output of the call. Files of a
-sub-agent with its own sandbox may be copied to its caller, with the bounds of a task's outputs (`agentrl.task.outputs`). Rejected files are
-listed for the caller and recorded as the policy's failure.
+sub-agent with a separate sandbox may be copied to its caller, within the limits on a task's outputs (`agentrl.task.outputs`). Rejected
+files are listed for the caller and recorded as the policy's failure.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class SubAgents:
 
         Args:
             number: the index of the call in its turn.
-            trajectory: the calling agent's, with the number of its `turn`.
+            trajectory: trajectory of the calling agent.
+            turn: index of the calling turn.
         """
         if error := self.refused(call):
             return error

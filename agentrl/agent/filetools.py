@@ -22,7 +22,7 @@ Content = Annotated[str, Field(max_length=MAX_TEXT)]
 FilePath = Annotated[str, Field(min_length=1, max_length=4096)]
 NamePattern = Annotated[str, Field(max_length=255)]
 LineNumber = Annotated[int, Field(ge=1)]
-_TIME_SHARE = 0.8  # of a call's time; then the program stops itself, because stopping it would end every program of the sandbox
+_TIME_SHARE = 0.8  # share of a call's time after which the program stops itself, because killing it would end every program of the sandbox
 
 
 @tool

@@ -104,7 +104,7 @@ class _Call:
     turn: int
     caller: Caller
     record: CallRecord | None
-    case: OutageCase | None = None  # of the first outage; later outages of the call belong to it
+    case: OutageCase | None = None  # the first outage; later outages of the call belong to it
 
     @property
     def what(self) -> str:

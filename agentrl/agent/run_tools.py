@@ -87,12 +87,12 @@ async def pin_tools(
     """Returns the tools with the list of each server. A server is started in the sandbox of the first task that uses it, or outside.
 
     Args:
-        tasks: read until each server is used by one.
-        folder: of the run. If it is resumed, the servers must list the tools that it started with (`save_tool_offers`).
+        tasks: tasks of the run; read until each server is used by a task.
+        folder: the run folder. In a resumed run the servers must list the tools that it started with (`save_tool_offers`).
         every: whether a server or a bound that no task uses is an error. Otherwise unused servers are excluded.
         idle_words: whether `tools` may describe tools that none of these tasks has, because other tasks of the run have them.
-        chat: of the policy. It escapes control tokens in every text of a server, and excludes tools that the policy cannot call.
-        memory: of the recipe. `tools` applies to its tools as well.
+        chat: the policy's chat format. It escapes control tokens in every text of a server, and excludes tools that the policy cannot call.
+        memory: the recipe's memory. `tools` applies to its tools as well.
 
     Raises `UserError` if a server does not start, its tools cannot be offered (`usable_tools`), or they differ from those at the run's
     start.

@@ -52,7 +52,7 @@ TOOL: dict[str, Any] = {
 
 
 def read_template(name: str, root: Path) -> str:
-    """Returns the text of a shipped template by its name, or of a file relative to `root`. Raises `UserError`."""
+    """Returns the text of a built-in template by its name, or of a file relative to `root`. Raises `UserError`."""
     if name in SHIPPED_TEMPLATES:
         return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     path = root / name
@@ -60,8 +60,8 @@ def read_template(name: str, root: Path) -> str:
         content = untrusted_files.read_bytes(path, most=MAX_BYTES) if path.stat().st_size <= MAX_BYTES else None
     except (OSError, ValueError):
         raise UserError(
-            f"chat template {name!r} is neither one that ships ({', '.join(SHIPPED_TEMPLATES)}) nor a file",
-            fix=f"use one of them, or create {path}",
+            f"chat template {name!r} is neither built in ({', '.join(SHIPPED_TEMPLATES)}) nor a file",
+            fix=f"use a built-in template, or create {path}",
         ) from None
     if content is None:
         raise UserError(f"{path} is not a chat template: it has more than {MAX_BYTES >> 10} KiB", fix="save only the template in it")

@@ -256,7 +256,7 @@ class AgentRun:
         return results
 
     async def _run_worker(self, worker: delegation.Opened, copy: bytes | None) -> ToolOutcome:
-        """Runs one sub-agent, in this agent's sandbox or in one that starts with a copy of its files."""
+        """Runs one sub-agent, in this agent's sandbox or in a sandbox that starts with a copy of its files."""
         config = self._loop.delegation
         assert config is not None, "it has been started"
         if config.sandbox == "shared":

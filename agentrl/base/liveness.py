@@ -29,7 +29,7 @@ class Liveness:
     """
 
     silent_s: float  # since the last report, as far as it counts
-    _size: float  # of the current work
+    _size: float  # size of the current work
     _since: float  # its start, on the clock
 
     def __init__(self, what: str, *, first_s: float, least_s: float = MIN_DEADLINE_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -164,7 +164,7 @@ class AnswerLiveness:
 
     @property
     def deadline_s(self) -> float:
-        """`DEADLINE_FACTOR` times the longest time to an answer so far, and at least `least_s`."""
+        """`DEADLINE_FACTOR` times the longest response time so far, but at least `least_s`."""
         return self._first_s if self._longest_s is None else max(self._least_s, DEADLINE_FACTOR * self._longest_s)
 
     def overdue(self) -> str:

@@ -21,7 +21,7 @@ STALL_S = 1.0
 """A loop that is this late was blocked. Shorter lags only count in the figures."""
 SHARE = 0.1
 """Share of a deadline for which the loop must have been blocked before a miss is the machine's fault."""
-_LEAST_S = 0.001  # of a step of user code that is recorded
+_LEAST_S = 0.001  # minimum duration of a step of user code that is recorded
 _KEPT = 1 << 16  # newest measurements that are kept for the figures
 
 

@@ -51,8 +51,8 @@ def same_number(given: Fraction | float, wanted: Fraction | float, *, relative: 
 def is_near(given: Fraction | float, wanted: Fraction | float, *, relative: float, absolute: float = 0.0) -> bool:
     """Whether two finite numbers differ by at most max(relative * |wanted|, absolute).
 
-    No constant may be near all small truths: 0 and a number of the other sign are never near a truth other than 0. The absolute tolerance
-    applies to a truth of 0 and to truths that are at least as large as it, and is at most half of the truth.
+    No constant may be near all small truths. So 0 and a number of the other sign are never near a truth other than 0, and for such a truth
+    `absolute` counts as at most |wanted| / 2, and as 0 if it exceeds |wanted|.
     """
     if given == wanted:
         return True

@@ -152,8 +152,8 @@ def openmp_environment(threads: int, *, alone: bool) -> dict[str, str]:
 
     Args:
         threads: threads per team.
-        alone: whether no other process computes at the same time. Threads that wait for one another then spin for a moment before they
-            sleep: a small model has hundreds of such waits per token. Otherwise spinning would take time from other processes.
+        alone: whether no other process computes at the same time. If so, waiting threads spin briefly before they sleep, because a small
+            model has hundreds of such waits per token. Otherwise they sleep at once, because spinning takes CPU time from other processes.
     """
     return {
         "OMP_NUM_THREADS": str(threads),

@@ -42,7 +42,7 @@ def calibrate(
     threshold: Annotated[float, typer.Option(help="Lowest score that means right.")] = 0.5,
     parallel: Annotated[int, typer.Option(min=1, help="Number of answers at a time.")] = 8,
     cache: Annotated[str | None, typer.Option(help="File that caches the answers of the judge.")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="Recipe whose judge servers are started, for a judge that needs one.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Recipe with the judge server that the judge needs; the server is started.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure a judge on labelled answers: agreement, sensitivity, specificity, bias by length and position, reliability, cost.

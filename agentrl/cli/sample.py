@@ -35,9 +35,7 @@ def sample(
     run_dir: Annotated[
         Path | None, typer.Option(help="Run folder. Default: the first free one of runs/NAME-sample, runs/NAME-sample-2, ...")
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue in the run folder, if --groups is larger also beyond the previous end.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue in the run folder. A larger --groups adds groups.")] = False,
     sandbox: SandboxChoice = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -39,7 +39,7 @@ def sandbox_prune(
     unused_days: Annotated[float | None, typer.Option(help="With --images: age of unused images in days. Default: 30.", min=0.0)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
-    """Remove sandboxes of drivers that have died, and with --images unused images."""
+    """Remove sandboxes of drivers that have died. With --images, also remove unused images."""
     from agentrl.sandbox import evict, list_open, prune
 
     if unused_days is not None and not images:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,6 +18,7 @@ from agentrl.cli.options import JsonFlag
 from agentrl.errors import UserError
 from agentrl.experience.audit import Progress
 from agentrl.protocols import ExperienceStore
+from agentrl.records import LedgerEntry
 
 _SHOWN = 20  # groups or problems printed without --all
 
@@ -26,48 +28,60 @@ def store(
     state: Annotated[
         Literal["ready", "assigned", "trained", "excluded"] | None, typer.Option(help="List only groups in this state.")
     ] = None,
-    step: Annotated[int | None, typer.Option(help="List only groups of this learner step; the first step is 0.")] = None,
-    list_all: Annotated[bool, typer.Option("--all", help=f"List all groups; the default is the newest {_SHOWN}.")] = False,
-    verify: Annotated[bool, typer.Option(help="Read every group and compare it with the ledger, the checkpoint and the metrics.")] = False,
-    export: Annotated[Path | None, typer.Option(help="Write all episodes to this Parquet file, a row each.")] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="List only groups of this learner step, counted from 1.")] = None,
+    list_all: Annotated[bool, typer.Option("--all", help=f"List all groups. Default: the newest {_SHOWN}.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare the ledger with all groups, the newest checkpoint and metrics.jsonl.")
+    ] = False,
+    export: Annotated[Path | None, typer.Option(help="Write all episodes to this Parquet file, one row per episode.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """List the groups of a run, and count its sampled, trained, excluded and open tokens. Works while the run trains."""
+    """List the groups of a run and count its sampled, trained, excluded and open tokens. Works during the run.
+
+    A group is ready, assigned to a learner step, trained, or excluded because its step trained none of its tokens. Open tokens belong to
+    ready and assigned groups. Exits with 1 if --verify reports a problem.
+    """
     from agentrl.experience import audit
 
     with _opened(run_dir) as (opened, bar):
         entries = opened.entries()
-        counts = audit.count(entries)
         problems = list(islice(audit.verify(run_dir, opened, progress=bar), audit.MAX_PROBLEMS)) if verify else []
         written = audit.export(opened, export, progress=bar) if export is not None else 0
-    chosen = [entry for entry in entries if state in (None, entry.state) and step in (None, entry.step)]
+    counts = audit.count(entries)
+    chosen = [entry for entry in entries if state in (None, entry.state) and (step is None or entry.step == step - 1)]
     if as_json:
-        from agentrl.records import codec
-
-        groups = [codec.to_data(entry) | {"state": entry.state} for entry in chosen]
-        print(json.dumps({"counts": codec.to_data(counts), "groups": groups, "problems": problems, "verified": verify}))
+        groups = [_as_data(entry) for entry in chosen]
+        print(json.dumps({"counts": asdict(counts), "groups": groups, "problems": problems, "verified": verify}))
         raise typer.Exit(1 if problems else 0)
     print(", ".join(f"{number} {name}" for name, number in counts.groups.items()) + f" of {len(entries)} groups")
     print(audit.token_balance(counts.tokens))
     for reason, number in counts.unused.items():
         print(f"  {number:>6} groups without trained tokens: {_one_line(reason)}")
-    shown = chosen if list_all else chosen[-_SHOWN:]
-    print(f"{'group':>7}  {'state':9}{'step':>6}{'version':>9}{'attempts':>10}{'tokens':>9}{'trained':>9}  task")
-    for entry in shown:
-        cells = (entry.step, entry.oldest_version, f"{entry.counted}/{entry.attempts}", entry.tokens_sampled)
-        trained = entry.use.tokens_trained if entry.use is not None else None
-        texts = ["-" if cell is None else str(cell) for cell in (*cells, trained)]
-        columns = "".join(text.rjust(width) for text, width in zip(texts, (6, 9, 10, 9, 9), strict=True))
-        print(f"{entry.index:>7}  {entry.state:9}{columns}  {_one_line(entry.task_id)}")
-    if len(shown) < len(chosen):
-        print(f"{len(chosen) - len(shown)} more groups: --all")
+    _print_groups(chosen if list_all else chosen[-_SHOWN:], hidden=0 if list_all else max(0, len(chosen) - _SHOWN))
     if export is not None:
-        print(f"{written} episodes in {export}")
+        print(f"wrote {written} episodes to {export}")
     for problem in problems:
         print(f"FAIL  {_one_line(problem)}")
     if verify and not problems:
-        print("ok    groups, checkpoint and metrics agree with the ledger")
+        print("ok    the ledger agrees with groups, checkpoint and metrics")
     raise typer.Exit(1 if problems else 0)
+
+
+def _as_data(entry: LedgerEntry) -> dict[str, object]:
+    return asdict(entry) | {"state": entry.state, "step": None if entry.step is None else entry.step + 1}
+
+
+def _print_groups(entries: Sequence[LedgerEntry], *, hidden: int) -> None:
+    print(f"{'group':>7}  {'state':9}{'step':>6}{'version':>9}{'attempts':>10}{'tokens':>9}{'trained':>9}  task")
+    for entry in entries:
+        step = None if entry.step is None else entry.step + 1
+        trained = None if entry.use is None else entry.use.tokens_trained
+        cells = (step, entry.oldest_version, f"{entry.counted}/{entry.attempts}", entry.tokens_sampled, trained)
+        texts = ("-" if cell is None else str(cell) for cell in cells)
+        columns = "".join(text.rjust(width) for text, width in zip(texts, (6, 9, 10, 9, 9), strict=True))
+        print(f"{entry.index:>7}  {entry.state:9}{columns}  {_one_line(entry.task_id)}")
+    if hidden:
+        print(f"{hidden} older groups are not shown; --all lists them")
 
 
 @contextmanager
@@ -84,7 +98,9 @@ def _opened(run_dir: Path) -> Iterator[tuple[ExperienceStore, Progress]]:
     add_project_root(Path.cwd())  # for a user-supplied store
     loaded = recipe.load(run_dir / "recipe.json")
     if loaded.store.ref == "sqlite" and not (run_dir / "experience.sqlite").is_file():
-        raise UserError(f"{run_dir} has no stored groups yet", fix="wait for its first group, or give the folder of another run")
+        raise UserError(
+            f"{run_dir} has no stored groups yet", fix="wait until the first group is stored, or give the folder of another run"
+        )
     opened = open_store(run_dir, loaded)
     try:
         with Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:

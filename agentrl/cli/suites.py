@@ -238,7 +238,7 @@ def rates(figures: EvaluationFigures) -> list[str]:
 
 
 def render_comparison(found: Comparison, first: SuiteResults, second: SuiteResults, changed: list[str], *, verdict: bool = True) -> str:
-    """A comparison as text. `verdict`: whether to print one; with different sampling the policies alone are not compared."""
+    """A comparison as text. `verdict`: whether to print a verdict, which is valid only for equal sampling settings."""
     names = [f"{_shown(one.about.model)} version {one.about.version} ({_shown(one.about.sha256[:12])})" for one in (first, second)]
     test = "exact" if found.exact else "sampled"
     ways = " and ".join(_sampling(one) for one in (first, second))

@@ -165,9 +165,9 @@ class _Lasting(io.FileIO):
 
 
 def settle() -> None:
-    """Delivers what a run printed, called last in a command. Waits for `PATIENCE_S` for a reader that does not read.
+    """Flushes the output of a run; a command calls it last. Waits up to `PATIENCE_S` for a reader that does not read.
 
-    Later output, such as a traceback, is written directly. Raises `OSError` for output that was lost, such as for a full disk.
+    Later output, such as a traceback, is written directly. Raises `OSError` if output was lost, for example because a disk is full.
     """
     with ExitStack() as stack:
         for stream, raw in _lasting_streams():

@@ -69,7 +69,7 @@ def evaluate(
         typer.Argument(metavar="RECIPE|SUITE", help="Recipe file, or with --policy the folder of a suite."),
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Dotted overrides, such as evaluation.heldout=64. With --policy also more suites.")
+        list[str] | None, typer.Argument(help="Dotted overrides, such as evaluation.heldout=64. With --policy, further suites.")
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Policy to evaluate: a model folder, RUN@VERSION, URL, or module:attr.")] = None,
     suite: Annotated[Path | None, typer.Option(help="Folder of a suite, whose cases replace the held-out tasks.")] = None,

@@ -1,6 +1,6 @@
-"""The ledger of a run's groups, the durable store between rollouts and learner, and the checkpoints of running episodes.
+"""The experience store between driver and learner, its ledger of groups, and the checkpoints of running episodes.
 
-Rollout and learner processes share only this store, so either may die at any moment.
+Driver and learner communicate only through the store, so either may die at any moment.
 """
 
 from agentrl.experience.checkpoints import FolderCheckpoints

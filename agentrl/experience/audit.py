@@ -28,19 +28,19 @@ _MAX_META = 256 << 20  # bytes of a checkpoint's record
 _EXPORT_BATCH = 64  # groups in memory at once
 
 Progress = Callable[[int, int], None]
-"""Receives the number of groups that are done, and of all groups."""
+"""Called with the number of processed groups and the number of all groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerCounts:
-    """The groups and tokens of a ledger. `tokens_sampled` is the sum of the other three, at any moment."""
+    """Counts of a ledger's groups and tokens. `tokens_sampled` is always the sum of the other three token counts."""
 
     groups: Mapping[str, int]  # by state
     tokens_sampled: int
     tokens_trained: int
     tokens_excluded: int
     tokens_open: int
-    unused: Mapping[str, int]  # reason of a step for training none of a group's tokens -> groups
+    unused: Mapping[str, int]  # reason without details -> number of excluded groups
 
     @property
     def tokens(self) -> dict[str, int]:
@@ -55,7 +55,7 @@ def token_balance(tokens: Mapping[str, int]) -> str:
 
 
 def count(entries: Iterable[LedgerEntry]) -> LedgerCounts:
-    """Counts groups and tokens."""
+    """Counts the groups and tokens of ledger entries."""
     groups, unused, tokens = Counter[str](dict.fromkeys(STATES, 0)), Counter[str](), Counter[str]()
     for entry in entries:
         groups[entry.state] += 1
@@ -76,10 +76,10 @@ def count(entries: Iterable[LedgerEntry]) -> LedgerCounts:
 
 
 def verify(run_dir: Path, store: ExperienceStore, *, progress: Progress = lambda done, total: None) -> Iterator[str]:
-    """Yields what is wrong in the ledger of a run.
+    """Yields a description of each inconsistency in the ledger of a run.
 
-    Reads every group and compares it with its entry, the entries with the newest checkpoint, and the trained tokens of each step with those
-    that the learner reported. A run that is training may complete a step in the meantime, which is not a problem.
+    Compares each entry with the group's episodes, the entries with the newest checkpoint, and the trained tokens of each step with
+    `metrics.jsonl`. The run may be training: a step that completes in the meantime is not reported.
     """
     entries = store.entries()
     for done, entry in enumerate(entries):
@@ -99,13 +99,13 @@ def _entry_problems(entry: LedgerEntry, store: ExperienceStore) -> Iterator[str]
     actual, stored = asdict(new_entry(group)), asdict(entry)
     for name, value in actual.items():
         if name not in ("step", "use") and stored[name] != value:
-            yield f"group {entry.index}: the ledger says {name}={stored[name]!r}, but its episodes say {value!r}"
+            yield f"group {entry.index}: the ledger has {name}={stored[name]!r}, but its episodes have {value!r}"
     if entry.use is not None and entry.use.tokens_trained > entry.tokens_sampled:
         yield f"group {entry.index}: {entry.use.tokens_trained} tokens were trained, but only {entry.tokens_sampled} were sampled"
 
 
 def _checkpoint_problems(run_dir: Path, entries: Sequence[LedgerEntry]) -> Iterator[str]:
-    """A checkpoint decides what its steps took. Without one, no step is complete."""
+    """Compares the entries with the newest checkpoint, which is authoritative for its steps. Without a checkpoint, no step is complete."""
     metas = sorted((run_dir / "checkpoints").glob("[0-9]*/meta.json"))
     if not metas:
         return
@@ -118,10 +118,11 @@ def _checkpoint_problems(run_dir: Path, entries: Sequence[LedgerEntry]) -> Itera
     for entry in entries:
         expected = recorded.pop(entry.index, None)
         if entry.use is not None and entry.step is not None and entry.step < complete and (entry.step, entry.use) != expected:
-            yield f"group {entry.index}: the ledger and checkpoint {name} differ in what step {entry.step} did with it"
+            yield f"group {entry.index}: ledger and checkpoint {name} differ in how step {entry.step + 1} used it"
         elif entry.use is None and expected is not None:
-            yield f"group {entry.index}: step {expected[0]} used it according to checkpoint {name}, but the ledger has it as {entry.state}"
-    yield from (f"group {index}: step {step} used it, but it is not in the store" for index, (step, _) in recorded.items())
+            step = expected[0] + 1
+            yield f"group {entry.index}: checkpoint {name} has it as consumed by step {step}, but the ledger has it as {entry.state}"
+    yield from (f"group {index}: consumed by step {step + 1}, but not in the store" for index, (step, _) in recorded.items())
 
 
 def _checkpoint_uses(content: bytes) -> tuple[int, dict[int, tuple[int, GroupUse]]]:
@@ -141,7 +142,7 @@ def _step_problems(run_dir: Path, entries: Sequence[LedgerEntry]) -> Iterator[st
         if entry.use is not None and entry.step is not None:
             trained[entry.step] += entry.use.tokens_trained
             if entry.use.reason in ("update_skipped", "critic_warmup", "rolled_back"):
-                skipped.add(entry.step)  # the learner reports the tokens of a batch, also if its update is skipped
+                skipped.add(entry.step)  # metrics.jsonl has the tokens of the batch even if its update was skipped
     path = run_dir / "metrics.jsonl"
     reported: dict[int, float] = {}  # a resumed run may repeat a step
     for content in complete_lines(path) if path.is_file() else ():
@@ -154,11 +155,11 @@ def _step_problems(run_dir: Path, entries: Sequence[LedgerEntry]) -> Iterator[st
             reported[number - 1] = tokens
     for step, tokens in reported.items():
         if step in trained and step not in skipped and trained[step] != tokens:
-            yield f"step {step}: the ledger has {trained[step]} trained tokens, metrics.jsonl has {tokens:g}"
+            yield f"step {step + 1}: the ledger has {trained[step]} trained tokens, but metrics.jsonl has {tokens:g}"
 
 
 def rows(store: ExperienceStore, entries: Sequence[LedgerEntry]) -> Iterator[dict[str, Any]]:
-    """Yields a row for each stored episode of these groups: its group's entry, its outcome, and the episode as JSON."""
+    """Yields one row (see `COLUMNS`) for each stored episode of these groups."""
     for entry, group in zip(entries, store.groups(entry.index for entry in entries), strict=True):
         for attempt, scored in enumerate(group.episodes):
             episode = scored.episode
@@ -182,7 +183,7 @@ def rows(store: ExperienceStore, entries: Sequence[LedgerEntry]) -> Iterator[dic
 
 
 def export(store: ExperienceStore, path: Path, *, progress: Progress = lambda done, total: None) -> int:
-    """Writes all stored episodes to a Parquet file, a row each (see `rows`), and returns their number.
+    """Writes all stored episodes to a Parquet file, one row per episode (see `COLUMNS`). Returns the number of rows.
 
     `datasets.load_dataset("parquet", data_files=...)` reads the file; `codec.from_json(ScoredEpisode, row["episode"])` returns an episode.
     Raises `UserError` if the file exists.
@@ -191,7 +192,7 @@ def export(store: ExperienceStore, path: Path, *, progress: Progress = lambda do
     from pyarrow import parquet
 
     if path.exists():
-        raise UserError(f"{path} exists", fix="give another file, or delete it")
+        raise UserError(f"{path} already exists", fix="give another file, or delete it")
     schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in COLUMNS.items()])
     path.parent.mkdir(parents=True, exist_ok=True)
     entries, written = store.entries(), 0

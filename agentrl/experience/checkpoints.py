@@ -45,11 +45,11 @@ class FolderCheckpoints:
         self._path(group, member, "state").unlink(missing_ok=True)
 
     async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
-        """Returns what is stored of an attempt; None if there is nothing usable."""
+        """Returns the newest state of an attempt, or its scored episode once it has ended; None if neither is stored and intact."""
         return await asyncio.to_thread(self._find, group, member)
 
     def remove_group(self, group: int) -> None:
-        """Removes a group that is stored or abandoned. A cancelled attempt's write may still be in progress."""
+        """Removes the checkpoints of a group that the store has or that was abandoned. Later writes for the group are discarded."""
         self._forgotten.add(group)
         shutil.rmtree(self._folder / f"{group:06d}", ignore_errors=True)
 

@@ -1,16 +1,16 @@
-"""The ledger: which groups a run samples, which of them a learner step takes, and how a group's tokens are counted.
+"""The order of groups: which groups a run samples, which of them a learner step selects, and the first ledger entry of a group.
 
 Groups start in blocks, one block for each learner step. Block `b` may start when version `b - max_staleness` serves. A block has
-`per_step` groups, and up to `extra` further ones that replace groups without a preference (dynamic sampling, DAPO, arXiv 2503.14476). The
-task of a group is a pure function of its index and the seed.
+`per_step` groups, and up to `extra` further groups, which replace groups without a preference (dynamic sampling, DAPO, arXiv 2503.14476).
+The task of a group is a pure function of its index and the seed.
 
-The learner decides which groups a step takes, and the store records it:
+The learner selects the groups of a step, and the store records them as assigned:
 
-    in_order        step `s` takes the groups of block `s`, so it waits for the slowest of them
-    oldest_first    step `s` takes the ready groups that the oldest weights sampled, as soon as there are enough. A group that takes longer
-                    than `max_staleness` steps is trained later. No finished group is discarded
+    in_order        step `s` selects the groups of block `s`, so it waits for the slowest of them
+    oldest_first    step `s` selects the ready groups that the oldest weights sampled, as soon as there are enough. A group that takes
+                    longer than `max_staleness` steps to sample is trained later. No finished group is discarded
 
-Both take the same number of groups: after `s` steps, as many as `s` blocks need. So a run of `steps` blocks ends with every group taken.
+Both orders select the same number of groups: after `s` steps, as many as `s` blocks need. So a run of `steps` blocks consumes every group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ _FAR = 1 << 30  # schedule position of the first extra group, beyond all other g
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOrder:
-    """The blocks of groups that a run samples, and the order in which the learner takes them."""
+    """The blocks of groups that a run samples, and the order in which the learner selects them.
+
+    Args:
+        per_step: groups of one learner step.
+        extra: maximum number of further groups per block, which replace groups without a preference.
+        min_group_size: minimum number of counted attempts of a group with a preference.
+        oldest_first: the order; False means `in_order`.
+    """
 
     per_step: int
     extra: int = 0
@@ -52,7 +59,7 @@ class GroupOrder:
         return cls(per_step=_FAR, min_group_size=rollout.group.min_size)
 
     def block_of(self, index: int) -> int:
-        """The block of a group: the first learner step that can take it."""
+        """The block of a group. With `in_order` it is also the group's learner step."""
         return index // (self.per_step + self.extra)
 
     def block(self, number: int) -> range:
@@ -66,11 +73,11 @@ class GroupOrder:
         return number * self.per_step + place if place < self.per_step else _FAR + number * self.extra + place - self.per_step
 
     def has_preference(self, entry: LedgerEntry) -> bool:
-        """Whether some attempts of a group scored higher than others, so that it can teach anything."""
+        """Whether a group has at least `min_group_size` counted attempts and their scores differ. Other groups have no advantages."""
         return entry.counted >= self.min_group_size and entry.has_spread
 
     def first_incomplete_block(self, entries: Iterable[LedgerEntry], *, start: int = 0) -> int:
-        """Returns the first block, from `start` on, of which some groups are not among the entries."""
+        """Returns the first block, from `start` on, that has slots which none of the entries fills."""
         filled = Counter[int]()
         fills = _Slots(self)
         for entry in entries:
@@ -80,10 +87,10 @@ class GroupOrder:
         return start
 
     def select(self, step: int, entries: Sequence[LedgerEntry]) -> tuple[int, ...] | None:
-        """Returns the groups that a step takes, in ascending order; None if too few are stored.
+        """Returns the indices of the groups that a step selects, in ascending order; None if too few groups are stored.
 
         Args:
-            entries: those of all blocks from the first one that earlier steps have not taken completely.
+            entries: the entries of all blocks from `first_incomplete_block` of the assigned entries on.
         """
         fills = _Slots(self)
         for entry in entries:
@@ -97,15 +104,15 @@ class GroupOrder:
         missing, chosen = self.per_step, []
         for entry in free:
             fills_slot = fills(entry)
-            if missing or not fills_slot:  # replaced groups are taken too: they have nothing to wait for
+            if missing or not fills_slot:  # a replaced group is also consumed, because no later step needs it
                 chosen.append(entry.index)
                 missing -= fills_slot
         return None if missing else tuple(sorted(chosen))
 
 
 class _Slots:
-    """Decides which groups fill a slot of their block. The first `extra` groups without a preference do not:
-    further groups replace them."""
+    """Decides whether a group fills one of its block's `per_step` slots. The first `extra` groups of a block without a preference do not:
+    extra groups replace them. Stateful: call it once per entry."""
 
     def __init__(self, order: GroupOrder) -> None:
         self._order = order
@@ -120,7 +127,7 @@ class _Slots:
 
 
 def new_entry(group: Group) -> LedgerEntry:
-    """Returns the ledger's entry of a group that no step has taken yet."""
+    """Returns the ledger's entry of a new, ready group."""
     versions = [scored.episode.oldest_version for scored in group.episodes]
     return LedgerEntry(
         index=group.index,
@@ -134,7 +141,7 @@ def new_entry(group: Group) -> LedgerEntry:
 
 
 def sampled_tokens(group: Group) -> int:
-    """Returns the tokens that the policy sampled for a group. A turn that several attempts share counts once."""
+    """Returns the number of tokens that the policy sampled for a group. A turn that several attempts share counts once."""
     sampled: dict[TurnKey, int] = {}
     for scored in group.episodes:
         for index, trajectory in enumerate(scored.episode.trajectories):

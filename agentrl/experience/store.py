@@ -1,7 +1,7 @@
 """The embedded experience store: one SQLite file in the run folder, opened by every process of one machine.
 
 Write-ahead logging lets readers continue while a writer commits. With `synchronous=FULL`, every finished `put` and `commit` survives a
-power cut. Rules that must hold under a race (an index is stored once, a group is taken once) are primary keys of the database.
+power cut. Primary keys of the database ensure, also under a race, that an index is stored once and a group is assigned to one step.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _SCHEMA_VERSION = 2
 _SCHEMA = (
     "CREATE TABLE groups (idx INTEGER PRIMARY KEY, task_id TEXT NOT NULL, stored_at REAL NOT NULL, attempts INTEGER NOT NULL,"
     " counted INTEGER NOT NULL, has_spread INTEGER NOT NULL, oldest_version INTEGER, tokens_sampled INTEGER NOT NULL, body BLOB NOT NULL)",
-    # A row without a checkpoint is an assignment to a step that is not complete. No foreign key: after a restore, the checkpoint decides
-    # which groups a step took, even if one is gone.
+    # A row per assigned or consumed group. The checkpoint is NULL until the step completes. No foreign key: after a restore, the
+    # checkpoint decides which groups a step consumed, even if one is no longer stored.
     "CREATE TABLE taken (idx INTEGER PRIMARY KEY, step INTEGER NOT NULL, checkpoint TEXT, tokens_trained INTEGER NOT NULL,"
     " reason TEXT NOT NULL)",
     "CREATE INDEX taken_by_step ON taken (step)",
@@ -41,17 +41,18 @@ _ENTRIES = (
     " FROM groups LEFT JOIN taken ON groups.idx = taken.idx"
 )
 _QUERY_S = 300.0
-_NAMED = 8  # indices named in an error message
+_NAMED = 8  # maximum number of indices in an error message
 
 
 class SqliteStore:
-    """An `ExperienceStore` in one file. Safe for several processes and threads; open it after a fork, never before.
+    """An `ExperienceStore` in one SQLite file. Safe for several processes and threads. Open it after a fork, never before.
 
     Args:
-        path: the database file; created with its folder if absent.
-        busy_timeout_s: longest wait for another process's write before `StoreError`.
+        path: the database file. The file and its folder are created if absent.
+        busy_timeout_s: maximum wait for another process's write, in seconds.
 
-    Every method raises `StoreError` if the file is damaged, full, locked for too long or not a store of this version.
+    Every method raises `StoreError` if the file is damaged, its schema version is another, the disk is full or the wait exceeds
+    `busy_timeout_s`.
     """
 
     def __init__(self, path: Path | str, *, busy_timeout_s: float = 30.0) -> None:
@@ -69,7 +70,7 @@ class SqliteStore:
             raise
 
     def put(self, group: Group) -> bool:
-        """Stores a group. Returns whether its index was new; an existing group is not replaced."""
+        """Stores a group. Returns False, and stores nothing, if a group with this index exists."""
         body, entry = compress(codec.to_json(group)), new_entry(group)
         row = (entry.index, entry.task_id, time.time(), entry.attempts, entry.counted, entry.has_spread, entry.oldest_version)
         with self._transaction() as db:
@@ -81,7 +82,7 @@ class SqliteStore:
         return bool(self._rows("SELECT 1 FROM groups WHERE idx = ?", index))
 
     def entries(self, *, first: int = 0, step: int | None = None) -> tuple[LedgerEntry, ...]:
-        """The entries of the stored groups from index `first` on, or only those of a step, in ascending order of index."""
+        """Returns the entries of the stored groups from index `first` on, or of one step, in ascending order of index."""
         where, value = ("groups.idx >= ?", first) if step is None else ("taken.step = ?", step)
         rows = self._rows(f"{_ENTRIES} WHERE {where} ORDER BY groups.idx", value)
         try:
@@ -96,17 +97,17 @@ class SqliteStore:
             self._rows("SELECT idx, body FROM groups WHERE idx IN (SELECT value FROM json_each(?))", json.dumps(wanted))
         )
         if missing := [index for index in wanted if index not in bodies]:
-            raise StoreError(f"groups that are not in {self.path}: {_name(missing)}")
+            raise StoreError(f"groups are not in {self.path}: {_name(missing)}")
         return tuple(self._decode(index, bodies[index]) for index in wanted)
 
     def assign(self, step: int, indices: Sequence[int]) -> None:
-        """Assigns groups to a step. Raises `StoreError` if one is not stored or another step has taken it."""
+        """Assigns groups to a step. Raises `StoreError` if a group is not stored or belongs to another step."""
         with self._transaction() as db:
             db.execute("DELETE FROM taken WHERE step = ? AND checkpoint IS NULL", (step,))
             self._take(db, step, indices)
 
     def commit(self, step: int, uses: Mapping[int, GroupUse], checkpoint: str) -> None:
-        """Records how a step used its groups. Raises `StoreError` if one is not stored or another step has taken it."""
+        """Records how a step used its groups. Raises `StoreError` if a group is not stored or belongs to another step."""
         with self._transaction() as db:
             db.execute("DELETE FROM taken WHERE step = ? AND checkpoint IS NULL", (step,))
             self._take(db, step, tuple(uses))
@@ -114,12 +115,12 @@ class SqliteStore:
             db.executemany("UPDATE taken SET checkpoint = ?, tokens_trained = ?, reason = ? WHERE idx = ?", rows)
 
     def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
-        """Sets the groups that steps have taken to those of a checkpoint: step -> index -> use."""
+        """Replaces all assignments and uses by those of a checkpoint: step -> index -> use. All other groups become ready."""
         rows: dict[int, tuple[int, int, int, str]] = {}
         for step, uses in consumed.items():
             for index, use in uses.items():
                 if index in rows:
-                    raise StoreError(f"the checkpoint says that steps {rows[index][1]} and {step} both took group {index}")
+                    raise StoreError(f"the checkpoint has group {index} as consumed by both step {rows[index][1]} and step {step}")
                 rows[index] = (index, step, use.tokens_trained, use.reason)
         with self._transaction() as db:
             db.execute("DELETE FROM taken WHERE idx NOT IN (SELECT value FROM json_each(?))", (json.dumps(list(rows)),))
@@ -143,11 +144,11 @@ class SqliteStore:
 
     def _take(self, db: sqlite3.Connection, step: int, indices: Sequence[int]) -> None:
         if missing := _absent(db, indices):
-            raise StoreError(f"step {step} would take groups that are not in {self.path}: {_name(missing)}")
+            raise StoreError(f"step {step} cannot use groups that are not in {self.path}: {_name(missing)}")
         for index in indices:
             if not db.execute("INSERT OR IGNORE INTO taken VALUES (?, ?, NULL, 0, '')", (index, step)).rowcount:
                 earlier = db.execute("SELECT step FROM taken WHERE idx = ?", (index,)).fetchone()[0]
-                raise StoreError(f"step {step} would take group {index} again: step {earlier} has taken it")
+                raise StoreError(f"step {step} cannot use group {index}: it belongs to step {earlier}")
 
     def _rows(self, query: str, *values: object) -> list[Any]:
         with self._lock, _translated(self.path), query_deadline(self._connection, _QUERY_S):
@@ -196,7 +197,7 @@ def _absent(db: sqlite3.Connection, indices: Sequence[int]) -> list[int]:
 
 
 def open_store(run_dir: Path, recipe: Recipe) -> ExperienceStore:
-    """Opens the store that a recipe configures, for driver and learner. Raises `PluginError` for an invalid plug-in, or `StoreError`."""
+    """Opens the store that a recipe configures. Raises `PluginError` if the plug-in is invalid, or `StoreError` if the store fails."""
     store: ExperienceStore = parts.make_part(parts.STORE, recipe.store, run_dir, recipe)
     return store
 
@@ -217,7 +218,7 @@ def _code(error: sqlite3.Error) -> int:
 
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
-    """Turns faults of SQLite or the file system into a `StoreError` that names the file and the fix."""
+    """Converts errors of SQLite or the file system to a `StoreError` with the file and the fix."""
     try:
         yield
     except sqlite3.Error as error:

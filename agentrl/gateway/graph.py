@@ -104,10 +104,10 @@ class SampledTurn:
     turn: int
     end: End  # of the conversation, including this turn
     context: Context
-    messages: int  # of the answered request
-    all_ids: tuple[str, ...]  # of all its calls
+    messages: int  # number of messages of the answered request
+    all_ids: tuple[str, ...]  # ids of all its calls
     withheld: Mapping[str, str]  # id -> reason, for calls that the client did not receive
-    tokens: int  # of the context, including this turn
+    tokens: int  # tokens of the context, including this turn
     ended: bool  # by its last token
     answer_id: str
     parsed: Parsed
@@ -281,7 +281,7 @@ class ConversationGraph:
         return bool(text) and any(text in _strings(turn.calls[at].arguments) for turn, free in running for at in free)
 
     def _origin(self, request: CompletionRequest, context: Context) -> tuple[str, Parent | None, bool]:
-        """The kind of an unknown context, its parent if it has one, and whether it may be auxiliary (`ContextMatch.aside`)."""
+        """Returns the kind of a new context, its parent if it has one, and whether it may be auxiliary (`ContextMatch.aside`)."""
         _, most, chars = MAX_SEARCHED
         texts = [message.message.content[:chars] for message in request.messages if message.message.role != "assistant"][:most]
         if (caller := self._calling(texts) or self._started(texts, bool(request.tools))) is not None:

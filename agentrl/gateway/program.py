@@ -36,7 +36,7 @@ OUTPUT_BYTES = 1 << 16
 GRACE_S = 5.0
 """Seconds that a program may run after its session has reached a limit, or the policy is not available any more."""
 MAX_FILE = 8 << 20
-_OUTPUT_CHARS = 1500  # of a program's output that a failure quotes
+_OUTPUT_CHARS = 1500  # maximum characters of a program's output in a failure
 
 _gateways: WeakKeyDictionary[AbstractEventLoop, dict[tuple[str, int], Gateway]] = WeakKeyDictionary()
 

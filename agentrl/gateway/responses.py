@@ -172,7 +172,7 @@ def _usage(answer: Answer) -> dict[str, Any]:
 def _messages(items: Sequence[Any]) -> list[RequestMessage]:
     """Converts items to messages. Joins the texts and calls of one turn, which are separate items in any order."""
     messages: list[RequestMessage] = []
-    texts: list[str] = []  # of the turn that is being joined
+    texts: list[str] = []  # texts of the turn that is being joined
     calls: list[tuple[str, ToolCall]] = []
     in_turn = False
 

@@ -62,7 +62,7 @@ class Session:
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set with `fault` or `limit`
     ended: bool = False
     stored_answers: dict[str, Any] = field(default_factory=dict)  # id -> stored answer
-    stalls: loop_lag.StallCount | None = field(default_factory=loop_lag.current_stalls)  # of the episode, which its requests do not excuse
+    stalls: loop_lag.StallCount | None = field(default_factory=loop_lag.current_stalls)  # event-loop stalls of the episode
     _refused: int = 0
     _graph: ConversationGraph = field(default_factory=ConversationGraph)
     _completions: dict[tuple[object, ...], _Completion] = field(default_factory=dict)
@@ -209,7 +209,7 @@ class Session:
     def _continued(
         self, match: ContextMatch, before: SampledTurn, new: tuple[int, ...]
     ) -> tuple[LiveTrajectory, ContextMatch, tuple[int, ...]]:
-        """The turn's own trajectory if it is the last one there, else a branch, whose context consists of tokens that are not trained."""
+        """Returns the trajectory of `before` if that is its last turn, else a new branch, whose context tokens are not trained."""
         self._graph.answered(before)
         if match.system_changed:
             self.counts["system_kept"] += 1
@@ -367,7 +367,8 @@ class Session:
     def request_failed(self, error: Exception) -> None:
         """Ends the session because the gateway failed on a request.
 
-        After the policy's first answer, the request contains its text, and the episode is scored. Before, it is an infrastructure fault.
+        After the policy's first answer, the request contains the policy's text, and the episode is scored. Before that answer, the failure
+        is an infrastructure fault.
         """
         if not self.counts["answered"] or isinstance(error, InfrastructureError):
             self.fail(error)
@@ -400,9 +401,9 @@ class Session:
             )
 
     def _name_auxiliary(self) -> None:
-        """Marks contexts of one turn that no request continues and that are not the main work as `auxiliary`: titles, summaries.
+        """Marks one-turn contexts that no request continues and that are not the main agent's as `auxiliary`, such as titles and summaries.
 
-        Contexts without a parent are auxiliary if they have no tools, quote the work, or ask about it without tools.
+        A context without a parent is auxiliary if its requests declare no tools, or if it quotes the main agent's context.
         """
         trajectories = self.episode.trajectories
         asides = {each.index for each in trajectories if each.index in self._asides and len(each.turns) == 1}

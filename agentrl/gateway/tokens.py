@@ -69,7 +69,7 @@ class Chat(Protocol):
 
     @property
     def exact(self) -> bool:
-        """Whether a conversation grows by deltas alone."""
+        """Whether a conversation grows only by deltas."""
 
     @property
     def thinks_first(self) -> bool:

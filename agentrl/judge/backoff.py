@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"[0-9]{1,12}(?:\.[0-9]{1,9})?")
 
 
 class Clock(Protocol):
-    """Time and waiting. Tests use a fake one."""
+    """Time and waiting. Tests use a fake clock."""
 
     def monotonic(self) -> float:
         """Seconds of a monotonic clock."""

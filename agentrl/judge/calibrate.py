@@ -201,7 +201,7 @@ async def _call(judge: Any, code: Callable[[], Any]) -> Any:
 
 
 def _pairs(answers: Sequence[LabelledAnswer]) -> list[tuple[AnswerItem, AnswerItem, bool]]:
-    """Pairs of a right and a wrong answer to one task, and whether the right one comes first, which is random but deterministic."""
+    """Pairs of a right and a wrong answer to one task, and whether the right answer comes first. The order is random but reproducible."""
     tasks: dict[tuple[str, str], list[LabelledAnswer]] = {}
     for answer in answers:
         tasks.setdefault((answer.item.task_id, answer.item.question), []).append(answer)

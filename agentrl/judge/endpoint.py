@@ -369,7 +369,7 @@ async def _acquired(lock: asyncio.Lock, within_s: float) -> bool:
 
 
 async def _bounded(response: httpx.Response, most: int) -> bytes:
-    """The first `most` bytes of an answer, and one more if there are more. Does not read the rest.
+    """Reads at most `most + 1` bytes of a response body; the caller detects a body that is too large by the additional byte.
 
     Raises `httpx.RemoteProtocolError` for an answer in very many pieces, because each piece costs more time than its bytes.
     """

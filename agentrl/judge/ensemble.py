@@ -52,7 +52,7 @@ class Ensemble:
     quorum: int | None = None  # None: more than half of the members
     max_disagreement: float = 0.5
     name: str = "ensemble"
-    calibration: str | None = None  # of the ensemble, not of a member; see `ModelJudge.calibration`
+    calibration: str | None = None  # calibration of the ensemble, not of a member; see `ModelJudge.calibration`
     min_agreement: float = 0.0
     min_coverage: float = 0.0
     _state: _State = field(default_factory=_State, init=False, repr=False)

@@ -27,7 +27,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JudgeBase(ABC):
-    """Base class of everything that asks a judge model: endpoint, budget and ledger."""
+    """Base class of verifiers and group judges that query a judge model: endpoint, budget and ledger."""
 
     endpoint: Endpoint
     name: str = "judge"

@@ -115,7 +115,7 @@ class RewardModel(ModelJudge):
     asks_reward_model: ClassVar[bool] = True
 
     endpoint: ScoreEndpoint
-    folder: str | None = None  # of the model, relative to the project; None: the model of the run's server in `endpoint.url`
+    folder: str | None = None  # model folder relative to the project; None: the model of the run's server in `endpoint.url`
     needs_answer: bool = True  # False: an episode without an answer is scored too
     _record: list[RewardRecord] = field(default_factory=list, init=False, repr=False)
 

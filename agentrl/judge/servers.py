@@ -18,7 +18,7 @@ from agentrl.errors import JudgeError, UserError
 class JudgeServer:
     """One server that is or will be started."""
 
-    folder: Path  # of the model
+    folder: Path  # model folder
     weights: str  # sha256 over its weight files
     reward_model: bool  # returns numbers, not text
     url: str = ""  # http://HOST:PORT while it answers

@@ -43,14 +43,14 @@ class CheckpointMeta(Record):
     """The contents of a checkpoint except its tensors."""
 
     step: int  # number of updates made; index of the next one
-    consumed: Mapping[int, Mapping[int, GroupUse]]  # step -> index of each group that it took -> use
+    consumed: Mapping[int, Mapping[int, GroupUse]]  # step -> group index -> how the step used the group
     ranks: int
     zero_stage: int
     parent: int  # version that these weights were trained from: the previous one, except after a rollback
     counts: FailureCounts = field(default_factory=FailureCounts)
     good: int = 0  # newest checkpoint whose weights passed every check of an update: the target of a rollback
     rolled_back: tuple[int, ...] = ()  # versions that must never serve again
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the latest update; used when its version is published again
+    metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the latest update; used when its version is published again
     probe_rows: tuple[tuple[int, ...], ...] = ()  # token rows of that version's probe
 
 

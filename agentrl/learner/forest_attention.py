@@ -155,7 +155,8 @@ def forest_attention(
 
 
 def _by_branch(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayout, scaling: float | None, window: int | None) -> Tensor:
-    """Attends branch by branch. Query heads that share a key head become additional queries of it, so keys are gathered once."""
+    """Computes attention for one branch at a time. Query heads that share a key head become additional queries of that head, so keys are
+    gathered once."""
     heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]
     group = heads // kv_heads
     # One gather for all batches has one sum as its gradient; a gather per batch would add as many tensors over all tokens.

@@ -55,7 +55,7 @@ def disabled(lm: Any) -> Iterator[None]:
 
 
 def exclude_frozen_weights(module: nn.Module) -> None:
-    """Limits the module's state dict to trained parameters. Loading one keeps the others, and is strict about the trained ones."""
+    """Limits the module's state dict to trained parameters. Loading one leaves frozen parameters unchanged; a missing trained one fails."""
 
     def saved(owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         for name in _frozen(owner):

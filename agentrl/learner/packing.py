@@ -1,4 +1,4 @@
-"""Packs the samples of an optimizer step into micro-batches without padding. Deterministic, so each rank plans alone."""
+"""Packs the samples of an optimizer step into micro-batches without padding. Deterministic: all ranks compute the same plan."""
 
 from __future__ import annotations
 

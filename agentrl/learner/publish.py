@@ -26,11 +26,11 @@ from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe, c
 from agentrl.version import deltas
 
 log = logging.getLogger("agentrl.learner")
-_LARGEST_DELTA = 0.5  # of the whole file's bytes; above it the whole file is cheaper for the server
+_LARGEST_DELTA = 0.5  # maximum size relative to the complete file, which is cheaper for the server above it
 FULL_EVERY = 8  # versions; a server that restarts applies fewer deltas than this, and seven of eight versions are small
 PROBE_ROWS = 4
 _BASE_ROWS, _BASE_TOKENS = 2, 12  # of version 0's probe
-_PROBE_TOKENS = 128  # of a row; a wrong tensor shows at any token
+_PROBE_TOKENS = 128  # tokens per row; a wrong tensor changes the logprob of any token
 _NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.part")
 _OWN_FILES = ("config.json", "generation_config.json", "version.json", "update.json", "probe.json")
 

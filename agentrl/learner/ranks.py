@@ -44,16 +44,16 @@ class Ranks:
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of parts that a batch is divided into: one per rank, or per team."""
+        """The number of shards that a batch is divided into: one per rank, or per team."""
         return self.size // self.team.size if self.team else self.size
 
     @property
     def data_parallel_rank(self) -> int:
-        """The index of this rank's part."""
+        """The index of this rank's shard of a batch."""
         return self.rank // self.team.size if self.team else self.rank
 
     def sum(self, values: Tensor) -> Tensor:
-        """Returns the elementwise sum over the parts of a batch, as a CPU tensor; a team counts once."""
+        """Returns the elementwise sum over the shards of a batch, as a CPU tensor; a team counts once."""
         total = values.detach().cpu().clone()
         if self.team is not None and self.team.rank:
             total.zero_()

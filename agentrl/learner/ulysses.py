@@ -46,7 +46,7 @@ def check_heads(config: Any, team: Team) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShard:
-    """A rank's part of a forest of `length` tokens: `width` of them from `start` on; the last parts may have fewer."""
+    """A rank's shard of a forest of `length` tokens: `width` tokens from `start` on. The last shards may have fewer."""
 
     team: Team
     length: int
@@ -57,7 +57,7 @@ class TokenShard:
 
     @classmethod
     def of(cls, team: Team, length: int, positions: Tensor) -> TokenShard:
-        """Returns this rank's part. `positions` [U]: sorted forest indices of the predicting tokens."""
+        """Returns this rank's shard. `positions` [U]: sorted forest indices of the predicting tokens."""
         width = -(-length // team.size)
         start = team.rank * width
         first, last = torch.searchsorted(positions, torch.tensor([start, start + width])).tolist()
@@ -93,7 +93,7 @@ def sharded_attention(
 
 
 class _Gathered(torch.autograd.Function):
-    """Gathers forward; backward keeps each rank's part: all ranks compute the same loss, so a sum would count it repeatedly."""
+    """Gathers forward. Backward returns each rank's shard: all ranks compute the same loss, so a sum would count it repeatedly."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, stretch: TokenShard) -> Tensor:

@@ -179,7 +179,7 @@ def _complete(folder: Path) -> None:
 
 
 def _write_common(path: Path, groups: int) -> None:
-    """Writes the common header. Its groups are empty: the recipe sets the options, and DeepSpeed would give all groups the first one's."""
+    """Writes the common header with empty parameter groups, because DeepSpeed would apply the first group's options to all groups."""
     import deepspeed
 
     common = {

@@ -36,12 +36,12 @@ class PreparedMicroBatch:
     critic_step: int  # index of the critic's optimizer step that it belongs to
     critic_tokens: int  # trained tokens of that step, on all ranks
     proximal: Tensor | None
-    reference: Tensor | None  # of the KL reference model
+    reference: Tensor | None  # logprobs of the KL reference model
     returns: Tensor | None = None  # [N]
     values: Tensor | None = None  # [N] before the step
 
     def with_advantages(self, config: CriticConfig) -> PreparedMicroBatch:
-        """Returns it with the advantages and returns that the critic's values give."""
+        """Returns a copy with the advantages and returns computed from the critic's values."""
         assert self.values is not None, "the critic has computed its values"
         advantages, returns = critic_advantages(self.batch, self.values, config)
         return replace(self, batch=replace(self.batch, advantages=advantages), returns=returns)
@@ -173,7 +173,7 @@ class Updater:
         )
 
     def _with_advantages(self, prepared: Plan, critic: Critic | SharedCritic) -> tuple[Plan, dict[str, float]]:
-        """The same micro-batches with advantages computed from the critic's values, and the critic's metrics."""
+        """Returns the micro-batches with advantages computed from the critic's values, and the critic's metrics."""
         ranks = self.engine.ranks
         updated = [(minibatch, [micro.with_advantages(critic.config) for micro in micro_batches]) for minibatch, micro_batches in prepared]
         micros = [micro for _, micro_batches in updated for micro in micro_batches]

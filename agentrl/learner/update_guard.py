@@ -43,7 +43,7 @@ class UpdateFailure(Record):
     reasons: tuple[Text, ...]
     groups: tuple[int, ...]
     episodes: tuple[str, ...]
-    metrics: Mapping[str, float | None]  # of the optimizer step; None means not finite
+    metrics: Mapping[str, float | None]  # metrics of the optimizer step; None means not finite
 
 
 class UpdateGuard:

@@ -1,6 +1,6 @@
 """One rank of a run's learner process.
 
-A step takes its groups from the store, builds the batch, updates, checkpoints, commits the consumption and publishes the new version.
+A step selects its groups in the store, builds the batch, updates, checkpoints, commits the consumption and publishes the new version.
 The rename of the checkpoint completes the step; if the process dies later, the rest is repaired from the checkpoint. If the driver's
 gate has rejected a version, the next step is a rollback instead of an update.
 """
@@ -52,7 +52,7 @@ _WAIT, _GO, _STOP = 0, 1, 2
 
 
 class Worker:
-    """One rank of a run's learner. It writes to nothing that another rank writes to; rank 0 alone commits to the store."""
+    """One rank of a run's learner. No two ranks write to the same file; only rank 0 commits to the store."""
 
     def __init__(self, run_dir: Path, recipe: Recipe, ranks: Ranks) -> None:
         self.run_dir = run_dir
@@ -69,7 +69,7 @@ class Worker:
         self.failures = UpdateFailureLog(run_dir)
         self.order = GroupOrder.from_recipe(recipe)
         self.consumed: dict[int, Mapping[int, GroupUse]] = {}
-        self._open_block = 0  # first block with groups that no step has taken
+        self._open_block = 0  # first block that is not consumed completely
         self.rolled_back: tuple[int, ...] = ()
         self.next_step = 0
         self.good = 0

@@ -42,7 +42,7 @@ class RunMemory:
         self._behind = max_staleness
         self._nothing = NoteStore(None, config)
         self._store: NoteStore | None = None  # opened by the first step; evaluations do not use it
-        self._version = 0  # of the store
+        self._version = 0  # version of the store
         self._reaching = asyncio.Lock()
 
     def version_of(self, block: int) -> int:
@@ -50,7 +50,8 @@ class RunMemory:
         return max(0, block - self._behind)
 
     async def prepare_block(self, block: int) -> None:
-        """Commits the notes that the groups of a block read. Call it once the block may start, when they are in the experience store."""
+        """Commits the notes that the groups of a block read. Call it when the block may start: the store then has the episodes that wrote
+        the notes."""
         async with self._reaching:
             wanted = self.version_of(block)
             if self._store is None:
@@ -117,7 +118,7 @@ class ReplayedMemory:
     """The memory of a replayed episode: each call gets its recorded answer, and nothing is written. Implements `MemoryView` too.
 
     Args:
-        memo: of the recorded episode.
+        memo: notes of the recorded episode.
         turns: the recorded turns, whose calls will be repeated.
     """
 

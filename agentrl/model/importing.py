@@ -68,7 +68,7 @@ def import_model(
     """Writes the model folder `target` from `source`: a Hugging Face folder, a GGUF file, or `package:NAME[/FILE]`.
 
     Args:
-        chat_template: name of a shipped template, or a file relative to `root` (default: the current folder). None keeps the model's.
+        chat_template: name of a built-in template, or a file relative to `root` (default: the current folder). None keeps the model's.
         force: whether to replace an existing model folder.
         tell: called with the name of each stage.
 

@@ -113,7 +113,7 @@ def _in_package(text: str) -> Source:
     if not there:
         data = [path for path in by_path if not path.endswith((".py", ".pyc")) and ".dist-info/" not in path]
         holds = ", ".join([*data[:_LISTED], *(["..."] if len(data) > _LISTED else [])])
-        raise UserError(f"package {name!r} contains no GGUF file; it contains {holds or 'Python alone'}", fix="use another package")
+        raise UserError(f"package {name!r} contains no GGUF file; it contains {holds or 'only Python files'}", fix="use another package")
     matches = [path for path in there if not wanted or path == wanted or path.endswith(f"/{wanted}")]
     if len(matches) != 1:
         which = f"no file {wanted!r}" if not matches else "more than one GGUF file"

@@ -1,4 +1,4 @@
-"""Advantages and losses as pure functions. No other room knows an algorithm's name.
+"""Advantages and losses as pure functions. No other package knows an algorithm's name.
 
 Import the modules that use torch directly; this package is light.
 """

@@ -1,7 +1,7 @@
 """Advantages of episodes, in float64.
 
 An estimator (`agentrl.protocols.AdvantageEstimator`) is a function of the scores of a step's groups. `batch_advantages` applies the
-one in the recipe, shipped or user-supplied, and drops groups without a learning signal.
+one in the recipe, built-in or user-supplied, and drops groups without a learning signal.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ Surrogate = tuple[Tensor, Tensor]  # [N] to maximize, with gradient; [N] bool, T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInput:
-    """The shipped implementation of `agentrl.protocols.LossTokens`."""
+    """The built-in implementation of `agentrl.protocols.LossTokens`."""
 
     log_ratio: Tensor  # [N]
     logprobs: Tensor  # [N]

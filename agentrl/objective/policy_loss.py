@@ -21,14 +21,14 @@ from agentrl.protocols import Loss
 class TrainedTokens:
     """The sampled tokens of a micro-batch, in complete sequences. All tensors are [N]."""
 
-    logprobs: Tensor  # of the trained policy, at the sampling temperature and over the sampled support; has a gradient
-    behaviour: Tensor  # of the behaviour policy
+    logprobs: Tensor  # logprobs of the trained policy, at the sampling temperature and over the sampled support; has a gradient
+    behaviour: Tensor  # logprobs of the behaviour policy
     advantages: Tensor
     sequence: Tensor  # int64; tokens with the same number are one sequence
-    proximal: Tensor | None = None  # of the weights at the start of the step; None uses the behaviour policy's
-    kl_reference: Tensor | None = None  # of the KL reference model, if there is a KL term
+    proximal: Tensor | None = None  # logprobs of the weights at the start of the step; None uses the behaviour policy's
+    kl_reference: Tensor | None = None  # logprobs of the KL reference model, if there is a KL term
     on_policy: Tensor | None = None  # bool: sampled by the weights at the start of the step; None means unknown
-    entropy: Tensor | None = None  # of the trained policy, nats; has a gradient if there is an entropy bonus
+    entropy: Tensor | None = None  # entropy of the trained policy in nats; has a gradient if there is an entropy bonus
     rollout_tokens: Tensor | None = None  # trained tokens of the token's rollout; None means that every sequence is one
 
 

@@ -1,6 +1,6 @@
 """Tries a user-supplied advantage estimator or loss on a tiny step before a run starts, so that errors appear at once.
 
-A loss is tried with torch, which takes seconds to import, so shipped ones are not tried.
+A loss is tried with torch, which takes seconds to import, so built-in losses are not tried.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The verbs of agentrl as structural types, one file per room. The rooms implement them; nothing here imports a room.
+"""The protocols of agentrl's parts, one file per package. Other packages implement them; nothing here imports an implementation.
 
 Every wait takes a deadline in seconds and raises a typed error (`agentrl.errors`) after it.
 """

@@ -193,7 +193,7 @@ class LiveEpisode(Protocol):
         """
 
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
-        """Context of a program or tool that the agent called: its time counts as the agent's, and the sandbox is in use."""
+        """Returns a context for a program or tool that the agent called. Its time counts as the agent's, and the sandbox is in use."""
 
     def clip_output(self, output: str) -> str:
         """Cuts tool output so that the episode shows at most `Limits.all_output_chars`, and marks the cut."""

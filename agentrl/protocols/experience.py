@@ -11,41 +11,51 @@ from agentrl.records import EpisodeState, Group, GroupUse, LedgerEntry, ScoredEp
 class ExperienceStore(Protocol):
     """Durable storage of scored groups, written by the driver and read by the learner. Safe for concurrent processes.
 
-    A group is stored, then assigned to a learner step, then used by it. The driver and every learner rank open the store with its
-    factory, which receives the run folder and the recipe. Every method raises `StoreError` if the store is damaged, full or unavailable.
+    A group is ready when it is stored. It is then assigned to a learner step, and consumed when the step completes. The driver and every
+    learner rank open the store with its factory, which receives the run folder and the recipe. Every method raises `StoreError` if the
+    store is damaged, full or unavailable.
     """
 
     def put(self, group: Group) -> bool:
-        """Stores a group. Returns False if a group with this index exists."""
+        """Stores a group. Returns False, and stores nothing, if a group with this index exists."""
 
     def has(self, index: int) -> bool:
         """Whether a group is stored."""
         ...
 
     def entries(self, *, first: int = 0, step: int | None = None) -> tuple[LedgerEntry, ...]:
-        """What is known of the stored groups without reading their episodes, in ascending order of index.
+        """Returns the ledger entries of the stored groups, in ascending order of index. Does not read their episodes.
 
-        `agentrl.experience.new_entry` returns the entry of a group that no step has taken yet.
+        An implementation computes the entry of a new group with `agentrl.experience.new_entry`.
 
         Args:
-            first: smallest index.
-            step: only the groups of this learner step; None means all groups.
+            first: smallest index; ignored if `step` is set.
+            step: return only the groups of this learner step; None means all groups.
         """
 
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
-        """The groups in the requested order. Raises `StoreError` if one is absent or damaged."""
+        """Returns the groups in the requested order. Raises `StoreError` if a group is absent or damaged."""
 
     def assign(self, step: int, indices: Sequence[int]) -> None:
-        """Assigns groups to a learner step, which no earlier step has taken. Raises `StoreError` if one is absent or already taken.
+        """Assigns groups to a learner step. Raises `StoreError` if a group is absent or belongs to another step.
 
-        Groups that an interrupted attempt at the step had assigned, and that are not among `indices`, become ready again.
+        If the step was interrupted and is repeated, groups of its earlier assignment that are not in `indices` become ready again.
         """
 
     def commit(self, step: int, uses: Mapping[int, GroupUse], checkpoint: str) -> None:
-        """Records how a step, whose result is in `checkpoint`, used its groups. Raises `StoreError` if another step has used one."""
+        """Marks the groups of a step as consumed. Raises `StoreError` if a group is absent or belongs to another step.
+
+        Args:
+            uses: group index -> how the step used the group.
+            checkpoint: name of the checkpoint that contains the result of the step.
+        """
 
     def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
-        """Updates the ledger to the checkpoint in use, after a crash: learner step -> group index -> use. Other groups become ready."""
+        """Sets the ledger to the state of the checkpoint that the learner starts from. All other groups become ready.
+
+        Args:
+            consumed: learner step -> group index -> how the step used the group.
+        """
 
     def close(self) -> None:
         """Closes the store."""
@@ -58,10 +68,10 @@ class EpisodeCheckpoints(Protocol):
     """
 
     async def save_state(self, group: int, member: int, state: EpisodeState) -> None:
-        """Saves the newest state of one member of a group and replaces the previous one."""
+        """Saves the newest state of an attempt and replaces the previous state. `member` is the attempt's index in its group."""
 
     async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
-        """Saves the outcome of a member in place of its state, until the group is stored."""
+        """Saves the scored episode of an attempt in place of its state, until the group is stored."""
 
     async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
-        """The saved state or outcome of a member; None if there is none or it is damaged."""
+        """Returns the saved state or scored episode of an attempt; None if neither exists or the saved one is damaged."""

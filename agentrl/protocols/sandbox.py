@@ -50,7 +50,7 @@ class Sandbox(Protocol):
         """Writes a file and creates its folders."""
 
     async def snapshot(self) -> bytes:
-        """The working directory as an archive for `SandboxBackend.open(..., snapshot=...)`, whatever the modes of its files are.
+        """The working directory as an archive for `SandboxBackend.open(..., snapshot=...)`. Includes files that the agent cannot read.
 
         Raises `ValueError` only if it is too large.
         """

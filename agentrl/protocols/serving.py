@@ -1,4 +1,4 @@
-"""The policy, the server it runs on, and the channel that brings new weights."""
+"""The policy, its server, and the channel that transfers new weights to it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class PolicyServer(Policy, Protocol):
         """Metrics of several servers; empty for one server."""
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
-        """Loads a published version. Unless the probe agrees, the old one keeps serving. Raises `SwapError`, `ServingError`."""
+        """Loads a published version. If the probe disagrees, the previous version keeps serving. Raises `SwapError`, `ServingError`."""
 
     async def fall_back(self, version: PolicyVersion) -> None:
         """Returns to `version`, published earlier, after the serving one was retracted by the learner or rejected by the gate."""

@@ -40,19 +40,19 @@ class Tracker(Protocol):
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of a finished step. Steps count from 1; a value may be NaN or infinite."""
+        """Called with the metrics of a finished step. Steps count from 1; a value may be NaN or infinite."""
         return None
 
     def alert(self, text: str) -> None:
-        """A warning for the user, such as a skipped update. May contain text of an agent."""
+        """Called with a warning for the user, such as a skipped update. It may contain text of an agent."""
         return None
 
     def stage(self, name: str, detail: str = "") -> None:
-        """The run enters a stage, possibly not for the first time."""
+        """Called when the run enters a stage. A run may enter a stage several times."""
         return None
 
     def progress(self, index: int, group: Group) -> None:
-        """Group `index` was scored or excluded."""
+        """Called when group `index` was scored or excluded."""
         return None
 
     def evaluating(self, done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""The ledger's record of a group: what the run knows about it without reading its episodes."""
+"""The ledger's entry of a stored group: its counts, its learner step, and the use that the step made of it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from agentrl.records.fields import Record, Text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupUse(Record):
-    """What a learner step did with a group. The group's other sampled tokens are excluded."""
+    """How a learner step used a group. The group's sampled tokens that it did not train are excluded."""
 
     tokens_trained: int = 0
-    reason: Text = ""  # why tokens of counted episodes were not trained; empty if all were
+    reason: Text = ""  # why the step trained none of the group's tokens; empty if it trained any
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -22,21 +22,21 @@ class GroupUse(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry(Record):
-    """A stored group: ready, assigned to a learner step, or consumed by it."""
+    """A stored group. It is ready, then assigned to a learner step, then consumed by it (`trained` or `excluded`)."""
 
     index: int
     task_id: str
     attempts: int
-    counted: int  # attempts with a score that are not excluded
-    has_spread: bool  # whether the counted attempts scored differently
+    counted: int  # attempts that have a score and are not excluded from the loss
+    has_spread: bool  # whether the scores of the counted attempts differ
     oldest_version: int | None  # oldest policy version that sampled any token; None if no token was sampled
     tokens_sampled: int  # in all attempts, including excluded and cancelled ones; a turn that attempts share counts once
-    step: int | None = None  # learner step that the group is assigned to
-    use: GroupUse | None = None  # set by the checkpoint of that step
+    step: int | None = None  # learner step that the group is assigned to; None if it is ready
+    use: GroupUse | None = None  # recorded after the checkpoint of that step; None until then
 
     @property
     def state(self) -> str:
-        """`ready`, `assigned`, `trained`, or `excluded` if its step trained none of its tokens."""
+        """`ready`, `assigned`, `trained` or `excluded`. The step of an `excluded` group has completed and trained none of its tokens."""
         if self.step is None:
             return "ready"
         if self.use is None:
@@ -45,10 +45,10 @@ class LedgerEntry(Record):
 
     @property
     def tokens_open(self) -> int:
-        """Sampled tokens that no completed step has trained or excluded."""
+        """Sampled tokens of a group that is ready or assigned; 0 for a consumed group."""
         return self.tokens_sampled if self.use is None else 0
 
     @property
     def tokens_excluded(self) -> int:
-        """Sampled tokens that the group's step did not train."""
+        """Sampled tokens that the group's step did not train; 0 until the group is consumed."""
         return 0 if self.use is None else self.tokens_sampled - self.use.tokens_trained

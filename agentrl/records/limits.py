@@ -22,7 +22,7 @@ class Limits(Record):
     tool_timeout_s: float = 10.0
     tool_output_chars: int = 2000  # per call; longer output is cut in the middle
     wall_s: float = 120.0  # including waiting
-    episode_output_chars: int | None = None  # of all calls; None means OUTPUT_CALLS * tool_output_chars
+    episode_output_chars: int | None = None  # output of all calls together; None means OUTPUT_CALLS * tool_output_chars
     tool_calls: int | None = None  # in all trajectories, without `submit`; None means no limit
     all_tokens: int | None = None  # prompt and completion tokens in all trajectories; None means no limit
     thinking_tokens: int | None = None  # per turn; then the thinking block is closed; None means no limit

@@ -23,7 +23,7 @@ class SandboxSpec(Record):
     memory_mb: int = 256
     processes: int = 32
     cpus: float = 1.0
-    disk_mb: int = 64  # of the working directory and of /tmp each; both are in memory and count towards memory_mb
+    disk_mb: int = 64  # size of the working directory, and of /tmp; both are in memory and count towards memory_mb
     open_files: int = 256
     runtime: str = ""  # container runtime, such as "runsc"; empty means the default of the backend
     network: tuple[str, ...] = ()  # allow-list: "pypi.org:443", "*.example.org:443", "10.1.2.3:8080" (see `agentrl.records.destinations`)

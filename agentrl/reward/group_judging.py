@@ -63,7 +63,7 @@ class GroupJudgeScorer:
     """
 
     judge: GroupJudge
-    name: str  # of the part of a score that holds the judge's value
+    name: str  # name of the score part with the judge's value
     weight: float
     task_scorer: TaskScorer  # the verifiers of a task, and the audit
 
@@ -116,7 +116,7 @@ class GroupJudgeScorer:
         judged = await self._judge(task, others) if others else ()
         bounds = bounds_of(self.judge)
         lowest = min((0.0, *(score.value for score in judged if score.value is not None))) if bounds is None else bounds[0]
-        evidence = f"{failed[0].reason}, because of this attempt's text; it judges one that submits {answer!r}"
+        evidence = f"{failed[0].reason}, because of this attempt's text; the judge accepts an attempt that submits {answer!r}"
         log.warning("group judge %s on %s: %s", self.name, task.id, evidence)
         remaining = iter(judged)
         return [Score(value=lowest, evidence=evidence[:_REASON]) if provokes else next(remaining) for provokes in provoking]

@@ -45,7 +45,7 @@ class Rubric:
         required: required criteria: the name of a part, a verifier, or name -> `Requirement`. They are checked in order; at the first that
             fails the score is 0 and no other verifier is called. A verifier that is only a required criterion has no weight.
         caps: part -> maximum of the rubric's value if that part is less than 1; or (minimum, maximum), if it is less than `minimum`.
-        optional: parts that may lack a value. The weights of the others then count alone, the part `NAME/unscored` is 1, and the evidence
+        optional: parts that may lack a value. Then only the weights of the others count, the part `NAME/unscored` is 1, and the evidence
             has the reason.
         part_s: deadline in seconds of a part that needs no sandboxes and declares no deadline.
 

@@ -23,7 +23,7 @@ class EpisodeSandbox:
     """The sandbox that one or several agents of an episode share. Many episodes of a weak policy never open it.
 
     Args:
-        episode: the episode, which its time counts for.
+        episode: the episode that records the sandbox's time and faults.
         snapshot: initial content of the working directory; None means the task's files.
     """
 

@@ -45,7 +45,7 @@ class RequestRouter(Protocol):
     """Distributes episodes over servers, such as `agentrl.serving.server_pool.ServerPool`."""
 
     def episode(self, episode_id: str, task_key: str) -> AbstractContextManager[object]:
-        """Encloses all requests of an episode."""
+        """Returns a context in which all requests of an episode are sent."""
         ...
 
 
@@ -77,5 +77,5 @@ class TurnListener(Protocol):
     """Observes the turns of an episode."""
 
     async def __call__(self, turns: int, capture: CaptureState, /) -> None:
-        """Called between two turns with the number of turns. The episode waits for it."""
+        """Called between two turns with the number of turns. The episode continues when the call returns."""
         ...

@@ -68,7 +68,7 @@ class EpisodeRequests:
     timeout_s: float  # for one request
     spent_s: Callable[[], float]  # returns the seconds that the episode has taken
     sampling: SamplingTime
-    stalls: StallCount = field(default_factory=StallCount)  # of the driver's event loop, since the episode started here
+    stalls: StallCount = field(default_factory=StallCount)  # stalls of the driver's event loop since the episode started
     _cut: bool = False
     _version: int | None = None  # weight version that sampled last; the server's cache belongs to it
 

@@ -50,7 +50,7 @@ class AttemptScheduler:
     scores are equal, the group ends.
 
     Args:
-        names: of the attempts, in the order in which they start.
+        names: names of the attempts, in the order in which they start.
         first: see above; 0 starts all at once.
     """
 

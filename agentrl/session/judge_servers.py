@@ -116,7 +116,7 @@ class JudgeServers:
     ) -> None:
         """
         Args:
-            folders: of the models, by name.
+            folders: model folders by server name.
             folder: the run folder, for logs.
             gpus: CUDA_VISIBLE_DEVICES by name.
             alert: called with a message for the user when a server is restarted or given up.

@@ -55,7 +55,7 @@ def handle_interrupts(first: Callable[[], None], *, in_hand: str = "the step") -
     KeyboardInterrupt in the code that blocks it.
 
     Args:
-        in_hand: what is still finished after the first signal, for the message.
+        in_hand: the work that finishes after the first signal, for the message.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "runs inside a task"
@@ -94,7 +94,7 @@ def step_metrics(
     A metric without data is absent: `reward_mean` without a score, staleness without sampled tokens.
 
     Args:
-        report: of the swap; None if the version never served.
+        report: report of the swap; None if the version never served.
         step: the learner's version before the update.
         wall_s: None for a step that an earlier driver finished.
     """
@@ -264,7 +264,8 @@ def _thought(most: int, result: SplitEvaluation) -> dict[str, Any]:
 
 
 def recorded_rates(folder: Path, phase: str, *, of: str, splits: Iterable[Split]) -> dict[Split, Rate] | None:
-    """Returns the rates of a phase if its evaluation has the hash `of` and a rate on every split. None means that the evaluation is due."""
+    """Returns the recorded rates of a phase, or None if they must be measured: one is absent, or `of` (the hash of weights and settings)
+    differs."""
     path = folder / "evaluations.json"
     recorded: dict[str, Any] = json.loads(path.read_text()).get(phase, {}) if path.exists() else {}
     wanted = {split: recorded.get(str(split), {}) for split in splits}

@@ -96,7 +96,7 @@ class Run:
     order: GroupOrder
     learner: LearnerProcess
     judges: JudgeServers
-    suite: Suite | None = None  # of the gate
+    suite: Suite | None = None  # suite of the gate
     memory: RunMemory | None = None
     gate_server: GateServer | None = None  # with gate.server=own
 

@@ -64,7 +64,7 @@ class PreflightResult:
     family: TaskFamily
     scorer: TaskScorer  # has loaded the verifiers of the first task
     gpus: Placement
-    suite: Suite | None = None  # of the gate, if the recipe has one
+    suite: Suite | None = None  # suite of the gate, if the recipe has a gate
     withheld: WithheldTasks = field(default_factory=lambda: WithheldTasks(()))  # tasks that are never trained on
     practice: PracticeSchedule | None = None  # tasks generated from cases, if the recipe has any
     group_judge: GroupJudge | None = None  # judges all attempts of a group together, if the recipe has one

@@ -1,7 +1,7 @@
 """The practice of a run: opened before the start, kept separate from the evaluated tasks, and copied to the run folder.
 
-Cases are often failures of an evaluation, so their tasks may be held-out tasks of the same recipe. Generated practice tasks are not copies,
-but the held-out rate then includes questions similar to trained ones; a note says so.
+Cases are often failures of an evaluation, so their tasks may be held-out tasks of the same recipe. Generated practice tasks are not copies
+of held-out tasks but resemble them, which can raise the held-out rate. The run prints a note about it.
 """
 
 from __future__ import annotations

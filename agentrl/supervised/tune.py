@@ -87,7 +87,7 @@ def train_reward_model(
     """Trains a model that scores an episode, higher for the better of a pair (Bradley-Terry), from `model`'s trunk.
 
     Writes a folder for `AutoModelForSequenceClassification` with a record of the model's input and scale, and returns the last loss. Raises
-    `UserError` if the trained model does not separate the pairs. `shows`: the content of the texts of `TextPreference`.
+    `UserError` if the trained model does not separate the pairs. `shows`: the fields that the texts of `TextPreference` contain.
     """
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification, set_seed

@@ -1,8 +1,8 @@
 """The tasks of a run's groups, the outcome of each group (a line in `tasks.jsonl`), and the resulting task weights.
 
-The weights of block `b` are a pure function of the groups that all steps before step `b - max_staleness` took, which are known when block
-`b` may start. So a resumed run gives each group the same task. The file saves rereading the groups, and the report reads it. A group
-without a line, after a crash, is read from the store and its task is created again.
+The weights of block `b` are a pure function of the groups that the steps before step `b - max_staleness` consumed, which are known when
+block `b` may start. So a resumed run gives each group the same task. The file avoids rereading the groups, and the report uses it. After a
+crash, a group may be missing in the file; it is then read from the store, and its task is created again.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class GroupTasks:
             self._record = TaskHistory(min_group_size=order.min_group_size, by_task=by_task)
         self._lines: dict[int, GroupOutcome] | None = None  # outcomes from the file that are not in the history yet
         self._reached = 0  # steps that are in the history
-        self._open_block = 0  # first block that these steps have not taken completely
-        self._taken = list[LedgerEntry]()  # the groups that these steps have taken, from that block on
+        self._open_block = 0  # first block that these steps have not consumed completely
+        self._taken = list[LedgerEntry]()  # groups that these steps have consumed, from that block on
         self._weights = {block: self._record.weights() for block in range(self._behind + 1)} if self._record is not None else {}
         self._reaching = asyncio.Lock()
 
@@ -86,7 +86,7 @@ class GroupTasks:
                     yield GroupOutcome.from_group(task, group)
 
     def _drop_weights(self, entries: Sequence[LedgerEntry]) -> None:
-        """Forgets the weights of blocks that the steps so far have taken completely."""
+        """Forgets the weights of blocks that the steps so far have consumed completely."""
         self._taken += entries
         self._open_block = self._order.first_incomplete_block(self._taken, start=self._open_block)
         self._taken = [entry for entry in self._taken if self._order.block_of(entry.index) >= self._open_block]

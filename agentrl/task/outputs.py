@@ -124,14 +124,14 @@ def example_path(pattern: str) -> str:
 
 
 def select_files(files: Mapping[str, bytes], patterns: Sequence[str]) -> dict[str, bytes]:
-    """Those of `files` that match a pattern."""
+    """Returns the entries of `files` whose path matches a pattern."""
     return {path: data for path, data in files.items() if any(matches_pattern(pattern, path) for pattern in patterns)}
 
 
 def overlay(below: Mapping[str, bytes], above: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Both sets of files in one folder; a file of `above` replaces a file or a folder of `below`.
+    """Merges two sets of files. A file of `above` replaces a file or folder of `below` at the same path.
 
-    The result can be written: none of its paths is a folder of another, if that holds for `above`.
+    If `above` can be written to one folder, so can the result: no path is both a file and a folder.
     """
     folders = {parent for path in above for parent in _parents(path)}
     remaining = {

@@ -75,7 +75,7 @@ class _WithVerifiers:
 
 
 class _VariedWithVerifiers(_WithVerifiers):
-    """The same for a family with variants."""
+    """A family with variants, whose tasks have the recipe's verifiers."""
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
         for kind, variant in cast(VariedFamily, self._family).variants(task, seed=seed):

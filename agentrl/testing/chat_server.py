@@ -31,10 +31,10 @@ class ScriptedAnswer:
     headers: Mapping[str, str] = field(default_factory=dict)
     raw: bytes | None = None
     finish_reason: str = "stop"
-    tokens: tuple[int, int] | None = (100, 10)  # of the prompt and of the answer; None: not reported
+    tokens: tuple[int, int] | None = (100, 10)  # tokens of prompt and answer; None: not reported
     breaks_off: bool = False  # closes the connection in the middle of the body
     hangs: bool = False  # sends nothing until the server is closed
-    number: float | None = None  # of a reward model, instead of text
+    number: float | None = None  # score of a reward model, instead of text
 
     def content(self) -> bytes:
         """The body of the response."""

@@ -41,7 +41,7 @@ class ScriptedSandbox:
         self.id = name
         self.files = dict(files)
         self.closed = False
-        self.sessions: list[str] = []  # of each call so far; empty: without a session
+        self.sessions: list[str] = []  # session of each call so far; empty if the call had none
         self._answer = answer
 
     async def exec(

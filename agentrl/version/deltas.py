@@ -45,8 +45,8 @@ class Delta:
     """The record of a `model.delta`."""
 
     parent: int  # version
-    parent_sha256: str  # of its model.safetensors
-    sha256: str  # of the resulting model.safetensors
+    parent_sha256: str  # hash of the parent's model.safetensors
+    sha256: str  # hash of the resulting model.safetensors
     delta_sha256: str  # of model.delta
     size: int  # bytes of both model.safetensors
     stride: int  # bytes of a number

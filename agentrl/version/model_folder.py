@@ -39,7 +39,7 @@ _OTHER_MODEL = "use a model without recurrent layers, logit scaling or soft-capp
 def check_model_files(folder: Path, *, chat_template: bool = True, key: str = "policy.model") -> None:
     """Raises `UserError` unless `folder` contains a complete Hugging Face model: configuration, weights, tokenizer, and a `chat_template`.
 
-    `key`: of the recipe, for messages.
+    `key`: key of the recipe, for messages.
     """
     if not folder.is_dir():
         raise UserError(f"{key}: no folder {folder}", fix=f"set {key} to an existing folder or a Hugging Face model id")
@@ -62,7 +62,7 @@ def check_model_files(folder: Path, *, chat_template: bool = True, key: str = "p
     if chat_template and not has_chat_template(folder):
         raise UserError(
             f"{key}: the tokenizer in {folder} has no chat template, so conversations cannot be turned into tokens",
-            fix="set policy.chat_template to one that ships (hermes and others) or to a file, or use an instruction-tuned model"
+            fix="set policy.chat_template to a built-in template (such as hermes) or a file, or use an instruction-tuned model"
             if key == "policy.model"
             else "use an instruction-tuned model",
         )
@@ -167,7 +167,7 @@ def _check_model(folder: Path, recipe: Recipe | None) -> None:
     if recipe is not None and vocabulary is not None and (top_k := recipe.rollout.sampling.top_k) and top_k + TIES > vocabulary:
         raise UserError(
             f"rollout.sampling.top_k={top_k} does not truncate: the model in {folder} has a vocabulary of {vocabulary}",
-            fix="set rollout.sampling.top_k=0, or a much smaller one",
+            fix="set rollout.sampling.top_k=0, or a much smaller value",
         )
 
 

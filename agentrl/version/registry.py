@@ -13,8 +13,8 @@ States:
     served    -> serving | promoted | rolled_back
     promoted  -> rolled_back
 
-A promoted version keeps its state while it serves and afterwards, so it never loses its promotion by being used. The version that the
-servers should answer with is always `latest(SERVING, PROMOTED)`; rolling back a version uncovers the last good one.
+A promoted version keeps its state while it serves and afterwards. The servers should always serve `latest(SERVING, PROMOTED)`, so after a
+rollback they serve the newest version that was not rolled back.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class WeightCopy:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"agentrl-weights-{os.getpid()}.safetensors"
-        self._sha256 = ""  # of the file; empty if it is missing or may be incomplete
+        self._sha256 = ""  # hash of the file; empty if the file is missing or may be incomplete
 
     def apply_delta(self, folder: Path) -> Path:
         """Returns the complete weights of the delta version in `folder`; the file is valid until the next call.

@@ -1,1 +1,1 @@
-"""What `benchmarks/peers.py` is made of: the setting both sides share, our run, the peer's, what is measured, and the tables."""
+"""Parts of `benchmarks/peers.py`: the common setting, the runs of agentrl and the peer, the measurements, and the tables."""

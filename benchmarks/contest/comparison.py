@@ -39,7 +39,7 @@ class Ratio:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Rounds of one setting, and where they come from."""
+    """Rounds of one setting, and their origin."""
 
     setting: dict[str, Any]
     sides: tuple[str, ...]
@@ -84,7 +84,7 @@ class Comparison:
 
 
 def save(comparison: Comparison, path: Path) -> None:
-    """Writes the file whole or not at all."""
+    """Writes the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(comparison), indent=1) + "\n")
 

@@ -1,7 +1,7 @@
-"""Our tasks, tools, sandboxes and verifiers as GRPOTrainer wants them: an environment class, and rewards.
+"""Adapts agentrl's tasks, tools, sandboxes and verifiers to GRPOTrainer: an environment class, and rewards.
 
-TRL calls an environment's methods as tools, from one thread. What they call is ours, on an event loop of its own: the same tool
-objects, the same warm pool of sandboxes, the same verifiers with the same retries as in our runs.
+TRL calls an environment's methods as tools, from one thread. The methods call agentrl's code on a separate event loop: the same tool
+objects, warm pool of sandboxes, and verifiers with the same retries as in a run of agentrl.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool}
 
 
 class Host:
-    """The parts of a run that both sides have, on an event loop in a thread of its own. Close it, or its sandboxes stay open."""
+    """The components that both sides use, on an event loop in a separate thread. Close it; otherwise its sandboxes stay open."""
 
     def __init__(self, recipe: Recipe, family: TaskFamily, chat: ChatFormat, sandboxes: SandboxBackend | None = None) -> None:
         self.recipe, self.family, self.chat = recipe, family, chat
-        self.tool_s = 0.0  # in calls of tools, which TRL makes one after the other
-        self.faults = 0  # of the machinery, not the policy's
+        self.tool_s = 0.0  # seconds in tool calls, which TRL runs one after the other
+        self.faults = 0  # infrastructure faults
         self._schedule = GroupSchedule(family, recipe.seed)
         self._tasks: dict[int, Task] = {}
         self._loop = asyncio.new_event_loop()
@@ -48,7 +48,7 @@ class Host:
         self.scorer = TaskScorer(sandboxes=sandboxes)
 
     def open(self, root: Path, run_label: str) -> None:
-        """Opens the recipe's sandboxes and makes their image, so that no step waits for it."""
+        """Opens the recipe's sandbox backend and builds its image, so that no step waits for it."""
 
         async def made() -> SandboxBackend:
             sandboxes = await open_sandboxes(self.recipe.sandbox, run_label=run_label, root=root)
@@ -63,11 +63,11 @@ class Host:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Does it on the loop, and waits for it."""
+        """Runs a coroutine on the loop and waits for its result."""
         return self.submit(work).result()
 
     def gather(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Does all of it, as many at a time as our runs have episodes."""
+        """Runs coroutines on the loop, at most as many at a time as a run of agentrl has episodes."""
 
         async def one(slots: asyncio.Semaphore, some: Coroutine[Any, Any, T]) -> T:
             async with slots:
@@ -80,19 +80,19 @@ class Host:
         return self.run(every())
 
     def task(self, group: int) -> Task:
-        """The task of a group: the same as in our run of this seed."""
+        """Returns the task of a group: the same as in agentrl's run with this seed."""
         if group not in self._tasks:
             self._tasks[group] = self._schedule.task(group)
         return self._tasks[group]
 
     async def score(self, task: Task, episode: Episode) -> float | None:
-        """None for what no verifier could judge; TRL leaves such a reward out of its group's mean."""
+        """Returns the reward; None if the episode could not be scored. TRL excludes such a reward from its group's mean."""
         value = (await self.scorer(task, episode)).value
         self.faults += value is None
         return value
 
     def score_completion(self, group: int, token_ids: Sequence[int]) -> Coroutine[Any, Any, float | None]:
-        """The score of an episode of one turn in which the policy has said this: it is played and judged as in our run."""
+        """Returns the score of a one-turn episode with this completion, run and scored as in agentrl."""
         runner = EpisodeRunner(
             agent=TurnLoop(chat=self.chat),
             policy=_Said(tuple(token_ids), self.chat.stop_token_ids),
@@ -122,7 +122,7 @@ class Host:
 
 
 class _Said:
-    """A policy that has said one thing."""
+    """A policy with one fixed completion."""
 
     def __init__(self, token_ids: tuple[int, ...], stop: tuple[int, ...]) -> None:
         self._ids = token_ids
@@ -137,8 +137,8 @@ class _Said:
 class _Environment:
     """One rollout of TRL's. `reset` begins an episode at the task of a dataset row's group; the tools' methods are added by `environment`.
 
-    TRL has no way to end an episode but the model's own silence, or a tool's answer that does not fit: then the answer is taken back
-    and nothing is sampled any more. `submit`, and the last turn that the task allows, answer with `ending`, which never fits.
+    TRL ends an episode only if the model calls no tool, or if a tool's answer exceeds the context; it then removes the answer and stops
+    sampling. So `submit`, and the last turn that the task allows, answer with `ending`, which always exceeds the context.
     """
 
     host: Host
@@ -160,14 +160,14 @@ class _Environment:
         self._answer, self._calls, self._over, self._fault = None, 0, False, None
 
     def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        """What the model is told."""
+        """Returns the text that the model is shown."""
         assert self._task is not None, "reset comes first"
         if self._over or self._fault is not None:
             return self.ending
         started = time.monotonic()
         try:
             shown = self.host.run(self._called(self._task, self._tools[name], arguments))
-        except InfrastructureError as error:  # TRL would tell the model, and score the episode
+        except InfrastructureError as error:  # otherwise TRL would show it to the model and score the episode
             user_code.log_unexpected(f"tool {name}", error)
             self._fault = error
             return self.ending
@@ -189,7 +189,7 @@ class _Environment:
         return self.host.chat.escape_text(called.outcome.output)
 
     async def _score(self, said: str | None) -> float | None:
-        """Of the episode that has ended. `said`: the text of its last turn, which is the answer where there is no `submit`."""
+        """Returns the score of the episode that has ended. `said`: the text of its last turn, the answer if there is no `submit`."""
         task = self._task
         assert task is not None, "reset comes first"
         await self._closed()
@@ -208,15 +208,15 @@ class _Environment:
 
 
 def environment(host: Host, tools: Sequence[Tool], ending: str) -> type[_Environment]:
-    """The environment class of a family: a method for each tool, from which TRL renders the very schema that we render.
+    """Returns the environment class of a family: a method for each tool, from which TRL renders the same schema as agentrl.
 
-    Raises `UserError` for a tool whose schema no method has, so that the two would not be told the same.
+    Raises `UserError` for a tool whose schema no method can have, because the prompts of the two sides would differ.
     """
     return type("SandboxEnvironment", (_Environment,), {"host": host, "ending": ending, **{one.name: _method(one) for one in tools}})
 
 
 def last_words(messages: list[dict[str, Any]]) -> str | None:
-    """The answer of an episode that submits nothing: what was said last, if that called no tool."""
+    """Returns the answer of an episode without `submit`: its last message, if that calls no tool."""
     last = messages[-1] if messages else {}
     return str(last.get("content") or "").strip() if last.get("role") == "assistant" and not last.get("tool_calls") else None
 
@@ -249,6 +249,6 @@ def _method(tool: Tool) -> Any:
     method.__name__ = method.__qualname__ = tool.name
     told = [f"    {name}: {one['description']}" for name, one in properties.items()]
     method.__doc__ = "\n".join([function["description"], "", "Args:", *told])
-    method.__annotations__ = kinds  # and none of what it returns, which would be told, too
+    method.__annotations__ = kinds  # without a return annotation, which TRL would add to the schema
     method.__signature__ = inspect.Signature([me, *keyword])  # type: ignore[attr-defined]
     return method

@@ -17,7 +17,7 @@ LIMIT_S = 3600.0
 
 
 def evaluated(setting: Setting, seed: int, model: Path, work: Path, *, step: int, clock_s: float) -> Point:
-    """Success of a model folder. Raises `InfrastructureError`, with the end of its log, when the evaluation does not come to a rate."""
+    """Returns the success of a model folder. Raises `InfrastructureError`, with the end of the log, if the evaluation has no rate."""
     folder = work / f"eval-{step:04d}"
     shutil.rmtree(folder, ignore_errors=True)
     log = work / f"eval-{step:04d}.log"

@@ -1,4 +1,4 @@
-"""Our run: `agentrl train`, watched from outside through its run folder, and asked to end once it has arrived."""
+"""agentrl's run: starts `agentrl train`, reads its run folder, and stops it when it has reached the target."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _LEARNER_LINE = re.compile(r"step (\d+): .*checkpoint ([\d.]+) s, publish ([\d.]
 
 
 class Follower:
-    """What a run folder says while the run goes on: when each version was published, and what the evaluations gave."""
+    """Reads a run folder during the run: the time at which each version was published, and the evaluations."""
 
     def __init__(self, folder: Path, setting: Setting) -> None:
         self._folder, self._setting = folder, setting
-        self.published: dict[int, float] = {0: 0.0}  # version -> seconds after the command when it was there
+        self.published: dict[int, float] = {0: 0.0}  # version -> seconds from the command to its publication
         self.curve: list[Point] = []
-        self.before_s = 0.0  # the evaluation before training, which is not training
+        self.before_s = 0.0  # duration of the evaluation before training, which does not count as training
         self._began_before: float | None = None
 
     def look(self, elapsed_s: float) -> bool:
-        """Takes in what is new; True when there is nothing more to wait for."""
+        """Reads new entries of the run folder. Returns True if the run can be stopped."""
         for path in sorted(self._folder.glob("versions/[0-9]*/version.json")):
             number = int(path.parent.name)
             if number == 0 and self._serving() and self._began_before is None:
@@ -74,9 +74,9 @@ class Follower:
 
 
 def run(setting: Setting, seed: int, work: Path, progress: Progress) -> Outcome:
-    """One run of ours, from the command to the evaluation of the model it leaves; one that learns nothing is a result, too.
+    """Runs agentrl, from the command to the evaluation of the resulting model. A run that learned nothing is also a result.
 
-    Raises `InfrastructureError` when it fails before its steps are made.
+    Raises `InfrastructureError` if the run fails before its last step.
     """
     steps = setting.made(seed).steps
     shutil.rmtree(work, ignore_errors=True)
@@ -113,9 +113,10 @@ def run(setting: Setting, seed: int, work: Path, progress: Progress) -> Outcome:
 
 
 def parts(folder: Path, lines: list[dict[str, Any]], arrived: int | None) -> dict[str, float]:
-    """Seconds by part, from the run's own figures. What goes on while the learner works is in the learner's time; `rollout` is the rest.
+    """Returns the seconds per activity, from the run's metrics. Activities concurrent with the learner count as learner time; `rollout` is
+    the rest.
 
-    The evaluation of the step at which it `arrived` is in no part, as it is not in the time to the target.
+    The evaluation of the step that reached the target is excluded, because the time to the target excludes it too.
     """
     stages: dict[str, float] = json.loads((folder / "summary.json").read_text())["wall_s"]
     learner = (folder / "logs" / "learner.log").read_text(errors="replace")

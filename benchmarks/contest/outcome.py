@@ -13,7 +13,7 @@ PARTS = ("start", "rollout", "wait", "score", "update", "sync", "evaluation", "o
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """An evaluation: held-out success after so many steps, `clock_s` seconds of training after the command was given."""
+    """An evaluation: held-out success after `steps` steps and `clock_s` seconds of training since the start of the command."""
 
     step: int
     clock_s: float
@@ -31,10 +31,10 @@ class Outcome:
     seed: int
     ended: str  # arrived | time | steps
     arrived_s: float | None
-    clock_s: float  # of training, when it ended
+    clock_s: float  # seconds of training at the end
     steps: int
     curve: tuple[Point, ...]
-    after: Point | None  # `agentrl eval` of the model it wrote; None means it wrote none
+    after: Point | None  # `agentrl eval` of the resulting model; None if the run wrote no model
     tokens_sampled: int
     tokens_trained: int
     episodes: int

@@ -1,4 +1,4 @@
-"""What both sides share: the recipe with all overrides, from which our run and the peer's are made alike."""
+"""The setting of both sides: the recipe with all overrides, from which the runs of agentrl and the peer are configured."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from agentrl.task import open_family
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("single", "multi")
-PROGRAMS = "python"  # the tool that a single turn hands a program in by
+PROGRAMS = "python"  # the tool that submits a program in a one-turn episode
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One line of the comparison, without its seeds. `wait`: seconds (from, to) that every program in a sandbox sleeps; (0, 0): none."""
+    """A setting of the comparison, without seeds. `wait`: seconds (from, to) that every program in a sandbox sleeps; (0, 0): none."""
 
     recipe: str
     mode: str
     model: str = ""  # folder; empty: the recipe's
     wait: tuple[float, float] = (0.0, 0.0)
-    target: float = 0.9  # held-out success at which a side has arrived
+    target: float = 0.9  # held-out success at which a side stops
     every: int = 4  # steps between evaluations
     heldout: int = 160  # tasks in each
-    minutes: float = 40.0  # of training, from the command on; evaluations are another matter (docs/peers.md)
+    minutes: float = 40.0  # maximum minutes of training from the command on; evaluations are not counted (docs/peers.md)
     backend: str = "auto"
     overrides: tuple[str, ...] = ()
 
@@ -46,18 +46,18 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Of its results: what of it a reader tells lines apart by."""
+        """Name of its results, from the options that distinguish it from other settings."""
         model = Path(self.model).name if self.model else Path(self.recipe).stem
         low, high = self.wait
         return f"{model}-{self.mode}" + (f"-wait-{low:g}-{high:g}" if high else "")
 
     def record(self) -> dict[str, Any]:
-        """As JSON reads it back."""
+        """Creates it from parsed JSON."""
         made: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return made
 
     def arguments(self, seed: int) -> list[str]:
-        """Overrides of the recipe that this line needs, as on the command line of `agentrl train`."""
+        """Overrides of the recipe that this setting needs, as on the command line of `agentrl train`."""
         _, written = load_recipe(ROOT / self.recipe, list(self.overrides))
         made = [
             f"seed={seed}",
@@ -80,13 +80,13 @@ class Setting:
         return made
 
     def made(self, seed: int) -> Recipe:
-        """The recipe of one run. Raises `UserError` where it asks for what the peer does not have."""
+        """Returns the recipe of one run. Raises `UserError` if it uses a feature that the peer lacks."""
         recipe = load_recipe(ROOT / self.recipe, self.arguments(seed))[1]
         check_shared(recipe)
         return recipe
 
     def command(self, *more: str) -> str:
-        """The command that makes this line, as a person types it."""
+        """The command that measures this setting, as a user types it."""
         words = ["python", "benchmarks/peers.py", "--recipe", self.recipe, "--mode", self.mode]
         words += ["--model", self.model] if self.model else []
         words += ["--wait", f"{self.wait[0]:g}..{self.wait[1]:g}"] if self.wait[1] else []
@@ -97,7 +97,7 @@ class Setting:
         return shlex.join([*words, *more])
 
     def _hands_programs_in(self, recipe: Recipe) -> bool:
-        """Whether its tasks have the tool; those without any are of one turn as they are."""
+        """Whether its tasks have the tool. Tasks without tools already have one turn."""
         task = open_family(recipe.tasks, seed=0, root=ROOT).task(Split.TRAIN, 0)
         if PROGRAMS in task.tools or not task.tools:
             return bool(task.tools)
@@ -108,7 +108,7 @@ class Setting:
 
 
 def check_shared(recipe: Recipe) -> None:
-    """Raises `UserError` for settings of ours that GRPOTrainer has no equal of, so that the two would not train alike."""
+    """Raises `UserError` for settings without an equivalent in GRPOTrainer, because the two sides would train differently."""
     objective, learner = recipe.objective, recipe.learner
     wrong = {
         f"objective.advantage={objective.advantage}": objective.advantage.ref != "grpo",
@@ -122,4 +122,4 @@ def check_shared(recipe: Recipe) -> None:
         f"rollout.agent={recipe.rollout.agent}": recipe.rollout.agent.ref != "turns",
     }
     if found := [name for name, is_wrong in wrong.items() if is_wrong]:
-        raise UserError(f"the peer is not compared with {', '.join(found)}", fix="leave it out of the recipe that both sides run")
+        raise UserError(f"the peer has no equivalent of {', '.join(found)}", fix="remove it from the recipe")

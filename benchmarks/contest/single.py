@@ -1,7 +1,7 @@
-"""Any family with the tool `python`, in one turn: the policy hands a program in, and what the program prints is judged.
+"""A one-turn form of any family with the tool `python`: the policy submits a program, and the program's output is scored.
 
-No tool answers, so there is one completion an episode: what most trainers are built for. The program runs after the episode, in
-a sandbox of the verifier's.
+No tool answers, so an episode has one completion, which is the case that most trainers are built for. The program runs after the episode,
+in a sandbox of the verifier.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from agentrl.task import open_family
 ROOT = Path(__file__).resolve().parents[2]
 HAND_IN = "benchmarks.contest.single:hand_in"
 PRINTED = "benchmarks.contest.single:printed"
-_JUDGES = "judges of what is printed"  # where a task keeps the verifiers of the family
+_JUDGES = "judges of what is printed"  # key in the task data for the verifiers of the family
 
 
 class HandIn:
-    """Looks like the tool `python` to the policy, and ends the episode: the program is the answer."""
+    """Has the schema of the tool `python`, but ends the episode: the program is the answer."""
 
     name = "python"
     needs_sandbox = False
@@ -39,7 +39,7 @@ class HandIn:
 
 
 class Printed:
-    """A `SandboxVerifier`: runs the program that was handed in beside the task's files, and has the family judge what it prints."""
+    """A `SandboxVerifier`: runs the submitted program with the task's files, and scores its output with the family's verifier."""
 
     needs_sandboxes = True
 
@@ -49,7 +49,7 @@ class Printed:
         sandbox = await sandboxes.open(task.sandbox, files=task.contents())
         try:
             ran = await sandbox.python(episode.answer, timeout_s=task.limits.tool_timeout_s)
-        except (ValueError, TypeError) as error:  # text that is no program for anybody
+        except (ValueError, TypeError) as error:  # text that is not a program
             return Score(value=0.0, evidence=f"the program cannot be run: {error}")
         finally:
             await sandbox.close()
@@ -63,7 +63,7 @@ printed = Printed()
 
 
 class SingleTurn:
-    """A family of another one's tasks: `of` is its `tasks.family`, the other options are its own."""
+    """The tasks of another family in one turn. `of` is that family's `tasks.family`; the other options are passed to it."""
 
     def __init__(self, seed: int = 0, *, of: str, **options: Any) -> None:
         self._family = open_family(TasksConfig(family=Part(of, options=options)), seed=seed, root=ROOT)

@@ -1,4 +1,4 @@
-"""A sandbox backend whose programs take their time, as builds and test suites do: the one thing that a toy's calls lack."""
+"""A sandbox backend whose programs take a given time, as builds and test suites do. Programs of the toy tasks take milliseconds."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from agentrl.protocols.forwarding import ForwardingSandbox
 from agentrl.records import ExecResult, SandboxSpec
 from agentrl.sandbox.select import select_backend
 
-_MARGIN_S = 30.0  # what a sandbox may take beyond the time that its programs sleep
+_MARGIN_S = 30.0  # seconds that a sandbox may take in addition to the sleep of its programs
 
 
 def seconds_of(program: str, low: float, high: float) -> float:
-    """How long a program takes besides its own work: uniform over [low, high], and the same for the same text, as a build's time is."""
+    """Returns the seconds that a program sleeps: uniform over [low, high], and a function of the program's text."""
     return Random(program).uniform(low, high)
 
 
 class SlowBackend:
-    """Any backend; every program in its sandboxes first sleeps there.
+    """Wraps any backend; every program in its sandboxes first sleeps.
 
-    A recipe names it as `sandbox.backend=benchmarks.contest.slow:SlowBackend sandbox.backend.options={"low":0.2,"high":2.0}`. Raises
+    A recipe selects it with `sandbox.backend=benchmarks.contest.slow:SlowBackend sandbox.backend.options={"low":0.2,"high":2.0}`. Raises
     `UserError` for an interval that is none.
     """
 
@@ -48,7 +48,7 @@ class SlowBackend:
 
 
 class SlowSandbox(ForwardingSandbox):
-    """A sandbox whose programs sleep before they work. What only moves files does not wait; the sleep is in no program's own limit."""
+    """A sandbox whose programs first sleep. File operations do not. The sleep does not count towards the program's time limit."""
 
     def __init__(self, sandbox: Sandbox, low: float, high: float) -> None:
         super().__init__(sandbox)

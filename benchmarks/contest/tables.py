@@ -1,4 +1,4 @@
-"""The tables of docs/peers.md, from the published comparisons and from nothing else."""
+"""Writes the tables of docs/peers.md from the published comparisons."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RUNS += ["peak GiB", "excluded", "GFLOPS", "load", "cores busy before"]
 
 
 def page(path: Path, results: Path) -> None:
-    """Puts the tables between the two marks of a page. Raises `UserError` for a page without them."""
+    """Writes the tables between the two marks of a page. Raises `UserError` if the page has no marks."""
     text = path.read_text() if path.exists() else ""
     before, begun, rest = text.partition(BEGIN)
     _, ended, after = rest.partition(END)
@@ -44,7 +44,7 @@ def summary(found: Mapping[str, Comparison]) -> str:
 
 
 def ratios(comparison: Comparison, peer: str) -> tuple[str, str]:
-    """How many times longer a peer took, from the command on and without the start. The time of a run that was cut off is a bound."""
+    """Returns the ratio of the peer's time to agentrl's, from the command on, and without the start. It is a bound if a run was cut off."""
     if late := sum(one.arrived_s is None for one in comparison.of("ours")):
         return (f"none: {late} of {len(comparison.rounds)} runs of ours did not reach the target",) * 2
     whole = comparison.ratio(peer)
@@ -95,7 +95,7 @@ def _run(one: Outcome) -> list[str]:
 
 
 def _where(comparison: Comparison) -> str:
-    """Mean seconds of a step by part, the start apart."""
+    """Returns the mean seconds of a step per activity, and those of the start."""
     rows = []
     for side in comparison.sides:
         some = [one for one in comparison.of(side) if one.steps]

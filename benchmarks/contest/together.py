@@ -1,8 +1,8 @@
-"""A rollout function for GRPOTrainer that makes the calls of all episodes at once, which its own tool loop does not.
+"""A rollout function for GRPOTrainer that runs the tool calls of all episodes concurrently, which TRL's tool loop does not.
 
-What TRL ships makes one episode's calls after another's. A user can hand it a function that rolls out instead (`rollout_func`,
-experimental in 1.16); this is one, with our episodes around TRL's generation: a turn of all episodes is one padded batch, then their
-calls run side by side, then the next turn. It is here so that nobody can say we compared with a loop that nobody needs to use.
+TRL's loop runs the calls of one episode after those of another. A user can replace it with a rollout function (`rollout_func`,
+experimental in 1.16). This one combines agentrl's episodes with TRL's generation: a turn of all episodes is one padded batch, then their
+calls run concurrently, then the next turn starts. With it the comparison includes the fastest loop that a TRL user could write.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from benchmarks.contest.environment import Host
 
-_NEVER_S = 3600.0  # a generation of a large batch takes as long as it takes
+_NEVER_S = 3600.0  # in effect no deadline: generating a large batch takes long
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Request:
 
 
 class Waiting:
-    """A policy that answers when every episode still playing has asked: `batches` then gets all their requests."""
+    """A policy that waits until every running episode has requested a completion. `batches` then receives all requests."""
 
     def __init__(self, playing: int) -> None:
         self.batches: queue.SimpleQueue[list[Request]] = queue.SimpleQueue()  # an empty batch: the last episode is over
@@ -56,7 +56,7 @@ class Waiting:
 
 
 class Together:
-    """The rollout function. A prompt's first message names its group."""
+    """Returns the rollout function. A prompt's first message contains the index of its group."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -101,9 +101,9 @@ class Together:
 
 
 def rows(scored: Sequence[ScoredEpisode], *, end: int) -> dict[str, Any]:
-    """What TRL takes of a batch of episodes: ids of prompts and completions, which of the latter were sampled, and the scores.
+    """Returns a batch of episodes for TRL: ids of prompts and completions, masks of sampled completion tokens, and scores.
 
-    An episode that came to no turn is one masked token `end`.
+    An episode without a turn is one masked token `end`.
     """
     made: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "env_mask": [], "score": []}
     for one in scored:

@@ -1,4 +1,4 @@
-"""The peer's run, from outside: a worker with TRL's GRPOTrainer, whose weights are evaluated by the command that evaluates ours."""
+"""The peer's run: starts a worker with TRL's GRPOTrainer and evaluates its weights with the same command as agentrl's."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"vllm": True},
 )
 """Settings that are timed with the fastest micro-batch."""
-_TUNING_GROUPS = 4  # of a step, so that a step of tuning is short
+_TUNING_GROUPS = 4  # groups of a tuning step, few so that it is short
 
 
 def options_of(given: list[str]) -> dict[str, Any]:
-    """`OPTIONS` with `KEY=VALUE` laid over them. Raises `UserError`."""
+    """Returns `OPTIONS` with `KEY=VALUE` overrides. Raises `UserError`."""
     made = dict(OPTIONS)
     for item in given:
         key, sep, value = item.partition("=")
@@ -70,7 +70,7 @@ def options_of(given: list[str]) -> dict[str, Any]:
             )
         made[key] = found
     if made["rollouts"] not in ROLLOUTS:
-        raise UserError(f"--peer rollouts={made['rollouts']}: no such rollouts", fix=f"use {' or '.join(ROLLOUTS)}")
+        raise UserError(f"--peer rollouts={made['rollouts']}: unknown value", fix=f"use {' or '.join(ROLLOUTS)}")
     return made
 
 
@@ -87,7 +87,7 @@ _NO_STEP = {"step": 0, "sampled": 0, "trained": 0, "episodes": 0, "faults": 0, "
 
 @dataclass
 class Followed:
-    """What the worker has told so far, and what was answered."""
+    """The events that the worker has reported so far, and the replies to it."""
 
     work: Path
     setting: Setting
@@ -97,7 +97,7 @@ class Followed:
     _read: int = 0
 
     def clock(self, watched: Watched) -> float:
-        """Seconds of training. Between two steps the worker's own clock is a little behind, by what it takes to keep the weights."""
+        """Seconds of training. Between two steps the worker's clock is slightly behind, by the time that writing the weights takes."""
         return watched.elapsed_s - self.paused_s
 
     def arrived(self) -> Point | None:
@@ -113,7 +113,7 @@ class Followed:
 
 
 def run(side: str, setting: Setting, seed: int, work: Path, progress: Progress, options: dict[str, Any]) -> Outcome:
-    """One run of the peer's; one without a single step in its time is a result, too. Raises `InfrastructureError` when it fails."""
+    """Runs the peer. A run without a step within its time is also a result. Raises `InfrastructureError` if the run fails."""
     setting.made(seed)
     followed = Followed(work, setting)
     with started(setting, seed, work, options, every=setting.every) as watched:
@@ -147,7 +147,7 @@ def started(setting: Setting, seed: int, work: Path, options: dict[str, Any], *,
 
 
 def _evaluate(followed: Followed, watched: Watched, seed: int, event: dict[str, Any], progress: Progress) -> None:
-    """Evaluates the weights that the worker waits with, and lets it go on or not."""
+    """Evaluates the weights of the waiting worker, then lets it continue or stops it."""
     began = watched.elapsed_s
     step, clock_s = int(event["step"]), float(event["clock_s"])
     progress.say(f"evaluating step {step}, {clock_s / 60:.1f} min of training")
@@ -161,7 +161,7 @@ def _evaluate(followed: Followed, watched: Watched, seed: int, event: dict[str, 
         stdin.write(b"stop\n" if followed.arrived() else b"go\n")
         stdin.flush()
     except BrokenPipeError:
-        return  # it has ended, as its exit status will say
+        return  # the worker has ended; its exit status gives the reason
 
 
 def _outcome(side: str, followed: Followed, seed: int, clock_s: float, *, alone: bool, peak_gib: float) -> Outcome:
@@ -171,7 +171,7 @@ def _outcome(side: str, followed: Followed, seed: int, clock_s: float, *, alone:
     if after is None and step:
         after = evaluated(setting, seed, followed.work / "weights", followed.work, step=step, clock_s=float(last["clock_s"]))
         followed.curve.append(after)
-    arrived = followed.arrived()  # with the last weights too: the last step need not be one that is evaluated
+    arrived = followed.arrived()  # also with the last weights, because the last step may not be an evaluation step
     return Outcome(
         side=side,
         seed=seed,

@@ -2,8 +2,8 @@
 
     python -m benchmarks.contest.trl_worker WORK
 
-`WORK/job.json` says what to do. The worker adds lines to `WORK/events.jsonl`, keeps the newest weights in `WORK/weights`, and after
-every evaluation step waits for a line on its standard input: `go` or `stop`. Its clock stands still meanwhile.
+`WORK/job.json` has the job. The worker adds lines to `WORK/events.jsonl`, writes the newest weights to `WORK/weights`, and after
+every evaluation step waits for a line on its standard input: `go` or `stop`. Its clock is stopped while it waits.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from benchmarks.contest.environment import Host, environment, last_words, messag
 from benchmarks.contest.setting import ROOT
 from benchmarks.contest.together import Together
 
-_SEEN = {"reward": "reward", "logprob_gap": "sampling/sampling_logp_difference/mean"}  # the second of vLLM against the trainer
-_NOTHING = 1e-3  # an advantage that is rounding
+_SEEN = {"reward": "reward", "logprob_gap": "sampling/sampling_logp_difference/mean"}  # the gap: vLLM against the trainer
+_NOTHING = 1e-3  # smaller advantages are rounding errors
 _KV_CACHE_GIB = 1  # of vLLM in the trainer's process
 
 
 @dataclass
 class Clock:
-    """Seconds of this process without those it was told to leave out, and what they went to."""
+    """A clock of this process that excludes pauses, with the seconds per activity."""
 
     left_out_s: float = 0.0
     spent: dict[str, float] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Clock:
 
 
 class TimedTrainer(GRPOTrainer):  # type: ignore[misc]  # of a package without types
-    """GRPOTrainer, and where its seconds and tokens go. Nothing that it computes is changed."""
+    """GRPOTrainer that records its seconds per activity and its tokens. It computes nothing else differently."""
 
     clock: Clock
     sampled = trained = episodes = 0
@@ -98,7 +98,7 @@ class TimedTrainer(GRPOTrainer):  # type: ignore[misc]  # of a package without t
 
 
 class Reporter(TrainerCallback):  # type: ignore[misc]
-    """After every step: the figures so far, the weights, and at an evaluation the question whether to go on."""
+    """After every step reports the figures and writes the weights. After an evaluation step waits for `go` or `stop`."""
 
     def __init__(self, work: Path, base: Path, every: int, clock: Clock, host: Host) -> None:
         self.trainer: Any = None
@@ -133,7 +133,7 @@ class Reporter(TrainerCallback):  # type: ignore[misc]
 
 
 def save(model: Any, base: Path, folder: Path) -> None:
-    """The base model's folder with these weights. A reader finds the old folder or the new one, whole."""
+    """Writes a copy of the base model's folder with these weights, atomically."""
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part / "weights")
@@ -150,7 +150,7 @@ def save(model: Any, base: Path, folder: Path) -> None:
 
 
 def configuration(recipe: Recipe, options: dict[str, Any], work: Path, *, completion: int, turn: int, turns: int, seed: int) -> GRPOConfig:
-    """Our recipe in TRL's words. `completion`: tokens of an episode after its prompt; `turn`: of one turn."""
+    """Converts the recipe to TRL's configuration. `completion`: tokens of an episode after its prompt; `turn`: of one turn."""
     batch = recipe.rollout.group.size * recipe.rollout.groups_per_step
     micro = int(options["micro_batch"]) or batch
     if batch % micro:
@@ -178,7 +178,7 @@ def configuration(recipe: Recipe, options: dict[str, Any], work: Path, *, comple
         beta=0.0,
         epsilon=objective.clip_low,
         epsilon_high=objective.clip_high,
-        loss_type="dapo",  # the mean over the tokens of the whole step, as ours
+        loss_type="dapo",  # mean over all tokens of the step, as in agentrl
         scale_rewards="group" if objective.divides_by_std else "none",
         shuffle_dataset=False,
         remove_unused_columns=False,
@@ -186,7 +186,7 @@ def configuration(recipe: Recipe, options: dict[str, Any], work: Path, *, comple
         cache_implementation=options["cache"] or None,
         use_transformers_continuous_batching=bool(options["continuous_batching"]),
         use_vllm=bool(options["vllm"]),
-        vllm_mode="colocate",  # the other way, a server, takes new weights over NCCL alone
+        vllm_mode="colocate",  # the alternative, a server, takes new weights only over NCCL
         vllm_max_model_length=recipe.policy.max_model_len,
         bf16=False,
         use_cpu=True,
@@ -204,7 +204,7 @@ def main(work: Path) -> None:
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_KV_CACHE_GIB)
     _, recipe = load_recipe(ROOT / job["recipe"], job["arguments"])
     batch = recipe.rollout.group.size * recipe.rollout.groups_per_step
-    recipe = recipe.but({"sandbox.max_open": max(batch, recipe.sandbox.max_open)})  # its whole batch is in flight, or it could not go on
+    recipe = recipe.but({"sandbox.max_open": max(batch, recipe.sandbox.max_open)})  # all episodes of the batch are in flight at once
     base = find_model(recipe.policy.model, ROOT)
     host = Host(recipe, open_family(recipe.tasks, seed=recipe.seed, root=ROOT), open_chat(base, template_of(recipe)))
     try:
@@ -221,7 +221,7 @@ def template_of(recipe: Recipe) -> str | None:
 
 
 def train(host: Host, recipe: Recipe, options: dict[str, Any], base: Path, work: Path, *, every: int) -> None:
-    """Builds the trainer and runs it to its end. Raises `UserError` when it would not see the very prompts that we see."""
+    """Builds the trainer and runs it to its end. Raises `UserError` if its prompts differ from agentrl's."""
     clock = Clock()
     TimedTrainer.clock = clock
     tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
@@ -254,25 +254,25 @@ def train(host: Host, recipe: Recipe, options: dict[str, Any], base: Path, work:
 
 
 def _dataset(prompts: list[Any]) -> Dataset:
-    """Rows of a prompt and its group. Arrow, which would give every call in a prompt the arguments of all others, holds numbers alone."""
+    """Returns rows with the group's index. The prompt is not stored in Arrow, which would add the arguments of all calls to each call."""
     numbered = Dataset.from_dict({"group": list(range(len(prompts)))})
     return numbered.with_transform(lambda rows: {"prompt": [prompts[group] for group in rows["group"]], "group": rows["group"]})
 
 
 def check_prompts(trainer: Any, given: list[Any], ours: list[tuple[int, ...]]) -> None:
-    """Raises `UserError` unless the trainer makes the same tokens of a prompt as we do."""
+    """Raises `UserError` unless the trainer tokenizes a prompt as agentrl does."""
     trainer._batch_environments = [None] * len(given)
     theirs, _, _ = trainer._tokenize_prompts(given)
     for their, our in zip(theirs, ours, strict=True):
         if tuple(their) != our:
             raise UserError(
-                f"TRL makes other tokens of a prompt: {len(their)} of them begin with {list(their)[:8]}, ours with {list(our)[:8]}",
-                fix="use a chat template that renders tools from their schema, and a tokenizer that adds no tokens of its own",
+                f"TRL tokenizes a prompt differently: its {len(their)} tokens start with {list(their)[:8]}, agentrl's with {list(our)[:8]}",
+                fix="use a chat template that renders tools from their schema, and a tokenizer that adds no special tokens",
             )
 
 
 def _one_turn(host: Host) -> dict[str, Any]:
-    """A reward function that judges what was said."""
+    """Returns a reward function that scores completions."""
 
     def reward(completion_ids: list[list[int]], group: list[int], **_: Any) -> list[float | None]:
         return host.gather([host.score_completion(number, ids) for number, ids in zip(group, completion_ids, strict=True)])
@@ -281,7 +281,7 @@ def _one_turn(host: Host) -> dict[str, Any]:
 
 
 def _turns(host: Host, tokenizer: Any, task: Task, room: int) -> dict[str, Any]:
-    """Our tools as an environment, and a reward function that judges how it was left."""
+    """Returns agentrl's tools as an environment, and a reward function that scores its final state."""
     ending = "end " * (2 * room)
     if len(tokenizer.encode(ending)) <= room:
         raise UserError("the tokenizer makes too few tokens of what ends an episode", fix="choose other words in benchmarks/contest")
@@ -296,7 +296,7 @@ def _turns(host: Host, tokenizer: Any, task: Task, room: int) -> dict[str, Any]:
 
 
 def _together(host: Host) -> dict[str, Any]:
-    """A rollout function of our own, whose episodes are judged already."""
+    """Returns the rollout function of `together`, whose episodes are already scored."""
 
     def reward(score: list[float | None], **_: Any) -> list[float | None]:
         return score
@@ -309,7 +309,7 @@ def _opening(host: Host, task: Task) -> tuple[int, ...]:
 
 
 def _prompt(tokenizer: Any, task: Task, single: bool, group: int) -> Any:
-    """Messages, or for one turn the text that the template makes of them, tools included."""
+    """Returns messages, or for one-turn tasks the text that the template renders from them, tools included."""
     messages = messages_of(task, group)
     if not single:
         return messages

@@ -1,4 +1,4 @@
-"""A side's process from outside: its memory with all that it starts, how long it has run, and that nothing of it is left."""
+"""Monitors the process of a side: its memory including descendants, its run time, and its complete termination."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Watched:
         self.process = process
         self.peak_bytes = 0
         self.began = time.monotonic()
-        self._family: dict[int, psutil.Process] = {}  # all that were ever seen, also those whose parent has died since
+        self._family: dict[int, psutil.Process] = {}  # all descendants seen so far, including those whose parent has died
         self._over = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
         self._sampler.start()
@@ -42,7 +42,7 @@ class Watched:
         return self.process.poll() is not None
 
     def finish(self, grace_s: float = GRACE_S) -> None:
-        """Asks for an orderly end (as ctrl-C does), then insists; afterwards nothing of it runs."""
+        """Interrupts the command as ctrl-C does, then kills it. No process of it remains."""
         for number, seconds in ((signal.SIGINT, grace_s), (signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)):
             if self.ended():
                 break
@@ -53,7 +53,7 @@ class Watched:
         self.clean()
 
     def clean(self) -> None:
-        """Ends what is left of its family, and stops sampling."""
+        """Kills the remaining descendants and stops sampling."""
         self._over.set()
         self._sampler.join()
         self._look()
@@ -77,9 +77,9 @@ class Watched:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], *, log: Path, root: Path, stdin: Any = subprocess.DEVNULL) -> Iterator[Watched]:
-    """Runs a command in a process group of its own until the block ends. It dies with this process, however that ends.
+    """Runs a command in a separate process group until the block ends. The kernel kills it if this process dies.
 
-    It is also what the kernel kills when memory runs out, before anything else on the machine.
+    If memory runs out, the kernel kills it before any other process.
     """
     parent = os.getpid()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -103,14 +103,14 @@ def running(command: Sequence[str], *, log: Path, root: Path, stdin: Any = subpr
 
 
 def _first_to_go(parent: int) -> None:
-    """In the new process, before the command."""
+    """Runs in the new process before the command."""
     die_with_parent(parent)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 class Progress:
-    """One line on the terminal that says how far a run is; a line every minute where nobody watches."""
+    """Shows the progress of a run in one line of the terminal, or prints a line every minute if there is no terminal."""
 
     def __init__(self, name: str, minutes: float) -> None:
         self._name = name
@@ -132,7 +132,7 @@ class Progress:
 
 
 def poll(watched: Watched, every_s: float, step: Callable[[], bool]) -> None:
-    """Calls `step` until it says that it is enough, or the command has ended."""
+    """Calls `step` until it returns True or the command has ended."""
     while not step():
         if watched.ended():
             step()

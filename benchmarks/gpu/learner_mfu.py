@@ -1,4 +1,4 @@
-"""Learner updates on one GPU: tokens per second and model FLOPs utilization (MFU), packed and as forests of shared prefixes.
+"""Measures learner updates on one GPU: tokens per second and model FLOPs utilization (MFU), packed and as forests of shared prefixes.
 
     python benchmarks/gpu/learner_mfu.py [--size 0.6b 1.7b 4b] [--length 8192 32768] [--kernels torch liger] [--repeat 5]
 
@@ -130,7 +130,7 @@ def sampled_gradient(model: torch.nn.Module) -> torch.Tensor:
 
 
 def measure(case: Case, options: argparse.Namespace, peak: float | None, plain: dict[Case, torch.Tensor]) -> str:
-    """A row of the table. `plain` keeps the gradients that torch's own kernels gave, for those that come after."""
+    """Measures a row of the table. `plain` stores the gradients of torch's kernels, with which later rows are compared."""
     size, kind, length, chosen = case.size, case.kind, case.length, case.kernels
     model = make_model(size, options.device)
     if chosen == "liger":
@@ -180,7 +180,7 @@ def main() -> None:
     print("| " + " | ".join(head) + " |")
     print("| " + " | ".join(["---"] * len(head)) + " |")
     plain: dict[Case, torch.Tensor] = {}
-    # Liger changes classes of transformers for the whole process: what comes after it is no longer plain
+    # Liger changes classes of transformers in the whole process, so torch's kernels run first
     for chosen, size, length in itertools.product(sorted(options.kernels, reverse=True), options.size, options.length):
         for kind in ("packed", "forest"):
             print(measure(Case(size=size, kind=kind, length=length, kernels=chosen), options, peak, plain), flush=True)

@@ -59,7 +59,7 @@ def make_model(size: str) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def publish(run_dir: Path, number: int, model: Qwen3ForCausalLM) -> tuple[PolicyVersion, Probe]:
-    """Moves the weights a little, as an update does, and writes them with a probe of their own."""
+    """Changes the weights slightly, as an update does, and writes them with a new probe."""
     for parameter in model.parameters():
         parameter.mul_(1.0 + 0.02 * number)
     folder = run_dir / "versions" / str(number)
@@ -100,7 +100,7 @@ async def keep_busy(client: TokenClient, ids: Any) -> None:
 
 
 def visible_gpus() -> int:
-    """Counted without starting CUDA here: which device this process may use is only decided once the server has its own."""
+    """Counts GPUs without initializing CUDA, because the device of this process is chosen after that of the server."""
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
     return len(listed.stdout.strip().splitlines())
 
@@ -127,7 +127,7 @@ async def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = "0"
         model = make_model(options.size)
         version, _ = publish(run_dir, 0, model)
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus - 1)  # the server inherits this one; CUDA here has read its own
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus - 1)  # inherited by the server; CUDA in this process has already read its own value
         server = VLLMServer(recipe=recipe, model=run_dir / version.folder, version=0, run_dir=run_dir)
         began = time.perf_counter()
         await server.start()

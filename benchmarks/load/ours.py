@@ -1,12 +1,12 @@
-"""The episodes as agentrl plays them: groups of the turn loop, exact tokens, records of every turn, over the token client.
+"""Runs the episodes with agentrl: groups of the turn loop with exact tokens and a record of every turn, over the token client.
 
     python -m benchmarks.load.ours --port PORT turns --episodes 64 --at-once 16
     python -m benchmarks.load.ours --port PORT crowd --episodes 4000 --delay 10 30 --ramp 20 --window 30
     python -m benchmarks.load.ours --port PORT idle --episodes 500 1000 2000 4000 --after 4
 
-Prints JSON. `turns`: CPU time of this process for a turn while several episodes run, and how long a turn takes when one runs alone; the
-first episodes, which load and compile, are left out. `crowd`: how long turns take while so many episodes are in flight. `idle`: memory of
-this process while so many wait for the model.
+Prints JSON. `turns`: CPU time of this process per turn while several episodes run, and the latency of a turn while one runs. The first
+episodes, which load and compile code, are excluded. `crowd`: latency of turns while `--episodes` are in flight. `idle`: memory of this
+process while `--episodes` wait for the model.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ def task_of(script: Script, *, wall_s: float = 600.0) -> Task:
 
 
 def runner_of(policy: Any, *, at_once: int, request_timeout_s: float = 120.0) -> GroupRunner:
-    """Groups of one episode: what is measured is the episodes."""
+    """Creates groups of one episode, because only episodes are measured."""
     runner = EpisodeRunner(
         agent=TurnLoop(chat=ChatFormat(tokenizer())),
         policy=policy,
-        sandboxes=ScriptedSandboxes(printing("")),  # never opened: the tool runs on the host
+        sandboxes=ScriptedSandboxes(printing("")),  # never opened, because the tool runs on the host
         sampling=Sampling(),
         max_model_len=100_000,
         request_timeout_s=request_timeout_s,
@@ -91,7 +91,7 @@ def runner_of(policy: Any, *, at_once: int, request_timeout_s: float = 120.0) ->
 
 
 def checked(scored: ScoredEpisode, script: Script) -> None:
-    """Raises `RuntimeError` for an episode that did not go as the script says."""
+    """Raises `RuntimeError` if an episode did not follow the script."""
     episode = scored.episode
     if episode.failures or len(episode.trajectories[0].turns) != script.turns or scored.score.value != 1.0:
         raise RuntimeError(f"an episode went wrong: {episode.failures} after {len(episode.trajectories[0].turns)} turns")
@@ -118,10 +118,10 @@ async def turns(url: str, script: Script, given: argparse.Namespace) -> dict[str
 
 
 class Timed:
-    """A policy that notes how long each turn takes: from the completion before it to its own, and beyond the server's time."""
+    """A policy that records the duration of each turn, from the previous completion to its own, and without the server's time."""
 
     def __init__(self, policy: Any, delay_s: tuple[float, float]) -> None:
-        self.took: list[tuple[float, float]] = []  # seconds of a turn, and those of them that are not the server's
+        self.took: list[tuple[float, float]] = []  # seconds of a turn, in total and without the server
         self.waiting = 0
         self.ended = False
         self._policy, self._delay_s = policy, delay_s
@@ -137,13 +137,13 @@ class Timed:
             self.waiting -= 1
         self._last[episode] = ended = time.perf_counter()
         self.took.append((ended - began, ended - began - delay_of(request_id.encode(), self._delay_s)))
-        if self.ended:  # what follows is nobody's
+        if self.ended:  # later turns are not measured
             await asyncio.Event().wait()
         return completion
 
 
 async def crowd(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
-    """So many episodes at once, begun one after the other over `ramp` seconds; turns count that end in the `window` seconds after.
+    """Runs `episodes` concurrently, started over `ramp` seconds. Measures the turns that end within the following `window` seconds.
 
     As in a run, full garbage collections are rare (`agentrl.base.processes.rare_collections`): one is timed after the window.
     """
@@ -182,7 +182,7 @@ async def _crowd(url: str, script: Script, given: argparse.Namespace) -> dict[st
 
 
 async def idle(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
-    """Memory while so many episodes wait for a completion that does not come, `after` turns behind them."""
+    """Measures memory while episodes that completed `after` turns wait for a completion that never arrives."""
     client = TokenClient(url, weights=WeightState(0))
     policy = Timed(client, (0.0, 0.0))
     groups, task = runner_of(policy, at_once=max(given.episodes), request_timeout_s=3600.0), task_of(script, wall_s=3600.0)
@@ -221,12 +221,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--episodes", type=int, nargs="+", default=[64])
     parser.add_argument("--at-once", type=int, default=16)
-    parser.add_argument("--alone", type=int, default=8, help="episodes one after the other, for the time of a turn")
+    parser.add_argument("--alone", type=int, default=8, help="sequential episodes that measure the latency of a turn")
     parser.add_argument("--delay", type=float, nargs=2, default=(0.0, 0.0))
     parser.add_argument("--ramp", type=float, default=20.0)
     parser.add_argument("--window", type=float, default=30.0)
     parser.add_argument("--after", type=int, default=4)
-    parser.add_argument("--core", type=int, help="the one core that this process may use")
+    parser.add_argument("--core", type=int, help="core to which this process is pinned")
     given = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # so that its time is this process's, on one thread
     if given.core is not None:

@@ -1,10 +1,10 @@
-"""The same episodes as package `verifiers` 0.4 plays them. Run by the Python of the environment that it is installed in.
+"""Runs the same episodes with the package `verifiers` 0.4, in the Python environment that has it.
 
     PEER/bin/python benchmarks/load/peer.py --script SCRIPT.json --tokenizer FOLDER --client train --port PORT
 
-Its best setting for this work, as far as it was found: the harness is a loop in the driver's process, which the package allows, in place
-of a program started for each episode; the tool is a function in that loop, in place of an MCP server; one interception server and one
-runtime for all episodes, instead of one each; the loop reaches the interception server by aiohttp with kept connections. `--client train`
+Uses the fastest known settings: the harness is a loop in the driver process, which the package allows, instead of a program started for
+each episode. The tool is a function in that loop, instead of an MCP server. All episodes share one interception server and one runtime. The
+loop uses aiohttp with persistent connections. `--client train`
 records exact token ids over `/inference/v1/generate`, as agentrl does; `--client eval` relays chat completions, without tokens.
 """
 
@@ -33,7 +33,7 @@ WARM = 4
 
 
 class LoopHarness(Harness[HarnessConfig]):
-    """The turn loop: ask the model, call the tool, show what it gave, until the model calls none."""
+    """The turn loop: requests a completion, calls the tool and appends its output, until the model calls no tool."""
 
     SUPPORTS_RESUME = False
     EXECUTES_CODE = False

@@ -1,8 +1,8 @@
-"""Prompt tokens that a real vLLM server takes from its prefix cache, for groups of episodes with turns and sub-agents.
+"""Measures the prompt tokens that a vLLM server takes from its prefix cache, for groups of episodes with turns and sub-agents.
 
-The agent takes no notice of what the model says: it samples, is shown the output of a tool, and at some turns has two workers beside
-each other, each in a trajectory of its own with the same instruction. So its trees have the shape of a run's, whatever the model knows, and
-every token in a context is one that was sampled or shown. The server is that of a run: its flags, block size and salts.
+The agent ignores the text of the model. It samples, appends a tool's output, and at some turns starts two concurrent workers with the same
+instruction, each in a separate trajectory. So its trees have the same shape as those of a run, with any model. The server has the flags,
+block size and salts of a run.
 
 Only whole blocks are shared, so that each prompt loses half a block on the average. How much that is depends on how long prompts are: there
 are two workloads, one of the quickstart's size and one of a small coding agent's.
@@ -55,7 +55,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """An `agentrl.protocols.Agent`: a main line of turns, and workers that are started from it."""
+    """An `agentrl.protocols.Agent`: a main trajectory, and workers that it starts."""
 
     sizes: Sizes
 
@@ -84,13 +84,13 @@ class Tree:
 
 @dataclass(slots=True)
 class Seen:
-    """A policy that keeps which tokens of all prompts are new: the nodes of the tree of prefixes that the server did not sample."""
+    """A policy that records which prompt tokens are new: nodes of the prefix tree that the server did not sample."""
 
     policy: TokenClient
     prompt_tokens: int = 0
     nodes: dict[tuple[int, int], int] = field(default_factory=dict)  # (node, token) -> node after it
     asked: set[int] = field(default_factory=set)  # nodes in a prompt
-    sampled: set[int] = field(default_factory=set)  # nodes whose keys and values the server computed as it sampled what follows
+    sampled: set[int] = field(default_factory=set)  # nodes whose keys and values the server computed while it sampled
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         completion = await self.policy.generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
@@ -113,7 +113,7 @@ class Seen:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Starts the server and plays the groups. Raises `InfrastructureError` or `UserError` where no server starts."""
+    """Starts the server and runs the groups. Raises `InfrastructureError` or `UserError` if the server does not start."""
     return asyncio.run(_measured(folder))
 
 
@@ -144,7 +144,7 @@ async def _measured(folder: Path) -> dict[str, Any]:
 
 
 def _long_model(folder: Path) -> Path:
-    """The shipped toy, with room for long contexts: what it says there is noise, as it is here anyway."""
+    """Returns the quickstart's model with a longer context. Its text at such lengths is noise, which does not matter here."""
     shutil.copytree(MODEL, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LONGEST}))

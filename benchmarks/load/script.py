@@ -1,4 +1,4 @@
-"""What is said in the episodes that are measured, and the file that the scripted server answers from.
+"""The text of the measured episodes, and the script file of the server.
 
 An episode has `TURNS` turns: a tool call in each but the last, which is the answer. Texts are random words of one syllable or two, about
 one token each. Both sides get the same prompt, the same tool with the same results, and completions of the same tokens.
@@ -22,11 +22,11 @@ GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """One episode, the same every time."""
+    """Returns the episode, which is the same at every call."""
 
     prompt: str
     turns: int
-    calls: tuple[str, ...]  # the argument of each turn's tool call, but for the last
+    calls: tuple[str, ...]  # argument of the tool call of each turn except the last
     said: tuple[str, ...]  # the words of each turn
     shown: str  # what the tool gives
 
@@ -46,7 +46,7 @@ class Script:
 
 
 def tokenizer() -> Any:
-    """That of the gateway's benchmark: about a token for each word. The marks of thinking are for the peer's renderer."""
+    """Returns the tokenizer of the gateway's benchmark, with about one token per word. The peer's renderer needs the thinking marks."""
     made = trained_tokenizer()
     made.add_special_tokens({"extra_special_tokens": [*made.all_special_tokens, "<think>", "</think>"]})
     return made
@@ -73,7 +73,7 @@ def write(folder: Path, script: Script, schema: dict[str, Any], *, delay_s: tupl
 
 
 def _generated(ids: list[int]) -> dict[str, Any]:
-    """As vLLM's `/inference/v1/generate` answers. `token` is how older ones name a token, which the peer reads."""
+    """Returns a response of vLLM's `/inference/v1/generate`. `token` is the key of older vLLM versions, which the peer reads."""
     content = [
         {
             "token": f"token_id:{token}",
@@ -96,7 +96,7 @@ def _generated(ids: list[int]) -> dict[str, Any]:
 
 
 def _chat(script: Script, turn: int, prompt: int, sampled: int) -> dict[str, Any]:
-    """As vLLM's chat completions answer."""
+    """Returns a response of vLLM's chat completions."""
     call = turn < len(script.calls)
     message: dict[str, Any] = {"role": "assistant", "content": script.said[turn], "refusal": None}
     if call:

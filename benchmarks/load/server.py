@@ -1,11 +1,11 @@
-"""A model server that answers by script: `/inference/v1/generate` as vLLM does, and chat completions with and without token ids.
+"""A scripted model server with vLLM's `/inference/v1/generate`, and chat completions with and without token ids.
 
     python server.py SCRIPT.json
 
-The script is JSON: `answers`, which route gives which bodies, one for each turn of an episode; `delay_s`, between which seconds lies the
-time that it waits before it answers (`delay_of`), from the turn `delay_from` on; and `end`, the token that ends a message. It prints its
-port and serves until its standard input ends. It keeps nothing between requests: which turn is asked for is told by the messages of the
-conversation, of which each turn adds two, the assistant's and the tool's. Standard library alone, so that it runs beside any client.
+The script is JSON: `answers` maps each route to the response bodies of an episode's turns. `delay_s` is the range of seconds that the
+server waits before a response (`delay_of`), from the turn `delay_from` on. `end` is the token that ends a message. The server prints its
+port and serves until its standard input ends. It is stateless: the number of messages gives the turn, because each turn adds two, the
+assistant's and the tool's. It uses only the standard library, so it runs in any environment.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _REQUEST_ID = re.compile(rb'"request_id": *"([^"]*)"')
 
 
 def delay_of(request_id: bytes, delay_s: tuple[float, float]) -> float:
-    """Seconds that a request waits: spread evenly, and known to who sent it."""
+    """Returns the seconds that a request waits: evenly distributed, and computable by the client."""
     low, high = delay_s
     return low + (high - low) * zlib.crc32(request_id) / 2**32
 
 
 class Script:
-    """What is answered, and when."""
+    """The responses and their delays."""
 
     def __init__(self, answers: dict[str, list[str]], *, end: int, delay_s: tuple[float, float], delay_from: int) -> None:
         self._answers = {route.encode(): [_response(body.encode()) for body in bodies] for route, bodies in answers.items()}
@@ -40,9 +40,9 @@ class Script:
         self._end = re.compile(rb"\b%d\b" % end)
 
     def answer(self, route: bytes, body: bytes) -> tuple[bytes, float]:
-        """What is answered, and after how many seconds."""
+        """Returns the response body and the delay in seconds."""
         bodies = self._answers.get(route)
-        if bodies is None:  # what a client may ask of any server: its models, its health
+        if bodies is None:  # routes that clients expect of any server: models, health
             return _response(b'{"data":[{"id":"policy","object":"model"}]}'), 0.0
         begins = body.find(b'"token_ids"')
         turn = len(_ASSISTANT.findall(body)) if begins < 0 else self._turn(body, begins)
@@ -55,7 +55,7 @@ class Script:
 
 
 class Connection(asyncio.Protocol):
-    """One kept-alive connection; a client sends its next request when it has the answer to the last."""
+    """One persistent connection. A client sends a request after it has received the response to the previous one."""
 
     def __init__(self, script: Script) -> None:
         self._script = script

@@ -12,14 +12,14 @@ SHARE, DRIVER_P99_S, KIB, POINTS = 0.2, 0.05, 100.0, 5.0
 
 
 def page(results: dict[str, Any]) -> tuple[str, bool]:
-    """The tables of the parts that there are, and whether every figure meets what is asked of it."""
+    """Returns the tables of the measured parts, and whether every figure meets its target."""
     made = [(name, *part(results[name])) for name, part in _PARTS.items() if name in results]
     texts = [f"{text}\n\nMeasured on {results[name]['machine']}{_noted(results[name]['note'])}.\n" for name, text, _ in made]
     return "\n".join(texts), all(met for *_, met in made)
 
 
 def merged(old: str, new: str) -> str:
-    """The sections of a page, with new ones in place of old ones of the same heading."""
+    """Returns a page in which new sections replace those with the same heading."""
     found = {heading: text for part in (old, new) for heading, text in _sections(part)}
     return "\n".join(found.values())
 
@@ -62,7 +62,7 @@ def _turns(found: dict[str, Any]) -> tuple[str, bool]:
 
 
 def compared(found: dict[str, Any]) -> dict[str, Any]:
-    """What is stored of the part `turns`: for each side its CPU time and latency a turn, and both over ours, by repeat."""
+    """Returns the stored figures of the part `turns`: CPU time and latency per turn, and their ratios to agentrl's, by repeat."""
     bare, ours = statistics.median(found["bare_ms"]), found["sides"]["agentrl"]
     sides = {}
     for side, runs in found["sides"].items():

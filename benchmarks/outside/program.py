@@ -1,4 +1,4 @@
-"""Types: a third-party program, the ways in which it requests completions, and what helps to describe one."""
+"""Types that describe a third-party program and the protocols in which it requests completions."""
 
 from __future__ import annotations
 

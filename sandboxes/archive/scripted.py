@@ -24,7 +24,7 @@ def alone(context: str, turns: int = 4) -> str:
 
 
 def noting(context: str, turns: int = 4) -> str:
-    """The same with notes: recalls in the first turn, and writes notes in the last."""
+    """The strategy with notes: recalls notes in the first turn, and writes notes in the last."""
     kind, outputs = _sought(context)[0], _tool_outputs(context)
     if not outputs:
         return _call("recall", query=f"drawer {kind}s")

@@ -1,4 +1,4 @@
-"""Demonstrations of mixed quality for a base policy of `questions`, which has learned the tool calls but rarely makes the right ones.
+"""Demonstrations of mixed quality for the base policy of `questions`, which then writes valid tool calls but rarely the useful ones.
 
 An agent with several pages works through them alone, delegates them all to one helper, or delegates each page to a different helper. An
 agent with a single page reads it, writes a program, and submits its output. Each occasionally fails.
@@ -46,7 +46,7 @@ class Demonstration:
 
 
 def demonstrations(seed: int, count: int, *, pages: int = 3) -> Iterator[Demonstration]:
-    """`count` demonstrations on training tasks of a seed far from those of runs."""
+    """Returns `count` demonstrations on training tasks, with a seed that runs do not use."""
     family = Questions(seed=3_000_003 + seed, pages=pages)
     for index in range(count):
         yield demonstrate(family.task(Split.TRAIN, index), Random(f"questions:{seed}:{index}"))

@@ -175,7 +175,7 @@ class Reasoning:
 
 
 def _level(source: Source, step: int) -> Iterator[Source]:
-    """The same dataset, `step` levels higher; nothing if it has no such level."""
+    """Returns the dataset `step` levels higher; nothing if it has no such level."""
     if source.level is None or source.level + step < 0:
         return
     other = replace(source, level=source.level + step)

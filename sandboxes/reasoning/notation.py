@@ -1,7 +1,7 @@
 """Decides whether an answer is only the truth, in any notation, without additional text.
 
 Many scorers search an answer for the truth, so they also accept its negation, several answers, and other text. The scorer decides which
-notations are right; this module decides that there is nothing else. Datasets with several right answers have an answer alphabet instead
+notations are right, and this module rejects additional text. Datasets with several right answers have an answer alphabet instead
 (`sandboxes.reasoning.catalogue.LANGUAGES`).
 """
 

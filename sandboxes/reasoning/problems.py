@@ -1,8 +1,9 @@
-"""Problems of one dataset, by number in its training or held-out part. The package reasoning-gym is imported at first use.
+"""Problems of one dataset, by their number in the training or held-out split. The package reasoning-gym is imported at first use.
 
-A dataset of the package is a function of its seed and an index, and most use only their sum. So the parts draw from different seeds, and
-a hash of the text decides to which part a question belongs: generators with few problems generate the same one from many seeds. A part
-draws again for a question that belongs to the other part, so no held-out question is ever in training, in any run.
+A dataset of the package is a function of a seed and an index, and most datasets use only the sum of the two. So the splits draw from
+disjoint ranges of seeds. That is not sufficient, because a generator with few problems generates the same question from many seeds. So a
+hash of the question also assigns it to a split, and a split draws again if a question belongs to the other one. No held-out question is
+ever in training, in any run.
 """
 
 from __future__ import annotations
@@ -22,12 +23,10 @@ from sandboxes.reasoning.mixture import Source
 HELDOUT_SHARE = 4
 """One question in so many is held out."""
 ATTEMPTS = 64
-"""Maximum number of draws for one problem of a part; the held-out part needs `HELDOUT_SHARE` on average, and a part of a small generator
-may be empty.
-"""
+"""Maximum draws for one problem; the held-out split needs `HELDOUT_SHARE` on average. A split of a small generator may be empty."""
 CHUNK = 64  # problems of one dataset object; some objects read files when they are created
 _TRIED = 8  # problems generated when the family is opened, to detect keys that break the generator
-_PART = 1 << 30  # range of a part's first seed
+_PART = 1 << 30  # range of a split's first seed
 _STRIDE = 1 << 20  # seeds between one attempt at a problem and the next
 
 
@@ -59,17 +58,17 @@ def digest(question: str) -> str:
 
 
 def is_heldout(question: str) -> bool:
-    """Whether the question belongs to the held-out part."""
+    """Whether the question belongs to the held-out split."""
     return int(digest(question)[:8], 16) % HELDOUT_SHARE == 0
 
 
 def problem(source: Source, *, seed: int, heldout: bool, number: int, but: frozenset[str] = frozenset()) -> Problem:
-    """Problem `number` of a dataset's part: a pure function of its arguments.
+    """Returns problem `number` of a dataset's split: a pure function of its arguments.
 
     Args:
         but: digests of questions to skip, such as those in prompts.
 
-    Raises `TaskError` if the generator yields none for this part in `ATTEMPTS` draws.
+    Raises `TaskError` if the generator yields none for this split in `ATTEMPTS` draws.
     """
     first = _first_seed(source.name, seed, heldout)
     for attempt in range(ATTEMPTS):
@@ -187,6 +186,6 @@ def _settings_text(source: Source) -> str:
 
 
 def _first_seed(name: str, seed: int, heldout: bool) -> int:
-    """The first seed of a part: below 2**30 for training, from 2**31 for held-out. Below 2**32, as numpy requires."""
+    """Returns the first seed of a split: below 2**30 for training, from 2**31 for held-out. Below 2**32, as numpy requires."""
     drawn = int.from_bytes(hashlib.sha256(f"reasoning:{seed}:{name}:{heldout}".encode()).digest()[:4])
     return (2 * _PART if heldout else 0) + drawn % _PART

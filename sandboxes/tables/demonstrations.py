@@ -84,7 +84,7 @@ def _guess(rng: Random, names: Mapping[str, str]) -> str:
 
 
 def _misspell(rng: Random, names: Mapping[str, str]) -> dict[str, str]:
-    """The names with one letter of one file or column dropped."""
+    """Returns the names with one letter removed from the name of a file or column."""
     field = rng.choice([f for f in ("f", "c", "k", "d") if f in names])
     at = rng.randrange(len(names[field]) - 4 if field == "f" else len(names[field]))
     return {**names, field: names[field][:at] + names[field][at + 1 :]}

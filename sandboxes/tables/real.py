@@ -51,7 +51,7 @@ class Science:
 
 @dataclass(frozen=True, kw_only=True)
 class Registry:
-    """Records of pycountry that have all of these columns; with groups, only some of the larger groups."""
+    """Records of pycountry that have all of these columns. With `groups`, only records of some of the larger groups."""
 
     stem: str
     dataset: str

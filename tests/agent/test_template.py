@@ -29,7 +29,7 @@ def test_a_template_is_a_shipped_name_or_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["herms", "absent/file.jinja", "a\0b", "x" * 5000, "."])
 def test_an_unknown_template_is_reported_with_the_shipped_names(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"neither one that ships \(hermes, chatml, llama3, .*deepseek_v3\) nor a file"):
+    with pytest.raises(UserError, match=r"neither built in \(hermes, chatml, llama3, .*deepseek_v3\) nor a file"):
         read_template(name, tmp_path)
 
 

@@ -104,13 +104,13 @@ async def test_what_was_made_in_another_way_is_not_put_beside_it(tmp_path: Path,
         splitting.kept_as(tmp_path, "roles", seed).write_text(json.dumps(asdict(one)))
         if seed == 0:
             splitting.check_alike(tmp_path, [])
-            with pytest.raises(SystemExit, match=r"made with no overrides, not with `learner.lr=1e-4`\nfix: give the same overrides"):
+            with pytest.raises(SystemExit, match=r"measured with no overrides, not with `learner.lr=1e-4`\nfix: give the same overrides"):
                 splitting.check_alike(tmp_path, ["learner.lr=1e-4"])
-    with pytest.raises(SystemExit, match=r"several ways: roles-seed0.json with bubblewrap; roles-seed1.json with bubblewrap learner.lr"):
+    with pytest.raises(SystemExit, match=r"different settings: roles-seed0.json with bubblewrap; roles-seed1.json with bubblewrap learner"):
         splitting.kept(tmp_path)
 
 
 def test_where_nothing_is_kept_it_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["splitting.py", "--out", str(tmp_path), "--page", str(tmp_path / "page.md")])
-    with pytest.raises(SystemExit, match=r"nothing is kept in .*\nfix: python benchmarks/splitting.py"):
+    with pytest.raises(SystemExit, match=r".* has no stored results\nfix: python benchmarks/splitting.py"):
         splitting.main()

@@ -1,4 +1,4 @@
-"""The experiment's dry parts: what is planted, that the shipped rules name it, what judges it, and its table."""
+"""The experiment's dry parts: what is planted, that the built-in rules name it, what judges it, and its table."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_phase_that_is_done_is_not_made_again(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(weakness, "PHASES", {name: phase(name) for name in weakness.PHASES})
     weakness.run_phases(one, ["plant", "capture"])
-    with pytest.raises(SystemExit, match="phase promote of seed 3 was not made"):
+    with pytest.raises(SystemExit, match="phase promote of seed 3 has not run"):
         weakness.table([one])
     weakness.run_phases(one, list(weakness.PHASES))
     assert made == list(weakness.PHASES)

@@ -71,14 +71,14 @@ def test_a_sound_ledger_has_no_problems_and_is_counted(run: tuple[Path, SqliteSt
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ("UPDATE groups SET tokens_sampled = 3 WHERE idx = 3", "group 3: the ledger says tokens_sampled=3, but its episodes say 2"),
-        ("UPDATE groups SET has_spread = 1 WHERE idx = 3", "group 3: the ledger says has_spread=True, but its episodes say False"),
+        ("UPDATE groups SET tokens_sampled = 3 WHERE idx = 3", "group 3: the ledger has tokens_sampled=3, but its episodes have 2"),
+        ("UPDATE groups SET has_spread = 1 WHERE idx = 3", "group 3: the ledger has has_spread=True, but its episodes have False"),
         ("UPDATE groups SET body = x'00' WHERE idx = 3", "group 3 in"),
         ("UPDATE taken SET tokens_trained = 9 WHERE idx = 0", "group 0: 9 tokens were trained, but only 2 were sampled"),
-        ("UPDATE taken SET step = 0 WHERE idx = 1", "group 1: the ledger and checkpoint 000002 differ in what step 0 did with it"),
-        ("DELETE FROM taken WHERE idx = 1", "group 1: step 1 used it according to checkpoint 000002, but the ledger has it as ready"),
-        ("DELETE FROM groups WHERE idx = 1", "group 1: step 1 used it, but it is not in the store"),
-        ("UPDATE taken SET tokens_trained = 1 WHERE idx = 0", "step 0: the ledger has 1 trained tokens, metrics.jsonl has 2"),
+        ("UPDATE taken SET step = 0 WHERE idx = 1", "group 1: ledger and checkpoint 000002 differ in how step 1 used it"),
+        ("DELETE FROM taken WHERE idx = 1", "group 1: checkpoint 000002 has it as consumed by step 2, but the ledger has it as ready"),
+        ("DELETE FROM groups WHERE idx = 1", "group 1: consumed by step 2, but not in the store"),
+        ("UPDATE taken SET tokens_trained = 1 WHERE idx = 0", "step 1: the ledger has 1 trained tokens, but metrics.jsonl has 2"),
     ],
 )
 def test_a_difference_is_found(run: tuple[Path, SqliteStore], change: str, problem: str) -> None:
@@ -124,13 +124,13 @@ def test_the_command_lists_counts_and_verifies(run: tuple[Path, SqliteStore]) ->
     assert done.exit_code == 0, done.output
     assert "1 ready, 1 assigned, 1 trained, 1 excluded of 4 groups" in done.stdout
     assert "8 tokens sampled = 2 trained + 2 excluded + 4 open" in done.stdout
-    assert "ok    groups, checkpoint and metrics agree with the ledger" in done.stdout
+    assert "ok    the ledger agrees with groups, checkpoint and metrics" in done.stdout
     listed = json.loads(CliRunner().invoke(app, ["store", str(folder), "--state", "trained", "--json"]).stdout)
     assert [group["index"] for group in listed["groups"]] == [0] and listed["counts"]["tokens_open"] == 4
-    assert listed["groups"][0] == json.loads(codec.to_json(store.entries()[0])) | {"state": "trained"}
+    assert listed["groups"][0] == json.loads(codec.to_json(store.entries()[0])) | {"state": "trained", "step": 1}
     store._connection.execute("DELETE FROM taken WHERE idx = 1")
     broken = CliRunner().invoke(app, ["store", str(folder), "--verify"])
-    assert broken.exit_code == 1 and "FAIL  group 1: step 1 used it" in broken.stdout
+    assert broken.exit_code == 1 and "FAIL  group 1: checkpoint 000002 has it as consumed by step 2" in broken.stdout
     assert new_entry(make_group(3)) == store.entries(first=3)[0]
 
 

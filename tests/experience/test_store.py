@@ -159,13 +159,13 @@ def test_a_group_is_taken_once_and_a_rejected_commit_changes_nothing(store: Sqli
         store.put(make_group(index))
     store.commit(0, used(0, 1), "checkpoints/000001")
     for take in (lambda some: store.assign(1, tuple(some)), lambda some: store.commit(1, some, "checkpoints/000002")):
-        with pytest.raises(StoreError, match="step 1 would take group 1 again: step 0 has taken it"):
+        with pytest.raises(StoreError, match="step 1 cannot use group 1: it belongs to step 0"):
             take(used(2, 1))
         with pytest.raises(StoreError, match=r"not in .*: 9"):
             take(used(3, 9))
-    with pytest.raises(StoreError, match="take group 2 again"):
+    with pytest.raises(StoreError, match="cannot use group 2: it belongs to step 1"):
         store.assign(1, [2, 2])
-    with pytest.raises(StoreError, match="take group 0 again"):
+    with pytest.raises(StoreError, match="cannot use group 0: it belongs to step 0"):
         store.commit(0, used(0), "checkpoints/000001")
     assert consumed(store) == {0: 0, 1: 0}
 
@@ -240,7 +240,7 @@ def test_reconcile_makes_the_store_agree_with_the_checkpoint(store: SqliteStore)
     assert consumed(store) == {0: 0, 1: 1, 2: 2, 3: 2, 4: 1}
     store.reconcile({})
     assert consumed(store) == {}
-    with pytest.raises(StoreError, match="steps 0 and 1 both took group 2"):
+    with pytest.raises(StoreError, match="group 2 as consumed by both step 0 and step 1"):
         store.reconcile({0: used(2), 1: used(2)})
 
 
@@ -359,7 +359,7 @@ def test_a_file_with_content_that_no_store_writes_is_not_opened(store: SqliteSto
         SqliteStore(store.path)
 
 
-@pytest.mark.parametrize(("seconds", "error"), [(300.0, "groups that are not in"), (300.5, "a query took longer than 300 s")])
+@pytest.mark.parametrize(("seconds", "error"), [(300.0, "groups are not in"), (300.5, "a query took longer than 300 s")])
 def test_a_query_has_five_minutes(store: SqliteStore, monkeypatch: pytest.MonkeyPatch, seconds: float, error: str) -> None:
     looks = itertools.chain([1000.0], itertools.repeat(1000.0 + seconds))
     monkeypatch.setattr(time, "monotonic", lambda: next(looks))

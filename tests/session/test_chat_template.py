@@ -33,7 +33,7 @@ def bare(tmp_path: Path) -> Path:
 
 
 def test_an_unknown_template_name_fails_first(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"chat template 'herms' is neither one that ships \(hermes, chatml, llama3, .*\)"):
+    with pytest.raises(UserError, match=r"chat template 'herms' is neither built in \(hermes, chatml, llama3, .*\)"):
         run_preflight(RECIPE.but("policy.chat_template=herms", "policy.model=absent"), tmp_path, root=tmp_path)
 
 

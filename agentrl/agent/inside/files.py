@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any, NoReturn
 
-MAX_BYTES = 4 << 20  # of a file
+MAX_BYTES = 4 << 20  # maximum size of a file
 MAX_ENTRIES = 20000  # of folders, in one search or listing
 MAX_DEPTH = 32
 MAX_READ = 64 << 20  # bytes that one search reads
@@ -133,7 +133,7 @@ class OpenPath:
 
 
 def split_lines(text: str) -> list[str]:
-    """Returns the lines with their ends. Only line feeds end a line."""
+    """Returns the lines with their line endings. Only a line feed ends a line."""
     lines = text.split("\n")
     return [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
 

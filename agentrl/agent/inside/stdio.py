@@ -74,8 +74,8 @@ class StdioProgram:
     def request(self, messages: Sequence[str], number: int | None, seconds: float, max_bytes: int) -> tuple[str, bytes]:
         """Sends lines and waits for the answer to request `number` (None: until they are sent).
 
-        Returns `answer` and its line, or `ended`, `late` or `flood`; then the program is gone. All other output counts towards the
-        flood. Requests of the program are answered with an error, except `ping`.
+        Returns `("answer", line)`, or stops the program and returns `ended` (it exited), `late` (no answer within `seconds`) or `flood`
+        (too much output), each with b"". Requests of the program are answered with an error, except `ping`.
         """
         with self.lock:
             deadline, taken, new_line = time.monotonic() + seconds, 0, True
@@ -169,7 +169,7 @@ programs: dict[str, StdioProgram] = {}
 
 
 def request_program(name: str, argv: list[str], start: bool, messages: list[str], number: Any, seconds: float, size: int) -> None:
-    """Sends a request to the program `name` in a sandbox, restarting it with `start`. Prints a JSON header, and the answer's line."""
+    """Sends a request to the program `name` in a sandbox; `start` restarts it first. Prints a JSON header, then the line of the answer."""
     outcome, line, exit_code, stderr = "gone", b"", None, b""
     try:
         if start:

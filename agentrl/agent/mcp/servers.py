@@ -45,7 +45,7 @@ class Server:
 
     name: str
     config: MCPConfig
-    root: Path  # of the project, the working directory of programs on this machine
+    root: Path  # project root, the working directory of programs on this machine
     offers: tuple[ListedTool, ...] | None = None  # its tools at the start of the run; None before that
     excluded: Mapping[str, str] = field(default_factory=dict)  # unusable tools, with the reason for each
     live: AnswerLiveness | None = field(
@@ -202,11 +202,11 @@ class ServerConnection:
             return line
 
     def _out(self, text: str) -> ToolFault:
-        """The fault for an outage that a server outside reports. The connection stays open."""
+        """Returns the fault of a call if the server reports an outage of what it depends on. The connection stays open."""
         return ToolFault(OUTAGE, text, outage=Outage(text=f"MCP server {self.server.name}: {text}"[:500]))
 
     def _fault(self, error: Exception) -> ToolFault:
-        """The fault for a failure. The next call restarts the server, up to `MAX_FAILURES`."""
+        """Returns the fault of a call if the server failed. The next call restarts the server, up to `MAX_FAILURES` times."""
         self._open = False
         self.used = True
         self._failures += 1

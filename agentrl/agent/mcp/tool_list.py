@@ -93,7 +93,7 @@ def usable_tools(listed: Sequence[Any], only: Sequence[str]) -> tuple[ListedTool
 
 
 def excluded_tools(listed: Sequence[Any]) -> dict[str, str]:
-    """Returns the reason for each tool of a server that is unusable. An entry without a usable name gets its number as name."""
+    """Returns the unusable tools of a server: name -> reason. An entry without a usable name is listed by its number."""
     return _sorted(listed)[1]
 
 

@@ -104,7 +104,7 @@ class SandboxTransport:
 
 
 class StdioTransport:
-    """A program on this machine, one per episode, with the rights of the run but without the secrets in its environment."""
+    """A program on this machine, one per episode. It runs as the user of the run, without the secrets in the run's environment."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
         environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
@@ -158,7 +158,7 @@ class HTTPTransport:
         self._key_env = key_env
         self._client: httpx.AsyncClient | None = None
         self._session = ""
-        self._revision = ""  # of the protocol, once the server has chosen it
+        self._revision = ""  # revision of the protocol, once the server has chosen it
 
     async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         """See `Transport.request`."""
