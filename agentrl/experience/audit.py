@@ -100,7 +100,7 @@ def _entry_problems(entry: LedgerEntry, store: ExperienceStore) -> Iterator[str]
     for name, value in actual.items():
         if name not in ("step", "use") and stored[name] != value:
             yield f"group {entry.index}: the ledger has {name}={stored[name]!r}, but its episodes have {value!r}"
-    if entry.use is not None and entry.use.tokens_trained > entry.tokens_sampled:
+    if entry.use is not None and not 0 <= entry.use.tokens_trained <= entry.tokens_sampled:
         yield f"group {entry.index}: {entry.use.tokens_trained} tokens were trained, but only {entry.tokens_sampled} were sampled"
 
 

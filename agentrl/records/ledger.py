@@ -14,11 +14,6 @@ class GroupUse(Record):
     tokens_trained: int = 0
     reason: Text = ""  # why the step trained none of the group's tokens; empty if it trained any
 
-    def __post_init__(self) -> None:
-        Record.__post_init__(self)
-        if self.tokens_trained < 0:
-            raise ValueError(f"GroupUse: {self.tokens_trained} tokens trained")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry(Record):

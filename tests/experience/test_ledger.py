@@ -214,5 +214,3 @@ def test_tokens_are_those_that_the_policy_sampled_and_a_shared_turn_counts_once(
     trained = replace(assigned, use=GroupUse(tokens_trained=12))
     assert (trained.state, trained.tokens_open, trained.tokens_excluded) == ("trained", 0, 22)
     assert replace(assigned, use=GroupUse(reason="all_equal")).state == "excluded"
-    with pytest.raises(ValueError, match="-1 tokens trained"):
-        GroupUse(tokens_trained=-1)

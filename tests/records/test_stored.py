@@ -146,8 +146,8 @@ def test_every_episode_can_be_read_by_people(task: Task, scored: ScoredEpisode) 
 def test_a_quarantined_task_is_known_when_the_run_goes_on(failure: Failure, task_id: str, task_key: str) -> None:
     fault = dataclasses.replace(failure, blame=Blame.TASK)
     with tempfile.TemporaryDirectory() as name:
-        Quarantine(Path(name), limit=9).add(excluded_group(3, task_id, task_key, fault, size=2))
-        known = Quarantine(Path(name), limit=9).known_fault(task_key)
+        Quarantine(Path(name)).add(excluded_group(3, task_id, task_key, fault, size=2))
+        known = Quarantine(Path(name)).known_fault(task_key)
         assert known is not None and known.message == fault.message and count_quarantined(Path(name)) == 1
 
 
