@@ -79,7 +79,7 @@ async def test_programs_have_a_lower_priority_than_their_server(backend, spec):
         await sandbox.python(PRIORITIES, timeout_s=20),
         await sandbox.python(PRIORITIES, timeout_s=20, session="main"),
     ]
-    grouped = backend.name == "docker" or backend._hierarchy is not None
+    grouped = backend.name == "docker" or backend._groups is not None
     own = os.getpriority(os.PRIO_PROCESS, 0)
     base = 0 if backend.name == "docker" else own  # the daemon's priority is not lowered
     wanted = f"{os.SCHED_IDLE} {base} 0\n" if grouped else f"{os.SCHED_OTHER} {min(own + 5, 19)} 0\n"

@@ -85,7 +85,7 @@ async def with_backend(place, work):
 
 def test_conformance_without_root(place):
     async def checked(backend):
-        assert os.geteuid() == NOBODY and backend._hierarchy is None
+        assert os.geteuid() == NOBODY and backend._groups is None
         return [(result.name, result.detail) for result in await check_conformance(backend, SPEC) if not result.ok]
 
     assert as_nobody(place, lambda: with_backend(place, checked)) == []
