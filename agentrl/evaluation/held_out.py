@@ -9,17 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.config.recipe import EvalConfig, Recipe
-from agentrl.config.tools import MemoryConfig
+from agentrl.config.recipe import Recipe
 from agentrl.errors import InfrastructureError
 from agentrl.evaluation.engine import evaluation_runner
 from agentrl.evaluation.splits import SplitEvaluation, evaluate_split
-from agentrl.failure import Capture
 from agentrl.failure.digest import write_digest
 from agentrl.memory.run_memory import EvaluationNotes, record_answer_leaks
-from agentrl.protocols import PolicyServer, TaskFamily, Tracker, VersionRegistry
 from agentrl.records import ScoredEpisode, Split, Task
-from agentrl.rollout import GroupRunner
 from agentrl.session import measure
 from agentrl.session.ending import warn_on_error
 from agentrl.session.folder import RunStart
@@ -31,52 +27,29 @@ if TYPE_CHECKING:
     from agentrl.session.opening import Run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class HeldOutEvaluation:
     """Evaluations of one run's served version on its held-out tasks."""
 
-    config: EvalConfig
-    memory: MemoryConfig | None
-    folder: Path
-    family: TaskFamily
-    groups: GroupRunner
-    registry: VersionRegistry
-    served: PolicyServer
-    capture: Capture
-    tracker: Tracker
+    run: Run
 
-    @classmethod
-    def of(cls, run: Run) -> HeldOutEvaluation:
-        """The evaluations of an open run."""
-        return cls(
-            config=run.recipe.evaluation,
-            memory=run.recipe.memory,
-            folder=run.folder,
-            family=run.family,
-            groups=run.groups,
-            registry=run.registry,
-            served=run.served,
-            capture=run.capture,
-            tracker=run.tracker,
-        )
-
-    async def run_once(self, phase: str, *, step: int) -> dict[str, float]:
-        """Like `run`, but reuses a finished evaluation of an earlier driver if weights and settings are the same."""
-        rates = measure.recorded_rates(self.folder, phase, of=self._key(), splits=self._counts())
+    async def evaluate_once(self, phase: str, *, step: int) -> dict[str, float]:
+        """Like `evaluate`, but reuses a finished evaluation of an earlier driver if weights and settings are the same."""
+        rates = measure.recorded_rates(self.run.folder, phase, of=self._key(), splits=self._counts())
         if not rates:  # also if nothing is held out, so that this is recorded
-            return await self.run(phase, step=step)
-        self.tracker.evaluated(phase, {str(split): rate for split, rate in rates.items()})
+            return await self.evaluate(phase, step=step)
+        self.run.tracker.evaluated(phase, {str(split): rate for split, rate in rates.items()})
         return self._register({str(split): rate.value for split, rate in rates.items()})
 
-    async def run(self, phase: str, *, step: int) -> dict[str, float]:
+    async def evaluate(self, phase: str, *, step: int) -> dict[str, float]:
         """Evaluates the served version on both held-out splits, and stores the result. Returns split -> rate.
 
         Raises `InfrastructureError` if no episode was scored before training. Later, that must not discard the training.
         """
-        self.tracker.stage(f"evaluate {phase}")
-        transcripts = self.folder / "episodes" / f"{phase}.jsonl"
+        self.run.tracker.stage(f"evaluate {phase}")
+        transcripts = self.run.folder / "episodes" / f"{phase}.jsonl"
         transcripts.unlink(missing_ok=True)  # from an interrupted evaluation
-        self.capture.reset_phase(phase)
+        self.run.capture.reset_phase(phase)
         evaluations: dict[Split, SplitEvaluation] = {}
         bounded: dict[Split, dict[int, SplitEvaluation]] = {}  # split -> thinking bound -> evaluation
         for split, count in self._counts().items():
@@ -84,14 +57,14 @@ class HeldOutEvaluation:
             append_transcripts(transcripts, evaluations[split].transcripts)
             bounded[split] = {
                 bound: await self._evaluate(split, count, f"{phase}_think{bound}", step=step, thinking_tokens=bound)
-                for bound in self.config.thinking_tokens
+                for bound in self.run.recipe.evaluation.thinking_tokens
             }
-        measure.save_evaluation(self.folder, phase, evaluations, bounded, of=self._key())
+        measure.save_evaluation(self.run.folder, phase, evaluations, bounded, of=self._key())
         rates = {str(split): one.rate for split, one in evaluations.items() if one.rate is not None}
-        self.tracker.evaluated(phase, rates)
+        self.run.tracker.evaluated(phase, rates)
         alerts = measure.excluded_alerts(phase, evaluations)
         for alert in alerts:
-            self.tracker.alert(alert)
+            self.run.tracker.alert(alert)
         if len(rates) < len(evaluations) and phase in ("before", "eval"):
             raise InfrastructureError(f"the evaluation has no rate, because no episode was scored: {'; '.join(alerts)}")
         return self._register({split: rate.value for split, rate in rates.items()})
@@ -99,37 +72,37 @@ class HeldOutEvaluation:
     async def _evaluate(self, split: Split, count: int, phase: str, *, step: int, thinking_tokens: int | None = None) -> SplitEvaluation:
         def on_scored(task: Task, scored: ScoredEpisode) -> None:
             if thinking_tokens is None:
-                self.capture.capture_episode(task, scored, phase=phase, step=step)
-            if alert := record_answer_leaks(self.folder, task, [scored], phase=phase, step=step):
-                self.tracker.alert(alert)
+                self.run.capture.capture_episode(task, scored, phase=phase, step=step)
+            if alert := record_answer_leaks(self.run.folder, task, [scored], phase=phase, step=step):
+                self.run.tracker.alert(alert)
 
-        with closing(EvaluationNotes(self.memory)) if self.memory is not None else nullcontext() as notes:
+        with closing(EvaluationNotes(self.run.recipe.memory)) if self.run.recipe.memory is not None else nullcontext() as notes:
             return await evaluate_split(
-                evaluation_runner(self.groups, self.config.sampling),
-                self.family,
+                evaluation_runner(self.run.groups, self.run.recipe.evaluation.sampling),
+                self.run.family,
                 split,
                 count,
                 phase=phase,
                 step=step,
-                attempts=self.config.attempts,
-                on_done=self.tracker.evaluating,
+                attempts=self.run.recipe.evaluation.attempts,
+                on_done=self.run.tracker.evaluating,
                 on_scored=on_scored,
                 notes=notes,
                 thinking_tokens=thinking_tokens,
             )
 
     def _register(self, rates: dict[str, float]) -> dict[str, float]:
-        self.registry.set_evals(self.served.version, rates)
+        self.run.registry.set_evals(self.run.served.version, rates)
         return rates
 
     def _counts(self) -> dict[Split, int]:
-        counts = {Split.HELDOUT: self.config.heldout, Split.HELDOUT_REAL: self.config.heldout_real}
+        counts = {Split.HELDOUT: self.run.recipe.evaluation.heldout, Split.HELDOUT_REAL: self.run.recipe.evaluation.heldout_real}
         return {split: count for split, count in counts.items() if count}
 
     def _key(self) -> str:
         """A hash of the served weights and the recipe's evaluation settings."""
-        settings = self.config.model_dump_json(exclude={"every"})
-        return hashlib.sha256(f"{self.served.sha256} {settings}".encode()).hexdigest()
+        settings = self.run.recipe.evaluation.model_dump_json(exclude={"every"})
+        return hashlib.sha256(f"{self.run.served.sha256} {settings}".encode()).hexdigest()
 
 
 async def evaluate_held_out(
@@ -144,7 +117,7 @@ async def evaluate_held_out(
         await run.start_serving(run.base_version)
         async with asyncio.TaskGroup() as parts:
             watcher = parts.create_task(run.served.watch(on_loss=run.learner.kill))
-            await HeldOutEvaluation.of(run).run("eval", step=0)
+            await HeldOutEvaluation(run).evaluate("eval", step=0)
             watcher.cancel()
     with warn_on_error(start.folder, "the digest of failures"):
         write_digest(start.folder)

@@ -11,8 +11,8 @@ from typing import Any
 from agentrl.base import user_code
 from agentrl.base.scores import is_at_least
 from agentrl.errors import RecipeError
-from agentrl.evaluation.compute import ComputeCurve, CountedAttempt, compute_curves, pass_at_attempt_counts
 from agentrl.evaluation.engine import PlannedAttempt, run_attempts
+from agentrl.evaluation.statistics import ComputeCurve, CountedAttempt, compute_curves, pass_at_attempt_counts
 from agentrl.memory.run_memory import EvaluationNotes
 from agentrl.observe.exclusions import count_exclusions
 from agentrl.observe.stats import Rate
@@ -84,12 +84,13 @@ async def evaluate_split(
     tasks = _split_tasks(family, split, count, thinking_tokens)
     done, total = 0, len(tasks) * attempts
 
-    def count_attempt(attempt: PlannedAttempt, scored: ScoredEpisode) -> None:
+    def count_attempt(attempt: PlannedAttempt, scored: ScoredEpisode) -> ScoredEpisode:
         nonlocal done
         done += 1
         on_done(done, total)
         if attempt.task is not None:
             on_scored(attempt.task, scored)
+        return scored
 
     def plan(index: int, number: int) -> PlannedAttempt:
         task, name = tasks[index], f"{phase}-{split}-{index:05d}" + (f"-{number:03d}" if attempts > 1 else "")

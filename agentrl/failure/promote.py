@@ -19,9 +19,8 @@ from agentrl.base.untrusted_files import read_bytes
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
 from agentrl.failure.case import Baseline, Case, check_attempt_options, load_suite, save_case
-from agentrl.failure.listing import kind_of_task
 from agentrl.failure.overlap import Overlap, WithheldTasks
-from agentrl.failure.trace import CaptureReason, Trace
+from agentrl.failure.trace import CaptureReason, Trace, kind_of_task
 from agentrl.records import EpisodeState, Message, SandboxSpec, Split, Task
 from agentrl.records.fields import JsonObject
 from agentrl.task.recorded_tools import RECORDED_TOOLS, RecordedCall, Recording

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.config.gate import GATE, GateConfig
-from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
 from agentrl.evaluation import results
 from agentrl.evaluation.comparison import Scores
@@ -28,18 +27,23 @@ from agentrl.evaluation.engine import (
     evaluation_runner,
     prepare_images,
     run_cases,
-    transcripts_of,
     utc_now,
 )
 from agentrl.evaluation.results import SuiteResults
-from agentrl.failure import Capture
 from agentrl.failure.case import Suite
-from agentrl.gate.regressions import case_regressions
 from agentrl.gate.rule import GateRule, RuleResult, apply_rule, cases_to_retry
-from agentrl.gate.server import GateServer
-from agentrl.gate.verdict import FILE, CaseRegression, GateOutcome, GateVerdict, evaluation_folder, read_verdict, read_verdicts
+from agentrl.gate.verdict import (
+    FILE,
+    CaseRegression,
+    GateOutcome,
+    GateVerdict,
+    case_regressions,
+    evaluation_folder,
+    read_verdict,
+    read_verdicts,
+)
 from agentrl.observe import Rate
-from agentrl.protocols import PolicyServer, SandboxBackend, Tracker, VersionRegistry
+from agentrl.protocols import PolicyServer, VersionRegistry
 from agentrl.records import PolicyVersion, VersionState, codec
 from agentrl.rollout import Admission, GroupRunner, Pace
 from agentrl.serving.supervisor import version_to_serve
@@ -56,15 +60,7 @@ class Gate:
 
     config: GateConfig
     suite: Suite
-    recipe: Recipe
-    folder: Path
-    registry: VersionRegistry
-    served: PolicyServer
-    runner: GroupRunner  # of evaluations
-    sandboxes: SandboxBackend
-    capture: Capture
-    tracker: Tracker
-    server: GateServer | None  # with gate.server=own
+    run: Run
 
     @classmethod
     def of(cls, run: Run) -> Gate | None:
@@ -72,19 +68,7 @@ class Gate:
         if run.recipe.gate is None:
             return None
         assert run.suite is not None, "the preflight checks opened the suite"
-        return cls(
-            config=run.recipe.gate,
-            suite=run.suite,
-            recipe=run.recipe,
-            folder=run.folder,
-            registry=run.registry,
-            served=run.served,
-            runner=evaluation_runner(run.groups, run.recipe.evaluation.sampling),
-            sandboxes=run.sandboxes,
-            capture=run.capture,
-            tracker=run.tracker,
-            server=run.gate_server,
-        )
+        return cls(config=run.recipe.gate, suite=run.suite, run=run)
 
     async def decide(self, version: PolicyVersion) -> None:
         """Evaluates a due version, unless it has a verdict, and applies the consequences, also those that an earlier driver left undone."""
@@ -98,21 +82,23 @@ class Gate:
 
     def is_rejected(self, version: PolicyVersion) -> bool:
         """Whether a version is or will be rolled back, so that it need not be evaluated. The last version of a run is always evaluated."""
+        run = self.run
         if version.state is VersionState.ROLLED_BACK:
             return True
-        return version.number != self.recipe.steps and rollback.pending_request(self.folder / "versions", self.registry) is not None
+        is_last = version.number == run.recipe.steps
+        return not is_last and rollback.pending_request(run.folder / "versions", run.registry) is not None
 
     def verdict_for(self, version: PolicyVersion) -> GateVerdict | None:
         """The verdict on exactly these weights, if there is one."""
-        verdict = read_verdict(self.folder, version.number)
+        verdict = read_verdict(self.run.folder, version.number)
         return verdict if verdict is not None and verdict.sha256 == version.sha256 else None
 
     def due(self, number: int) -> PolicyVersion | None:
         """The version of this number, if the gate must evaluate it and it was not retracted."""
-        version = self.registry.get(number)
-        if version is None or (number == self.served.version and version.sha256 != self.served.sha256):
+        version = self.run.registry.get(number)
+        if version is None or (number == self.run.served.version and version.sha256 != self.run.served.sha256):
             return None
-        return version if number % self.config.every == 0 or number == self.recipe.steps else None
+        return version if number % self.config.every == 0 or number == self.run.recipe.steps else None
 
     def due_versions(self) -> list[PolicyVersion]:
         """The versions up to the served one that the gate must evaluate, oldest first, starting with the newest that has a verdict.
@@ -120,7 +106,7 @@ class Gate:
         After a crash these may be several: versions were served whose evaluation did not finish.
         """
         versions: list[PolicyVersion] = []
-        for number in reversed(range(self.served.version + 1)):
+        for number in reversed(range(self.run.served.version + 1)):
             if (version := self.due(number)) is not None:
                 versions.append(version)
                 if self.verdict_for(version) is not None:
@@ -130,13 +116,20 @@ class Gate:
     @property
     def is_concluded(self) -> bool:
         """Whether the gate has decided about the last version of the run, so that training is finished."""
-        last = self.registry.get(self.recipe.steps)
+        last = self.run.registry.get(self.run.recipe.steps)
         return last is not None and self.verdict_for(last) is not None
 
     async def _evaluate(self, version: PolicyVersion) -> GateVerdict | None:
         """Evaluates a version and stores the verdict. Returns None if the learner retracted the version meanwhile."""
         config, began = self.config, time.monotonic()
-        rule = gate_rule(config, self.suite)
+        rule = GateRule(
+            repeats=config.repeats,
+            confirm=config.confirm,
+            alpha=config.alpha,
+            margin=config.margin,
+            threshold=config.threshold,
+            thresholds=case_thresholds(self.suite),
+        )
         attempt = await self._attempts(version)
         first = await attempt(self.suite.cases, lambda case: range(case_repeats(case, config.repeats)))
         baseline, result = self._baseline(version), None
@@ -149,53 +142,58 @@ class Gate:
                 suspicious, lambda case: range(done := case_repeats(case, config.repeats), done + config.confirm), again=True
             )
             result = apply_rule(rule, before, scores, _scores(retries))
-        current = self.registry.get(version.number)
+        current = self.run.registry.get(version.number)
         if current is None or current.sha256 != version.sha256 or current.state is VersionState.ROLLED_BACK:
             return None
-        info = evaluation_info(self.recipe, self.suite, version, repeats=config.repeats, threshold=config.threshold, began=began)
+        info = evaluation_info(self.run.recipe, self.suite, version, repeats=config.repeats, threshold=config.threshold, began=began)
         attempts = (*first, *retries)
         evaluation = SuiteResults(about=info, attempts=tuple(one.attempt for one in attempts))
         verdict = self._verdict(version, baseline, evaluation, result, attempts)
         record = {FILE: codec.to_json(verdict) + b"\n"}
-        results.save_results(evaluation_folder(self.folder, version.number), evaluation, transcripts_of(attempts), more=record)
+        results.save_results(
+            evaluation_folder(self.run.folder, version.number), evaluation, [one.transcript for one in attempts], more=record
+        )
         self._report(verdict, evaluation)
         return verdict
 
     async def _attempts(self, version: PolicyVersion) -> Callable[..., Awaitable[tuple[SuiteAttempt, ...]]]:
         """Prepares the evaluation of a version. Returns `run_cases` with everything but the cases and the numbers of their attempts."""
-        if self.server is None:
+        run, shared = self.run, self.run.gate_server is None
+        if shared:
             total = sum(case_repeats(case, self.config.repeats) for case in self.suite.cases)
-            self.tracker.stage("gate", f"version {version.number}: {len(self.suite.cases)} cases, {total} attempts")
-        broken = await prepare_images([self.suite], self.sandboxes)
+            run.tracker.stage("gate", f"version {version.number}: {len(self.suite.cases)} cases, {total} attempts")
+        broken = await prepare_images([self.suite], run.sandboxes)
         for (image, _), why in broken.items():
-            self.tracker.alert(f"gate: the cases of image {image} cannot be run: {why}")
+            run.tracker.alert(f"gate: the cases of image {image} cannot be run: {why}")
         phase = f"gate{version.number:06d}"
-        self.capture.reset_phase("gate", step=version.number, place=phase)
+        run.capture.reset_phase("gate", step=version.number, place=phase)
         return partial(
             run_cases,
             self._attempt_runner(),
             phase=phase,
             version=version.number,
             broken=broken,
-            on_done=self.tracker.evaluating if self.server is None else lambda done, total: None,  # training shows its own progress
-            on_scored=partial(self.capture.capture_episode, phase="gate", step=version.number, place=phase),
+            on_done=run.tracker.evaluating if shared else lambda done, total: None,  # training shows its own progress
+            on_scored=partial(run.capture.capture_episode, phase="gate", step=version.number, place=phase),
         )
 
     def _attempt_runner(self) -> GroupRunner:
         """The runner of evaluations, or one on the gate's own server with its own limit of concurrent episodes."""
-        if self.server is None:
-            return self.runner
-        policy, rollout = self.server.policy, self.recipe.rollout
+        run, rollout = self.run, self.run.recipe.rollout
+        groups = evaluation_runner(run.groups, run.recipe.evaluation.sampling)
+        if run.gate_server is None:
+            return groups
+        policy = run.gate_server.policy
         slots = Admission(rollout.concurrency, use=lambda: policy.cache_use, full=rollout.max_cache_use)
-        return replace(self.runner, runner=replace(self.runner.runner, policy=policy, router=policy, pace=Pace()), slots=slots)
+        return replace(groups, runner=replace(groups.runner, policy=policy, router=policy, pace=Pace()), slots=slots)
 
     def _baseline(self, candidate: PolicyVersion) -> SuiteResults | None:
         """The evaluation of the last promoted version with attempts at unchanged cases, reduced to these attempts."""
         keys = {case.id: case.key for case in self.suite.cases}
         for number in reversed(range(candidate.number)):
-            version = self.registry.get(number)
+            version = self.run.registry.get(number)
             if version is not None and version.state is VersionState.PROMOTED and self.verdict_for(version) is not None:
-                evaluation = results.load_results(evaluation_folder(self.folder, version.number))
+                evaluation = results.load_results(evaluation_folder(self.run.folder, version.number))
                 if unchanged := tuple(one for one in evaluation.attempts if keys.get(one.case) == one.task_key):
                     return replace(evaluation, attempts=unchanged)
         return None
@@ -213,7 +211,7 @@ class Gate:
         if baseline is not None and result is not None:
             outcome, reason = self._outcome(result)
             if result.blocked:
-                regressions = case_regressions(self.folder, baseline, evaluation, result, attempts)
+                regressions = case_regressions(self.run.folder, baseline, evaluation, result, attempts)
         elif evaluation.figures().pass_at_1 is None:
             outcome, reason = GateOutcome.UNJUDGED, "no attempt was scored"
         return GateVerdict(
@@ -234,9 +232,10 @@ class Gate:
         if not result.blocked:
             effect = f"{100 * result.effect:+.1f} points on {result.cases} cases"
             return GateOutcome.PROMOTED, f"no worse: {effect} (p = {result.p_value:.2g})"
-        if not self.config.rolls_back or self.registry.get(self.recipe.steps) is not None:  # the learner has ended and cannot roll back
+        learner_ended = self.run.registry.get(self.run.recipe.steps) is not None
+        if not self.config.rolls_back or learner_ended:
             return GateOutcome.BLOCKED, result.reason
-        rollbacks = sum(one.outcome is GateOutcome.ROLLED_BACK for one in read_verdicts(self.folder))
+        rollbacks = sum(one.outcome is GateOutcome.ROLLED_BACK for one in read_verdicts(self.run.folder))
         if rollbacks >= self.config.max_rollbacks:
             return GateOutcome.BLOCKED, f"{result.reason}; after {rollbacks} rollbacks, gate.max_rollbacks allows no more"
         return GateOutcome.ROLLED_BACK, result.reason
@@ -246,27 +245,27 @@ class Gate:
         if verdict.promoted and not self._promote(version):
             return
         if verdict.outcome is GateOutcome.ROLLED_BACK and verdict.reference is not None and version.state is not VersionState.ROLLED_BACK:
-            target = self.registry.get(verdict.reference)
+            target = self.run.registry.get(verdict.reference)
             if target is None or target.state is not VersionState.PROMOTED:
-                path = evaluation_folder(self.folder, version.number) / FILE
+                path = evaluation_folder(self.run.folder, version.number) / FILE
                 raise StoreError(f"{path} rolls the run back to version {verdict.reference}, which was not promoted")
             request = rollback.RollbackRequest(
                 version=version.number, sha256=version.sha256, to=target.number, to_sha256=target.sha256, reason=verdict.reason
             )
-            rollback.request_rollback(self.folder / "versions", request)  # the learner polls for it (`agentrl.learner.worker`)
+            rollback.request_rollback(self.run.folder / "versions", request)  # the learner polls for it (`agentrl.learner.worker`)
         figure = verdict.figures.pass_at_1 if verdict.figures is not None else None
         if figure is not None:  # after the promotion, until which the learner keeps the version's checkpoint
-            self.registry.set_evals(version.number, {GATE: figure})
+            self.run.registry.set_evals(version.number, {GATE: figure})
 
     def _promote(self, version: PolicyVersion) -> bool:
         """Promotes a version. Returns False if the learner retracted it at the same moment."""
         try:
-            self.registry.set_state(version.number, VersionState.PROMOTED, sha256=version.sha256)
+            self.run.registry.set_state(version.number, VersionState.PROMOTED, sha256=version.sha256)
         except StoreError:
-            current = self.registry.get(version.number)
+            current = self.run.registry.get(version.number)
             if current is not None and current.sha256 == version.sha256 and current.state is not VersionState.ROLLED_BACK:
                 raise
-            self.tracker.alert(f"version {version.number} passed the gate but is not promoted, because the learner retracted it")
+            self.run.tracker.alert(f"version {version.number} passed the gate but is not promoted, because the learner retracted it")
             return False
         return True
 
@@ -275,22 +274,10 @@ class Gate:
         if figures.pass_at_1 is not None:
             assert figures.low is not None and figures.high is not None, "a rate has its interval"
             rate = Rate(value=figures.pass_at_1, ci_low=figures.low, ci_high=figures.high, n=figures.attempts - figures.unscored)
-            self.tracker.evaluated(f"gate {verdict.version}", {evaluation.about.suite: rate})
+            self.run.tracker.evaluated(f"gate {verdict.version}", {evaluation.about.suite: rate})
         if not verdict.promoted:
             turns = "".join(f"; case {one.case} differs from version {verdict.reference} at turn {one.turn}" for one in verdict.regressions)
-            self.tracker.alert(f"version {verdict.version} is {verdict.outcome}: {verdict.reason}{turns}")
-
-
-def gate_rule(gate: GateConfig, suite: Suite) -> GateRule:
-    """The rule that a recipe configures, with the thresholds of the suite's cases."""
-    return GateRule(
-        repeats=gate.repeats,
-        confirm=gate.confirm,
-        alpha=gate.alpha,
-        margin=gate.margin,
-        threshold=gate.threshold,
-        thresholds=case_thresholds(suite),
-    )
+            self.run.tracker.alert(f"version {verdict.version} is {verdict.outcome}: {verdict.reason}{turns}")
 
 
 def first_version_to_serve(registry: VersionRegistry, gate: Gate | None) -> PolicyVersion:

@@ -3,20 +3,68 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError, SwapError
 from agentrl.gate.gate import Gate
-from agentrl.gate.server import GateServer
+from agentrl.protocols import VersionRegistry
 from agentrl.records import PolicyVersion
+from agentrl.serving.supervisor import SupervisedServer
 
 if TYPE_CHECKING:
     from agentrl.session.opening import Progress
 
+log = logging.getLogger(__name__)
+
 _POLL_S = 0.05
+
+
+class GateServer:
+    """The gate's server of the policy (`gate.server=own`): `policy` serves the requested versions only.
+
+    It keeps the version under evaluation, while the policy's servers continue with newer versions. Call `start` before `serve`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run_dir: Path,
+        registry: VersionRegistry,
+        *,
+        gpus: str | None = None,
+        alert: Callable[[str], None] = log.warning,
+    ) -> None:
+        """`gpus`: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's. `alert`: as for `SupervisedServer`."""
+        recipe = recipe.but({"serving.port": 0}) if recipe.serving.port else recipe  # the policy's server has that port
+        self._run_dir, self._registry = run_dir, registry
+        self._version: PolicyVersion | None = None
+        self.policy = SupervisedServer(recipe, run_dir, registry, gpus=gpus, name="gate", newest=self._newest, alert=alert)
+
+    async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
+        """Starts it with the weights of a version. Raises as `SupervisedServer.start` does."""
+        self._version = version
+        await self.policy.start(version, await_probe=await_probe)
+
+    async def serve(self, version: PolicyVersion) -> None:
+        """Returns when it serves this version. Raises `SwapError` if it rejects it, and `ServingError` if it does not come back."""
+        self._version = version
+        if (self.policy.version, self.policy.sha256) != (version.number, version.sha256):
+            await self.policy.load_with_retries(version)
+
+    def _newest(self) -> PolicyVersion | None:
+        """The version of a restarted server: the latest requested one, or version 0 if that version's weights are gone."""
+        version = self._version
+        if version is None or version.number == 0:
+            return version
+        known = self._registry.get(version.number)
+        exists = known is not None and known.sha256 == version.sha256 and (self._run_dir / version.folder / "probe.json").exists()
+        return version if exists else self._registry.get(0)
 
 
 @asynccontextmanager
@@ -25,7 +73,7 @@ async def schedule_gate(gate: Gate | None, progress: Progress) -> AsyncIterator[
 
     Leaving the block waits for the running evaluation, or cancels it if the run is interrupted; the resumed run repeats it.
     """
-    if gate is None or gate.server is None:
+    if gate is None or gate.run.gate_server is None:
         yield GateSchedule(gate, progress, None)
         return
     async with asyncio.TaskGroup() as evaluations:
@@ -51,23 +99,23 @@ class GateSchedule:
         gate = self._gate
         if gate is None:
             return
-        if gate.server is None or self._evaluations is None:
+        if gate.run.gate_server is None or self._evaluations is None:
             await self._evaluate_serving(gate)
             return
         # A retracted version may be published again with the same weights, so versions that are not served yet are forgotten.
-        self._started = {one for one in self._started if one[0] < gate.served.version}
+        self._started = {one for one in self._started if one[0] < gate.run.served.version}
         while new := [version for version in gate.due_versions() if (version.number, version.sha256) not in self._started]:
             await self._wait_idle()
             if self._progress.interrupted:
                 return
             self._started.add((new[0].number, new[0].sha256))
-            gate.registry.hold(new[0].number)
-            self._running = self._evaluations.create_task(self._evaluate(gate, gate.server, new[0]))
+            gate.run.registry.hold(new[0].number)
+            self._running = self._evaluations.create_task(self._evaluate(gate, gate.run.gate_server, new[0]))
 
     async def finish(self) -> None:
         """Waits for the running evaluation, unless the run is interrupted."""
         if self._gate is not None and self._running is not None and not self._running.done():
-            self._gate.tracker.stage("gate", "the last evaluation, on the gate's own server")
+            self._gate.run.tracker.stage("gate", "the last evaluation, on the gate's own server")
             await self._wait_idle()
             self._running.cancel()
 
@@ -77,13 +125,13 @@ class GateSchedule:
             await asyncio.wait([self._running], timeout=_POLL_S)
 
     async def _evaluate_serving(self, gate: Gate) -> None:
-        version = gate.due(gate.served.version)
+        version = gate.due(gate.run.served.version)
         if version is None:
             return
         is_new = gate.verdict_for(version) is None
         await gate.decide(version)
         if is_new:
-            gate.tracker.stage("train", f"{self._progress.stop_at} steps")
+            gate.run.tracker.stage("train", f"{self._progress.stop_at} steps")
             self._progress.last_step_at = time.monotonic()
 
     async def _evaluate(self, gate: Gate, server: GateServer, version: PolicyVersion) -> None:
@@ -91,22 +139,22 @@ class GateSchedule:
             if not _is_wanted(gate, version):
                 return
             try:
-                await asyncio.to_thread(gate.registry.verify, version)
+                await asyncio.to_thread(gate.run.registry.verify, version)
                 await server.serve(version)
             except StoreError as error:
                 if _is_wanted(gate, version):
-                    gate.tracker.alert(f"version {version.number} is not evaluated: {error}")
+                    gate.run.tracker.alert(f"version {version.number} is not evaluated: {error}")
                 return
             except SwapError:
                 if _is_wanted(gate, version):
                     raise
                 return
-        current = gate.registry.get(version.number)
+        current = gate.run.registry.get(version.number)
         if current is not None and current.sha256 == version.sha256:
             await gate.decide(current)
 
 
 def _is_wanted(gate: Gate, version: PolicyVersion) -> bool:
     """Whether the version must still be evaluated. If it was retracted, a new version with its number is evaluated when it serves."""
-    current = gate.registry.get(version.number)
+    current = gate.run.registry.get(version.number)
     return current is not None and current.sha256 == version.sha256 and not gate.is_rejected(current)

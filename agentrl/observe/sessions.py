@@ -46,7 +46,7 @@ def record_start(folder: Path) -> None:
 
 
 def record_end(folder: Path, how: Ended, *, why: str = "", figures: Mapping[str, float] = MappingProxyType({})) -> None:
-    """Records how the driver ended, once. `figures` come from `agentrl.failure.rate.FaultRate`, since the last step."""
+    """Records how the driver ended, once. `figures` come from `agentrl.failure.faults.FaultRate`, since the last step."""
     if not any(b'"began"' in line for line in complete_lines(folder / FILE)[-1:]):
         return
     failed = int(figures.get("attempts_failed", 0))

@@ -66,7 +66,7 @@ async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, ro
 
 async def _pipeline(run: Run) -> None:
     run.tracker.stage("start", "server, learner and sandbox image")
-    gate, evaluation, records = Gate.of(run), HeldOutEvaluation.of(run), StepRecords.of(run)
+    gate, evaluation, records = Gate.of(run), HeldOutEvaluation(run), StepRecords.of(run)
     concluded = gate is not None and gate.is_concluded
     newest = first_version_to_serve(run.registry, gate)
     async with asyncio.TaskGroup() as parts:
@@ -80,22 +80,22 @@ async def _pipeline(run: Run) -> None:
         if run.sandboxes.name == "docker":
             watching.append(watch_daemon(run.tracker.alert))
         if run.gate_server is not None:
-            watching.append(run.gate_server.watch(on_loss=run.learner.kill))
+            watching.append(run.gate_server.policy.watch(on_loss=run.learner.kill))
         watchers = [parts.create_task(one) for one in watching]
         if not concluded:
             await records.finish_serving()
         records.record_missing()
         if newest.number == 0 and not concluded:
-            await evaluation.run_once("before", step=0)
+            await evaluation.evaluate_once("before", step=0)
         if needed:
             measure.remove_evaluation(run.folder, "after")  # from an earlier session with fewer steps
         if not concluded:
             await _learn(run, learning)
         if gate is not None and gate.is_concluded:
             await serve_result(run.registry, run.served, run.tracker.alert)
-            await evaluation.run_once("after", step=run.served.version)
+            await evaluation.evaluate_once("after", step=run.served.version)
         elif gate is None and run.served.version >= run.recipe.steps:
-            await evaluation.run_once("after", step=run.served.version)
+            await evaluation.evaluate_once("after", step=run.served.version)
             run.registry.set_state(run.served.version, VersionState.PROMOTED)
         for watcher in watchers:
             watcher.cancel()

@@ -17,8 +17,8 @@ from agentrl.base.files import append_lines, json_line, write_atomically
 from agentrl.base.scores import is_at_least
 from agentrl.config.recipe import Recipe, RolloutConfig
 from agentrl.errors import UserError
-from agentrl.evaluation.compute import CountedAttempt, compute_curves, pass_at_attempt_counts
 from agentrl.evaluation.splits import SOLVED_SCORE, SplitEvaluation
+from agentrl.evaluation.statistics import CountedAttempt, compute_curves, pass_at_attempt_counts
 from agentrl.experience import StepGroups
 from agentrl.experience.steps import has_preference
 from agentrl.failure.digest import write_digest

@@ -22,7 +22,7 @@ from agentrl.base.user_code import printable
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
 from agentrl.evaluation.splits import SplitEvaluation
-from agentrl.failure import overlap, quarantine
+from agentrl.failure import faults, overlap
 from agentrl.failure.digest import failures_by_tag
 from agentrl.gate.verdict import read_verdicts
 from agentrl.judge.ledger import usage_in
@@ -306,7 +306,7 @@ def summarize(
         left_out_reasons=left_out,
         failures=failures_by_tag(folder),
         **{name: total(name) for name in ("attempts_cancelled", "attempts_not_begun", "groups_stopped", "tokens_trained")},
-        tasks_quarantined=quarantine.count_quarantined(folder),
+        tasks_quarantined=faults.count_quarantined(folder),
         tasks_withheld=overlap.count_withheld(folder),
         judges=judge_costs(folder),
         delivered_share=total("tokens_delivered") / captured if (captured := total("tokens_captured")) else None,

@@ -6,7 +6,7 @@ import pytest
 
 from agentrl.errors import TaskError
 from agentrl.failure import Quarantine
-from agentrl.failure.quarantine import count_quarantined
+from agentrl.failure.faults import count_quarantined
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 
 

@@ -76,7 +76,7 @@ async def played(folder: Path, steps: range, family: Family, before: tuple[Group
             run.store.put(group)
         run.registry = Registry()  # type: ignore[assignment]
         if heldout:
-            await HeldOutEvaluation.of(run).run("before", step=0)
+            await HeldOutEvaluation(run).evaluate("before", step=0)
         for step in steps:
             await Rollouts.of(run).step(step)
         return list(run.store.groups(run.store.indices()))

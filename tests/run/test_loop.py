@@ -21,7 +21,7 @@ import zstandard
 from agentrl.cli.recipes import load_recipe
 from agentrl.errors import TaskError
 from agentrl.experience import SqliteStore
-from agentrl.failure.quarantine import count_quarantined
+from agentrl.failure.faults import count_quarantined
 from agentrl.learner import LearnerProcess
 from agentrl.objective import assemble
 from agentrl.records import Blame, EpisodeState, Failure, Group, Limits, SwapReport, Task, codec

@@ -138,9 +138,9 @@ async def test_an_evaluation_without_a_score_has_no_rate(tmp_path: Path, phase: 
         told = "evaluation .*: 3 of 3 episodes on heldout excluded: 3 x tests.session.test_no_result:in_words: verifier returned str"
         if phase == "before":
             with pytest.raises(InfrastructureError, match=told):
-                await held_out.HeldOutEvaluation.of(run).run(phase, step=0)
+                await held_out.HeldOutEvaluation(run).evaluate(phase, step=0)
         else:
-            assert await held_out.HeldOutEvaluation.of(run).run(phase, step=0) == {}
+            assert await held_out.HeldOutEvaluation(run).evaluate(phase, step=0) == {}
     saved = json.loads((tmp_path / "evaluations.json").read_text())[phase]["heldout"]
     assert "value" not in saved and saved["left_out"] == 3 and list(saved["left_out_reasons"].values()) == [3]
     assert len((tmp_path / "episodes" / f"{phase}.jsonl").read_text().splitlines()) == 3, "they are readable"
@@ -167,7 +167,7 @@ async def test_a_complete_evaluation_is_not_repeated(tmp_path: Path) -> None:
             run.registry = Rates()  # type: ignore[assignment]
             run.served.sha256 = changes.get("sha256", "a" * 64)  # type: ignore[misc]
             before = len((tmp_path / "j").read_text().splitlines()) if (tmp_path / "j").exists() else 0
-            assert await held_out.HeldOutEvaluation.of(run).run_once("before", step=0) == {"heldout": 1.0}
+            assert await held_out.HeldOutEvaluation(run).evaluate_once("before", step=0) == {"heldout": 1.0}
             assert run.registry.rates == {"heldout": 1.0}  # type: ignore[attr-defined]
         return len((tmp_path / "j").read_text().splitlines()) - before
 
