@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from agentrl.base.files import write_atomically
-from agentrl.base.untrusted_files import read_bytes
-from agentrl.observe.charts import Chart, Series, Table, line_chart
-from agentrl.observe.markup import render
-from agentrl.observe.rundata import as_list, parse_object
-from agentrl.observe.transcripts import ShownEpisode, show_versions
+from agentrl.observe.markup import Chart, Series, Table, line_chart, render
+from agentrl.observe.rundata import Line, as_list, is_finite, read_lines, read_object
+from agentrl.observe.transcripts import ShownEpisode, show_episode
 
-Line = dict[str, Any]
 _SIZE = (1030, 240)
 _PAIRS_SHOWN = 8
 _MAX_BYTES = 64 << 20  # of one file
@@ -150,8 +145,8 @@ def _verdict(folder: Path, number: int, notes: list[str]) -> Line | None:
     path = folder / f"{number:06d}" / "verdict.json"
     if not path.exists():
         return None
-    verdict = next(_lines(path, notes), None)
-    if verdict is None or verdict.get("version") != number:
+    verdict = read_object(path, [], most=_MAX_BYTES)
+    if verdict.get("version") != number:
         notes.append(f"gate/{number:06d}/verdict.json cannot be read")
         return None
     return verdict
@@ -184,31 +179,17 @@ def _regressed_cases(folder: Path, verdict: Line, notes: list[str]) -> Iterator[
             turn = f", with the first difference at turn {one['turn']}" if isinstance(one.get("turn"), int) else ""
             yield RegressedCase(
                 title=f"version {version} was {verdict.get('outcome', '')}: case {one.get('case', '')}{turn}",
-                episodes=show_versions(f"version {baseline}, passed", before, f"version {version}, failed", after),
+                episodes=(show_episode(before, f"version {baseline}, passed"), show_episode(after, f"version {version}, failed")),
             )
 
 
 def _episodes(folder: Path, wanted: set[str], notes: list[str]) -> dict[str, Line]:
-    path = folder / "episodes.jsonl"
-    if not path.exists():
-        return {}
-    return {str(line["episode"]): line for line in _lines(path, notes) if str(line.get("episode")) in wanted}
-
-
-def _lines(path: Path, notes: list[str]) -> Iterator[Line]:
-    if path.stat().st_size > _MAX_BYTES:
-        notes.append(f"{path.parent.name}/{path.name} is larger than {_MAX_BYTES >> 20} MiB and is not shown")
-        return
-    for text in read_bytes(path, most=_MAX_BYTES, inside=path.parent).decode("utf-8", "replace").split("\n"):
-        if (line := parse_object(text)) is not None:
-            yield line
+    lines = read_lines(folder / "episodes.jsonl", {"episode": str}, notes, most=_MAX_BYTES)
+    return {line["episode"]: line for line in lines if line["episode"] in wanted}
 
 
 def _figures(verdict: Line, *names: str) -> list[float | None]:
     """Finite numbers among a verdict's figures; None for any other value."""
     figures = verdict.get("figures")
-    return [_finite(figures.get(name)) if isinstance(figures, dict) else None for name in names]
-
-
-def _finite(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    values = [figures.get(name) if isinstance(figures, dict) else None for name in names]
+    return [value if is_finite(value) else None for value in values]

@@ -81,31 +81,8 @@ def choose_pairs(before: Sequence[Transcript], after: Sequence[Transcript], want
     return (chosen + [pair for pair in gained + lost + failing + rest if pair not in chosen])[:wanted]
 
 
-def show_pair(before: Transcript, after: Transcript) -> tuple[ShownEpisode, ShownEpisode]:
-    """One task, attempted before and after training."""
-    return show_versions("before training", before, "after training", after)
-
-
-def show_versions(before_title: str, before: Transcript, after_title: str, after: Transcript) -> tuple[ShownEpisode, ShownEpisode]:
-    """One task, attempted by two versions."""
-    return _shown(before_title, before), _shown(after_title, after)
-
-
-def show_episode(item: Transcript) -> ShownEpisode:
-    """A single episode."""
-    return _shown(f"{_text(item, 'phase')}, step {item.get('step', '?')}", item)
-
-
-def show_failure(item: Transcript) -> ShownEpisode:
-    """A captured failure, with its tag and the turn where it shows first, counted from 1."""
-    turn = item.get("turn")
-    where = f", turn {turn + 1}" if isinstance(turn, int) else ""
-    shown = show_episode(item)
-    failure = (("failure", f"{_text(item, 'tag').replace('_', ' ')}{where}"), ("note", _text(item, "note") or "(none)"))
-    return replace(shown, outcome=(*failure, *shown.outcome))
-
-
-def _shown(title: str, item: Transcript) -> ShownEpisode:
+def show_episode(item: Transcript, title: str = "") -> ShownEpisode:
+    """One episode as the report shows it; without a title, it has its phase and step."""
     split = _text(item, "split")
     kind = (_text(item, "kind").replace("_", " "), _SPLITS.get(split, split))
     answer, truth = item.get("answer"), item.get("truth")
@@ -118,7 +95,7 @@ def _shown(title: str, item: Transcript) -> ShownEpisode:
         outcome.append(("note", str(item["reason"])))
     others = [other for other in as_list(item.get("trajectories")) if isinstance(other, dict)]
     return ShownEpisode(
-        title=title,
+        title=title or f"{_text(item, 'phase')}, step {item.get('step', '?')}",
         question=_cut(_text(item, "question") or _text(item, "task_id")),
         kind=" · ".join(part for part in kind if part),
         versions=", ".join(map(str, as_list(item.get("versions")))) or "?",
@@ -130,6 +107,15 @@ def _shown(title: str, item: Transcript) -> ShownEpisode:
         outcome=tuple((name, _cut(value)) for name, value in outcome),
         badge=_badge(item),
     )
+
+
+def show_failure(item: Transcript) -> ShownEpisode:
+    """A captured failure, with its tag and the turn where it shows first, counted from 1."""
+    turn = item.get("turn")
+    where = f", turn {turn + 1}" if isinstance(turn, int) else ""
+    shown = show_episode(item)
+    failure = (("failure", f"{_text(item, 'tag').replace('_', ' ')}{where}"), ("note", _text(item, "note") or "(none)"))
+    return replace(shown, outcome=(*failure, *shown.outcome))
 
 
 def _bubbles(item: Transcript) -> tuple[Bubble, ...]:

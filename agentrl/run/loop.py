@@ -22,7 +22,8 @@ from agentrl.evaluation.held_out import HeldOutEvaluation
 from agentrl.failure.digest import write_digest
 from agentrl.gate.gate import Gate, first_version_to_serve, promoted_result, serve_result
 from agentrl.gate.schedule import schedule_gate
-from agentrl.observe import Summary, sessions, write_report
+from agentrl.observe import Summary, write_report
+from agentrl.observe.summary import SESSIONS_FILE, Ended, read_sessions, record_end
 from agentrl.records import Group, VersionState
 from agentrl.run.rollouts import Rollouts
 from agentrl.run.supervise import watch_daemon, watch_external_servers, watch_learner
@@ -43,7 +44,7 @@ async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, ro
     The caller has locked the run folder (`claim_run_folder`) and has run the cheap checks (`run_preflight`). Raises `UserError` before
     anything starts if the recipe cannot run here, and `InfrastructureError` if a part fails for good; finished work is kept.
     """
-    starts = len(sessions.read_sessions(start.folder))
+    starts = len(read_sessions(start.folder))
     run, unfinished = None, tuple[Group, ...]()
     try:
         async with open_run(recipe, start, checked, root=root, console=console) as run:
@@ -58,7 +59,7 @@ async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, ro
         if run is not None:
             with warn_on_error(run.folder, "the summary and the report"):
                 _report(run, unfinished, error)
-        if len(sessions.read_sessions(start.folder)) > starts:  # otherwise the last session belongs to an earlier driver
+        if len(read_sessions(start.folder)) > starts:  # otherwise the last session belongs to an earlier driver
             _ended(start.folder, error)
         raise
     return _report(run, unfinished)  # last, so that it includes all stage times
@@ -182,10 +183,10 @@ def _report(run: Run, unfinished: tuple[Group, ...], error: BaseException | None
 
 def _ended(
     folder: Path, error: BaseException | None, *, interrupted: bool = False, figures: Mapping[str, float] = MappingProxyType({})
-) -> sessions.Ended:
+) -> Ended:
     """Records how the driver ended, unless that is already recorded."""
     fault = main_error(error) if error is not None and not ended_by_user(error) else None
-    how: sessions.Ended = "failed" if fault is not None else "interrupted" if interrupted or error is not None else "finished"
-    with warn_on_error(folder, sessions.FILE):
-        sessions.record_end(folder, how, why="" if fault is None else one_line_error(fault), figures=figures)
+    how: Ended = "failed" if fault is not None else "interrupted" if interrupted or error is not None else "finished"
+    with warn_on_error(folder, SESSIONS_FILE):
+        record_end(folder, how, why="" if fault is None else one_line_error(fault), figures=figures)
     return how

@@ -30,7 +30,7 @@ from agentrl.learner.failure_log import UpdateFailureLog
 from agentrl.observe import Rate, Summary
 from agentrl.observe.drift import DISAGREEMENT, drift_alerts
 from agentrl.observe.exclusions import count_exclusions, exclusion_reason, format_counts, merge_counts, run_problems
-from agentrl.observe.sessions import read_sessions as read_sessions
+from agentrl.observe.summary import read_sessions as read_sessions
 from agentrl.records import ADAPTER, Group, ScoredEpisode, Split, SwapReport
 from agentrl.reward.combine import AUDIT_PART
 

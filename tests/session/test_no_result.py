@@ -15,7 +15,8 @@ import pytest
 from agentrl.errors import InfrastructureError, SandboxError
 from agentrl.evaluation import held_out
 from agentrl.objective import assemble
-from agentrl.observe import Summary, sessions
+from agentrl.observe import Summary
+from agentrl.observe.summary import read_sessions, record_start
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Episode, Score, Task
 from agentrl.reward import TaskScorer
@@ -190,7 +191,7 @@ async def test_a_fatal_fault_is_in_the_summary_and_unfinished_groups_are_counted
 
     @asynccontextmanager
     async def fake(*_: Any, **__: Any) -> AsyncIterator[Any]:
-        sessions.record_start(tmp_path)
+        record_start(tmp_path)
         async with opened(tmp_path, Journaled(tmp_path / "j"), Dead(printing("3")), recipe, judged_by(same_for_all)) as run:
             yield run
 
@@ -222,9 +223,9 @@ async def test_a_failed_start_does_not_change_the_record_of_the_earlier_driver(t
     def fails(*_: Any, **__: Any) -> Any:
         raise InfrastructureError("no sandboxes")
 
-    sessions.record_start(tmp_path)  # killed
+    record_start(tmp_path)  # killed
     monkeypatch.setattr(loop, "open_run", fails)
     start = RunStart(recipe=Path("r.py"), folder=tmp_path, overrides=())
     with pytest.raises(InfrastructureError):
         await loop.train(make_recipe(), start, cast(Any, None), root=tmp_path, console=False)
-    assert [one.ended for one in sessions.read_sessions(tmp_path)] == ["killed"]
+    assert [one.ended for one in read_sessions(tmp_path)] == ["killed"]
