@@ -165,8 +165,8 @@ def difference_interval(by_case: Sequence[float], *, level: float = 0.95, made_u
     return Interval(value=value, low=min(float(low), value), high=max(float(high), value))
 
 
-def rate_interval(by_case: Sequence[float], tries: int, *, level: float = 0.95) -> Interval:
-    """The mean of case rates with Wilson's interval for the effective number of independent tries (Kish 1965).
+def rate_interval(by_case: Sequence[float], tries: int) -> Interval:
+    """The mean of case rates with Wilson's 95% interval for the effective number of independent tries (Kish 1965).
 
     That number gives a mean of single tries the variance of the case rates. It is between the number of cases, if repeats agree, and
     `tries`, if they are independent.
@@ -182,7 +182,7 @@ def rate_interval(by_case: Sequence[float], tries: int, *, level: float = 0.95) 
     cases, share = len(by_case), statistics.fmean(by_case)
     spread, single = statistics.variance(by_case) if cases > 1 else 0.0, share * (1 - share)
     effective = single * cases / spread if spread else math.inf if single and cases > 1 else float(cases)
-    low, high = wilson_interval(share, min(max(effective, float(cases)), float(max(tries, cases))), level=level)
+    low, high = wilson_interval(share, min(max(effective, float(cases)), float(max(tries, cases))))
     return Interval(value=share, low=low, high=high)
 
 

@@ -47,21 +47,18 @@ async def evaluate_suites(
     given: PreparedEvaluation,
     *,
     console: bool = True,
-    on_ready: Callable[[], None] = lambda: None,
     on_case: CaseListener = lambda outcome: None,
 ) -> tuple[SuiteEvaluation, ...]:
     """Runs every case in live sandboxes, scores it and stores the results in the run folder.
 
     Args:
         console: whether to show the progress.
-        on_ready: called once the policy answers.
         on_case: called with each case when its last attempt is scored.
 
     Raises:
         InfrastructureError: for example, the server is lost for good. Faults of single episodes are in their attempts.
     """
     async with open_policy(given, console=console) as policy:
-        on_ready()
         cases = [(suite, case) for suite in given.suites for case in suite.cases]
         total = sum(given.repeats_of(suite, case) for suite, case in cases)
         policy.tracker.stage("evaluate", f"{len(cases)} cases, {total} attempts")

@@ -219,9 +219,9 @@ class Collection:
         with self._query():
             return int(self._db.execute(f"SELECT COUNT(*) FROM traces{where}", values).fetchone()[0])
 
-    def traces(self, wanted: TraceFilter | None = None, *, most: int = -1) -> Iterator[Trace]:
+    def traces(self, wanted: TraceFilter | None = None) -> Iterator[Trace]:
         """Yields traces, the oldest first, with one in memory at a time. Raises `StoreError` with the id of a damaged one."""
-        for row in self.rows(wanted, most=most):
+        for row in self.rows(wanted):
             if (trace := self.get(row.id)) is not None:  # it may have been deleted meanwhile
                 yield trace
 

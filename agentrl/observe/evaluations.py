@@ -18,31 +18,12 @@ _MAX_REASON = 600  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GateRow:
-    """The gate's decision on one version."""
-
-    version: int
-    outcome: str
-    rate: str
-    cost: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegressedCase:
-    """A case that regressed, with an episode of the baseline version and one of the blocked version."""
-
-    title: str
-    episodes: tuple[ShownEpisode, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GateSection:
     """The gate's section of the report; without rows if the run has no gate."""
 
-    rows: tuple[GateRow, ...]
+    rows: tuple[tuple[str, ...], ...]  # version, verdict, rate, cost, reason
     chart: Chart | None
-    regressed: tuple[RegressedCase, ...]
+    regressed: tuple[tuple[str, tuple[ShownEpisode, ...]], ...]  # title, episodes of the baseline version and of the blocked one
     notes: tuple[str, ...]  # what could not be read
 
 
@@ -152,7 +133,7 @@ def _verdict(folder: Path, number: int, notes: list[str]) -> Line | None:
     return verdict
 
 
-def _gate_row(verdict: Line) -> GateRow:
+def _gate_row(verdict: Line) -> tuple[str, ...]:
     rate, low, high, k, several, seconds = _figures(verdict, "pass_at_1", "low", "high", "k", "pass_at_k", "wall_s")
     shown = "none scored" if rate is None else f"{rate:.1%}"
     if low is not None and high is not None:
@@ -162,11 +143,10 @@ def _gate_row(verdict: Line) -> GateRow:
     tokens, attempts, turns = _figures(verdict, "tokens", "attempts", "turns")
     cost = f"{tokens / attempts:.0f} tokens, {turns or 0:.1f} turns" if tokens is not None and attempts else ""
     cost += f"; {seconds:.1f} s in all" if cost and seconds else ""
-    outcome, reason = str(verdict.get("outcome", "")), str(verdict.get("reason", ""))[:_MAX_REASON]
-    return GateRow(version=verdict["version"], outcome=outcome, rate=shown, cost=cost, reason=reason)
+    return str(verdict["version"]), str(verdict.get("outcome", "")), shown, cost, str(verdict.get("reason", ""))[:_MAX_REASON]
 
 
-def _regressed_cases(folder: Path, verdict: Line, notes: list[str]) -> Iterator[RegressedCase]:
+def _regressed_cases(folder: Path, verdict: Line, notes: list[str]) -> Iterator[tuple[str, tuple[ShownEpisode, ...]]]:
     regressions = [one for one in as_list(verdict.get("regressions")) if isinstance(one, dict)]
     version, baseline = verdict["version"], verdict.get("reference")
     if not regressions or not isinstance(baseline, int):
@@ -177,10 +157,8 @@ def _regressed_cases(folder: Path, verdict: Line, notes: list[str]) -> Iterator[
         before, after = theirs.get(str(one.get("before_episode"))), ours.get(str(one.get("episode")))
         if before is not None and after is not None:
             turn = f", with the first difference at turn {one['turn']}" if isinstance(one.get("turn"), int) else ""
-            yield RegressedCase(
-                title=f"version {version} was {verdict.get('outcome', '')}: case {one.get('case', '')}{turn}",
-                episodes=(show_episode(before, f"version {baseline}, passed"), show_episode(after, f"version {version}, failed")),
-            )
+            title = f"version {version} was {verdict.get('outcome', '')}: case {one.get('case', '')}{turn}"
+            yield title, (show_episode(before, f"version {baseline}, passed"), show_episode(after, f"version {version}, failed"))
 
 
 def _episodes(folder: Path, wanted: set[str], notes: list[str]) -> dict[str, Line]:

@@ -122,16 +122,8 @@ class Chart:
     y_ticks: tuple[Tick, ...]
     x_ticks: tuple[Tick, ...]
     series: tuple[DrawnSeries, ...]
-
-    @property
-    def left(self) -> int:
-        """Left edge of the grid."""
-        return _LEFT
-
-    @property
-    def right(self) -> int:
-        """Right edge of the grid."""
-        return self.width - _RIGHT
+    left: int  # edges of the grid
+    right: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +171,8 @@ def line_chart(
         y_ticks=tuple(Tick(at=frame.y(tick), label=y_format(tick), zero=not tick) for tick in ticks),
         x_ticks=_x_ticks(frame, x_low, x_high),
         series=tuple(_drawn(frame, one, y_format, x_name) for one in series),
+        left=_LEFT,
+        right=size[0] - _RIGHT,
     )
 
 

@@ -27,12 +27,14 @@ from agentrl.failure.formats.conversations import (
 )
 from agentrl.failure.formats.values import Gaps, as_object, as_objects, as_string, format_time, object_or_empty, parse_time, printable_label
 from agentrl.failure.trace import ImportedMessage, Trace
-from agentrl.records import ToolCall
+from agentrl.records import ToolCall, Turn
 
 NAME = "atif"
 EXTRA = "agentrl"
 """Key in `extra` for what ATIF has no field for."""
 NEWEST = 8
+SCHEMA = f"ATIF-v1.{NEWEST}"
+"""Version of the documents that are written."""
 MAX_DEPTH = 16
 """Levels of sub-agents in one document."""
 MAX_AGENTS = 10_000
@@ -224,7 +226,7 @@ def document(trace: Trace) -> dict[str, Any]:
     """The ATIF document of a trace. A sub-agent's document is inside its caller's and has a unique id."""
     conversations = conversations_of(trace)
     if not conversations:
-        return {**_header(UNKNOWN, None, ""), "agent": {"name": UNKNOWN, "version": UNKNOWN}, "steps": []}
+        return {"schema_version": SCHEMA, "agent": {"name": UNKNOWN, "version": UNKNOWN}, "steps": []}
     taken: dict[str, int] = {}
     ids = [_id(trace, conversation, first=number == 0, taken=taken) for number, conversation in enumerate(conversations)]
     refs: dict[int, dict[int, list[dict[str, Any]]]] = {}  # conversation -> index of a result -> the sub-agents behind it
@@ -265,37 +267,38 @@ def _id(trace: Trace, conversation: Conversation, *, first: bool, taken: dict[st
     return unique_label(known or conversation.label or "agent", taken)
 
 
-def _header(name: str, id: str | None, session: str) -> dict[str, Any]:
-    ids = {key: value for key, value in (("session_id", session), ("trajectory_id", id)) if value}
-    return {"schema_version": f"ATIF-v1.{NEWEST}", **ids, "agent": {"name": name}}
+def _known(**fields: Any) -> dict[str, Any]:
+    """The fields that have a value: neither None, nor False, nor empty. Zeros are values."""
+    return {name: value for name, value in fields.items() if value or (value == 0 and value is not False)}
+
+
+def _with_extra(written: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    return written | {"extra": {EXTRA: dict(extra)}} if extra else written
 
 
 def _trajectory(trace: Trace, conversation: Conversation, id: str | None, ids: Sequence[str | None], *, first: bool) -> dict[str, Any]:
-    origin, own, label = trace.origin, trace.episode is not None, conversation.label
-    fallback = origin.get("agent") or origin.get("service") or UNKNOWN
-    session = (origin.get("session") or (trace.episode.id if trace.episode else "")) if first else origin.get(f"session:{label}", "")
-    written = _header(conversation.name or origin.get(f"name:{label}") or label or fallback, id, session)
+    """The document of a conversation, without its steps."""
+    origin, own, label, continues = trace.origin, trace.episode is not None, conversation.label, conversation.continues
+    session = origin.get("session") or (trace.episode.id if trace.episode else "")
     version = origin.get("agent_version") if first else origin.get(f"version:{label}")
-    model = origin.get("model") if first or own else origin.get(f"model:{label}")
-    written["agent"]["version"] = f"agentrl {__version__}" if own else version or UNKNOWN
-    if model:
-        written["agent"]["model_name"] = model
-    if first and trace.tools:
-        written["agent"]["tool_definitions"] = [dict(tool) for tool in trace.tools]
-    if first and origin.get("notes"):
-        written["notes"] = origin["notes"]
-    extra: dict[str, Any] = {}
-    if first and not own and is_single_conversation(trace.spoken):
-        extra["unnamed"] = True
-    if conversation.stop_reason:
-        extra["stop_reason"] = conversation.stop_reason
-    if (continues := conversation.continues) is not None:
-        extra["continues"] = {"trajectory_id": ids[continues.trajectory], "turn": continues.turn}
-    if first and own:
-        extra |= _trace_fields(trace)
-    if extra:
-        written["extra"] = {EXTRA: extra}
-    return written
+    written = _known(
+        schema_version=SCHEMA,
+        session_id=session if first else origin.get(f"session:{label}"),
+        trajectory_id=id,
+        agent=_known(
+            name=conversation.name or origin.get(f"name:{label}") or label or origin.get("agent") or origin.get("service") or UNKNOWN,
+            version=f"agentrl {__version__}" if own else version or UNKNOWN,
+            model_name=origin.get("model") if first or own else origin.get(f"model:{label}"),
+            tool_definitions=[dict(tool) for tool in trace.tools] if first else [],
+        ),
+        notes=origin.get("notes") if first else "",
+    )
+    extra = _known(
+        unnamed=first and not own and is_single_conversation(trace.spoken),
+        stop_reason=conversation.stop_reason,
+        continues=None if continues is None else {"trajectory_id": ids[continues.trajectory], "turn": continues.turn},
+    )
+    return _with_extra(written, extra | (_trace_fields(trace) if first and own else {}))
 
 
 def _trace_fields(trace: Trace) -> dict[str, Any]:
@@ -322,81 +325,66 @@ def _steps(conversation: Conversation, refs: Mapping[int, list[dict[str, Any]]],
             call_ids = None if calls is None else {call["tool_call_id"] for call in calls if "extra" not in call}
             continue
         if not steps:
-            steps.append({"step_id": 1, "source": "system", "message": "", "extra": {EXTRA: {"bare": True}}})
+            steps.append(_with_extra({"step_id": 1, "source": "system", "message": ""}, {"bare": True}))
         results = steps[-1].setdefault("observation", {"results": []})["results"]
         results.append(_result(one, call_ids, steps[-1].get("timestamp"), refs.get(index, []), started))
     return steps
 
 
 def _step(one: ConversationMessage, number: int, label: str, started: datetime | None) -> dict[str, Any]:
-    message = one.imported.message
-    step: dict[str, Any] = {"step_id": number, "source": _SOURCES.get(message.role, "agent" if message.tool_calls else "system")}
-    extra: dict[str, Any] = {} if message.role in _SOURCES else {"role": message.role}
+    message, calls = one.imported.message, one.imported.message.tool_calls
+    source = "agent" if calls else _SOURCES.get(message.role, "system")  # in ATIF only agents call tools
+    step = {"step_id": number, "source": source, **_known(timestamp=_timestamp(one.imported, started)), "message": message.content}
+    step |= _known(
+        reasoning_content=one.imported.reasoning if source == "agent" else "",
+        tool_calls=[_call(one.imported, index, number) for index in range(len(calls))],
+    )
+    extra: dict[str, Any] = {} if _SOURCES.get(message.role) == source else {"role": message.role}
     if one.imported.agent != label:
         extra["agent"] = one.imported.agent
-    when = _timestamp(one.imported, started)
-    step |= {"message": message.content} if when is None else {"timestamp": when, "message": message.content}
-    if message.tool_calls and step["source"] != "agent":  # in a task's prompt; in ATIF only agents call tools
-        step["source"], extra["role"] = "agent", message.role
-    if one.imported.reasoning and step["source"] == "agent":
-        step["reasoning_content"] = one.imported.reasoning
-    if message.tool_calls:
-        step["tool_calls"] = [_call(one.imported, index, number) for index in range(len(message.tool_calls))]
     if one.turn is not None:
-        step["metrics"] = _metrics(one)
-        extra |= {"turn": one.number, "finish_reason": one.turn.finish_reason}
-        extra["versions"] = [[span.version, span.start, span.end] for span in one.turn.versions]
-        if one.inherited:
-            step["is_copied_context"] = True
-    return step | ({"extra": {EXTRA: extra}} if extra else {})
+        step |= _known(metrics=_metrics(one, one.turn), is_copied_context=one.inherited)
+        versions = [[span.version, span.start, span.end] for span in one.turn.versions]
+        extra |= {"turn": one.number, "finish_reason": one.turn.finish_reason, "versions": versions}
+    return _with_extra(step, extra)
 
 
 def _call(one: ImportedMessage, index: int, number: int) -> dict[str, Any]:
     call = one.message.tool_calls[index]
     id = one.call_ids[index] if index < len(one.call_ids) else ""
     written = {"tool_call_id": id or f"call_{number}_{index}", "function_name": call.name, "arguments": dict(call.arguments)}
-    return written if id else written | {"extra": {EXTRA: {"made_id": True}}}
+    return _with_extra(written, _known(made_id=not id))
 
 
-def _metrics(one: ConversationMessage) -> dict[str, Any]:
-    turn = one.turn
-    assert turn is not None
+def _metrics(one: ConversationMessage, turn: Turn) -> dict[str, Any]:
     metrics: dict[str, Any] = {
         "prompt_tokens": len(one.context),
         "completion_tokens": len(turn.completion_ids),
         "prompt_token_ids": list(one.context),
         "completion_token_ids": list(turn.completion_ids),
     }
+    extra = _known(forced=list(turn.forced))
     if all(map(math.isfinite, turn.logprobs)):
         metrics["logprobs"] = list(turn.logprobs)
     else:
-        metrics["extra"] = {EXTRA: {"logprobs": "omitted: not all of them are finite numbers"}}
-    if turn.forced:
-        metrics.setdefault("extra", {EXTRA: {}})[EXTRA]["forced"] = list(turn.forced)
-    return metrics
+        extra["logprobs"] = "omitted: not all of them are finite numbers"
+    return _with_extra(metrics, extra)
 
 
 def _result(
     one: ConversationMessage, call_ids: set[str] | None, timestamp: str | None, refs: list[dict[str, Any]], started: datetime | None
 ) -> dict[str, Any]:
     answer = one.imported
-    extra: dict[str, Any] = {}
-    result: dict[str, Any] = {}
-    if answer.answers and (call_ids is None or answer.answers in call_ids):
-        result["source_call_id"] = answer.answers
-    elif answer.answers:
-        extra["answers"] = answer.answers
+    named = call_ids is None or answer.answers in call_ids
+    result = _known(source_call_id=answer.answers if named else "")
     if answer.message.content or not refs:
         result["content"] = answer.message.content
-    if refs:
-        result["subagent_trajectory_ref"] = refs
-    if answer.failed:
-        extra["failed"] = True
+    extra = _known(answers="" if named else answer.answers, failed=answer.failed)
     if answer.at_s is not None and _timestamp(answer, started) != timestamp:
         extra["at_s"] = answer.at_s
     if one.result is not None:
         extra["wall_s"] = _finite(one.result.wall_s)
-    return result | ({"extra": {EXTRA: extra}} if extra else {})
+    return _with_extra(result | _known(subagent_trajectory_ref=refs), extra)
 
 
 def _timestamp(one: ImportedMessage, started: datetime | None) -> str | None:
