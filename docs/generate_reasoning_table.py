@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from agentrl.check import cheats, malformed  # noqa: E402
+from agentrl.check import cheats  # noqa: E402
 from agentrl.records import Episode, Message, SandboxSpec, Score, Split, Task  # noqa: E402
 from agentrl.reward import TaskScorer  # noqa: E402
 from sandboxes.reasoning import catalogue, package, problems  # noqa: E402
@@ -53,7 +53,7 @@ FAVOURED = 0.6
 """The limit for `CONSTANTS`, over the scored problems. It is higher because there are fewer of them."""
 NOTHING: Mapping[str, str | None] = {
     **cheats.ANSWERS,
-    **malformed.ANSWERS,
+    **cheats.MALFORMED_ANSWERS,
     "white space": " \n\t ",
     "a question mark": "?",
     "nested brackets": "(" * 300 + "1" + ")" * 300,

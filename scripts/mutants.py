@@ -81,7 +81,7 @@ LAWS = {
             "agentrl/evaluation/statistics.py",
             "agentrl/gate/gate.py",
             "agentrl/gate/schedule.py",
-            "agentrl/gate/regressions.py",
+            "agentrl/gate/verdict.py",
         ),
         tests=(
             "tests/gate/test_rule.py",
@@ -100,7 +100,7 @@ LAWS = {
             "agentrl/agent/outage_blame.py",
             "agentrl/base/outages.py",
             "agentrl/reward/scorer.py",
-            "agentrl/failure/rate.py",
+            "agentrl/failure/faults.py",
             "agentrl/base/error_text.py",
         ),
         tests=(

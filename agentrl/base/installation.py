@@ -1,4 +1,4 @@
-"""The command that adds an extra to this installation of agentrl. Imports only the standard library.
+"""Extras of this installation of agentrl: the command that adds one, and the import of a package that belongs to one.
 
 On the public index, `agentrl` is another project. So an install command has a name for pip to look up only if this installation came
 from an index under that name.
@@ -6,6 +6,7 @@ from an index under that name.
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 import tomllib
@@ -13,6 +14,8 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from agentrl.errors import UserError
 
 DISTRIBUTION = "agentrl-posttraining"
 """Name of the distribution. The import name and the command are `agentrl`."""
@@ -46,6 +49,18 @@ def requirement(*, root: Path = _ROOT) -> str:
         return f"{DISTRIBUTION} @ {_address(origin)}"
     installed = _installed(root)
     return DISTRIBUTION if installed is None else f"{DISTRIBUTION}=={installed.version}"
+
+
+def import_optional(module: str, extra: str, *, needed_for: str) -> Any:
+    """Imports a module of a package that an extra installs. Raises `UserError` that names package and extra if it is missing."""
+    root = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != root:
+            raise
+        package = {"sklearn": "scikit-learn"}.get(root, root.replace("_", "-"))
+        raise UserError(f"{needed_for} needs the package {package}", fix=install_command(extra)) from None
 
 
 def _is_checkout(root: Path) -> bool:

@@ -23,11 +23,9 @@ from agentrl.agent.tools import render_result
 from agentrl.base import user_code
 from agentrl.check import cheats
 from agentrl.check.access import prove_separation, prove_unreadable
-from agentrl.check.family_source import FamilySource, draw_name, split_sizes
-from agentrl.check.findings import Proof
 from agentrl.check.null_answers import prove_null_answers
-from agentrl.check.purity import prove_purity
-from agentrl.check.report import GOLD, IMAGE, NOTHING, CaseResult, CheckReport
+from agentrl.check.purity import FamilySource, draw_name, prove_purity, split_sizes
+from agentrl.check.report import GOLD, IMAGE, NOTHING, CaseResult, CheckReport, Proof
 from agentrl.check.splits import prove_splits
 from agentrl.check.tool_calls import prove_tools
 from agentrl.check.verifiers import GoldAttempt, prove_verifiers, retry_sandbox_errors

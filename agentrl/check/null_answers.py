@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agentrl.base.scores import is_above, tolerance
-from agentrl.check.findings import Finding, Proof, join_examples, plural
+from agentrl.check.report import Finding, Proof, join_examples, plural, unique
 from agentrl.check.verifiers import GoldAttempt, quiet_verifier_log
 from agentrl.protocols.group_judge import AWAITING_GROUP_JUDGE
 from agentrl.records import Episode, Message, Score, ScoredEpisode, Task, ToolCall, Trajectory, Turn
@@ -228,7 +228,7 @@ def _describe(result: _Result) -> str:
 
 
 def _ids(results: Sequence[_Result]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(result.task.id for result in results))
+    return unique(result.task.id for result in results)
 
 
 def _table(results: Sequence[_Result], verifiers: Sequence[str]) -> tuple[tuple[str, ...], ...]:

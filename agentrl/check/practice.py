@@ -15,8 +15,7 @@ from rich.progress import Progress
 from agentrl.agent.tools import render_result
 from agentrl.base import user_code
 from agentrl.check.check import prove_tasks
-from agentrl.check.findings import Proof
-from agentrl.check.report import GOLD, CaseResult
+from agentrl.check.report import GOLD, CaseResult, Proof
 from agentrl.errors import InfrastructureError, TaskError, UserError
 from agentrl.failure.case import Case, Suite
 from agentrl.failure.overlap import WithheldTasks

@@ -1,35 +1,70 @@
-"""Checks that the same seed, split and index give the same task: drawn again, in another order, in another process.
+"""The source of a task family, and the check that the same seed, split and index give the same task from it: drawn again, in another order,
+in another process.
 
 `python -m agentrl.check.purity` draws the tasks that it reads from standard input, with another hash seed and in another order.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agentrl.base.error_text import one_line_error
 from agentrl.base.processes import import_environment
-from agentrl.check.family_source import Draw, FamilySource, digests, draw_name
-from agentrl.check.findings import Finding, Proof, join_examples, plural, shorten
-from agentrl.config.recipe import TasksConfig
+from agentrl.check.report import Finding, Proof, join_examples, plural, shorten
+from agentrl.config.recipe import MCPConfig, TasksConfig, ToolConfig
 from agentrl.plugins.references import add_project_root
 from agentrl.protocols import TaskFamily
-from agentrl.records import Split
-from agentrl.task import make_task
+from agentrl.records import Split, Task
+from agentrl.task import make_task, open_family
 
+Draw = tuple[Split, int]  # a task by split and index
+_PARTED = ("data", "files", "binary_files")  # fields that are compared entry by entry
 NAME = "the same seed, split and index give the same task"
 _FAR = tuple(10_007 * number for number in range(1, 9))  # additional indices drawn from an endless split
 _SEED_TASKS = 8
 TIMEOUT_S = 600.0
 
 Drawn = Mapping[str, tuple[str, str]] | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilySource:
+    """A family by its recipe, or a folder of task folders (`tasks.family` is its path)."""
+
+    tasks: TasksConfig
+    root: Path
+    seed: int = 0
+    mcp: Mapping[str, MCPConfig] = field(default_factory=dict)
+    tools: Mapping[str, ToolConfig] = field(default_factory=dict)
+
+    def open(self, *, seed: int | None = None) -> TaskFamily:
+        """Opens the family. Raises as `open_family` does."""
+        return open_family(self.tasks, seed=self.seed if seed is None else seed, root=self.root)
+
+
+def draw_name(draw: Draw) -> str:
+    """The draw as text, such as "train 3"."""
+    return f"{draw[0]} {draw[1]}"
+
+
+def split_sizes(family: TaskFamily, count: int | None) -> dict[Split, int]:
+    """Number of tasks to examine of each split, at most `count`. Raises `ValueError` for an endless split without a count."""
+    number: dict[Split, int] = {}
+    for split in Split:
+        size = family.size(split)
+        if size is None and count is None:
+            raise ValueError(f"{family.name} has endless tasks")
+        number[split] = min(limit for limit in (size, count) if limit is not None)
+    return number
 
 
 def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
@@ -55,6 +90,24 @@ def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
         looked_at=f"{plural(len(draws), 'task')}, each drawn three times, once in another process",
         findings=(*findings, *_by_seed(source, sizes)),
     )
+
+
+def _field_texts(task: Task) -> Iterator[tuple[str, str]]:
+    """(field such as `data.answer`, its text) for all fields of a task. Raises `ValueError` with the field if one is not JSON."""
+    for name, value in asdict(task).items():
+        parts = {f"{name}.{key}": part for key, part in value.items()} if name in _PARTED else {name: value}
+        for label, part in parts.items():
+            try:
+                text = json.dumps(part, sort_keys=True, ensure_ascii=False)
+                text.encode()
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"{label} cannot be written as JSON: {type(error).__name__}: {error}") from None
+            yield label, text
+
+
+def digests(task: Task) -> dict[str, tuple[str, str]]:
+    """Field -> hash of its text, and the start of the text for display."""
+    return {name: (hashlib.sha256(text.encode()).hexdigest(), text[:4000]) for name, text in _field_texts(task)}
 
 
 def _draw(family: TaskFamily, draw: Draw) -> Drawn:
@@ -151,10 +204,7 @@ def main() -> None:
     draws = [(Split(split), int(index)) for split, index in question["draws"]]
     drawn: dict[Draw, Any] = {}
     for split, index in sorted(draws, key=lambda draw: (-draw[1], draw[0])):
-        try:
-            drawn[split, index] = digests(make_task(family, split, index))
-        except Exception as error:  # a family is user code
-            drawn[split, index] = one_line_error(error)
+        drawn[split, index] = _draw(family, (split, index))
     Path(question["answer"]).write_text(json.dumps([drawn[draw] for draw in draws]), encoding="utf-8")
 
 

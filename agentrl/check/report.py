@@ -1,22 +1,50 @@
-"""The report of `agentrl check`: cases, proofs and what was not proven, as data and as text."""
+"""The report of `agentrl check`: cases, proofs with their findings and what was not proven, as data and as text."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from agentrl.base.scores import all_equal
-from agentrl.check.findings import Proof, join_examples, plural, unique
 from agentrl.observe.exclusions import printable_text
 from agentrl.records import codec
 
 GOLD, NOTHING, IMAGE = "gold solution", "doing nothing", "image"
+Severity = Literal["failure", "warning", "unsafe", "note"]
+"""failure: wrong, exit code 1. warning: wrong unless intended. unsafe: correct, but a policy can learn to cheat. note: information."""
+
+SHOWN = 3  # maximum number of examples in a finding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One finding and all tasks that it applies to."""
+
+    severity: Severity
+    what: str
+    tasks: tuple[str, ...] = ()  # ids, or split and index of tasks that cannot be created
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """A claim, what was examined to prove it, and the findings."""
+
+    name: str
+    looked_at: str
+    findings: tuple[Finding, ...] = ()
+    unproven: tuple[str, ...] = ()  # what could not be examined
+    table: tuple[tuple[str, ...], ...] = ()  # figures for the report; the first row is the header
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no failure."""
+        return all(finding.severity != "failure" for finding in self.findings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,3 +156,25 @@ def _wrong_cases(cases: Sequence[CaseResult]) -> Table:
 def _cause(case: CaseResult) -> str:
     """The message of a case without the task's name and numbers, which differ between tasks."""
     return re.sub(r"\d[\d.,]*", "#", case.detail.replace(case.task, "*"))
+
+
+def plural(count: int, noun: str) -> str:
+    """`3 tasks`, `1 task`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def join_examples(texts: Sequence[str]) -> str:
+    """The first few texts, and how many more there are."""
+    more = f", and {len(texts) - SHOWN:,} more" if len(texts) > SHOWN else ""
+    return ", ".join(texts[:SHOWN]) + more
+
+
+def shorten(text: str, limit: int = 60) -> str:
+    """The text on one line, shortened to `limit` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+def unique(texts: Iterable[str]) -> tuple[str, ...]:
+    """The texts without duplicates, in order."""
+    return tuple(dict.fromkeys(texts))

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from agentrl.check.family_source import FamilySource, draw_name
-from agentrl.check.findings import Finding, Proof, join_examples, plural, shorten
+from agentrl.check.purity import FamilySource, draw_name
+from agentrl.check.report import Finding, Proof, join_examples, plural, shorten
 from agentrl.protocols import TaskFamily
 from agentrl.records import Split, Task
 from agentrl.task import make_task

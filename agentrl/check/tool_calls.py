@@ -14,8 +14,8 @@ from agentrl.agent.tool_instances import ToolInstance
 from agentrl.base import user_code
 from agentrl.base.error_text import one_line_error, raw_text
 from agentrl.base.processes import deadline_alarm
-from agentrl.check import malformed
-from agentrl.check.findings import Finding, Proof, join_examples, plural, shorten
+from agentrl.check import cheats
+from agentrl.check.report import Finding, Proof, join_examples, plural, shorten
 from agentrl.errors import SandboxError, UserError
 from agentrl.protocols import Sandbox, SandboxBackend, ToolSource
 from agentrl.records import Task
@@ -90,7 +90,7 @@ async def _prove_calls(tool: Tool, reference: str, wrong: Sequence[str], task: T
     bad: dict[str, list[str]] = {}
     sandbox: Sandbox | None = None
     try:
-        for case, arguments in malformed.arguments(properties).items():
+        for case, arguments in cheats.malformed_arguments(properties).items():
             if sandbox is None and tool.needs_sandbox:
                 sandbox = await sandboxes.open(task.sandbox, files=task.contents())
             if problem := await _call(tool, arguments, sandbox, task):

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from agentrl.base.scores import is_above
-from agentrl.check import malformed
-from agentrl.check.findings import Finding, Proof, join_examples, plural, shorten
+from agentrl.check import cheats
+from agentrl.check.report import Finding, Proof, join_examples, plural, shorten
 from agentrl.errors import SandboxError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward import TaskScorer
@@ -94,9 +94,11 @@ async def quiet_verifier_log() -> AsyncIterator[None]:
 def _malformed_episodes(task: Task, golden: GoldAttempt | None) -> list[tuple[str, Episode]]:
     nothing = Episode(id="check", task_id=task.id, task_key=task.key, trajectories=())
     if not task.outputs:
-        return [(case, replace(nothing, answer=answer)) for case, answer in malformed.ANSWERS.items()]
+        return [(case, replace(nothing, answer=answer)) for case, answer in cheats.MALFORMED_ANSWERS.items()]
     paths = list(golden.episode.outputs) if golden is not None else []
-    return [(case, replace(nothing, outputs=dict.fromkeys(paths[:4], data))) for case, data in malformed.FILES.items()] if paths else []
+    return (
+        [(case, replace(nothing, outputs=dict.fromkeys(paths[:4], data))) for case, data in cheats.MALFORMED_FILES.items()] if paths else []
+    )
 
 
 def _problem(score: Score) -> str:

@@ -16,7 +16,7 @@ from agentrl.cli.options import JsonFlag
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
-    from agentrl.failure.listing import TraceRow
+    from agentrl.failure.collection import TraceRow
     from agentrl.failure.promote import Promotion, UserParts
     from agentrl.records import EpisodeState
 

@@ -20,7 +20,7 @@ from agentrl.errors import UserError
 from agentrl.plugins.references import add_project_root
 
 if TYPE_CHECKING:
-    from agentrl.check.family_source import FamilySource
+    from agentrl.check.purity import FamilySource
     from agentrl.check.report import CheckReport
 
 BackendChoice = Annotated[str, typer.Option(help="docker, bubblewrap, auto, all, or module:attr.")]
@@ -112,7 +112,7 @@ def sandbox_attack(
 
 def open_target(target: Path, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig]:
     """The task family and the sandbox settings of a folder of task folders, or of a recipe file."""
-    from agentrl.check.family_source import FamilySource
+    from agentrl.check.purity import FamilySource
 
     if target.is_dir():
         if overrides:

@@ -35,8 +35,7 @@ from agentrl.cli.traces import (
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
-    from agentrl.failure.collection import Collection
-    from agentrl.failure.listing import TraceFilter
+    from agentrl.failure.collection import Collection, TraceFilter
     from agentrl.failure.trace import Tag
     from agentrl.failure.triage import TriageRule
 
@@ -59,7 +58,7 @@ def list_failures(
 ) -> None:
     """Count the failures of a run by tag, kind, version and phase, and list the newest traces."""
     from agentrl.failure.digest import build_digest
-    from agentrl.failure.render import one_line
+    from agentrl.failure.timeline import one_line
 
     with open_collection(run) as collection:
         wanted = trace_filter(tag=tag, kind=kind, phase=phase, version=version, why=why)
@@ -102,7 +101,7 @@ def show(
     as_json: JsonFlag = False,
 ) -> None:
     """Show one trace: the prompt, every turn with calls and outputs, the failing turn, the score and its evidence."""
-    from agentrl.failure.render import render_trace
+    from agentrl.failure.timeline import render_trace
     from agentrl.records import codec
 
     with open_collection(run) as collection:
@@ -226,7 +225,7 @@ def cluster(
         load_minilm,
         trace_features,
     )
-    from agentrl.failure.render import one_line
+    from agentrl.failure.timeline import one_line
 
     embedding = load_minilm() if embed else None
     with open_collection(run) as collection:
@@ -262,7 +261,7 @@ def import_failures(
     from agentrl.failure.collection import Collection
     from agentrl.failure.digest import write_digest
     from agentrl.failure.formats import UnreadableDocument, read
-    from agentrl.failure.render import one_line
+    from agentrl.failure.timeline import one_line
     from agentrl.failure.triage import tag_by_rules
 
     applied, unreadable, stored, seen = user_rules(rules), 0, 0, 0

@@ -18,7 +18,7 @@ from agentrl.cli.suites import rates, with_judge_costs
 from agentrl.cli.terminal import outlasting_terminal
 from agentrl.errors import UserError
 from agentrl.failure.case import Suite, load_suites
-from agentrl.failure.render import one_line
+from agentrl.failure.timeline import one_line
 from agentrl.session.ending import ended_by_user, report_error
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def evaluate_suites_command(
     if junit_file is not None and (junit_file.is_dir() or not junit_file.parent.is_dir()):
         raise UserError(f"--junit {junit_file}: cannot write there", fix="give a file in an existing folder")
     with loading():
-        from agentrl.evaluation.junit import junit_xml
         from agentrl.evaluation.open_policy import prepare_evaluation
+        from agentrl.evaluation.outcomes import junit_xml
         from agentrl.evaluation.policies import project_of, recorded_policy
         from agentrl.evaluation.suite_code import check_project
         from agentrl.evaluation.suites import exit_code, pin_baselines

@@ -17,7 +17,7 @@ from agentrl.cli.recipes import load_recipe
 from agentrl.cli.running import loading, run_folder
 
 if TYPE_CHECKING:
-    from agentrl.run.sample import AttemptTotals, SampleResult
+    from agentrl.run.sample import SampleResult, SampleTotals
 
 _NAME = 40  # characters of a kind
 
@@ -75,7 +75,7 @@ def render_result(result: SampleResult, *, group_size: int) -> str:
     return "\n".join(lines)
 
 
-def _row(came: AttemptTotals) -> str:
+def _row(came: SampleTotals) -> str:
     rate = came.rate
     mean = "-" if rate is None else f"{rate.value:.3f} [{rate.ci_low:.3f}, {rate.ci_high:.3f}]"
     return f"{came.tasks:>5}  {came.attempts:>8}  {mean:24}  {came.solved:>6}  {came.differ:>6}"

@@ -16,8 +16,7 @@ from agentrl.errors import UserError
 from agentrl.plugins.references import add_project_root
 
 if TYPE_CHECKING:
-    from agentrl.failure.collection import Collection
-    from agentrl.failure.listing import TraceFilter, TraceRow
+    from agentrl.failure.collection import Collection, TraceFilter, TraceRow
     from agentrl.failure.trace import Trace
     from agentrl.failure.triage import TriageRule
 
@@ -55,7 +54,7 @@ def open_collection(run: Path) -> Iterator[Collection]:
 
 def trace_filter(*, ids: Sequence[str] | None = None, **filters: Any) -> TraceFilter:
     """The filter of the options of a command."""
-    from agentrl.failure.listing import TraceFilter
+    from agentrl.failure.collection import TraceFilter
 
     return TraceFilter(ids=tuple(ids or ()), **filters)
 

@@ -17,8 +17,7 @@ from agentrl.cli.regressions import evaluate_recipe, evaluate_suites_command
 from agentrl.cli.running import loading, run_folder
 from agentrl.cli.suites import evaluate_suite, open_suite
 from agentrl.errors import UserError
-from agentrl.evaluation.policies import find_policy
-from agentrl.evaluation.request_options import RequestOptions
+from agentrl.evaluation.policies import RequestOptions, find_policy
 from agentrl.session.folder import finished_summary
 
 if TYPE_CHECKING:

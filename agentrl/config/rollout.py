@@ -11,7 +11,7 @@ from agentrl.plugins import parts
 from agentrl.records.paths import pattern_error
 from agentrl.records.sampling import MAX_TOP_K, Sampling
 
-SUITE_FAMILY = "agentrl.evaluation.suite_tasks:SuiteTasks"
+SUITE_FAMILY = "agentrl.evaluation.policies:SuiteTasks"
 """The task family of an evaluation on suites. Its cases are sampled with the settings of `evaluation`; there are no held-out tasks."""
 _HELD_OUT = Needs("held-out tasks: set evaluation.heldout or heldout_real", lambda recipe, own: own.heldout or own.heldout_real)
 _EVALUATED = Needs(

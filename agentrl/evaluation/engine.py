@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import agentrl
 from agentrl.base import user_code
@@ -28,6 +28,8 @@ from agentrl.records.sampling import Sampling
 from agentrl.rollout import GroupRunner, excluded_attempt
 from agentrl.session.transcript import transcript
 
+R = TypeVar("R")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedAttempt:
@@ -40,32 +42,24 @@ class PlannedAttempt:
 
 
 async def run_attempts(
-    runner: GroupRunner,
-    planned: Sequence[PlannedAttempt],
-    on_scored: Callable[[PlannedAttempt, ScoredEpisode], None] = lambda attempt, scored: None,
-) -> list[ScoredEpisode]:
-    """Runs attempts concurrently and returns their scored episodes in order.
+    runner: GroupRunner, planned: Sequence[PlannedAttempt], record: Callable[[PlannedAttempt, ScoredEpisode], R]
+) -> list[R]:
+    """Runs attempts concurrently. Returns, in order, what `record` returns for each as soon as it is scored.
 
     Raises:
         ExceptionGroup: of `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
     """
 
-    async def run(attempt: PlannedAttempt) -> ScoredEpisode:
-        scored = await _run_attempt(runner, attempt)
-        on_scored(attempt, scored)
-        return scored
+    async def run(attempt: PlannedAttempt) -> R:
+        task = attempt.task
+        if task is not None and attempt.fault is None:
+            return record(attempt, await runner.run_episode(task, name=attempt.name, start=attempt.start, always=True))
+        assert attempt.fault is not None, "an attempt without a task has a fault"
+        return record(attempt, excluded_attempt(attempt.name, *(("", "") if task is None else (task.id, task.key)), attempt.fault))
 
     async with asyncio.TaskGroup() as running:
         jobs = [running.create_task(run(attempt)) for attempt in planned]
     return [job.result() for job in jobs]
-
-
-async def _run_attempt(runner: GroupRunner, attempt: PlannedAttempt) -> ScoredEpisode:
-    task = attempt.task
-    if attempt.fault is not None or task is None:
-        assert attempt.fault is not None, "an attempt without a task has a fault"
-        return excluded_attempt(attempt.name, *(("", "") if task is None else (task.id, task.key)), attempt.fault)
-    return await runner.run_episode(task, name=attempt.name, start=attempt.start, always=True)
 
 
 def evaluation_runner(groups: GroupRunner, sampling: Sampling) -> GroupRunner:
@@ -135,20 +129,18 @@ async def run_cases(
 
     An attempt with tokens from any version other than `version` has no score. Raises like `run_attempts`.
     """
-    plan = [(case, number) for case in cases for number in numbers(case)]
+    plan = {f"{phase}-{case.id}-r{number}": (case, number) for case in cases for number in numbers(case)}
     done = 0
 
-    async def run(case: Case, number: int) -> SuiteAttempt:
+    def record(attempt: PlannedAttempt, scored: ScoredEpisode) -> SuiteAttempt:
         nonlocal done
-        scored = await _run_attempt(runner, plan_case(case, f"{phase}-{case.id}-r{number}", broken))
+        case, number = plan[attempt.name]
         done += 1
         on_done(done, len(plan))
         on_scored(case.task, scored)
         return suite_attempt(case, number, scored, phase=phase, version=version, again=again)  # without the episode's tokens
 
-    async with asyncio.TaskGroup() as running:
-        jobs = [running.create_task(run(case, number)) for case, number in plan]
-    return tuple(job.result() for job in jobs)
+    return tuple(await run_attempts(runner, [plan_case(case, name, broken) for name, (case, _) in plan.items()], record))
 
 
 def evaluation_info(
@@ -183,11 +175,6 @@ def case_repeats(case: Case, otherwise: int) -> int:
 def case_thresholds(suite: Suite) -> dict[str, float]:
     """The cases' own thresholds, if they have any."""
     return {case.id: case.threshold for case in suite.cases if case.threshold is not None}
-
-
-def transcripts_of(tried: Iterable[SuiteAttempt]) -> list[dict[str, Any]]:
-    """The transcripts of the attempts."""
-    return [one.transcript for one in tried]
 
 
 def utc_now() -> str:

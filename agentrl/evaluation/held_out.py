@@ -60,15 +60,15 @@ class HeldOutEvaluation:
             tracker=run.tracker,
         )
 
-    async def run_once(self, phase: str, *, step: int) -> dict[str, float]:
-        """Like `run`, but reuses a finished evaluation of an earlier driver if weights and settings are the same."""
+    async def evaluate_once(self, phase: str, *, step: int) -> dict[str, float]:
+        """Like `evaluate`, but reuses a finished evaluation of an earlier driver if weights and settings are the same."""
         rates = measure.recorded_rates(self.folder, phase, of=self._key(), splits=self._counts())
         if not rates:  # also if nothing is held out, so that this is recorded
-            return await self.run(phase, step=step)
+            return await self.evaluate(phase, step=step)
         self.tracker.evaluated(phase, {str(split): rate for split, rate in rates.items()})
         return self._register({str(split): rate.value for split, rate in rates.items()})
 
-    async def run(self, phase: str, *, step: int) -> dict[str, float]:
+    async def evaluate(self, phase: str, *, step: int) -> dict[str, float]:
         """Evaluates the served version on both held-out splits, and stores the result. Returns split -> rate.
 
         Raises `InfrastructureError` if no episode was scored before training. Later, that must not discard the training.
@@ -144,7 +144,7 @@ async def evaluate_held_out(
         await run.start_serving(run.base_version)
         async with asyncio.TaskGroup() as parts:
             watcher = parts.create_task(run.served.watch(on_loss=run.learner.kill))
-            await HeldOutEvaluation.of(run).run("eval", step=0)
+            await HeldOutEvaluation.of(run).evaluate("eval", step=0)
             watcher.cancel()
     with warn_on_error(start.folder, "the digest of failures"):
         write_digest(start.folder)

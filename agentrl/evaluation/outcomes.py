@@ -1,26 +1,30 @@
-"""The status of each case of an evaluation (passed, failed or unscored), with an example attempt, as text and JSON."""
+"""The status of each case of an evaluation (passed, failed or unscored), with an example attempt, as text, JSON and JUnit XML."""
 
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as xml
 
 from agentrl.evaluation.results import CaseAttempt, attempt_passes
 from agentrl.failure.capture import capture_reason
 from agentrl.failure.case import Case
-from agentrl.failure.render import one_line, render_trace
-from agentrl.failure.timeline import truncate_middle
-from agentrl.failure.trace import CaptureReason, Trace
-from agentrl.failure.triage import TriageRule, deciding_tag_name, tag_by_rules
+from agentrl.failure.timeline import one_line, render_trace, truncate_middle
+from agentrl.failure.trace import CaptureReason, Trace, deciding_tag
+from agentrl.failure.triage import TriageRule, tag_by_rules
 from agentrl.records import ScoredEpisode
 
 _TAIL = 4000  # characters of a transcript
 _WORDS = 2000  # of an answer, a reason or evidence
+# Characters that XML 1.0 does not allow (section 2.2), in texts of models, tools and verifiers.
+_NO_XML = re.compile("[^\t\n\u0020-\u007e\u00a0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_INVISIBLE = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")  # some of them reverse the direction of text
 
 
 class CaseStatus(StrEnum):
@@ -131,8 +135,8 @@ def _shown(
         id=attempt.episode, why=reason, task=case.task, episode=scored.episode, score=scored.score, phase="eval", origin=dict(origin)
     )
     trace = replace(bare, tags=tag_by_rules(bare, rules))
-    name = deciding_tag_name(trace.tags)
-    tag = next((one for one in trace.tags if one.name == name), None)
+    tag = deciding_tag(trace.tags)
+    assert tag is not None, "rules give every trace a tag"
     text = render_trace(trace)
     tail = text if len(text) <= _TAIL else f"... {len(text) - _TAIL} characters before this ...\n{text[-_TAIL:]}"
     return ExampleAttempt(
@@ -141,8 +145,8 @@ def _shown(
         answer=None if scored.episode.answer is None else truncate_middle(scored.episode.answer, _WORDS),
         reason=truncate_middle(attempt.reason, _WORDS),
         evidence=truncate_middle(scored.score.evidence, _WORDS),
-        tag=name,
-        turn=None if tag is None or tag.turn is None else tag.turn + 1,
+        tag=tag.name,
+        turn=None if tag.turn is None else tag.turn + 1,
         tail=tail,
     )
 
@@ -182,3 +186,59 @@ def detail_lines(one: CaseOutcome) -> list[str]:
 def show_command(one: CaseOutcome, folder: Path) -> str:
     """Returns the command that shows the episode; empty if the case passed."""
     return "" if one.example is None else shlex.join(["agentrl", "failures", "show", str(folder), one.example.episode])
+
+
+def junit_xml(outcomes: Sequence[CaseOutcome], *, folder: Path, policy: str, at: str = "") -> bytes:
+    """Returns an evaluation as JUnit XML for CI systems: a test suite per suite and a test case per case.
+
+    Suites come in the order of their first case. An unscored case is an error, not a failure.
+
+    Args:
+        folder: the run folder, for the commands that show more.
+        at: start of the evaluation, ISO 8601.
+    """
+    root = xml.Element("testsuites", {"name": "agentrl", **_counts(outcomes)})
+    for name in dict.fromkeys(one.suite for one in outcomes):
+        cases = [one for one in outcomes if one.suite == name]
+        suite = xml.SubElement(root, "testsuite", {"name": xml_text(name), **_counts(cases), **({"timestamp": xml_text(at)} if at else {})})
+        about = xml.SubElement(suite, "properties")
+        xml.SubElement(about, "property", name="policy", value=xml_text(policy))
+        for one in cases:
+            _add(suite, one, folder)
+    xml.indent(root)
+    written: bytes = xml.tostring(root, encoding="utf-8", xml_declaration=True)
+    return written + b"\n"
+
+
+def xml_text(text: str) -> str:
+    """Returns text with only characters that an XML document can contain and that are visible."""
+    return _INVISIBLE.sub("\ufffd", _NO_XML.sub("\ufffd", text))
+
+
+def _add(suite: xml.Element, one: CaseOutcome, folder: Path) -> None:
+    case = xml.SubElement(
+        suite,
+        "testcase",
+        classname=xml_text(one.suite),
+        name=xml_text(one.case.id),
+        time=f"{sum(each.wall_s for each in one.attempts):.3f}",
+    )
+    if one.status is CaseStatus.PASSED:
+        return
+    kind = "failure" if one.status is CaseStatus.FAILED else "error"
+    tag = one.example.tag if one.example is not None and one.example.tag else str(one.status)
+    element = xml.SubElement(case, kind, type=xml_text(tag), message=xml_text(summary_line(one)))
+    tail = ["", one.example.tail] if one.example is not None else []
+    element.text = xml_text("\n".join([*detail_lines(one), *tail, "", show_command(one, folder)]))
+
+
+def _counts(outcomes: Sequence[CaseOutcome]) -> dict[str, str]:
+    verdicts = [one.status for one in outcomes]
+    spent = sum(each.wall_s for one in outcomes for each in one.attempts)
+    return {
+        "tests": str(len(verdicts)),
+        "failures": str(verdicts.count(CaseStatus.FAILED)),
+        "errors": str(verdicts.count(CaseStatus.UNSCORED)),
+        "skipped": "0",
+        "time": f"{spent:.3f}",
+    }

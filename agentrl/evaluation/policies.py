@@ -1,27 +1,28 @@
-"""Finds the policy that a user names for an evaluation, and builds the recipe for it."""
+"""Finds the policy that a user names for an evaluation, with the options of its requests, and builds the recipe for it."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from agentrl.base import untrusted_files
+from agentrl.base import secrets, untrusted_files
 from agentrl.base.error_text import one_line_error
+from agentrl.base.user_code import printable
 from agentrl.config.recipe import Recipe, SamplingConfig, build, load
-from agentrl.errors import PluginError, RecipeError, UserError
-from agentrl.evaluation import suite_tasks
-from agentrl.evaluation.request_options import RequestOptions
-from agentrl.failure.case import Suite
-from agentrl.failure.render import one_line
+from agentrl.config.rollout import SUITE_FAMILY
+from agentrl.errors import PluginError, RecipeError, TaskError, UserError
+from agentrl.failure.case import Suite, load_suite
+from agentrl.failure.timeline import one_line
 from agentrl.judge.endpoint import validate_url
 from agentrl.plugins import parts
 from agentrl.plugins.parts import Part
 from agentrl.plugins.references import project_root
+from agentrl.records import Split, Task
 from agentrl.session.models import SAMPLING_FILE
 from agentrl.version.model_folder import read_json
 
@@ -29,6 +30,18 @@ _LONGEST_CONTEXT = 1 << 20
 _LARGEST = 1 << 20  # bytes of a record of sampling
 _SHOWN = 200  # characters of a text of a suite in an error
 _PART = parts.PartKind(key="--policy", what="policy", shipped={}, protocol="agentrl.protocols:Policy", given=())
+_SAID_ELSEWHERE = {
+    "model": "--model gives the model",
+    "messages": "the case gives the messages",
+    "tools": "the case gives the tools",
+    "stream": "answers are not streamed",
+    "n": "--repeats gives the number of attempts",
+    "temperature": "set evaluation.sampling.temperature, or --request temperature=null for a server that does not accept a temperature",
+    "top_p": "set evaluation.sampling.top_p",
+    "max_tokens": "limits.turn_tokens gives the number of tokens",
+    "max_completion_tokens": "limits.turn_tokens gives the number of tokens; --tokens-name max_completion_tokens sends it under this name",
+}
+"""Request keys that are set elsewhere -> where."""
 _FIX = "use a model folder, RUN@VERSION, http(s)://HOST/v1, or module:attr of a policy factory"
 
 
@@ -39,6 +52,54 @@ class PolicySource(StrEnum):
     VERSION = "version"  # a version of a run, served here as that run did
     ENDPOINT = "endpoint"  # a third-party chat completions server
     PLUGIN = "part"  # a user-supplied plug-in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """Options for the requests to an endpoint, in addition to its model and key."""
+
+    tokens_name: str = "max_tokens"  # request key of the token limit of a turn
+    keys: Mapping[str, Any] = field(default_factory=dict)  # additional keys of each request
+    without_temperature: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)  # name -> reference to the value
+
+    @classmethod
+    def parse(cls, requested: Sequence[str], headers: Sequence[str], tokens_name: str) -> RequestOptions:
+        """Parses command-line options. Raises `UserError`.
+
+        Args:
+            requested: KEY=VALUE, with JSON or text as the value; `temperature=null` sends no temperature.
+            headers: NAME=REFERENCE.
+        """
+        keys = {key: _json_or_text(value) for key, value in (_pair("--request", text, "reasoning_effort=low") for text in requested)}
+        without = "temperature" in keys and keys["temperature"] is None
+        for key in [key for key in keys if key in _SAID_ELSEWHERE and not (without and key == "temperature")]:
+            raise UserError(f"--request {key} is not allowed: {_SAID_ELSEWHERE[key]}", fix=f"remove --request {key}")
+        keys = {key: value for key, value in keys.items() if key != "temperature"}
+        if problem := next(secrets.literal_secret_errors(keys, "--request"), ""):
+            raise UserError(problem, fix="set headers by reference: --header NAME=env:VARIABLE")
+        references = dict(_pair("--header", text, "api-key=env:THEIR_KEY") for text in headers)
+        return cls(tokens_name=tokens_name or "max_tokens", keys=keys, without_temperature=without, headers=references)
+
+    @property
+    def summary(self) -> str:
+        """A summary of the options, for the policy's name; empty without options."""
+        texts = [f"{key}={json.dumps(value)}" for key, value in self.keys.items()]
+        return ", ".join([*texts, "no temperature"] if self.without_temperature else texts)
+
+
+def _pair(option: str, text: str, example: str) -> tuple[str, str]:
+    key, parted, value = text.partition("=")
+    if not parted or not key.strip():
+        raise UserError(f"{option} {printable(text, 80)} contains no =", fix=f"write it like {option} {example}")
+    return key.strip(), value
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +227,8 @@ def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence
     }  # the version's folder already has the run's template
     if policy.source is PolicySource.FOLDER:
         data["policy"]["max_model_len"] = min(data["policy"]["max_model_len"], _longest(Path(policy.model)))
-    data["tasks"] = {"family": suite_tasks.suite_family(suites)}
+    folders = "\n".join(str(suite.folder.resolve()) for suite in suites)
+    data["tasks"] = {"family": Part(SUITE_FAMILY, options={"folders": folders})}
     sampling = data.get("evaluation", {}).get("sampling", {})
     if policy.source is PolicySource.FOLDER:
         sampling = recorded_sampling(Path(policy.model))
@@ -176,6 +238,31 @@ def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence
     if policy.source is PolicySource.ENDPOINT and (sampling.top_k or sampling.min_p):
         raise RecipeError("chat completions have no settings top_k and min_p of evaluation.sampling", fix="remove them")
     return recipe
+
+
+class SuiteTasks:
+    """An `agentrl.protocols.TaskFamily` of cases, for the recipe of an evaluation without a user's recipe.
+
+    Args:
+        folders: absolute paths of the suites, one per line.
+    """
+
+    name = "suites"
+
+    def __init__(self, *, seed: int, folders: str) -> None:
+        self._tasks = [case.task for folder in folders.split("\n") for case in load_suite(Path(folder)).cases]
+
+    def size(self, split: Split) -> int:
+        """The number of cases; all are in the training split."""
+        return len(self._tasks) if split is Split.TRAIN else 0
+
+    def task(self, split: Split, index: int) -> Task:
+        """Returns a case's task."""
+        return self._tasks[index % len(self._tasks)]
+
+    def gold(self, task: Task) -> str:
+        """Raises `TaskError`, because captured cases have no gold solution."""
+        raise TaskError(f"case {task.id!r} was captured and has no gold solution")
 
 
 def check_policy_plugin(policy: NamedPolicy) -> None:

@@ -18,12 +18,11 @@ from agentrl.base.user_code import describe_error
 from agentrl.errors import AgentRLError, UserError
 from agentrl.evaluation.open_policy import PreparedEvaluation, prepare_evaluation
 from agentrl.evaluation.outcomes import CaseOutcome, CaseStatus, detail_lines, show_command, summary_line
-from agentrl.evaluation.policies import NamedPolicy, find_policy, recorded_policy
+from agentrl.evaluation.policies import NamedPolicy, RequestOptions, find_policy, recorded_policy
 from agentrl.evaluation.pytest_plugin import suite_arguments
-from agentrl.evaluation.request_options import RequestOptions
 from agentrl.evaluation.suites import SuiteEvaluation, evaluate_suites
 from agentrl.failure.case import Case, Suite, load_suite, load_suites
-from agentrl.failure.render import one_line
+from agentrl.failure.timeline import one_line
 
 _POLL_S = 0.5  # interval of waiting, so that ctrl-C takes effect
 _STOP_S = 120.0  # for servers and sandboxes to end

@@ -21,8 +21,7 @@ from agentrl.config.recipe import DelegationConfig, Recipe, RolloutConfig, load
 from agentrl.errors import ServingError, UserError
 from agentrl.evaluation.policies import NamedPolicy, PolicySource, load_policy_plugin
 from agentrl.failure.case import Case, Suite
-from agentrl.failure.render import deciding_tag
-from agentrl.failure.trace import Trace
+from agentrl.failure.trace import Trace, deciding_tag
 from agentrl.memory.run_memory import ReplayedMemory
 from agentrl.plugins import parts
 from agentrl.plugins.references import add_project_root, project_root

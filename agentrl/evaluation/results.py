@@ -109,11 +109,11 @@ class SuiteResults:
     about: EvaluationInfo
     attempts: tuple[CaseAttempt, ...]
 
-    def scores(self, *, again: bool = False) -> Scores:
-        """Case -> scores in the order of the attempts: of the evaluation, or of the further attempts at cases that looked worse."""
+    def scores(self) -> Scores:
+        """Case -> scores in the order of the attempts, without the further attempts at cases that looked worse."""
         scores: dict[str, list[float | None]] = {}
         for attempt in sorted(self.attempts, key=lambda attempt: (attempt.case, attempt.number)):
-            if attempt.again is again:
+            if not attempt.again:
                 scores.setdefault(attempt.case, []).append(attempt.score)
         return scores
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.base import user_code
 from agentrl.base.scores import is_at_least
 from agentrl.errors import RecipeError
-from agentrl.evaluation.compute import ComputeCurve, CountedAttempt, compute_curves, pass_at_attempt_counts
 from agentrl.evaluation.engine import PlannedAttempt, run_attempts
+from agentrl.evaluation.statistics import ComputeCurve, CountedAttempt, compute_curves, pass_at_attempt_counts
 from agentrl.memory.run_memory import EvaluationNotes
-from agentrl.observe.exclusions import count_exclusions
+from agentrl.observe.exclusions import count_exclusions, merge_counts
 from agentrl.observe.stats import Rate
 from agentrl.protocols import TaskFamily
 from agentrl.records import Failure, ScoredEpisode, Split, Task
@@ -42,18 +43,58 @@ class SplitEvaluation:
     transcripts: tuple[dict[str, Any], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TaskAttempts:
-    """The attempts at one task."""
+@dataclass(slots=True)
+class AttemptTotals:
+    """Totals of the attempts at some tasks. Attempts without a finite score only count as excluded."""
 
-    task: Task | Failure
-    attempts: tuple[ScoredEpisode, ...]
+    scored: dict[str, list[tuple[float, CountedAttempt]]] = field(default_factory=dict)  # task -> its scored attempts with their scores
+    left_out: int = 0
+    left_out_reasons: dict[str, int] = field(default_factory=dict)
+
+    def add(self, task: str, attempts: Iterable[ScoredEpisode]) -> None:
+        """Counts attempts at a task."""
+        attempts = list(attempts)
+        for one in attempts:
+            value = one.score.value
+            if value is None or not math.isfinite(value):
+                self.left_out += 1
+                continue
+            counted = CountedAttempt(passed=is_at_least(value, SOLVED_SCORE), tokens=one.episode.completion_tokens)
+            self.scored.setdefault(task, []).append((value, counted))
+        self.left_out_reasons = merge_counts(self.left_out_reasons, count_exclusions(attempts))
 
     @property
-    def counted(self) -> list[tuple[float, int]]:
-        """(score, sampled tokens) of the attempts with a score."""
-        scores = [(scored.score.value, scored.episode.completion_tokens) for scored in self.attempts]
-        return [(value, tokens) for value, tokens in scores if value is not None and math.isfinite(value)]
+    def tries(self) -> list[list[CountedAttempt]]:
+        """The scored attempts of each task."""
+        return [[counted for _, counted in attempts] for attempts in self.scored.values()]
+
+    @property
+    def rate(self) -> Rate | None:
+        """Mean over tasks of the mean score of each; None without scores.
+
+        Attempts at one task are not independent, so their number must not narrow the interval.
+        """
+        means = [statistics.fmean(value for value, _ in attempts) for attempts in self.scored.values()]
+        return Rate.from_scores(means) if means else None
+
+    def evaluation(
+        self, by_kind: Mapping[str, AttemptTotals], *, attempts: int, transcripts: Sequence[dict[str, Any]] = ()
+    ) -> SplitEvaluation:
+        """The totals as an evaluation, with the totals of each kind of task. `attempts`: per task."""
+        tries = self.tries
+        tokens = [one.tokens for tried in tries for one in tried]
+        return SplitEvaluation(
+            rate=self.rate,
+            by_kind={kind: rate for kind, totals in sorted(by_kind.items()) if (rate := totals.rate) is not None},
+            attempts=attempts,
+            episodes=len(tokens) + self.left_out,
+            excluded=self.left_out,
+            excluded_reasons=self.left_out_reasons,
+            tokens_mean=statistics.fmean(tokens) if tokens else None,
+            pass_at=pass_at_attempt_counts(tries),
+            compute=compute_curves(tries),
+            transcripts=tuple(transcripts),
+        )
 
 
 async def evaluate_split(
@@ -84,12 +125,13 @@ async def evaluate_split(
     tasks = _split_tasks(family, split, count, thinking_tokens)
     done, total = 0, len(tasks) * attempts
 
-    def count_attempt(attempt: PlannedAttempt, scored: ScoredEpisode) -> None:
+    def count_attempt(attempt: PlannedAttempt, scored: ScoredEpisode) -> ScoredEpisode:
         nonlocal done
         done += 1
         on_done(done, total)
         if attempt.task is not None:
             on_scored(attempt.task, scored)
+        return scored
 
     def plan(index: int, number: int) -> PlannedAttempt:
         task, name = tasks[index], f"{phase}-{split}-{index:05d}" + (f"-{number:03d}" if attempts > 1 else "")
@@ -103,8 +145,14 @@ async def evaluate_split(
         episodes += scored
         if notes is not None:
             notes.end_round(scored)
-    groups = [_TaskAttempts(task=task, attempts=tuple(episodes[n * attempts : (n + 1) * attempts])) for n, task in enumerate(tasks)]
-    return _measured(groups, phase=phase, step=step)
+    totals, kinds, transcripts = AttemptTotals(), defaultdict[str, AttemptTotals](AttemptTotals), list[dict[str, Any]]()
+    for number, task in enumerate(tasks):
+        attempted = episodes[number * attempts : (number + 1) * attempts]
+        for counted in (totals, kinds["" if isinstance(task, Failure) else task.kind]):
+            counted.add(str(number), attempted)
+        if isinstance(task, Task):
+            transcripts += [transcript(task, scored, phase=phase, step=step) for scored in attempted]
+    return totals.evaluation(kinds, attempts=attempts, transcripts=transcripts)
 
 
 def _split_tasks(family: TaskFamily, split: Split, count: int, thinking_tokens: int | None) -> list[Task | Failure]:
@@ -126,34 +174,6 @@ def with_thinking_bound(task: Task, thinking_tokens: int) -> Task:
         raise RecipeError(f"evaluation.thinking_tokens: task {task.id!r}: {error}", fix="use smaller bounds") from None
 
 
-def _measured(groups: Sequence[_TaskAttempts], *, phase: str, step: int) -> SplitEvaluation:
-    """Computes the rates over tasks, because attempts at one task are not independent: their number must not narrow the interval."""
-    means = [(_kind(one.task), statistics.fmean(value for value, _ in one.counted)) for one in groups if one.counted]
-    kinds = sorted({kind for kind, _ in means})
-    tries = [[CountedAttempt(passed=is_at_least(value, SOLVED_SCORE), tokens=tokens) for value, tokens in one.counted] for one in groups]
-    tokens = [attempt.tokens for attempts in tries for attempt in attempts]
-    episodes = sum(len(one.attempts) for one in groups)
-    return SplitEvaluation(
-        rate=_rate(value for _, value in means),
-        by_kind={kind: Rate.from_scores([value for other, value in means if other == kind]) for kind in kinds},
-        attempts=max(len(one.attempts) for one in groups),
-        episodes=episodes,
-        excluded=episodes - len(tokens),
-        excluded_reasons=count_exclusions(scored for one in groups for scored in one.attempts),
-        tokens_mean=statistics.fmean(tokens) if tokens else None,
-        pass_at=pass_at_attempt_counts(tries),
-        compute=compute_curves(tries),
-        transcripts=tuple(
-            transcript(one.task, scored, phase=phase, step=step) for one in groups if isinstance(one.task, Task) for scored in one.attempts
-        ),
-    )
-
-
-def _rate(values: Iterable[float]) -> Rate | None:
-    scores = list(values)
-    return Rate.from_scores(scores) if scores else None
-
-
 def _create_task(family: TaskFamily, split: Split, index: int) -> Task | Failure:
     """Returns the task, or why it cannot be created; the other tasks are still evaluated."""
     try:
@@ -161,7 +181,3 @@ def _create_task(family: TaskFamily, split: Split, index: int) -> Task | Failure
     except Exception as error:  # a family may raise anything
         user_code.log_unexpected(f"{split} task {index}", error)
         return task_fault(error)
-
-
-def _kind(task: Task | Failure) -> str:
-    return "" if isinstance(task, Failure) else task.kind

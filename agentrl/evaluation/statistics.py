@@ -1,11 +1,10 @@
-"""Tests, intervals and sample sizes for evaluations, in which all attempts at a case are one cluster.
+"""Tests, intervals, sample sizes and compute curves for evaluations, in which all attempts at a case are one cluster.
 
 Tests are exact and need the standard library only, because the gate uses them. Bootstrap intervals need scipy (extra `statistics`).
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 import random
 import statistics
@@ -17,11 +16,12 @@ from statistics import NormalDist
 from typing import Any
 
 from agentrl.base.estimates import wilson_interval
-from agentrl.base.installation import install_command
-from agentrl.errors import UserError
+from agentrl.base.installation import import_optional
 
 RESAMPLES = 4_000
 MAX_CASES = 1_000_000
+MAX_POINTS = 24
+"""Most points of a compute curve."""
 _MAX_BITS = 1 << 26  # of the number that holds the exact distribution of a sum
 _FLIPS = 9_999
 _STAKES = tuple(0.05 + 0.1 * index for index in range(10))
@@ -48,6 +48,25 @@ class Interval:
     value: float
     low: float
     high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedAttempt:
+    """One attempt at a task: whether it passed, and the tokens sampled in it, including sub-agents'."""
+
+    passed: bool
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeCurve:
+    """The success of `attempts` attempts at a task, each stopped after a budget of sampled tokens.
+
+    No episode is re-run. An agent does not know its budget, so an attempt that passed after n tokens passes with any budget of n or more.
+    """
+
+    attempts: int
+    points: tuple[tuple[float, float], ...]  # (mean tokens sampled in all of them, share of tasks that at least one solves)
 
 
 def sign_flip_test(differences: Sequence[Fraction], *, seed: int = 0) -> Tails:
@@ -134,7 +153,7 @@ def difference_interval(by_case: Sequence[float], *, level: float = 0.95, made_u
     """
     if not by_case:
         raise ValueError("an interval needs at least one case")
-    stats = _scipy_stats()
+    stats = import_optional("scipy.stats", "statistics", needed_for="comparing policies")
     each_way = math.ceil(made_up)
     size = math.sqrt(made_up / (2 * each_way))
     pool = [*by_case, *[size] * each_way, *[-size] * each_way]
@@ -146,8 +165,8 @@ def difference_interval(by_case: Sequence[float], *, level: float = 0.95, made_u
     return Interval(value=value, low=min(float(low), value), high=max(float(high), value))
 
 
-def rate_interval(by_case: Sequence[float], tries: int, *, level: float = 0.95) -> Interval:
-    """The mean of case rates with Wilson's interval for the effective number of independent tries (Kish 1965).
+def rate_interval(by_case: Sequence[float], tries: int) -> Interval:
+    """The mean of case rates with Wilson's 95% interval for the effective number of independent tries (Kish 1965).
 
     That number gives a mean of single tries the variance of the case rates. It is between the number of cases, if repeats agree, and
     `tries`, if they are independent.
@@ -163,7 +182,7 @@ def rate_interval(by_case: Sequence[float], tries: int, *, level: float = 0.95) 
     cases, share = len(by_case), statistics.fmean(by_case)
     spread, single = statistics.variance(by_case) if cases > 1 else 0.0, share * (1 - share)
     effective = single * cases / spread if spread else math.inf if single and cases > 1 else float(cases)
-    low, high = wilson_interval(share, min(max(effective, float(cases)), float(max(tries, cases))), level=level)
+    low, high = wilson_interval(share, min(max(effective, float(cases)), float(max(tries, cases))))
     return Interval(value=share, low=low, high=high)
 
 
@@ -181,6 +200,33 @@ def mean_pass_at_k(cases: Sequence[tuple[int, int]], k: int) -> float | None:
     """The mean over the cases (passed, tries) with at least `k` tries; None if there is none."""
     estimates = [pass_at_k(passed, tries, k) for passed, tries in cases if tries >= k]
     return sum(estimates) / len(estimates) if estimates else None
+
+
+def attempt_counts(most: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and `most`; empty if `most` is below 1."""
+    if most < 1:
+        return ()
+    return (*(1 << power for power in range(most.bit_length()) if 1 << power < most), most)
+
+
+def pass_at_attempt_counts(tasks: Sequence[Sequence[CountedAttempt]]) -> dict[int, float]:
+    """k -> pass@k for each of `attempt_counts`, over the tasks with at least k attempts."""
+    counts = [(sum(attempt.passed for attempt in attempts), len(attempts)) for attempts in tasks]
+    rates = {k: mean_pass_at_k(counts, k) for k in attempt_counts(max((tries for _, tries in counts), default=0))}
+    return {k: rate for k, rate in rates.items() if rate is not None}
+
+
+def compute_curves(tasks: Sequence[Sequence[CountedAttempt]]) -> tuple[ComputeCurve, ...]:
+    """A curve for each number of attempts. Its points are token budgets per attempt: 0, those at which attempts pass, and the longest."""
+    every = [attempt for attempts in tasks for attempt in attempts]
+    if not every:
+        return ()
+    budgets = _budgets(sorted(attempt.tokens for attempt in every if attempt.passed), max(attempt.tokens for attempt in every))
+    curves = []
+    for k in attempt_counts(max(map(len, tasks))):
+        tried = [attempts for attempts in tasks if len(attempts) >= k]
+        curves.append(ComputeCurve(attempts=k, points=tuple(_curve_point(tried, budget, k) for budget in budgets)))
+    return tuple(curves)
 
 
 def attempt_noise(by_case: Sequence[Sequence[float]]) -> float:
@@ -238,6 +284,20 @@ def smallest_detectable(cases: int, noise: float, *, repeats: int = 1, alpha: fl
     return None
 
 
+def _budgets(passed: Sequence[int], longest: int) -> list[int]:
+    """Budgets at which success changes; evenly spaced among the passed attempts if there are many."""
+    if len(passed) > MAX_POINTS - 2:
+        passed = [passed[index * (len(passed) - 1) // (MAX_POINTS - 3)] for index in range(MAX_POINTS - 2)]
+    return sorted({0, *passed, longest})
+
+
+def _curve_point(tasks: Sequence[Sequence[CountedAttempt]], budget: int, k: int) -> tuple[float, float]:
+    tokens = sum(sum(min(attempt.tokens, budget) for attempt in attempts) / len(attempts) for attempts in tasks) / len(tasks)
+    passed = [sum(attempt.passed and attempt.tokens <= budget for attempt in attempts) for attempts in tasks]
+    solved = sum(pass_at_k(count, len(attempts), k) for count, attempts in zip(passed, tasks, strict=True)) / len(tasks)
+    return k * tokens, solved
+
+
 def _sampled_flips(sizes: Sequence[int], risen: int, seed: int) -> Tails:
     """`risen` is the sum of the sizes with a positive observed sign, with which the sum of the differences grows."""
     rng = random.Random(seed)
@@ -257,12 +317,3 @@ def _digit_sum(number: int, width: int) -> int:
 
 def _mean(sample: Any, axis: int) -> Any:
     return sample.mean(axis=axis)
-
-
-def _scipy_stats() -> Any:
-    try:
-        return importlib.import_module("scipy.stats")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "scipy":
-            raise
-        raise UserError("comparing policies needs the package scipy", fix=install_command("statistics")) from None

@@ -11,7 +11,7 @@ from pathlib import Path
 from agentrl.agent.run_tools import declared_tools
 from agentrl.config.recipe import Recipe
 from agentrl.evaluation import results
-from agentrl.evaluation.engine import PlannedAttempt, SuiteAttempt, evaluation_info, plan_case, run_attempts, suite_attempt, transcripts_of
+from agentrl.evaluation.engine import PlannedAttempt, SuiteAttempt, evaluation_info, plan_case, run_attempts, suite_attempt
 from agentrl.evaluation.open_policy import OpenPolicy, PreparedEvaluation, open_policy
 from agentrl.evaluation.outcomes import CaseOutcome, CaseStatus, case_outcome
 from agentrl.evaluation.policies import recipe_policy
@@ -47,21 +47,18 @@ async def evaluate_suites(
     given: PreparedEvaluation,
     *,
     console: bool = True,
-    on_ready: Callable[[], None] = lambda: None,
     on_case: CaseListener = lambda outcome: None,
 ) -> tuple[SuiteEvaluation, ...]:
     """Runs every case in live sandboxes, scores it and stores the results in the run folder.
 
     Args:
         console: whether to show the progress.
-        on_ready: called once the policy answers.
         on_case: called with each case when its last attempt is scored.
 
     Raises:
         InfrastructureError: for example, the server is lost for good. Faults of single episodes are in their attempts.
     """
     async with open_policy(given, console=console) as policy:
-        on_ready()
         cases = [(suite, case) for suite in given.suites for case in suite.cases]
         total = sum(given.repeats_of(suite, case) for suite, case in cases)
         policy.tracker.stage("evaluate", f"{len(cases)} cases, {total} attempts")
@@ -166,14 +163,15 @@ class _Evaluation:
         info = replace(info, model=given.policy.name, version=given.policy.version)  # as typed, so that it is the same on any machine
         attempts = [record for _, records in cases for record in records]
         suite_results = SuiteResults(about=info, attempts=tuple(record.attempt for record in attempts))
-        results.save_results(folder, suite_results, transcripts_of(attempts))
+        results.save_results(folder, suite_results, [record.transcript for record in attempts])
         return SuiteEvaluation(suite=suite, folder=folder, results=suite_results, outcomes=tuple(outcome for outcome, _ in cases))
 
-    def _count(self, attempt: PlannedAttempt, scored: ScoredEpisode) -> None:
+    def _count(self, attempt: PlannedAttempt, scored: ScoredEpisode) -> ScoredEpisode:
         self._scored += 1
         self._policy.tracker.evaluating(self._scored, self._total)
         assert attempt.task is not None, "a case has a task"
         self._policy.capture.capture_episode(attempt.task, scored, phase=EVAL_PHASE, step=0)
+        return scored
 
 
 def _names(suites: Sequence[Suite]) -> dict[Path, str]:

@@ -16,9 +16,8 @@ from agentrl.base.files import fsync_path
 from agentrl.base.scores import is_at_least
 from agentrl.config.failures import CaptureConfig
 from agentrl.errors import StoreError
-from agentrl.failure.collection import FILE, Collection
-from agentrl.failure.listing import EpisodeCount, count_of_trace, kind_of_task, newest_version
-from agentrl.failure.trace import CaptureReason, Trace
+from agentrl.failure.collection import FILE, Collection, EpisodeCount, count_of_trace
+from agentrl.failure.trace import CaptureReason, Trace, kind_of_task, newest_version
 from agentrl.failure.triage import TriageRule, load_rules, tag_by_rules
 from agentrl.records import Group, ScoredEpisode, Task
 

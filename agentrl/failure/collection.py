@@ -15,6 +15,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,7 @@ from agentrl.base.database import (
     transaction,
 )
 from agentrl.errors import StoreError, UserError
-from agentrl.failure.listing import EpisodeCount, TraceFilter, TraceRow, count_of_trace, kind_of_task, newest_version
-from agentrl.failure.trace import FORMAT, Tag, Trace
-from agentrl.failure.triage import deciding_tag_name
+from agentrl.failure.trace import FORMAT, Tag, Trace, deciding_tag_name, kind_of_task, newest_version
 from agentrl.records import codec
 
 FILE = "failures/traces.sqlite"
@@ -46,7 +45,7 @@ _SCHEMA_VERSION = 1
 _QUERY_S = 60.0
 _PERSON_TAG = '%"by":"person:%'  # LIKE pattern for the JSON of tags
 _QUESTION_CHARS = 400
-_COLUMNS = "seq, id, phase, step, version, why, tag, kind, task_id, task_key, score, question, bytes"
+_COUNTED = ("phase", "step", "version", "why", "tag", "kind")
 _SCHEMA = (
     "CREATE TABLE traces (seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, phase TEXT NOT NULL, step INTEGER NOT NULL,"
     " version INTEGER NOT NULL, why TEXT NOT NULL, tag TEXT NOT NULL, kind TEXT NOT NULL, task_id TEXT NOT NULL, task_key TEXT NOT NULL,"
@@ -61,6 +60,74 @@ _SCHEMA = (
     f"PRAGMA application_id = {_APPLICATION_ID}",
     f"PRAGMA user_version = {_SCHEMA_VERSION}",
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRow:
+    """A trace in a list. Its texts are hostile."""
+
+    seq: int
+    id: str
+    phase: str
+    step: int
+    version: int  # newest policy version that sampled its tokens; -1 means none
+    why: str
+    tag: str
+    kind: str
+    task_id: str
+    task_key: str
+    score: float | None
+    question: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeCount:
+    """The number of episodes with these values; `why` and `tag` are empty if they passed."""
+
+    phase: str
+    step: int
+    version: int
+    why: str
+    tag: str
+    kind: str
+    n: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFilter:
+    """A filter for traces; empty fields match all."""
+
+    tag: str = ""
+    kind: str = ""
+    why: str = ""
+    phase: str = ""
+    version: int | None = None
+    ids: tuple[str, ...] = ()
+
+    def sql_where(self) -> tuple[str, list[Any]]:
+        """The SQL WHERE clause and its parameters."""
+        equal = {"tag": self.tag, "kind": self.kind, "why": self.why, "phase": self.phase}
+        terms = [f"{name} = ?" for name, value in equal.items() if value]
+        values: list[Any] = [value for value in equal.values() if value]
+        if self.version is not None:
+            terms, values = [*terms, "version = ?"], [*values, self.version]
+        if self.ids:
+            terms, values = [*terms, "id IN (SELECT value FROM json_each(?))"], [*values, json.dumps(self.ids)]
+        return (f" WHERE {' AND '.join(terms)}" if terms else ""), values
+
+
+def count_of_trace(trace: Trace) -> EpisodeCount:
+    """The count of one trace."""
+    return EpisodeCount(
+        phase=trace.phase,
+        step=trace.step,
+        version=newest_version(trace.episode),
+        why=str(trace.why),
+        tag=deciding_tag_name(trace.tags),
+        kind=kind_of_task(trace.task),
+        n=1,
+    )
 
 
 class Collection:
@@ -128,7 +195,10 @@ class Collection:
         """
         traces = list(traces)
         with self._transaction() as db:
-            for count in [count_of_trace(trace) for trace in traces if self._is_new(trace)] if counts is None else counts:
+            if counts is None:
+                known = "SELECT 1 FROM traces WHERE id = ?"
+                counts = [count_of_trace(trace) for trace in traces if db.execute(known, (trace.id,)).fetchone() is None]
+            for count in counts:
                 _add_count(db, count)
             stored = sum(self._put(db, trace) for trace in traces)
             db.executemany("INSERT OR IGNORE INTO passed VALUES (?, ?)", passed)
@@ -137,12 +207,11 @@ class Collection:
     def rows(self, wanted: TraceFilter | None = None, *, most: int = -1, newest: bool = False) -> list[TraceRow]:
         """Lists traces, the oldest first (`newest`: the newest first)."""
         where, values = (wanted or TraceFilter()).sql_where()
-        query = f"SELECT {_COLUMNS} FROM traces{where} ORDER BY seq {'DESC' if newest else 'ASC'} LIMIT ?"
-        names = tuple(TraceRow.__slots__)
+        query = f"SELECT {', '.join(TraceRow.__slots__)} FROM traces{where} ORDER BY seq {'DESC' if newest else 'ASC'} LIMIT ?"
+        names = TraceRow.__slots__
         with self._query():
-            return [
-                TraceRow(**dict(zip(names, self._typed(names, line), strict=True))) for line in self._db.execute(query, (*values, most))
-            ]
+            lines = self._db.execute(query, (*values, most))
+            return [TraceRow(**dict(zip(names, self._typed(names, line), strict=True))) for line in lines]
 
     def count_matching(self, wanted: TraceFilter) -> int:
         """The number of traces that a filter matches."""
@@ -150,9 +219,9 @@ class Collection:
         with self._query():
             return int(self._db.execute(f"SELECT COUNT(*) FROM traces{where}", values).fetchone()[0])
 
-    def traces(self, wanted: TraceFilter | None = None, *, most: int = -1) -> Iterator[Trace]:
+    def traces(self, wanted: TraceFilter | None = None) -> Iterator[Trace]:
         """Yields traces, the oldest first, with one in memory at a time. Raises `StoreError` with the id of a damaged one."""
-        for row in self.rows(wanted, most=most):
+        for row in self.rows(wanted):
             if (trace := self.get(row.id)) is not None:  # it may have been deleted meanwhile
                 yield trace
 
@@ -177,15 +246,17 @@ class Collection:
         """Replaces the tags of a trace, and counts it under the new one."""
         name, text = deciding_tag_name(tags), codec.to_json(tuple(tags)).decode()
         with self._transaction() as db:
-            row = db.execute("SELECT phase, step, version, why, tag, kind FROM traces WHERE id = ?", (trace_id,)).fetchone()
+            row = db.execute(f"SELECT {', '.join(_COUNTED)} FROM traces WHERE id = ?", (trace_id,)).fetchone()
             if row is None:
                 raise UserError(f"{self.folder} has no trace {trace_id}", fix="agentrl failures list RUN shows them")
             db.execute("UPDATE traces SET tag = ?, tags = ? WHERE id = ?", (name, text, trace_id))
-            phase, step, version, why, old, kind = row
-            if old != name:
-                for changed, by in ((old, -1), (name, 1)):
-                    _add_count(db, EpisodeCount(phase=phase, step=step, version=version, why=why, tag=changed, kind=kind, n=by))
-        self._size_of(phase).retag(old, name)
+            old = EpisodeCount(**dict(zip(_COUNTED, row, strict=True)), n=-1)
+            if old.tag != name:
+                _add_count(db, old)
+                _add_count(db, replace(old, tag=name, n=1))
+        sizes = self._size_of(old.phase)
+        sizes.add(old.tag, 0, by=-1)
+        sizes.add(name, 0)
 
     def counts(self, *by: str) -> dict[tuple[Any, ...], int]:
         """Counts episodes, stored or not: values of the fields `by` of `EpisodeCount` -> episodes."""
@@ -262,9 +333,6 @@ class Collection:
                 raise StoreError(f"{self.path} is damaged: the column {name} has a value of type {type(value).__name__}")
         return line
 
-    def _is_new(self, trace: Trace) -> bool:
-        return self._db.execute("SELECT 1 FROM traces WHERE id = ?", (trace.id,)).fetchone() is None
-
     def _put(self, db: sqlite3.Connection, trace: Trace) -> bool:
         body, size = _packed(trace)
         phase, task = trace.phase, trace.task
@@ -276,14 +344,9 @@ class Collection:
         key = "" if trace.episode is None else trace.episode.task_key
         if task is not None and not db.execute("SELECT 1 FROM tasks WHERE key = ?", (key,)).fetchone():
             db.execute("INSERT INTO tasks VALUES (?, ?)", (key, compress(task_json)))
-        row = {
+        count = count_of_trace(trace)
+        row = {name: getattr(count, name) for name in _COUNTED} | {
             "id": trace.id,
-            "phase": phase,
-            "step": trace.step,
-            "version": newest_version(trace.episode),
-            "why": str(trace.why),
-            "tag": deciding_tag_name(trace.tags),
-            "kind": kind_of_task(task),
             "task_id": "" if task is None else task.id,
             "task_key": key,
             "score": None if trace.score is None else trace.score.value,
@@ -294,7 +357,7 @@ class Collection:
         }
         db.execute(f"INSERT INTO traces ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", tuple(row.values()))
         sizes = self._sizes.setdefault(phase, _PhaseSize())
-        sizes.add(str(row["tag"]), len(body))
+        sizes.add(count.tag, len(body))
         while sizes.exceeds(self._keep, self._keep_bytes) and self._delete_one(db, phase, sizes):
             _count_dropped(db, phase)
         return True
@@ -340,10 +403,6 @@ class _PhaseSize:
         self.tags[tag] += by
         self.bytes += size
 
-    def retag(self, old: str, new: str) -> None:
-        self.tags[old] -= 1
-        self.tags[new] += 1
-
     def by_frequency(self) -> list[list[str]]:
         """Lists of equally frequent tags, the most frequent first."""
         groups: dict[int, list[str]] = {}
@@ -371,7 +430,7 @@ def _packed(trace: Trace) -> tuple[bytes, int]:
 def _add_count(db: sqlite3.Connection, count: EpisodeCount) -> None:
     db.execute(
         "INSERT INTO counts VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n",
-        (count.phase, count.step, count.version, count.why, count.tag, count.kind, count.n),
+        tuple(getattr(count, name) for name in (*_COUNTED, "n")),
     )
 
 

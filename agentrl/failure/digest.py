@@ -9,12 +9,9 @@ from typing import Any
 
 from agentrl.base.files import write_atomically
 from agentrl.errors import StoreError
-from agentrl.failure.collection import FILE, Collection
-from agentrl.failure.listing import TraceFilter
-from agentrl.failure.render import deciding_tag
+from agentrl.failure.collection import FILE, Collection, TraceFilter
 from agentrl.failure.timeline import Timeline, timeline_of, truncate_middle
-from agentrl.failure.trace import Trace
-from agentrl.failure.triage import deciding_tag_name
+from agentrl.failure.trace import Trace, deciding_tag, deciding_tag_name
 
 DIGEST = "failures/failures.json"
 _TAGS = 12  # the rest are counted together

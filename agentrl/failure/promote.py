@@ -19,9 +19,8 @@ from agentrl.base.untrusted_files import read_bytes
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
 from agentrl.failure.case import Baseline, Case, check_attempt_options, load_suite, save_case
-from agentrl.failure.listing import kind_of_task
 from agentrl.failure.overlap import Overlap, WithheldTasks
-from agentrl.failure.trace import CaptureReason, Trace
+from agentrl.failure.trace import CaptureReason, Trace, kind_of_task
 from agentrl.records import EpisodeState, Message, SandboxSpec, Split, Task
 from agentrl.records.fields import JsonObject
 from agentrl.task.recorded_tools import RECORDED_TOOLS, RecordedCall, Recording
@@ -62,52 +61,6 @@ class Promotion:
         return f"{self.trace}: {self.path}{twin}"
 
 
-def case_from_trace(
-    trace: Trace,
-    *,
-    note: str = "",
-    by: str = "",
-    threshold: float | None = None,
-    repeats: int | None = None,
-    start: EpisodeState | None = None,
-    supplied: UserParts | None = None,
-) -> Case:
-    """Builds the case of a trace. Its id comes from the task's kind and key (and the turn of `start`), so a task has one case.
-
-    The baseline is the score of the policy that failed.
-
-    Args:
-        start: the episode's state at which the case starts, instead of the task.
-        supplied: user-supplied parts for an imported trace.
-
-    Raises `UserError` for a trace without a task, and for a fault, which says nothing about a policy.
-    """
-    task = trace.task if trace.task is not None else task_from_trace(trace, supplied or UserParts())
-    if trace.why is CaptureReason.FAULT:
-        raise UserError(
-            f"trace {trace.id} is a fault of the infrastructure or the task, not a failure of the policy",
-            fix="promote others: agentrl failures list RUN shows why each was captured",
-        )
-    kind = re.sub(r"[^A-Za-z0-9_]+", "-", kind_of_task(task)).strip("-_")[:40] or "case"
-    origin = {key: value for key, value in trace.origin.items() if key != "audit"}
-    origin |= {"trace": trace.id, "phase": trace.phase, "step": str(trace.step), "why": str(trace.why)}
-    origin |= {"versions": " ".join(map(str, trace.versions))} | ({"by": by} if by else {})
-    run = f"{trace.origin['run']}:" if "run" in trace.origin else ""
-    return Case(
-        id=f"{kind}-{task.key[:12]}" + (f"-t{start.turn_count + 1}" if start is not None else ""),
-        task=task,
-        trace=f"{run}{trace.id}",
-        tags=trace.tags,
-        origin=origin,
-        note=note,
-        by=by,
-        threshold=threshold,
-        repeats=repeats,
-        baseline=_baseline(trace),
-        start=start,
-    )
-
-
 def promote(
     traces: list[Trace],
     suite: Path,
@@ -134,10 +87,8 @@ def promote(
     Raises `UserError` for a trace that cannot become a case, before any case is written.
     """
     check_attempt_options(repeats=repeats, threshold=threshold)
-    cases = [
-        case_from_trace(trace, note=note, by=by, threshold=threshold, repeats=repeats, start=starts.get(trace.id), supplied=supplied)
-        for trace in traces
-    ]
+    about: dict[str, Any] = {"note": note, "by": by, "threshold": threshold, "repeats": repeats}
+    cases = [_case_from(trace, starts.get(trace.id), supplied or UserParts(), about) for trace in traces]
     known = list(load_suite(suite).cases) if any((suite / "cases").glob("*.json")) else []
     promoted: list[Promotion] = []
     for trace, case in zip(traces, cases, strict=True):
@@ -214,6 +165,35 @@ def read_truths(path: Path) -> dict[str, Any]:
         except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(f"{path}:{number} is not a truth", fix='write it as {"trace": "ID", "truth": "the right answer"}') from None
     return truths
+
+
+def _case_from(trace: Trace, start: EpisodeState | None, supplied: UserParts, about: Mapping[str, Any]) -> Case:
+    """The case of a trace. Its id comes from the task's kind and key (and the turn of `start`), so a task has one case. The baseline is the
+    score of the policy that failed.
+
+    Raises `UserError` for a trace without a task, and for a fault, which says nothing about a policy.
+    """
+    task = trace.task if trace.task is not None else task_from_trace(trace, supplied)
+    if trace.why is CaptureReason.FAULT:
+        raise UserError(
+            f"trace {trace.id} is a fault of the infrastructure or the task, not a failure of the policy",
+            fix="promote others: agentrl failures list RUN shows why each was captured",
+        )
+    kind = re.sub(r"[^A-Za-z0-9_]+", "-", kind_of_task(task)).strip("-_")[:40] or "case"
+    origin = {key: value for key, value in trace.origin.items() if key != "audit"}
+    origin |= {"trace": trace.id, "phase": trace.phase, "step": str(trace.step), "why": str(trace.why)}
+    origin |= {"versions": " ".join(map(str, trace.versions))} | ({"by": about["by"]} if about["by"] else {})
+    run = f"{trace.origin['run']}:" if "run" in trace.origin else ""
+    return Case(
+        id=f"{kind}-{task.key[:12]}" + (f"-t{start.turn_count + 1}" if start is not None else ""),
+        task=task,
+        trace=f"{run}{trace.id}",
+        tags=trace.tags,
+        origin=origin,
+        baseline=_baseline(trace),
+        start=start,
+        **about,
+    )
 
 
 def _baseline(trace: Trace) -> Baseline | None:

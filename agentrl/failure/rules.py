@@ -32,10 +32,9 @@ def infrastructure(trace: Trace) -> Tag | None:
     if task_fault(trace) is None and trace.score is not None and trace.score.value is None:
         return _tag("infrastructure", 1.0, trace.score.reason)
     timeline = timeline_of(trace)
-    for index, step in enumerate(timeline.steps):
-        for call in step.calls:
-            if _is_outage(trace, call) and not _recovered(timeline, index, call.tool):
-                return _tag("infrastructure", 0.8, f"{call.tool}: {_line(call.output) or call.error}", step)
+    for step, call in _calls(timeline):
+        if _is_outage(trace, call) and not _recovered(timeline, step, call.tool):
+            return _tag("infrastructure", 0.8, f"{call.tool}: {_line(call.output) or call.error}", step)
     ended = timeline.last_step is not None and not timeline.last_step.calls
     prefix = patterns.MODEL_CALL_FAILED
     errors = [gap.removeprefix(prefix).partition(" (")[0] for gap in trace.missing if gap.startswith(prefix)]
@@ -78,8 +77,8 @@ def reward_hack(trace: Trace) -> Tag | None:
 def format_of_calls(trace: Trace) -> Tag | None:
     """Tags a call that could not be parsed if none of the agent's later calls succeeded, or a call written into the text."""
     timeline = timeline_of(trace)
-    for index, step in enumerate(timeline.steps):
-        if step.malformed and not _recovered(timeline, index):
+    for step in timeline.steps:
+        if step.malformed and not _recovered(timeline, step):
             return _tag("format", 0.95, _line(step.malformed[0]), step)
         plain = not step.calls and not step.malformed and not step.truncated
         if plain and step is timeline.steps[-1] and patterns.UNPARSED_CALL.search(step.text):
@@ -116,28 +115,26 @@ def format_of_answer(trace: Trace) -> Tag | None:
 def wrong_tool(trace: Trace) -> Tag | None:
     """Tags a call of a tool that does not exist if none of the agent's later calls succeeded."""
     timeline = timeline_of(trace)
-    for index, step in enumerate(timeline.steps):
-        for call in step.calls:
-            unknown = timeline.offered_tools is not None and call.tool not in timeline.offered_tools
-            missing = call.failed and patterns.NO_SUCH_TOOL.search(call.output[:400]) is not None
-            if (missing or (unknown and call.ok is not True)) and not _recovered(timeline, index):
-                return _tag("wrong_tool", 0.95 if missing else 0.8, f"there is no tool {call.tool[:64]!r}", step)
+    for step, call in _calls(timeline):
+        unknown = timeline.offered_tools is not None and call.tool not in timeline.offered_tools
+        missing = call.failed and patterns.NO_SUCH_TOOL.search(call.output[:400]) is not None
+        if (missing or (unknown and call.ok is not True)) and not _recovered(timeline, step):
+            return _tag("wrong_tool", 0.95 if missing else 0.8, f"there is no tool {call.tool[:64]!r}", step)
     return None
 
 
 def bad_arguments(trace: Trace) -> Tag | None:
     """Tags a call whose arguments the tool rejected or failed on, if no later call to the tool succeeded."""
     timeline = timeline_of(trace)
-    for index, step in enumerate(timeline.steps):
-        for call in step.calls:
-            if _recovered(timeline, index, call.tool):
-                continue
-            if missing := _missing_arguments(timeline, call):
-                return _tag("bad_arguments", 0.85, f"{call.tool}: {missing}", step)
-            if not call.failed or patterns.NO_SUCH_TOOL.search(call.output[:400]) or _timed_out(call) or _is_outage(trace, call):
-                continue
-            rejected = patterns.BAD_ARGUMENTS.search(call.output)
-            return _tag("bad_arguments", 0.9 if rejected else 0.7, f"{call.tool}: {_line(call.output, last=not rejected)}", step)
+    for step, call in _calls(timeline):
+        if _recovered(timeline, step, call.tool):
+            continue
+        if missing := _missing_arguments(timeline, call):
+            return _tag("bad_arguments", 0.85, f"{call.tool}: {missing}", step)
+        if not call.failed or patterns.NO_SUCH_TOOL.search(call.output[:400]) or _timed_out(call) or _is_outage(trace, call):
+            continue
+        rejected = patterns.BAD_ARGUMENTS.search(call.output)
+        return _tag("bad_arguments", 0.9 if rejected else 0.7, f"{call.tool}: {_line(call.output, last=not rejected)}", step)
     return None
 
 
@@ -250,12 +247,11 @@ def budget(trace: Trace) -> Tag | None:
     """Tags an episode that a limit ended: turns, tokens, wall time, a tool's time, or the output that an episode may read."""
     timeline = timeline_of(trace)
     last = timeline.last_step
-    for index, step in enumerate(timeline.steps):
-        for call in step.calls:
-            if _timed_out(call) and not _is_outage(trace, call) and not _recovered(timeline, index):
-                return _tag("budget", 0.8, f"{call.tool}: {_line(call.output, last=True)}", step)
-            if patterns.OUTPUT_USED_UP in call.output:
-                return _tag("budget", 0.6, patterns.OUTPUT_USED_UP, step)
+    for step, call in _calls(timeline):
+        if _timed_out(call) and not _is_outage(trace, call) and not _recovered(timeline, step):
+            return _tag("budget", 0.8, f"{call.tool}: {_line(call.output, last=True)}", step)
+        if patterns.OUTPUT_USED_UP in call.output:
+            return _tag("budget", 0.6, patterns.OUTPUT_USED_UP, step)
     if timeline.hit_limit and last is not None:
         return _tag("budget", 0.8, timeline.stop_reason, last)
     if timeline.hit_limit or trace.why in (CaptureReason.LIMIT, CaptureReason.TIMEOUT):
@@ -314,12 +310,12 @@ def _is_outage(trace: Trace, call: TraceCall) -> bool:
     )
 
 
-def _recovered(timeline: Timeline, index: int, tool: str | None = None) -> bool:
-    """Whether a call of the same agent succeeded after step `index`: to `tool`, or to any tool except those that submit."""
+def _recovered(timeline: Timeline, failed: TraceStep, tool: str | None = None) -> bool:
+    """Whether a call of the same agent succeeded after the step `failed`: to `tool`, or to any tool except those that submit."""
     return any(
         call.ok and (call.tool not in patterns.SUBMIT_TOOLS if tool is None else call.tool == tool)
-        for step in timeline.steps[index + 1 :]
-        if step.trajectory == timeline.steps[index].trajectory
+        for step in timeline.steps[timeline.step_index(failed.trajectory, failed.turn) + 1 :]
+        if step.trajectory == failed.trajectory
         for call in step.calls
     )
 

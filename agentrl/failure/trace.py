@@ -6,7 +6,7 @@ messages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -14,6 +14,8 @@ from agentrl.records import Episode, Message, Score, Task
 from agentrl.records.fields import JsonObject, Record, Text
 
 FORMAT = 1
+BY_JUDGE, BY_PERSON = "judge:", "person:"
+"""Prefixes of `Tag.by`."""
 
 
 class CaptureReason(StrEnum):
@@ -90,3 +92,25 @@ class Trace(Record):
         """Policy versions that sampled its tokens, in ascending order."""
         turns = (turn for trajectory in (self.episode.trajectories if self.episode else ()) for turn in trajectory.turns)
         return tuple(sorted({span.version for turn in turns for span in turn.versions}))
+
+
+def deciding_tag_name(tags: Sequence[Tag]) -> str:
+    """The tag name under which a trace is counted: a person's newest, else the first; empty without tags."""
+    person = next((tag for tag in reversed(tags) if tag.by.startswith(BY_PERSON)), None)
+    return person.name if person is not None else tags[0].name if tags else ""
+
+
+def deciding_tag(tags: Sequence[Tag]) -> Tag | None:
+    """The first tag with the name under which a trace is counted."""
+    return next((tag for tag in tags if tag.name == deciding_tag_name(tags)), None)
+
+
+def newest_version(episode: Episode | None) -> int:
+    """The newest policy version that sampled an episode's tokens; -1 if there is none."""
+    turns = (turn for trajectory in (episode.trajectories if episode else ()) for turn in trajectory.turns)
+    return max((span.version for turn in turns for span in turn.versions), default=-1)
+
+
+def kind_of_task(task: Task | None) -> str:
+    """The kind of a task, at most 80 characters; empty without a task."""
+    return "" if task is None else task.kind[:80]

@@ -15,8 +15,8 @@ from typing import Protocol
 
 from agentrl.base import user_code
 from agentrl.errors import PluginError
-from agentrl.failure.timeline import timeline_of
-from agentrl.failure.trace import Tag, Trace
+from agentrl.failure.timeline import render_trace, timeline_of
+from agentrl.failure.trace import BY_JUDGE, BY_PERSON, Tag, Trace
 from agentrl.plugins.references import resolve
 
 TriageRule = Callable[[Trace], Tag | None]
@@ -38,7 +38,6 @@ TAXONOMY = {
 """Tags of the shipped rules. User-supplied rules may give others."""
 
 UNCLASSIFIED = "wrong_answer"
-BY_JUDGE, BY_PERSON = "judge:", "person:"
 MIN_CONFIDENCE = 0.5
 """Tags below this confidence do not decide; a judge may then be asked."""
 MAX_TAGS = 8
@@ -99,8 +98,6 @@ async def tag_by_judge(trace: Trace, rules: Sequence[TriageRule], judge: TriageJ
 
     A judge that fails, times out or returns no tag abstains, which is logged. A turn that the trace does not have is removed from its tag.
     """
-    from agentrl.failure.render import render_trace
-
     tags = tag_by_rules(trace, rules)
     if tags[0].name != UNCLASSIFIED:
         return tags
@@ -122,12 +119,6 @@ def merge_tags(new: Sequence[Tag], before: Sequence[Tag]) -> tuple[Tag, ...]:
     sources = {tag.by for tag in new}
     judges = [tag for tag in before if tag.by.startswith(BY_JUDGE) and tag.by not in sources] if new[0].name == UNCLASSIFIED else []
     return (*judges, *new, *people)
-
-
-def deciding_tag_name(tags: Sequence[Tag]) -> str:
-    """The tag name under which a trace is counted: a person's newest, else the first; empty without tags."""
-    person = next((tag for tag in reversed(tags) if tag.by.startswith(BY_PERSON)), None)
-    return person.name if person is not None else tags[0].name if tags else ""
 
 
 def check_tag_name(name: str) -> str:

@@ -28,16 +28,22 @@ from agentrl.evaluation.engine import (
     evaluation_runner,
     prepare_images,
     run_cases,
-    transcripts_of,
     utc_now,
 )
 from agentrl.evaluation.results import SuiteResults
 from agentrl.failure import Capture
 from agentrl.failure.case import Suite
-from agentrl.gate.regressions import case_regressions
 from agentrl.gate.rule import GateRule, RuleResult, apply_rule, cases_to_retry
-from agentrl.gate.server import GateServer
-from agentrl.gate.verdict import FILE, CaseRegression, GateOutcome, GateVerdict, evaluation_folder, read_verdict, read_verdicts
+from agentrl.gate.verdict import (
+    FILE,
+    CaseRegression,
+    GateOutcome,
+    GateVerdict,
+    case_regressions,
+    evaluation_folder,
+    read_verdict,
+    read_verdicts,
+)
 from agentrl.observe import Rate
 from agentrl.protocols import PolicyServer, SandboxBackend, Tracker, VersionRegistry
 from agentrl.protocols.serving import MAX_CACHE_USE
@@ -48,6 +54,7 @@ from agentrl.session import measure
 from agentrl.version import rollback
 
 if TYPE_CHECKING:
+    from agentrl.gate.schedule import GateServer
     from agentrl.session.opening import Run
 
 MAX_ROLLBACKS = 2
@@ -161,7 +168,7 @@ class Gate:
         evaluation = SuiteResults(about=info, attempts=tuple(one.attempt for one in attempts))
         verdict = self._verdict(version, baseline, evaluation, result, attempts)
         record = {FILE: codec.to_json(verdict) + b"\n"}
-        results.save_results(evaluation_folder(self.folder, version.number), evaluation, transcripts_of(attempts), more=record)
+        results.save_results(evaluation_folder(self.folder, version.number), evaluation, [one.transcript for one in attempts], more=record)
         self._report(verdict, evaluation)
         return verdict
 

@@ -3,20 +3,67 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError, SwapError
 from agentrl.gate.gate import Gate
-from agentrl.gate.server import GateServer
+from agentrl.protocols import VersionRegistry
 from agentrl.records import PolicyVersion
+from agentrl.serving.supervisor import SupervisedServer
 
 if TYPE_CHECKING:
     from agentrl.session.opening import Progress
 
+log = logging.getLogger(__name__)
+
 _POLL_S = 0.05
+
+
+class GateServer:
+    """The gate's server of the policy (`gate.server=own`): `policy` serves the requested versions only.
+
+    It keeps the version under evaluation, while the policy's servers continue with newer versions. Call `start` before `serve`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run_dir: Path,
+        registry: VersionRegistry,
+        *,
+        gpus: str | None = None,
+        alert: Callable[[str], None] = log.warning,
+    ) -> None:
+        """`gpus`: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's. `alert`: as for `SupervisedServer`."""
+        self._run_dir, self._registry = run_dir, registry
+        self._version: PolicyVersion | None = None
+        self.policy = SupervisedServer(recipe, run_dir, registry, gpus=gpus, name="gate", newest=self._newest, alert=alert)
+
+    async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
+        """Starts it with the weights of a version. Raises as `SupervisedServer.start` does."""
+        self._version = version
+        await self.policy.start(version, await_probe=await_probe)
+
+    async def serve(self, version: PolicyVersion) -> None:
+        """Returns when it serves this version. Raises `SwapError` if it rejects it, and `ServingError` if it does not come back."""
+        self._version = version
+        if (self.policy.version, self.policy.sha256) != (version.number, version.sha256):
+            await self.policy.load_with_retries(version)
+
+    def _newest(self) -> PolicyVersion | None:
+        """The version of a restarted server: the latest requested one, or version 0 if that version's weights are gone."""
+        version = self._version
+        if version is None or version.number == 0:
+            return version
+        known = self._registry.get(version.number)
+        exists = known is not None and known.sha256 == version.sha256 and (self._run_dir / version.folder / "probe.json").exists()
+        return version if exists else self._registry.get(0)
 
 
 @asynccontextmanager

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from agentrl.base.files import read_json_lines
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import StoreError
-from agentrl.evaluation.results import EvaluationFigures
+from agentrl.evaluation.comparison import pair_scores
+from agentrl.evaluation.results import EPISODES, EvaluationFigures, SuiteResults, attempt_passes
 from agentrl.gate.rule import RuleResult
 from agentrl.records import codec
 from agentrl.records.fields import Record, Text
 
+if TYPE_CHECKING:
+    from agentrl.evaluation.engine import SuiteAttempt
+
 FOLDER, FILE = "gate", "verdict.json"
 _MAX_BYTES = 16 << 20
+_CASES_SHOWN = 3  # cases shown if only the suite as a whole got worse
 
 
 class GateOutcome(StrEnum):
@@ -86,3 +94,47 @@ def read_verdicts(run_dir: Path) -> tuple[GateVerdict, ...]:
     folder = run_dir / FOLDER
     numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
     return tuple(verdict for number in numbers if (verdict := read_verdict(run_dir, number)) is not None)
+
+
+def case_regressions(
+    folder: Path, baseline: SuiteResults, evaluation: SuiteResults, result: RuleResult, attempts: Sequence[SuiteAttempt]
+) -> tuple[CaseRegression, ...]:
+    """The regressed cases of an evaluation, each with a passing episode of the baseline and a failing one.
+
+    Args:
+        folder: the run folder, which contains the baseline's episodes.
+        attempts: of the evaluation, with their transcripts.
+    """
+    path = evaluation_folder(folder, baseline.about.version) / EPISODES
+    before = {line["episode"]: line for line in read_json_lines(path)}
+    after = {one.attempt.episode: one.transcript for one in attempts}
+    drops = sorted((pair.difference, pair.case) for pair in pair_scores(baseline.scores(), evaluation.scores()).pairs)
+    names = [one.case for one in result.regressed] or [case for difference, case in drops if difference < 0][:_CASES_SHOWN]
+    regressions = []
+    for case in names:
+        passed, failed = _episode(baseline, case, passed=True), _episode(evaluation, case, passed=False)
+        if passed is not None and failed is not None:
+            turn = first_different_turn(before.get(passed, {}), after[failed])
+            regressions.append(CaseRegression(case=case, turn=turn, before_episode=passed, episode=failed))
+    return tuple(regressions)
+
+
+def first_different_turn(before: dict[str, Any], after: dict[str, Any]) -> int | None:
+    """The first turn, counted from 1, in which two transcripts make different calls, or else contain different text; None if equal."""
+    one, other = _turns(before), _turns(after)
+    for part in ("tool_calls", "content"):
+        for turn in range(max(len(one), len(other))):
+            if turn >= len(one) or turn >= len(other) or one[turn].get(part) != other[turn].get(part):
+                return turn + 1
+    return None
+
+
+def _turns(transcript: dict[str, Any]) -> list[dict[str, Any]]:
+    return [message for message in transcript.get("messages", ()) if message.get("role") == "assistant"]
+
+
+def _episode(evaluation: SuiteResults, case: str, *, passed: bool) -> str | None:
+    """An attempt at the case that passed, or that did not."""
+    threshold = evaluation.about.pass_threshold(case)
+    scored = ((one.episode, one.score) for one in evaluation.attempts if one.case == case and one.score is not None)
+    return next((episode for episode, score in scored if attempt_passes(score, threshold) is passed), None)

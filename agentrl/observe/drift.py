@@ -58,28 +58,22 @@ def length_against_audit(steps: Steps) -> str:
     return f"the tokens of an episode rose from {length}, and the audit hardly rose ({audit}): the reward may depend on length"
 
 
-def judges_disagree(steps: Steps) -> str:
-    """Alerts if judges disagree more."""
-    change = _change(steps, DISAGREEMENT)
-    if change is None or not change.rose(LEAST):
-        return ""
-    return f"the judges' disagreement rose from {change}: the policy may be exploiting one of them"
+def _rising_share(metric: str, text: str) -> Callable[[Steps], str]:
+    """A rule that alerts if a metric between 0 and 1 rises. `text` has a place for its means."""
 
+    def rule(steps: Steps) -> str:
+        change = _change(steps, metric)
+        return text.format(change) if change is not None and change.rose(LEAST) else ""
 
-def more_unscored(steps: Steps) -> str:
-    """Alerts if a larger share of the episodes gets no score."""
-    change = _change(steps, "unscored_share")
-    if change is None or not change.rose(LEAST):
-        return ""
-    return f"the share of episodes without a score rose from {change}: the run does not learn from them"
+    return rule
 
 
 RULES: Mapping[str, Callable[[Steps], str]] = {
     "reward-audit": reward_against_audit,
     "reward-audit-jump": reward_left_audit,
     "length-audit": length_against_audit,
-    "disagreement": judges_disagree,
-    "unscored": more_unscored,
+    "disagreement": _rising_share(DISAGREEMENT, "the judges' disagreement rose from {}: the policy may be exploiting one of them"),
+    "unscored": _rising_share("unscored_share", "the share of episodes without a score rose from {}: the run does not learn from them"),
 }
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from agentrl.base.files import write_atomically
-from agentrl.base.untrusted_files import read_bytes
-from agentrl.observe.charts import Chart, Series, Table, line_chart
-from agentrl.observe.markup import render
-from agentrl.observe.rundata import as_list, parse_object
-from agentrl.observe.transcripts import ShownEpisode, show_versions
+from agentrl.observe.markup import Chart, Series, Table, line_chart, render
+from agentrl.observe.rundata import Line, as_list, is_finite, read_lines, read_object
+from agentrl.observe.transcripts import ShownEpisode, show_episode
 
-Line = dict[str, Any]
 _SIZE = (1030, 240)
 _PAIRS_SHOWN = 8
 _MAX_BYTES = 64 << 20  # of one file
@@ -23,31 +18,12 @@ _MAX_REASON = 600  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GateRow:
-    """The gate's decision on one version."""
-
-    version: int
-    outcome: str
-    rate: str
-    cost: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegressedCase:
-    """A case that regressed, with an episode of the baseline version and one of the blocked version."""
-
-    title: str
-    episodes: tuple[ShownEpisode, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GateSection:
     """The gate's section of the report; without rows if the run has no gate."""
 
-    rows: tuple[GateRow, ...]
+    rows: tuple[tuple[str, ...], ...]  # version, verdict, rate, cost, reason
     chart: Chart | None
-    regressed: tuple[RegressedCase, ...]
+    regressed: tuple[tuple[str, tuple[ShownEpisode, ...]], ...]  # title, episodes of the baseline version and of the blocked one
     notes: tuple[str, ...]  # what could not be read
 
 
@@ -150,14 +126,14 @@ def _verdict(folder: Path, number: int, notes: list[str]) -> Line | None:
     path = folder / f"{number:06d}" / "verdict.json"
     if not path.exists():
         return None
-    verdict = next(_lines(path, notes), None)
-    if verdict is None or verdict.get("version") != number:
+    verdict = read_object(path, [], most=_MAX_BYTES)
+    if verdict.get("version") != number:
         notes.append(f"gate/{number:06d}/verdict.json cannot be read")
         return None
     return verdict
 
 
-def _gate_row(verdict: Line) -> GateRow:
+def _gate_row(verdict: Line) -> tuple[str, ...]:
     rate, low, high, k, several, seconds = _figures(verdict, "pass_at_1", "low", "high", "k", "pass_at_k", "wall_s")
     shown = "none scored" if rate is None else f"{rate:.1%}"
     if low is not None and high is not None:
@@ -167,11 +143,10 @@ def _gate_row(verdict: Line) -> GateRow:
     tokens, attempts, turns = _figures(verdict, "tokens", "attempts", "turns")
     cost = f"{tokens / attempts:.0f} tokens, {turns or 0:.1f} turns" if tokens is not None and attempts else ""
     cost += f"; {seconds:.1f} s in all" if cost and seconds else ""
-    outcome, reason = str(verdict.get("outcome", "")), str(verdict.get("reason", ""))[:_MAX_REASON]
-    return GateRow(version=verdict["version"], outcome=outcome, rate=shown, cost=cost, reason=reason)
+    return str(verdict["version"]), str(verdict.get("outcome", "")), shown, cost, str(verdict.get("reason", ""))[:_MAX_REASON]
 
 
-def _regressed_cases(folder: Path, verdict: Line, notes: list[str]) -> Iterator[RegressedCase]:
+def _regressed_cases(folder: Path, verdict: Line, notes: list[str]) -> Iterator[tuple[str, tuple[ShownEpisode, ...]]]:
     regressions = [one for one in as_list(verdict.get("regressions")) if isinstance(one, dict)]
     version, baseline = verdict["version"], verdict.get("reference")
     if not regressions or not isinstance(baseline, int):
@@ -182,33 +157,17 @@ def _regressed_cases(folder: Path, verdict: Line, notes: list[str]) -> Iterator[
         before, after = theirs.get(str(one.get("before_episode"))), ours.get(str(one.get("episode")))
         if before is not None and after is not None:
             turn = f", with the first difference at turn {one['turn']}" if isinstance(one.get("turn"), int) else ""
-            yield RegressedCase(
-                title=f"version {version} was {verdict.get('outcome', '')}: case {one.get('case', '')}{turn}",
-                episodes=show_versions(f"version {baseline}, passed", before, f"version {version}, failed", after),
-            )
+            title = f"version {version} was {verdict.get('outcome', '')}: case {one.get('case', '')}{turn}"
+            yield title, (show_episode(before, f"version {baseline}, passed"), show_episode(after, f"version {version}, failed"))
 
 
 def _episodes(folder: Path, wanted: set[str], notes: list[str]) -> dict[str, Line]:
-    path = folder / "episodes.jsonl"
-    if not path.exists():
-        return {}
-    return {str(line["episode"]): line for line in _lines(path, notes) if str(line.get("episode")) in wanted}
-
-
-def _lines(path: Path, notes: list[str]) -> Iterator[Line]:
-    if path.stat().st_size > _MAX_BYTES:
-        notes.append(f"{path.parent.name}/{path.name} is larger than {_MAX_BYTES >> 20} MiB and is not shown")
-        return
-    for text in read_bytes(path, most=_MAX_BYTES, inside=path.parent).decode("utf-8", "replace").split("\n"):
-        if (line := parse_object(text)) is not None:
-            yield line
+    lines = read_lines(folder / "episodes.jsonl", {"episode": str}, notes, most=_MAX_BYTES)
+    return {line["episode"]: line for line in lines if line["episode"] in wanted}
 
 
 def _figures(verdict: Line, *names: str) -> list[float | None]:
     """Finite numbers among a verdict's figures; None for any other value."""
     figures = verdict.get("figures")
-    return [_finite(figures.get(name)) if isinstance(figures, dict) else None for name in names]
-
-
-def _finite(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    values = [figures.get(name) if isinstance(figures, dict) else None for name in names]
+    return [value if is_finite(value) else None for value in values]

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import write_atomically
-from agentrl.observe.charts import Chart, Series, line_chart
 from agentrl.observe.drift import drift_alerts
 from agentrl.observe.evaluations import read_gate_section
 from agentrl.observe.exclusions import printable_text
-from agentrl.observe.markup import render
+from agentrl.observe.markup import Chart, Series, line_chart, render
 from agentrl.observe.rundata import Curves, RunData, read_run
 from agentrl.observe.sections import failures_section, learning_tables
 from agentrl.observe.stats import (
@@ -29,7 +28,7 @@ from agentrl.observe.stats import (
     rate_difference,
 )
 from agentrl.observe.summary import Summary
-from agentrl.observe.transcripts import ShownEpisode, choose_pairs, show_episode, show_pair
+from agentrl.observe.transcripts import ShownEpisode, choose_pairs, show_episode
 
 _EPISODES_SHOWN = 6
 _SETBACKS_SHOWN = 20
@@ -396,7 +395,8 @@ def _setbacks(run: RunData) -> list[tuple[str, ...]]:
 def _episodes(run: RunData) -> tuple[str, list[tuple[ShownEpisode, ...]]]:
     pairs = choose_pairs(run.episodes.get("before", ()), run.episodes.get("after", ()), _EPISODES_SHOWN)
     if pairs:
-        return "The same tasks before and after training.", [show_pair(*pair) for pair in pairs]
+        shown = [(show_episode(before, "before training"), show_episode(after, "after training")) for before, after in pairs]
+        return "The same tasks before and after training.", list(shown)
     some = [item for lines in run.episodes.values() for item in lines[-_EPISODES_SHOWN // 2 :]]
     return "A sample of the episodes.", [(show_episode(item),) for item in some[:_EPISODES_SHOWN]]
 

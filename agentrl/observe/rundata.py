@@ -47,7 +47,7 @@ class RunData:
     def series(self, key: str) -> tuple[tuple[float, float], ...]:
         """(step, value) of the steps with a finite number under `key`."""
         values = ((line["step"], line.get(key)) for line in self.metrics)
-        return tuple((step, value) for step, value in values if _finite(value))
+        return tuple((step, value) for step, value in values if is_finite(value))
 
 
 def read_run(run_dir: Path) -> RunData:
@@ -55,24 +55,24 @@ def read_run(run_dir: Path) -> RunData:
     if not run_dir.is_dir():
         raise StoreError(f"no run folder {run_dir}")
     notes: list[str] = []
-    lines = _read_lines(run_dir / "metrics.jsonl", {"step": int}, notes)
+    lines = read_lines(run_dir / "metrics.jsonl", {"step": int}, notes)
     by_step = {line["step"]: line for line in lines}  # a step that a resumed run repeated counts once
-    evaluations = _read_object(run_dir / "evaluations.json", notes)
+    evaluations = read_object(run_dir / "evaluations.json", notes)
     evaluated = dict(_read_rates(evaluations))
     episodes = {path.stem: _read_episodes(path, notes) for path in sorted((run_dir / "episodes").glob("*.jsonl"))}
     return RunData(
         name=run_dir.name,
-        recipe=_read_object(run_dir / "recipe.json", notes),
+        recipe=read_object(run_dir / "recipe.json", notes),
         summary=_read_summary(run_dir, [] if evaluated else notes),
         metrics=tuple(by_step[step] for step in sorted(by_step)),
         episodes=episodes,
-        setbacks=tuple(_read_lines(run_dir / "failures" / "updates.jsonl", _SETBACK, notes)),
+        setbacks=tuple(read_lines(run_dir / "failures" / "updates.jsonl", _SETBACK, notes)),
         left_out=tuple(_read_left_out(evaluations)),
         compute=tuple(_read_compute(evaluations)),
         thinking=tuple(_read_thinking(evaluations)),
         evaluated=evaluated,
-        taught=tuple(_read_lines(run_dir / "tasks.jsonl", _TASK_GROUP, notes)),
-        failures=_read_object(run_dir / "failures" / "failures.json", notes),
+        taught=tuple(read_lines(run_dir / "tasks.jsonl", _TASK_GROUP, notes)),
+        failures=read_object(run_dir / "failures" / "failures.json", notes),
         notes=tuple(notes),
     )
 
@@ -91,7 +91,7 @@ def _read_compute(phases: Line) -> Iterator[Curve]:
         for line in as_list(result.get("compute")) if phase == last else ():
             attempts, points = (line.get("attempts"), as_list(line.get("points"))) if isinstance(line, dict) else (None, [])
             pairs = tuple((point[0], point[1]) for point in points if isinstance(point, list) and len(point) == 2)
-            if isinstance(attempts, int) and pairs and all(_finite(value) for pair in pairs for value in pair):
+            if isinstance(attempts, int) and pairs and all(is_finite(value) for pair in pairs for value in pair):
                 yield split, attempts, pairs
 
 
@@ -104,7 +104,7 @@ def _read_thinking(phases: Line) -> Iterator[Curve]:
         for one in (*bounded, result) if bounded else ():
             tokens, shares = one.get("tokens_mean"), one.get("pass_at")
             for k, share in shares.items() if isinstance(shares, dict) else ():
-                if k.isdecimal() and len(k) < 6 and _finite(tokens) and _finite(share):
+                if k.isdecimal() and len(k) < 6 and is_finite(tokens) and is_finite(share):
                     points.setdefault(int(k), []).append((int(k) * tokens, share))
         for attempts in sorted(points):
             yield split, attempts, tuple(sorted(points[attempts]))
@@ -117,7 +117,7 @@ def _last(phases: Line) -> str:
 def _read_rates(phases: Line) -> Iterator[tuple[str, Rate]]:
     for phase, split, result in _results(phases):
         value, low, high, count = (result.get(name) for name in ("value", "ci_low", "ci_high", "n"))
-        if phase in ("eval", "sample") and isinstance(count, int) and _finite(value) and _finite(low) and _finite(high):
+        if phase in ("eval", "sample") and isinstance(count, int) and is_finite(value) and is_finite(low) and is_finite(high):
             yield split, Rate(value=value, ci_low=low, ci_high=high, n=count)
 
 
@@ -128,21 +128,22 @@ def _results(phases: Line) -> Iterator[tuple[str, str, Line]]:
                 yield phase, split, result
 
 
-def _finite(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value)
+def is_finite(value: Any) -> TypeGuard[float]:
+    """Whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _read_episodes(path: Path, notes: list[str]) -> tuple[Line, ...]:
     """Transcripts of one phase. A repeated evaluation replaces the earlier one."""
-    lines = _read_lines(path, _EPISODE, notes)
+    lines = read_lines(path, _EPISODE, notes)
     return tuple({(line["split"], line["task_id"], str(line.get("step")) if path.stem == "train" else ""): line for line in lines}.values())
 
 
-def _read_lines(path: Path, required: Mapping[str, type], notes: list[str]) -> list[Line]:
-    """The lines with the `required` keys and types."""
+def read_lines(path: Path, required: Mapping[str, type], notes: list[str], *, most: int = _MAX_BYTES) -> list[Line]:
+    """The lines of a file with the `required` keys and types; empty if it is missing. `most`: bytes of the file."""
     lines: list[Line] = []
     bad = 0
-    for text in (_text(path, notes) or "").split("\n"):
+    for text in (_text(path, notes, most) or "").split("\n"):
         if not text.strip():
             continue
         line = parse_object(text)
@@ -155,10 +156,10 @@ def _read_lines(path: Path, required: Mapping[str, type], notes: list[str]) -> l
     return lines
 
 
-def _text(path: Path, notes: list[str]) -> str | None:
+def _text(path: Path, notes: list[str], most: int) -> str | None:
     """The text of a file; None if it is missing or cannot be read."""
     try:
-        return read_bytes(path, most=_MAX_BYTES, inside=path.parent).decode("utf-8", "replace")
+        return read_bytes(path, most=most, inside=path.parent).decode("utf-8", "replace")
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -183,8 +184,9 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _read_object(path: Path, notes: list[str]) -> Line:
-    text = _text(path, notes)
+def read_object(path: Path, notes: list[str], *, most: int = _MAX_BYTES) -> Line:
+    """The JSON object in a file; empty if it is missing or something else. `most`: bytes of the file."""
+    text = _text(path, notes, most)
     content = {} if text is None else parse_object(text)
     if content is None:
         notes.append(f"{path.name} cannot be read")

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.observe.charts import Chart, Series, Table, line_chart
 from agentrl.observe.exclusions import printable_text
+from agentrl.observe.markup import Chart, Series, Table, line_chart
 from agentrl.observe.rundata import as_list
 from agentrl.observe.transcripts import ShownEpisode, show_failure
 

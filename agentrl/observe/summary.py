@@ -1,20 +1,46 @@
-"""`summary.json`: the outcome of a run in one small file, for people and for programs."""
+"""The outcome of a run in small files, for people and for programs: `summary.json`, and `sessions.jsonl` with the starts of the run.
+
+`sessions.jsonl` has one line for each start of a driver and one for each end. A driver that was killed leaves no line for its end.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
+from types import MappingProxyType
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentrl.base import files
+from agentrl.base.files import append_lines, complete_lines, json_line, read_json_lines, write_atomically
 from agentrl.base.untrusted_files import read_bytes
+from agentrl.base.user_code import printable
 from agentrl.errors import StoreError
-from agentrl.observe.sessions import Session
 from agentrl.observe.stats import Rate
 
-FILE = "summary.json"
-_MAX_BYTES = 64 << 20  # bytes
+SUMMARY_FILE, SESSIONS_FILE = "summary.json", "sessions.jsonl"
+_MAX_BYTES = 64 << 20
+_MAX_WHY = 2000  # characters
+Ended = Literal["finished", "interrupted", "failed", "killed"]
+
+
+class Session(BaseModel):
+    """One start of a run, the first or a `--resume`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    began: str
+    """Start time in UTC."""
+    step: int = Field(ge=0)
+    """Learner steps done at the start."""
+    ended: Ended = "killed"
+    """`interrupted`: by the user; `failed`: by a fault; `killed`: no end was recorded. The newest session may still be running."""
+    why: str = ""
+    """The reason if the session failed."""
+    attempts_failed: int = Field(0, ge=0)
+    """Attempts since the last recorded step that ended in a fault that the policy did not cause."""
 
 
 class Summary(BaseModel):
@@ -95,15 +121,44 @@ class Summary(BaseModel):
 
     def write(self, run_dir: Path) -> Path:
         """Replaces `summary.json` in the run folder atomically."""
-        path = run_dir / FILE
-        files.write_atomically(path, self.model_dump_json(indent=2) + "\n")
+        path = run_dir / SUMMARY_FILE
+        write_atomically(path, self.model_dump_json(indent=2) + "\n")
         return path
 
     @classmethod
     def read(cls, run_dir: Path) -> Self:
         """Reads `summary.json`. Raises `FileNotFoundError` if it is missing, `StoreError` if it does not validate."""
-        path = run_dir / FILE
+        path = run_dir / SUMMARY_FILE
         try:
             return cls.model_validate_json(read_bytes(path, most=_MAX_BYTES, inside=run_dir))
         except ValueError as error:
             raise StoreError(f"{path} is not a run summary: {error}") from error
+
+
+def record_start(folder: Path) -> None:
+    """Records the start of a driver and the number of learner steps done."""
+    steps = {line["step"] for line in read_json_lines(folder / "metrics.jsonl")}
+    append_lines(folder / SESSIONS_FILE, [json_line({"began": datetime.now(UTC).isoformat(timespec="seconds"), "step": len(steps)})])
+
+
+def record_end(folder: Path, how: Ended, *, why: str = "", figures: Mapping[str, float] = MappingProxyType({})) -> None:
+    """Records how the driver ended, once. `figures` come from `agentrl.failure.FaultRate`, since the last step."""
+    if not any(b'"began"' in line for line in complete_lines(folder / SESSIONS_FILE)[-1:]):
+        return
+    failed = int(figures.get("attempts_failed", 0))
+    append_lines(folder / SESSIONS_FILE, [json_line({"ended": how, "why": printable(why, _MAX_WHY), "attempts_failed": failed})])
+
+
+def read_sessions(folder: Path) -> tuple[Session, ...]:
+    """The starts of a run, the oldest first; empty if the file is missing. Invalid lines are ignored."""
+    sessions: list[Session] = []
+    for text in complete_lines(folder / SESSIONS_FILE):
+        try:
+            line = json.loads(text)
+            if "began" in line:
+                sessions.append(Session.model_validate(line))
+            elif sessions:
+                sessions[-1] = Session.model_validate(sessions[-1].model_dump() | line)
+        except (ValueError, TypeError, RecursionError):
+            continue
+    return tuple(sessions)

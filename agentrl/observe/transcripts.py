@@ -20,22 +20,6 @@ _ROLES = {"system": "instructions", "user": "question", "assistant": "agent", "t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Badge:
-    """A score with its style."""
-
-    text: str
-    style: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownCall:
-    """A tool call."""
-
-    tool: str
-    shown: str  # arguments
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Bubble:
     """A message of a conversation."""
 
@@ -43,15 +27,7 @@ class Bubble:
     role: str
     content: str
     as_typed: bool  # in a fixed-width font, with line breaks
-    calls: tuple[ShownCall, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """A trajectory other than the first: a sub-agent's, or one after compaction."""
-
-    title: str
-    bubbles: tuple[Bubble, ...]
+    calls: tuple[tuple[str, str], ...]  # tool, arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +39,9 @@ class ShownEpisode:
     kind: str
     versions: str
     bubbles: tuple[Bubble, ...]
-    others: tuple[Conversation, ...]
-    outcome: tuple[tuple[str, str], ...]
-    badge: Badge
+    others: tuple[tuple[str, tuple[Bubble, ...]], ...]  # title and messages of a sub-agent, or of a trajectory after compaction
+    outcome: tuple[tuple[str, str], ...]  # name, value
+    badge: tuple[str, str]  # score, style
 
 
 def choose_pairs(before: Sequence[Transcript], after: Sequence[Transcript], wanted: int) -> list[Pair]:
@@ -81,31 +57,8 @@ def choose_pairs(before: Sequence[Transcript], after: Sequence[Transcript], want
     return (chosen + [pair for pair in gained + lost + failing + rest if pair not in chosen])[:wanted]
 
 
-def show_pair(before: Transcript, after: Transcript) -> tuple[ShownEpisode, ShownEpisode]:
-    """One task, attempted before and after training."""
-    return show_versions("before training", before, "after training", after)
-
-
-def show_versions(before_title: str, before: Transcript, after_title: str, after: Transcript) -> tuple[ShownEpisode, ShownEpisode]:
-    """One task, attempted by two versions."""
-    return _shown(before_title, before), _shown(after_title, after)
-
-
-def show_episode(item: Transcript) -> ShownEpisode:
-    """A single episode."""
-    return _shown(f"{_text(item, 'phase')}, step {item.get('step', '?')}", item)
-
-
-def show_failure(item: Transcript) -> ShownEpisode:
-    """A captured failure, with its tag and the turn where it shows first, counted from 1."""
-    turn = item.get("turn")
-    where = f", turn {turn + 1}" if isinstance(turn, int) else ""
-    shown = show_episode(item)
-    failure = (("failure", f"{_text(item, 'tag').replace('_', ' ')}{where}"), ("note", _text(item, "note") or "(none)"))
-    return replace(shown, outcome=(*failure, *shown.outcome))
-
-
-def _shown(title: str, item: Transcript) -> ShownEpisode:
+def show_episode(item: Transcript, title: str = "") -> ShownEpisode:
+    """One episode as the report shows it; without a title, it has its phase and step."""
     split = _text(item, "split")
     kind = (_text(item, "kind").replace("_", " "), _SPLITS.get(split, split))
     answer, truth = item.get("answer"), item.get("truth")
@@ -118,18 +71,24 @@ def _shown(title: str, item: Transcript) -> ShownEpisode:
         outcome.append(("note", str(item["reason"])))
     others = [other for other in as_list(item.get("trajectories")) if isinstance(other, dict)]
     return ShownEpisode(
-        title=title,
+        title=title or f"{_text(item, 'phase')}, step {item.get('step', '?')}",
         question=_cut(_text(item, "question") or _text(item, "task_id")),
         kind=" · ".join(part for part in kind if part),
         versions=", ".join(map(str, as_list(item.get("versions")))) or "?",
         bubbles=_bubbles(item),
-        others=tuple(
-            Conversation(title=f"{_text(other, 'agent')}, ended by {_text(other, 'stop_reason') or '?'}", bubbles=_bubbles(other))
-            for other in others
-        ),
+        others=tuple((f"{_text(other, 'agent')}, ended by {_text(other, 'stop_reason') or '?'}", _bubbles(other)) for other in others),
         outcome=tuple((name, _cut(value)) for name, value in outcome),
         badge=_badge(item),
     )
+
+
+def show_failure(item: Transcript) -> ShownEpisode:
+    """A captured failure, with its tag and the turn where it shows first, counted from 1."""
+    turn = item.get("turn")
+    where = f", turn {turn + 1}" if isinstance(turn, int) else ""
+    shown = show_episode(item)
+    failure = (("failure", f"{_text(item, 'tag').replace('_', ' ')}{where}"), ("note", _text(item, "note") or "(none)"))
+    return replace(shown, outcome=(*failure, *shown.outcome))
 
 
 def _bubbles(item: Transcript) -> tuple[Bubble, ...]:
@@ -148,20 +107,20 @@ def _bubble(message: Mapping[str, Any]) -> Bubble:
     )
 
 
-def _call(call: Mapping[str, Any]) -> ShownCall:
+def _call(call: Mapping[str, Any]) -> tuple[str, str]:
     arguments = call.get("arguments")
     if isinstance(arguments, dict) and len(arguments) == 1 and isinstance(only := next(iter(arguments.values())), str):
         shown = only  # code and answers are more readable without JSON
     else:
         shown = json.dumps(arguments, indent=2, ensure_ascii=False)
-    return ShownCall(tool=_cut(str(call.get("name", "?"))), shown=_cut(shown))
+    return _cut(str(call.get("name", "?"))), _cut(shown)
 
 
-def _badge(item: Transcript) -> Badge:
+def _badge(item: Transcript) -> tuple[str, str]:
     score = item.get("score")
     if item.get("left_out") or not isinstance(score, int | float):
-        return Badge(text="excluded", style="none")
-    return Badge(text=f"{score:g}", style="good" if is_at_least(score, 1.0) else "bad" if score <= 0 else "part")
+        return "excluded", "none"
+    return f"{score:g}", "good" if is_at_least(score, 1.0) else "bad" if score <= 0 else "part"
 
 
 def _one_of_each(pairs: list[Pair]) -> list[Pair]:

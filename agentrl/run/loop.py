@@ -23,7 +23,8 @@ from agentrl.experience.audit import LedgerCounts, count
 from agentrl.failure.digest import write_digest
 from agentrl.gate.gate import Gate, first_version_to_serve, promoted_result, serve_result
 from agentrl.gate.schedule import schedule_gate
-from agentrl.observe import Summary, sessions, write_report
+from agentrl.observe import Summary, write_report
+from agentrl.observe.summary import SESSIONS_FILE, Ended, read_sessions, record_end
 from agentrl.records import Group, VersionState
 from agentrl.run.rollouts import Rollouts
 from agentrl.run.supervise import watch_daemon, watch_external_servers, watch_learner
@@ -44,7 +45,7 @@ async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, ro
     The caller has locked the run folder (`claim_run_folder`) and has run the cheap checks (`run_preflight`). Raises `UserError` before
     anything starts if the recipe cannot run here, and `InfrastructureError` if a part fails for good; finished work is kept.
     """
-    starts = len(sessions.read_sessions(start.folder))
+    starts = len(read_sessions(start.folder))
     run, ledger, unfinished = None, None, tuple[Group, ...]()
     try:
         async with open_run(recipe, start, checked, root=root, console=console) as run:
@@ -60,7 +61,7 @@ async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, ro
         if run is not None:
             with warn_on_error(run.folder, "the summary and the report"):
                 _report(run, unfinished, ledger, error)
-        if len(sessions.read_sessions(start.folder)) > starts:  # otherwise the last session belongs to an earlier driver
+        if len(read_sessions(start.folder)) > starts:  # otherwise the last session belongs to an earlier driver
             _ended(start.folder, error)
         raise
     return _report(run, unfinished, ledger)  # last, so that it includes all stage times
@@ -82,22 +83,22 @@ async def _pipeline(run: Run) -> None:
         if run.sandboxes.name == "docker":
             watching.append(watch_daemon(run.tracker.alert))
         if run.gate_server is not None:
-            watching.append(run.gate_server.watch(on_loss=run.learner.kill))
+            watching.append(run.gate_server.policy.watch(on_loss=run.learner.kill))
         watchers = [parts.create_task(one) for one in watching]
         if not concluded:
             await records.finish_serving()
         records.record_missing()
         if newest.number == 0 and not concluded:
-            await evaluation.run_once("before", step=0)
+            await evaluation.evaluate_once("before", step=0)
         if needed:
             measure.remove_evaluation(run.folder, "after")  # from an earlier session with fewer steps
         if not concluded:
             await _learn(run, learning)
         if gate is not None and gate.is_concluded:
             await serve_result(run.registry, run.served, run.tracker.alert)
-            await evaluation.run_once("after", step=run.served.version)
+            await evaluation.evaluate_once("after", step=run.served.version)
         elif gate is None and run.served.version >= run.recipe.steps:
-            await evaluation.run_once("after", step=run.served.version)
+            await evaluation.evaluate_once("after", step=run.served.version)
             run.registry.set_state(run.served.version, VersionState.PROMOTED)
         for watcher in watchers:
             watcher.cancel()
@@ -185,10 +186,10 @@ def _report(run: Run, unfinished: tuple[Group, ...], ledger: LedgerCounts | None
 
 def _ended(
     folder: Path, error: BaseException | None, *, interrupted: bool = False, figures: Mapping[str, float] = MappingProxyType({})
-) -> sessions.Ended:
+) -> Ended:
     """Records how the driver ended, unless that is already recorded."""
     fault = main_error(error) if error is not None and not ended_by_user(error) else None
-    how: sessions.Ended = "failed" if fault is not None else "interrupted" if interrupted or error is not None else "finished"
-    with warn_on_error(folder, sessions.FILE):
-        sessions.record_end(folder, how, why="" if fault is None else one_line_error(fault), figures=figures)
+    how: Ended = "failed" if fault is not None else "interrupted" if interrupted or error is not None else "finished"
+    with warn_on_error(folder, SESSIONS_FILE):
+        record_end(folder, how, why="" if fault is None else one_line_error(fault), figures=figures)
     return how

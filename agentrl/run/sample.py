@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import append_lines, json_line, write_atomically
-from agentrl.base.scores import all_equal, is_at_least
+from agentrl.base.scores import all_equal
 from agentrl.config.recipe import Recipe, RolloutConfig
 from agentrl.errors import UserError
-from agentrl.evaluation.compute import CountedAttempt, compute_curves, pass_at_attempt_counts
-from agentrl.evaluation.splits import SOLVED_SCORE, SplitEvaluation
+from agentrl.evaluation.splits import AttemptTotals, SplitEvaluation
 from agentrl.experience import GroupOrder
 from agentrl.failure.digest import write_digest
-from agentrl.observe.exclusions import count_exclusions, merge_counts
-from agentrl.observe.stats import Rate, format_duration
+from agentrl.observe.stats import format_duration
 from agentrl.records import Group, Split, Task
 from agentrl.run.rollouts import Rollouts
 from agentrl.run.supervise import watch_daemon
@@ -41,46 +38,30 @@ _REPORTS = 10  # progress reports
 
 
 @dataclass(slots=True)
-class AttemptTotals:
-    """Totals of the attempts at some tasks. Attempts without a finite score only count as excluded."""
+class SampleTotals(AttemptTotals):
+    """Totals of the attempts of sampled groups."""
 
-    scores: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by task key
-    tries: defaultdict[str, list[CountedAttempt]] = field(default_factory=lambda: defaultdict(list))
-    left_out: int = 0
-    left_out_reasons: dict[str, int] = field(default_factory=dict)
     differ: int = 0  # groups with different scores, which a learner could use
-
-    def add(self, group: Group, *, min_group_size: int) -> None:
-        """Counts a group."""
-        for one in group.episodes:
-            value = one.score.value
-            if value is None or not math.isfinite(value):
-                self.left_out += 1
-                continue
-            self.scores[group.task_key].append(value)
-            self.tries[group.task_key].append(CountedAttempt(passed=is_at_least(value, SOLVED_SCORE), tokens=one.episode.completion_tokens))
-        self.left_out_reasons = merge_counts(self.left_out_reasons, count_exclusions(group.episodes))
-        self.differ += len(group.scored) >= min_group_size and not all_equal(one.score.value or 0.0 for one in group.scored)
 
     @property
     def tasks(self) -> int:
         """Tasks with a scored attempt."""
-        return len(self.scores)
+        return len(self.scored)
 
     @property
     def attempts(self) -> int:
         """Scored attempts."""
-        return sum(map(len, self.scores.values()))
+        return sum(map(len, self.tries))
 
     @property
     def solved(self) -> int:
         """Tasks that at least one attempt solved."""
-        return sum(any(one.passed for one in tries) for tries in self.tries.values())
+        return sum(any(one.passed for one in tries) for tries in self.tries)
 
-    @property
-    def rate(self) -> Rate | None:
-        """Mean over tasks of the mean score of each; None without scores."""
-        return Rate.from_scores([statistics.fmean(values) for values in self.scores.values()]) if self.scores else None
+    def add_group(self, group: Group, *, min_group_size: int) -> None:
+        """Counts a group."""
+        self.add(group.task_key, group.episodes)
+        self.differ += len(group.scored) >= min_group_size and not all_equal(one.score.value or 0.0 for one in group.scored)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the totals as JSON data."""
@@ -94,8 +75,8 @@ class SampleResult:
 
     folder: Path
     requested: int  # requested groups
-    totals: AttemptTotals
-    by_kind: dict[str, AttemptTotals]
+    totals: SampleTotals
+    by_kind: dict[str, SampleTotals]
     unfinished: bool  # interrupted before all groups were sampled
 
     def as_json(self) -> dict[str, Any]:
@@ -106,21 +87,7 @@ class SampleResult:
 
     def evaluation(self) -> SplitEvaluation:
         """Returns the result as an evaluation of the training tasks."""
-        tries = list(self.totals.tries.values())
-        tokens = [one.tokens for attempts in tries for one in attempts]
-        kinds = {kind: rate for kind, came in self.by_kind.items() if (rate := came.rate) is not None}
-        return SplitEvaluation(
-            rate=self.totals.rate,
-            by_kind=kinds,
-            attempts=max(map(len, tries), default=0),
-            episodes=len(tokens) + self.totals.left_out,
-            excluded=self.totals.left_out,
-            excluded_reasons=self.totals.left_out_reasons,
-            tokens_mean=statistics.fmean(tokens) if tokens else None,
-            pass_at=pass_at_attempt_counts(tries),
-            compute=compute_curves(tries),
-            transcripts=(),
-        )
+        return self.totals.evaluation(self.by_kind, attempts=max(map(len, self.totals.tries), default=0))
 
 
 async def sample(
@@ -207,14 +174,14 @@ def _at_once(rollout: RolloutConfig) -> int:
 
 def sample_result(run: Run, asked: int) -> SampleResult:
     """Returns the result of the first `asked` groups. Writes their transcripts to `episodes/train.jsonl`."""
-    totals, kinds = AttemptTotals(), defaultdict[str, AttemptTotals](AttemptTotals)
+    totals, kinds = SampleTotals(), defaultdict[str, SampleTotals](SampleTotals)
     path = run.folder / "episodes" / "train.jsonl"
     path.unlink(missing_ok=True)  # from a killed process
     size, stored = run.recipe.rollout.group.min_size, 0
     for group, task in _stored(run, asked):
         stored += 1
         for counted in (totals, kinds[task.kind if task is not None else ""]):
-            counted.add(group, min_group_size=size)
+            counted.add_group(group, min_group_size=size)
         if task is not None:
             append_lines(path, (json_line(transcript(task, one, phase="train", step=0)) for one in group.episodes))
     return SampleResult(folder=run.folder, requested=asked, totals=totals, by_kind=dict(sorted(kinds.items())), unfinished=stored < asked)

@@ -77,7 +77,7 @@ class StepRecords:
         metrics = self._metrics(version, report)
         every = self.recipe.evaluation.every
         if every and version.number % every == 0 and version.number < self.recipe.steps:
-            metrics |= await self.evaluation.run_once(f"step{version.number}", step=version.number)
+            metrics |= await self.evaluation.evaluate_once(f"step{version.number}", step=version.number)
             self.tracker.stage("train", f"{self.progress.stop_at} steps")
             if self.progress.last_step_at is not None:
                 self.progress.last_step_at = time.monotonic()

@@ -25,7 +25,8 @@ from agentrl.base.untrusted_files import read_bytes
 from agentrl.config.recipe import Recipe, load
 from agentrl.config.section import Section, resumable_keys
 from agentrl.errors import RecipeError, RunFolderBusy, StoreError, UserError
-from agentrl.observe import Summary, sessions
+from agentrl.observe import Summary
+from agentrl.observe.summary import read_sessions, record_start
 from agentrl.plugins.parts import Part
 
 _RECIPE, _STARTED = "recipe.json", "run.json"
@@ -159,7 +160,7 @@ def _started(folder: Path) -> dict[str, Any]:
 
 def finished_summary(folder: Path, recipe: Recipe) -> Summary | None:
     """Returns the summary of a run that has finished under this recipe; else None."""
-    starts = sessions.read_sessions(folder)
+    starts = read_sessions(folder)
     if not starts or starts[-1].ended != "finished" or check_resumed_recipe(folder, recipe):
         return None
     with suppress(FileNotFoundError, StoreError):
@@ -220,7 +221,7 @@ def write_start(folder: Path, recipe: Recipe, start: RunStart) -> None:
     }
     files.write_atomically(folder / _STARTED, json.dumps(started, indent=2) + "\n")
     if start.verb == "train":
-        sessions.record_start(folder)  # first, so that no earlier session counts as finished under this recipe
+        record_start(folder)  # first, so that no earlier session counts as finished under this recipe
     files.write_atomically(folder / _RECIPE, recipe.model_dump_json(indent=2) + "\n")
 
 

@@ -24,7 +24,7 @@ from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
 from agentrl.evaluation.splits import SplitEvaluation
 from agentrl.experience.audit import LedgerCounts
-from agentrl.failure import overlap, quarantine
+from agentrl.failure import faults, overlap
 from agentrl.failure.digest import failures_by_tag
 from agentrl.gate.verdict import read_verdicts
 from agentrl.judge.ledger import usage_in
@@ -32,7 +32,7 @@ from agentrl.learner.failure_log import UpdateFailureLog
 from agentrl.observe import Rate, Summary
 from agentrl.observe.drift import DISAGREEMENT, drift_alerts
 from agentrl.observe.exclusions import count_exclusions, exclusion_reason, format_counts, merge_counts, run_problems
-from agentrl.observe.sessions import read_sessions as read_sessions
+from agentrl.observe.summary import read_sessions as read_sessions
 from agentrl.records import ADAPTER, Group, ScoredEpisode, Split, SwapReport
 from agentrl.reward.combine import AUDIT_PART
 
@@ -328,7 +328,7 @@ def summarize(
         left_out_reasons=left_out,
         failures=failures_by_tag(folder),
         **{name: total(name) for name in ("attempts_cancelled", "attempts_not_begun", "groups_stopped", "tokens_trained")},
-        tasks_quarantined=quarantine.count_quarantined(folder),
+        tasks_quarantined=faults.count_quarantined(folder),
         tasks_withheld=overlap.count_withheld(folder),
         judges=judge_costs(folder),
         tokens={} if ledger is None else ledger.tokens,

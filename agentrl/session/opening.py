@@ -24,7 +24,7 @@ from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.failure.capture import PASSES
 from agentrl.failure.case import Suite
 from agentrl.failure.overlap import WithholdingLog
-from agentrl.gate.server import GateServer
+from agentrl.gate.schedule import GateServer
 from agentrl.learner.process import LearnerProcess
 from agentrl.memory.run_memory import RunMemory, open_memory, placeholder_memory
 from agentrl.observe import RunTracker, StageClock, open_trackers
@@ -283,7 +283,7 @@ async def _open_servers(
     gate_server = None
     if recipe.gate_has_server:
         gate_server = GateServer(recipe, folder, registry, gpus=checked.gpus.gate, alert=alert)
-        stack.push_async_callback(gate_server.close)
+        stack.push_async_callback(gate_server.policy.close)
     starting = running_judge_servers(recipe, checked.judges, folder=folder, gpus=checked.gpus.judges, alert=alert)
     return registry, served, gate_server, await stack.enter_async_context(starting)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from agentrl.agent import TaskData, ToolOutcome, load_tools, tool
 from agentrl.agent.invoke import call_tool
-from agentrl.check import malformed
+from agentrl.check.cheats import malformed_arguments
 from agentrl.errors import PluginError
 from agentrl.protocols import Sandbox
 from agentrl.records import Blame, Limits, SandboxSpec, Task
@@ -152,7 +152,7 @@ async def test_wrong_arguments_are_scored(tokenizer: Any, task: Task, make_runne
 @pytest.mark.parametrize("name", ["search", "every"])
 async def test_unusual_arguments_never_raise(name: str) -> None:
     function = load(name)
-    for what, arguments in malformed.arguments(function.schema["function"]["parameters"]["properties"]).items():
+    for what, arguments in malformed_arguments(function.schema["function"]["parameters"]["properties"]).items():
         done = await call_tool(function, arguments, None, LIMITS, turn=1)
         assert done.failure is None, (what, done.failure)
 

@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 from agentrl.check import cheats
 from agentrl.check.check import _Prover, check_family
-from agentrl.check.family_source import FamilySource
-from agentrl.check.findings import Finding, Proof
-from agentrl.check.report import GOLD, IMAGE, NOTHING, CaseResult, CheckReport, _wrong_cases, render
+from agentrl.check.purity import FamilySource
+from agentrl.check.report import GOLD, IMAGE, NOTHING, CaseResult, CheckReport, Finding, Proof, _wrong_cases, render
 from agentrl.check.verifiers import retry_sandbox_errors
 from agentrl.cli import app
 from agentrl.config import SandboxConfig, TasksConfig

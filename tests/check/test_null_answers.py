@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.check.findings import Proof
 from agentrl.check.null_answers import KINDS, TASKS, prove_null_answers
+from agentrl.check.report import Proof
 from agentrl.check.verifiers import GoldAttempt
 from agentrl.records import Episode, Score, Task
 from agentrl.reward import TaskScorer

@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 
 from agentrl.agent.run_tools import declared_tools, pin_tools
 from agentrl.check.access import image_files
-from agentrl.check.family_source import FamilySource, split_sizes
-from agentrl.check.findings import Proof
-from agentrl.check.purity import prove_purity
+from agentrl.check.purity import FamilySource, prove_purity, split_sizes
+from agentrl.check.report import Proof
 from agentrl.check.splits import prove_splits
 from agentrl.check.tool_calls import prove_tools
 from agentrl.check.verifiers import GoldAttempt, prove_verifiers

@@ -16,8 +16,7 @@ from agentrl.config.failures import CaptureConfig
 from agentrl.errors import UserError
 from agentrl.failure import Capture
 from agentrl.failure.case import load_suite
-from agentrl.failure.collection import Collection
-from agentrl.failure.listing import TraceFilter, TraceRow
+from agentrl.failure.collection import Collection, TraceFilter, TraceRow
 from agentrl.failure.trace import CaptureReason, ImportedMessage, Tag, Trace
 from agentrl.records import Group, Message, Score, ToolCall
 from tests.failure.traces import heard, python, said, scored, submit, task, trace, turn

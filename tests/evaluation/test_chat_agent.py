@@ -14,8 +14,7 @@ import pytest
 from agentrl.errors import UserError
 from agentrl.evaluation.chat_agent import ChatAgent, ChatAnswer, NoPolicy
 from agentrl.evaluation.open_policy import prepare_evaluation
-from agentrl.evaluation.policies import find_policy
-from agentrl.evaluation.request_options import RequestOptions
+from agentrl.evaluation.policies import RequestOptions, find_policy
 from agentrl.evaluation.suites import SuiteEvaluation, evaluate_suites
 from agentrl.failure.case import Suite
 from agentrl.judge import Endpoint

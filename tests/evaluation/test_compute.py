@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.evaluation.compute import MAX_POINTS, CountedAttempt, attempt_counts, compute_curves, pass_at_attempt_counts
+from agentrl.evaluation.statistics import MAX_POINTS, CountedAttempt, attempt_counts, compute_curves, pass_at_attempt_counts
 
 attempts = st.builds(CountedAttempt, passed=st.booleans(), tokens=st.integers(0, 400))
 tables = st.integers(1, 5).flatmap(lambda k: st.lists(st.lists(attempts, min_size=k, max_size=k), min_size=1, max_size=6))

@@ -19,8 +19,7 @@ from agentrl.cli import app
 from agentrl.config import Part, load
 from agentrl.errors import PluginError, UserError
 from agentrl.evaluation import open_policy, results, suites
-from agentrl.evaluation.junit import xml_text
-from agentrl.evaluation.outcomes import CaseStatus, case_status
+from agentrl.evaluation.outcomes import CaseStatus, case_status, xml_text
 from agentrl.evaluation.policies import NamedPolicy, PolicySource, find_policy, load_policy_plugin, project_of, recipe_for, recipe_policy
 from agentrl.failure.case import Baseline, load_suite, save_case
 from agentrl.reward import TaskScorer

@@ -16,9 +16,8 @@ from agentrl.config.failures import CaptureConfig
 from agentrl.errors import StoreError, UserError
 from agentrl.failure import Capture
 from agentrl.failure.capture import capture_reason
-from agentrl.failure.collection import FILE, Collection
+from agentrl.failure.collection import FILE, Collection, TraceFilter
 from agentrl.failure.digest import build_digest
-from agentrl.failure.listing import TraceFilter
 from agentrl.failure.trace import CaptureReason, Tag
 from agentrl.records import Blame, Group, ScoredEpisode
 from agentrl.records.sampling import Supports

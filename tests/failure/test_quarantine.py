@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import TaskError
-from agentrl.failure import Quarantine, quarantine
-from agentrl.failure.quarantine import count_quarantined
+from agentrl.failure import Quarantine
+from agentrl.failure.faults import count_quarantined
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 
 
@@ -34,7 +34,7 @@ def test_a_broken_task_stays_quarantined_after_a_restart(tmp_path: Path) -> None
 
 
 def test_too_many_broken_tasks_stop_the_run_with_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quarantine, "MAX_QUARANTINED", 2)
+    monkeypatch.setattr("agentrl.failure.faults.MAX_QUARANTINED", 2)
     tasks = Quarantine(tmp_path)
     tasks.add(group(0, "a"))
     tasks.add(group(1, "b"))

@@ -10,8 +10,8 @@ import pytest
 
 from agentrl.errors import PluginError
 from agentrl.failure.rules import RULES
-from agentrl.failure.trace import Tag, Trace
-from agentrl.failure.triage import TAXONOMY, deciding_tag_name, load_rules, tag_by_judge, tag_by_rules
+from agentrl.failure.trace import Tag, Trace, deciding_tag_name
+from agentrl.failure.triage import TAXONOMY, load_rules, tag_by_judge, tag_by_rules
 
 from .traces import python, submit, trace, turn
 from .transcripts import labelled

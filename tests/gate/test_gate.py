@@ -28,9 +28,8 @@ from agentrl.failure.case import Case, Suite
 from agentrl.failure.collection import Collection
 from agentrl.gate import gate
 from agentrl.gate.gate import Gate, first_version_to_serve, promoted_result, serve_result
-from agentrl.gate.regressions import first_different_turn
 from agentrl.gate.schedule import schedule_gate
-from agentrl.gate.verdict import GateOutcome, read_verdict, read_verdicts
+from agentrl.gate.verdict import GateOutcome, first_different_turn, read_verdict, read_verdicts
 from agentrl.observe import write_report
 from agentrl.records import ADAPTER, Episode, Message, SandboxSpec, Score, Split, Task, VersionState
 from agentrl.records.sampling import Sampling

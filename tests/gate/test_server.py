@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import SwapError
-from agentrl.gate.server import GateServer
+from agentrl.gate.schedule import GateServer
 from agentrl.records import PolicyVersion, VersionState
 from agentrl.serving.access import announced_server
 from agentrl.version import FolderRegistry
@@ -28,13 +28,13 @@ async def started(run: Path, registry: FolderRegistry) -> AsyncIterator[tuple[Ga
     """The server with version 0, watched; versions 0 and 1."""
     server, (base, first) = GateServer(RECIPE, run, registry), registry.versions()
     await server.start(base)
-    watcher = asyncio.create_task(server.watch(on_loss=server.close))
+    watcher = asyncio.create_task(server.policy.watch(on_loss=server.policy.close))
     try:
         yield server, base, first
     finally:
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
-        await server.close()
+        await server.policy.close()
 
 
 @pytest.mark.usefixtures("scripted")

@@ -15,9 +15,9 @@ from agentrl.errors import JudgeError, PluginError, UserError
 from agentrl.failure import Capture
 from agentrl.failure.collection import Collection
 from agentrl.failure.digest import write_digest
-from agentrl.failure.render import render_trace
-from agentrl.failure.trace import Tag, Trace
-from agentrl.failure.triage import deciding_tag_name, load_rules, merge_tags, tag_by_judge, tag_by_rules
+from agentrl.failure.timeline import render_trace
+from agentrl.failure.trace import Tag, Trace, deciding_tag_name
+from agentrl.failure.triage import load_rules, merge_tags, tag_by_judge, tag_by_rules
 from agentrl.judge import Budget
 from agentrl.judge.failure_judge import FailureJudge
 from agentrl.records import Group

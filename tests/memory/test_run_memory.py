@@ -77,7 +77,7 @@ async def played(folder: Path, steps: range, family: Family, before: tuple[Group
             run.store.put(group)
         run.registry = Registry()  # type: ignore[assignment]
         if heldout:
-            await HeldOutEvaluation.of(run).run("before", step=0)
+            await HeldOutEvaluation.of(run).evaluate("before", step=0)
         for step in steps:
             for earlier in range(step):
                 take_step(run.order, run.store, earlier)

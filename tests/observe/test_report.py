@@ -17,11 +17,10 @@ from jinja2 import UndefinedError
 from agentrl.cli.train import describe
 from agentrl.errors import StoreError
 from agentrl.observe import Summary, write_report
-from agentrl.observe.charts import Series, line_chart
-from agentrl.observe.markup import environment, render
+from agentrl.observe.markup import Series, environment, line_chart, render
 from agentrl.observe.rundata import parse_object, read_run
 from agentrl.observe.sections import failures_section as of_failures
-from agentrl.observe.sessions import Session
+from agentrl.observe.summary import Session
 from agentrl.observe.transcripts import choose_pairs, show_episode
 
 from .conftest import HOSTILE, evaluation, step_line, transcript, write_lines

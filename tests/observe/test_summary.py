@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from agentrl.errors import StoreError
-from agentrl.observe import Summary, sessions
+from agentrl.observe import Summary, summary
 
 from .conftest import make_summary
 
@@ -49,22 +49,22 @@ def test_a_wrong_file_is_an_error(tmp_path: Path) -> None:
 
 # The starts of a run, also with killed drivers and invalid lines.
 def test_starts_and_ends_are_read_in_order(tmp_path: Path) -> None:
-    assert sessions.read_sessions(tmp_path) == ()
-    sessions.record_start(tmp_path)
+    assert summary.read_sessions(tmp_path) == ()
+    summary.record_start(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 2}\n')
-    sessions.record_start(tmp_path)
-    sessions.record_end(tmp_path, "failed", why="the daemon\x1b[31m died", figures={"attempts_failed": 7.0, "attempts_ended": 9.0})
-    sessions.record_end(tmp_path, "finished")
-    sessions.record_start(tmp_path)
-    sessions.record_end(tmp_path, "interrupted")
-    first, second, third = sessions.read_sessions(tmp_path)
+    summary.record_start(tmp_path)
+    summary.record_end(tmp_path, "failed", why="the daemon\x1b[31m died", figures={"attempts_failed": 7.0, "attempts_ended": 9.0})
+    summary.record_end(tmp_path, "finished")
+    summary.record_start(tmp_path)
+    summary.record_end(tmp_path, "interrupted")
+    first, second, third = summary.read_sessions(tmp_path)
     assert (first.step, first.ended) == (0, "killed"), "it left no word"
     assert (second.step, second.ended, second.attempts_failed) == (2, "failed", 7), "an end is noted once"
     assert second.why == "the daemon\ufffd[31m died" and third.ended == "interrupted"
 
 
 def test_an_end_without_a_start_is_ignored(tmp_path: Path) -> None:
-    sessions.record_end(tmp_path, "finished")
+    summary.record_end(tmp_path, "finished")
     assert not list(tmp_path.iterdir())
 
 
@@ -80,6 +80,6 @@ def test_invalid_lines_are_ignored(tmp_path: Path) -> None:
         "[" * 100_000,
         '{"b',
     ]
-    (tmp_path / sessions.FILE).write_text("\n".join(lines) + "\n")
-    (one,) = sessions.read_sessions(tmp_path)
+    (tmp_path / summary.SESSIONS_FILE).write_text("\n".join(lines) + "\n")
+    (one,) = summary.read_sessions(tmp_path)
     assert (one.began, one.ended) == ("x", "killed")

@@ -18,7 +18,7 @@ from agentrl import records
 from agentrl.agent.tools import ToolOutcome
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.experience import FolderCheckpoints, SqliteStore
-from agentrl.failure.quarantine import Quarantine, count_quarantined
+from agentrl.failure.faults import Quarantine, count_quarantined
 from agentrl.learner.failure_log import UpdateFailureLog
 from agentrl.learner.update_guard import FailureCounts, UpdateFailure
 from agentrl.observe import RunTracker, write_report

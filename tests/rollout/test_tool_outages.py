@@ -16,7 +16,7 @@ import pytest
 from agentrl.agent import invoke
 from agentrl.agent.mcp import RunTools
 from agentrl.errors import InfrastructureError
-from agentrl.failure.rate import FaultRate
+from agentrl.failure.faults import FaultRate
 from agentrl.records import Blame, Episode, Failure, Group, Score, Task
 from agentrl.rollout import GroupRunner, group
 from agentrl.testing import ScriptedPolicy

@@ -15,9 +15,8 @@ from agentrl.base.files import read_json_lines
 from agentrl.evaluation.held_out import HeldOutEvaluation
 from agentrl.failure import Capture
 from agentrl.failure.case import load_suite
-from agentrl.failure.collection import Collection
+from agentrl.failure.collection import Collection, TraceFilter
 from agentrl.failure.digest import write_digest
-from agentrl.failure.listing import TraceFilter
 from agentrl.failure.promote import promote
 from agentrl.observe import write_report
 from agentrl.records import Episode, Group, Score, ScoredEpisode, Task
@@ -59,9 +58,9 @@ async def played(folder: Path, **capture: Any) -> Any:
     async with opened(folder, Journaled(folder / "j", script=script), ScriptedSandboxes(printing("3")), recipe, Family(asked)) as run:
         run.groups = replace(run.groups, scorer=judge, max_retries=0)
         run.registry = Registry()  # type: ignore[assignment]
-        await HeldOutEvaluation.of(run).run("before", step=0)
+        await HeldOutEvaluation.of(run).evaluate("before", step=0)
         await loop._roll_out(run)
-        await HeldOutEvaluation.of(run).run("after", step=1)
+        await HeldOutEvaluation.of(run).evaluate("after", step=1)
         return SimpleNamespace(lost=run.capture.lost, spent_s=run.capture.spent_s, recipe=recipe)
 
 
@@ -71,7 +70,7 @@ async def test_a_repeated_evaluation_replaces_the_earlier_one(tmp_path: Path) ->
         run.groups = replace(run.groups, scorer=judge, max_retries=0)
         run.registry = Registry()  # type: ignore[assignment]
         for phase in ("before", "before", "after"):
-            await HeldOutEvaluation.of(run).run(phase, step=0)
+            await HeldOutEvaluation.of(run).evaluate(phase, step=0)
     told = {path.stem: len(read_json_lines(path)) for path in (tmp_path / "episodes").iterdir()}
     assert told == {"before": 4, "after": 4}
 

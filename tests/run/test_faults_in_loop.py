@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.errors import InfrastructureError, ServingError, StoreError
 from agentrl.evaluation.splits import evaluate_split
-from agentrl.failure.quarantine import count_quarantined
+from agentrl.failure.faults import count_quarantined
 from agentrl.records import Blame, Episode, Group, PolicyVersion, Score, Split, Task
 from agentrl.run import loop
 from agentrl.testing import ScriptedSandboxes

@@ -21,8 +21,7 @@ import zstandard
 from agentrl.cli.recipes import load_recipe
 from agentrl.errors import TaskError
 from agentrl.experience import SqliteStore
-from agentrl.failure import quarantine
-from agentrl.failure.quarantine import count_quarantined
+from agentrl.failure.faults import count_quarantined
 from agentrl.learner import LearnerProcess
 from agentrl.objective import assemble
 from agentrl.records import Blame, EpisodeState, Failure, Group, Limits, SwapReport, Task, codec
@@ -198,7 +197,7 @@ async def test_cancelled_attempts_are_counted_and_leave_nothing(tmp_path: Path) 
 
 
 async def test_too_many_broken_tasks_stop_the_run_with_their_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quarantine, "MAX_QUARANTINED", 2)
+    monkeypatch.setattr("agentrl.failure.faults.MAX_QUARANTINED", 2)
     family = Family(lambda index: replace(make_task(index), limits=Limits(episode_tokens=3)))
     recipe = make_recipe(groups_per_step=6)
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("")), recipe, family) as run:

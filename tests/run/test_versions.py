@@ -49,7 +49,7 @@ async def test_an_interrupted_evaluation_is_repeated(
         recipe=SimpleNamespace(steps=4, evaluation=SimpleNamespace(every=every), learner=SimpleNamespace(keep_versions=2)),
         registry=SimpleNamespace(get=version, prune=lambda keep: None),
         served=SimpleNamespace(version=2),
-        evaluation=SimpleNamespace(run_once=evaluate),
+        evaluation=SimpleNamespace(evaluate_once=evaluate),
         tracker=SimpleNamespace(stage=lambda *_: None),
     )
     await steps.finish_serving()

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.config import JudgeServerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.errors import ServingError
-from agentrl.gate.server import GateServer
+from agentrl.gate.schedule import GateServer
 from agentrl.records import PolicyVersion, Probe, SamplingParams, codec
 from agentrl.serving import judge_server
 from agentrl.serving.control import ControlPlane
@@ -62,7 +62,7 @@ async def test_every_server_of_a_run_is_probed(tmp_path: Path, kind: str) -> Non
     )
     await served.start(version(registry, 1))
     assert ScriptedServer.probed == [1] * len(ScriptedServer.started) and len(ScriptedServer.started) == (3 if kind == "replicas" else 1)
-    await served.close()
+    await (served.policy if isinstance(served, GateServer) else served).close()
     registry.close()
 
 

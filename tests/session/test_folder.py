@@ -17,7 +17,8 @@ from agentrl.base.run_lock import DRIVER
 from agentrl.config import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.config.section import Section, named_section_of, resumable_keys, section_of
 from agentrl.errors import RecipeError, UserError
-from agentrl.observe import Summary, sessions
+from agentrl.observe import Summary
+from agentrl.observe.summary import read_sessions, record_end
 from agentrl.session.folder import (
     RunStart,
     check_resumed_recipe,
@@ -57,7 +58,7 @@ def test_a_run_is_finished_only_under_its_own_recipe(tmp_path: Path) -> None:
     """Otherwise `--resume` would start a server, evaluate and export everything again."""
     hold_run(tmp_path)
     assert finished_summary(tmp_path, RECIPE) is None, "the driver was killed"
-    sessions.record_end(tmp_path, "finished")
+    record_end(tmp_path, "finished")
     assert finished_summary(tmp_path, RECIPE) is None, "there is no summary"
     made = Summary(
         name="x", finished=True, steps=1, episodes=1, episodes_left_out=0, tokens_trained=1, weight_swaps=1, sandbox_backend="b", seed=0
@@ -68,9 +69,9 @@ def test_a_run_is_finished_only_under_its_own_recipe(tmp_path: Path) -> None:
     assert finished_summary(tmp_path, further) is None, "more steps are to be made"
     hold_run(tmp_path, recipe=further)
     assert finished_summary(tmp_path, further) is None, "and this start has not ended yet"
-    sessions.record_end(tmp_path, "failed", why="no model")
+    record_end(tmp_path, "failed", why="no model")
     assert finished_summary(tmp_path, further) is None and finished_summary(tmp_path, RECIPE) is None
-    assert [one.ended for one in sessions.read_sessions(tmp_path)] == ["finished", "failed"]
+    assert [one.ended for one in read_sessions(tmp_path)] == ["finished", "failed"]
 
 
 def test_a_run_folder_is_not_reused_by_accident(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import pytest
 from agentrl.errors import InfrastructureError, SandboxError
 from agentrl.evaluation import held_out
 from agentrl.objective import assemble
-from agentrl.observe import Summary, sessions
+from agentrl.observe import Summary
+from agentrl.observe.summary import read_sessions, record_start
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Episode, Score, Task
 from agentrl.reward import TaskScorer
@@ -138,9 +139,9 @@ async def test_an_evaluation_without_a_score_has_no_rate(tmp_path: Path, phase: 
         told = "evaluation .*: 3 of 3 episodes on heldout excluded: 3 x tests.session.test_no_result:in_words: verifier returned str"
         if phase == "before":
             with pytest.raises(InfrastructureError, match=told):
-                await held_out.HeldOutEvaluation.of(run).run(phase, step=0)
+                await held_out.HeldOutEvaluation.of(run).evaluate(phase, step=0)
         else:
-            assert await held_out.HeldOutEvaluation.of(run).run(phase, step=0) == {}
+            assert await held_out.HeldOutEvaluation.of(run).evaluate(phase, step=0) == {}
     saved = json.loads((tmp_path / "evaluations.json").read_text())[phase]["heldout"]
     assert "value" not in saved and saved["left_out"] == 3 and list(saved["left_out_reasons"].values()) == [3]
     assert len((tmp_path / "episodes" / f"{phase}.jsonl").read_text().splitlines()) == 3, "they are readable"
@@ -167,7 +168,7 @@ async def test_a_complete_evaluation_is_not_repeated(tmp_path: Path) -> None:
             run.registry = Rates()  # type: ignore[assignment]
             run.served.sha256 = changes.get("sha256", "a" * 64)  # type: ignore[misc]
             before = len((tmp_path / "j").read_text().splitlines()) if (tmp_path / "j").exists() else 0
-            assert await held_out.HeldOutEvaluation.of(run).run_once("before", step=0) == {"heldout": 1.0}
+            assert await held_out.HeldOutEvaluation.of(run).evaluate_once("before", step=0) == {"heldout": 1.0}
             assert run.registry.rates == {"heldout": 1.0}  # type: ignore[attr-defined]
         return len((tmp_path / "j").read_text().splitlines()) - before
 
@@ -191,7 +192,7 @@ async def test_a_fatal_fault_is_in_the_summary_and_unfinished_groups_are_counted
 
     @asynccontextmanager
     async def fake(*_: Any, **__: Any) -> AsyncIterator[Any]:
-        sessions.record_start(tmp_path)
+        record_start(tmp_path)
         async with opened(tmp_path, Journaled(tmp_path / "j"), Dead(printing("3")), recipe, judged_by(same_for_all)) as run:
             yield run
 
@@ -223,9 +224,9 @@ async def test_a_failed_start_does_not_change_the_record_of_the_earlier_driver(t
     def fails(*_: Any, **__: Any) -> Any:
         raise InfrastructureError("no sandboxes")
 
-    sessions.record_start(tmp_path)  # killed
+    record_start(tmp_path)  # killed
     monkeypatch.setattr(loop, "open_run", fails)
     start = RunStart(recipe=Path("r.py"), folder=tmp_path, overrides=())
     with pytest.raises(InfrastructureError):
         await loop.train(make_recipe(), start, cast(Any, None), root=tmp_path, console=False)
-    assert [one.ended for one in sessions.read_sessions(tmp_path)] == ["killed"]
+    assert [one.ended for one in read_sessions(tmp_path)] == ["killed"]

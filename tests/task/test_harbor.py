@@ -11,7 +11,7 @@ import pytest
 from agentrl.check import cheats
 from agentrl.check.access import image_files
 from agentrl.check.check import check_family
-from agentrl.check.family_source import FamilySource
+from agentrl.check.purity import FamilySource
 from agentrl.check.report import GOLD, IMAGE, NOTHING, CaseResult
 from agentrl.config import SandboxConfig, TasksConfig
 from agentrl.records import Episode, Split, Task

@@ -4,7 +4,6 @@ All input is hostile: it is bounded, never executed, and no path or address in i
 """
 
 from agentrl.failure.formats.files import UnreadableDocument
-from agentrl.failure.formats.reading import FORMATS, read, read_all
-from agentrl.failure.formats.writing import WRITTEN, write
+from agentrl.failure.formats.registry import FORMATS, WRITTEN, read, read_all, write
 
 __all__ = ["FORMATS", "WRITTEN", "UnreadableDocument", "read", "read_all", "write"]

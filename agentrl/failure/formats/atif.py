@@ -1,34 +1,49 @@
-"""Reads ATIF, the Agent Trajectory Interchange Format (v1.0 to v1.8), which Harbor reads and writes. `atif_export` writes it.
+"""Reads and writes ATIF, the Agent Trajectory Interchange Format (v1.0 to v1.8), which Harbor reads and writes too.
 
 Specified in rfcs/0001-trajectory-format.md of the Harbor repository; the package `atif` has models of it. A document contains the steps of
-one agent and the documents of its sub-agents. Paths in a document are never opened.
+one agent and the documents of its sub-agents. Paths in a document are never opened. Written documents have version 1.8, exact token ids and
+logprobs for traces of agentrl's runs, and in `extra.agentrl` what ATIF has no field for.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from agentrl import __version__
 from agentrl.errors import UserError
 from agentrl.failure.formats import values
-from agentrl.failure.formats.conversations import build_trace, unique_label
-from agentrl.failure.formats.values import Gaps, as_object, as_objects, as_string, object_or_empty, printable_label
+from agentrl.failure.formats.conversations import (
+    Conversation,
+    ConversationMessage,
+    build_trace,
+    conversations_of,
+    is_single_conversation,
+    unique_label,
+)
+from agentrl.failure.formats.values import Gaps, as_object, as_objects, as_string, format_time, object_or_empty, parse_time, printable_label
 from agentrl.failure.trace import ImportedMessage, Trace
-from agentrl.records import ToolCall
+from agentrl.records import ToolCall, Turn
 
 NAME = "atif"
 EXTRA = "agentrl"
 """Key in `extra` for what ATIF has no field for."""
 NEWEST = 8
+SCHEMA = f"ATIF-v1.{NEWEST}"
+"""Version of the documents that are written."""
 MAX_DEPTH = 16
 """Levels of sub-agents in one document."""
 MAX_AGENTS = 10_000
+UNKNOWN = "unknown"
+"""Name and version of an agent without one; ATIF requires both."""
 
 _VERSION = re.compile(r"ATIF-v1\.(\d{1,3})")
 _ROLES = {"system": "system", "user": "user", "agent": "assistant"}
+_SOURCES = {role: source for source, role in _ROLES.items()}
 _COST_KEYS = ("prompt_tokens", "completion_tokens", "cached_tokens", "cost_usd")
 _TOKEN_KEYS = ("prompt_token_ids", "completion_token_ids", "logprobs")
 
@@ -178,7 +193,7 @@ class _Reader:
         yield values.build_message("tool", text, answers=answers, failed=extra.get("failed") is True, agent=agent, at_s=time)
 
     def _seconds(self, step: Mapping[str, Any]) -> float | None:
-        when = values.parse_time(step.get("timestamp"))
+        when = parse_time(step.get("timestamp"))
         if when is None:
             self.untimed += 1
             return None
@@ -205,3 +220,176 @@ class _Reader:
 def _extra(item: Mapping[str, Any]) -> dict[str, Any]:
     """What `atif_export` wrote into the extra of an object."""
     return object_or_empty(object_or_empty(item.get("extra")).get(EXTRA))
+
+
+def document(trace: Trace) -> dict[str, Any]:
+    """The ATIF document of a trace. A sub-agent's document is inside its caller's and has a unique id."""
+    conversations = conversations_of(trace)
+    if not conversations:
+        return {"schema_version": SCHEMA, "agent": {"name": UNKNOWN, "version": UNKNOWN}, "steps": []}
+    taken: dict[str, int] = {}
+    ids = [_id(trace, conversation, first=number == 0, taken=taken) for number, conversation in enumerate(conversations)]
+    refs: dict[int, dict[int, list[dict[str, Any]]]] = {}  # conversation -> index of a result -> the sub-agents behind it
+    for conversation, id in zip(conversations, ids, strict=True):
+        if conversation.parent is not None and conversation.answer is not None and id is not None:
+            refs.setdefault(conversation.parent, {}).setdefault(conversation.answer, []).append({"trajectory_id": id})
+    started = parse_time(trace.origin.get("started"))
+    containers = _containers(conversations)
+    documents: list[dict[str, Any]] = []
+    for number, conversation in enumerate(conversations):
+        written = _trajectory(trace, conversation, ids[number], ids, first=number == 0)
+        written["steps"] = _steps(conversation, refs.get(number, {}), started)
+        documents.append(written)
+        if number:
+            documents[containers[number]].setdefault("subagent_trajectories", []).append(written)
+    return documents[0]
+
+
+def _containers(conversations: Sequence[Conversation]) -> list[int]:
+    """For each conversation, the one whose document contains it: its caller, or the container of the one that it continues. The first one
+    contains those that are too deep or have no caller."""
+    containers, levels = [0], [0]
+    for conversation in conversations[1:]:
+        container = conversation.parent or 0
+        if conversation.continues is not None:
+            container = containers[container]
+        if levels[container] >= MAX_DEPTH:
+            container = 0
+        containers.append(container)
+        levels.append(levels[container] + 1)
+    return containers
+
+
+def _id(trace: Trace, conversation: Conversation, *, first: bool, taken: dict[str, int]) -> str | None:
+    known = trace.origin.get("trajectory", "") if first else trace.origin.get(f"id:{conversation.label}", "")
+    if first and trace.episode is None:
+        return known or None
+    return unique_label(known or conversation.label or "agent", taken)
+
+
+def _known(**fields: Any) -> dict[str, Any]:
+    """The fields that have a value: neither None, nor False, nor empty. Zeros are values."""
+    return {name: value for name, value in fields.items() if value or (value == 0 and value is not False)}
+
+
+def _with_extra(written: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    return written | {"extra": {EXTRA: dict(extra)}} if extra else written
+
+
+def _trajectory(trace: Trace, conversation: Conversation, id: str | None, ids: Sequence[str | None], *, first: bool) -> dict[str, Any]:
+    """The document of a conversation, without its steps."""
+    origin, own, label, continues = trace.origin, trace.episode is not None, conversation.label, conversation.continues
+    session = origin.get("session") or (trace.episode.id if trace.episode else "")
+    version = origin.get("agent_version") if first else origin.get(f"version:{label}")
+    written = _known(
+        schema_version=SCHEMA,
+        session_id=session if first else origin.get(f"session:{label}"),
+        trajectory_id=id,
+        agent=_known(
+            name=conversation.name or origin.get(f"name:{label}") or label or origin.get("agent") or origin.get("service") or UNKNOWN,
+            version=f"agentrl {__version__}" if own else version or UNKNOWN,
+            model_name=origin.get("model") if first or own else origin.get(f"model:{label}"),
+            tool_definitions=[dict(tool) for tool in trace.tools] if first else [],
+        ),
+        notes=origin.get("notes") if first else "",
+    )
+    extra = _known(
+        unnamed=first and not own and is_single_conversation(trace.spoken),
+        stop_reason=conversation.stop_reason,
+        continues=None if continues is None else {"trajectory_id": ids[continues.trajectory], "turn": continues.turn},
+    )
+    return _with_extra(written, extra | (_trace_fields(trace) if first and own else {}))
+
+
+def _trace_fields(trace: Trace) -> dict[str, Any]:
+    """The fields of a trace of an agentrl run that are not messages."""
+    extra: dict[str, Any] = {"trace": trace.id, "why": str(trace.why), "phase": trace.phase, "step": trace.step}
+    if trace.task is not None:
+        extra["task"] = {"id": trace.task.id, "key": trace.task.key}
+    if trace.episode is not None and trace.episode.answer is not None:
+        extra["answer"] = trace.episode.answer
+    if trace.score is not None:
+        parts = {name: value for name, value in trace.score.parts.items() if math.isfinite(value)}
+        extra["score"] = {"value": _finite(trace.score.value), "parts": parts, "reason": trace.score.reason}
+    extra["tags"] = [{"name": tag.name, "by": tag.by, "turn": tag.turn, "confidence": tag.confidence} for tag in trace.tags]
+    return extra
+
+
+def _steps(conversation: Conversation, refs: Mapping[int, list[dict[str, Any]]], started: datetime | None) -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = []
+    call_ids: set[str] | None = None  # ids that a result of the newest step may name; None means any
+    for index, one in enumerate(conversation.messages):
+        if one.imported.message.role != "tool":
+            steps.append(_step(one, len(steps) + 1, conversation.label, started))
+            calls = steps[-1].get("tool_calls")
+            call_ids = None if calls is None else {call["tool_call_id"] for call in calls if "extra" not in call}
+            continue
+        if not steps:
+            steps.append(_with_extra({"step_id": 1, "source": "system", "message": ""}, {"bare": True}))
+        results = steps[-1].setdefault("observation", {"results": []})["results"]
+        results.append(_result(one, call_ids, steps[-1].get("timestamp"), refs.get(index, []), started))
+    return steps
+
+
+def _step(one: ConversationMessage, number: int, label: str, started: datetime | None) -> dict[str, Any]:
+    message, calls = one.imported.message, one.imported.message.tool_calls
+    source = "agent" if calls else _SOURCES.get(message.role, "system")  # in ATIF only agents call tools
+    step = {"step_id": number, "source": source, **_known(timestamp=_timestamp(one.imported, started)), "message": message.content}
+    step |= _known(
+        reasoning_content=one.imported.reasoning if source == "agent" else "",
+        tool_calls=[_call(one.imported, index, number) for index in range(len(calls))],
+    )
+    extra: dict[str, Any] = {} if _SOURCES.get(message.role) == source else {"role": message.role}
+    if one.imported.agent != label:
+        extra["agent"] = one.imported.agent
+    if one.turn is not None:
+        step |= _known(metrics=_metrics(one, one.turn), is_copied_context=one.inherited)
+        versions = [[span.version, span.start, span.end] for span in one.turn.versions]
+        extra |= {"turn": one.number, "finish_reason": one.turn.finish_reason, "versions": versions}
+    return _with_extra(step, extra)
+
+
+def _call(one: ImportedMessage, index: int, number: int) -> dict[str, Any]:
+    call = one.message.tool_calls[index]
+    id = one.call_ids[index] if index < len(one.call_ids) else ""
+    written = {"tool_call_id": id or f"call_{number}_{index}", "function_name": call.name, "arguments": dict(call.arguments)}
+    return _with_extra(written, _known(made_id=not id))
+
+
+def _metrics(one: ConversationMessage, turn: Turn) -> dict[str, Any]:
+    metrics: dict[str, Any] = {
+        "prompt_tokens": len(one.context),
+        "completion_tokens": len(turn.completion_ids),
+        "prompt_token_ids": list(one.context),
+        "completion_token_ids": list(turn.completion_ids),
+    }
+    extra = _known(forced=list(turn.forced))
+    if all(map(math.isfinite, turn.logprobs)):
+        metrics["logprobs"] = list(turn.logprobs)
+    else:
+        extra["logprobs"] = "omitted: not all of them are finite numbers"
+    return _with_extra(metrics, extra)
+
+
+def _result(
+    one: ConversationMessage, call_ids: set[str] | None, timestamp: str | None, refs: list[dict[str, Any]], started: datetime | None
+) -> dict[str, Any]:
+    answer = one.imported
+    named = call_ids is None or answer.answers in call_ids
+    result = _known(source_call_id=answer.answers if named else "")
+    if answer.message.content or not refs:
+        result["content"] = answer.message.content
+    extra = _known(answers="" if named else answer.answers, failed=answer.failed)
+    if answer.at_s is not None and _timestamp(answer, started) != timestamp:
+        extra["at_s"] = answer.at_s
+    if one.result is not None:
+        extra["wall_s"] = _finite(one.result.wall_s)
+    return _with_extra(result | _known(subagent_trajectory_ref=refs), extra)
+
+
+def _timestamp(one: ImportedMessage, started: datetime | None) -> str | None:
+    return None if started is None or one.at_s is None else format_time(started, one.at_s)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

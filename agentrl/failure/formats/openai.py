@@ -11,7 +11,7 @@ from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.failure.formats import values
-from agentrl.failure.formats.conversations import Conversation, build_trace, conversations_of
+from agentrl.failure.formats.conversations import build_trace, conversations_of
 from agentrl.failure.formats.values import Gaps, as_object, as_objects, as_string, printable_label
 from agentrl.failure.trace import ImportedMessage, Trace
 
@@ -90,17 +90,12 @@ def parse_message(item: Mapping[str, Any], what: str, gaps: Gaps) -> ImportedMes
 
 def documents(trace: Trace) -> Iterator[dict[str, Any]]:
     """Yields a trace as chat messages, one object for each agent."""
+    tools = {"tools": [dict(tool) for tool in trace.tools]} if trace.tools else {}
     for conversation in conversations_of(trace):
         if conversation.messages:
-            yield _document(trace, conversation)
-
-
-def _document(trace: Trace, conversation: Conversation) -> dict[str, Any]:
-    label = conversation.label
-    metadata = {"trace": trace.id, **({"agent": label} if label else {})}
-    tools = {"tools": [dict(tool) for tool in trace.tools]} if trace.tools else {}
-    messages = [_written(one.imported, number, label) for number, one in enumerate(conversation.messages)]
-    return {"messages": messages, **tools, "metadata": metadata}
+            label = conversation.label
+            messages = [_written(one.imported, number, label) for number, one in enumerate(conversation.messages)]
+            yield {"messages": messages, **tools, "metadata": {"trace": trace.id, **({"agent": label} if label else {})}}
 
 
 def _written(one: ImportedMessage, number: int, label: str) -> dict[str, Any]:

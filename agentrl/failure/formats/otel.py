@@ -2,23 +2,39 @@
 
 Reads three forms of https://github.com/open-telemetry/semantic-conventions, docs/gen-ai: the form up to v1.27 (all messages in one
 attribute), the form up to v1.36 (an event for each message, on the span or as a log record), and the newer one (`gen_ai.input.messages` and
-`gen_ai.output.messages` with their parts, on spans, events or the one log record of a call). `otel_numbered` reads the forms of other
-conventions. Each call repeats the conversation before it; `otel_lines` joins the calls.
+`gen_ai.output.messages` with their parts, on spans, events or the one log record of a call).
+
+Exporters without structured values write indexed attributes: `gen_ai.prompt.0.role` of OpenLLMetry (formerly `llm.prompts.0.content`;
+https://github.com/traceloop/openllmetry, packages/opentelemetry-semantic-conventions-ai), `llm.input_messages.0.message.role` of
+OpenInference (https://github.com/Arize-ai/openinference, spec/semantic_conventions.md). Indices become dictionary keys, so a huge index
+costs nothing.
+
+Each call repeats the conversation before it; `otel_conversations` joins the calls.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.failure.formats import openai, otel_indexed, values
+from agentrl.failure.formats import openai, values
 from agentrl.failure.formats.files import Document, UnreadableDocument
 from agentrl.failure.formats.otel_conversations import AgentSpan, CallGroup, MessageEntry, ModelCall, ToolSpan, trace_of_calls
 from agentrl.failure.formats.otlp import Event, Span, SpanKey, entries
-from agentrl.failure.formats.values import Gaps, as_objects, as_string, as_text, build_message, decode_json, printable_label
+from agentrl.failure.formats.values import (
+    Gaps,
+    as_objects,
+    as_string,
+    as_text,
+    build_message,
+    decode_json,
+    object_or_empty,
+    printable_label,
+)
 from agentrl.failure.trace import ImportedMessage, Trace
 
 MOST_SPANS = 250_000
@@ -39,9 +55,20 @@ _MODEL = ("gen_ai.response.model", "gen_ai.request.model", "llm.response.model",
 _CONVERSATION = ("gen_ai.conversation.id", "session.id")
 _AGENT_NAME = ("gen_ai.agent.name", "agent.name")
 _WHOLE_EVENTS = ("gen_ai.content.prompt", "gen_ai.content.completion")  # events with all messages, up to v1.27
+# Of a tool's span: its name, id, arguments and result.
+_TOOL_ATTRIBUTES = ("gen_ai.tool.name", "gen_ai.tool.call.id", ("gen_ai.tool.call.arguments",), "gen_ai.tool.call.result")
+_OPENINFERENCE_TOOL_ATTRIBUTES = ("tool.name", "tool_call.id", ("tool.parameters", "input.value"), "output.value")
+_DEFINITIONS = "gen_ai.tool.definitions"
 _MESSAGE_ATTRIBUTES = (_INPUT, _OUTPUT, _PROMPT, _COMPLETION)
 _STRUCTURED = ("message", "tool_calls", "index")  # fields that attributes can hold only as JSON text
 _MESSAGE_FIELDS = ("role", "content", "id", "tool_calls", "name", "index", "message", "finish_reason")
+_PROMPT_LISTS = ("gen_ai.prompt", "gen_ai.input.messages", "llm.input_messages", "llm.prompts")
+_COMPLETION_LISTS = ("gen_ai.completion", "gen_ai.output.messages", "llm.output_messages", "llm.completions")
+_TOOL_LISTS = ("llm.tools", "llm.request.functions", "gen_ai.tool.definitions")
+_INDEX = re.compile(r"0|[1-9][0-9]{0,5}")
+_MAX_DEPTH = 8  # names in a key after the name of the list
+_IGNORED_KEYS = ("finish_reason", "refusal_reason", "index")
+_ROLES = ("system", "user", "assistant")
 _EXTRA_CHOICES = "choices other than the first"
 
 
@@ -120,12 +147,12 @@ class SpanCollector:
         attributes = span.attributes
         operation, kind = attributes.get("gen_ai.operation.name"), attributes.get("openinference.span.kind")
         if operation == "execute_tool":
-            self.tools[span.key] = _tool_span(span)
+            self.tools[span.key] = _tool_span(span, *_TOOL_ATTRIBUTES)
         elif kind == "TOOL":
-            self.tools[span.key] = _tool_span_of_openinference(span)
+            self.tools[span.key] = _tool_span(span, *_OPENINFERENCE_TOOL_ATTRIBUTES)
         elif operation in ("invoke_agent", "create_agent") or kind == "AGENT":
             self.agents[span.key] = AgentSpan(key=span.key, name=_first_label(attributes, _AGENT_NAME), start=span.start)
-        has_messages = any(name in attributes for name in _MESSAGE_ATTRIBUTES) or otel_indexed.has_messages(attributes)
+        has_messages = any(name in attributes for name in _MESSAGE_ATTRIBUTES) or _has_indexed_messages(attributes)
         if operation in _CALLS or has_messages:
             call = self._call(span)
             call.parent, call.start, call.end, call.error, call.has_span = span.parent, span.start, span.end, span.error, True
@@ -184,20 +211,20 @@ class SpanCollector:
         if not call.inputs:
             inputs = [*_instructions(attributes.get(_SYSTEM), call.gaps), *_messages(attributes, _INPUT, call.gaps)]
             inputs = inputs or list(_plain_messages(attributes, _PROMPT, "user", call.gaps))
-            inputs = inputs or list(otel_indexed.messages(attributes, otel_indexed.PROMPTS, "user", call.gaps, _message))
+            inputs = inputs or list(_indexed_messages(attributes, _PROMPT_LISTS, "user", call.gaps))
             call.inputs, call.inputs_complete = [self._entry(message) for message in inputs], bool(inputs)
         if not call.outputs:
             outputs = list(_messages(attributes, _OUTPUT, call.gaps))
             outputs = outputs or list(_plain_messages(attributes, _COMPLETION, "assistant", call.gaps))
-            outputs = outputs or list(otel_indexed.messages(attributes, otel_indexed.COMPLETIONS, "assistant", call.gaps, _message))
+            outputs = outputs or list(_indexed_messages(attributes, _COMPLETION_LISTS, "assistant", call.gaps))
             if len(outputs) > 1 and all(message.message.role == "assistant" for message in outputs):
                 call.gaps.add(_EXTRA_CHOICES, len(outputs) - 1)
                 outputs = outputs[:1]
             call.outputs, call.outputs_complete = [self._entry(message) for message in outputs], bool(outputs)
-        if not call.tools and "gen_ai.tool.definitions" in attributes:
-            call.tools = values.tool_schemas(decode_json(attributes["gen_ai.tool.definitions"]), call.gaps)
-        elif not call.tools:
-            call.tools = values.tool_schemas(otel_indexed.definitions(attributes, call.gaps), call.gaps)
+        if not call.tools:
+            structured = _DEFINITIONS in attributes
+            tools = decode_json(attributes[_DEFINITIONS]) if structured else _indexed_definitions(attributes, call.gaps)
+            call.tools = values.tool_schemas(tools, call.gaps)
 
     def _entry(self, message: ImportedMessage) -> MessageEntry:
         """The shared entry of this message."""
@@ -211,31 +238,16 @@ class SpanCollector:
         return self.distinct[entry.full_hash]
 
 
-def _tool_span(span: Span) -> ToolSpan:
+def _tool_span(span: Span, name: str, id: str, arguments: Sequence[str], result: str) -> ToolSpan:
+    """The tool call of a span; the arguments are the names of its attributes."""
     attributes = span.attributes
-    result = attributes.get("gen_ai.tool.call.result")
+    given = decode_json(next((attributes[key] for key in arguments if key in attributes), None))
     return ToolSpan(
         key=span.key,
-        name=printable_label(attributes.get("gen_ai.tool.name")),
-        id=as_string(attributes.get("gen_ai.tool.call.id"), "gen_ai.tool.call.id"),
-        arguments=decode_json(attributes.get("gen_ai.tool.call.arguments")),
-        result=None if result is None else as_text(result, "gen_ai.tool.call.result"),
-        error=span.error,
-        start=span.start,
-        end=span.end,
-    )
-
-
-def _tool_span_of_openinference(span: Span) -> ToolSpan:
-    attributes = span.attributes
-    arguments = decode_json(attributes.get("tool.parameters", attributes.get("input.value")))
-    result = attributes.get("output.value")
-    return ToolSpan(
-        key=span.key,
-        name=printable_label(attributes.get("tool.name")),
-        id=as_string(attributes.get("tool_call.id"), "tool_call.id"),
-        arguments=arguments if isinstance(arguments, dict) else None,
-        result=None if result is None else as_text(result, "output.value"),
+        name=printable_label(attributes.get(name)),
+        id=as_string(attributes.get(id), id),
+        arguments=given if isinstance(given, dict) else None,
+        result=None if attributes.get(result) is None else as_text(attributes[result], result),
         error=span.error,
         start=span.start,
         end=span.end,
@@ -315,3 +327,95 @@ def _instructions(value: Any, gaps: Gaps) -> Sequence[ImportedMessage]:
     if not isinstance(parts, list):
         raise ValueError(f"{_SYSTEM} is {values.type_name(parts)}, not a list")
     return tuple(_message({"role": "system", "parts": parts}, _SYSTEM, gaps))
+
+
+def _has_indexed_messages(attributes: Mapping[str, Any]) -> bool:
+    """Whether attributes hold indexed messages."""
+    prefixes = tuple(f"{name}." for name in (*_PROMPT_LISTS, *_COMPLETION_LISTS))
+    return any(key.startswith(prefixes) and any(map(str.isdigit, key)) for key in attributes)
+
+
+def _indexed_messages(attributes: Mapping[str, Any], lists: tuple[str, ...], role: str, gaps: Gaps) -> Iterator[ImportedMessage]:
+    """Yields the messages of the first of these lists that has any, ordered by index; `role` is that of messages without one."""
+    for name in lists:
+        items = _indexed_items(attributes, name, gaps)
+        for number, item in enumerate(items):
+            yield from _message({"role": role, **_chat_message(item)}, f"{name}[{number}]", gaps)
+        if items:
+            return
+
+
+def _indexed_definitions(attributes: Mapping[str, Any], gaps: Gaps) -> list[dict[str, Any]]:
+    """The schemas of the tools that a call offers."""
+    schemas: list[dict[str, Any]] = []
+    for name in _TOOL_LISTS:
+        for item in _indexed_items(attributes, name, gaps):
+            schema = decode_json(object_or_empty(item.get("tool")).get("json_schema"))
+            schema = schema if isinstance(schema, dict) else {key: decode_json(value) for key, value in item.items() if key != "tool"}
+            schemas.append(schema if "function" in schema else {"type": "function", "function": schema})
+    return schemas
+
+
+def _indexed_items(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> list[dict[str, Any]]:
+    """The items of a list whose attributes are called NAME.INDEX.KEY, ordered by index. Unreadable ones are gaps."""
+    items: dict[int, dict[str, Any]] = {}
+    prefix = f"{name}."
+    for key, value in attributes.items():
+        if not key.startswith(prefix):
+            continue
+        number, _, rest = key[len(prefix) :].partition(".")
+        if _INDEX.fullmatch(number):
+            _put(items.setdefault(int(number), {}), rest.split(".") if rest else ["content"], value, name, gaps)
+        elif number.isdigit():
+            gaps.add(f"{name} with a number that is not an index")
+    if items and max(items) >= len(items):
+        gaps.add(f"{name} between those that have attributes")
+    return [{key: _with_lists(value) for key, value in items[number].items()} for number in sorted(items)]
+
+
+def _put(item: dict[str, Any], path: list[str], value: Any, name: str, gaps: Gaps) -> None:
+    """Sets a value at a path of keys. A path that is too long, or leads through a value, is a gap."""
+    node = item
+    if len(path) <= _MAX_DEPTH:
+        for step in path[:-1]:
+            node = node.setdefault(step, {})
+            if not isinstance(node, dict):
+                break
+        else:
+            if path[-1] not in node:
+                node[path[-1]] = value
+                return
+    gaps.add(f"attributes of {name} that contradict others or are nested too deep")
+
+
+def _with_lists(value: Any) -> Any:
+    """The value with a list instead of each object whose keys are indices."""
+    if not isinstance(value, dict):
+        return value
+    if value and all(map(_INDEX.fullmatch, value)):
+        return [_with_lists(value[key]) for key in sorted(value, key=int)]
+    return {key: _with_lists(item) for key, item in value.items()}
+
+
+def _chat_message(item: Mapping[str, Any]) -> dict[str, Any]:
+    """The message in the form of the chat completions API."""
+    fields = object_or_empty(item.get("message")) or dict(item)
+    message = {key: value for key, value in fields.items() if key not in _IGNORED_KEYS}
+    if "role" not in message and len(roles := [role for role in _ROLES if isinstance(message.get(role), str)]) == 1:
+        message |= {"role": roles[0], "content": message.pop(roles[0])}
+    if isinstance(contents := message.pop("contents", None), list):
+        message["content"] = [object_or_empty(object_or_empty(part).get("message_content")) for part in contents]
+    elif isinstance(text := message.get("content"), str) and text.startswith("[{"):
+        parts = decode_json(text)
+        message["content"] = parts if isinstance(parts, list) and all("type" in object_or_empty(part) for part in parts) else text
+    if isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = [_call(object_or_empty(object_or_empty(call).get("tool_call")) or object_or_empty(call)) for call in calls]
+    name, arguments = message.pop("function_call_name", None), message.pop("function_call_arguments_json", None)
+    if name is not None:
+        message["function_call"] = {"name": name, "arguments": arguments}
+    return message
+
+
+def _call(fields: Mapping[str, Any]) -> dict[str, Any]:
+    function = fields.get("function") or {key: fields[key] for key in ("name", "arguments") if key in fields}
+    return {"id": fields.get("id"), "function": function}

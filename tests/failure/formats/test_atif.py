@@ -11,7 +11,7 @@ from atif import Trajectory as Atif
 
 from agentrl.errors import UserError
 from agentrl.failure.formats import read_all, write
-from agentrl.failure.formats.atif_export import document
+from agentrl.failure.formats.atif import document
 from agentrl.failure.trace import CaptureReason, Tag, Trace
 from agentrl.records import Episode, Message, Parent, Score, ToolCall, ToolResult, Trajectory, Turn, VersionSpan
 from agentrl.testing.sandboxes import sample_task

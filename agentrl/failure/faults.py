@@ -1,15 +1,23 @@
-"""The rate of attempts that end in a fault which the policy did not cause. Above a limit the run pauses."""
+"""Faults that the policy did not cause: their rate, above which a run pauses, and the quarantine of broken tasks."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter, deque
+from pathlib import Path
 from typing import NoReturn
 
 from agentrl.base import user_code
-from agentrl.errors import InfrastructureError, ServerDied
-from agentrl.records import Failure
+from agentrl.base.files import append_lines, json_line, read_json_lines
+from agentrl.errors import InfrastructureError, ServerDied, TaskError
+from agentrl.records import Blame, Failure, Group
 
+log = logging.getLogger(__name__)
+
+QUARANTINE_FILE = "quarantine.jsonl"
+MAX_QUARANTINED = 8
+"""Tasks that may be quarantined per start of a run. More mean a broken family or verifier, on which more steps are wasted."""
 MIN_WINDOW = 64
 MAX_FAULT_SHARE = 0.5
 """Share of faults among the newest attempts above which the run pauses: then a part is broken, and most work is lost."""
@@ -18,6 +26,7 @@ MAX_SUSPECT_SHARE = 0.1
 OTHERS = "others"
 _KINDS = 32  # counted separately; the rest are counted together
 _SHOWN_KINDS = 8
+_MAX_NAMED = 20  # quarantined tasks in an error message
 _SERVER_FAULTS = (ServerDied.__name__, "SlowServer", "slow_server")  # caused by an inference server, whatever the request
 
 
@@ -118,3 +127,52 @@ class FaultRate:
 def _is_suspect(failure: Failure) -> bool:
     """Whether the policy can have provoked a fault: it came after its first turn, and no server died or was slow."""
     return failure.kind not in _SERVER_FAULTS and (failure.stage == "score" or (failure.turn or 0) > 0)
+
+
+class Quarantine:
+    """The broken tasks of one run, which it does not attempt again: one line each in `quarantine.jsonl` with task, group and message.
+
+    Args:
+        run_dir: the run folder.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / QUARANTINE_FILE
+        self._faults = {line["task_key"]: line["message"] for line in read_json_lines(self._path)}
+        self._added: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._faults)
+
+    def known_fault(self, task_key: str) -> Failure | None:
+        """The fault of a quarantined task, else None. Keys are content hashes, so a repaired task has a new key."""
+        message = self._faults.get(task_key)
+        return None if message is None else Failure(stage="task", blame=Blame.TASK, kind="quarantined", message=message)
+
+    def add(self, group: Group) -> None:
+        """Quarantines the task of a group with a fault, once; does nothing for other groups.
+
+        Raises:
+            TaskError: more than `MAX_QUARANTINED` were added since the start. The message lists the tasks.
+        """
+        fault = group.fault
+        if fault is None or group.task_key in self._faults:
+            return
+        self._faults[group.task_key] = fault.message
+        line = {"task_id": group.task_id, "task_key": group.task_key, "group": group.index, "message": fault.message}
+        append_lines(self._path, [json_line(line)])
+        log.warning("task %s is quarantined and its group %d excluded: %s", group.task_id, group.index, fault.message)
+        self._added.append(f"{group.task_id}: {fault.message.partition(chr(10))[0]}")
+        if len(self._added) > MAX_QUARANTINED:
+            more = f"\n  and {len(self._added) - _MAX_NAMED} more" if len(self._added) > _MAX_NAMED else ""
+            raise TaskError(
+                f"{len(self._added)} tasks are broken, {MAX_QUARANTINED} are allowed; all are in {self._path}\n  "
+                + "\n  ".join(self._added[:_MAX_NAMED])
+                + more,
+                fix="repair them (`agentrl check` finds more), then continue with --resume, which allows as many again",
+            )
+
+
+def count_quarantined(run_dir: Path) -> int:
+    """The number of quarantined tasks of a run."""
+    return len({line["task_key"] for line in read_json_lines(run_dir / QUARANTINE_FILE)})
