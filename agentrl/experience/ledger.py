@@ -82,14 +82,21 @@ class GroupOrder:
     def select(self, step: int, entries: Sequence[LedgerEntry]) -> tuple[int, ...] | None:
         """Returns the groups that a step takes, in ascending order; None if too few are stored.
 
+        A step that has groups already, because the learner died or fell back to an older checkpoint, takes the same ones, so that the
+        notes and task weights that depend on them stay valid.
+
         Args:
             entries: those of all blocks from the first one that earlier steps have not taken completely.
         """
+        taken = [entry for entry in entries if entry.step is not None and entry.step < step]
+        assigned = [entry for entry in entries if entry.step == step]
+        free = [entry for entry in entries if entry.step is None or entry.step >= step]
+        return self._choose(step, taken, assigned) or self._choose(step, taken, free)
+
+    def _choose(self, step: int, taken: Sequence[LedgerEntry], free: list[LedgerEntry]) -> tuple[int, ...] | None:
         fills = _Slots(self)
-        for entry in entries:
-            if entry.step is not None and entry.step < step:
-                fills(entry)
-        free = [entry for entry in entries if entry.step is None or entry.step == step]
+        for entry in taken:
+            fills(entry)
         if self.oldest_first:
             free.sort(key=lambda entry: (-1 if entry.oldest_version is None else entry.oldest_version, entry.index))
         else:

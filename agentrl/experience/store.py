@@ -102,7 +102,9 @@ class SqliteStore:
     def assign(self, step: int, indices: Sequence[int]) -> None:
         """Assigns groups to a step. Raises `StoreError` if one is not stored or another step has taken it."""
         with self._transaction() as db:
-            db.execute("DELETE FROM taken WHERE step = ? AND checkpoint IS NULL", (step,))
+            if {row[0] for row in db.execute("SELECT idx FROM taken WHERE step = ? AND checkpoint IS NULL", (step,))} == set(indices):
+                return
+            db.execute("DELETE FROM taken WHERE step >= ? AND checkpoint IS NULL", (step,))  # what later steps had depends on it
             self._take(db, step, indices)
 
     def commit(self, step: int, uses: Mapping[int, GroupUse], checkpoint: str) -> None:
@@ -114,15 +116,17 @@ class SqliteStore:
             db.executemany("UPDATE taken SET checkpoint = ?, tokens_trained = ?, reason = ? WHERE idx = ?", rows)
 
     def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
-        """Sets the groups that steps have taken to those of a checkpoint: step -> index -> use."""
+        """Sets the groups that steps have used to those of a checkpoint: step -> index -> use. Later steps keep theirs as assignments."""
         rows: dict[int, tuple[int, int, int, str]] = {}
         for step, uses in consumed.items():
             for index, use in uses.items():
                 if index in rows:
                     raise StoreError(f"the checkpoint says that steps {rows[index][1]} and {step} both took group {index}")
                 rows[index] = (index, step, use.tokens_trained, use.reason)
+        complete = max(consumed, default=-1)
         with self._transaction() as db:
-            db.execute("DELETE FROM taken WHERE idx NOT IN (SELECT value FROM json_each(?))", (json.dumps(list(rows)),))
+            db.execute("DELETE FROM taken WHERE step <= ? AND idx NOT IN (SELECT value FROM json_each(?))", (complete, json.dumps(list(rows))))
+            db.execute("UPDATE taken SET checkpoint = NULL, tokens_trained = 0, reason = '' WHERE step > ?", (complete,))
             db.executemany(
                 "INSERT INTO taken (idx, step, tokens_trained, reason, checkpoint) VALUES (?, ?, ?, ?, '') ON CONFLICT (idx) DO UPDATE SET"
                 " step = excluded.step, tokens_trained = excluded.tokens_trained, reason = excluded.reason,"

@@ -38,14 +38,18 @@ class ExperienceStore(Protocol):
     def assign(self, step: int, indices: Sequence[int]) -> None:
         """Assigns groups to a learner step, which no earlier step has taken. Raises `StoreError` if one is absent or already taken.
 
-        Groups that an interrupted attempt at the step had assigned, and that are not among `indices`, become ready again.
+        An interrupted attempt may have assigned groups to this step and later ones. If those of this step are not `indices`, all become
+        ready again.
         """
 
     def commit(self, step: int, uses: Mapping[int, GroupUse], checkpoint: str) -> None:
         """Records how a step, whose result is in `checkpoint`, used its groups. Raises `StoreError` if another step has used one."""
 
     def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
-        """Updates the ledger to the checkpoint in use, after a crash: learner step -> group index -> use. Other groups become ready."""
+        """Updates the ledger to the checkpoint in use, after a crash: learner step -> group index -> use.
+
+        Groups of later steps stay assigned to them, so that a repeated step takes the same groups. All others become ready.
+        """
 
     def close(self) -> None:
         """Closes the store."""
