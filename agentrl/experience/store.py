@@ -15,7 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.database import compress, connect, decompress, enter_wal, make_tables, query_deadline, read_pragma, transaction
+from agentrl.base.database import (
+    compress,
+    connect,
+    decompress,
+    enter_wal,
+    make_tables,
+    query_deadline,
+    read_pragma,
+    require_schema,
+    transaction,
+)
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
 from agentrl.experience.ledger import new_entry
@@ -83,9 +93,10 @@ class SqliteStore:
     def entries(self, *, first: int = 0, step: int | None = None) -> tuple[LedgerEntry, ...]:
         """The entries of the stored groups from index `first` on, or only those of a step, in ascending order of index."""
         where, value = ("groups.idx >= ?", first) if step is None else ("taken.step = ?", step)
-        rows = self._rows(f"{_ENTRIES} WHERE {where} ORDER BY groups.idx", value)
+        query = f"{_ENTRIES} WHERE {where} ORDER BY groups.idx"
         try:
-            return tuple(map(_entry, rows))
+            with self._lock, _translated(self.path), query_deadline(self._connection, _QUERY_S):
+                return tuple(_ascending(map(_entry, self._connection.execute(query, (value,)))))
         except ValueError as error:
             raise StoreError(f"a row of the ledger in {self.path} is damaged: {error}") from error
 
@@ -125,7 +136,9 @@ class SqliteStore:
                 rows[index] = (index, step, use.tokens_trained, use.reason)
         complete = max(consumed, default=-1)
         with self._transaction() as db:
-            db.execute("DELETE FROM taken WHERE step <= ? AND idx NOT IN (SELECT value FROM json_each(?))", (complete, json.dumps(list(rows))))
+            db.execute(
+                "DELETE FROM taken WHERE step <= ? AND idx NOT IN (SELECT value FROM json_each(?))", (complete, json.dumps(list(rows)))
+            )
             db.execute("UPDATE taken SET checkpoint = NULL, tokens_trained = 0, reason = '' WHERE step > ?", (complete,))
             db.executemany(
                 "INSERT INTO taken (idx, step, tokens_trained, reason, checkpoint) VALUES (?, ?, ?, ?, '') ON CONFLICT (idx) DO UPDATE SET"
@@ -177,6 +190,7 @@ class SqliteStore:
                 f"{self.path} has store schema {version}; this agentrl reads {_SCHEMA_VERSION}\n"
                 "  fix: continue with the agentrl version that started this run, or start a new run folder"
             )
+        require_schema(db, _SCHEMA)  # without its primary keys, a group could have millions of rows
 
 
 def _entry(row: Sequence[Any]) -> LedgerEntry:
@@ -192,6 +206,16 @@ def _entry(row: Sequence[Any]) -> LedgerEntry:
         step=step,
         use=None if checkpoint is None else GroupUse(tokens_trained=tokens_trained, reason=reason),
     )
+
+
+def _ascending(entries: Iterable[LedgerEntry]) -> Iterator[LedgerEntry]:
+    """The entries. Raises `ValueError` for two of one group: a file whose pages form a loop has endless rows."""
+    last: int | None = None
+    for entry in entries:
+        if last is not None and entry.index <= last:
+            raise ValueError(f"group {entry.index} follows group {last}")
+        yield entry
+        last = entry.index
 
 
 def _absent(db: sqlite3.Connection, indices: Sequence[int]) -> list[int]:

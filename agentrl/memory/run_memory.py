@@ -87,7 +87,6 @@ class RunMemory:
         episodes = [one for group in self._experience.groups(entry.index for entry in entries) for one in group.episodes]
         return notes_to_commit(episodes, min_score=self.config.min_score)
 
-
     def _oldest_read(self) -> int:
         """The oldest version that a group may still read. A late group reads an older one than the groups of the next block."""
         entries = self._experience.entries(first=self._order.block(self._open_block).start)

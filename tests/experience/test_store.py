@@ -198,6 +198,25 @@ def test_a_damaged_row_of_the_ledger_is_a_store_error(store: SqliteStore) -> Non
         store.entries()
 
 
+def test_a_file_without_primary_keys_is_rejected_before_its_rows_are_joined(tmp_path: Path) -> None:
+    """A thousand rows of one group in each table would be a million entries."""
+    path = tmp_path / "experience.sqlite"
+    SqliteStore(path).close()
+    other = sqlite3.connect(path)
+    other.executescript(f"DROP TABLE groups; {store_module._SCHEMA[0].replace('INTEGER PRIMARY KEY', 'INTEGER')}")
+    other.close()
+    with pytest.raises(StoreError, match="its tables are not those that agentrl creates"):
+        SqliteStore(path)
+
+
+def test_rows_that_repeat_a_group_end_the_reading(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file whose pages form a loop has endless rows."""
+    store.put(make_group(0))
+    monkeypatch.setattr(store_module, "_ENTRIES", f"{store_module._ENTRIES} JOIN (SELECT 1 UNION ALL SELECT 2)")
+    with pytest.raises(StoreError, match=r"a row of the ledger in .* is damaged: group 0 follows group 0"):
+        store.entries()
+
+
 def _commit(path: str, step: int, barrier, result) -> None:
     store = SqliteStore(path)
     barrier.wait(300)
@@ -365,6 +384,8 @@ def test_a_file_that_is_not_a_store_of_this_version_is_left_alone(tmp_path: Path
         raw.execute("PRAGMA application_id = 0x41475258")
         raw.execute("PRAGMA user_version = 2")
         raw.execute("DROP TABLE groups")
+        for statement in store_module._SCHEMA:
+            raw.execute(statement)
     raw.close()
     SqliteStore(foreign).close()
 
