@@ -25,6 +25,7 @@ from agentrl.records import (
     Trajectory,
     Turn,
     VersionSpan,
+    turn_key,
 )
 from agentrl.rollout import excluded_group
 from tests.strategies import examples
@@ -192,6 +193,14 @@ def turn(tokens: int, *, version: int = 3, forced: tuple[int, ...] = ()) -> Turn
         message=Message(role="assistant", content="x"),
         finish_reason="stop",
     )
+
+
+@pytest.mark.parametrize("others", [(-1, -2), (0, 2**61 - 1)])
+def test_turns_of_a_third_party_have_different_hashes(others: tuple[int, int]) -> None:
+    """Python's hashes of these integers are equal, so that many such turns would take hours to count."""
+    lines = [Trajectory(agent="main", turns=(replace(turn(1), completion_ids=(token,)),)) for token in others]
+    assert hash(others[0]) == hash(others[1])
+    assert len({hash(turn_key("e", 0, line, 0)) for line in lines}) == 2
 
 
 def test_tokens_are_those_that_the_policy_sampled_and_a_shared_turn_counts_once() -> None:
