@@ -8,7 +8,8 @@ The learner decides which groups a step takes, and the store records it:
 
     in_order        step `s` takes the groups of block `s`, so it waits for the slowest of them
     oldest_first    step `s` takes the ready groups that the oldest weights sampled, as soon as there are enough. A group that takes longer
-                    than `max_staleness` steps is trained later. No finished group is discarded
+                    than `max_staleness` steps is trained later. No finished group is discarded. A group without sampled tokens, such as
+                    one of a quarantined task, waits for the step of its block, so that it delays no others
 
 Both take the same number of groups: after `s` steps, as many as `s` blocks need. So a run of `steps` blocks ends with every group taken.
 """
@@ -104,7 +105,8 @@ class GroupOrder:
         missing, chosen = self.per_step, []
         for entry in free:
             fills_slot = fills(entry)
-            if missing or not fills_slot:  # replaced groups are taken too: they have nothing to wait for
+            early = entry.oldest_version is None and self.block_of(entry.index) > step  # ready at once; would displace sampled groups
+            if (missing and not early) or not fills_slot:  # replaced groups are taken too: they have nothing to wait for
                 chosen.append(entry.index)
                 missing -= fills_slot
         return None if missing else tuple(sorted(chosen))
