@@ -138,7 +138,7 @@ def _checkpoint_problems(name: str, content: bytes | str, entries: Sequence[Ledg
         expected = recorded.pop(entry.index, None)
         if entry.use is not None and entry.step is not None and entry.step < complete and (entry.step, entry.use) != expected:
             yield f"group {entry.index}: the ledger and checkpoint {name} differ in what step {entry.step} did with it"
-        elif entry.use is None and expected is not None and not expected[0] == entry.step > committed:
+        elif entry.use is None and expected is not None and (entry.step != expected[0] or expected[0] <= committed):
             yield f"group {entry.index}: step {expected[0]} used it according to checkpoint {name}, but the ledger has it as {entry.state}"
     yield from (f"group {index}: step {step} used it, but it is not in the store" for index, (step, _) in recorded.items())
 
