@@ -113,6 +113,13 @@ def restrict_connection(db: sqlite3.Connection, schema: Sequence[str], *, longes
             raise ForeignDatabase(f"it has a {str(kind)[:20]} {str(name)[:80]!r} that agentrl does not write")
 
 
+def require_schema(db: sqlite3.Connection, schema: Sequence[str]) -> None:
+    """Raises `ForeignDatabase` if tables or indices of an open file differ in any way from what `schema` creates."""
+    stored = sorted(str(sql) for _, _, sql in db.execute(_OBJECTS))
+    if stored != sorted(_created(tuple(schema))):
+        raise ForeignDatabase("its tables are not those that agentrl creates")
+
+
 @functools.lru_cache(maxsize=16)
 def _created(schema: tuple[str, ...]) -> frozenset[str]:
     """The statements that SQLite stores for a schema, including those of the tables that belong to a full-text index."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.files import complete_lines
-from agentrl.base.untrusted_files import read_bytes
+from agentrl.base.untrusted_files import open_file, read_bytes
 from agentrl.errors import StoreError, UserError
 from agentrl.experience.ledger import new_entry
 from agentrl.protocols import ExperienceStore
@@ -24,8 +24,11 @@ COLUMNS = {
     **{"oldest_version": "int64", "tokens_sampled": "int64", "wall_s": "float64", "episode": "string"},
 }
 """The columns of an exported file, with their Arrow types. `episode` is the JSON of a `ScoredEpisode`."""
-_MAX_META = 256 << 20  # bytes of a checkpoint's record
-_EXPORT_BATCH = 64  # groups in memory at once
+_MAX_META = 64 << 20  # bytes of a checkpoint's record
+_MAX_METRICS = 1 << 30  # bytes of metrics.jsonl
+_MAX_LINE = 1 << 20  # bytes of a line of metrics.jsonl; longer ones are skipped
+_SHOWN_CHARS = 200  # of a value in a problem
+_EXPORT_CHARS = 64 << 20  # size of the episodes that are in memory at once
 
 Progress = Callable[[int, int], None]
 """Called with the number of processed groups and the number of all groups."""
@@ -81,11 +84,13 @@ def verify(run_dir: Path, store: ExperienceStore, *, progress: Progress = lambda
     Compares each entry with the group's episodes, the entries with the newest checkpoint, and the trained tokens of each step with
     `metrics.jsonl`. The run may be training: a step that completes in the meantime is not reported.
     """
+    checkpoint = _newest_checkpoint(run_dir)  # before the entries, which then have all of its steps but the last
     entries = store.entries()
     for done, entry in enumerate(entries):
         progress(done, len(entries))
         yield from _entry_problems(entry, store)
-    yield from _checkpoint_problems(run_dir, entries)
+    if checkpoint is not None:
+        yield from _checkpoint_problems(*checkpoint, entries)
     yield from _step_problems(run_dir, entries)
     progress(len(entries), len(entries))
 
@@ -99,27 +104,41 @@ def _entry_problems(entry: LedgerEntry, store: ExperienceStore) -> Iterator[str]
     actual, stored = asdict(new_entry(group)), asdict(entry)
     for name, value in actual.items():
         if name not in ("step", "use") and stored[name] != value:
-            yield f"group {entry.index}: the ledger has {name}={stored[name]!r}, but its episodes have {value!r}"
+            yield f"group {entry.index}: the ledger has {name}={_brief(stored[name])}, but its episodes have {_brief(value)}"
     if entry.use is not None and not 0 <= entry.use.tokens_trained <= entry.tokens_sampled:
         yield f"group {entry.index}: {entry.use.tokens_trained} tokens were trained, but only {entry.tokens_sampled} were sampled"
 
 
-def _checkpoint_problems(run_dir: Path, entries: Sequence[LedgerEntry]) -> Iterator[str]:
-    """Compares the entries with the newest checkpoint, which is authoritative for its steps. Without a checkpoint, no step is complete."""
+def _brief(value: object) -> str:
+    return repr(value[:_SHOWN_CHARS] if isinstance(value, str) else value)
+
+
+def _newest_checkpoint(run_dir: Path) -> tuple[str, bytes | str] | None:
+    """Name and record of the newest checkpoint, or why the record cannot be read."""
     metas = sorted((run_dir / "checkpoints").glob("[0-9]*/meta.json"))
     if not metas:
-        return
-    name = metas[-1].parent.name
+        return None
     try:
-        complete, recorded = _checkpoint_uses(read_bytes(metas[-1], most=_MAX_META, inside=run_dir))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        yield f"checkpoint {name} cannot be read: {str(error)[:200]}"
+        return metas[-1].parent.name, read_bytes(metas[-1], most=_MAX_META, inside=run_dir)
+    except (OSError, ValueError) as error:
+        return metas[-1].parent.name, str(error)
+
+
+def _checkpoint_problems(name: str, content: bytes | str, entries: Sequence[LedgerEntry]) -> Iterator[str]:
+    """A checkpoint decides what its steps took. The ledger learns it after the checkpoint is complete, or when the learner resumes."""
+    try:
+        if isinstance(content, str):
+            raise ValueError(content)
+        complete, recorded = _checkpoint_uses(content)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        yield f"checkpoint {name} cannot be read: {str(error)[:_SHOWN_CHARS]}"
         return
+    committed = max((entry.step for entry in entries if entry.use is not None and entry.step is not None), default=-1)
     for entry in entries:
         expected = recorded.pop(entry.index, None)
         if entry.use is not None and entry.step is not None and entry.step < complete and (entry.step, entry.use) != expected:
             yield f"group {entry.index}: ledger and checkpoint {name} differ in how step {entry.step + 1} used it"
-        elif entry.use is None and expected is not None:
+        elif entry.use is None and expected is not None and (entry.step != expected[0] or expected[0] <= committed):
             step = expected[0] + 1
             yield f"group {entry.index}: checkpoint {name} has it as consumed by step {step}, but the ledger has it as {entry.state}"
     yield from (f"group {index}: consumed by step {step + 1}, but not in the store" for index, (step, _) in recorded.items())
@@ -143,19 +162,34 @@ def _step_problems(run_dir: Path, entries: Sequence[LedgerEntry]) -> Iterator[st
             trained[entry.step] += entry.use.tokens_trained
             if entry.use.reason in ("update_skipped", "critic_warmup", "rolled_back"):
                 skipped.add(entry.step)  # metrics.jsonl has the tokens of the batch even if its update was skipped
-    path = run_dir / "metrics.jsonl"
     reported: dict[int, float] = {}  # a resumed run may repeat a step
-    for content in complete_lines(path) if path.is_file() else ():
-        try:
-            line = json.loads(content)
-            number, tokens = line["step"], line["tokens_trained"]
-        except (ValueError, KeyError, TypeError, RecursionError):  # not the line of a step
-            continue
-        if isinstance(number, int) and isinstance(tokens, int | float):
+    try:
+        for number, tokens in _reported_tokens(run_dir):
             reported[number - 1] = tokens
+    except (OSError, ValueError) as error:
+        yield f"metrics.jsonl cannot be read: {str(error)[:_SHOWN_CHARS]}"
+        return
     for step, tokens in reported.items():
         if step in trained and step not in skipped and trained[step] != tokens:
             yield f"step {step + 1}: the ledger has {trained[step]} trained tokens, but metrics.jsonl has {tokens:g}"
+
+
+def _reported_tokens(run_dir: Path) -> Iterator[tuple[int, float]]:
+    """The lines of steps in metrics.jsonl: number of the version, and trained tokens. Other lines are skipped."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return
+    with open_file(path, inside=run_dir) as file:
+        if os.fstat(file.fileno()).st_size > _MAX_METRICS:
+            raise ValueError(f"is larger than {_MAX_METRICS >> 20} MiB")
+        for content in iter(lambda: file.readline(_MAX_LINE), b""):
+            try:
+                line = json.loads(content)
+                number, tokens = line["step"], line["tokens_trained"]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue
+            if isinstance(number, int) and isinstance(tokens, int | float) and abs(tokens) < 1 << 63:
+                yield number, tokens
 
 
 def rows(store: ExperienceStore, entries: Sequence[LedgerEntry]) -> Iterator[dict[str, Any]]:
@@ -197,11 +231,26 @@ def export(store: ExperienceStore, path: Path, *, progress: Progress = lambda do
     path.parent.mkdir(parents=True, exist_ok=True)
     entries, written = store.entries(), 0
     part = path.with_name(f".{path.name}.part")
-    with parquet.ParquetWriter(part, schema, compression="zstd") as writer:
-        for at in range(0, len(entries), _EXPORT_BATCH):
-            progress(at, len(entries))
-            some = list(rows(store, entries[at : at + _EXPORT_BATCH]))
-            writer.write_table(pyarrow.Table.from_pylist(some, schema=schema))
-            written += len(some)
-    part.replace(path)
+    try:
+        with parquet.ParquetWriter(part, schema, compression="zstd") as writer:
+            for batch in _batches(store, entries, progress):
+                writer.write_table(pyarrow.Table.from_pylist(batch, schema=schema))
+                written += len(batch)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
     return written
+
+
+def _batches(store: ExperienceStore, entries: Sequence[LedgerEntry], progress: Progress) -> Iterator[list[dict[str, Any]]]:
+    """The rows of all groups, in lists whose episodes fit into memory."""
+    batch, size = list[dict[str, Any]](), 0
+    for done, entry in enumerate(entries):
+        progress(done, len(entries))
+        for row in rows(store, [entry]):
+            batch.append(row)
+            size += len(row["episode"])
+        if size > _EXPORT_CHARS:
+            yield batch
+            batch, size = [], 0
+    yield batch

@@ -8,7 +8,8 @@ The learner selects the groups of a step, and the store records them as assigned
 
     in_order        step `s` selects the groups of block `s`, so it waits for the slowest of them
     oldest_first    step `s` selects the ready groups that the oldest weights sampled, as soon as there are enough. A group that takes
-                    longer than `max_staleness` steps to sample is trained later. No finished group is discarded
+                    longer than `max_staleness` steps to sample is trained later. No finished group is discarded. A group without sampled
+                    tokens, such as one of a quarantined task, waits for the step of its block, so that it delays no others
 
 Both orders select the same number of groups: after `s` steps, as many as `s` blocks need. So a run of `steps` blocks consumes every group.
 """
@@ -89,14 +90,21 @@ class GroupOrder:
     def select(self, step: int, entries: Sequence[LedgerEntry]) -> tuple[int, ...] | None:
         """Returns the indices of the groups that a step selects, in ascending order; None if too few groups are stored.
 
+        A step that has groups already, because the learner died or fell back to an older checkpoint, takes the same ones, so that the
+        notes and task weights that depend on them stay valid.
+
         Args:
             entries: the entries of all blocks from `first_incomplete_block` of the assigned entries on.
         """
+        taken = [entry for entry in entries if entry.step is not None and entry.step < step]
+        assigned = [entry for entry in entries if entry.step == step]
+        free = [entry for entry in entries if entry.step is None or entry.step >= step]
+        return self._choose(step, taken, assigned) or self._choose(step, taken, free)
+
+    def _choose(self, step: int, taken: Sequence[LedgerEntry], free: list[LedgerEntry]) -> tuple[int, ...] | None:
         fills = _Slots(self)
-        for entry in entries:
-            if entry.step is not None and entry.step < step:
-                fills(entry)
-        free = [entry for entry in entries if entry.step is None or entry.step == step]
+        for entry in taken:
+            fills(entry)
         if self.oldest_first:
             free.sort(key=lambda entry: (-1 if entry.oldest_version is None else entry.oldest_version, entry.index))
         else:
@@ -104,7 +112,8 @@ class GroupOrder:
         missing, chosen = self.per_step, []
         for entry in free:
             fills_slot = fills(entry)
-            if missing or not fills_slot:  # a replaced group is also consumed, because no later step needs it
+            early = entry.oldest_version is None and self.block_of(entry.index) > step  # ready at once; would displace sampled groups
+            if (missing and not early) or not fills_slot:  # a replaced group is also consumed, because no later step needs it
                 chosen.append(entry.index)
                 missing -= fills_slot
         return None if missing else tuple(sorted(chosen))

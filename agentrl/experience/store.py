@@ -15,7 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.database import compress, connect, decompress, enter_wal, make_tables, query_deadline, read_pragma, transaction
+from agentrl.base.database import (
+    compress,
+    connect,
+    decompress,
+    enter_wal,
+    make_tables,
+    query_deadline,
+    read_pragma,
+    require_schema,
+    transaction,
+)
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
 from agentrl.experience.ledger import new_entry
@@ -84,9 +94,10 @@ class SqliteStore:
     def entries(self, *, first: int = 0, step: int | None = None) -> tuple[LedgerEntry, ...]:
         """Returns the entries of the stored groups from index `first` on, or of one step, in ascending order of index."""
         where, value = ("groups.idx >= ?", first) if step is None else ("taken.step = ?", step)
-        rows = self._rows(f"{_ENTRIES} WHERE {where} ORDER BY groups.idx", value)
+        query = f"{_ENTRIES} WHERE {where} ORDER BY groups.idx"
         try:
-            return tuple(map(_entry, rows))
+            with self._lock, _translated(self.path), query_deadline(self._connection, _QUERY_S):
+                return tuple(_ascending(map(_entry, self._connection.execute(query, (value,)))))
         except ValueError as error:
             raise StoreError(f"a row of the ledger in {self.path} is damaged: {error}") from error
 
@@ -103,7 +114,9 @@ class SqliteStore:
     def assign(self, step: int, indices: Sequence[int]) -> None:
         """Assigns groups to a step. Raises `StoreError` if a group is not stored or belongs to another step."""
         with self._transaction() as db:
-            db.execute("DELETE FROM taken WHERE step = ? AND checkpoint IS NULL", (step,))
+            if {row[0] for row in db.execute("SELECT idx FROM taken WHERE step = ? AND checkpoint IS NULL", (step,))} == set(indices):
+                return
+            db.execute("DELETE FROM taken WHERE step >= ? AND checkpoint IS NULL", (step,))  # what later steps had depends on it
             self._take(db, step, indices)
 
     def commit(self, step: int, uses: Mapping[int, GroupUse], checkpoint: str) -> None:
@@ -115,15 +128,19 @@ class SqliteStore:
             db.executemany("UPDATE taken SET checkpoint = ?, tokens_trained = ?, reason = ? WHERE idx = ?", rows)
 
     def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
-        """Replaces all assignments and uses by those of a checkpoint: step -> index -> use. All other groups become ready."""
+        """Sets assignments and uses to those of a checkpoint: step -> index -> use. Groups of later steps stay assigned to them."""
         rows: dict[int, tuple[int, int, int, str]] = {}
         for step, uses in consumed.items():
             for index, use in uses.items():
                 if index in rows:
                     raise StoreError(f"the checkpoint has group {index} as consumed by both step {rows[index][1]} and step {step}")
                 rows[index] = (index, step, use.tokens_trained, use.reason)
+        complete = max(consumed, default=-1)
         with self._transaction() as db:
-            db.execute("DELETE FROM taken WHERE idx NOT IN (SELECT value FROM json_each(?))", (json.dumps(list(rows)),))
+            db.execute(
+                "DELETE FROM taken WHERE step <= ? AND idx NOT IN (SELECT value FROM json_each(?))", (complete, json.dumps(list(rows)))
+            )
+            db.execute("UPDATE taken SET checkpoint = NULL, tokens_trained = 0, reason = '' WHERE step > ?", (complete,))
             db.executemany(
                 "INSERT INTO taken (idx, step, tokens_trained, reason, checkpoint) VALUES (?, ?, ?, ?, '') ON CONFLICT (idx) DO UPDATE SET"
                 " step = excluded.step, tokens_trained = excluded.tokens_trained, reason = excluded.reason,"
@@ -174,6 +191,7 @@ class SqliteStore:
                 f"{self.path} has store schema {version}; this agentrl reads {_SCHEMA_VERSION}\n"
                 "  fix: continue with the agentrl version that started this run, or start a new run folder"
             )
+        require_schema(db, _SCHEMA)  # without its primary keys, a group could have millions of rows
 
 
 def _entry(row: Sequence[Any]) -> LedgerEntry:
@@ -189,6 +207,16 @@ def _entry(row: Sequence[Any]) -> LedgerEntry:
         step=step,
         use=None if checkpoint is None else GroupUse(tokens_trained=tokens_trained, reason=reason),
     )
+
+
+def _ascending(entries: Iterable[LedgerEntry]) -> Iterator[LedgerEntry]:
+    """The entries. Raises `ValueError` for two of one group: a file whose pages form a loop has endless rows."""
+    last: int | None = None
+    for entry in entries:
+        if last is not None and entry.index <= last:
+            raise ValueError(f"group {entry.index} follows group {last}")
+        yield entry
+        last = entry.index
 
 
 def _absent(db: sqlite3.Connection, indices: Sequence[int]) -> list[int]:

@@ -43,6 +43,7 @@ class RunMemory:
         self._nothing = NoteStore(None, config)
         self._store: NoteStore | None = None  # opened by the first step; evaluations do not use it
         self._version = 0  # version of the store
+        self._open_block = 0  # first block with groups that are not stored
         self._reaching = asyncio.Lock()
 
     def version_of(self, block: int) -> int:
@@ -55,10 +56,11 @@ class RunMemory:
         async with self._reaching:
             wanted = self.version_of(block)
             if self._store is None:
-                self._store = await asyncio.to_thread(NoteStore, self._path, self.config, behind=self._behind)
+                self._store = await asyncio.to_thread(NoteStore, self._path, self.config)
                 self._version = self._store.version
             while self._version < wanted:
-                await asyncio.to_thread(self._store.commit, self._version, self._written(self._version))
+                written, oldest = self._written(self._version), self._oldest_read()
+                await asyncio.to_thread(self._store.commit, self._version, written, oldest_read=oldest)
                 self._version += 1
 
     def view(self, task: Task, group: int | None) -> StoreView:
@@ -85,6 +87,12 @@ class RunMemory:
             raise StoreError(f"the notes of step {step} are missing: the ledger has no groups of this step")
         episodes = [one for group in self._experience.groups(entry.index for entry in entries) for one in group.episodes]
         return notes_to_commit(episodes, min_score=self.config.min_score)
+
+    def _oldest_read(self) -> int:
+        """The oldest version that a group may still read. A late group reads an older one than the groups of the next block."""
+        entries = self._experience.entries(first=self._order.block(self._open_block).start)
+        self._open_block = self._order.first_incomplete_block(entries, start=self._open_block)
+        return self.version_of(self._open_block)
 
 
 class EvaluationNotes:

@@ -91,13 +91,11 @@ class NoteStore:
 
     Args:
         path: the database file; created with its folder if missing. None: in memory.
-        behind: how many versions before the newest may still be read. Notes that none of these versions shows are deleted.
     """
 
-    def __init__(self, path: Path | None, config: MemoryConfig, *, behind: int = 0) -> None:
+    def __init__(self, path: Path | None, config: MemoryConfig) -> None:
         self.config = config
         self.path = path
-        self._behind = behind
         self._informed: dict[str, set[int]] = {}  # task key -> writers whose notes are hidden from its attempts
         self._lock = threading.Lock()  # one connection, used by one thread at a time
         with self._translate_errors():
@@ -117,8 +115,11 @@ class NoteStore:
         (row,) = self._rows("SELECT COALESCE(MAX(step) + 1, 0) FROM steps")
         return int(row[0])
 
-    def commit(self, step: int, episodes: Iterable[WrittenNotes]) -> bool:
+    def commit(self, step: int, episodes: Iterable[WrittenNotes], *, oldest_read: int | None = None) -> bool:
         """Stores the notes of a step's episodes in one transaction and creates version `step + 1`. Returns False if it exists already.
+
+        Args:
+            oldest_read: oldest version that may still be read; None means the new one. Notes that no version from it on shows are deleted.
 
         Raises `StoreError` for a step that does not follow the last one.
         """
@@ -131,7 +132,7 @@ class NoteStore:
             db.execute("INSERT INTO steps VALUES (?)", (step,))
             for written in episodes:
                 _add(db, step, written)
-            _delete_old(db, version=max(0, step + 1 - self._behind))
+            _delete_old(db, version=step + 1 if oldest_read is None else oldest_read)
             self._informed.clear()
             return True
 

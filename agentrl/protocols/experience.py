@@ -39,7 +39,8 @@ class ExperienceStore(Protocol):
     def assign(self, step: int, indices: Sequence[int]) -> None:
         """Assigns groups to a learner step. Raises `StoreError` if a group is absent or belongs to another step.
 
-        If the step was interrupted and is repeated, groups of its earlier assignment that are not in `indices` become ready again.
+        An interrupted attempt may have assigned groups to this step and later ones. If those of this step are not `indices`, all of them
+        become ready again.
         """
 
     def commit(self, step: int, uses: Mapping[int, GroupUse], checkpoint: str) -> None:
@@ -51,7 +52,9 @@ class ExperienceStore(Protocol):
         """
 
     def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
-        """Sets the ledger to the state of the checkpoint that the learner starts from. All other groups become ready.
+        """Sets the ledger to the state of the checkpoint that the learner starts from.
+
+        Groups of later steps stay assigned to them, so that a repeated step uses the same groups. All others become ready.
 
         Args:
             consumed: learner step -> group index -> how the step used the group.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 from agentrl.records.chat import Message
 from agentrl.records.fields import Record
 from agentrl.records.turn import Turn
 
-TurnKey = tuple[str, int, int, tuple[int, ...], tuple[float, ...]]
+TurnKey = tuple[str, int, int, bytes, bytes]
 """Identifies a sampled turn of a group."""
 
 
@@ -50,10 +51,11 @@ def turn_key(episode_id: str, index: int, trajectory: Trajectory, number: int) -
     """Identifies turn `number` of an episode's trajectory `index` by the episode that sampled it and by its tokens.
 
     The tokens are needed because an episode id may be started twice. They do not suffice: attempts of a confident policy agree by chance.
+    They are bytes because a third party can choose numbers whose hashes are equal, and because NaN does not equal itself.
     """
     inherited, turn = trajectory.inherited, trajectory.turns[number]
     sampled_by = inherited[number] if number < len(inherited) else episode_id
-    return sampled_by, index, number, turn.completion_ids, turn.logprobs
+    return sampled_by, index, number, array("q", turn.completion_ids).tobytes(), array("d", turn.logprobs).tobytes()
 
 
 def check_tree(trajectories: tuple[Trajectory, ...]) -> None:

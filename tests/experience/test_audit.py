@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from agentrl.cli import app
-from agentrl.errors import UserError
-from agentrl.experience import SqliteStore, new_entry
+from agentrl.errors import StoreError, UserError
+from agentrl.experience import SqliteStore, audit, new_entry
 from agentrl.experience.audit import count, export, rows, token_balance, verify
 from agentrl.records import GroupUse, LedgerEntry, ScoredEpisode, codec
 from tests.driving import make_recipe
@@ -103,6 +103,73 @@ def test_hostile_metrics_are_skipped_and_a_link_out_of_the_folder_is_not_followe
     meta.unlink()
     meta.symlink_to("/etc/passwd")
     assert [found.partition(": ")[0] for found in verify(folder, store)] == ["checkpoint 000002 cannot be read"]
+
+
+def _write_checkpoint(folder: Path, uses: dict[int, dict[int, GroupUse]]) -> None:
+    checkpoint = folder / "checkpoints" / f"{len(uses):06d}"
+    checkpoint.mkdir()
+    (checkpoint / "meta.json").write_bytes(codec.to_json({"step": len(uses), "consumed": uses}))
+
+
+USES = {0: {0: GroupUse(tokens_trained=2)}, 1: {1: GroupUse(reason="all_equal")}, 2: {2: GroupUse(tokens_trained=1)}}
+
+
+def test_a_checkpoint_that_the_ledger_does_not_know_yet_is_not_a_problem(run: tuple[Path, SqliteStore]) -> None:
+    """The learner was killed between checkpoint and commit, or is about to commit."""
+    folder, store = run
+    _write_checkpoint(folder, USES)
+    assert list(verify(folder, store)) == []
+    store.reconcile({})  # the newest checkpoints are damaged, and their steps are repeated
+    assert list(verify(folder, store)) == []
+    store.assign(0, [3])
+    assert any(problem.startswith("group 0: step 0 used it") for problem in verify(folder, store))
+
+
+def test_steps_that_complete_during_the_check_are_not_a_problem(run: tuple[Path, SqliteStore]) -> None:
+    folder, store = run
+
+    def complete_a_step(done: int, total: int) -> None:
+        if done == 1:
+            store.put(make_group(4))
+            uses = USES | {3: {3: GroupUse(tokens_trained=1), 4: GroupUse(tokens_trained=1)}}
+            for step in (2, 3):
+                store.commit(step, uses[step], f"checkpoints/{step + 1:06d}")
+            _write_checkpoint(folder, uses)
+
+    assert list(verify(folder, store, progress=complete_a_step)) == []
+    assert list(verify(folder, store)) == []
+
+
+@pytest.mark.parametrize("tokens", ["1" + "0" * 400, "Infinity", "NaN", "true", "-1" + "0" * 400])
+def test_metrics_with_numbers_that_no_learner_reports_are_not_a_crash(run: tuple[Path, SqliteStore], tokens: str) -> None:
+    folder, store = run
+    (folder / "metrics.jsonl").write_text(f'{{"step": 1, "tokens_trained": {tokens}}}\n')
+    assert all(problem.startswith("step 0: the ledger has 2") for problem in verify(folder, store))
+
+
+def test_metrics_that_are_a_link_or_too_large_are_a_problem(run: tuple[Path, SqliteStore]) -> None:
+    folder, store = run
+    metrics = folder / "metrics.jsonl"
+    with metrics.open("r+b") as file:
+        file.truncate(5 << 30)  # takes no space on the disk
+    assert [problem.partition(": ")[0] for problem in verify(folder, store)] == ["metrics.jsonl cannot be read"]
+    metrics.unlink()
+    metrics.symlink_to("/etc/passwd")
+    assert [problem.partition(": ")[0] for problem in verify(folder, store)] == ["metrics.jsonl cannot be read"]
+
+
+def test_an_export_writes_few_episodes_at_a_time_and_leaves_nothing_if_it_fails(
+    run: tuple[Path, SqliteStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(audit, "_EXPORT_CHARS", 1)
+    _, store = run
+    assert export(store, tmp_path / "a.parquet") == 4
+    assert parquet.ParquetFile(tmp_path / "a.parquet").num_row_groups >= 4
+    store._connection.execute("UPDATE groups SET body = x'00' WHERE idx = 3")
+    with pytest.raises(StoreError, match="group 3 in"):
+        export(store, tmp_path / "b.parquet")
+    assert not list(tmp_path.glob("*b.parquet*")) and not list(tmp_path.glob(".*.part"))
 
 
 def test_exported_episodes_read_back_equal(run: tuple[Path, SqliteStore], tmp_path: Path) -> None:

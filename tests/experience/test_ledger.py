@@ -25,6 +25,7 @@ from agentrl.records import (
     Trajectory,
     Turn,
     VersionSpan,
+    turn_key,
 )
 from agentrl.rollout import excluded_group
 from tests.strategies import examples
@@ -69,7 +70,8 @@ class Ledger:
         running = self.running()
         index = running[self.draw(st.integers(0, len(running) - 1))]
         scores = self.draw(st.sampled_from(((0.0, 1.0), (0.0, 1.0), (1.0, 1.0), (None, None))))
-        self.entries[index] = replace(new_entry(group(index, *scores)), oldest_version=self.started[index])
+        version = None if scores == (None, None) and self.draw(st.booleans()) else self.started[index]  # None: a quarantined task
+        self.entries[index] = replace(new_entry(group(index, *scores)), oldest_version=version)
 
     def learn(self) -> tuple[int, ...] | None:
         """The next step, as `agentrl.learner.worker` runs it."""
@@ -106,7 +108,7 @@ def test_a_run_never_gets_stuck_and_takes_every_group_once(
         else:
             assert {order.block_of(index) for index in chosen} == {run.version - 1}
         if max_staleness == 0:
-            assert set(ready.values()) == {run.version - 1}, "on-policy"
+            assert set(ready.values()) <= {run.version - 1, None}, "on-policy"
     assert not run.running() and all(entry.step is not None for entry in run.entries.values()), "no finished group is discarded"
     assert sum(order.has_preference(entry) for entry in run.entries.values()) <= per_step * run.steps
 
@@ -135,6 +137,30 @@ def test_a_slow_group_does_not_hold_up_the_steps_and_is_trained_as_soon_as_it_en
     assert order.select(1, [*taken, *newer]) == (3, 4)
     assert order.select(1, [late, *taken, *newer]) == (0, 3), "the oldest weights first"
     assert order.first_incomplete_block([*taken, *newer]) == 0 and order.first_incomplete_block([late, *taken, newer[0]]) == 2
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_groups_of_quarantined_tasks_do_not_make_the_others_older(extra: int) -> None:
+    """They are ready as soon as their block starts, one version ahead. Half of each block are such groups."""
+    order, entries = GroupOrder(per_step=4, extra=extra), dict[int, LedgerEntry]()
+
+    def end(block: int, version: int, *, sampled: bool) -> None:
+        for number, index in enumerate(order.block(block)):
+            if sampled == (number % 2 == 0):
+                entries[index] = (
+                    replace(new_entry(group(index, 0.0, 1.0)), oldest_version=version) if sampled else new_entry(group(index, None))
+                )
+
+    end(0, 0, sampled=False)
+    for step in range(6):
+        end(step + 1, max(0, step), sampled=False)
+        assert order.select(step, sorted(entries.values(), key=lambda entry: entry.index)) is None, "a step needs groups that were sampled"
+        end(step, max(0, step - 1), sampled=True)
+        chosen = order.select(step, sorted(entries.values(), key=lambda entry: entry.index))
+        assert chosen is not None
+        for index in chosen:
+            entries[index] = replace(entries[index], step=step)
+        assert {order.block_of(index) for index in chosen if entries[index].oldest_version is not None} == {step}
 
 
 def test_a_step_that_was_interrupted_selects_its_groups_again() -> None:
@@ -192,6 +218,14 @@ def turn(tokens: int, *, version: int = 3, forced: tuple[int, ...] = ()) -> Turn
         message=Message(role="assistant", content="x"),
         finish_reason="stop",
     )
+
+
+@pytest.mark.parametrize("others", [(-1, -2), (0, 2**61 - 1)])
+def test_turns_of_a_third_party_have_different_hashes(others: tuple[int, int]) -> None:
+    """Python's hashes of these integers are equal, so that many such turns would take hours to count."""
+    lines = [Trajectory(agent="main", turns=(replace(turn(1), completion_ids=(token,)),)) for token in others]
+    assert hash(others[0]) == hash(others[1])
+    assert len({hash(turn_key("e", 0, line, 0)) for line in lines}) == 2
 
 
 def test_tokens_are_those_that_the_policy_sampled_and_a_shared_turn_counts_once() -> None:

@@ -11,18 +11,21 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentrl.errors import StoreError
-from agentrl.experience import SqliteStore, new_entry
+from agentrl.experience import GroupOrder, SqliteStore, new_entry
 from agentrl.experience import store as store_module
 from agentrl.protocols import ExperienceStore
 from agentrl.records import Episode, Group, GroupUse, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
+from tests.driving import make_recipe
 from tests.forking import FORKS
 from tests.ledgers import consumed, indices
+from tests.thirdparty.fieldkit.store import FolderStore
 
 
 def make_group(index: int, note: str = "") -> Group:
@@ -195,6 +198,25 @@ def test_a_damaged_row_of_the_ledger_is_a_store_error(store: SqliteStore) -> Non
         store.entries()
 
 
+def test_a_file_without_primary_keys_is_rejected_before_its_rows_are_joined(tmp_path: Path) -> None:
+    """A thousand rows of one group in each table would be a million entries."""
+    path = tmp_path / "experience.sqlite"
+    SqliteStore(path).close()
+    other = sqlite3.connect(path)
+    other.executescript(f"DROP TABLE groups; {store_module._SCHEMA[0].replace('INTEGER PRIMARY KEY', 'INTEGER')}")
+    other.close()
+    with pytest.raises(StoreError, match="its tables are not those that agentrl creates"):
+        SqliteStore(path)
+
+
+def test_rows_that_repeat_a_group_end_the_reading(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file whose pages form a loop has endless rows."""
+    store.put(make_group(0))
+    monkeypatch.setattr(store_module, "_ENTRIES", f"{store_module._ENTRIES} JOIN (SELECT 1 UNION ALL SELECT 2)")
+    with pytest.raises(StoreError, match=r"a row of the ledger in .* is damaged: group 0 follows group 0"):
+        store.entries()
+
+
 def _commit(path: str, step: int, barrier, result) -> None:
     store = SqliteStore(path)
     barrier.wait(300)
@@ -230,18 +252,54 @@ def test_reconcile_makes_the_store_agree_with_the_checkpoint(store: SqliteStore)
     store.commit(0, used(0, 1), "a")
     store.commit(1, used(2, 3), "b")
     store.assign(2, [5, 6])
-    # The checkpoint in use knows step 0 (with another split) and a step 1 that took group 4; steps 2, 3 never happened.
+    # The checkpoint in use knows step 0 (with another split) and a step 1 that took group 4; step 2 did not complete.
     store.reconcile({0: used(0), 1: used(1, 4, tokens=1)})
     assert consumed(store) == {0: 0, 1: 1, 4: 1}
     assert [entry.use and entry.use.tokens_trained for entry in store.entries()] == [2, 1, None, None, 1, None, None]
-    assert {entry.index for entry in store.entries() if entry.state == "ready"} == {2, 3, 5, 6}
+    assert {entry.index for entry in store.entries() if entry.state == "ready"} == {2, 3}
+    assert [entry.index for entry in store.entries(step=2)] == [5, 6], "step 2 takes the same groups again"
     store.assign(2, [2, 3])
+    assert {entry.index for entry in store.entries() if entry.state == "ready"} == {5, 6}
     store.reconcile({0: used(0), 1: used(1, 4), 2: used(2, 3)})  # the checkpoint was written, the commit was not
     assert consumed(store) == {0: 0, 1: 1, 2: 2, 3: 2, 4: 1}
     store.reconcile({})
     assert consumed(store) == {}
     with pytest.raises(StoreError, match="group 2 as consumed by both step 0 and step 1"):
         store.reconcile({0: used(2), 1: used(2)})
+
+
+def _versioned(index: int, version: int) -> Group:
+    (scored,) = make_group(index).episodes
+    (trajectory,) = scored.episode.trajectories
+    turn = replace(trajectory.turns[0], versions=(VersionSpan(version=version, start=0, end=2),))
+    episode = replace(scored.episode, trajectories=(replace(trajectory, turns=(turn,)),))
+    return replace(make_group(index), episodes=(replace(scored, episode=episode),))
+
+
+@pytest.mark.parametrize("kind", [SqliteStore, FolderStore])
+def test_a_learner_that_falls_back_repeats_its_steps_with_the_same_groups(tmp_path: Path, kind: type) -> None:
+    """Notes and task weights of later groups depend on them. Group 0 is late, and its weights are older than those of groups 3 and 4."""
+    store: ExperienceStore = kind(tmp_path / "store", make_recipe()) if kind is FolderStore else SqliteStore(tmp_path / "experience.sqlite")
+    order, uses = GroupOrder(per_step=2), dict[int, dict[int, GroupUse]]()
+
+    def learn(step: int) -> tuple[int, ...] | None:
+        chosen = order.select(step, store.entries())
+        if chosen is not None:
+            store.assign(step, chosen)
+            uses[step] = used(*chosen)
+            store.commit(step, uses[step], f"checkpoints/{step + 1:06d}")
+        return chosen
+
+    for index, version in ((1, 0), (2, 0), (3, 1), (4, 1), (5, 2), (6, 2)):
+        store.put(_versioned(index, version))
+    assert [learn(step) for step in range(3)] == [(1, 2), (3, 4), (5, 6)]
+    store.put(_versioned(0, 0))
+    store.reconcile({0: uses[0]})  # checkpoints 2 and 3 are damaged
+    assert [[entry.index for entry in store.entries(step=step)] for step in (1, 2)] == [[3, 4], [5, 6]]
+    assert all(entry.use is None for entry in store.entries(first=3)), "their tokens are open again"
+    store.put(_versioned(7, 3))
+    assert [learn(step) for step in range(1, 4)] == [(3, 4), (5, 6), (0, 7)]
+    store.close()
 
 
 _WRITER = """
@@ -326,6 +384,8 @@ def test_a_file_that_is_not_a_store_of_this_version_is_left_alone(tmp_path: Path
         raw.execute("PRAGMA application_id = 0x41475258")
         raw.execute("PRAGMA user_version = 2")
         raw.execute("DROP TABLE groups")
+        for statement in store_module._SCHEMA:
+            raw.execute(statement)
     raw.close()
     SqliteStore(foreign).close()
 

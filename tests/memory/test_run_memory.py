@@ -17,11 +17,12 @@ from agentrl.config.tools import MemoryConfig
 from agentrl.errors import ServingError, StoreError, UserError
 from agentrl.evaluation.held_out import HeldOutEvaluation
 from agentrl.evaluation.replay import ReplaySetup, replay_state
-from agentrl.experience import SqliteStore
+from agentrl.experience import GroupOrder, SqliteStore
 from agentrl.failure.trace import CaptureReason, Trace
 from agentrl.memory import NoteStore, StoreView, WrittenNotes
+from agentrl.memory import store as memory_store
 from agentrl.memory.proof import audit_memory
-from agentrl.memory.run_memory import ANSWERS_FILE, NOTES_FILE, ReplayedMemory, record_answer_leaks
+from agentrl.memory.run_memory import ANSWERS_FILE, NOTES_FILE, ReplayedMemory, RunMemory, record_answer_leaks
 from agentrl.records import Group, Split, Task
 from agentrl.records.memo import Memo
 from agentrl.records.sampling import Sampling
@@ -114,6 +115,41 @@ async def test_a_group_reads_the_version_of_its_step_and_a_resumed_run_reads_wha
     kept.close()
     with pytest.raises(StoreError, match="the ledger has no groups of this step"):
         await played(tmp_path / "gap", range(3, 4), Family(), tuple(whole[:1]))
+
+
+async def test_a_late_group_reads_its_version_however_many_notes_came_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Group 4 of block 2 still runs while steps train the groups of later blocks."""
+    monkeypatch.setattr(memory_store, "KEEP", 4)
+    groups = await played(tmp_path / "whole", range(4), Family())
+    groups += [_moved(group, group.index + 8) for group in groups]
+    store, order = SqliteStore(tmp_path / "experience.sqlite"), GroupOrder.from_recipe(RECIPE)
+    assert RECIPE.memory is not None
+    memory = RunMemory(RECIPE.memory, tmp_path, store, order, max_staleness=1)
+    for group in groups:
+        if group.index != 4:
+            store.put(group)
+    for step in range(6):
+        assert take_step(order, store, step) is not None
+    await memory.prepare_block(2)
+    first = memory.view(make_task(4), 4).begin().recall("")
+    await memory.prepare_block(7)
+    assert "word" in first[1] and memory.view(make_task(4), 4).begin().recall("") == first
+    store.put(groups[4])
+    assert take_step(order, store, 6) is not None
+    await memory.prepare_block(8)
+    assert sum(notes for notes, _ in memory._store.counts().values()) < 20, "then the old notes are deleted"  # type: ignore[union-attr]
+    memory.close()
+    store.close()
+
+
+def _moved(group: Group, index: int) -> Group:
+    """The group with another index and other episodes, without what they read."""
+    episodes = []
+    for number, scored in enumerate(group.episodes):
+        memo = Memo(scope="family:driving", notes=(f"word {number} of group {index}",))
+        episode = replace(scored.episode, id=f"g{index:06d}-{number}-a0", memory=memo)
+        episodes.append(replace(scored, episode=episode))
+    return replace(group, index=index, episodes=tuple(episodes))
 
 
 async def test_the_memory_audit_finds_exactly_what_is_wrong(tmp_path: Path) -> None:

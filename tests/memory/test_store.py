@@ -46,14 +46,14 @@ def simulated(store: NoteStore, seed: int, *, steps: int, behind: int) -> list[t
             copied = tuple(f"copied {step} {member}: {one.text}"[:3000] for one in found)
             read = tuple(dict.fromkeys(one.episode for one in found))
             group.append(note(f"{step}-{member}", f"secret-{task}- word {step} {member}", *copied, task=task, scope=scope, read=read))
-        store.commit(step, group)
+        store.commit(step, group, oldest_read=0)
     return asked
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_secret_of_a_task_returns_to_it_through_copies(seed: int) -> None:
     config = MemoryConfig()
-    store = NoteStore(None, config, behind=12)
+    store = NoteStore(None, config)
     asked = simulated(store, seed, steps=12, behind=1 + seed % 2)
     shown = [(where, one) for where, found in asked for one in found]
     assert len(shown) > 60 and any("copied" in one.text for _, one in shown), "there is something to leak"
@@ -102,11 +102,11 @@ def test_steps_are_committed_once_completely_and_in_order(tmp_path: Path) -> Non
 def test_old_notes_are_deleted_without_changing_readable_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "RESULTS", 20)
     monkeypatch.setattr(store_module, "KEEP", 20)
-    config, everything = MemoryConfig(), NoteStore(None, MemoryConfig(), behind=1000)
-    store = NoteStore(None, config, behind=2)
+    config, everything = MemoryConfig(), NoteStore(None, MemoryConfig())
+    store = NoteStore(None, config)
     for step in range(30):
         written = [note(f"{step}-{member}", *(f"word {step} {member} {n}" for n in range(3))) for member in range(4)]
-        assert store.commit(step, written) and everything.commit(step, written)
+        assert store.commit(step, written, oldest_read=max(0, step - 1)) and everything.commit(step, written, oldest_read=0)
         for version in range(max(0, step - 1), step + 2):
             for query in ("", "word", "1"):
                 assert texts(store, query, version) == texts(everything, query, version) and len(texts(store, query, version)) <= 20

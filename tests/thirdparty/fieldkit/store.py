@@ -50,6 +50,11 @@ class FolderStore:
         return tuple(entry for entry in some if (entry.index >= first if step is None else entry.step == step))
 
     def assign(self, step: int, indices: Sequence[int]) -> None:
+        with self._changing() as taken:
+            unused = {index: known["step"] for index, known in taken.items() if known["use"] is None and known["step"] >= step}
+            if {index for index, taker in unused.items() if taker == step} != set(indices):
+                for index in unused:
+                    del taken[index]
         self._take(step, dict.fromkeys(indices))
 
     def commit(self, step: int, uses: Mapping[int, GroupUse], checkpoint: str) -> None:
@@ -57,7 +62,9 @@ class FolderStore:
 
     def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
         with self._changing() as taken:
+            later = {index: known | {"use": None} for index, known in taken.items() if known["step"] > max(consumed, default=-1)}
             taken.clear()
+            taken |= later
             for step, uses in consumed.items():
                 taken |= {index: {"step": step, "use": use} for index, use in uses.items()}
 
