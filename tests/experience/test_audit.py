@@ -87,7 +87,13 @@ def test_a_difference_is_found(run: tuple[Path, SqliteStore], change: str, probl
     assert any(found.startswith(problem) for found in verify(folder, store)), list(verify(folder, store))
 
 
-@pytest.mark.parametrize("meta", [b"{", b"[]", b'{"step": 2}', b'{"step": "x", "consumed": {"0": {"a": {}}}}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "meta",
+    [
+        *(b"{", b"[]", b'{"step": 2}', b'{"step": "x", "consumed": {"0": {"a": {}}}}', b"[" * 100_000),
+        b'{"step": 1e999, "consumed": {}}',
+    ],
+)
 def test_a_damaged_checkpoint_is_a_problem_and_not_a_crash(run: tuple[Path, SqliteStore], meta: bytes) -> None:
     folder, store = run
     (folder / "checkpoints" / "000002" / "meta.json").write_bytes(meta)
