@@ -130,7 +130,7 @@ def _checkpoint_problems(name: str, content: bytes | str, entries: Sequence[Ledg
         if isinstance(content, str):
             raise ValueError(content)
         complete, recorded = _checkpoint_uses(content)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         yield f"checkpoint {name} cannot be read: {str(error)[:_SHOWN_CHARS]}"
         return
     committed = max((entry.step for entry in entries if entry.use is not None and entry.step is not None), default=-1)

@@ -1,10 +1,7 @@
 """The traces of a run or import in SQLite, durable and bounded: `failures/traces.sqlite` in its folder.
 
-A trace is stored as zstd-compressed JSON, its task once for all traces of the task. Other columns serve lists and tags. Counts include
-the failures whose traces are not stored.
-
-Episodes are stored here although the experience store has them too, because a trace must be readable without that store and without the
-task family, evaluations are in no store, and traces are handed to other people. `keep` bounds the size.
+A trace is stored as zstd-compressed JSON, its task once for all traces of the task. Counts include the failures whose traces are not
+stored. The experience store has episodes too, but a trace must be readable without it and without the task family.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class Worker:
             return parent, metrics | {"rollbacks": 1.0, "weights_changed": float(parent < step)}, _unused(groups, "rolled_back")
         if self.good == step and not metrics["weights_changed"]:
             self.good = step + 1  # the same weights with the next number, for instance while a critic warms up
-        return step, metrics, group_uses(groups, assembled, failures, updated=metrics["optimizer_steps"] > 0 or bool(failures))
+        return step, metrics, group_uses(groups, assembled, failures, updated=metrics["optimizer_steps"] > 0)
 
     def _gate_rollback(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float], dict[int, GroupUse]]:
         """Performs the rollback that the gate requested. Undone versions sampled the groups of this step, so the step consumes them."""
