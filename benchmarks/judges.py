@@ -38,7 +38,7 @@ COLUMNS = {"agreement": "agreement", "sensitivity": "sensitivity", "specificity"
 
 REWARDS = '''"""The judges that are measured."""
 from agentrl.judge import Criterion, Endpoint, Form, Judge, RewardModel, ScoreEndpoint, served
-from agentrl.judge.forms import CORRECT
+from agentrl.judge.scoring import CORRECT
 
 SMALL = Endpoint(url=served("small"), model="small", max_tokens=160, timeout_s=600)
 RIGHT = Form(

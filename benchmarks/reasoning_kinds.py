@@ -18,8 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agentrl.cli.recipes import load_recipe  # noqa: E402
-from agentrl.cli.running import run_folder  # noqa: E402
+from agentrl.cli.running import load_recipe, run_folder  # noqa: E402
 from agentrl.evaluation.splits import evaluate_split  # noqa: E402
 from agentrl.observe.stats import Rate  # noqa: E402
 from agentrl.records import Split  # noqa: E402

@@ -25,8 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agentrl.base.estimates import wilson_interval  # noqa: E402
 from agentrl.base.files import read_json_lines, write_atomically  # noqa: E402
+from agentrl.base.numbers import wilson_interval  # noqa: E402
 from benchmarks import stored  # noqa: E402
 from benchmarks.quickstart import timed  # noqa: E402
 from rewards.pages import page_asked  # noqa: E402

@@ -30,7 +30,7 @@ from agentrl.learner.update import Updater
 from agentrl.objective import assemble
 from agentrl.records import ExecResult, Group, PolicyVersion, Probe, Split, SwapReport, Task, codec
 from agentrl.reward import TaskScorer
-from agentrl.rollout.admission import Admission
+from agentrl.rollout.scheduling import Admission
 from agentrl.serving import VLLMServer
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.supervisor import SupervisedServer, open_channel

@@ -9,7 +9,7 @@ rewards.judges:correct LABELS`) before you train with it.
 from __future__ import annotations
 
 from agentrl.judge import Endpoint, Ensemble, Judge, Pairwise
-from agentrl.judge.forms import CORRECT, GROUNDED, HELPFUL, INSTRUCTIONS
+from agentrl.judge.scoring import CORRECT, GROUNDED, HELPFUL, INSTRUCTIONS
 
 LOCAL = Endpoint(url="http://127.0.0.1:8000/v1", model="judge")
 

@@ -10,7 +10,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
-from agentrl.base.scores import ROUNDING, is_at_least
+from agentrl.base.numbers import ROUNDING, is_at_least
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.worker import QUEUE_TIMEOUT_S
 from rewards.reasoning_scorers import CallFailed, CallTimeout, Scorers

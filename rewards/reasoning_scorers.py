@@ -6,7 +6,7 @@ import decimal
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.base.scores import is_at_least
+from agentrl.base.numbers import is_at_least
 from agentrl.reward.worker import CallFailed, CallTimeout, SubprocessWorker, set_deadline
 from sandboxes.reasoning.catalogue import exact
 from sandboxes.reasoning.problems import entry_of

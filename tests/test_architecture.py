@@ -138,7 +138,7 @@ LOADING = f"""
 import json, sys
 from pathlib import Path
 import agentrl, agentrl.cli, agentrl.cli.doctor
-from agentrl.cli.recipes import load_recipe
+from agentrl.cli.running import load_recipe
 from agentrl.config import Recipe
 
 def awake():

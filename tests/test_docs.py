@@ -263,7 +263,7 @@ def test_the_verifier_example_works_in_a_new_project(project: Path) -> None:
     used = """
 from pathlib import Path
 from agentrl.cli.check import open_target
-from agentrl.cli.recipes import load_recipe
+from agentrl.cli.running import load_recipe
 from agentrl.records import Split
 from agentrl.session.preflight import open_tasks
 root, recipe = load_recipe(Path("recipes/close.py"), [])
@@ -318,7 +318,7 @@ def test_the_example_of_an_outside_agent_runs_and_its_recipe_is_sound(project: P
         program = [sys.executable, "-I", "agents/mine.py"]
         done = subprocess.run(program, cwd=project, env=told, input="What is 1 + 2?", text=True, capture_output=True, timeout=60)
     assert (done.stdout, heard) == ("it is 3\n", ["What is 1 + 2?", "3"]), done.stderr
-    sound = "from agentrl.cli.recipes import load_recipe; from agentrl.session.preflight import check_parts; from pathlib import Path\n"
+    sound = "from agentrl.cli.running import load_recipe; from agentrl.session.preflight import check_parts; from pathlib import Path\n"
     for recipe in ("mine", "outside_agent"):
         sound += f"check_parts(load_recipe(Path('recipes/{recipe}.py'), [])[1])\n"
     run(project, "-c", sound)
@@ -330,7 +330,7 @@ def test_the_examples_of_own_parts_fulfil_their_protocols_and_work(project: Path
     shown = """
 import os, tempfile
 from pathlib import Path
-from agentrl.cli.recipes import load_recipe
+from agentrl.cli.running import load_recipe
 from agentrl.experience import open_store
 from agentrl.objective.advantages import load_estimator
 from agentrl.observe import open_trackers

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from agentrl.agent.arguments import argument_errors
-from agentrl.agent.escaping import ControlTokenEscaper
 from agentrl.agent.forms import Frame, Reading
-from agentrl.agent.rendering import OTHER, THINK, Renderer, Tokenizer
+from agentrl.agent.rendering import OTHER, THINK, ControlTokenEscaper, Renderer, Tokenizer
 from agentrl.agent.template import SHIPPED_TEMPLATES, TOOL, auto_tokenizer, probe_tokenizer, select_template
 from agentrl.agent.template_probe import SHOWN, TemplateForm, find_form, rewrites
 from agentrl.errors import UserError

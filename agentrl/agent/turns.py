@@ -25,9 +25,9 @@ from agentrl.agent.contexts import (
     read_turn,
     reading_policy_text,
 )
+from agentrl.agent.invoke import SUBMIT, budget_error, count_calls, run_calls
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome, clip
-from agentrl.agent.turncalls import SUBMIT, budget_error, count_calls, run_calls
 from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import PolicyFault
 from agentrl.protocols import LiveEpisode, LiveTrajectory

@@ -2,14 +2,23 @@
 
 A tolerance is for numbers that arithmetic has rounded. Whole numbers (counts, ids, amounts in cents) are exact, so two different whole
 numbers are never equal within a tolerance.
+
+The Wilson interval of a proportion, and Student's t distribution for the interval of a mean. Standard library only.
+
+Compares scores up to rounding. Sums such as 0.1 + 0.2 + 0.2 and 0.5 differ by rounding, which must not count as a preference.
+
+All code that compares scores uses these functions: advantages, groups without a preference, preference pairs, thresholds and comparisons
+of policies. Scores are compared to nine decimals, or to nine digits if they are larger than 1.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 from functools import lru_cache
+from statistics import NormalDist
 
 LONGEST_NUMBER = 1000  # characters
 LARGEST_EXPONENT = 400  # of ten, positive or negative: beyond every float
@@ -73,3 +82,78 @@ def is_near(given: Fraction | float, wanted: Fraction | float, *, relative: floa
 def _written(tolerance: float) -> Fraction:
     """The decimal number that a tolerance was written as: 0.001 is exactly a thousandth, unlike its float."""
     return Fraction(repr(float(tolerance)))
+
+
+LEVEL = 0.95
+
+
+def wilson_interval(share: float, n: float, *, level: float = LEVEL) -> tuple[float, float]:
+    """The Wilson score interval of a proportion (Wilson 1927), which is accurate near 0 and 1 and for small n.
+
+    Args:
+        share: the observed proportion.
+        n: number of observations; a fraction if repeated observations count less.
+    """
+    z2 = NormalDist().inv_cdf((1 + level) / 2) ** 2
+    center = (share * n + z2 / 2) / (n + z2)
+    half = math.sqrt(z2 * (share * (1 - share) * n + z2 / 4)) / (n + z2)
+    return max(0.0, min(center - half, share)), min(1.0, max(center + half, share))
+
+
+def student_t_quantile(freedom: int, *, level: float = LEVEL) -> float:
+    """The t with P(|T| <= t) = `level` for Student's distribution with `freedom` degrees of freedom."""
+    low, high = 0.0, 1.0
+    while student_t_probability(high, freedom) < level:
+        high *= 2
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if student_t_probability(middle, freedom) < level else (low, middle)
+    return high
+
+
+def student_t_probability(t: float, freedom: int) -> float:
+    """P(|T| <= t), a finite sum for an integer number of degrees of freedom (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4)."""
+    angle = math.atan2(t, math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for power in range(1 + odd, freedom, 2):
+        total += term
+        term *= cosine * cosine * power / (power + 1)
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+
+ROUNDING = 1e-9
+"""Largest difference of equal scores, relative to the larger one or to 1."""
+
+
+def tolerance(*scores: float) -> float:
+    """The largest difference at which these scores count as equal. Infinite scores have none."""
+    largest = max((1.0, *map(abs, scores)))
+    return ROUNDING * largest if largest < float("inf") else 0.0
+
+
+def all_equal(scores: Iterable[float]) -> bool:
+    """Whether all scores are equal up to rounding. True for fewer than two scores. NaN equals nothing."""
+    some = list(scores)
+    return len(some) < 2 or max(some) - min(some) <= tolerance(*some) or min(some) == max(some)
+
+
+def is_above(one: float, other: float) -> bool:
+    """Whether a score is higher than another by more than rounding."""
+    return one - other > tolerance(one, other)
+
+
+def is_at_least(score: float, bar: float) -> bool:
+    """Whether a score is at least `bar`, up to rounding."""
+    return score >= bar or bar - score <= tolerance(score, bar)
+
+
+def all_negligible(credits: Iterable[float], scores: Iterable[float]) -> bool:
+    """Whether credits computed from these scores are all zero up to rounding."""
+    bound = tolerance(*scores)
+    return all(abs(one) <= bound for one in credits)
+
+
+def exact_fraction(score: float) -> Fraction:
+    """A finite score as the fraction that it was before rounding, so that sums and ties of scores are exact."""
+    return Fraction(f"{score:.9f}" if abs(score) <= 1 else f"{score:.9e}")

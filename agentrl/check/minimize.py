@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from agentrl.base.estimates import wilson_interval
+from agentrl.base.numbers import wilson_interval
 from agentrl.check.check import prove_tasks
 from agentrl.errors import TaskError, UserError
 from agentrl.evaluation.engine import utc_now

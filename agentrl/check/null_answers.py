@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentrl.base.scores import is_above, tolerance
+from agentrl.base.numbers import is_above, tolerance
 from agentrl.check.report import Finding, Proof, join_examples, plural, unique
 from agentrl.check.verifiers import GoldAttempt, quiet_verifier_log
-from agentrl.protocols.group_judge import AWAITING_GROUP_JUDGE
+from agentrl.protocols.reward import AWAITING_GROUP_JUDGE
 from agentrl.records import Episode, Message, Score, ScoredEpisode, Task, ToolCall, Trajectory, Turn
 from agentrl.reward import TaskScorer
 from agentrl.reward.group_judging import GroupJudgeScorer

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.base.scores import all_equal
+from agentrl.base.numbers import all_equal
 from agentrl.observe.exclusions import printable_text
 from agentrl.records import codec
 

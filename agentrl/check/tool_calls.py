@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.agent import Tool, ToolOutcome, load_tools
 from agentrl.agent.mcp.servers import MCP_PREFIX
-from agentrl.agent.tool_instances import ToolInstance
+from agentrl.agent.toolbox import ToolInstance
 from agentrl.base import user_code
 from agentrl.base.error_text import one_line_error, raw_text
 from agentrl.base.processes import deadline_alarm

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from agentrl.base.scores import is_above
+from agentrl.base.numbers import is_above
 from agentrl.check import cheats
 from agentrl.check.report import Finding, Proof, join_examples, plural, shorten
 from agentrl.errors import SandboxError

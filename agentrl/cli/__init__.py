@@ -33,13 +33,13 @@ COMMANDS: dict[str, dict[str, Command]] = {
             "train:train", "Fine-tune an agent with reinforcement learning.", "train recipes/quickstart.py learner.lr=1e-4 --run-dir runs/x"
         ),
         "sample": Command(
-            "sample:sample",
+            "train:sample",
             "Sample and score attempts at training tasks without training.",
             "sample recipes/quickstart.py --groups 16 --model runs/quickstart@12",
         ),
         "tune": Command("tune:tune_app", "Train on the episodes of a run without RL: imitation, preferences or a reward model."),
         "practice": Command(
-            "practice:practice",
+            "cases:practice",
             "Generate training tasks from the cases of a suite.",
             "practice evals/pricing recipes/quickstart.py --count 24",
         ),
@@ -76,16 +76,16 @@ COMMANDS: dict[str, dict[str, Command]] = {
         ),
         "store": Command("store:store", "List, count, verify and export the sampled groups of a run.", "store runs/quickstart --verify"),
         "memory": Command(
-            "memory:memory", "Show the notes of a run's agents and check which agents read them.", "memory runs/archive --json"
+            "runs:memory", "Show the notes of a run's agents and check which agents read them.", "memory runs/archive --json"
         ),
     },
     "Set-up": {
         "init": Command(
-            "machine:init",
+            "doctor:init",
             "Create a project with a task family, verifier, recipe and test.",
             "init my-agent && cd my-agent && agentrl train recipes/quickstart.py",
         ),
-        "doctor": Command("machine:doctor", "Check this machine and print how to fix what is missing.", "doctor --json"),
+        "doctor": Command("doctor:doctor", "Check this machine and print how to fix what is missing.", "doctor --json"),
         "check": Command(
             "check:check", "Check a task family in real sandboxes before training on it.", "check sandboxes/chores --backend bubblewrap"
         ),

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from agentrl.cli.options import JsonFlag
-from agentrl.cli.recipes import load_recipe, project_root
+from agentrl.cli.running import JsonFlag, load_recipe, project_root
 from agentrl.config.recipe import SandboxConfig, TasksConfig
 from agentrl.errors import UserError
 from agentrl.plugins.references import add_project_root

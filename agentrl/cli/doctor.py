@@ -2,6 +2,8 @@
 
 Heavy packages are examined through their metadata, because importing torch alone takes seconds. Checks that may hang have a deadline of
 two seconds and run in parallel.
+
+`agentrl doctor` and `agentrl init`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,8 +23,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from agentrl.base.files import sha256_file
+from agentrl.cli.running import JsonFlag
 from agentrl.errors import SandboxUnavailable, UserError
 from agentrl.plugins.references import content_root
 from agentrl.sandbox import docker_client, images
@@ -309,3 +316,28 @@ def _run(command: list[str]) -> tuple[int, str]:
     except OSError as error:
         return 126, str(error)
     return done.returncode, done.stdout or done.stderr
+
+
+def doctor(as_json: JsonFlag = False) -> None:
+    """Check this machine and print how to fix what is missing."""
+    from agentrl.cli import doctor as examine
+
+    checks = examine.checks()
+    print(examine.to_json(checks) if as_json else examine.render(checks))
+    raise typer.Exit(0 if all(item.ok or not item.required for item in checks) else 1)
+
+
+def init(
+    target: Annotated[Path, typer.Argument(help="New folder.")],
+    empty: Annotated[
+        bool, typer.Option("--empty", help="Create a minimal task family, verifier, recipe and test instead of the quickstart.")
+    ] = False,
+) -> None:
+    """Create a project with a task family, verifier, recipe and test, ready to train."""
+    from agentrl.cli.project import NEXT, init_project
+
+    for path in init_project(target, target.resolve().name, empty=empty):
+        print(path)
+    print("\nnext:")
+    for command in (f"cd {shlex.quote(str(target))}", *NEXT[empty]):
+        print(f"  {command}")

@@ -16,7 +16,7 @@ import typer
 
 from agentrl.cli import HELP_OPTIONS
 from agentrl.cli.cases import minimize, promote_failures
-from agentrl.cli.options import JsonFlag
+from agentrl.cli.running import JsonFlag
 from agentrl.cli.traces import (
     OfKind,
     OfPhase,

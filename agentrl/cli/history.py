@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentrl.base.user_code import printable
-from agentrl.cli.options import JsonFlag
+from agentrl.cli.running import JsonFlag
 from agentrl.cli.suites import evaluation
 from agentrl.errors import UserError
 from agentrl.evaluation import results

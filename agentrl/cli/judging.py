@@ -16,8 +16,7 @@ import typer
 
 from agentrl.base.files import sha256_file, write_atomically
 from agentrl.cli import HELP_OPTIONS
-from agentrl.cli.options import JsonFlag
-from agentrl.cli.recipes import load_recipe, project_root
+from agentrl.cli.running import JsonFlag, load_recipe, project_root
 from agentrl.errors import PluginError, UserError
 from agentrl.plugins.references import add_project_root, resolve
 

@@ -13,8 +13,7 @@ import typer
 
 from agentrl.agent.template import SHIPPED_TEMPLATES
 from agentrl.cli import HELP_OPTIONS
-from agentrl.cli.options import JsonFlag
-from agentrl.cli.running import undoing
+from agentrl.cli.running import JsonFlag, undoing
 from agentrl.model.importing import Dtype, import_model
 
 model_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)

@@ -1,4 +1,9 @@
-"""Contexts of commands that run something: interrupts, the run folder, and error reports."""
+"""Contexts of commands that run something: interrupts, the run folder, and error reports.
+
+Loading the recipe of a command.
+
+Options shared by several commands.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +36,13 @@ from agentrl.session.folder import (
 
 if TYPE_CHECKING:
     from agentrl.session.preflight import PreflightResult
+import json
+from typing import Annotated
+
+from agentrl.errors import RecipeError
+from agentrl.evaluation.policies import version_folder
+from agentrl.plugins.references import add_project_root, resolve
+from agentrl.plugins.references import project_root as project_root
 
 
 @contextmanager
@@ -131,3 +143,28 @@ def run_folder(
                 print(f"stopped{kept}", file=sys.stderr)
                 raise typer.Exit(130) from None
             raise typer.Exit(report_error(error, folder=folder, go_on=go_on)) from None
+
+
+def load_recipe(path: Path, overrides: list[str]) -> tuple[Path, Recipe]:
+    """Loads a recipe file with overrides. Returns the root of its project, which is added to `sys.path`, and the recipe."""
+    if not path.is_file():
+        raise RecipeError(f"no recipe file {path}", fix="give the path of a Python file with a module-level `recipe`")
+    root = project_root(path)
+    add_project_root(root)
+    recipe = resolve(f"{path.resolve()}:recipe")
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f"{path}: `recipe` is {type(recipe).__name__}, not agentrl.Recipe", fix="write recipe = Recipe(...)")
+    return root, apply_overrides(recipe, overrides)
+
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+SandboxChoice = Annotated[str | None, typer.Option("--sandbox", help="auto, docker, bubblewrap or module:attr (overrides the recipe).")]
+
+
+def model_override(model: str | None) -> tuple[str, ...]:
+    """The recipe override for `--model`: a folder, a version of a run (RUN@VERSION), or a model id."""
+    if model is None:
+        return ()
+    if (version := version_folder(model)) is not None:
+        return (f"policy.model={json.dumps(str(version[1]))}",)
+    return (f"policy.model={json.dumps(str(Path(model).resolve()) if Path(model).is_dir() else model)}",)

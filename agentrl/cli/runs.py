@@ -1,4 +1,7 @@
-"""`agentrl report` and `agentrl versions`."""
+"""`agentrl report` and `agentrl versions`.
+
+`agentrl memory`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Annotated
 import typer
 
 from agentrl.base.user_code import printable
-from agentrl.cli.options import JsonFlag
+from agentrl.cli.running import JsonFlag
 from agentrl.errors import StoreError, UserError
 
 _MAX_REASON = 1000  # characters of a reason
@@ -62,3 +65,41 @@ def versions(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_js
 
 def _line(text: str) -> str:
     return " ".join(printable(text, _MAX_REASON).split())
+
+
+_CLAIM = "no episode read notes of its own group, of a later version, of another split, or of an attempt at the same task"
+_SHOWN = 10  # episodes that read an answer
+
+
+def memory(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_json: JsonFlag = False) -> None:
+    """Show the notes of a run's agents, and check from its episodes that no agent read a note from an attempt at the same task."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from agentrl.memory.proof import audit_memory
+
+    with Progress(console=Console(stderr=True), transient=True, disable=as_json or not sys.stderr.isatty()) as progress:
+        bar = progress.add_task("groups", total=None)
+        report = audit_memory(run_dir, telling=lambda done, total: progress.update(bar, completed=done, total=total))
+    if as_json:
+        print(json.dumps(report.to_data()))
+        raise typer.Exit(0 if report.ok else 1)
+    print(f"version {report.version} of the memory")
+    for scope, (notes, writers) in report.kept.items():
+        print(f"  {_short_line(scope)}: {notes} notes of {writers} episodes")
+    print(f"{report.episodes} training episodes: {report.writers} wrote notes, {report.readers} read some")
+    print(f"{report.evaluated} evaluation episodes: {report.evaluated_readers} read notes")
+    print(f"{'ok  ' if report.ok else 'FAIL'}  {_CLAIM}")
+    for why in report.examples:
+        print(f"      {_short_line(why)}")
+    if report.wrong > len(report.examples):
+        print(f"      and {report.wrong - len(report.examples)} more")
+    if report.answers:
+        print(f"note  {len(report.answers)} episodes read the answer to their own task in notes from other tasks:")
+    for one in report.answers[:_SHOWN]:
+        print(f"      {_short_line(str(one['episode']))} ({_short_line(str(one['task']))}): {_short_line('; '.join(map(str, one['how'])))}")
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _short_line(text: str) -> str:
+    return " ".join(printable(text, 300).split())

@@ -9,7 +9,7 @@ import typer
 
 from agentrl.cli import HELP_OPTIONS
 from agentrl.cli.check import sandbox_attack, sandbox_check
-from agentrl.cli.options import JsonFlag
+from agentrl.cli.running import JsonFlag
 from agentrl.errors import UserError
 
 sandbox_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import typer
 
 from agentrl.base.user_code import printable
-from agentrl.cli.options import JsonFlag
+from agentrl.cli.running import JsonFlag
 from agentrl.errors import UserError
 from agentrl.experience.audit import Progress
 from agentrl.protocols import ExperienceStore

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrl.base.user_code import printable
-from agentrl.cli.options import JsonFlag
-from agentrl.cli.running import loading, run_folder
+from agentrl.cli.running import JsonFlag, loading, run_folder
 from agentrl.errors import UserError
 from agentrl.evaluation import results, statistics
 from agentrl.evaluation.comparison import ALPHA, MARGIN, Comparison, Scores, compare

@@ -106,7 +106,7 @@ def reward(
     seed: Seed = 0,
 ) -> None:
     """Train a reward model from the scores of a run or from human labels."""
-    from agentrl.judge.reward_record import validate_shows
+    from agentrl.judge.reward_model import validate_shows
 
     if (run is None) == (not labels):
         raise UserError("give either a run or labels", fix="give a run folder, or --labels FILE --model FOLDER")

@@ -19,7 +19,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from agentrl.base.validation import did_you_mean, shortened, unknown_name, validation_text
+from agentrl.base.error_text import did_you_mean, shortened, unknown_name, validation_text
 from agentrl.errors import RecipeError
 from agentrl.plugins.parts import PART_KEYS, Part
 from agentrl.records.fields import encodable

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 
-from agentrl.base.scores import exact_fraction, tolerance
+from agentrl.base.numbers import exact_fraction, tolerance
 from agentrl.evaluation.statistics import cases_needed, difference_interval, e_value, planned_spread, sign_flip_test
 
 Scores = Mapping[str, Sequence[float | None]]

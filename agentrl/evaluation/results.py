@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import commit_folder, json_line, partial_folder
-from agentrl.base.scores import is_at_least
+from agentrl.base.numbers import is_at_least
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import UserError
 from agentrl.evaluation.comparison import Scores

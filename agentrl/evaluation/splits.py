@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.base import user_code
-from agentrl.base.scores import is_at_least
+from agentrl.base.numbers import is_at_least
 from agentrl.errors import RecipeError
 from agentrl.evaluation.engine import PlannedAttempt, run_attempts
 from agentrl.evaluation.statistics import ComputeCurve, CountedAttempt, compute_curves, pass_at_attempt_counts

@@ -15,8 +15,8 @@ from functools import cache
 from statistics import NormalDist
 from typing import Any
 
-from agentrl.base.estimates import wilson_interval
 from agentrl.base.installation import import_optional
+from agentrl.base.numbers import wilson_interval
 
 RESAMPLES = 4_000
 MAX_CASES = 1_000_000

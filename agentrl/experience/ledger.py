@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from agentrl.base.scores import all_equal
+from agentrl.base.numbers import all_equal
 from agentrl.config.recipe import Recipe, RolloutConfig
 from agentrl.records import Group, LedgerEntry, TurnKey, turn_key
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from agentrl.base import user_code
 from agentrl.base.database import is_damaged
 from agentrl.base.files import fsync_path
-from agentrl.base.scores import is_at_least
+from agentrl.base.numbers import is_at_least
 from agentrl.config.failures import CaptureConfig
 from agentrl.errors import StoreError
 from agentrl.failure.collection import FILE, Collection, EpisodeCount, count_of_trace

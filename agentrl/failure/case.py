@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.base import toml
+from agentrl.base import untrusted_files
 from agentrl.base.files import write_atomically
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import UserError
@@ -160,7 +160,7 @@ def _check_folder(folder: Path) -> None:
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        settings = toml.loads(read_bytes(path, most=_MAX_BYTES, inside=path.parent).decode("utf-8"))
+        settings = untrusted_files.loads(read_bytes(path, most=_MAX_BYTES, inside=path.parent).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent} is not a suite: it has no {path.name}", fix="use a folder with suite.toml and cases/") from None
     except (OSError, ValueError) as error:

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from agentrl.base.numbers import is_above
 from agentrl.base.outages import has_address, is_outage_name, outage_phrase
-from agentrl.base.scores import is_above
 from agentrl.failure import patterns
 from agentrl.failure.patterns import contains_answer, contains_only_answer, is_right_answer, nonblank_lines, parse_number
 from agentrl.failure.timeline import Timeline, TraceCall, TraceStep, timeline_of

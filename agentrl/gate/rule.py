@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from agentrl.base.scores import is_above
+from agentrl.base.numbers import is_above
 from agentrl.evaluation.comparison import Scores, pair_scores
 from agentrl.evaluation.results import attempt_passes
 from agentrl.evaluation.statistics import fisher_p_value, holm_rejections, sign_flip_test

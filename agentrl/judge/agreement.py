@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from agentrl.base.estimates import student_t_quantile, wilson_interval
+from agentrl.base.numbers import student_t_quantile, wilson_interval
 from agentrl.errors import UserError
 from agentrl.judge.calibration import Calibration, IntervalEstimate
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base import user_code
-from agentrl.base.scores import is_at_least
+from agentrl.base.numbers import is_at_least
 from agentrl.errors import UserError
 from agentrl.judge import Comparison, JudgeUsage
 from agentrl.judge import agreement as stats

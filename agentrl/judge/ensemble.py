@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from agentrl.base import user_code
-from agentrl.base.scores import is_at_least
+from agentrl.base.numbers import is_at_least
 from agentrl.errors import InfrastructureError, UserError
 from agentrl.judge.calibration import require_calibration, validate_requirements
 from agentrl.judge.ledger import JudgeUsage

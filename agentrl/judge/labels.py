@@ -18,7 +18,7 @@ from agentrl.base.files import complete_lines
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
 from agentrl.judge.rendering import PromptField
-from agentrl.judge.reward_record import reward_model_text
+from agentrl.judge.reward_model import reward_model_text
 from agentrl.records import Episode, Message, SandboxSpec, Split, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.records.fields import json_object, text
 
@@ -119,7 +119,7 @@ def preference_pairs(labelled: Sequence[LabelledAnswer], shows: Sequence[PromptF
     """Pairs of a right and a wrong answer to one question, as a reward model reads them. No answer is in two pairs.
 
     Args:
-        shows: see `agentrl.judge.reward_record.RewardRecord`.
+        shows: see `agentrl.judge.reward_model.RewardRecord`.
         per_task: maximum number of pairs of each question.
     """
     questions: dict[tuple[str, str], dict[bool, list[str]]] = {}

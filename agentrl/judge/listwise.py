@@ -14,7 +14,7 @@ from agentrl.judge.model import ModelJudge
 from agentrl.judge.query import ChatQuery, JudgeAnswer, digest
 from agentrl.judge.rendering import answer_text, question_text
 from agentrl.judge.untrusted import truncate_middle
-from agentrl.protocols.group_judge import GroupJudge as GroupJudge
+from agentrl.protocols.reward import GroupJudge as GroupJudge
 from agentrl.records import Episode, Score, Task
 
 MOST = 16  # maximum number of different answers that are ranked together

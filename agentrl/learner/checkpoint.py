@@ -25,8 +25,8 @@ import torch
 from agentrl.base.files import commit_folder, folder_manifest, partial_folder
 from agentrl.errors import LearnerError
 from agentrl.learner.critic import Critic
+from agentrl.learner.driver_reports import disk_errors_raised
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.failure_log import disk_errors_raised
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.universal_checkpoint import layout, layout_of, load_converted, read, tensors_only
 from agentrl.learner.update_guard import FailureCounts

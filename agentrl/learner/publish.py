@@ -19,8 +19,8 @@ from torch import Tensor
 
 from agentrl.base.files import commit_folder, partial_folder, replace_file, sha256_file, write_atomically
 from agentrl.learner import lora
+from agentrl.learner.driver_reports import disk_errors_raised
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.failure_log import disk_errors_raised
 from agentrl.protocols import VersionRegistry
 from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe, codec
 from agentrl.version import deltas

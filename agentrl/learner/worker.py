@@ -31,9 +31,8 @@ from agentrl.learner import ranks as processes
 from agentrl.learner.broadcast import Broadcaster
 from agentrl.learner.checkpoint import CheckpointMeta
 from agentrl.learner.critic import Critic
-from agentrl.learner.driver_reports import SILENT, ProgressReporter
+from agentrl.learner.driver_reports import SILENT, ProgressReporter, UpdateFailureLog
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.failure_log import UpdateFailureLog
 from agentrl.learner.publish import publish_version, select_probe_rows, version_folder, write_base_probe
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.ulysses import form_teams

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from agentrl.errors import TaskError
 from agentrl.memory.store import QUERY_CHARS, NoteMatch, NoteStore
 from agentrl.records import Task
-from agentrl.records.memo import Memo
+from agentrl.records.episode import Memo
 
 MAX_PROJECT_CHARS = 200
 NOTE_CHARS = 400  # maximum length of a note: a few sentences, so that five of them fit into a small context

@@ -22,7 +22,7 @@ from agentrl.experience import GroupOrder
 from agentrl.memory import NoteStore, StoreView, WrittenNotes, notes_to_commit
 from agentrl.protocols import EpisodeMemory, ExperienceStore
 from agentrl.records import Group, ScoredEpisode, Task, Turn
-from agentrl.records.memo import Memo
+from agentrl.records.episode import Memo
 from agentrl.rollout import EmptyMemory
 from agentrl.task.leaks import find_leaks, hidden_truths
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.database import ForeignDatabase, connect, enter_wal, is_damaged, make_tables, query_deadline, read_pragma, transaction
-from agentrl.base.scores import is_at_least
+from agentrl.base.numbers import is_at_least
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import StoreError, UserError
 from agentrl.records import ScoredEpisode
-from agentrl.records.memo import Memo
+from agentrl.records.episode import Memo
 
 KEEP = 1000  # newest notes kept per scope; older ones are deleted
 RESULTS = 5  # maximum notes per search: five full notes take 2,000 characters of the reader's context

@@ -13,7 +13,7 @@ from functools import partial
 from statistics import fmean
 
 from agentrl.base.error_text import one_line_error, raise_location
-from agentrl.base.scores import all_equal, all_negligible
+from agentrl.base.numbers import all_equal, all_negligible
 from agentrl.base.user_code import raising_as
 from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import PluginError
@@ -92,7 +92,7 @@ def batch_advantages(
     """Computes the advantage of each episode of a step with the estimator in `objective.advantage`.
 
     Unscored or excluded episodes get None and count in no mean. A group is dropped, with the reason, if fewer than `min_group_size`
-    episodes count, if a score is infinite, or if all its advantages would be zero up to rounding (`agentrl.base.scores`).
+    episodes count, if a score is infinite, or if all its advantages would be zero up to rounding (`agentrl.base.numbers`).
 
     Args:
         penalties: subtracted from the score of the episode with that id (the KL term of the reward).

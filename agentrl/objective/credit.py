@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
 
-from agentrl.base.scores import all_equal
+from agentrl.base.numbers import all_equal
 from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import RecipeError
 from agentrl.objective.advantages import STD_EPS, sample_std

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentrl.base.scores import all_negligible
+from agentrl.base.numbers import all_negligible
 from agentrl.config.recipe import ObjectiveConfig, Recipe
 from agentrl.errors import RecipeError
 from agentrl.objective.advantages import GroupAdvantages, batch_advantages

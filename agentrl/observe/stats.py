@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from agentrl.base.estimates import student_t_quantile, wilson_interval
+from agentrl.base.numbers import student_t_quantile, wilson_interval
 
 Format = Callable[[float], str]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentrl.base.scores import all_equal, is_above, is_at_least
+from agentrl.base.numbers import all_equal, is_above, is_at_least
 from agentrl.observe.rundata import as_list
 
 Transcript = Mapping[str, Any]

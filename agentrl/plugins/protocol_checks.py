@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from agentrl.base.validation import unknown_name
+from agentrl.base.error_text import unknown_name
 
 
 class ProtocolError(NamedTuple):

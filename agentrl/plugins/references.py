@@ -17,10 +17,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from agentrl.base.error_text import display_path, one_line_error, raise_location
+from agentrl.base.error_text import display_path, one_line_error, raise_location, validation_text
 from agentrl.base.installation import install_command
 from agentrl.base.user_code import raising_as
-from agentrl.base.validation import validation_text
 from agentrl.errors import PluginError, UserError
 
 ENTRY_POINT_GROUP = "agentrl.plugins"

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from agentrl.protocols.sandbox import Sandbox
 from agentrl.records import Completion, Failure, Message, Parent, Task, ToolResult, Turn
+from agentrl.records.episode import Memo
 from agentrl.records.limits import Thinking
-from agentrl.records.memo import Memo
 
 
 class LiveTrajectory(Protocol):

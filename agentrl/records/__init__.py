@@ -5,12 +5,11 @@ A record checks lengths and ranges when it is created. `agentrl.records.codec` c
 
 from agentrl.records.batch import Batch, Sample
 from agentrl.records.chat import Message, ToolCall, ToolResult
-from agentrl.records.episode import MAX_AGENT_STATE_CHARS, OUTPUT_BYTES, OUTPUT_FILES, REMOVED_FILES, Episode, EpisodeState
+from agentrl.records.episode import MAX_AGENT_STATE_CHARS, OUTPUT_BYTES, OUTPUT_FILES, REMOVED_FILES, Episode, EpisodeState, Memo
 from agentrl.records.failure import Blame, Failure
 from agentrl.records.group import Cancelled, Group, ScoredEpisode
 from agentrl.records.ledger import GroupUse, LedgerEntry
 from agentrl.records.limits import Limits
-from agentrl.records.memo import Memo
 from agentrl.records.sampling import SamplingParams, Supports
 from agentrl.records.sandbox import MAX_SNAPSHOT_BYTES, ExecResult, SandboxSpec
 from agentrl.records.score import Score

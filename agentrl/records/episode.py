@@ -1,4 +1,7 @@
-"""One attempt at a task: its tree of trajectories, and its state between two turns."""
+"""One attempt at a task: its tree of trajectories, and its state between two turns.
+
+The notes that an episode wrote to the memory of its run, and those that it read.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,18 @@ from typing import Any, ClassVar
 
 from agentrl.records.failure import Blame, Failure
 from agentrl.records.fields import JsonObject, Record, Text
-from agentrl.records.memo import Memo
 from agentrl.records.sandbox import MAX_SNAPSHOT_BYTES
 from agentrl.records.trajectory import Trajectory, check_tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memo(Record):
+    """The notes of one episode for later episodes, and the authors of the notes that it read. All its agents share it."""
+
+    scope: str  # the set of notes that it reads and adds to, such as "family:pages"
+    notes: tuple[Text, ...] = ()
+    read: tuple[str, ...] = ()  # ids of the episodes whose notes it read, in order, without duplicates
+
 
 MAX_AGENT_STATE_CHARS = 1 << 20
 """Longest JSON of `EpisodeState.agent_state`, in characters."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from agentrl.base import user_code
-from agentrl.base.scores import is_at_least
+from agentrl.base.numbers import is_at_least
 from agentrl.records import Score, ScoredEpisode, Task
 
 AUDIT_PART = "audit"

@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, ValidationError
 
+from agentrl.base.error_text import validation_text
 from agentrl.base.installation import install_command
-from agentrl.base.validation import validation_text
 from agentrl.config.section import Section
 from agentrl.errors import PluginError, TaskError
 from agentrl.records import Episode, Score, Task

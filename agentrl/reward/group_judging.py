@@ -17,7 +17,7 @@ from agentrl.base import user_code
 from agentrl.errors import InfrastructureError, PluginError
 from agentrl.plugins.protocol_checks import protocol_errors
 from agentrl.plugins.references import resolve
-from agentrl.protocols.group_judge import AWAITING_GROUP_JUDGE, GroupJudge
+from agentrl.protocols.reward import AWAITING_GROUP_JUDGE, GroupJudge
 from agentrl.records import Blame, Episode, Score, ScoredEpisode, Task
 from agentrl.reward.combine import named_parts, weighted_turns
 from agentrl.reward.scorer import TaskScorer

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from agentrl.base import user_code
-from agentrl.base.scores import is_at_least
+from agentrl.base.numbers import is_at_least
 from agentrl.errors import PluginError
 from agentrl.plugins.references import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier

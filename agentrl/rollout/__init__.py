@@ -4,12 +4,12 @@
 many run at once.
 """
 
-from agentrl.rollout.admission import Admission
 from agentrl.rollout.episode import EmptyMemory, EpisodeRunner
 from agentrl.rollout.faults import failure_from_error, task_fault
 from agentrl.rollout.group import GroupRunner, excluded_attempt, excluded_group
 from agentrl.rollout.hooks import AttemptListener, CaptureState, MemorySource, RequestRouter, TurnListener
 from agentrl.rollout.pace import Pace
+from agentrl.rollout.scheduling import Admission
 from agentrl.rollout.thinking import thinking_bound
 
 __all__ = [

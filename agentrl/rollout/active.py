@@ -25,8 +25,8 @@ from agentrl.records import (
     Turn,
     check_tree,
 )
+from agentrl.records.episode import Memo
 from agentrl.records.limits import Thinking
-from agentrl.records.memo import Memo
 from agentrl.records.sampling import Sampling
 from agentrl.rollout.episode_sandbox import EpisodeSandbox
 from agentrl.rollout.hooks import TurnListener

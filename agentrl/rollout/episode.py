@@ -12,7 +12,7 @@ from agentrl.base.error_text import group_members
 from agentrl.protocols import Agent, EpisodeMemory, MemoryView, Policy, SandboxBackend, ToolSource
 from agentrl.protocols.sandbox import OPEN_TIMEOUT_S
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Task
-from agentrl.records.memo import Memo
+from agentrl.records.episode import Memo
 from agentrl.records.sampling import Sampling
 from agentrl.rollout.active import ActiveEpisode
 from agentrl.rollout.episode_sandbox import task_files

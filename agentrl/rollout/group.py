@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from agentrl.base import user_code
 from agentrl.protocols import EpisodeCheckpoints
-from agentrl.protocols.group_judge import AWAITING_GROUP_JUDGE
+from agentrl.protocols.reward import AWAITING_GROUP_JUDGE
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
 from agentrl.rollout.active import ActiveEpisode
 from agentrl.rollout.episode import EpisodeRunner

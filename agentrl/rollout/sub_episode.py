@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agentrl.protocols import EpisodeMemory, ExternalRequest, LiveTrajectory, Sandbox, ToolSource
-from agentrl.protocols.forwarding import ForwardingSandbox
+from agentrl.protocols.sandbox import ForwardingSandbox
 from agentrl.records import ExecResult, Failure, Message, Parent, Task
 from agentrl.rollout.episode_sandbox import EpisodeSandbox
 

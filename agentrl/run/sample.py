@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import append_lines, json_line, write_atomically
-from agentrl.base.scores import all_equal
+from agentrl.base.numbers import all_equal
 from agentrl.config.recipe import Recipe, RolloutConfig
 from agentrl.errors import UserError
 from agentrl.evaluation.splits import AttemptTotals, SplitEvaluation

@@ -19,7 +19,7 @@ from agentrl.records import Group, PolicyVersion, SwapReport
 from agentrl.rollout import Pace
 from agentrl.serving.supervisor import version_to_serve
 from agentrl.session import measure
-from agentrl.session.pacing import save_pace
+from agentrl.session.opening import save_pace
 
 if TYPE_CHECKING:
     from agentrl.session.opening import Progress, Run

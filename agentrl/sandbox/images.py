@@ -31,7 +31,7 @@ import requests
 from docker.errors import APIError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentrl.base import toml
+from agentrl.base import untrusted_files
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
 from agentrl.sandbox import builds, docker_client, waiting
 from agentrl.sandbox.builds import BUILD_S, BuildContext
@@ -132,7 +132,7 @@ def load_image(folder: Path, *, cache: Path | None = None) -> Image:
 def _read(path: Path) -> ImageRecipe:
     example = f'write {path} with the lines: suite = "bookworm" and packages = ["python3"]'
     try:
-        return ImageRecipe.model_validate(toml.loads(path.read_text()))
+        return ImageRecipe.model_validate(untrusted_files.loads(path.read_text()))
     except FileNotFoundError:
         raise UserError(f"no sandbox image at {path.parent}: {path} does not exist, nor a Dockerfile", fix=example) from None
     except (OSError, UnicodeDecodeError) as error:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping
 
 from agentrl.errors import AgentRLError, SandboxError, SandboxTimeout
 from agentrl.protocols import Sandbox, SandboxBackend
-from agentrl.protocols.forwarding import ForwardingSandbox
-from agentrl.protocols.sandbox import OPEN_TIMEOUT_S
+from agentrl.protocols.sandbox import OPEN_TIMEOUT_S, ForwardingSandbox
 from agentrl.records import SandboxSpec
 from agentrl.sandbox.waiting import ClosesOnce
 

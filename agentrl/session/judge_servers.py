@@ -22,7 +22,7 @@ from agentrl.base.user_code import describe_error
 from agentrl.config.recipe import Recipe
 from agentrl.errors import AgentRLError, ServingError, UserError
 from agentrl.judge import servers as known_servers
-from agentrl.judge.reward_record import load_record
+from agentrl.judge.reward_model import load_record
 from agentrl.session.models import find_model
 from agentrl.version.model_folder import check_model_files, read_json
 

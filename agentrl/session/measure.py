@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import append_lines, json_line, read_json_lines, write_atomically
-from agentrl.base.scores import all_equal
+from agentrl.base.numbers import all_equal
 from agentrl.base.user_code import HOLD_S, printable
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
@@ -28,7 +28,7 @@ from agentrl.failure import faults, overlap
 from agentrl.failure.digest import failures_by_tag
 from agentrl.gate.verdict import read_verdicts
 from agentrl.judge.ledger import usage_in
-from agentrl.learner.failure_log import UpdateFailureLog
+from agentrl.learner.driver_reports import UpdateFailureLog
 from agentrl.observe import Rate, Summary
 from agentrl.observe.drift import DISAGREEMENT, drift_alerts
 from agentrl.observe.exclusions import count_exclusions, exclusion_reason, format_counts, merge_counts, run_problems

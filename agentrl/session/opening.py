@@ -1,9 +1,16 @@
-"""Opens the parts of a run from its recipe, and closes them in reverse order."""
+"""Opens the parts of a run from its recipe, and closes them in reverse order.
+
+Stores the pace of the policy's server in the run folder, so that a resumed run compares the server with earlier sessions.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
+import os
+import platform
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +20,7 @@ from pathlib import Path
 from agentrl.agent import ChatFormat
 from agentrl.agent.mcp.servers import RunTools
 from agentrl.agent.run_tools import candidate_tasks, declared_tools, pin_tools, save_tool_offers, with_sub_agent_tools
-from agentrl.base.files import sha256_file
+from agentrl.base.files import sha256_file, write_atomically
 from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.base.processes import raise_file_limit, rare_collections
 from agentrl.cluster import Placement
@@ -39,7 +46,7 @@ from agentrl.protocols import (
     Tracker,
     VersionRegistry,
 )
-from agentrl.protocols.group_judge import GroupJudge
+from agentrl.protocols.reward import GroupJudge
 from agentrl.protocols.serving import MAX_CACHE_USE
 from agentrl.records import PolicyVersion, Split
 from agentrl.reward import TaskScorer
@@ -53,12 +60,44 @@ from agentrl.session.ending import closing_stack
 from agentrl.session.folder import RunStart, write_start
 from agentrl.session.judge_servers import JudgeServers, running_judge_servers
 from agentrl.session.models import copy_base_version
-from agentrl.session.pacing import restore_pace, save_pace
 from agentrl.session.preflight import PreflightResult, check_prompt, check_snapshots, check_thinking, open_chat
 from agentrl.session.run_practice import copy_practice_files
 from agentrl.task import GroupSchedule, sandbox_specs
 from agentrl.task.group_tasks import GroupTasks
 from agentrl.version import FolderRegistry
+
+PACE_FILE = "pace.json"
+
+
+def restore_pace(recipe: Recipe, folder: Path) -> Pace:
+    """Returns the pace of a run, with the history of its earlier processes if settings and machine are the same."""
+    pace, path = Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas), folder / PACE_FILE
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["of"] == _settings(recipe):
+            pace.restore(data["history"])
+        else:
+            log.warning("the server's usual pace is measured again: machine or settings differ from those of %s", path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        log.warning("the server's usual pace is measured again: %s cannot be read (%s)", path, error)
+    return pace
+
+
+def save_pace(pace: Pace, recipe: Recipe, folder: Path) -> None:
+    """Writes the history to the run folder."""
+    if pace.known:
+        write_atomically(folder / PACE_FILE, json.dumps({"of": _settings(recipe), "history": pace.to_data()}))
+
+
+def _settings(recipe: Recipe) -> str:
+    """A hash of the settings that determine a server's pace."""
+    serving = recipe.serving.model_dump(mode="json", exclude={"request_timeout_s", "startup_timeout_s", "probe_max_abs_diff"})
+    machine = (platform.node(), platform.machine(), os.cpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    parts = [serving, recipe.policy.model_dump(mode="json"), recipe.device, machine]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
 
 log = logging.getLogger(__name__)
 

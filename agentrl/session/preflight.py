@@ -31,16 +31,15 @@ from agentrl.memory.run_memory import placeholder_memory
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.plugins import parts
 from agentrl.protocols import EpisodeMemory, Sandbox, SandboxBackend, TaskFamily, ToolSource
-from agentrl.protocols.group_judge import GroupJudge
+from agentrl.protocols.reward import GroupJudge
 from agentrl.records import Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.reward.group_judging import load_group_judge
 from agentrl.reward.verifier_call import prepare_verifier
 from agentrl.rollout import thinking_bound
-from agentrl.session.disk_space import check_disk_space
 from agentrl.session.folder import check_disk
 from agentrl.session.judge_servers import check_judge_servers_used, check_reward_model_vocabulary, declare_judges
-from agentrl.session.models import find_model
+from agentrl.session.models import check_disk_space, find_model
 from agentrl.session.run_practice import open_run_practice
 from agentrl.task import open_family
 from agentrl.version.model_folder import check_model, read_json

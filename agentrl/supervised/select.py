@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from agentrl.base.scores import is_above, is_at_least
+from agentrl.base.numbers import is_above, is_at_least
 from agentrl.objective import counted_samples
 from agentrl.records import Group, Sample
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from agentrl.base.files import commit_folder, partial_folder
 from agentrl.errors import UserError
-from agentrl.judge import reward_record
+from agentrl.judge import reward_model
 from agentrl.judge.labels import TextPreference
 from agentrl.judge.rendering import PromptField
 from agentrl.supervised.select import Preference
@@ -201,7 +201,7 @@ def _record_reward_model(
         raise UserError(
             "the model does not score the better of a pair higher, so it is not written", fix="raise --epochs or --lr, or label more"
         )
-    reward_record.save_record(folder, shows=shows, offset=(better + worse) / 2, scale=(better - worse) / 4, max_tokens=longest)
+    reward_model.save_record(folder, shows=shows, offset=(better + worse) / 2, scale=(better - worse) / 4, max_tokens=longest)
 
 
 def _dpo_row(pair: Preference) -> dict[str, Any]:

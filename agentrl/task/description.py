@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from agentrl.base import toml
+from agentrl.base import untrusted_files
 from agentrl.records import Limits, SandboxSpec, Split, destinations
 from agentrl.records.paths import pattern_error
 from agentrl.task import harbor
@@ -189,7 +189,7 @@ class RunsFile(BaseModel):
 def parse_toml(kind: type[M], text: str) -> M:
     """Parses a model from TOML. Raises `ValueError` with one line for each wrong key: its name, the problem, the allowed values."""
     try:
-        return kind.model_validate(toml.loads(text))
+        return kind.model_validate(untrusted_files.loads(text))
     except ValidationError as error:
         raise ValueError("\n".join(_line(kind, item) for item in error.errors())) from None
 

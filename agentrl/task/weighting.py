@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from agentrl.base.scores import is_above
+from agentrl.base.numbers import is_above
 from agentrl.records import Group, Task, codec
 
 MOST_KIND = 200  # maximum length of a kind's name, in characters

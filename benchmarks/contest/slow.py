@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from agentrl.errors import UserError
 from agentrl.protocols import Sandbox, SandboxBackend
-from agentrl.protocols.forwarding import ForwardingSandbox
+from agentrl.protocols.sandbox import ForwardingSandbox
 from agentrl.records import ExecResult, SandboxSpec
 from agentrl.sandbox.select import select_backend
 

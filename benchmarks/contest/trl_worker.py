@@ -29,7 +29,7 @@ from agentrl.agent import load_tools
 from agentrl.agent.template import read_template
 from agentrl.base.files import append_lines, json_line
 from agentrl.base.processes import process_age_s
-from agentrl.cli.recipes import load_recipe
+from agentrl.cli.running import load_recipe
 from agentrl.config import Recipe
 from agentrl.errors import UserError
 from agentrl.records import Task

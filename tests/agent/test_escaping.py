@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl.agent import ChatFormat
 from agentrl.agent.chat import WITHHELD
-from agentrl.agent.escaping import ControlTokenEscaper
+from agentrl.agent.rendering import ControlTokenEscaper
 from agentrl.agent.template import auto_tokenizer
 from agentrl.records import ToolResult
 from agentrl.testing import byte_tokenizer

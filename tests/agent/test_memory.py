@@ -16,7 +16,7 @@ from agentrl.config.tools import MemoryConfig
 from agentrl.errors import TaskError
 from agentrl.memory import NoteStore, StoreView, WrittenNotes
 from agentrl.records import EpisodeState, Task, codec
-from agentrl.records.memo import Memo
+from agentrl.records.episode import Memo
 from agentrl.rollout import CaptureState, EmptyMemory
 from agentrl.testing.sandboxes import sample_task
 from tests.agent.trees import asked, call, delegate, make_runner, outputs, shown, tree_task

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.base import files
-from agentrl.base.toml import MAX_LEVELS, loads
+from agentrl.base.untrusted_files import MAX_LEVELS, loads
 from tests.strategies import examples
 
 

@@ -1,4 +1,4 @@
-"""Scores that are equal up to rounding are equal wherever scores are compared: one definition, `agentrl.base.scores`."""
+"""Scores that are equal up to rounding are equal wherever scores are compared: one definition, `agentrl.base.numbers`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.base.scores import ROUNDING, all_equal, all_negligible, exact_fraction, is_above, is_at_least, tolerance
+from agentrl.base.numbers import ROUNDING, all_equal, all_negligible, exact_fraction, is_above, is_at_least, tolerance
 from agentrl.config import ObjectiveConfig, build
 from agentrl.evaluation.comparison import compare
 from agentrl.evaluation.results import attempt_passes

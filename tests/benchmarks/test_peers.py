@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl.cli.recipes import load_recipe
+from agentrl.cli.running import load_recipe
 from agentrl.errors import InfrastructureError, UserError
 from benchmarks import peers, stored
 from benchmarks.contest import comparison, ours, tables, trl

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentrl.cli.recipes import load_recipe
+from agentrl.cli.running import load_recipe
 from agentrl.session.preflight import open_chat
 from agentrl.task import open_family
 from agentrl.testing import ScriptedSandboxes

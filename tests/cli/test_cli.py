@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli.recipes import project_root
+from agentrl.cli.running import project_root
 from agentrl.errors import RecipeError, UserError
 from agentrl.records import Split
 
@@ -16,7 +16,7 @@ def test_the_project_root_is_the_nearest_folder_with_a_pyproject(tmp_path: Path)
 
 
 def test_a_recipe_file_must_hold_a_recipe(tmp_path: Path) -> None:
-    from agentrl.cli.recipes import load_recipe
+    from agentrl.cli.running import load_recipe
 
     (tmp_path / "r.py").write_text("recipe = {}\n")
     with pytest.raises(RecipeError, match=r"not agentrl\.Recipe"):

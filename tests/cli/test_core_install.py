@@ -76,7 +76,7 @@ def test_run_folders_recipes_and_task_folders_are_read(tmp_path: Path) -> None:
 from pathlib import Path
 from agentrl.cli import app
 from agentrl.cli.check import open_target
-from agentrl.cli.recipes import load_recipe
+from agentrl.cli.running import load_recipe
 from agentrl.observe import Rate
 from agentrl.session.measure import read_evaluation
 app(["versions", {folder!r}], standalone_mode=False)

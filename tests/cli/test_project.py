@@ -125,7 +125,7 @@ def test_an_empty_project_is_whole_and_holds_nothing_of_the_quickstart(tmp_path:
     env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=target, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
-    code = "from agentrl.cli.recipes import load_recipe; from pathlib import Path; print(load_recipe(Path('recipes/mine.py'), [])[1].name)"
+    code = "from agentrl.cli.running import load_recipe; from pathlib import Path; print(load_recipe(Path('recipes/mine.py'), [])[1].name)"
     assert subprocess.run([sys.executable, "-c", code], cwd=target, env=env, capture_output=True, text=True, check=True).stdout == "mine\n"
 
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from agentrl.base.validation import validation_text
+from agentrl.base.error_text import validation_text
 from agentrl.cli.project import init_project
-from agentrl.cli.recipes import load_recipe
+from agentrl.cli.running import load_recipe
 from agentrl.config import CriticConfig, LearnerConfig, PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.errors import RecipeError
 
@@ -148,7 +148,7 @@ def test_a_derived_recipe_in_a_new_project_is_found_from_anywhere(tmp_path: Path
     code = """
 import sys
 from pathlib import Path
-from agentrl.cli.recipes import load_recipe
+from agentrl.cli.running import load_recipe
 from agentrl.task import open_family
 root, recipe = load_recipe(Path(sys.argv[1]), ["steps=3"])
 print(root.name, recipe.name, recipe.steps, recipe.learner.lr, open_family(recipe.tasks, seed=0, root=root).name)

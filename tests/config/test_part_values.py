@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from agentrl.base.validation import validation_text
+from agentrl.base.error_text import validation_text
 from agentrl.config import ObjectiveConfig, Part, PolicyConfig, Recipe, SandboxConfig, TasksConfig, apply_overrides, load
 from agentrl.errors import RecipeError
 from agentrl.session.folder import check_resumed_recipe, merge_overrides

@@ -21,7 +21,7 @@ from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import DiskFull, LearnerError, LearnerHalted, SwapError, UserError
 from agentrl.experience import GroupOrder, SqliteStore
 from agentrl.failure import Capture, FaultRate
-from agentrl.learner.failure_log import UpdateFailureLog
+from agentrl.learner.driver_reports import UpdateFailureLog
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.observe import RunTracker, write_report
 from agentrl.records import Episode, Group, GroupUse, PolicyVersion, Probe, Score, ScoredEpisode, SwapReport, VersionState, codec

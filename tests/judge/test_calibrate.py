@@ -15,7 +15,7 @@ import pytest
 
 from agentrl.errors import UserError
 from agentrl.judge.labels import preference_pairs, read_labels
-from agentrl.judge.reward_record import save_record
+from agentrl.judge.reward_model import save_record
 from agentrl.reward import TaskScorer
 from agentrl.testing import ChatServer, ScriptedAnswer
 from tests.commands import agentrl
@@ -23,7 +23,7 @@ from tests.commands import agentrl
 N = 64
 JUDGE = """
 from agentrl.judge import Endpoint, Ensemble, Judge, Listwise, Pairwise, Prices, RewardModel, ScoreEndpoint
-from agentrl.judge.forms import CORRECT, HELPFUL
+from agentrl.judge.scoring import CORRECT, HELPFUL
 
 one = Endpoint(url="{url}", model="scripted", prices=Prices(prompt=1.0, completion=2.0), patience_s=5.0)
 judge = Judge(endpoint=one, form=CORRECT)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.judge import Judge, Listwise, Pairwise
-from agentrl.judge.forms import CORRECT, HELPFUL
 from agentrl.judge.non_answers import non_answer_reason
+from agentrl.judge.scoring import CORRECT, HELPFUL
 from agentrl.judge.untrusted import begin_marker, end_marker
 from agentrl.records import Message
 from agentrl.testing import ChatServer, ScriptedAnswer

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.judge import Endpoint, Judge
-from agentrl.judge.forms import CORRECT
 from agentrl.judge.non_answers import non_answer_reason
+from agentrl.judge.scoring import CORRECT
 from agentrl.judge.untrusted import begin_marker, delimited, end_marker, neutralize, new_nonce, truncate_middle
 from tests.judge.judge_parts import TASK, episode
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from agentrl.errors import UserError
 from agentrl.judge import Endpoint, Judge, RewardModel, ScoreEndpoint, served, servers
-from agentrl.judge.forms import CORRECT
-from agentrl.judge.reward_model import parse_classification
-from agentrl.judge.reward_record import RewardRecord, load_record, save_record, validate_shows
+from agentrl.judge.reward_model import RewardRecord, load_record, parse_classification, save_record, validate_shows
+from agentrl.judge.scoring import CORRECT
 from agentrl.records import Blame, Message, Trajectory, Turn, VersionSpan
 from agentrl.testing import ChatServer, JumpingClock, ScriptedAnswer
 from tests.judge.judge_parts import RIGHT, TASK, episode

@@ -13,7 +13,7 @@ import pytest
 
 from agentrl.errors import StoreError, UserError
 from agentrl.judge import Budget, Criterion, Form, Judge, Prices
-from agentrl.judge.forms import CORRECT, GROUNDED, HELPFUL, INSTRUCTIONS
+from agentrl.judge.scoring import CORRECT, GROUNDED, HELPFUL, INSTRUCTIONS
 from agentrl.records import Blame, Message, Score, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.reward import Rubric, TaskScorer
 from agentrl.testing import ChatServer, JumpingClock, ScriptedAnswer

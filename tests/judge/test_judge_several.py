@@ -16,7 +16,7 @@ from agentrl.errors import JudgeError, UserError
 from agentrl.judge import Ensemble, Judge, Listwise, Pairwise
 from agentrl.judge import ensemble as ensembles
 from agentrl.judge import listwise as lists
-from agentrl.judge.forms import CORRECT
+from agentrl.judge.scoring import CORRECT
 from agentrl.records import Blame, Episode, Score, Task
 from agentrl.reward import TaskScorer
 from agentrl.testing import ChatServer, ScriptedAnswer

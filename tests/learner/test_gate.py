@@ -13,7 +13,7 @@ from agentrl.config import Recipe
 from agentrl.config.gate import GATE
 from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
-from agentrl.learner.failure_log import UpdateFailureLog
+from agentrl.learner.driver_reports import UpdateFailureLog
 from agentrl.records import Group, VersionState
 from agentrl.version import FolderRegistry, rollback
 from tests.learner import preloaded

@@ -17,7 +17,7 @@ from agentrl.config import LearnerConfig, Limit, Recipe
 from agentrl.errors import LearnerHalted
 from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
-from agentrl.learner.failure_log import UpdateFailureLog
+from agentrl.learner.driver_reports import UpdateFailureLog
 from agentrl.learner.publish import FULL_EVERY
 from agentrl.learner.update_guard import MAX_BAD_GROUPS, MAX_BAD_UPDATES, MAX_ROLLBACKS, FailureCounts, UpdateFailure, UpdateGuard
 from agentrl.records import Batch, Group, Sample, VersionState

@@ -9,7 +9,7 @@ import pytest
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import TaskError
 from agentrl.memory import NoteStore, StoreView, WrittenNotes, scope_of
-from agentrl.records.memo import Memo
+from agentrl.records.episode import Memo
 from agentrl.testing.sandboxes import sample_task
 
 CONFIG = MemoryConfig(notes=3)

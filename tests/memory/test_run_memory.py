@@ -24,7 +24,7 @@ from agentrl.memory import store as memory_store
 from agentrl.memory.proof import audit_memory
 from agentrl.memory.run_memory import ANSWERS_FILE, NOTES_FILE, ReplayedMemory, RunMemory, record_answer_leaks
 from agentrl.records import Group, Split, Task
-from agentrl.records.memo import Memo
+from agentrl.records.episode import Memo
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
 from agentrl.run.rollouts import Rollouts

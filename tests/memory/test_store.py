@@ -18,7 +18,7 @@ from agentrl.errors import StoreError
 from agentrl.memory import NoteStore, WrittenNotes
 from agentrl.memory import store as store_module
 from agentrl.memory.store import NoteMatch
-from agentrl.records.memo import Memo
+from agentrl.records.episode import Memo
 
 ROOT = Path(__file__).resolve().parents[2]
 SCOPE = "family:f"

@@ -19,7 +19,7 @@ from agentrl.agent.tools import ToolOutcome
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.experience import FolderCheckpoints, SqliteStore
 from agentrl.failure.faults import Quarantine, count_quarantined
-from agentrl.learner.failure_log import UpdateFailureLog
+from agentrl.learner.driver_reports import UpdateFailureLog
 from agentrl.learner.update_guard import FailureCounts, UpdateFailure
 from agentrl.observe import RunTracker, write_report
 from agentrl.observe.rundata import read_run

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agentrl.errors import JudgeError, PluginError, TaskError
-from agentrl.protocols.group_judge import AWAITING_GROUP_JUDGE
+from agentrl.protocols.reward import AWAITING_GROUP_JUDGE
 from agentrl.records import Blame, Episode, Failure, Message, SandboxSpec, Score, ScoredEpisode, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.reward.group_judging import GroupJudgeScorer, load_group_judge

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from agentrl.protocols import CacheUse
-from agentrl.rollout import admission
-from agentrl.rollout.admission import Admission
+from agentrl.rollout import scheduling
+from agentrl.rollout.scheduling import Admission
 from tests.waiting import until
 
 
@@ -35,7 +35,7 @@ class Crowd:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "POLL_S", 0.001)
+    monkeypatch.setattr(scheduling, "POLL_S", 0.001)
 
 
 async def test_cache_use_limits_the_episodes_that_start() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from agentrl.errors import ServingError, UserError
-from agentrl.protocols.group_judge import AWAITING_GROUP_JUDGE
+from agentrl.protocols.reward import AWAITING_GROUP_JUDGE
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Task, codec
 from agentrl.reward import TaskScorer
 from agentrl.rollout import GroupRunner

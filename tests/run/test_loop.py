@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from agentrl.cli.recipes import load_recipe
+from agentrl.cli.running import load_recipe
 from agentrl.errors import TaskError
 from agentrl.experience import SqliteStore
 from agentrl.failure.faults import count_quarantined

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.base.files import read_json_lines
-from agentrl.cli.sample import render_result
+from agentrl.cli.train import render_result
 from agentrl.config import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.errors import UserError
 from agentrl.experience import GroupOrder

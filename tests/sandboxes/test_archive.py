@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli.recipes import load_recipe
+from agentrl.cli.running import load_recipe
 from agentrl.errors import UserError
 from agentrl.records import Split
 from benchmarks.memory import measure

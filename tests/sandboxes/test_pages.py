@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.agent import ChatFormat
-from agentrl.cli.recipes import load_recipe
+from agentrl.cli.running import load_recipe
 from agentrl.errors import UserError
 from agentrl.objective import assemble
 from agentrl.plugins import parts

@@ -14,7 +14,7 @@ import pytest
 
 from agentrl.agent import ChatFormat
 from agentrl.agent.template import auto_tokenizer
-from agentrl.cli.recipes import load_recipe
+from agentrl.cli.running import load_recipe
 from agentrl.errors import UserError
 from agentrl.objective import assemble
 from agentrl.plugins import parts

@@ -9,7 +9,7 @@ import pytest
 from agentrl.config import JudgeServerConfig, Recipe
 from agentrl.errors import ServingError
 from agentrl.judge import RewardModel, ScoreEndpoint, served, servers
-from agentrl.judge.reward_record import reward_model_text, save_record
+from agentrl.judge.reward_model import reward_model_text, save_record
 from agentrl.records import codec
 from agentrl.serving.judge_server import JudgeServer
 from agentrl.session.judge_servers import declare_judge_servers, running_judge_servers

@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl.base.error_text import disk_full_error
 from agentrl.experience import SqliteStore
-from agentrl.learner.failure_log import UpdateFailureLog, disk_errors_raised
+from agentrl.learner.driver_reports import UpdateFailureLog, disk_errors_raised
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.observe import RunTracker, Summary
 from agentrl.records import Blame, Failure, Group, PolicyVersion

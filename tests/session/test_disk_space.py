@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import UserError
-from agentrl.session.disk_space import check_disk_space, required_disk_space
+from agentrl.session.models import check_disk_space, required_disk_space
 
 RECIPE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
 GIB = 1 << 30

@@ -19,8 +19,8 @@ import agentrl.session.judge_servers as judge_servers_module
 from agentrl.config import Recipe
 from agentrl.errors import RecipeError, ServingError, UserError
 from agentrl.judge import Endpoint, Judge, served, servers
-from agentrl.judge.forms import CORRECT
-from agentrl.judge.reward_record import save_record
+from agentrl.judge.reward_model import save_record
+from agentrl.judge.scoring import CORRECT
 from agentrl.serving.judge_server import JudgeServer
 from agentrl.session.judge_servers import (
     check_judge_servers_used,

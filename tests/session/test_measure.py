@@ -14,7 +14,7 @@ from agentrl.base.user_code import call_user_code
 from agentrl.cli import suites
 from agentrl.cli.train import describe
 from agentrl.judge import Judge, Prices
-from agentrl.judge.forms import CORRECT
+from agentrl.judge.scoring import CORRECT
 from agentrl.observe import Summary
 from agentrl.observe.report import _tiles
 from agentrl.records import Cancelled, Episode, Group, Score, ScoredEpisode, Trajectory

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.cli.recipes import load_recipe
-from agentrl.cli.running import run_folder
+from agentrl.cli.running import load_recipe, run_folder
 from agentrl.cluster import Placement
 from agentrl.config import Part, PolicyConfig, Recipe, SamplingConfig, TasksConfig
 from agentrl.errors import UserError

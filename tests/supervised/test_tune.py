@@ -11,7 +11,7 @@ import transformers
 
 from agentrl.errors import UserError
 from agentrl.judge.labels import TextPreference
-from agentrl.judge.reward_record import load_record
+from agentrl.judge.reward_model import load_record
 from agentrl.records import Group
 from agentrl.supervised import select_demonstrations, select_preferences
 from agentrl.testing.tiny_model import VOCABULARY, make_model, write_version

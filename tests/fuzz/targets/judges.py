@@ -13,8 +13,7 @@ from agentrl.judge.backoff import backoff_s, requested_wait_s
 from agentrl.judge.endpoint import parse_completion
 from agentrl.judge.non_answers import non_answer_reason
 from agentrl.judge.query import JudgeAnswer, parse_answer
-from agentrl.judge.reward_model import parse_classification, parse_reward
-from agentrl.judge.reward_record import RewardRecord
+from agentrl.judge.reward_model import RewardRecord, parse_classification, parse_reward
 from agentrl.judge.untrusted import begin_marker, delimited, end_marker, neutralize
 from agentrl.records import Score, codec
 from tests.fuzz import mutators
