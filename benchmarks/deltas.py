@@ -59,7 +59,8 @@ def synthetic(folder: Path, dtype: torch.dtype, lr: float, size: int) -> str:
         optimizer.step()
         if step >= 19:
             save_file({"weights": master.detach().to(dtype).view(-1, 1024)}, files[step - 19])
-    return measure(*files, folder)
+    old, new = files
+    return measure(old, new, folder)
 
 
 def cast(path: Path, target: Path, dtype: torch.dtype) -> Path:
