@@ -347,14 +347,14 @@ with tempfile.TemporaryDirectory() as folder:
     store = open_store(Path("run"), recipe)
     store.put(excluded_group(3, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message="m"), size=1))
     store.close()
-    print(os.listdir(folder)[0], open_store(Path("run"), recipe).entries())
+    print(os.listdir(folder)[0], [entry.index for entry in open_store(Path("run"), recipe).entries()])
     tracker = open_trackers(Path(folder), recipe, console=False)[-1]
     tracker.log(1, {"loss": 0.5})
     tracker.stage("train")
     print(Path(folder, "figures.csv").read_text())
 """
     said = run(project, "-c", shown).splitlines()
-    assert said[:2] == ["[[1.0, -2.0, -1.0]]", "run.sqlite (3,)"] and said[2] == "1,,0.5"
+    assert said[:2] == ["[[1.0, -2.0, -1.0]]", "run.sqlite [3]"] and said[2] == "1,,0.5"
     longest = {block.path: len(block.text.splitlines()) for block in blocks(ROOT / "docs" / "parts.md") if block.path}
     assert longest["parts/advantage.py"] <= 15, "one file of at most 15 lines is what an estimator costs"
 

@@ -163,8 +163,8 @@ def test_a_body_that_unpacks_to_a_gibibyte_is_refused_in_little_memory(tmp_path:
     store = SqliteStore(tmp_path / "experience.sqlite")
     store.close()
     with closing(sqlite3.connect(tmp_path / "experience.sqlite")) as db:
-        db.execute("INSERT INTO groups VALUES (0, 't', 0.0, ?)", (bomb,))
-        db.execute("INSERT INTO groups VALUES (1, 't', 0.0, 'text')")
+        db.execute("INSERT INTO groups VALUES (0, 't', 0.0, 1, 1, 0, 0, 1, ?)", (bomb,))
+        db.execute("INSERT INTO groups VALUES (1, 't', 0.0, 1, 1, 0, 0, 1, 'text')")
         db.commit()
     store = SqliteStore(tmp_path / "experience.sqlite")
     for index in (0, 1):

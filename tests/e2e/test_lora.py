@@ -32,7 +32,19 @@ def test_a_lora_run_survives_dead_servers_and_uses_the_gates_own_server(tmp_path
     for number in range(4):
         save_case(suite, Case(id=f"case-{number}", task=Tables(seed=11).task(Split.HELDOUT, number)))
     gate = [f"gate.suite={json.dumps(str(suite))}", "gate.server=own", "gate.repeats=2"]
-    process = start("train", RECIPE, "steps=3", *SMALL, "rollout.extra_groups=2", *gate, "--run-dir", str(run), "--sandbox", "bubblewrap")
+    process = start(
+        "train",
+        RECIPE,
+        "steps=3",
+        *SMALL,
+        "rollout.extra_groups=2",
+        "order=in_order",
+        *gate,
+        "--run-dir",
+        str(run),
+        "--sandbox",
+        "bubblewrap",
+    )
     try:
         wait_for(lambda: 1 in steps_logged(run), process, timeout=600)
         for server in descendants(process, "agentrl.serving.launch"):

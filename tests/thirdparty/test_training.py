@@ -51,7 +51,9 @@ def test_a_run_of_somebody_elses_parts(site: Path, tmp_path: Path) -> None:
     assert not (run / "experience.sqlite").exists() and not (run / "logs" / "tensorboard").exists()
     groups = [codec.from_json(Group, file.read_bytes()) for file in sorted((run / "kept").glob("[0-9]*.json"))]
     assert [group.index for group in groups] == list(range(8))
-    assert json.loads((run / "kept" / "consumed.json").read_text()) == {str(index): index // 4 for index in range(8)}
+    taken = json.loads((run / "kept" / "taken.json").read_text())
+    assert sorted(map(int, taken)) == list(range(8)) and sorted(one["step"] for one in taken.values()) == [0] * 4 + [1] * 4
+    assert all(one["use"] is not None for one in taken.values())
     assert [json.loads(line)["version"] for line in (run / "went.jsonl").read_text().splitlines()] == [1, 2]
 
     rows = [line.split(",") for line in (run / "figures.csv").read_text().splitlines()]
