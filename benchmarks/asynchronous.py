@@ -159,6 +159,8 @@ class Simulation:
 
     def take(self, step: int) -> tuple[int, ...] | None:
         """Selects the groups of a step and assigns them to it. Returns None if too few are finished."""
+        if len(self.entries) - step * self.setting.per_step < self.setting.per_step:
+            return None  # the selection would say the same, in time linear in the number of groups
         window = [self.entries[index] for index in sorted(self.entries) if self.order.block_of(index) >= self.first_block]
         self.first_block = self.order.first_incomplete_block((one for one in window if one.step is not None), start=self.first_block)
         chosen = self.order.select(step, window)
