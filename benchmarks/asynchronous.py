@@ -210,11 +210,11 @@ def main() -> int:
                 longest=options.longest,
                 load=load,
             )
-            found = measure(setting, options.seeds)
-            lock_step = lock_step or found.throughput
+            result = measure(setting, options.seeds)
+            lock_step = lock_step or result.throughput
             name = "oldest_first" if oldest_first else "in_order"
-            speed = f"{found.throughput:.3f} | {found.throughput / lock_step:.2f} | {1 / lock_step:.2f}"
-            age = f"{found.staleness:.1f} (max {found.staleness_max}) | {found.late:.1%} | {found.length:.3f}"
+            speed = f"{result.throughput:.3f} | {result.throughput / lock_step:.2f} | {1 / lock_step:.2f}"
+            age = f"{result.staleness:.1f} (max {result.staleness_max}) | {result.late:.1%} | {result.length:.3f}"
             print(f"| {name} | {bound} | {speed} | {age} |", flush=True)
     return 0
 

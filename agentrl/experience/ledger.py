@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from agentrl.base.numbers import all_equal
 from agentrl.config.recipe import Recipe, RolloutConfig
-from agentrl.records import Group, LedgerEntry, TurnKey, turn_key
+from agentrl.records import Group, LedgerEntry, sampled_tokens
 
 _FAR = 1 << 30  # schedule position of the first extra group, beyond all other groups of a run
 
@@ -145,15 +145,5 @@ def new_entry(group: Group) -> LedgerEntry:
         counted=len(group.scored),
         has_spread=not all_equal(scored.score.value or 0.0 for scored in group.scored),
         oldest_version=min((version for version in versions if version is not None), default=None),
-        tokens_sampled=sampled_tokens(group),
+        tokens_sampled=sampled_tokens(group.episodes) + sum(attempt.tokens for attempt in group.cancelled),
     )
-
-
-def sampled_tokens(group: Group) -> int:
-    """Returns the number of tokens that the policy sampled for a group. A turn that several attempts share counts once."""
-    sampled: dict[TurnKey, int] = {}
-    for scored in group.episodes:
-        for index, trajectory in enumerate(scored.episode.trajectories):
-            for number, turn in enumerate(trajectory.turns):
-                sampled[turn_key(scored.episode.id, index, trajectory, number)] = turn.sampled
-    return sum(sampled.values()) + sum(attempt.tokens for attempt in group.cancelled)

@@ -27,7 +27,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from agentrl.records import Group, Trajectory, TurnKey, turn_key
+from agentrl.records import Group, Trajectory, TurnKey, sampled_tokens, turn_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +71,4 @@ def captured_tokens(groups: Sequence[Group], dropped: Collection[int]) -> int:
 
     The learner counts the tokens that it packed (`tokens_delivered`); the two are equal if every sampled token is trained once.
     """
-    sampled: dict[tuple[int, TurnKey], int] = {}
-    for group in groups:
-        for scored in group.scored if group.index not in dropped else ():
-            for index, trajectory in enumerate(scored.episode.trajectories):
-                for number, turn in enumerate(trajectory.turns):
-                    sampled[group.index, turn_key(scored.episode.id, index, trajectory, number)] = turn.sampled
-    return sum(sampled.values())
+    return sum(sampled_tokens(group.scored) for group in groups if group.index not in dropped)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from agentrl.records.episode import Episode
 from agentrl.records.failure import Blame, Failure
 from agentrl.records.fields import Record
 from agentrl.records.score import Score
+from agentrl.records.trajectory import TurnKey, turn_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,3 +60,13 @@ class Group(Record):
     def fault(self) -> Failure | None:
         """The task failure that excludes the group; None if there is none."""
         return next((f for e in self.episodes for f in e.episode.failures if f.blame is Blame.TASK), None)
+
+
+def sampled_tokens(episodes: Iterable[ScoredEpisode]) -> int:
+    """Returns the number of tokens that the policy sampled for episodes of one group. A turn that several of them share counts once."""
+    sampled: dict[TurnKey, int] = {}
+    for scored in episodes:
+        for index, trajectory in enumerate(scored.episode.trajectories):
+            for number, turn in enumerate(trajectory.turns):
+                sampled[turn_key(scored.episode.id, index, trajectory, number)] = turn.sampled
+    return sum(sampled.values())

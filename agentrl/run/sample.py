@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import append_lines, json_line, write_atomically
-from agentrl.base.numbers import all_equal
 from agentrl.config.recipe import Recipe, RolloutConfig
 from agentrl.errors import UserError
 from agentrl.evaluation.splits import AttemptTotals, SplitEvaluation
-from agentrl.experience import GroupOrder
+from agentrl.experience import GroupOrder, new_entry
 from agentrl.failure.digest import write_digest
 from agentrl.observe.stats import format_duration
 from agentrl.records import Group, Split, Task
@@ -61,7 +60,8 @@ class SampleTotals(AttemptTotals):
     def add_group(self, group: Group, *, min_group_size: int) -> None:
         """Counts a group."""
         self.add(group.task_key, group.episodes)
-        self.differ += len(group.scored) >= min_group_size and not all_equal(one.score.value or 0.0 for one in group.scored)
+        entry = new_entry(group)
+        self.differ += entry.counted >= min_group_size and entry.has_spread
 
     def as_json(self) -> dict[str, Any]:
         """Returns the totals as JSON data."""

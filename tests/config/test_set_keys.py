@@ -119,15 +119,15 @@ def in_page(text: str) -> Iterator[Key]:
 
 @cache
 def set_keys() -> frozenset[Key]:
-    found: set[Key] = set()
+    keys_set: set[Key] = set()
     for place in PLACES:
         path = ROOT / place
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
             if file.name.endswith((".py", ".py.in")):
-                found.update(in_python(file.read_text()))
+                keys_set.update(in_python(file.read_text()))
             elif file.suffix == ".md":
-                found.update(in_page(file.read_text()))
-    return frozenset(found)
+                keys_set.update(in_page(file.read_text()))
+    return frozenset(keys_set)
 
 
 def test_every_key_is_set_by_a_recipe_a_benchmark_an_evaluation_or_an_example() -> None:
@@ -143,8 +143,8 @@ def test_settings_are_recognized() -> None:
     names = keys()
     code = 'base.but({"rollout.delegation": {"depth": 2}}, steps=3)\nLearnerConfig(lr=1)\nx = "judge_servers.a.threads=2"'
     page = '`memory.notes` is read; `agentrl train r.py \'gate={"suite": "s"}\'`'
-    found = {names[key] for key in (*in_python(code), *in_page(page)) if key in names}
-    assert found == {
+    recognized = {names[key] for key in (*in_python(code), *in_page(page)) if key in names}
+    assert recognized == {
         "rollout.delegation",
         "rollout.delegation.depth",
         "steps",

@@ -84,7 +84,7 @@ def test_a_sound_ledger_has_no_problems_and_is_counted(run: tuple[Path, SqliteSt
 def test_a_difference_is_found(run: tuple[Path, SqliteStore], change: str, problem: str) -> None:
     folder, store = run
     store._connection.execute(change)
-    assert any(found.startswith(problem) for found in verify(folder, store)), list(verify(folder, store))
+    assert any(reported.startswith(problem) for reported in verify(folder, store)), list(verify(folder, store))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_difference_is_found(run: tuple[Path, SqliteStore], change: str, probl
 def test_a_damaged_checkpoint_is_a_problem_and_not_a_crash(run: tuple[Path, SqliteStore], meta: bytes) -> None:
     folder, store = run
     (folder / "checkpoints" / "000002" / "meta.json").write_bytes(meta)
-    assert [found.partition(": ")[0] for found in verify(folder, store)] == ["checkpoint 000002 cannot be read"]
+    assert [reported.partition(": ")[0] for reported in verify(folder, store)] == ["checkpoint 000002 cannot be read"]
 
 
 def test_hostile_metrics_are_skipped_and_a_link_out_of_the_folder_is_not_followed(run: tuple[Path, SqliteStore]) -> None:
@@ -108,7 +108,7 @@ def test_hostile_metrics_are_skipped_and_a_link_out_of_the_folder_is_not_followe
     meta = folder / "checkpoints" / "000002" / "meta.json"
     meta.unlink()
     meta.symlink_to("/etc/passwd")
-    assert [found.partition(": ")[0] for found in verify(folder, store)] == ["checkpoint 000002 cannot be read"]
+    assert [reported.partition(": ")[0] for reported in verify(folder, store)] == ["checkpoint 000002 cannot be read"]
 
 
 def _write_checkpoint(folder: Path, uses: dict[int, dict[int, GroupUse]]) -> None:

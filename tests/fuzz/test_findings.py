@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import ServingError, UserError
-from agentrl.records import Episode, ExecResult, Message, SamplingParams, SandboxSpec, Split, Task
+from agentrl.records import Episode, ExecResult, SamplingParams, SandboxSpec
 from agentrl.reward.cleanroom import CleanRoom
 from agentrl.sandbox.images import load_image
 from agentrl.serving.client import parse_completion
 from agentrl.serving.control import parse_weight_version
 from agentrl.task.description import TaskDescription, parse_toml
 from agentrl.task.grading import GRADING_KEY, Grading, encode_files
-from agentrl.testing.sandboxes import ScriptedSandbox, ScriptedSandboxes
+from agentrl.testing.sandboxes import ScriptedSandbox, ScriptedSandboxes, sample_task
 from agentrl.version.weight_files import tensor_shapes
 from tests.fuzz import mutators
 from tests.fuzz.catalog import find
@@ -135,17 +135,7 @@ def test_an_answer_that_names_no_version_is_the_servers_fault(answer: object) ->
 async def test_a_grader_that_was_taken_over_cannot_make_an_episode_vanish() -> None:
     """Where tests and code under test share a sandbox, code that gets hold of the report must lose by it: 0, not a fault."""
     plan = Grading(mode="shell", tests=encode_files({"test.sh": b"true\n"}), timeout_s=5.0)
-    task = Task(
-        id="t",
-        family="f",
-        prompt=(Message(role="user", content="?"),),
-        tools=("submit",),
-        sandbox=SandboxSpec(image="-"),
-        verifiers=(),
-        data={GRADING_KEY: plan.model_dump(mode="json")},
-        split=Split.TRAIN,
-        outputs=("a",),
-    )
+    task = sample_task(sandbox=SandboxSpec(image="-"), data={GRADING_KEY: plan.model_dump(mode="json")}, outputs=("a",))
     episode = Episode(id="e", task_id="t", task_key=task.key, trajectories=(), outputs={"a": b"x"})
     for report in ("1", "[]", "{}", '{"tests": 3}', '{"tests": {"test.sh": null}}', '{"tests": {"test.sh": ""}, "x": ' + "[" * 3000):
         score = await CleanRoom()(task, episode, Saying(report))

@@ -101,8 +101,8 @@ async def test_two_concurrent_starts_get_different_ports(tmp_path: Path, monkeyp
     first = ReservedPort()
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     assert not low <= first.number <= high, "no connection gets it while the server starts"
-    found = iter((first.number, first.number, first.number + 1))
-    monkeypatch.setattr(processes, "free_port", lambda: next(found))
+    ports = iter((first.number, first.number, first.number + 1))
+    monkeypatch.setattr(processes, "free_port", lambda: next(ports))
     second = ReservedPort()
     assert second.number == first.number + 1
     first.release()

@@ -45,8 +45,8 @@ class FolderStore:
 
     def entries(self, *, first: int = 0, step: int | None = None) -> tuple[LedgerEntry, ...]:
         taken = self._read()
-        found = sorted(int(path.stem) for path in self._folder.glob("[0-9]*.json"))
-        some = (replace(new_entry(group), **taken.get(group.index, {})) for group in self.groups(found))
+        indices = sorted(int(path.stem) for path in self._folder.glob("[0-9]*.json"))
+        some = (replace(new_entry(group), **taken.get(group.index, {})) for group in self.groups(indices))
         return tuple(entry for entry in some if (entry.index >= first if step is None else entry.step == step))
 
     def assign(self, step: int, indices: Sequence[int]) -> None:
