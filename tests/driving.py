@@ -154,7 +154,7 @@ async def opened(
             family=family,
             sandboxes=sandboxes,
             served=cast(Any, AlwaysServed()),
-            groups=opening.build_group_runner(recipe, episodes, cast(Any, one), checkpoints, faults, slots, memory=memory),
+            groups=opening.build_group_runner(recipe, episodes, cast(Any, one), checkpoints, faults.record_attempt, slots, memory=memory),
             group_tasks=GroupTasks(recipe, run_dir, store, GroupSchedule(family, recipe.seed), order),
             order=order,
             learner=cast(Any, None),

@@ -37,6 +37,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
             "Sample and score attempts at training tasks without training.",
             "sample recipes/quickstart.py --groups 16 --model runs/quickstart@12",
         ),
+        "worker": Command("train:worker", "Sample groups for a run that is in progress.", "worker runs/quickstart"),
         "tune": Command("tune:tune_app", "Train on the episodes of a run without RL: imitation, preferences or a reward model."),
         "practice": Command(
             "cases:practice",

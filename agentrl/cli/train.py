@@ -294,6 +294,21 @@ def sample(
         raise typer.Exit(1)
 
 
+def worker(
+    run: Annotated[Path, typer.Argument(help="Folder of a run in progress whose recipe sets rollout.workers.", show_default=False)],
+) -> None:
+    """Sample groups for a run that is in progress, in addition to the workers that it has started.
+
+    Ends with the run, or with ctrl-C: then the run's other workers continue its groups. The worker needs the run folder and the project,
+    and uses as many sandboxes as each of the run's own workers.
+    """
+    with loading():
+        from agentrl.run.worker import main
+
+    print(f"sampling for {run}; ctrl-C ends this worker, not the run", file=sys.stderr)
+    raise typer.Exit(main(run))
+
+
 def render_result(result: SampleResult, *, group_size: int) -> str:
     """The result as text: a row for each kind of task, why attempts were excluded, and the next command."""
     rows = [(" ".join(printable(kind, _NAME).split()) or "-", came) for kind, came in result.by_kind.items()]

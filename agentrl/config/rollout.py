@@ -76,6 +76,11 @@ class GroupConfig(Section):
         """Attempts that must count: a baseline needs two, except in a recipe whose groups have one attempt."""
         return min(2, self.size)
 
+    @property
+    def starts_together(self) -> int:
+        """Attempts of a group that start together."""
+        return self.size // self.branches if self.branches > 1 else self.stop_equal_after or self.size
+
     @model_validator(mode="after")
     def _every_key_acts(self) -> GroupConfig:
         if self.stop_equal_after and not 2 <= self.stop_equal_after < self.size:
@@ -149,6 +154,9 @@ class RolloutConfig(Section):
     """Additional groups per step, one for each group whose attempts all score the same."""
     concurrency: int = resumable(64, ge=1)
     """Episodes in flight at once. Fewer if the server's KV cache is nearly full."""
+    workers: int = resumable(0, ge=0, le=256)
+    """Processes that run the episodes, each with an equal share of `concurrency`. 0: the driver runs them. A worker that dies is replaced,
+    and others can join (`agentrl worker RUN`)."""
     sampling: SamplingConfig = SamplingConfig()
     checkpoint_turns: bool = resumable(False)
     """Saves each running episode after every turn, so that --resume continues it. Costs milliseconds per turn, and up to 64 MiB per

@@ -48,7 +48,7 @@ class RunMemory:
 
     def version_of(self, block: int) -> int:
         """The memory version that the groups of a block read."""
-        return max(0, block - self._behind)
+        return _version(block, self._behind)
 
     async def prepare_block(self, block: int) -> None:
         """Commits the notes that the groups of a block read. Call it when the block may start: the store then has the episodes that wrote
@@ -93,6 +93,15 @@ class RunMemory:
         entries = self._experience.entries(first=self._order.block(self._open_block).start)
         self._open_block = self._order.first_incomplete_block(entries, start=self._open_block)
         return self.version_of(self._open_block)
+
+
+def memory_version(recipe: Recipe, group: int) -> int:
+    """The memory version that a group reads."""
+    return _version(GroupOrder.from_recipe(recipe).block_of(group), recipe.max_staleness)
+
+
+def _version(block: int, max_staleness: int) -> int:
+    return max(0, block - max_staleness)
 
 
 class EvaluationNotes:

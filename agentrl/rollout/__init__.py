@@ -7,7 +7,7 @@ many run at once.
 from agentrl.rollout.episode import EmptyMemory, EpisodeRunner
 from agentrl.rollout.faults import failure_from_error, task_fault
 from agentrl.rollout.group import GroupRunner, excluded_attempt, excluded_group
-from agentrl.rollout.hooks import AttemptListener, CaptureState, MemorySource, RequestRouter, TurnListener
+from agentrl.rollout.hooks import AttemptListener, CaptureState, GroupSampler, MemorySource, RequestRouter, TurnListener
 from agentrl.rollout.pace import Pace
 from agentrl.rollout.scheduling import Admission
 from agentrl.rollout.thinking import thinking_bound
@@ -19,6 +19,7 @@ __all__ = [
     "EmptyMemory",
     "EpisodeRunner",
     "GroupRunner",
+    "GroupSampler",
     "MemorySource",
     "Pace",
     "RequestRouter",

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from agentrl.protocols import MemoryView
-from agentrl.records import Episode, EpisodeState, Failure, Score, ScoredEpisode, Task
+from agentrl.records import Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task
 
 if TYPE_CHECKING:
     from agentrl.rollout.active import ActiveEpisode
@@ -18,6 +18,19 @@ class EpisodeScorer(Protocol):
 
     async def __call__(self, task: Task, episode: Episode, /) -> Score:
         """Returns the score, without a value if a verifier failed. Raises only for a broken task."""
+        ...
+
+
+class GroupSampler(Protocol):
+    """Samples groups: `GroupRunner` in this process, or `agentrl.rollout.leases.GroupLeases` in rollout workers."""
+
+    @property
+    def group_size(self) -> int:
+        """Scored attempts per group."""
+        ...
+
+    async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
+        """Returns all attempts at one task, excluded ones included. See `GroupRunner.run_group`."""
         ...
 
 

@@ -82,6 +82,8 @@ async def _pipeline(run: Run) -> None:
         watching = [run.served.watch(on_loss=run.learner.kill), run.fault_rate.watch(), watch_external_servers(run.tracker.alert)]
         if run.sandboxes.name == "docker":
             watching.append(watch_daemon(run.tracker.alert))
+        if run.workers is not None:
+            watching.append(run.workers.watch())
         if run.gate_server is not None:
             watching.append(run.gate_server.policy.watch(on_loss=run.learner.kill))
         watchers = [parts.create_task(one) for one in watching]

@@ -15,7 +15,7 @@ from agentrl.failure import Capture, Quarantine
 from agentrl.memory.run_memory import RunMemory, record_answer_leaks
 from agentrl.protocols import ExperienceStore, Tracker
 from agentrl.records import Group, Task
-from agentrl.rollout import GroupRunner, excluded_group, failure_from_error, task_fault
+from agentrl.rollout import GroupSampler, excluded_group, failure_from_error, task_fault
 from agentrl.session.transcript import append_transcripts, transcript
 from agentrl.task.group_tasks import GroupTasks
 
@@ -31,7 +31,7 @@ class Rollouts:
     max_staleness: int
     tasks: GroupTasks
     order: GroupOrder
-    runner: GroupRunner
+    runner: GroupSampler
     store: ExperienceStore
     checkpoints: FolderCheckpoints
     memory: RunMemory | None
@@ -47,7 +47,7 @@ class Rollouts:
             max_staleness=run.recipe.max_staleness,
             tasks=run.group_tasks,
             order=run.order,
-            runner=run.groups,
+            runner=run.workers or run.groups,
             store=run.store,
             checkpoints=run.checkpoints,
             memory=run.memory,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import append_lines, json_line, write_atomically
-from agentrl.config.recipe import Recipe, RolloutConfig
+from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
 from agentrl.evaluation.splits import AttemptTotals, SplitEvaluation
 from agentrl.experience import GroupOrder, new_entry
@@ -133,6 +133,8 @@ async def _served(run: Run, indices: Sequence[int]) -> None:
         watching = [run.served.watch(on_loss=run.learner.kill), run.fault_rate.watch()]
         if run.sandboxes.name == "docker":
             watching.append(watch_daemon(run.tracker.alert))
+        if run.workers is not None:
+            watching.append(run.workers.watch())
         watchers = [parts.create_task(one) for one in watching]
         await sample_groups(run, indices)
         for watcher in watchers:
@@ -161,15 +163,8 @@ async def sample_groups(run: Run, indices: Sequence[int]) -> None:
 
     run.tracker.stage("sample", goal)
     async with asyncio.TaskGroup() as running:
-        for _ in range(2 * math.ceil(rollout.concurrency / _at_once(rollout))):  # twice, because ending groups leave slots free
+        for _ in range(2 * math.ceil(rollout.concurrency / rollout.group.starts_together)):  # twice, because ending groups leave slots free
             running.create_task(work())
-
-
-def _at_once(rollout: RolloutConfig) -> int:
-    """Attempts of a group that start together."""
-    if rollout.group.branches > 1:
-        return rollout.group.size // rollout.group.branches
-    return rollout.group.stop_equal_after or rollout.group.size
 
 
 def sample_result(run: Run, asked: int) -> SampleResult:

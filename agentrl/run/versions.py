@@ -22,6 +22,7 @@ from agentrl.session import measure
 from agentrl.session.opening import save_pace
 
 if TYPE_CHECKING:
+    from agentrl.run.worker_pool import WorkerPool
     from agentrl.session.opening import Progress, Run
 
 
@@ -54,6 +55,7 @@ class StepRecords:
     fault_rate: FaultRate
     evaluation: HeldOutEvaluation
     tracker: Tracker
+    workers: WorkerPool | None = None
 
     @classmethod
     def of(cls, run: Run) -> StepRecords:
@@ -70,6 +72,7 @@ class StepRecords:
             fault_rate=run.fault_rate,
             evaluation=HeldOutEvaluation.of(run),
             tracker=run.tracker,
+            workers=run.workers,
         )
 
     async def finish(self, version: PolicyVersion, report: SwapReport | None) -> None:
@@ -118,7 +121,8 @@ class StepRecords:
             self.progress.last_step_at = now
             metrics |= DRIVER_LAG.metrics()
         faults = self.fault_rate.attempt_metrics() | self.fault_rate.suspect_metrics()
-        return metrics | memory_metrics(groups) | faults | self.served.figures()
+        workers = {} if self.workers is None else self.workers.figures()
+        return metrics | memory_metrics(groups) | faults | self.served.figures() | workers
 
     def _record(self, version: PolicyVersion, metrics: dict[str, float]) -> None:
         self.tracker.log(version.number, metrics)

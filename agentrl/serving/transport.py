@@ -30,10 +30,10 @@ class UnsentError(ServingError):
 class HttpTransport:
     """Requests to one `http://host:port`, at most `max_connections` at once; others wait. Use it from one event loop."""
 
-    def __init__(self, url: str, *, key: str = "", max_connections: int) -> None:
-        """`key`: of the server (`agentrl.serving.access`); empty means that it needs none."""
+    def __init__(self, url: str, *, key: str = "", max_connections: int, what: str = "the inference server") -> None:
+        """`key`: of the server (`agentrl.serving.access`); empty means that it needs none. `what`: the server in error messages."""
         parts = urlsplit(url)
-        self.url = url
+        self.url, self._what = url, what
         self.closed = False
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._head = [(b"host", parts.netloc.encode())]
@@ -91,22 +91,23 @@ class HttpTransport:
 
     async def _open(self) -> _Connection:
         try:
-            _, connection = await asyncio.get_running_loop().create_connection(_Connection, self._host, self._port)
+            _, connection = await asyncio.get_running_loop().create_connection(lambda: _Connection(self._what), self._host, self._port)
         except OSError as error:
-            raise UnsentError(f"cannot reach the inference server at {self.url}: {error}") from error
+            raise UnsentError(f"cannot reach {self._what} at {self.url}: {error}") from error
         if self.closed:  # `close` has not seen this connection
             connection.abort()
             raise self._closed_error()
         return connection
 
     def _closed_error(self) -> UnsentError:
-        return UnsentError(f"the connection to the inference server at {self.url} was closed: it is being stopped or restarted")
+        return UnsentError(f"the connection to {self._what} at {self.url} was closed: it is being stopped or restarted")
 
 
 class _Connection(asyncio.Protocol):
     """One connection, one exchange at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
+        self._what = what
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD)
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[tuple[int, bytes]] | None = None
@@ -183,4 +184,4 @@ class _Connection(asyncio.Protocol):
 
     def _fail(self, reason: str) -> None:
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(ServingError(f"the inference server: {reason}"))
+            self._answer.set_exception(ServingError(f"{self._what}: {reason}"))

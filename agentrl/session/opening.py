@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentrl.agent import ChatFormat
 from agentrl.agent.mcp.servers import RunTools
@@ -52,7 +53,7 @@ from agentrl.records import PolicyVersion, Split
 from agentrl.reward import TaskScorer
 from agentrl.reward.combine import audit_contradiction
 from agentrl.reward.group_judging import GroupJudgeScorer
-from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, MemorySource, Pace, RequestRouter
+from agentrl.rollout import Admission, AttemptListener, EpisodeRunner, GroupRunner, MemorySource, Pace, RequestRouter
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.server_pool import ServerPool
 from agentrl.serving.supervisor import SupervisedServer
@@ -65,6 +66,9 @@ from agentrl.session.run_practice import copy_practice_files
 from agentrl.task import GroupSchedule, sandbox_specs
 from agentrl.task.group_tasks import GroupTasks
 from agentrl.version import FolderRegistry
+
+if TYPE_CHECKING:
+    from agentrl.run.worker_pool import WorkerPool
 
 PACE_FILE = "pace.json"
 
@@ -138,6 +142,7 @@ class Run:
     suite: Suite | None = None  # suite of the gate
     memory: RunMemory | None = None
     gate_server: GateServer | None = None  # with gate.server=own
+    workers: WorkerPool | None = None  # with rollout.workers
 
     @property
     def base_version(self) -> PolicyVersion:
@@ -240,7 +245,9 @@ async def _open_parts(
     faults, scorer = fault_rate(recipe), replace(checked.scorer, sandboxes=sandboxes)
     episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace)
     slots = Admission(recipe.rollout.concurrency, use=lambda: served.cache_use, full=MAX_CACHE_USE)
-    groups = build_group_runner(recipe, episodes, scorer, checkpoints, faults, slots, group_judge=checked.group_judge, memory=memory)
+    groups = build_group_runner(
+        recipe, episodes, scorer, checkpoints, faults.record_attempt, slots, group_judge=checked.group_judge, memory=memory
+    )
     schedule = GroupSchedule(checked.family, recipe.seed, withheld=WithholdingLog(folder, checked.withheld), practice=checked.practice)
     return Run(
         recipe=recipe,
@@ -265,7 +272,19 @@ async def _open_parts(
         suite=checked.suite,
         memory=memory,
         gate_server=gate_server,
+        workers=_open_workers(recipe, folder, root, served, faults, tracker.alert),
     )
+
+
+def _open_workers(
+    recipe: Recipe, folder: Path, root: Path, served: PolicyServer, faults: FaultRate, alert: Callable[[str], None]
+) -> WorkerPool | None:
+    """The rollout workers of a recipe, which are not running yet; None if the driver runs the episodes."""
+    if not recipe.rollout.workers:
+        return None
+    from agentrl.run.worker_pool import WorkerPool  # its worker opens its parts with this module
+
+    return WorkerPool(recipe, folder, root=root, served=served, on_attempt=faults.record_attempt, alert=alert)
 
 
 async def _open_tracker(stack: AsyncExitStack, recipe: Recipe, folder: Path, clock: StageClock, *, console: bool) -> RunTracker:
@@ -370,7 +389,7 @@ def build_group_runner(
     episodes: EpisodeRunner,
     scorer: TaskScorer,
     checkpoints: FolderCheckpoints,
-    faults: FaultRate,
+    on_attempt: AttemptListener,
     slots: Admission,
     *,
     group_judge: GroupJudge | None = None,
@@ -393,5 +412,5 @@ def build_group_runner(
         branch_turn=rollout.group.branch_turn,
         memory=memory,
         checkpoints=checkpoints if rollout.checkpoint_turns else None,
-        on_attempt=faults.record_attempt,
+        on_attempt=on_attempt,
     )

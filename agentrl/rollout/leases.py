@@ -1,0 +1,172 @@
+"""Leases of groups to rollout workers: each group is sampled by one worker at a time, and survives the loss of its worker.
+
+The driver queues groups; workers take them, one lease per group. A worker that is silent or leaves loses its leases, and its groups return
+to the head of the queue. Another worker continues them from their saved episodes (`EpisodeCheckpoints`). Only the newest lease of a group
+may deliver its result, so a worker that was silent and returns cannot deliver a group twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from agentrl.records import Group, Task
+from agentrl.rollout.faults import infrastructure_fault
+from agentrl.rollout.group import excluded_group
+
+SILENT_S = 15.0
+"""Seconds without a request after which a worker counts as lost."""
+MAX_LOSSES = 3
+"""Workers that may be lost while they sample one group. Then the group is excluded, because it may be what ends them."""
+_LOOK_S = 2.0
+_UNHEARD_S = 10.0  # a worker that does not list a lease of this age never received it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """One group for one worker."""
+
+    id: str
+    index: int
+    task: Task
+    oldest_version: int  # see `GroupRunner.run_group`
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A group that waits for a worker or is leased to one."""
+
+    index: int
+    task: Task
+    oldest_version: int
+    result: asyncio.Future[Group] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    losses: int = 0
+    lease: str = ""  # empty while it waits
+    worker: str = ""
+    leased_at: float = 0.0
+
+
+class GroupLeases:
+    """The queue of groups and their leases. A `GroupSampler`; use it from one event loop.
+
+    Args:
+        group_size: scored attempts per group.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(self, *, group_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.group_size = group_size
+        self.losses = 0  # leases that were lost with their workers
+        self._clock = clock
+        self._waiting = deque[_Job]()
+        self._leased: dict[str, _Job] = {}
+        self._silent_s: dict[str, float] = {}  # worker -> seconds since its newest request, as far as they count
+        self._looked = clock()
+        self._queued = asyncio.Condition()
+
+    @property
+    def waiting(self) -> int:
+        """Groups that no worker has taken."""
+        return len(self._waiting)
+
+    @property
+    def workers(self) -> int:
+        """Workers that are not lost."""
+        return len(self._silent_s)
+
+    async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
+        """Returns the group that a worker sampled. A cancellation withdraws it from the queue or the worker."""
+        job = _Job(index, task, oldest_version)
+        await self._queue(job)
+        try:
+            return await job.result
+        finally:
+            if job in self._waiting:
+                self._waiting.remove(job)
+            self._leased.pop(job.lease, None)
+
+    async def take(self, worker: str, *, wait_s: float) -> Lease | None:
+        """Returns a lease of the next group; None if no group is queued within `wait_s` seconds."""
+        self._silent_s[worker] = 0.0
+        try:
+            async with asyncio.timeout(wait_s), self._queued:
+                await self._queued.wait_for(lambda: self._waiting)
+                job = self._waiting.popleft()
+        except TimeoutError:
+            return None
+        job.lease, job.worker, job.leased_at = uuid.uuid4().hex, worker, self._clock()
+        self._leased[job.lease] = job
+        return Lease(id=job.lease, index=job.index, task=job.task, oldest_version=job.oldest_version)
+
+    def is_valid(self, lease: str) -> bool:
+        """Whether a lease is neither finished nor lost."""
+        return lease in self._leased
+
+    async def renew(self, worker: str, leases: Collection[str]) -> list[str]:
+        """Records that a worker lives and works on `leases`. Returns those of them that it must abandon."""
+        self._silent_s[worker], now = 0.0, self._clock()
+        lost = [
+            job for job in self._leased.values() if job.worker == worker and job.lease not in leases and now - job.leased_at > _UNHEARD_S
+        ]
+        await self._requeue(lost, failed=False)
+        return [lease for lease in leases if lease not in self._leased]
+
+    def finish(self, lease: str, group: Group) -> bool:
+        """Delivers the result of a lease. Returns False, and drops it, if the lease is lost. Raises `ValueError` for another group."""
+        job = self._leased.get(lease)
+        if job is None:
+            return False
+        if (group.index, group.task_id, group.task_key) != (job.index, job.task.id, job.task.key):
+            raise ValueError(
+                f"the lease is of group {job.index} and task {job.task.id!r}, the result of {group.index} and {group.task_id!r}"
+            )
+        del self._leased[lease]
+        if not job.result.done():
+            job.result.set_result(group)
+        return True
+
+    async def lose(self, worker: str, *, failed: bool = True) -> int:
+        """Requeues the groups of a worker that is gone, and returns their number. `failed`: whether it was lost rather than left."""
+        self._silent_s.pop(worker, None)
+        lost = [job for job in self._leased.values() if job.worker == worker]
+        await self._requeue(lost, failed=failed)
+        return len(lost)
+
+    async def lose_silent(self) -> list[str]:
+        """Requeues the groups of workers that are silent, and returns the names of these workers. Call it at least every `_LOOK_S`.
+
+        One call counts at most `_LOOK_S` of silence, because requests are unread while the driver itself is stopped.
+        """
+        now = self._clock()
+        passed_s, self._looked = min(now - self._looked, _LOOK_S), now
+        for worker in self._silent_s:
+            self._silent_s[worker] += passed_s
+        silent = [worker for worker, seconds in self._silent_s.items() if seconds > SILENT_S]
+        for worker in silent:
+            await self.lose(worker)
+        return silent
+
+    async def _requeue(self, jobs: list[_Job], *, failed: bool) -> None:
+        for job in sorted(jobs, key=lambda job: -job.index):
+            del self._leased[job.lease]
+            job.lease = job.worker = ""
+            self.losses += failed
+            job.losses += failed
+            if job.losses < MAX_LOSSES:
+                await self._queue(job, first=True)
+            elif not job.result.done():
+                why = f"{job.losses} rollout workers were lost while they sampled this group; it is not sampled again"
+                fault = infrastructure_fault("group", "worker_lost", why)
+                job.result.set_result(excluded_group(job.index, job.task.id, job.task.key, fault, size=self.group_size))
+
+    async def _queue(self, job: _Job, *, first: bool = False) -> None:
+        async with self._queued:
+            if first:
+                self._waiting.appendleft(job)
+            else:
+                self._waiting.append(job)
+            self._queued.notify()

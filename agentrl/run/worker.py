@@ -1,0 +1,336 @@
+"""A rollout worker: a process that samples and scores groups for the driver of a run (`agentrl.run.worker_api`).
+
+    python -m agentrl.run.worker RUN_DIR [PARENT_PID]
+    agentrl worker RUN_DIR
+
+It opens the run's sandboxes, agent, tools and verifiers, takes leases of groups, and samples through the driver. It has no state that the
+run needs: if it is killed, another worker continues its groups from their saved episodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from agentrl.agent.run_tools import candidate_tasks, declared_tools, pin_tools, with_sub_agent_tools
+from agentrl.base import user_code
+from agentrl.base.error_text import main_error
+from agentrl.base.loop_lag import DRIVER_LAG
+from agentrl.base.processes import die_with_parent, raise_file_limit, rare_collections
+from agentrl.base.untrusted_files import read_bytes
+from agentrl.config.recipe import Recipe, build
+from agentrl.errors import InfrastructureError, SandboxUnavailable, ServerDied, ServingError, UserError
+from agentrl.experience import FolderCheckpoints
+from agentrl.judge.servers import registered_servers
+from agentrl.memory import NoteStore, StoreView
+from agentrl.memory.run_memory import NOTES_FILE, memory_version, placeholder_memory
+from agentrl.plugins.references import add_project_root
+from agentrl.protocols import CacheUse
+from agentrl.protocols.serving import MAX_CACHE_USE
+from agentrl.records import Completion, Failure, Group, SamplingParams, Task, codec
+from agentrl.rollout import Admission, GroupRunner, excluded_group, failure_from_error
+from agentrl.run.worker_api import ADDRESS_FILE, LEASE_WAIT_S, MAX_EVENTS
+from agentrl.sandbox import open_sandboxes
+from agentrl.serving.transport import HttpTransport
+from agentrl.session.judge_servers import declare_judges
+from agentrl.session.opening import build_episode_runner, build_group_runner, restore_pace
+from agentrl.session.preflight import open_chat, open_group_judge, open_tasks
+
+log = logging.getLogger(__name__)
+
+RENEW_S = 1.0
+"""Seconds between two signs of life."""
+_PATIENCE_S = 30.0  # without an answer of the driver, before the worker ends
+_REQUEST_S = 60.0  # deadline of a request that does not wait
+_MARGIN_S = 45.0  # of a request to the policy, beyond its own deadline
+_CONNECTIONS = 8192
+_KINDS = {error.__name__: error for error in (ServingError, ServerDied)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """What a worker needs to open the parts of a run, as JSON data."""
+
+    recipe: dict[str, Any]
+    folder: str  # run folder, which the worker shares with the driver
+    root: str  # project with the recipe's plug-ins
+    concurrency: int  # episodes at once in one worker
+    max_open: int  # sandboxes at once in one worker
+    token_s: float = 0.0  # see `PolicyServer.token_s`
+
+
+class DriverConnection:
+    """Requests to the driver. Raises `ServingError` if the driver does not answer, and `UserError` if it rejects the request."""
+
+    def __init__(self, url: str, key: str, *, worker: str) -> None:
+        self.worker = worker
+        self._transport = HttpTransport(url, key=key, max_connections=_CONNECTIONS, what="the driver")
+
+    async def call(self, path: str, data: Any = None, *, content: bytes | None = None, timeout_s: float = _REQUEST_S) -> tuple[int, bytes]:
+        """Returns status and content of the answer. Without `data` and `content` it is a GET request."""
+        method = "GET" if data is None and content is None else "POST"
+        body = content if content is not None else b"" if data is None else json.dumps({"worker": self.worker, **data}).encode()
+        try:
+            async with asyncio.timeout(timeout_s):
+                status, answer = await self._transport.request(method, path, body)
+        except TimeoutError:
+            raise ServingError(f"the driver did not answer {path} within {timeout_s:g} s") from None
+        if status in (400, 401, 403, 404, 413):
+            raise UserError(f"the driver rejected {path}: {answer[:500].decode(errors='replace')}", fix="use the same agentrl version")
+        return status, answer
+
+    def close(self) -> None:
+        """Aborts all requests."""
+        self._transport.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """A lease, and the task that samples it."""
+
+    lease: str
+    task: Task
+    sampling: asyncio.Task[Group] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """Takes leases and samples their groups. A `Policy`, which samples through the driver."""
+
+    driver: DriverConnection
+    lanes: int  # groups at once
+    cache_use: CacheUse | None = None  # of the policy's servers, as of the last renewal
+    _work: dict[int, _Work] = field(default_factory=dict)  # by group index
+    _attempts: deque[Failure | None] = field(default_factory=deque)
+    _alerts: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    _heard_at: float = 0.0
+
+    def record_attempt(self, failure: Failure | None) -> None:
+        """Queues an ended attempt for the driver (an `AttemptListener`)."""
+        self._attempts.append(failure)
+
+    def alert(self, message: str) -> None:
+        """Queues an alert for the driver."""
+        self._alerts.append(message)
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        """Samples one completion through the driver. Raises `ServingError`."""
+        work = self._work.get(_group_of(request_id))
+        if work is None:
+            raise ServingError(f"request {request_id}: its group is no longer leased to this worker")
+        request = {"lease": work.lease, "task_key": work.task.key, "prompt_ids": list(prompt_ids), "params": codec.to_data(params)}
+        data = request | {"request_id": request_id, "timeout_s": timeout_s}
+        status, answer = await self.driver.call("/generate", data, timeout_s=timeout_s + _MARGIN_S)
+        if status == 200:
+            return codec.from_json(Completion, answer)
+        problem = json.loads(answer)
+        raise _KINDS.get(problem.get("kind"), ServingError)(str(problem.get("error")))
+
+    async def run(self, runner: GroupRunner) -> None:
+        """Works until the driver is gone. Raises `SandboxUnavailable` if this machine cannot open the tasks' sandboxes."""
+        self._heard_at = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as working:
+            renewing = working.create_task(self._renew())
+            lanes = [working.create_task(self._lane(runner)) for _ in range(self.lanes)]
+            await renewing
+            for lane in lanes:
+                lane.cancel()
+
+    async def leave(self) -> None:
+        """Returns the leases, so that other workers continue their groups at once."""
+        with suppress(ServingError, UserError):
+            await self.driver.call("/leave", {}, timeout_s=5.0)
+
+    async def _lane(self, runner: GroupRunner) -> None:
+        while True:
+            try:
+                status, answer = await self.driver.call("/lease", {}, timeout_s=LEASE_WAIT_S + _REQUEST_S)
+            except ServingError:  # `_renew` decides when to give up
+                await asyncio.sleep(RENEW_S)
+                continue
+            if status == 200:
+                await self._sample(runner, json.loads(answer))
+
+    async def _sample(self, runner: GroupRunner, lease: Any) -> None:
+        task = codec.from_json(Task, json.dumps(lease["task"]))
+        work = self._work[lease["index"]] = _Work(lease["id"], task)
+        work.sampling = asyncio.create_task(runner.run_group(lease["index"], task, oldest_version=lease["oldest_version"]))
+        try:
+            await asyncio.wait({work.sampling})
+            if not work.sampling.cancelled():
+                await self._deliver(work, _result(work.sampling, task, lease["index"], runner.group_size))
+        finally:
+            work.sampling.cancel()
+            self._work.pop(lease["index"], None)
+
+    async def _deliver(self, work: _Work, group: Group) -> None:
+        content = await asyncio.to_thread(codec.to_json, group)
+        while True:  # ends with the worker if the driver is gone
+            with suppress(ServingError):
+                await self.driver.call(f"/groups/{work.lease}", content=content)
+                return
+            await asyncio.sleep(RENEW_S)
+
+    async def _renew(self) -> None:
+        """Sends signs of life until the driver has not answered for `_PATIENCE_S`."""
+        while True:
+            attempts = [self._attempts.popleft() for _ in range(min(MAX_EVENTS, len(self._attempts)))]
+            alerts = list(self._alerts)
+            try:
+                data = {"leases": [work.lease for work in self._work.values()], "alerts": alerts}
+                ended = [None if failure is None else codec.to_data(failure) for failure in attempts]
+                _, answer = await self.driver.call("/renew", data | {"attempts": ended}, timeout_s=10.0)
+                self._heard(json.loads(answer))
+                self._alerts.clear()
+            except ServingError as error:
+                self._attempts.extendleft(reversed(attempts))
+                if asyncio.get_running_loop().time() - self._heard_at > _PATIENCE_S:
+                    log.warning("this worker ends, because the driver is gone: %s", error)
+                    return
+            await asyncio.sleep(RENEW_S)
+
+    def _heard(self, answer: Any) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
+        use = answer["cache_use"]
+        self.cache_use = None if use is None else CacheUse(reading=use["reading"], shares=tuple(use["shares"]))
+        for name, (url, key, refused) in answer["judges"].items():
+            if (server := registered_servers().get(name)) is not None:
+                server.url, server.key, server.refused = url, key, refused
+        for work in list(self._work.values()):
+            if work.lease in answer["abandon"] and work.sampling is not None:
+                work.sampling.cancel()
+
+
+def _result(sampling: asyncio.Task[Group], task: Task, index: int, size: int) -> Group:
+    """The sampled group, or an excluded one after an error. Raises `SandboxUnavailable`."""
+    if (error := sampling.exception()) is None:
+        return sampling.result()
+    if (unavailable := user_code.first_cause(error, SandboxUnavailable)) is not None:
+        raise unavailable
+    return excluded_group(index, task.id, task.key, failure_from_error(error, stage="group"), size=size)
+
+
+def _group_of(request_id: str) -> int:
+    """The group of a request; -1 if it belongs to none."""
+    head = request_id.partition("-")[0]
+    return int(head[1:]) if head[:1] == "g" and head[1:].isdecimal() else -1
+
+
+class _Notes:
+    """The notes of earlier episodes, read from the run folder (a `MemorySource`)."""
+
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        self._recipe, self._path = recipe, folder / NOTES_FILE
+        self._store: NoteStore | None = None
+
+    def view(self, task: Task, group: int | None) -> StoreView:
+        """The memory that a group's attempts read. The driver commits it before it queues the group."""
+        assert self._recipe.memory is not None and group is not None, "only groups with a memory are leased"
+        version = memory_version(self._recipe, group)
+        if self._store is None or self._store.version < version:  # a store caches what it shows, so a new version needs a new one
+            self._store = NoteStore(self._path, self._recipe.memory)
+        return StoreView.of(self._store, task, version)
+
+
+async def work(folder: Path, *, worker: str) -> None:
+    """Works for the driver of the run in `folder` until the driver is gone.
+
+    Raises `UserError` if no driver of this folder accepts workers or the run's parts cannot be opened here, and `InfrastructureError`.
+    """
+    url, key = read_address(folder)
+    driver = DriverConnection(url, key, worker=worker)
+    async with AsyncExitStack() as stack:
+        stack.callback(driver.close)
+        _, answer = await driver.call("/spec")
+        spec = WorkerSpec(**json.loads(answer))
+        root = Path(spec.root)
+        add_project_root(root)
+        recipe = build(spec.recipe)
+        rollout = recipe.rollout
+        lanes = 2 * math.ceil(spec.concurrency / rollout.group.starts_together)  # twice, because ending groups leave slots free
+        one = Worker(driver, lanes)
+        await stack.enter_async_context(rare_collections())
+        await stack.enter_async_context(DRIVER_LAG.watched(one.alert))
+        runner = await _open_runner(stack, recipe, spec, root, one)
+        working = asyncio.create_task(one.run(runner))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, working.cancel)
+        try:
+            await working
+        except asyncio.CancelledError:
+            await one.leave()
+
+
+async def _open_runner(stack: AsyncExitStack, recipe: Recipe, spec: WorkerSpec, root: Path, worker: Worker) -> GroupRunner:
+    folder = Path(spec.folder)
+    config = recipe.sandbox.model_copy(update={"max_open": spec.max_open})
+    sandboxes = await open_sandboxes(config, run_label=folder.name, root=root)
+    stack.push_async_callback(sandboxes.close)
+    declare_judges(recipe, root=root)
+    family, scorer = open_tasks(recipe, root=root, folder=folder)
+    chat = open_chat(folder / "versions" / "000000", policy=recipe.policy)
+    tasks = with_sub_agent_tools(candidate_tasks(family), recipe.rollout.delegation)
+    declared, memory = declared_tools(recipe.mcp, recipe.tools, root), placeholder_memory(recipe)
+    tools = await pin_tools(declared, tasks, sandboxes, folder=folder, every=False, chat=chat, memory=memory)
+    pace = restore_pace(recipe, folder)
+    pace.set_idle_token_s(spec.token_s)
+    episodes = build_episode_runner(recipe, worker, sandboxes, chat, tools, pace=pace)
+    return build_group_runner(
+        recipe,
+        episodes,
+        replace(scorer, sandboxes=sandboxes),
+        FolderCheckpoints(folder / "running"),
+        worker.record_attempt,
+        Admission(spec.concurrency, use=lambda: worker.cache_use, full=MAX_CACHE_USE),
+        group_judge=open_group_judge(recipe, root=root, folder=folder),
+        memory=None if recipe.memory is None else _Notes(recipe, folder),
+    )
+
+
+def read_address(folder: Path) -> tuple[str, str]:
+    """URL and key of the driver of a run. Raises `UserError` if it accepts no workers."""
+    try:
+        data = json.loads(read_bytes(folder / ADDRESS_FILE, most=4096, inside=folder))
+        return str(data["url"]), str(data["key"])
+    except (OSError, ValueError, LookupError, TypeError):
+        raise UserError(
+            f"no driver of {folder} accepts workers", fix="start the run with rollout.workers=1 or more, and wait until it samples"
+        ) from None
+
+
+def worker_name(pid: int) -> str:
+    """The name of a worker on this machine."""
+    return f"{socket.gethostname()}-{pid}"
+
+
+def main(folder: Path, *, parent: int | None = None) -> int:
+    """Runs one worker, and returns its exit code."""
+    if parent is not None:
+        die_with_parent(parent)
+    raise_file_limit()
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    try:
+        asyncio.run(work(folder, worker=worker_name(os.getpid())))
+    except Exception as error:
+        cause = main_error(error)
+        if not isinstance(cause, UserError | InfrastructureError):
+            raise
+        print(f"error: {cause}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), parent=int(sys.argv[2]) if len(sys.argv) > 2 else None))

@@ -1,0 +1,237 @@
+"""The driver's HTTP interface for rollout workers: leases of groups, requests to the policy, results. Loopback, with a key per run.
+
+Every token passes through the driver, which withholds tokens of weights until their probe agrees. So no worker can keep tokens of weights
+that were rejected, and a worker needs no address of a server. A worker has no state that the run needs.
+
+    GET  /spec            what a worker needs to open the run's parts
+    POST /lease           the next group; 204 if none is queued in time
+    POST /renew           a sign of life, ended attempts and alerts; the answer has the leases to abandon
+    POST /generate        one request to the policy
+    POST /groups/LEASE    the result of a lease
+    POST /leave           the worker ends; its groups go to others
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.base import user_code
+from agentrl.base.files import write_atomically
+from agentrl.errors import InfrastructureError, ServingError
+from agentrl.gateway.connections import bounded
+from agentrl.gateway.request import RequestError
+from agentrl.gateway.server import listen, quiet_server
+from agentrl.gateway.wire import body_of, check_source, json_response, key_of, watch
+from agentrl.judge.servers import registered_servers
+from agentrl.protocols import PolicyServer
+from agentrl.records import Failure, Group, SamplingParams, codec
+from agentrl.rollout import AttemptListener
+from agentrl.rollout.leases import GroupLeases
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from uvicorn import Server
+
+log = logging.getLogger(__name__)
+
+ADDRESS_FILE = "workers.json"
+"""File in a run folder: address and key of the driver. Only the run's user can read it."""
+LEASE_WAIT_S = 20.0
+MAX_GROUP_BYTES = 512 << 20
+MAX_EVENTS = 4096
+"""Ended attempts and alerts of one renewal."""
+_BODY_S = 60.0
+_START_S = 10.0
+_NAME_CHARS = 100
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class WorkerApi:
+    """Serves workers while `serving` is open."""
+
+    folder: Path  # the run folder, with the address file
+    spec: dict[str, Any]  # JSON data, see `agentrl.run.worker.WorkerSpec`
+    leases: GroupLeases
+    served: PolicyServer
+    on_attempt: AttemptListener
+    alert: Callable[[str], None]
+    _key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+    _episodes: dict[str, dict[str, AbstractContextManager[object]]] = field(default_factory=dict)  # lease -> episode -> its routing
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Listens on a free port of the loopback address during the block. Raises `InfrastructureError` if that fails."""
+        import uvicorn
+
+        listener = listen("127.0.0.1", 0)
+        config = uvicorn.Config(
+            self._app(), http=bounded(), log_level="warning", log_config=None, access_log=False, lifespan="off", ws="none",
+            server_header=False, timeout_keep_alive=60, timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        server = quiet_server(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]), name="interface for rollout workers")
+        await _started(server, task)
+        host, port = listener.getsockname()[:2]
+        address = json.dumps({"url": f"http://{host}:{port}", "key": self._key})
+        write_atomically(self.folder / ADDRESS_FILE, address, private=True)
+        try:
+            yield
+        finally:
+            (self.folder / ADDRESS_FILE).unlink(missing_ok=True)
+            server.should_exit = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(5.0):
+                    await task
+            for lease in list(self._episodes):
+                self._end_episodes(lease)
+
+    def _app(self) -> Any:
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        return Starlette(
+            routes=[
+                Route("/spec", self._guarded(self._spec), methods=["GET"]),
+                Route("/lease", self._guarded(self._lease), methods=["POST"]),
+                Route("/renew", self._guarded(self._renew), methods=["POST"]),
+                Route("/generate", self._guarded(self._generate), methods=["POST"]),
+                Route("/groups/{lease}", self._guarded(self._finish), methods=["POST"]),
+                Route("/leave", self._guarded(self._leave), methods=["POST"]),
+            ]
+        )
+
+    def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """A route that requires the key. An invalid request is answered with 400, and never ends the run."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                check_source(request.headers)
+                if not hmac.compare_digest(key_of(request.headers).encode(), self._key.encode()):
+                    raise RequestError("wrong_key", f"the key is missing or wrong: send the one in {ADDRESS_FILE}")
+                return await answer(request)
+            except RequestError as refused:
+                return json_response({"error": refused.message}, refused.status)
+            except (ValueError, LookupError, TypeError) as error:
+                return json_response({"error": f"invalid request: {user_code.describe_error(error, 500)}"}, 400)
+
+        return guarded
+
+    async def _spec(self, request: Request) -> Response:
+        return json_response(self.spec | {"token_s": self.served.token_s})
+
+    async def _lease(self, request: Request) -> Response:
+        worker = _worker(await body_of(request, _BODY_S))
+        lease = await self.leases.take(worker, wait_s=LEASE_WAIT_S)
+        if lease is None:
+            return json_response(None, 204)
+        data = {"id": lease.id, "index": lease.index, "oldest_version": lease.oldest_version, "task": codec.to_data(lease.task)}
+        return json_response(data)
+
+    async def _renew(self, request: Request) -> Response:
+        data = await body_of(request, _BODY_S)
+        worker, attempts, alerts = _worker(data), list(data["attempts"])[:MAX_EVENTS], list(data["alerts"])[:MAX_EVENTS]
+        for attempt in attempts:
+            self.on_attempt(None if attempt is None else codec.from_json(Failure, json.dumps(attempt)))
+        for alert in alerts:
+            self.alert(f"worker {worker}: {user_code.printable(str(alert), 2000)}")
+        abandoned = await self.leases.renew(worker, [str(lease) for lease in data["leases"]])
+        for lease in [lease for lease in self._episodes if not self.leases.is_valid(lease)]:
+            self._end_episodes(lease)
+        use = self.served.cache_use
+        cache_use = None if use is None else {"reading": use.reading, "shares": use.shares}
+        judges = {name: [one.url, one.key, one.refused] for name, one in registered_servers().items()}
+        return json_response({"abandon": abandoned, "cache_use": cache_use, "judges": judges})
+
+    async def _generate(self, request: Request) -> Response:
+        data = await body_of(request, _BODY_S)
+        lease, name, params = str(data["lease"]), str(data["request_id"]), codec.from_json(SamplingParams, json.dumps(data["params"]))
+        if not self.leases.is_valid(lease):
+            return json_response({"error": "the lease is lost", "kind": "ServingError"}, 503)
+        self._begin_episode(lease, name.rpartition("-")[0], str(data["task_key"]))
+        prompt_ids = [int(token) for token in data["prompt_ids"]]
+        sampling = asyncio.ensure_future(self.served.generate(prompt_ids, params, request_id=name, timeout_s=float(data["timeout_s"])))
+        gone = asyncio.Event()
+        watching = asyncio.create_task(watch(request, gone))
+        waiting = asyncio.create_task(gone.wait())
+        try:
+            await asyncio.wait({sampling, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if not sampling.done():
+                raise RequestError("failed", "the worker has disconnected")
+            return _bytes_response(codec.to_json(sampling.result()))
+        except ServingError as error:
+            return json_response({"error": user_code.error_text(error), "kind": type(error).__name__}, 503)
+        finally:
+            for task in (sampling, watching, waiting):
+                task.cancel()
+
+    async def _finish(self, request: Request) -> Response:
+        lease = request.path_params["lease"]
+        if not self.leases.is_valid(lease):
+            return json_response({"delivered": False})
+        content = await _content(request, MAX_GROUP_BYTES)
+        group = await asyncio.to_thread(codec.from_json, Group, content)
+        delivered = self.leases.finish(lease, group)
+        self._end_episodes(lease)
+        return json_response({"delivered": delivered})
+
+    async def _leave(self, request: Request) -> Response:
+        worker = _worker(await body_of(request, _BODY_S))
+        if await self.leases.lose(worker, failed=False):
+            log.info("worker %s left; its groups go to other workers", worker)
+        return json_response({})
+
+    def _begin_episode(self, lease: str, episode: str, task_key: str) -> None:
+        """Registers an episode with the servers' routing, until its lease ends."""
+        episodes = self._episodes.setdefault(lease, {})
+        if episode not in episodes:
+            routing = episodes[episode] = self.served.episode(episode, task_key)
+            routing.__enter__()
+
+    def _end_episodes(self, lease: str) -> None:
+        for routing in self._episodes.pop(lease, {}).values():
+            routing.__exit__(None, None, None)
+
+
+async def _started(server: Server, task: asyncio.Task[None]) -> None:
+    async with asyncio.timeout(_START_S):
+        while not server.started:
+            if task.done():
+                raise InfrastructureError(f"the interface for rollout workers did not start: {task.exception()!r}")
+            await asyncio.sleep(0.002)
+
+
+def _worker(data: Any) -> str:
+    """The name of the worker that sent a request. Raises `ValueError`."""
+    name = data["worker"]
+    if not isinstance(name, str) or not 0 < len(name) <= _NAME_CHARS:
+        raise ValueError("worker must be a name")
+    return user_code.printable(name, _NAME_CHARS)
+
+
+async def _content(request: Request, most: int) -> bytes:
+    """The body of a request. Raises `RequestError` if it is too long or slow."""
+    pieces, size = [], 0
+    async with asyncio.timeout(_BODY_S):
+        async for piece in request.stream():
+            size += len(piece)
+            if size > most:
+                raise RequestError("too_large", f"the group has more than {most >> 20} MiB")
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _bytes_response(content: bytes) -> Response:
+    from starlette.responses import Response
+
+    return Response(content, media_type="application/json")

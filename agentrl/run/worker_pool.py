@@ -1,0 +1,153 @@
+"""The rollout workers of a run: their interface, and the processes that the driver starts and replaces."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from agentrl.base.error_text import cause_in_log
+from agentrl.base.files import tail_bytes
+from agentrl.base.liveness import Restarts
+from agentrl.base.run_lock import hold_shared_lock
+from agentrl.config.recipe import Recipe
+from agentrl.errors import InfrastructureError
+from agentrl.protocols import PolicyServer
+from agentrl.records import Group, Task
+from agentrl.rollout import AttemptListener
+from agentrl.rollout.leases import GroupLeases
+from agentrl.run.worker import WorkerSpec, worker_name
+from agentrl.run.worker_api import WorkerApi
+
+_WATCH_S = 0.25
+_RESTARTS = 5  # of one process, in a row
+_SOUND_S = 120.0  # of work, after which earlier failures no longer count
+_BACKOFF_S = 5.0
+_STOP_S = 5.0
+_TAIL_BYTES = 1 << 16
+
+
+class WorkerPool:
+    """Samples groups in other processes (a `GroupSampler`). The driver starts `rollout.workers` of them, and further ones may join."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        *,
+        root: Path,
+        served: PolicyServer,
+        on_attempt: AttemptListener,
+        alert: Callable[[str], None],
+    ) -> None:
+        rollout = recipe.rollout
+        self.group_size = rollout.group.size
+        self.restarts = 0
+        self._count, self._folder, self._alert = rollout.workers, folder, alert
+        self._leases = GroupLeases(group_size=rollout.group.size)
+        spec = WorkerSpec(
+            recipe=recipe.model_dump(mode="json"),
+            folder=str(folder.resolve()),
+            root=str(root.resolve()),
+            concurrency=math.ceil(rollout.concurrency / max(1, rollout.workers)),
+            max_open=math.ceil(recipe.sandbox.max_open / max(1, rollout.workers)),
+        )
+        self._api = WorkerApi(folder=folder, spec=asdict(spec), leases=self._leases, served=served, on_attempt=on_attempt, alert=alert)
+        self._processes: dict[int, asyncio.subprocess.Process] = {}  # by number
+
+    async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
+        """Returns the group that a worker sampled. See `GroupLeases`."""
+        return await self._leases.run_group(index, task, oldest_version=oldest_version)
+
+    def figures(self) -> dict[str, float]:
+        """Step metrics: workers at work, groups that wait for one, restarts, and groups whose worker was lost, since the start."""
+        leases = self._leases
+        return {
+            "workers": leases.workers,
+            "groups_queued": leases.waiting,
+            "worker_restarts": self.restarts,
+            "worker_losses": leases.losses,
+        }
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the workers that the driver has started."""
+        return tuple(process.pid for process in self._processes.values())
+
+    async def watch(self) -> None:
+        """Serves workers and keeps the driver's own running, until cancelled. Raises `InfrastructureError` if one cannot work here."""
+        async with self._api.serving():
+            try:
+                async with asyncio.TaskGroup() as watching:
+                    for number in range(self._count):
+                        watching.create_task(self._keep(number))
+                    watching.create_task(self._watch_silence())
+            finally:
+                await asyncio.gather(*(self._stop(process) for process in self._processes.values()))
+
+    async def _keep(self, number: int) -> None:
+        """Restarts one process until it has failed too often in a row."""
+        restarts = Restarts(sound_s=_SOUND_S)
+        while True:
+            process = self._processes[number] = await self._start(number)
+            restarts.started()
+            code = await process.wait()
+            restarts.progress()
+            await self._leases.lose(worker_name(process.pid))
+            self.restarts += 1
+            if (failures := restarts.failed()) > _RESTARTS:
+                raise InfrastructureError(f"rollout worker {number} ended {failures} times in a row: {self._cause(number, code)}")
+            self._alert(f"rollout worker {number} is replaced: {self._cause(number, code)}; its groups continue in another worker")
+            await asyncio.sleep(min(_BACKOFF_S, 0.1 * 4 ** (failures - 1)) if failures > 1 else 0.0)
+
+    async def _start(self, number: int) -> asyncio.subprocess.Process:
+        log = self._log(number)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        part = hold_shared_lock(self._folder)
+        try:
+            with log.open("ab") as output:
+                return await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "agentrl.run.worker", str(self._folder), str(os.getpid())),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    pass_fds=(part,),
+                )
+        finally:
+            os.close(part)
+
+    async def _watch_silence(self) -> None:
+        """Takes the groups of silent workers, and kills those that the driver has started, which are then replaced."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            for worker in await self._leases.lose_silent():
+                self._alert(f"rollout worker {worker} is silent; its groups continue in another worker")
+                for process in self._processes.values():
+                    if worker_name(process.pid) == worker and process.returncode is None:
+                        process.kill()
+
+    async def _stop(self, process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_S):
+                await process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what its verifiers have started
+        await process.wait()
+
+    def _cause(self, number: int, code: int) -> str:
+        if code < 0:
+            return f"it was killed by signal {-code}, {signal.Signals(-code).name}"
+        cause, _ = cause_in_log(tail_bytes(self._log(number), most=_TAIL_BYTES))
+        return f"it ended with exit code {code}: {cause or 'it gave no reason'} (see logs/{self._log(number).name})"
+
+    def _log(self, number: int) -> Path:
+        return self._folder / "logs" / f"worker-{number}.log"
