@@ -6,10 +6,8 @@ Each session has one key. Every request gets an answer in its protocol's format,
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
-import socket
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -18,9 +16,9 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from agentrl.base import loop_lag, user_code
-from agentrl.errors import InfrastructureError
 from agentrl.gateway import anthropic_messages, chat_completions, responses
-from agentrl.gateway.connections import HALF_CLOSED, bounded
+from agentrl.gateway.connections import HALF_CLOSED
+from agentrl.gateway.http_server import HttpServer
 from agentrl.gateway.request import Answer, CompletionRequest, RequestError
 from agentrl.gateway.rewards import POSTED_REWARDS
 from agentrl.gateway.session import Session
@@ -29,7 +27,6 @@ from agentrl.gateway.wire import REQUEST_ID, Identified, body_of, check_source, 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
-    from uvicorn import Server
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +36,6 @@ MAX_CONNECTIONS = 8192
 MAX_ENDED = 4096
 """Keys of ended sessions, whose requests get the error "ended". Older keys are wrong keys."""
 BODY_S = 30.0
-START_S = 10.0
-CLOSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +67,15 @@ class Gateway:
     counts: Counter[str] = field(default_factory=Counter)
     _sessions: dict[str, Session] = field(default_factory=dict)  # by the hash of the key
     _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    _server: Server | None = None
-    _task: asyncio.Task[None] | None = None
-    _address: tuple[str, int] | None = None
+    _server: HttpServer | None = None
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def url(self) -> str:
         """The address without `/v1`. Raises `RuntimeError` while there is no session."""
-        if self._address is None:
+        if self._server is None:
             raise RuntimeError("the gateway serves no session")
-        host, port = self._address
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return self._server.url
 
     @asynccontextmanager
     async def session(self, session: Session) -> AsyncIterator[str]:
@@ -106,42 +98,16 @@ class Gateway:
                     await self._stop()
 
     async def _start(self) -> None:
-        import uvicorn
-
-        listener = _listen(self.host, self.port)
-        config = uvicorn.Config(
-            self._app(),
-            http=bounded(),
-            log_level="warning",
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            limit_concurrency=MAX_CONNECTIONS,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=1,
-        )
-        server = _quiet_server(config)
-        self._task = asyncio.create_task(server.serve(sockets=[listener]), name="gateway")
-        async with asyncio.timeout(START_S):
-            while not server.started:
-                if self._task.done():
-                    raise InfrastructureError(f"the gateway did not start: {self._task.exception()!r}")
-                await asyncio.sleep(0.002)
-        self._server, self._address = server, listener.getsockname()[:2]
+        server = HttpServer(app=self._app(), name="gateway", host=self.host, port=self.port, connections=MAX_CONNECTIONS)
+        await server.start()
+        self._server = server
 
     async def _stop(self) -> None:
-        server, task = self._server, self._task
-        self._server = self._task = self._address = None
-        if server is None or task is None:
-            return
-        server.should_exit = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
-                await task
-        if self.counts:
-            log.info("gateway: %s", ", ".join(f"{name} {count}" for name, count in sorted(self.counts.items())))
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
+            if self.counts:
+                log.info("gateway: %s", ", ".join(f"{name} {count}" for name, count in sorted(self.counts.items())))
 
     def _app(self) -> Any:
         from starlette.applications import Starlette
@@ -266,31 +232,6 @@ def _error(refused: RequestError, request: Request, status: int | None = None) -
     if "request_id" in body:
         body["request_id"] = request.scope[REQUEST_ID]
     return json_response(body, status or refused.status)
-
-
-def _quiet_server(config: Any) -> Server:
-    """A uvicorn server that does not handle the process's signals."""
-    import uvicorn
-
-    class Quiet(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    return Quiet(config)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With an explicit protocol, asyncio disables Nagle's algorithm, which would cost 40 ms per request.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise InfrastructureError(f"the gateway cannot listen on {host}:{port}: {error.strerror or error}") from error
-    return listener
 
 
 def _hash(key: str) -> str:

@@ -88,28 +88,33 @@ def is_retry(headers: Mapping[str, str]) -> bool:
 
 async def body_of(request: Request, within_s: float) -> Any:
     """Returns the JSON of a request. Raises `RequestError` for a body that is too long, arrives too slowly, or is not JSON."""
+    return read_json(await bytes_of(request, within_s))
+
+
+async def bytes_of(request: Request, within_s: float, *, most: int = MAX_BODY) -> bytes:
+    """Returns the decompressed body of a request. Raises `RequestError` if it is too long or arrives too slowly."""
     from starlette.requests import ClientDisconnect
 
     pieces, size = [], 0
     declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and int(declared[:20]) > MAX_BODY:
-        raise RequestError("too_large", f"The request has {declared[:20]} bytes; the maximum is {MAX_BODY}.")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:
+        raise RequestError("too_large", f"The request has {declared[:20]} bytes; the maximum is {most}.")
     try:
         async with asyncio.timeout(within_s):
             async for piece in request.stream():
                 size += len(piece)
-                if size > MAX_BODY:
-                    raise RequestError("too_large", f"The request has more than {MAX_BODY} bytes.")
+                if size > most:
+                    raise RequestError("too_large", f"The request has more than {most} bytes.")
                 pieces.append(piece)
     except TimeoutError:
         raise RequestError("invalid", f"The request did not arrive within {within_s:g} s.") from None
     except ClientDisconnect:
         raise RequestError("invalid", "The client has disconnected.") from None
-    return read_json(_decoded(b"".join(pieces), request.headers.get("content-encoding", "")))
+    return _decoded(b"".join(pieces), request.headers.get("content-encoding", ""), most)
 
 
-def _decoded(content: bytes, encoding: str) -> bytes:
-    """The decompressed body, within the bound on bodies. Raises `RequestError`."""
+def _decoded(content: bytes, encoding: str, most: int) -> bytes:
+    """The decompressed body, at most `most` bytes. Raises `RequestError`."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return content
@@ -117,11 +122,11 @@ def _decoded(content: bytes, encoding: str) -> bytes:
         raise RequestError("encoding", f"Content-Encoding {encoding[:100]!a} is not supported: send gzip, deflate, or none.")
     decoder = zlib.decompressobj(_ENCODINGS[name])
     try:
-        plain = decoder.decompress(content, MAX_BODY + 1)
+        plain = decoder.decompress(content, most + 1)
     except zlib.error:
         raise RequestError("invalid", f"The body is not valid {name}.") from None
-    if len(plain) > MAX_BODY:
-        raise RequestError("too_large", f"The request has more than {MAX_BODY} bytes.")
+    if len(plain) > most:
+        raise RequestError("too_large", f"The request has more than {most} bytes.")
     if not decoder.eof or decoder.unused_data:
         raise RequestError("invalid", f"The body is not exactly one complete {name} stream.")
     return plain

@@ -122,7 +122,7 @@ def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """The gateway's server uses this parser."""
     name, kind = {"h11": ("h11_impl", "H11Protocol"), "httptools": ("httptools_impl", "HttpToolsProtocol")}[request.param]
     base = getattr(import_module(f"uvicorn.protocols.http.{name}"), kind)
-    monkeypatch.setattr("agentrl.gateway.server.bounded", lambda: connections.bounded_protocol(base))
+    monkeypatch.setattr("agentrl.gateway.http_server.bounded", lambda: connections.bounded_protocol(base))
     return str(request.param)
 
 

@@ -241,7 +241,7 @@ async def test_proxy_without_checks_is_detected(root, monkeypatch):
 async def test_gateway_without_limits_is_detected(root, monkeypatch):
     """uvicorn with httptools, which vLLM installs, has no limit; with h11 it has one."""
     parser = pytest.importorskip("uvicorn.protocols.http.httptools_impl").HttpToolsProtocol
-    monkeypatch.setattr("agentrl.gateway.server.bounded", lambda: parser)
+    monkeypatch.setattr("agentrl.gateway.http_server.bounded", lambda: parser)
     backend = BubblewrapBackend(run_label="test", root=root)
     try:
         (result,) = await run_attacks(backend, SPEC, only="egress_endless_heads")
