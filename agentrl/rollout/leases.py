@@ -90,14 +90,16 @@ class GroupLeases:
             self._leased.pop(job.lease, None)
 
     async def take(self, worker: str, *, wait_s: float) -> Lease | None:
-        """Returns a lease of the next group; None if no group is queued within `wait_s` seconds."""
+        """Returns a lease of the next group; None if no group is queued within `wait_s` seconds, or the worker is lost meanwhile."""
         self._silent_s[worker] = 0.0
         try:
             async with asyncio.timeout(wait_s), self._queued:
-                await self._queued.wait_for(lambda: self._waiting)
-                job = self._waiting.popleft()
+                await self._queued.wait_for(lambda: self._waiting or worker not in self._silent_s)
         except TimeoutError:
             return None
+        if worker not in self._silent_s or not self._waiting:
+            return None
+        job = self._waiting.popleft()
         job.lease, job.worker, job.leased_at = uuid.uuid4().hex, worker, self._clock()
         self._leased[job.lease] = job
         return Lease(id=job.lease, index=job.index, task=job.task, oldest_version=job.oldest_version)
@@ -122,7 +124,7 @@ class GroupLeases:
             return False
         if (group.index, group.task_id, group.task_key) != (job.index, job.task.id, job.task.key):
             raise ValueError(
-                f"the lease is of group {job.index} and task {job.task.id!r}, the result of {group.index} and {group.task_id!r}"
+                f"the lease is for task {job.task.id!r} in group {job.index}, the result for {group.task_id!r} in {group.index}"
             )
         del self._leased[lease]
         if not job.result.done():
@@ -132,6 +134,8 @@ class GroupLeases:
     async def lose(self, worker: str, *, failed: bool = True) -> int:
         """Requeues the groups of a worker that is gone, and returns their number. `failed`: whether it was lost rather than left."""
         self._silent_s.pop(worker, None)
+        async with self._queued:
+            self._queued.notify_all()  # its requests for a lease end without one
         lost = [job for job in self._leased.values() if job.worker == worker]
         await self._requeue(lost, failed=failed)
         return len(lost)

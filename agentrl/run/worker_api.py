@@ -14,24 +14,22 @@ that were rejected, and a worker needs no address of a server. A worker has no s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.base import user_code
 from agentrl.base.files import write_atomically
-from agentrl.errors import InfrastructureError, ServingError
-from agentrl.gateway.connections import bounded
+from agentrl.errors import ServingError
+from agentrl.gateway.http_server import HttpServer
 from agentrl.gateway.request import RequestError
-from agentrl.gateway.server import listen, quiet_server
-from agentrl.gateway.wire import body_of, check_source, json_response, key_of, watch
+from agentrl.gateway.wire import body_of, bytes_of, check_source, json_response, key_of, watch
 from agentrl.judge.servers import registered_servers
 from agentrl.protocols import PolicyServer
 from agentrl.records import Failure, Group, SamplingParams, codec
@@ -41,18 +39,19 @@ from agentrl.rollout.leases import GroupLeases
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
-    from uvicorn import Server
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ADDRESS_FILE = "workers.json"
 """File in a run folder: address and key of the driver. Only the run's user can read it."""
 LEASE_WAIT_S = 20.0
+MAX_CONNECTIONS = 16384
 MAX_GROUP_BYTES = 512 << 20
 MAX_EVENTS = 4096
 """Ended attempts and alerts of one renewal."""
 _BODY_S = 60.0
-_START_S = 10.0
 _NAME_CHARS = 100
 
 
@@ -72,27 +71,14 @@ class WorkerApi:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Listens on a free port of the loopback address during the block. Raises `InfrastructureError` if that fails."""
-        import uvicorn
-
-        listener = listen("127.0.0.1", 0)
-        config = uvicorn.Config(
-            self._app(), http=bounded(), log_level="warning", log_config=None, access_log=False, lifespan="off", ws="none",
-            server_header=False, timeout_keep_alive=60, timeout_graceful_shutdown=1,
-        )  # fmt: skip
-        server = quiet_server(config)
-        task = asyncio.create_task(server.serve(sockets=[listener]), name="interface for rollout workers")
-        await _started(server, task)
-        host, port = listener.getsockname()[:2]
-        address = json.dumps({"url": f"http://{host}:{port}", "key": self._key})
-        write_atomically(self.folder / ADDRESS_FILE, address, private=True)
+        server = HttpServer(app=self._app(), name="interface for rollout workers", host="127.0.0.1", connections=MAX_CONNECTIONS)
+        await server.start()
+        write_atomically(self.folder / ADDRESS_FILE, json.dumps({"url": server.url, "key": self._key}), private=True)
         try:
             yield
         finally:
             (self.folder / ADDRESS_FILE).unlink(missing_ok=True)
-            server.should_exit = True
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(5.0):
-                    await task
+            await server.stop()
             for lease in list(self._episodes):
                 self._end_episodes(lease)
 
@@ -132,9 +118,9 @@ class WorkerApi:
 
     async def _lease(self, request: Request) -> Response:
         worker = _worker(await body_of(request, _BODY_S))
-        lease = await self.leases.take(worker, wait_s=LEASE_WAIT_S)
+        lease = await _unless_gone(request, self.leases.take(worker, wait_s=LEASE_WAIT_S))
         if lease is None:
-            return json_response(None, 204)
+            return _response(b"", 204)
         data = {"id": lease.id, "index": lease.index, "oldest_version": lease.oldest_version, "task": codec.to_data(lease.task)}
         return json_response(data)
 
@@ -160,26 +146,17 @@ class WorkerApi:
             return json_response({"error": "the lease is lost", "kind": "ServingError"}, 503)
         self._begin_episode(lease, name.rpartition("-")[0], str(data["task_key"]))
         prompt_ids = [int(token) for token in data["prompt_ids"]]
-        sampling = asyncio.ensure_future(self.served.generate(prompt_ids, params, request_id=name, timeout_s=float(data["timeout_s"])))
-        gone = asyncio.Event()
-        watching = asyncio.create_task(watch(request, gone))
-        waiting = asyncio.create_task(gone.wait())
+        sampling = self.served.generate(prompt_ids, params, request_id=name, timeout_s=float(data["timeout_s"]))
         try:
-            await asyncio.wait({sampling, waiting}, return_when=asyncio.FIRST_COMPLETED)
-            if not sampling.done():
-                raise RequestError("failed", "the worker has disconnected")
-            return _bytes_response(codec.to_json(sampling.result()))
+            return _response(codec.to_json(await _unless_gone(request, sampling)))
         except ServingError as error:
             return json_response({"error": user_code.error_text(error), "kind": type(error).__name__}, 503)
-        finally:
-            for task in (sampling, watching, waiting):
-                task.cancel()
 
     async def _finish(self, request: Request) -> Response:
         lease = request.path_params["lease"]
         if not self.leases.is_valid(lease):
             return json_response({"delivered": False})
-        content = await _content(request, MAX_GROUP_BYTES)
+        content = await bytes_of(request, _BODY_S, most=MAX_GROUP_BYTES)
         group = await asyncio.to_thread(codec.from_json, Group, content)
         delivered = self.leases.finish(lease, group)
         self._end_episodes(lease)
@@ -203,12 +180,18 @@ class WorkerApi:
             routing.__exit__(None, None, None)
 
 
-async def _started(server: Server, task: asyncio.Task[None]) -> None:
-    async with asyncio.timeout(_START_S):
-        while not server.started:
-            if task.done():
-                raise InfrastructureError(f"the interface for rollout workers did not start: {task.exception()!r}")
-            await asyncio.sleep(0.002)
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `work`, which is cancelled if the worker closes its connection. Then it raises `RequestError`."""
+    gone = asyncio.Event()
+    tasks = [asyncio.create_task(work), asyncio.create_task(watch(request, gone)), asyncio.create_task(gone.wait())]
+    try:
+        await asyncio.wait({tasks[0], tasks[2]}, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise RequestError("failed", "the worker has disconnected")
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _worker(data: Any) -> str:
@@ -219,19 +202,7 @@ def _worker(data: Any) -> str:
     return user_code.printable(name, _NAME_CHARS)
 
 
-async def _content(request: Request, most: int) -> bytes:
-    """The body of a request. Raises `RequestError` if it is too long or slow."""
-    pieces, size = [], 0
-    async with asyncio.timeout(_BODY_S):
-        async for piece in request.stream():
-            size += len(piece)
-            if size > most:
-                raise RequestError("too_large", f"the group has more than {most >> 20} MiB")
-            pieces.append(piece)
-    return b"".join(pieces)
-
-
-def _bytes_response(content: bytes) -> Response:
+def _response(content: bytes, status: int = 200) -> Response:
     from starlette.responses import Response
 
-    return Response(content, media_type="application/json")
+    return Response(content, status, media_type="application/json")

@@ -1,0 +1,163 @@
+"""Leases of groups: whatever happens to workers, each group is delivered once, and only by its newest lease."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.records import Group
+from agentrl.rollout import excluded_group
+from agentrl.rollout.faults import infrastructure_fault
+from agentrl.rollout.leases import MAX_LOSSES, SILENT_S, GroupLeases, Lease
+from tests.driving import make_task
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def result_of(lease: Lease, who: str) -> Group:
+    """A group that names the worker that sampled it."""
+    return excluded_group(lease.index, lease.task.id, lease.task.key, infrastructure_fault("test", who, who), size=1)
+
+
+def sampled_by(group: Group) -> str:
+    return group.episodes[0].episode.failures[0].kind
+
+
+async def pass_time(leases: GroupLeases, clock: Clock, seconds: float) -> list[str]:
+    """Lets time pass as the driver counts it; returns the workers that were lost."""
+    lost = []
+    for _ in range(int(seconds)):
+        clock.now += 1.0
+        lost += await leases.lose_silent()
+    return lost
+
+
+@given(st.integers(min_value=0, max_value=2**32), st.integers(min_value=1, max_value=12))
+def test_each_group_is_delivered_once_whatever_happens_to_its_workers(seed: int, groups: int) -> None:
+    async def play() -> None:
+        choose, clock = random.Random(seed), Clock()
+        leases, held = GroupLeases(group_size=1, clock=clock), dict[str, list[Lease]]()
+        waiting = [asyncio.create_task(leases.run_group(index, make_task(index))) for index in range(groups)]
+        await asyncio.sleep(0)
+        delivered = dict[int, str]()
+        while len(delivered) < groups:
+            worker = choose.choice("abc")
+            match choose.choice(["take", "take", "finish", "finish", "die", "silent", "leave"]):
+                case "take":
+                    if (lease := await leases.take(worker, wait_s=0)) is not None:
+                        held.setdefault(worker, []).append(lease)
+                case "finish" if held.get(worker):
+                    lease = held[worker].pop(choose.randrange(len(held[worker])))
+                    if leases.finish(lease.id, result_of(lease, worker)):
+                        assert lease.index not in delivered, "delivered once"
+                        delivered[lease.index] = worker
+                    assert not leases.finish(lease.id, result_of(lease, "again")), "a lease delivers once"
+                case "die":
+                    held.pop(worker, None)
+                    await leases.lose(worker)
+                case "silent":  # it keeps its leases and returns later
+                    others = [name for name in held if name != worker]
+                    for _ in range(int(SILENT_S) + 2):
+                        await pass_time(leases, clock, 1)
+                        for name in others:
+                            await leases.renew(name, [lease.id for lease in held[name]])
+                    abandoned = await leases.renew(worker, [lease.id for lease in held.get(worker, [])])
+                    assert set(abandoned) == {lease.id for lease in held.get(worker, []) if not leases.is_valid(lease.id)}
+                case "leave":
+                    held.pop(worker, None)
+                    await leases.lose(worker, failed=False)
+                case _:
+                    pass
+            await asyncio.sleep(0)
+            for index, one in enumerate(waiting):
+                if one.done() and index not in delivered:
+                    assert sampled_by(one.result()) == "worker_lost", "only a group that lost too many workers ends without one"
+                    delivered[index] = "worker_lost"
+        results = await asyncio.gather(*waiting)
+        assert [group.index for group in results] == list(range(groups))
+        assert {group.index: sampled_by(group) for group in results} == delivered
+        assert leases.waiting == 0
+
+    asyncio.run(play())
+
+
+async def test_a_group_that_ends_its_workers_is_excluded() -> None:
+    leases = GroupLeases(group_size=4)
+    waiting = asyncio.create_task(leases.run_group(7, make_task(7)))
+    for attempt in range(MAX_LOSSES):
+        assert not waiting.done()
+        assert (lease := await leases.take(f"worker {attempt}", wait_s=1)) is not None and lease.index == 7
+        await leases.lose(f"worker {attempt}")
+    group = await waiting
+    assert len(group.episodes) == 4 and all(one.episode.left_out for one in group.episodes), "excluded, with no score"
+    assert sampled_by(group) == "worker_lost" and leases.losses == MAX_LOSSES
+
+
+async def test_leaving_costs_a_group_none_of_its_attempts() -> None:
+    leases = GroupLeases(group_size=1)
+    waiting = asyncio.create_task(leases.run_group(0, make_task(0)))
+    for number in range(3 * MAX_LOSSES):
+        assert await leases.take(f"{number}", wait_s=1) is not None
+        assert await leases.lose(f"{number}", failed=False) == 1
+    assert not waiting.done() and leases.losses == 0
+    waiting.cancel()
+
+
+async def test_a_withdrawn_group_is_abandoned_by_its_worker() -> None:
+    leases = GroupLeases(group_size=1)
+    waiting = asyncio.create_task(leases.run_group(0, make_task(0)))
+    assert (lease := await leases.take("a", wait_s=1)) is not None
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert await leases.renew("a", [lease.id]) == [lease.id]
+    assert not leases.finish(lease.id, result_of(lease, "a"))
+    withdrawn = asyncio.create_task(leases.run_group(1, make_task(1)))
+    await asyncio.sleep(0)
+    withdrawn.cancel()
+    await asyncio.gather(withdrawn, return_exceptions=True)
+    assert leases.waiting == 0
+
+
+async def test_a_lease_that_never_reached_its_worker_is_given_to_another() -> None:
+    clock = Clock()
+    leases = GroupLeases(group_size=1, clock=clock)
+    waiting = asyncio.create_task(leases.run_group(0, make_task(0)))
+    assert await leases.take("a", wait_s=1) is not None  # the answer is lost
+    assert await leases.renew("a", []) == [] and leases.waiting == 0, "it may be on its way"
+    clock.now += 11
+    await leases.renew("a", [])
+    assert (lease := await leases.take("b", wait_s=1)) is not None and leases.losses == 0
+    assert leases.finish(lease.id, result_of(lease, "b"))
+    assert sampled_by(await waiting) == "b"
+
+
+async def test_a_stopped_driver_loses_no_worker() -> None:
+    clock = Clock()
+    leases = GroupLeases(group_size=1, clock=clock)
+    assert await leases.take("a", wait_s=0) is None
+    clock.now += 3600.0  # SIGSTOP of the driver: the requests of its workers are unread
+    assert await leases.lose_silent() == [] and leases.workers == 1
+    assert await pass_time(leases, clock, SILENT_S + 1) == ["a"] and leases.workers == 0
+
+
+async def test_a_result_for_another_group_is_rejected() -> None:
+    leases = GroupLeases(group_size=1)
+    waiting = asyncio.create_task(leases.run_group(0, make_task(0)))
+    lease = await leases.take("a", wait_s=1)
+    assert lease is not None
+    for other in (replace(lease, index=1), replace(lease, task=make_task(3))):
+        with pytest.raises(ValueError, match="the lease is for"):
+            leases.finish(lease.id, result_of(other, "a"))
+    assert not waiting.done() and leases.is_valid(lease.id)
+    waiting.cancel()

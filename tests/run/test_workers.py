@@ -1,0 +1,240 @@
+"""Rollout workers over HTTP: the driver's interface, real groups in another process's place, and hostile requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from agentrl.errors import ServerDied, UserError
+from agentrl.protocols import CacheUse
+from agentrl.records import Completion, Failure, Group, VersionSpan
+from agentrl.rollout.leases import GroupLeases
+from agentrl.run.worker import DriverConnection, Worker, read_address
+from agentrl.run.worker_api import ADDRESS_FILE, WorkerApi
+from agentrl.session import opening
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+from tests.driving import Family, Journaled, make_recipe, make_task, opened
+
+
+class Served(Journaled):
+    """A server whose policy is scripted. It records which episodes are routed, and can withhold or fail."""
+
+    version, sha256, token_s = 0, "0" * 64, 0.01
+    cache_use = CacheUse(reading=3, shares=(0.25,))
+
+    def __init__(self, journal: Path) -> None:
+        super().__init__(journal)
+        self.routed = set[str]()
+        self.every = set[str]()
+        self.requested = set[str]()
+        self.cancelled = asyncio.Event()
+        self.fails: BaseException | None = None
+        self.holds = False
+
+    @contextlib.contextmanager
+    def episode(self, episode_id: str, task_key: str) -> Any:
+        assert task_key == make_task(int(episode_id[1:7])).key
+        self.routed.add(episode_id)
+        self.every.add(episode_id)
+        yield
+        self.routed.remove(episode_id)
+
+    async def generate(self, prompt_ids: Any, params: Any, *, request_id: str, timeout_s: float) -> Completion:
+        self.requested.add(request_id)
+        if self.fails is not None:
+            error, self.fails = self.fails, None
+            raise error
+        if self.holds:
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                self.cancelled.set()
+        return await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+
+
+class Drive:
+    """A driver's interface, and what it recorded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.served = Served(folder / "journal.jsonl")
+        self.leases = GroupLeases(group_size=3)
+        self.attempts: list[Failure | None] = []
+        self.alerts: list[str] = []
+        self.api = WorkerApi(
+            folder=folder,
+            spec={"concurrency": 4},
+            leases=self.leases,
+            served=self.served,  # type: ignore[arg-type]
+            on_attempt=self.attempts.append,
+            alert=self.alerts.append,
+        )
+
+    def connect(self, worker: str) -> DriverConnection:
+        url, key = read_address(self.folder)
+        return DriverConnection(url, key, worker=worker)
+
+
+@asynccontextmanager
+async def driving(folder: Path) -> AsyncIterator[Drive]:
+    drive = Drive(folder)
+    async with drive.api.serving():
+        yield drive
+    assert not drive.served.routed, "no episode stays routed"
+
+
+@asynccontextmanager
+async def working(drive: Drive, name: str) -> AsyncIterator[Worker]:
+    """A worker with real groups, sandboxes that print, and a policy behind HTTP."""
+    connection = drive.connect(name)
+    worker = Worker(connection, 2)
+    recipe = make_recipe()
+    async with opened(drive.folder / name, worker, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
+        checkpoints = opening.FolderCheckpoints(drive.folder / "running")
+        running = asyncio.create_task(worker.run(replace(run.groups, checkpoints=checkpoints, on_attempt=worker.record_attempt)))
+        try:
+            yield worker
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            connection.close()
+
+
+async def test_workers_sample_groups_with_the_exact_tokens_of_the_server(tmp_path: Path) -> None:
+    async with driving(tmp_path) as drive, working(drive, "a"), working(drive, "b"):
+        groups = await asyncio.gather(*(drive.leases.run_group(index, make_task(index)) for index in range(6)))
+        assert [group.index for group in groups] == list(range(6))
+        sampled = {line["request"]: line for line in map(json.loads, drive.served.journal.read_text().splitlines())}
+        turns = [turn for group in groups for scored in group.episodes for turn in scored.episode.trajectories[0].turns]
+        assert len(turns) == len(sampled) == 6 * 3 * 4
+        assert {turn.completion_ids for turn in turns} == {tuple(line["ids"]) for line in sampled.values()}
+        assert {turn.logprobs for turn in turns} == {tuple(line["logprobs"]) for line in sampled.values()}
+        async with asyncio.timeout(10):
+            while len(drive.attempts) < 18:
+                await asyncio.sleep(0.05)
+        assert drive.attempts == [None] * 18, "the driver counts the attempts of its workers"
+        assert drive.served.every == {f"g{index:06d}-{member}-a0" for index in range(6) for member in range(3)}
+
+
+async def test_a_group_continues_in_another_worker_from_its_saved_turns(tmp_path: Path) -> None:
+    async with driving(tmp_path) as drive:
+        waiting = asyncio.create_task(drive.leases.run_group(0, make_task(0)))
+        drive.served.stall = 2  # turn 2 never comes
+        async with working(drive, "first"):
+            async with asyncio.timeout(20):
+                while sum(name.endswith("-2") for name in drive.served.requested) < 3:  # so turns 0 and 1 are saved
+                    await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
+        drive.served.stall = -1
+        assert await drive.leases.lose("first") == 1  # what the end of its process, or its silence, causes
+        async with working(drive, "second"):
+            group = await waiting
+        requests = [json.loads(line)["request"] for line in drive.served.journal.read_text().splitlines()]
+        assert sorted(requests) == sorted(f"g000000-{member}-a0-{turn}" for member in range(3) for turn in range(4)), "no turn twice"
+        assert [len(scored.episode.trajectories[0].turns) for scored in group.episodes] == [4, 4, 4]
+
+
+async def test_a_fault_of_the_server_is_the_same_fault_in_a_worker(tmp_path: Path) -> None:
+    async with driving(tmp_path) as drive, working(drive, "a"):
+        drive.served.fails = ServerDied("the inference server died")
+        group = await drive.leases.run_group(0, make_task(0))
+        assert all(scored.score.value == 1.0 for scored in group.episodes), "it was retried"
+        async with asyncio.timeout(10):
+            while not any(drive.attempts):
+                await asyncio.sleep(0.05)
+        assert [failure.kind for failure in drive.attempts if failure is not None] == ["ServerDied"]
+
+
+async def test_a_request_of_a_worker_that_is_gone_is_cancelled_at_the_server(tmp_path: Path) -> None:
+    async with driving(tmp_path) as drive:
+        drive.served.holds = True
+        waiting = asyncio.create_task(drive.leases.run_group(0, make_task(0)))
+        async with working(drive, "a"), asyncio.timeout(10):
+            while not drive.served.every:
+                await asyncio.sleep(0.02)
+        async with asyncio.timeout(5):
+            await drive.served.cancelled.wait()
+        waiting.cancel()
+
+
+async def test_tokens_reach_only_the_holder_of_a_lease(tmp_path: Path) -> None:
+    async with driving(tmp_path) as drive, working(drive, "a") as worker:
+        await drive.leases.run_group(0, make_task(0))
+        url, key = read_address(tmp_path)
+        request = {"worker": "a", "lease": "0" * 32, "task_key": "k", "prompt_ids": [1], "request_id": "g000000-0-a0-0", "timeout_s": 1.0}
+        async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as client:
+            answer = await client.post("/generate", json=request | {"params": {"max_tokens": 4}})
+        assert answer.status_code == 503 and "lease" in answer.json()["error"]
+        assert worker.cache_use == drive.served.cache_use, "a worker limits its episodes by the driver's reading"
+
+
+async def test_an_invalid_request_gets_an_error_and_changes_nothing(tmp_path: Path) -> None:
+    bodies = [b"", b"null", b"[]", b"{}", b'{"worker": 5}', b'{"worker": "%s"}' % (b"x" * 200), b"{" * 100_000]
+    halves = [b'{"worker": "a", "leases": 3}', b'{"worker": "a", "leases": [], "attempts": [{"stage": 1}], "alerts": []}']
+    requests = [(path, body) for path in ("/lease", "/renew", "/generate", "/leave") for body in bodies]
+    requests += [(path, body) for path in ("/renew", "/generate") for body in halves]
+    async with driving(tmp_path) as drive:
+        url, key = read_address(tmp_path)
+        async with httpx.AsyncClient(base_url=url) as client:
+            for path, body in requests:
+                unauthorized = await client.post(path, content=body)
+                assert unauthorized.status_code == 401 and ADDRESS_FILE in unauthorized.json()["error"]
+                answer = await client.post(path, content=body, headers={"authorization": f"Bearer {key}"})
+                assert answer.status_code == 400 and answer.json()["error"], (path, body[:50])
+        assert not drive.attempts and not drive.alerts and not drive.leases.workers
+
+
+async def test_a_damaged_group_is_rejected_and_the_lease_stays(tmp_path: Path) -> None:
+    async with driving(tmp_path) as drive:
+        waiting = asyncio.create_task(drive.leases.run_group(0, make_task(0)))
+        connection = drive.connect("a")
+        _, answer = await connection.call("/lease", {})
+        lease = json.loads(answer)["id"]
+        for content in (b"", b"{}", b'{"index": 0}', b"\xff"):
+            with pytest.raises(UserError, match="the driver rejected /groups"):
+                await connection.call(f"/groups/{lease}", content=content)
+        assert drive.leases.is_valid(lease) and not waiting.done()
+        waiting.cancel()
+        connection.close()
+
+
+async def test_the_address_is_private_and_disappears_with_the_driver(tmp_path: Path) -> None:
+    async with driving(tmp_path):
+        assert stat.S_IMODE((tmp_path / ADDRESS_FILE).stat().st_mode) == 0o600
+    with pytest.raises(UserError, match=r"no driver of .* accepts workers"):
+        read_address(tmp_path)
+
+
+async def test_tokens_of_weights_on_probation_reach_no_worker(tmp_path: Path) -> None:
+    """The driver withholds them, and a rejection fails the request, so the attempt is repeated."""
+    async with driving(tmp_path) as drive, working(drive, "a"):
+        from agentrl.serving.weight_state import WeightState
+
+        state, plain = WeightState(0), drive.served.generate
+        state.begin_probation(1)
+
+        async def generate(*arguments: Any, **options: Any) -> Completion:
+            completion = await plain(*arguments, **options)
+            span = VersionSpan(version=state.on_probation or state.number, start=0, end=len(completion.token_ids))
+            await state.wait_verified([span.version])
+            return replace(completion, versions=(span,))
+
+        drive.served.generate = generate  # type: ignore[method-assign]
+        waiting = asyncio.create_task(drive.leases.run_group(0, make_task(0)))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        state.refuse()
+        group: Group = await waiting
+        assert {scored.episode.oldest_version for scored in group.episodes} == {0}
+        assert all(scored.score.value == 1.0 for scored in group.episodes)
