@@ -126,12 +126,13 @@ class WorkerApi:
 
     async def _renew(self, request: Request) -> Response:
         data = await body_of(request, _BODY_S)
-        worker, attempts, alerts = _worker(data), list(data["attempts"])[:MAX_EVENTS], list(data["alerts"])[:MAX_EVENTS]
-        for attempt in attempts:
-            self.on_attempt(None if attempt is None else codec.from_json(Failure, json.dumps(attempt)))
-        for alert in alerts:
+        worker, leases, attempts = _worker(data), [str(lease) for lease in data["leases"]], list(data["attempts"])[:MAX_EVENTS]
+        ended = [None if attempt is None else codec.from_json(Failure, json.dumps(attempt)) for attempt in attempts]
+        for alert in list(data["alerts"])[:MAX_EVENTS]:
             self.alert(f"worker {worker}: {user_code.printable(str(alert), 2000)}")
-        abandoned = await self.leases.renew(worker, [str(lease) for lease in data["leases"]])
+        for failure in ended:
+            self.on_attempt(failure)
+        abandoned = await self.leases.renew(worker, leases)
         for lease in [lease for lease in self._episodes if not self.leases.is_valid(lease)]:
             self._end_episodes(lease)
         use = self.served.cache_use
