@@ -78,6 +78,10 @@ class GroupLeases:
         """Workers that are not lost."""
         return len(self._silent_s)
 
+    def expect(self, worker: str, *, within_s: float) -> None:
+        """Counts a worker that is starting. It is lost if it sends no request within `within_s` seconds."""
+        self._silent_s[worker] = SILENT_S - within_s
+
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
         """Returns the group that a worker sampled. A cancellation withdraws it from the queue or the worker."""
         job = _Job(index, task, oldest_version)

@@ -29,6 +29,7 @@ _WATCH_S = 0.25
 _RESTARTS = 5  # of one process, in a row
 _SOUND_S = 120.0  # of work, after which earlier failures no longer count
 _BACKOFF_S = 5.0
+_START_S = 180.0
 _STOP_S = 5.0
 _TAIL_BYTES = 1 << 16
 
@@ -96,6 +97,7 @@ class WorkerPool:
         restarts = Restarts(sound_s=_SOUND_S)
         while True:
             process = self._processes[number] = await self._start(number)
+            self._leases.expect(worker_name(process.pid), within_s=_START_S)
             restarts.started()
             code = await process.wait()
             restarts.progress()

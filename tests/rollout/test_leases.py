@@ -151,6 +151,17 @@ async def test_a_stopped_driver_loses_no_worker() -> None:
     assert await pass_time(leases, clock, SILENT_S + 1) == ["a"] and leases.workers == 0
 
 
+async def test_a_worker_that_never_starts_is_lost_after_a_longer_time() -> None:
+    clock = Clock()
+    leases = GroupLeases(group_size=1, clock=clock)
+    leases.expect("a", within_s=60.0)
+    leases.expect("b", within_s=60.0)
+    assert await pass_time(leases, clock, 59) == []
+    await leases.renew("b", [])
+    assert await pass_time(leases, clock, 2) == ["a"]
+    assert await pass_time(leases, clock, SILENT_S) == ["b"], "after its first request it has the usual time"
+
+
 async def test_a_result_for_another_group_is_rejected() -> None:
     leases = GroupLeases(group_size=1)
     waiting = asyncio.create_task(leases.run_group(0, make_task(0)))
