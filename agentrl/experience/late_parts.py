@@ -107,10 +107,10 @@ def insert_parts(db: sqlite3.Connection, group: Group) -> None:
     """Inserts the parts that a new group waits for."""
     db.executemany(
         "INSERT INTO late_parts (episode_id, part, idx, attempt, low, high, expires_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (
-            (scored.episode.id, part.name, group.index, attempt, part.low, part.high, part.expires_at)
+        {
+            (scored.episode.id, part.name): (scored.episode.id, part.name, group.index, attempt, part.low, part.high, part.expires_at)
             for attempt, scored, part in group.pending
-        ),
+        }.values(),
     )
 
 

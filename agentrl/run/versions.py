@@ -113,6 +113,8 @@ class StepRecords:
             metrics["groups_extra"] = len(groups) - self.order.per_step
         late = (entry.oldest_version is not None and step - entry.oldest_version > self.recipe.max_staleness for entry in entries)
         metrics["groups_late"] = sum(late)
+        if parked := len(self.store.parked()):
+            metrics["groups_parked"] = parked
         measure.record_excluded(self.folder, version.number, groups)
         if wall_s is not None:
             self.progress.last_step_at = now

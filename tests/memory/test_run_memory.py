@@ -17,7 +17,7 @@ from agentrl.config.tools import MemoryConfig
 from agentrl.errors import ServingError, StoreError, UserError
 from agentrl.evaluation.held_out import HeldOutEvaluation
 from agentrl.evaluation.replay import ReplaySetup, replay_state
-from agentrl.experience import GroupOrder, SqliteStore
+from agentrl.experience import BlockStarts, GroupOrder, SqliteStore
 from agentrl.failure.trace import CaptureReason, Trace
 from agentrl.memory import NoteStore, StoreView, WrittenNotes
 from agentrl.memory import store as memory_store
@@ -124,7 +124,7 @@ async def test_a_late_group_reads_its_version_however_many_notes_came_later(tmp_
     groups += [_moved(group, group.index + 8) for group in groups]
     store, order = SqliteStore(tmp_path / "experience.sqlite"), GroupOrder.from_recipe(RECIPE)
     assert RECIPE.memory is not None
-    memory = RunMemory(RECIPE.memory, tmp_path, store, order, max_staleness=1)
+    memory = RunMemory(RECIPE.memory, tmp_path, store, order, BlockStarts(order, store))
     for group in groups:
         if group.index != 4:
             store.put(group)
