@@ -150,6 +150,11 @@ def add_score(db: sqlite3.Connection, score: LateScore, *, now: float, read: Cal
     return ScoreReceipt(group=group, attempt=attempt, remaining=remaining, repeated=not new)
 
 
+def has_expired(db: sqlite3.Connection, *, now: float) -> bool:
+    """Whether an open part has expired."""
+    return db.execute("SELECT 1 FROM late_parts WHERE closed_at IS NULL AND expires_at <= ? LIMIT 1", (now,)).fetchone() is not None
+
+
 def expire_scores(db: sqlite3.Connection, *, now: float, read: Callable[[int], Group]) -> tuple[int, ...]:
     """Closes the open parts of all episodes with a part that has expired. Returns the groups that they belong to."""
     overdue = "SELECT episode_id FROM late_parts WHERE closed_at IS NULL AND expires_at <= ?"

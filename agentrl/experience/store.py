@@ -129,6 +129,9 @@ class SqliteStore:
 
     def expire_scores(self, *, now: float) -> tuple[int, ...]:
         """Ends the waiting for parts that have expired. Returns the groups that they belong to."""
+        with self._reading() as db:
+            if not late_parts.has_expired(db, now=now):  # usual, and needs no write lock
+                return ()
         with self._transaction() as db:
             return late_parts.expire_scores(db, now=now, read=lambda index: self._group(db, index))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agentrl.errors import UserError
@@ -12,7 +11,7 @@ from agentrl.experience import GroupOrder
 from agentrl.experience.blocks import MAX_PARKED_BLOCKS
 from agentrl.experience.late_parts import Clock
 from agentrl.failure import Capture
-from agentrl.protocols import ExperienceStore
+from agentrl.protocols import ExperienceStore, Tracker
 from agentrl.records import Group, Task
 from agentrl.task.group_tasks import GroupTasks
 
@@ -29,7 +28,7 @@ class LateGroups:
     store: ExperienceStore
     tasks: GroupTasks
     capture: Capture
-    alert: Callable[[str], None]
+    tracker: Tracker
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     _clock: Clock = field(default_factory=Clock)
     _parked: dict[int, Task | None] = field(default_factory=dict)  # a task that an earlier driver sampled is None
@@ -58,7 +57,7 @@ class LateGroups:
         self._parked[group.index] = task
         self.changed.set()
         if self.count == MAX_PARKED_BLOCKS * self.order.per_step:
-            self.alert(
+            self.tracker.alert(
                 f"{self.count} groups wait for late scores; no more are sampled in their place. Send scores (`agentrl store` lists the"
                 " pending ones), or let the verifier's parts expire earlier"
             )
@@ -80,6 +79,7 @@ class LateGroups:
         groups = self.store.groups(ready)
         self.tasks.record_scores(groups)
         for group in groups:
+            self.tracker.progress(group.index, group)
             if (task := self._parked.pop(group.index)) is not None:
                 self.capture.capture_group(task, group, step=self.order.block_of(group.index))
         self.changed.set()

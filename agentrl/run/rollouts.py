@@ -65,16 +65,8 @@ class Rollouts:
             await self.memory.prepare_block(block)
         await self.tasks.prepare_block(block)
 
-    async def block(self, number: int) -> None:
-        """Runs all groups of a block."""
-        per_step = self.order.per_step
-        async with asyncio.TaskGroup() as running:
-            groups = RunningGroups(self, running)
-            for slot in range(number * per_step, (number + 1) * per_step):
-                groups.start(slot)
-
     async def group(self, index: int) -> Group:
-        """Samples, scores and stores group `index`, and reports it to the tracker."""
+        """Samples, scores and stores group `index`, and reports it to the tracker, unless some of its scores are late."""
         step = self.order.block_of(index)
         group, task = await self._sample(index, step)
         self.late.check(group)
@@ -87,7 +79,7 @@ class Rollouts:
             self.late.park(task, group)
         else:
             self.capture.capture_group(task, group, step=step)
-        self.tracker.progress(index, group)
+            self.tracker.progress(index, group)
         self.quarantine.add(group)
         if task is not None:
             if not late:

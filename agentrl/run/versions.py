@@ -99,9 +99,10 @@ class StepRecords:
                 self._record(version, self._metrics(version, None))
 
     def unfinished_groups(self) -> tuple[Group, ...]:
-        """The stored groups of steps that are not recorded, and those that no step has taken."""
+        """The scored groups of steps that are not recorded, and those that no step has taken."""
         known = measure.recorded_steps(self.folder)
-        return self.store.groups(entry.index for entry in self.store.entries() if entry.step is None or entry.step + 1 not in known)
+        unfinished = (entry for entry in self.store.entries() if entry.step is None or entry.step + 1 not in known)
+        return self.store.groups(entry.index for entry in unfinished if not entry.pending)
 
     def _metrics(self, version: PolicyVersion, report: SwapReport | None) -> dict[str, float]:
         step, now = version.number - 1, time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from agentrl.records import Group, Split, Task
 from agentrl.records.episode import Memo
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.run.rollouts import Rollouts
+from agentrl.run.rollouts import Rollouts, RunningGroups
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of
@@ -82,7 +83,10 @@ async def played(folder: Path, steps: range, family: Family, before: tuple[Group
         for step in steps:
             for earlier in range(step):
                 take_step(run.order, run.store, earlier)
-            await Rollouts.of(run).block(step)
+            async with asyncio.TaskGroup() as running:
+                groups = RunningGroups(Rollouts.of(run), running)
+                for slot in range(step * run.order.per_step, (step + 1) * run.order.per_step):
+                    groups.start(slot)
         return list(run.store.groups(indices(run.store)))
 
 
