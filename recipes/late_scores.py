@@ -37,6 +37,7 @@ class Reviewer:
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
     timeout_s = 30.0
+    is_late = True
 
     def __init__(self, delay_s: tuple[float, float] = DELAY_S) -> None:
         self._delay_s = delay_s

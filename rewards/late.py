@@ -25,6 +25,7 @@ class Late(ConfiguredVerifier):
     """Waits for one late value. Settings in `task.data["late"]`."""
 
     name: ClassVar[str] = "late"
+    is_late: ClassVar[bool] = True  # so that a run that accepts no late scores does not start
 
     part: str = Field("human", min_length=1, max_length=MAX_NAME_CHARS)
     """Name of the part that is sent later."""

@@ -210,7 +210,7 @@ def rows(store: ExperienceStore, entries: Sequence[LedgerEntry]) -> Iterator[dic
                 "reason": "" if entry.use is None else entry.use.reason,
                 "episode_id": episode.id,
                 "score": scored.score.value,
-                "excluded": episode.left_out or scored.score.value is None,
+                "excluded": episode.left_out or scored.score.is_absent,
                 "stop_reason": episode.stop_reason,
                 "oldest_version": episode.oldest_version,
                 "tokens_sampled": episode.completion_tokens,

@@ -77,6 +77,11 @@ class TaskScorer:
             prepare_verifier(verifier, root=self.root, folder=self.folder)
             self._verifiers[reference] = verifier
 
+    @property
+    def late(self) -> tuple[str, ...]:
+        """The loaded verifiers that declare, by an attribute `is_late`, that their scores arrive after the episode."""
+        return tuple(reference for reference, verifier in self._verifiers.items() if getattr(verifier, "is_late", False))
+
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """Scores the episode, with the audit."""
         references = [*task.verifiers, *self.audit]

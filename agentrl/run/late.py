@@ -20,6 +20,15 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.5
 
 
+def check_order(order: GroupOrder, *late: str) -> None:
+    """Raises `UserError` if there are late scores, which the arguments name, and the order accepts none."""
+    if late and not order.accepts_late:
+        raise UserError(
+            f"{late[0]}: a step of this run waits for its own groups, so no score may be late",
+            fix="use order=oldest_first and max_staleness of 1 or more, or a verifier that scores at once",
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateGroups:
     """The parked groups of one run. `changed` is set when their number changes; who waits for it clears it."""
@@ -45,12 +54,7 @@ class LateGroups:
 
     def check(self, group: Group) -> None:
         """Raises `UserError` if scores of the group are late and the run's order accepts none."""
-        part = next((part.name for _, _, part in group.pending), None)
-        if part is not None and not self.order.accepts_late:
-            raise UserError(
-                f"group {group.index} waits for the late score {part!r}, but a step of this run waits for its own groups",
-                fix="use order=oldest_first and max_staleness of 1 or more, or a verifier that scores at once",
-            )
+        check_order(self.order, *(f"late score {part.name!r} of group {group.index}" for _, _, part in group.pending))
 
     def park(self, task: Task | None, group: Group) -> None:
         """Counts a stored group that waits for late scores."""

@@ -40,6 +40,7 @@ class GroupTasks:
             by_task = schedule.family.size(Split.TRAIN) is not None
             self._record = TaskHistory(min_group_size=order.min_group_size, by_task=by_task)
         self._lines: dict[int, GroupOutcome] | None = None  # outcomes from the file that are not in the history yet
+        self._unscored: dict[int, GroupOutcome] = {}  # outcomes of groups with late scores, before they arrive
         self._reached = 0  # steps that are in the history
         self._open_block = 0  # first block with groups that these steps have not consumed, other than late ones
         self._weights = {0: self._record.weights()} if self._record is not None else {}  # by version
@@ -66,23 +67,22 @@ class GroupTasks:
         return self._schedule.task(self._order.position(index), weights)
 
     def record(self, task: Task, group: Group) -> None:
-        """Records the outcome of a group, unless its task is practice."""
-        if not self._schedule.is_practice(self._order.position(group.index)):
-            self._append(GroupOutcome.from_group(task, group))
+        """Records the outcome of a group, unless its task is practice. If some of its scores are late, `record_scores` follows."""
+        if self._schedule.is_practice(self._order.position(group.index)):
+            return
+        taught, late = GroupOutcome.from_group(task, group), any(group.pending)
+        append_lines(self._path, [codec.to_json(taught) + b"\n"], durable=late)
+        if self._lines is not None:
+            self._lines[group.index] = taught
+        if late:
+            self._unscored[group.index] = taught
 
     def record_scores(self, groups: Sequence[Group]) -> None:
         """Records the outcomes of groups whose late scores have arrived or expired."""
-        if not groups:
-            return
-        lines = self._read() if self._lines is None else self._lines
-        for group in groups:
-            if (line := lines.get(group.index)) is not None:
-                self._append(line.with_scores(group))
-
-    def _append(self, outcome: GroupOutcome) -> None:
-        append_lines(self._path, [codec.to_json(outcome) + b"\n"])
-        if self._lines is not None:
-            self._lines[outcome.group] = outcome
+        if any(group.index not in self._unscored for group in groups):  # an earlier process sampled them
+            self._unscored = self._read() | self._unscored
+        known = [(self._unscored.pop(group.index, None), group) for group in groups]
+        append_lines(self._path, [codec.to_json(line.with_scores(group)) + b"\n" for line, group in known if line is not None])
 
     def _outcomes(self, entries: Sequence[LedgerEntry]) -> Iterator[GroupOutcome]:
         """The outcomes of the groups that a step took. A group without a recorded outcome is read from the store."""

@@ -6,7 +6,8 @@ import asyncio
 import json
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,8 +16,10 @@ from agentrl.errors import UserError
 from agentrl.experience.audit import count, verify
 from agentrl.failure.collection import Collection, TraceFilter
 from agentrl.records import Episode, GroupUse, LateScore, PendingPart, Score, Task
+from agentrl.reward import TaskScorer
 from agentrl.run import loop
 from agentrl.session import opening
+from agentrl.session.folder import RunStart
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests import driving
@@ -109,8 +112,13 @@ async def test_a_run_whose_steps_wait_for_their_groups_rejects_late_scores(
     async with driving.opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, Family()) as run:
         with pytest.raises(ExceptionGroup) as error:
             await loop._roll_out(run)
-        assert error.group_contains(UserError, match=r"group 0 waits for the late score 'human'(.|\n)*fix: use order=oldest_first")
-        assert not run.store.has(0)
+        assert error.group_contains(UserError, match=r"late score 'human' of group [02]: a step of this run waits(.|\n)*fix: use order")
+        assert not run.store.parked()
+    scorer = TaskScorer()
+    scorer.load(["rewards.late:late"])
+    start, checked = RunStart(recipe=Path("recipes/mine.py"), folder=tmp_path, overrides=()), cast(Any, SimpleNamespace(scorer=scorer))
+    with pytest.raises(UserError, match=r"verifier rewards\.late:late: a step of this run waits"):
+        await loop.train(recipe, start, checked, root=tmp_path)
 
 
 def captured(folder: Path) -> set[str]:
