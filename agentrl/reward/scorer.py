@@ -112,8 +112,15 @@ class TaskScorer:
         if pending := weighted_pending(weighted):
             if len({part.name for part in pending}) < len(pending):
                 return Score(value=None, reason="two verifiers wait for late parts of the same name: rename one of them")
-            parts = named_parts(scores)
-            return Score(value=None, parts=parts, evidence=evidence, turn_rewards=turns, pending=pending, partial=total / len(scores))
+            return Score(
+                value=None,
+                parts=named_parts(scores),
+                evidence=evidence,
+                reason=f"waits for late scores: {', '.join(part.name for part in pending)}",
+                turn_rewards=turns,
+                pending=pending,
+                partial=total / len(scores),
+            )
         combined = Score(value=total / len(scores), parts=named_parts(scores), evidence=evidence, turn_rewards=turns)
         return add_branches(combined, weighted)
 

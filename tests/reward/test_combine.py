@@ -118,6 +118,7 @@ async def test_late_parts_are_averaged_with_the_scores_that_are_known() -> None:
     score = await TaskScorer(audit=(f"{HERE}:generous",))(task_of("strict", "reviewed", "late"), EPISODE)
     assert score.value is None and not score.is_absent and score.partial == (0.25 + 0.5) / 3
     style, human = score.pending
+    assert score.reason == "waits for late scores: style, human"
     assert (style.name, style.weight, style.high, style.expires_at) == ("style", 0.25 / 3, 2.0, None)
     assert (human.name, human.weight, human.low) == ("human", 1 / 3, -1.0) and 59.0 < (human.expires_at or 0.0) - now < 90.0
     complete = score.with_part("human", -1.0).with_part("style", 2.0)
