@@ -31,11 +31,12 @@ from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.base.processes import die_with_parent, raise_file_limit, rare_collections
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.config.recipe import Recipe, build
+from agentrl.config.tools import MemoryConfig
 from agentrl.errors import InfrastructureError, SandboxUnavailable, ServerDied, ServingError, UserError
 from agentrl.experience import FolderCheckpoints
 from agentrl.judge.servers import registered_servers
 from agentrl.memory import NoteStore, StoreView
-from agentrl.memory.run_memory import NOTES_FILE, memory_version, placeholder_memory
+from agentrl.memory.run_memory import NOTES_FILE, placeholder_memory
 from agentrl.plugins.references import add_project_root
 from agentrl.protocols import CacheUse
 from agentrl.protocols.serving import MAX_CACHE_USE
@@ -102,6 +103,7 @@ class _Work:
 
     lease: str
     task: Task
+    memory_version: int | None  # of the memory that the group reads; None without a memory
     sampling: asyncio.Task[Group] | None = None
 
 
@@ -124,6 +126,10 @@ class Worker:
     def alert(self, message: str) -> None:
         """Queues an alert for the driver."""
         self._alerts.append(message)
+
+    def memory_version(self, group: int) -> int | None:
+        """The version of the memory that a leased group reads; None without a memory."""
+        return self._work[group].memory_version
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         """Samples one completion through the driver. Raises `ServingError`."""
@@ -165,7 +171,7 @@ class Worker:
 
     async def _sample(self, runner: GroupRunner, lease: Any) -> None:
         task = codec.from_json(Task, json.dumps(lease["task"]))
-        work = self._work[lease["index"]] = _Work(lease["id"], task)
+        work = self._work[lease["index"]] = _Work(lease["id"], task, lease["memory_version"])
         work.sampling = asyncio.create_task(runner.run_group(lease["index"], task, oldest_version=lease["oldest_version"]))
         try:
             await asyncio.wait({work.sampling})
@@ -231,16 +237,16 @@ def _group_of(request_id: str) -> int:
 class _Notes:
     """The notes of earlier episodes, read from the run folder (a `MemorySource`)."""
 
-    def __init__(self, recipe: Recipe, folder: Path) -> None:
-        self._recipe, self._path = recipe, folder / NOTES_FILE
+    def __init__(self, config: MemoryConfig, folder: Path, worker: Worker) -> None:
+        self._config, self._path, self._worker = config, folder / NOTES_FILE, worker
         self._store: NoteStore | None = None
 
     def view(self, task: Task, group: int | None) -> StoreView:
         """The memory that a group's attempts read. The driver commits it before it queues the group."""
-        assert self._recipe.memory is not None and group is not None, "only groups with a memory are leased"
-        version = memory_version(self._recipe, group)
+        version = None if group is None else self._worker.memory_version(group)
+        assert version is not None, "the groups of a run with a memory are leased with its version"
         if self._store is None or self._store.version < version:  # a store caches what it shows, so a new version needs a new one
-            self._store = NoteStore(self._path, self._recipe.memory)
+            self._store = NoteStore(self._path, self._config)
         return StoreView.of(self._store, task, version)
 
 
@@ -295,7 +301,7 @@ async def _open_runner(stack: AsyncExitStack, recipe: Recipe, spec: WorkerSpec, 
         worker.record_attempt,
         Admission(spec.concurrency, use=lambda: worker.cache_use, full=MAX_CACHE_USE),
         group_judge=open_group_judge(recipe, root=root, folder=folder),
-        memory=None if recipe.memory is None else _Notes(recipe, folder),
+        memory=None if recipe.memory is None else _Notes(recipe.memory, folder, worker),
     )
 
 

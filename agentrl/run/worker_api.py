@@ -65,6 +65,7 @@ class WorkerApi:
     served: PolicyServer
     on_attempt: AttemptListener
     alert: Callable[[str], None]
+    memory_version: Callable[[int], int] | None = None  # group -> version of the memory that it reads; None without a memory
     _key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     _episodes: dict[str, dict[str, AbstractContextManager[object]]] = field(default_factory=dict)  # lease -> episode -> its routing
 
@@ -122,7 +123,8 @@ class WorkerApi:
         if lease is None:
             return _response(b"", 204)
         data = {"id": lease.id, "index": lease.index, "oldest_version": lease.oldest_version, "task": codec.to_data(lease.task)}
-        return json_response(data)
+        version = None if self.memory_version is None else self.memory_version(lease.index)
+        return json_response(data | {"memory_version": version})
 
     async def _renew(self, request: Request) -> Response:
         data = await body_of(request, _BODY_S)

@@ -18,6 +18,7 @@ from agentrl.base.liveness import Restarts
 from agentrl.base.run_lock import hold_shared_lock
 from agentrl.config.recipe import Recipe
 from agentrl.errors import InfrastructureError
+from agentrl.memory.run_memory import RunMemory
 from agentrl.protocols import PolicyServer
 from agentrl.records import Group, Task
 from agentrl.rollout import AttemptListener
@@ -44,6 +45,7 @@ class WorkerPool:
         *,
         root: Path,
         served: PolicyServer,
+        memory: RunMemory | None,
         on_attempt: AttemptListener,
         alert: Callable[[str], None],
     ) -> None:
@@ -59,7 +61,15 @@ class WorkerPool:
             concurrency=math.ceil(rollout.concurrency / max(1, rollout.workers)),
             max_open=math.ceil(recipe.sandbox.max_open / max(1, rollout.workers)),
         )
-        self._api = WorkerApi(folder=folder, spec=asdict(spec), leases=self._leases, served=served, on_attempt=on_attempt, alert=alert)
+        self._api = WorkerApi(
+            folder=folder,
+            spec=asdict(spec),
+            leases=self._leases,
+            served=served,
+            memory_version=None if memory is None else memory.version_of,
+            on_attempt=on_attempt,
+            alert=alert,
+        )
         self._processes: dict[int, asyncio.subprocess.Process] = {}  # by number
 
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
