@@ -29,6 +29,7 @@ from agentrl.base import user_code
 from agentrl.base.error_text import main_error
 from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.base.processes import die_with_parent, raise_file_limit, rare_collections
+from agentrl.base.secrets import RedactingFormatter
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.config.recipe import Recipe, build
 from agentrl.config.tools import MemoryConfig
@@ -73,14 +74,14 @@ class WorkerSpec:
 
 
 class DriverConnection:
-    """Requests to the driver. Raises `ServingError` if the driver does not answer, and `UserError` if it rejects the request."""
+    """Requests to the driver. Raises `ServingError` if it fails or does not answer, and `UserError` if it rejects the request."""
 
     def __init__(self, url: str, key: str, *, worker: str) -> None:
         self.worker = worker
         self._transport = HttpTransport(url, key=key, max_connections=_CONNECTIONS, what="the driver")
 
-    async def call(self, path: str, data: Any = None, *, content: bytes | None = None, timeout_s: float = _REQUEST_S) -> tuple[int, bytes]:
-        """Returns status and content of the answer. Without `data` and `content` it is a GET request."""
+    async def call(self, path: str, data: Any = None, *, content: bytes | None = None, timeout_s: float = _REQUEST_S) -> bytes:
+        """Returns the content of the answer. Without `data` and `content` it is a GET request."""
         method = "GET" if data is None and content is None else "POST"
         body = content if content is not None else b"" if data is None else json.dumps({"worker": self.worker, **data}).encode()
         try:
@@ -90,11 +91,22 @@ class DriverConnection:
             raise ServingError(f"the driver did not answer {path} within {timeout_s:g} s") from None
         if status in (400, 401, 403, 404, 413):
             raise UserError(f"the driver rejected {path}: {answer[:500].decode(errors='replace')}", fix="use the same agentrl version")
-        return status, answer
+        if status not in (200, 204):
+            raise _fault(status, answer)
+        return answer
 
     def close(self) -> None:
         """Aborts all requests."""
         self._transport.close()
+
+
+def _fault(status: int, answer: bytes) -> ServingError:
+    """The error for a failed request: that of the policy's server, if the driver passes it on."""
+    try:
+        problem = json.loads(answer)
+        return _KINDS.get(problem["kind"], ServingError)(str(problem["error"]))
+    except (ValueError, LookupError, TypeError):
+        return ServingError(f"the driver answered with status {status}: {answer[:500].decode(errors='replace')}")
 
 
 @dataclass(slots=True, eq=False)
@@ -138,11 +150,7 @@ class Worker:
             raise ServingError(f"request {request_id}: its group is no longer leased to this worker")
         request = {"lease": work.lease, "task_key": work.task.key, "prompt_ids": list(prompt_ids), "params": codec.to_data(params)}
         data = request | {"request_id": request_id, "timeout_s": timeout_s}
-        status, answer = await self.driver.call("/generate", data, timeout_s=timeout_s + _MARGIN_S)
-        if status == 200:
-            return codec.from_json(Completion, answer)
-        problem = json.loads(answer)
-        raise _KINDS.get(problem.get("kind"), ServingError)(str(problem.get("error")))
+        return codec.from_json(Completion, await self.driver.call("/generate", data, timeout_s=timeout_s + _MARGIN_S))
 
     async def run(self, runner: GroupRunner) -> None:
         """Works until the driver is gone. Raises `SandboxUnavailable` if this machine cannot open the tasks' sandboxes."""
@@ -162,11 +170,11 @@ class Worker:
     async def _lane(self, runner: GroupRunner) -> None:
         while True:
             try:
-                status, answer = await self.driver.call("/lease", {}, timeout_s=LEASE_WAIT_S + _REQUEST_S)
+                answer = await self.driver.call("/lease", {}, timeout_s=LEASE_WAIT_S + _REQUEST_S)
             except ServingError:  # `_renew` decides when to give up
                 await asyncio.sleep(RENEW_S)
                 continue
-            if status == 200:
+            if answer:
                 await self._sample(runner, json.loads(answer))
 
     async def _sample(self, runner: GroupRunner, lease: Any) -> None:
@@ -197,7 +205,7 @@ class Worker:
             try:
                 data = {"leases": [work.lease for work in self._work.values()], "alerts": alerts}
                 ended = [None if failure is None else codec.to_data(failure) for failure in attempts]
-                _, answer = await self.driver.call("/renew", data | {"attempts": ended}, timeout_s=10.0)
+                answer = await self.driver.call("/renew", data | {"attempts": ended}, timeout_s=10.0)
                 self._heard(json.loads(answer))
                 self._alerts.clear()
             except ServingError as error:
@@ -259,8 +267,7 @@ async def work(folder: Path, *, worker: str) -> None:
     driver = DriverConnection(url, key, worker=worker)
     async with AsyncExitStack() as stack:
         stack.callback(driver.close)
-        _, answer = await driver.call("/spec")
-        spec = WorkerSpec(**json.loads(answer))
+        spec = WorkerSpec(**json.loads(await driver.call("/spec")))
         root = Path(spec.root)
         add_project_root(root)
         recipe = build(spec.recipe)
@@ -326,7 +333,9 @@ def main(folder: Path, *, parent: int | None = None) -> int:
     if parent is not None:
         die_with_parent(parent)
     raise_file_limit()
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     try:
         asyncio.run(work(folder, worker=worker_name(os.getpid())))
     except Exception as error:

@@ -185,16 +185,17 @@ class WorkerApi:
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Returns the result of `work`, which is cancelled if the worker closes its connection. Then it raises `RequestError`."""
-    gone = asyncio.Event()
-    tasks = [asyncio.create_task(work), asyncio.create_task(watch(request, gone)), asyncio.create_task(gone.wait())]
+    gone, result = asyncio.Event(), asyncio.create_task(work)
+    watching, waiting = asyncio.create_task(watch(request, gone)), asyncio.create_task(gone.wait())
     try:
-        await asyncio.wait({tasks[0], tasks[2]}, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
+        await asyncio.wait({result, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
             raise RequestError("failed", "the worker has disconnected")
-        return tasks[0].result()
+        return result.result()
     finally:
-        for task in tasks:
-            task.cancel()
+        result.cancel()
+        watching.cancel()
+        waiting.cancel()
 
 
 def _worker(data: Any) -> str:

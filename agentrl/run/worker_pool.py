@@ -54,12 +54,13 @@ class WorkerPool:
         self.restarts = 0
         self._count, self._folder, self._alert = rollout.workers, folder, alert
         self._leases = GroupLeases(group_size=rollout.group.size)
+        share = math.ceil(rollout.concurrency / rollout.workers)
         spec = WorkerSpec(
             recipe=recipe.model_dump(mode="json"),
             folder=str(folder.resolve()),
             root=str(root.resolve()),
-            concurrency=math.ceil(rollout.concurrency / max(1, rollout.workers)),
-            max_open=math.ceil(recipe.sandbox.max_open / max(1, rollout.workers)),
+            concurrency=share,
+            max_open=math.ceil(recipe.sandbox.max_open * share / rollout.concurrency),  # as many per episode as in one process
         )
         self._api = WorkerApi(
             folder=folder,

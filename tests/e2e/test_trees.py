@@ -20,14 +20,15 @@ pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed, pytest.m
 def test_every_token_of_sub_agents_and_summaries_is_trained_once(tmp_path: Path, forked: tuple[str, ...]) -> None:
     run = tmp_path / "run"
     few = ("steps=1", "rollout.groups_per_step=6", "rollout.concurrency=16", "evaluation.heldout=2")
-    summaries = "rollout.compaction=0.6"
-    code, output = agentrl("train", "recipes/splitting.py", *few, summaries, "--run-dir", str(run), "--sandbox", "bubblewrap", by=forked)
+    summaries = "rollout.compaction=0.6", "rollout.workers=2"
+    code, output = agentrl("train", "recipes/splitting.py", *few, *summaries, "--run-dir", str(run), "--sandbox", "bubblewrap", by=forked)
     assert code == 0, output[-4000:]
     found = summary(run)
     assert (found["steps"], found["weight_swaps"], found["episodes_left_out"], found["delivered_share"]) == (1, 1, 0, 1.0)
     [step] = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "episodes" in line]
     assert 0 <= step["loop_lag_ms_p99"] <= step["loop_lag_ms_max"]
     assert step["tokens_captured"] == step["tokens_delivered"] == step["tokens_trained"] > 0
+    assert step["workers"] == 2 and step["worker_restarts"] == 0, "its episodes ran in other processes"
     assert abs(step["ratio_mean"] - 1) < 1e-3, "the learner gives these tokens the probability that they were sampled with"
     store = SqliteStore(run / "experience.sqlite")
     groups = store.groups(indices(store))

@@ -199,8 +199,7 @@ async def test_a_damaged_group_is_rejected_and_the_lease_stays(tmp_path: Path) -
     async with driving(tmp_path) as drive:
         waiting = asyncio.create_task(drive.leases.run_group(0, make_task(0)))
         connection = drive.connect("a")
-        _, answer = await connection.call("/lease", {})
-        lease = json.loads(answer)["id"]
+        lease = json.loads(await connection.call("/lease", {}))["id"]
         for content in (b"", b"{}", b'{"index": 0}', b"\xff"):
             with pytest.raises(UserError, match="the driver rejected /groups"):
                 await connection.call(f"/groups/{lease}", content=content)
