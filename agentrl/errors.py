@@ -37,6 +37,14 @@ class TaskError(UserError):
     """A broken task (missing file, bad limit, gold solution that fails). Blame: task."""
 
 
+class ScoreRejected(UserError):
+    """A late score that the store does not accept. `cause` is `unknown`, `out_of_range`, `expired`, `contradictory` or `finished`."""
+
+    def __init__(self, message: str, *, cause: str, fix: str = "") -> None:
+        super().__init__(message, fix=fix)
+        self.cause = cause
+
+
 class PolicyFault(AgentRLError):
     """A server, a chat template or a tokenizer failed on the policy's text. The episode is scored."""
 

@@ -136,8 +136,9 @@ class _Slots:
 
 
 def new_entry(group: Group) -> LedgerEntry:
-    """Returns the ledger's entry of a new, ready group."""
+    """Returns the ledger's entry of a new group, which is ready, or parked if parts of its scores are still to come."""
     versions = [scored.episode.oldest_version for scored in group.episodes]
+    pending = sum(1 for _ in group.pending)
     return LedgerEntry(
         index=group.index,
         task_id=group.task_id,
@@ -146,4 +147,6 @@ def new_entry(group: Group) -> LedgerEntry:
         has_spread=not all_equal(scored.score.value or 0.0 for scored in group.scored),
         oldest_version=min((version for version in versions if version is not None), default=None),
         tokens_sampled=sampled_tokens(group.episodes) + sum(attempt.tokens for attempt in group.cancelled),
+        late_parts=pending,
+        pending=pending,
     )

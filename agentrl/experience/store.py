@@ -28,13 +28,14 @@ from agentrl.base.database import (
 )
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
+from agentrl.experience import late_parts
 from agentrl.experience.ledger import new_entry
 from agentrl.plugins import parts
 from agentrl.protocols import ExperienceStore
-from agentrl.records import Group, GroupUse, LedgerEntry, codec
+from agentrl.records import Group, GroupUse, LateScore, LedgerEntry, PendingScore, ScoreReceipt, codec
 
 _APPLICATION_ID = 0x41475258  # "AGRX", distinguishes these files from other SQLite files
-_SCHEMA_VERSION = 2
+_SCHEMA_VERSION = 3
 _SCHEMA = (
     "CREATE TABLE groups (idx INTEGER PRIMARY KEY, task_id TEXT NOT NULL, stored_at REAL NOT NULL, attempts INTEGER NOT NULL,"
     " counted INTEGER NOT NULL, has_spread INTEGER NOT NULL, oldest_version INTEGER, tokens_sampled INTEGER NOT NULL, body BLOB NOT NULL)",
@@ -43,11 +44,16 @@ _SCHEMA = (
     "CREATE TABLE taken (idx INTEGER PRIMARY KEY, step INTEGER NOT NULL, checkpoint TEXT, tokens_trained INTEGER NOT NULL,"
     " reason TEXT NOT NULL)",
     "CREATE INDEX taken_by_step ON taken (step)",
+    *late_parts.SCHEMA,
+    # The policy version from which each block of groups started.
+    "CREATE TABLE blocks (block INTEGER PRIMARY KEY, version INTEGER NOT NULL)",
     f"PRAGMA application_id = {_APPLICATION_ID}",
     f"PRAGMA user_version = {_SCHEMA_VERSION}",
 )
 _ENTRIES = (
-    "SELECT groups.idx, task_id, attempts, counted, has_spread, oldest_version, tokens_sampled, step, checkpoint, tokens_trained, reason"
+    "SELECT groups.idx, task_id, attempts, counted, has_spread, oldest_version, tokens_sampled, step, checkpoint, tokens_trained, reason,"
+    " (SELECT count(*) FROM late_parts WHERE idx = groups.idx),"
+    " (SELECT count(*) FROM late_parts WHERE idx = groups.idx AND closed_at IS NULL)"
     " FROM groups LEFT JOIN taken ON groups.idx = taken.idx"
 )
 _QUERY_S = 300.0
@@ -85,31 +91,66 @@ class SqliteStore:
         row = (entry.index, entry.task_id, time.time(), entry.attempts, entry.counted, entry.has_spread, entry.oldest_version)
         with self._transaction() as db:
             query = "INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-            return db.execute(query, (*row, entry.tokens_sampled, body)).rowcount == 1
+            if not db.execute(query, (*row, entry.tokens_sampled, body)).rowcount:
+                return False
+            late_parts.insert_parts(db, group)
+            return True
 
     def has(self, index: int) -> bool:
         """Whether a group is stored."""
-        return bool(self._rows("SELECT 1 FROM groups WHERE idx = ?", index))
+        with self._reading() as db:
+            return db.execute("SELECT 1 FROM groups WHERE idx = ?", (index,)).fetchone() is not None
 
     def entries(self, *, first: int = 0, step: int | None = None) -> tuple[LedgerEntry, ...]:
-        """Returns the entries of the stored groups from index `first` on, or of one step, in ascending order of index."""
-        where, value = ("groups.idx >= ?", first) if step is None else ("taken.step = ?", step)
+        """Returns the entries of the groups from index `first` on and of unconsumed late ones, or of one step, by ascending index."""
+        late = "SELECT idx FROM late_parts LEFT JOIN taken USING (idx) WHERE idx < ?1 AND checkpoint IS NULL"
+        where, value = (f"groups.idx >= ?1 OR groups.idx IN ({late})", first) if step is None else ("taken.step = ?", step)
         query = f"{_ENTRIES} WHERE {where} ORDER BY groups.idx"
         try:
-            with self._lock, _translated(self.path), query_deadline(self._connection, _QUERY_S):
-                return tuple(_ascending(map(_entry, self._connection.execute(query, (value,)))))
+            with self._reading() as db:
+                return tuple(_ascending(map(_entry, db.execute(query, (value,)))))
         except ValueError as error:
             raise StoreError(f"a row of the ledger in {self.path} is damaged: {error}") from error
 
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
         """Returns the groups in the given order. Raises `StoreError` if one is absent or damaged."""
         wanted = list(indices)
-        bodies: dict[int, bytes] = dict(
-            self._rows("SELECT idx, body FROM groups WHERE idx IN (SELECT value FROM json_each(?))", json.dumps(wanted))
-        )
+        with self._reading() as db:
+            bodies = self._bodies(db, wanted)
+            closed = late_parts.closed_parts(db, wanted)
         if missing := [index for index in wanted if index not in bodies]:
             raise StoreError(f"groups are not in {self.path}: {_name(missing)}")
-        return tuple(self._decode(index, bodies[index]) for index in wanted)
+        return tuple(self._decode(index, bodies[index]).with_parts(closed.get(index, {})) for index in wanted)
+
+    def add_score(self, score: LateScore, *, now: float) -> ScoreReceipt:
+        """Stores a late score. The last one of a group makes the group ready. Raises `ScoreRejected`."""
+        with self._transaction() as db:
+            return late_parts.add_score(db, score, now=now, read=lambda index: self._group(db, index))
+
+    def expire_scores(self, *, now: float) -> tuple[int, ...]:
+        """Ends the waiting for parts that have expired. Returns the groups that they belong to."""
+        with self._transaction() as db:
+            return late_parts.expire_scores(db, now=now, read=lambda index: self._group(db, index))
+
+    def pending_scores(self, *, limit: int, after: str = "") -> tuple[PendingScore, ...]:
+        """Returns the parts that can be scored now of at most `limit` episodes whose id follows `after`, in ascending order."""
+        with self._reading() as db:
+            return late_parts.pending_scores(db, limit=limit, after=after)
+
+    def parked(self) -> tuple[int, ...]:
+        """Returns the indices of the groups that wait for late scores, in ascending order."""
+        with self._reading() as db:
+            return late_parts.parked_groups(db)
+
+    def start_block(self, block: int, version: int) -> None:
+        """Records the policy version from which a block of groups starts. The first record of a block stays."""
+        with self._transaction() as db:
+            db.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?)", (block, version))
+
+    def block_versions(self) -> dict[int, int]:
+        """Returns the recorded versions: block -> policy version."""
+        with self._reading() as db:
+            return dict(db.execute("SELECT block, version FROM blocks ORDER BY block"))
 
     def assign(self, step: int, indices: Sequence[int]) -> None:
         """Assigns groups to a step. Raises `StoreError` if a group is not stored or belongs to another step."""
@@ -153,6 +194,13 @@ class SqliteStore:
         with self._lock:
             self._connection.close()
 
+    def _group(self, db: sqlite3.Connection, index: int) -> Group:
+        """A stored group with its closed parts, read in a transaction."""
+        return self._decode(index, self._bodies(db, [index])[index]).with_parts(late_parts.closed_parts(db, [index]).get(index, {}))
+
+    def _bodies(self, db: sqlite3.Connection, indices: Sequence[int]) -> dict[int, bytes]:
+        return dict(db.execute("SELECT idx, body FROM groups WHERE idx IN (SELECT value FROM json_each(?))", (json.dumps(indices),)))
+
     def _decode(self, index: int, body: bytes) -> Group:
         try:
             return codec.from_json(Group, decompress(body))
@@ -162,14 +210,17 @@ class SqliteStore:
     def _take(self, db: sqlite3.Connection, step: int, indices: Sequence[int]) -> None:
         if missing := _absent(db, indices):
             raise StoreError(f"step {step} cannot use groups that are not in {self.path}: {_name(missing)}")
+        if parked := sorted({*indices}.intersection(late_parts.parked_groups(db))):
+            raise StoreError(f"step {step} cannot use groups that wait for late scores: {_name(parked)}")
         for index in indices:
             if not db.execute("INSERT OR IGNORE INTO taken VALUES (?, ?, NULL, 0, '')", (index, step)).rowcount:
                 earlier = db.execute("SELECT step FROM taken WHERE idx = ?", (index,)).fetchone()[0]
                 raise StoreError(f"step {step} cannot use group {index}: it belongs to step {earlier}")
 
-    def _rows(self, query: str, *values: object) -> list[Any]:
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
         with self._lock, _translated(self.path), query_deadline(self._connection, _QUERY_S):
-            return self._connection.execute(query, values).fetchall()
+            yield self._connection
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -195,7 +246,8 @@ class SqliteStore:
 
 
 def _entry(row: Sequence[Any]) -> LedgerEntry:
-    index, task_id, attempts, counted, has_spread, oldest_version, tokens_sampled, step, checkpoint, tokens_trained, reason = row
+    index, task_id, attempts, counted, has_spread, oldest_version, tokens_sampled, *rest = row
+    step, checkpoint, tokens_trained, reason, parts, pending = rest
     return LedgerEntry(
         index=index,
         task_id=task_id,
@@ -204,6 +256,8 @@ def _entry(row: Sequence[Any]) -> LedgerEntry:
         has_spread=bool(has_spread),
         oldest_version=oldest_version,
         tokens_sampled=tokens_sampled,
+        late_parts=parts,
+        pending=pending,
         step=step,
         use=None if checkpoint is None else GroupUse(tokens_trained=tokens_trained, reason=reason),
     )

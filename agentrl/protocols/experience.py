@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from agentrl.records import EpisodeState, Group, GroupUse, LedgerEntry, ScoredEpisode
+from agentrl.records import EpisodeState, Group, GroupUse, LateScore, LedgerEntry, PendingScore, ScoredEpisode, ScoreReceipt
 
 
 class ExperienceStore(Protocol):
     """Durable storage of scored groups, written by the driver and read by the learner. Safe for concurrent processes.
 
-    A group is ready when it is stored. It is then assigned to a learner step, and consumed when the step completes. The driver and every
-    learner rank open the store with its factory, which receives the run folder and the recipe. Every method raises `StoreError` if the
-    store is damaged, full or unavailable.
+    A group is ready when it is stored, or parked while parts of its scores are still to come. A ready group is assigned to a learner step,
+    and consumed when the step completes. The driver and every learner rank open the store with its factory, which receives the run folder
+    and the recipe. Every method raises `StoreError` if the store is damaged, full or unavailable.
     """
 
     def put(self, group: Group) -> bool:
@@ -29,12 +29,15 @@ class ExperienceStore(Protocol):
         An implementation computes the entry of a new group with `agentrl.experience.new_entry`.
 
         Args:
-            first: smallest index; ignored if `step` is set.
+            first: smallest index; ignored if `step` is set. Unconsumed groups with late parts are returned whatever their index.
             step: return only the groups of this learner step; None means all groups.
         """
 
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
-        """Returns the groups in the requested order. Raises `StoreError` if a group is absent or damaged."""
+        """Returns the groups in the requested order, with the late parts that have arrived.
+
+        Raises `StoreError` if a group is absent or damaged.
+        """
 
     def assign(self, step: int, indices: Sequence[int]) -> None:
         """Assigns groups to a learner step. Raises `StoreError` if a group is absent or belongs to another step.
@@ -59,6 +62,33 @@ class ExperienceStore(Protocol):
         Args:
             consumed: learner step -> group index -> how the step used the group.
         """
+
+    def add_score(self, score: LateScore, *, now: float) -> ScoreReceipt:
+        """Stores a late score durably. Any process may call it, also while no run is live. Raises `ScoreRejected`.
+
+        `agentrl.experience.late_parts.LatePart.accept` decides whether a score is stored.
+
+        Args:
+            now: Unix time in seconds.
+        """
+
+    def expire_scores(self, *, now: float) -> tuple[int, ...]:
+        """Ends the waiting for the parts of every episode that has a part with an expiry of at most `now`.
+
+        These episodes stay without a score. Returns the indices of their groups.
+        """
+
+    def pending_scores(self, *, limit: int, after: str = "") -> tuple[PendingScore, ...]:
+        """Returns the parts that are still to come of at most `limit` episodes whose id follows `after`, in ascending order of id."""
+
+    def parked(self) -> tuple[int, ...]:
+        """Returns the indices of the groups that wait for late scores, in ascending order."""
+
+    def start_block(self, block: int, version: int) -> None:
+        """Records the policy version from which a block of groups starts. The first record of a block stays."""
+
+    def block_versions(self) -> dict[int, int]:
+        """Returns the recorded versions: block -> policy version."""
 
     def close(self) -> None:
         """Closes the store."""

@@ -8,6 +8,7 @@ from agentrl.records.chat import Message, ToolCall, ToolResult
 from agentrl.records.episode import MAX_AGENT_STATE_CHARS, OUTPUT_BYTES, OUTPUT_FILES, REMOVED_FILES, Episode, EpisodeState, Memo
 from agentrl.records.failure import Blame, Failure
 from agentrl.records.group import Cancelled, Group, ScoredEpisode, sampled_tokens
+from agentrl.records.late_score import LateScore, PendingPart, PendingScore, ScoreReceipt
 from agentrl.records.ledger import GroupUse, LedgerEntry
 from agentrl.records.limits import Limits
 from agentrl.records.sampling import SamplingParams, Supports
@@ -37,17 +38,21 @@ __all__ = [
     "Failure",
     "Group",
     "GroupUse",
+    "LateScore",
     "LedgerEntry",
     "Limits",
     "Memo",
     "Message",
     "Parent",
+    "PendingPart",
+    "PendingScore",
     "PolicyVersion",
     "Probe",
     "Sample",
     "SamplingParams",
     "SandboxSpec",
     "Score",
+    "ScoreReceipt",
     "ScoredEpisode",
     "Split",
     "Supports",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from agentrl.records.episode import Episode
 from agentrl.records.failure import Blame, Failure
 from agentrl.records.fields import Record
+from agentrl.records.late_score import PendingPart
 from agentrl.records.score import Score
 from agentrl.records.trajectory import TurnKey, turn_key
 
@@ -60,6 +61,22 @@ class Group(Record):
     def fault(self) -> Failure | None:
         """The task failure that excludes the group; None if there is none."""
         return next((f for e in self.episodes for f in e.episode.failures if f.blame is Blame.TASK), None)
+
+    @property
+    def pending(self) -> Iterator[tuple[int, ScoredEpisode, PendingPart]]:
+        """The parts of scores that are still to come, with the attempt's number. Empty if the group is complete."""
+        for attempt, scored in enumerate(self.episodes):
+            if not scored.episode.left_out:
+                yield from ((attempt, scored, part) for part in scored.score.pending)
+
+    def with_parts(self, values: Mapping[tuple[str, str], float | None]) -> Group:
+        """Returns the group after some pending parts arrived or expired: (episode id, part) -> value, None for an expired part."""
+        episodes = list(self.episodes)
+        for attempt, scored, part in self.pending:
+            key, score = (scored.episode.id, part.name), episodes[attempt].score
+            if key in values and score.pending:  # a part that expired has ended the waiting for the others
+                episodes[attempt] = replace(episodes[attempt], score=score.with_part(part.name, values[key]))
+        return replace(self, episodes=tuple(episodes))
 
 
 def sampled_tokens(episodes: Iterable[ScoredEpisode]) -> int:

@@ -17,7 +17,10 @@ class GroupUse(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry(Record):
-    """A stored group. It is ready, then assigned to a learner step, then consumed by it (`trained` or `excluded`)."""
+    """A stored group. It is ready, then assigned to a learner step, then consumed by it (`trained` or `excluded`).
+
+    A group whose scores are incomplete is parked until the last late part has arrived or expired.
+    """
 
     index: int
     task_id: str
@@ -26,21 +29,23 @@ class LedgerEntry(Record):
     has_spread: bool  # whether the scores of the counted attempts differ
     oldest_version: int | None  # oldest policy version that sampled any token; None if no token was sampled
     tokens_sampled: int  # in all attempts, including excluded and cancelled ones; a turn that attempts share counts once
+    late_parts: int = 0  # parts of scores that were to come when the group was stored
+    pending: int = 0  # those that are still to come
     step: int | None = None  # learner step that the group is assigned to; None if it is ready
     use: GroupUse | None = None  # recorded after the checkpoint of that step; None until then
 
     @property
     def state(self) -> str:
-        """`ready`, `assigned`, `trained` or `excluded`. The step of an `excluded` group has completed and trained none of its tokens."""
+        """`parked`, `ready`, `assigned`, `trained` or `excluded`. The step of an `excluded` group trained none of its tokens."""
         if self.step is None:
-            return "ready"
+            return "parked" if self.pending else "ready"
         if self.use is None:
             return "assigned"
         return "trained" if self.use.tokens_trained else "excluded"
 
     @property
     def tokens_open(self) -> int:
-        """Sampled tokens of a group that is ready or assigned; 0 for a consumed group."""
+        """Sampled tokens of a group that is parked, ready or assigned; 0 for a consumed group."""
         return self.tokens_sampled if self.use is None else 0
 
     @property

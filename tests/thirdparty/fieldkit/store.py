@@ -15,7 +15,8 @@ from typing import Any
 from agentrl.config import Recipe
 from agentrl.errors import StoreError
 from agentrl.experience import new_entry
-from agentrl.records import Group, GroupUse, LedgerEntry, codec
+from agentrl.experience.late_parts import LatePart, reused_key, unknown_part
+from agentrl.records import Group, GroupUse, LateScore, LedgerEntry, PendingScore, ScoreReceipt, codec
 
 
 class FolderStore:
@@ -25,6 +26,8 @@ class FolderStore:
         self._folder = run_dir / folder
         self._folder.mkdir(parents=True, exist_ok=True)
         self._taken = self._folder / "taken.json"
+        self._late = self._folder / "late.json"  # [episode id, part, state] of each part that has arrived or expired
+        self._blocks = self._folder / "blocks.json"
 
     def put(self, group: Group) -> bool:
         part = self._folder / f".{group.index}.{os.getpid()}.{time.monotonic_ns()}.part"
@@ -45,9 +48,13 @@ class FolderStore:
 
     def entries(self, *, first: int = 0, step: int | None = None) -> tuple[LedgerEntry, ...]:
         taken = self._read()
-        indices = sorted(int(path.stem) for path in self._folder.glob("[0-9]*.json"))
-        some = (replace(new_entry(group), **taken.get(group.index, {})) for group in self.groups(indices))
-        return tuple(entry for entry in some if (entry.index >= first if step is None else entry.step == step))
+        indices = self._indices()
+        parts = {index: new_entry(self._stored(index)).late_parts for index in indices}
+        groups = self.groups(indices)
+        some = (replace(new_entry(group), late_parts=parts[group.index], **taken.get(group.index, {})) for group in groups)
+        if step is not None:
+            return tuple(entry for entry in some if entry.step == step)
+        return tuple(entry for entry in some if entry.index >= first or (entry.late_parts and entry.use is None))
 
     def assign(self, step: int, indices: Sequence[int]) -> None:
         with self._changing() as taken:
@@ -73,15 +80,77 @@ class FolderStore:
             for index in [index for index, known in taken.items() if known == {"step": step, "use": None}]:
                 del taken[index]
             for index, use in uses.items():
-                if not self.has(index) or index in taken:
+                if not self.has(index) or index in taken or index in self.parked():
                     raise StoreError(f"step {step} cannot take group {index}: {taken.get(index, 'it is not there')}")
                 taken[index] = {"step": step, "use": use}
 
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
         try:
-            return tuple(codec.from_json(Group, self._path(index).read_bytes()) for index in indices)
+            closed = {key: part.value for key, part in self._closed().items()}
+            return tuple(self._stored(index).with_parts(closed) for index in indices)
         except (OSError, ValueError) as error:
             raise StoreError(f"{self._folder}: {error}") from error
+
+    def add_score(self, score: LateScore, *, now: float) -> ScoreReceipt:
+        with self._changing() as taken:
+            closed, key = self._closed(), (score.episode_id, score.part)
+            part = closed.get(key) or next((part for group in self._all() for own, part in _parts(group) if own == key), None)
+            if part is None:
+                raise unknown_part(score)
+            if any(other.key == score.key for own, other in closed.items() if own != key):
+                raise reused_key(score)
+            new = part.accept(score, now=now, consumed=taken.get(part.group, {}).get("use") is not None)
+            if new:
+                closed[key] = replace(part, value=score.value, scored_by=score.scored_by, key=score.key, closed_at=now)
+                self._write(self._late, [[*own, other] for own, other in closed.items()])
+            (group,) = self.groups([part.group])
+            return ScoreReceipt(group=part.group, attempt=part.attempt, remaining=len([*group.pending]), repeated=not new)
+
+    def expire_scores(self, *, now: float) -> tuple[int, ...]:
+        with self._changing():
+            parts = {key: part for group in self.groups(self._indices()) for key, part in _parts(group)}
+            overdue = {episode for (episode, _), part in parts.items() if part.expires_at is not None and part.expires_at <= now}
+            closed = self._closed() | {key: replace(part, closed_at=now) for key, part in parts.items() if key[0] in overdue}
+            self._write(self._late, [[*key, part] for key, part in closed.items()])
+            return tuple(sorted({part.group for key, part in parts.items() if key[0] in overdue}))
+
+    def pending_scores(self, *, limit: int, after: str = "") -> tuple[PendingScore, ...]:
+        some = {}
+        for group in self.groups(self._indices()):
+            for (episode, name), part in _parts(group):
+                shown = {"group": part.group, "attempt": part.attempt, "low": part.low, "high": part.high, "expires_at": part.expires_at}
+                some[episode, name] = PendingScore(episode_id=episode, part=name, task_id=group.task_id, **shown)
+        episodes = sorted({episode for episode, _ in some if episode > after})[:limit]
+        return tuple(some[key] for key in sorted(some) if key[0] in episodes)
+
+    def parked(self) -> tuple[int, ...]:
+        return tuple(group.index for group in self.groups(self._indices()) if [*group.pending])
+
+    def start_block(self, block: int, version: int) -> None:
+        with self._changing():
+            self._write(self._blocks, {block: version} | self.block_versions())
+
+    def block_versions(self) -> dict[int, int]:
+        known = json.loads(self._blocks.read_text()) if self._blocks.exists() else {}
+        return {int(block): version for block, version in known.items()}
+
+    def _stored(self, index: int) -> Group:
+        return codec.from_json(Group, self._path(index).read_bytes())
+
+    def _indices(self) -> list[int]:
+        return sorted(int(path.stem) for path in self._folder.glob("[0-9]*.json"))
+
+    def _all(self) -> Iterator[Group]:
+        return map(self._stored, self._indices())
+
+    def _closed(self) -> dict[tuple[str, str], LatePart]:
+        known = json.loads(self._late.read_text()) if self._late.exists() else []
+        return {(episode, part): LatePart(**state) for episode, part, state in known}
+
+    def _write(self, path: Path, content: Any) -> None:
+        part = path.with_suffix(".part")
+        part.write_bytes(codec.to_json(content))
+        part.replace(path)
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -95,10 +164,15 @@ class FolderStore:
             fcntl.flock(lock, fcntl.LOCK_EX)
             taken = self._read()
             yield taken
-            part = self._taken.with_suffix(".part")
-            part.write_bytes(codec.to_json(taken))
-            part.replace(self._taken)
+            self._write(self._taken, taken)
 
     def _read(self) -> dict[int, dict[str, Any]]:
         known = json.loads(self._taken.read_text()) if self._taken.exists() else {}
         return {int(index): {"step": one["step"], "use": one["use"] and GroupUse(**one["use"])} for index, one in known.items()}
+
+
+def _parts(group: Group) -> Iterator[tuple[tuple[str, str], LatePart]]:
+    """(episode id, part) and state of the parts that a group waits for."""
+    for attempt, scored, part in group.pending:
+        state = LatePart(group=group.index, attempt=attempt, low=part.low, high=part.high, expires_at=part.expires_at)
+        yield (scored.episode.id, part.name), state

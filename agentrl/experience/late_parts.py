@@ -1,0 +1,204 @@
+"""The late parts of scores in the SQLite store: a row for each part that a stored group waits for.
+
+The body of a group is written once. Parts are applied when the group is read, and the transaction that closes the last part of a group
+computes the group's counts again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from agentrl.errors import ScoreRejected
+from agentrl.experience.ledger import new_entry
+from agentrl.records import Group, LateScore, PendingScore, ScoreReceipt
+
+SCHEMA = (
+    # A part is open until `closed_at` is set. It then has a value, or has expired without one.
+    "CREATE TABLE late_parts (episode_id TEXT NOT NULL, part TEXT NOT NULL, idx INTEGER NOT NULL, attempt INTEGER NOT NULL,"
+    " low REAL NOT NULL, high REAL NOT NULL, expires_at REAL, value REAL, scored_by TEXT, key TEXT UNIQUE, closed_at REAL,"
+    " PRIMARY KEY (episode_id, part))",
+    "CREATE INDEX late_parts_by_group ON late_parts (idx)",
+    "CREATE INDEX open_parts ON late_parts (idx) WHERE closed_at IS NULL",
+)
+MAX_PAGE = 10_000
+"""Largest number of episodes in one page of pending scores."""
+_COLUMNS = "idx, attempt, low, high, expires_at, value, scored_by, key, closed_at"
+
+
+class Clock:
+    """Unix time that never jumps: the wall clock at its creation, continued by the clock of the time since boot, suspension included.
+
+    A deadline is an absolute time, so it continues while no process runs. A wall clock that is changed while a process runs has no effect
+    on that process. One that was wrong at its start shifts the deadlines by its error, and is corrected with the next start. An expiry is
+    final once it is recorded, and only `expire_scores` records it: a score that was rejected as expired may be sent again.
+    """
+
+    def __init__(self) -> None:
+        self._offset = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    def now(self) -> float:
+        """Seconds since 1970."""
+        return self._offset + time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatePart:
+    """The state of a part that a stored group waits for, or waited for."""
+
+    group: int
+    attempt: int
+    low: float
+    high: float
+    expires_at: float | None
+    value: float | None = None  # None until the score arrives, and for an expired part
+    scored_by: str | None = None
+    key: str | None = None
+    closed_at: float | None = None  # when the score arrived or the expiry was recorded; None for an open part
+
+    def accept(self, score: LateScore, *, now: float, consumed: bool) -> bool:
+        """Whether to store a score for this part; False if it is stored already. Raises `ScoreRejected`.
+
+        Args:
+            consumed: whether a learner step has consumed the group.
+        """
+        what = f"part {score.part!r} of episode {score.episode_id!r}"
+        if self.value is not None:
+            if self.value == score.value and (self.key != score.key or self.scored_by == score.scored_by):
+                return False
+            if consumed:
+                raise ScoreRejected(f"{what} has the score {self.value:g}, and its group has been trained", cause="finished")
+            raise ScoreRejected(f"{what} has the score {self.value:g} by {self.scored_by!r}", cause="contradictory", fix=_FINAL)
+        if self.closed_at is not None or (self.expires_at is not None and now >= self.expires_at):
+            raise ScoreRejected(f"{what} has expired", cause="expired", fix="score earlier, or set a later expiry in the verifier")
+        if not self.low <= score.value <= self.high:
+            raise ScoreRejected(
+                f"{what} must have a score from {self.low:g} to {self.high:g}, got {score.value:g}",
+                cause="out_of_range",
+                fix="send a value in this range",
+            )
+        return True
+
+
+_FINAL = "a stored score is final; send the same value to repeat a message"
+
+
+def reused_key(score: LateScore) -> ScoreRejected:
+    """The error for an idempotency key that belongs to a score for another part."""
+    return ScoreRejected(
+        f"key {score.key!r} belongs to a score of another part", cause="contradictory", fix="send each score with its own key"
+    )
+
+
+def unknown_part(score: LateScore) -> ScoreRejected:
+    """The error for a part that no stored group waits for or waited for."""
+    return ScoreRejected(
+        f"no stored group waits for part {score.part!r} of episode {score.episode_id!r}",
+        cause="unknown",
+        fix="`agentrl store RUN` lists the parts that are pending",
+    )
+
+
+def insert_parts(db: sqlite3.Connection, group: Group) -> None:
+    """Inserts the parts that a new group waits for."""
+    db.executemany(
+        "INSERT INTO late_parts (episode_id, part, idx, attempt, low, high, expires_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (
+            (scored.episode.id, part.name, group.index, attempt, part.low, part.high, part.expires_at)
+            for attempt, scored, part in group.pending
+        ),
+    )
+
+
+def add_score(db: sqlite3.Connection, score: LateScore, *, now: float, read: Callable[[int], Group]) -> ScoreReceipt:
+    """Stores a late score in a transaction. `read` returns a stored group with its closed parts. Raises `ScoreRejected`."""
+    if not math.isfinite(now):
+        raise ValueError(f"now must be a finite time, got {now}")
+    row = db.execute(f"SELECT {_COLUMNS} FROM late_parts WHERE episode_id = ? AND part = ?", (score.episode_id, score.part)).fetchone()
+    if row is None:
+        raise unknown_part(score)
+    group, attempt, low, high, expires_at, value, scored_by, key, closed_at = row
+    part = LatePart(
+        group=group,
+        attempt=attempt,
+        low=low,
+        high=high,
+        expires_at=expires_at,
+        value=value,
+        scored_by=scored_by,
+        key=key,
+        closed_at=closed_at,
+    )
+    others = db.execute(
+        "SELECT 1 FROM late_parts WHERE key = ? AND NOT (episode_id = ? AND part = ?)", (score.key, score.episode_id, score.part)
+    )
+    if others.fetchone():
+        raise reused_key(score)
+    consumed = db.execute("SELECT 1 FROM taken WHERE idx = ? AND checkpoint IS NOT NULL", (group,)).fetchone() is not None
+    new = part.accept(score, now=now, consumed=consumed)
+    if new:
+        db.execute(
+            "UPDATE late_parts SET value = ?, scored_by = ?, key = ?, closed_at = ? WHERE episode_id = ? AND part = ?",
+            (score.value, score.scored_by, score.key, now, score.episode_id, score.part),
+        )
+        update_counts(db, [group], read=read)
+    (remaining,) = db.execute("SELECT count(*) FROM late_parts WHERE idx = ? AND closed_at IS NULL", (group,)).fetchone()
+    return ScoreReceipt(group=group, attempt=attempt, remaining=remaining, repeated=not new)
+
+
+def expire_scores(db: sqlite3.Connection, *, now: float, read: Callable[[int], Group]) -> tuple[int, ...]:
+    """Closes the open parts of all episodes with a part that has expired. Returns the groups that they belong to."""
+    overdue = "SELECT episode_id FROM late_parts WHERE closed_at IS NULL AND expires_at <= ?"
+    groups = [row[0] for row in db.execute(f"SELECT DISTINCT idx FROM late_parts WHERE episode_id IN ({overdue}) ORDER BY idx", (now,))]
+    if groups:
+        db.execute(f"UPDATE late_parts SET closed_at = ? WHERE closed_at IS NULL AND episode_id IN ({overdue})", (now, now))
+        update_counts(db, groups, read=read)
+    return tuple(groups)
+
+
+def update_counts(db: sqlite3.Connection, groups: Iterable[int], *, read: Callable[[int], Group]) -> None:
+    """Computes the counts of groups again that wait for no further part."""
+    for index in groups:
+        if not db.execute("SELECT 1 FROM late_parts WHERE idx = ? AND closed_at IS NULL", (index,)).fetchone():
+            entry = new_entry(read(index))
+            db.execute("UPDATE groups SET counted = ?, has_spread = ? WHERE idx = ?", (entry.counted, entry.has_spread, index))
+
+
+def closed_parts(db: sqlite3.Connection, groups: Sequence[int]) -> dict[int, dict[tuple[str, str], float | None]]:
+    """The parts of groups that arrived or expired: group -> (episode id, part) -> value, None for an expired part."""
+    closed: dict[int, dict[tuple[str, str], float | None]] = {}
+    query = "SELECT idx, episode_id, part, value FROM late_parts WHERE closed_at IS NOT NULL AND idx IN (SELECT value FROM json_each(?))"
+    for index, episode_id, part, value in db.execute(query, (json.dumps(groups),)):
+        closed.setdefault(index, {})[episode_id, part] = value
+    return closed
+
+
+def pending_scores(db: sqlite3.Connection, *, limit: int, after: str) -> tuple[PendingScore, ...]:
+    """The open parts of at most `limit` episodes whose id follows `after`, in ascending order of id."""
+    page = "SELECT DISTINCT episode_id FROM late_parts WHERE closed_at IS NULL AND episode_id > ? ORDER BY episode_id LIMIT ?"
+    query = (
+        "SELECT episode_id, late_parts.idx, attempt, task_id, part, low, high, expires_at FROM late_parts JOIN groups USING (idx)"
+        f" WHERE closed_at IS NULL AND episode_id IN ({page}) ORDER BY episode_id, part"
+    )
+    return tuple(
+        PendingScore(
+            episode_id=episode_id,
+            group=group,
+            attempt=attempt,
+            task_id=task_id,
+            part=part,
+            low=low,
+            high=high,
+            expires_at=expires_at,
+        )
+        for episode_id, group, attempt, task_id, part, low, high, expires_at in db.execute(query, (after, min(limit, MAX_PAGE)))
+    )
+
+
+def parked_groups(db: sqlite3.Connection) -> tuple[int, ...]:
+    """The groups with open parts, in ascending order."""
+    return tuple(row[0] for row in db.execute("SELECT DISTINCT idx FROM late_parts WHERE closed_at IS NULL ORDER BY idx"))

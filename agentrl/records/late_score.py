@@ -1,0 +1,79 @@
+"""Scores that arrive after their episode: the parts that a score waits for, a part that a person or program sends, and its receipt."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from agentrl.records.fields import Record
+
+MAX_PENDING = 16
+"""Largest number of parts that one score may wait for."""
+
+MAX_NAME_CHARS = 200
+"""Largest length of a part's name, an idempotency key, an episode id or the name of who scored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingPart(Record):
+    """A part of a score that is still to come. It adds `weight` times its value to the score."""
+
+    name: str
+    low: float = 0.0  # smallest valid value
+    high: float = 1.0  # largest valid value
+    weight: float = 1.0
+    expires_at: float | None = None  # Unix time in seconds; None means never
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        _check_names(self, "name")
+        numbers = (self.low, self.high, self.weight, self.expires_at or 0.0)
+        if not all(map(math.isfinite, numbers)) or self.low >= self.high or self.weight <= 0:
+            raise ValueError(f"PendingPart {self.name!r} needs finite numbers, low < high and weight > 0, got {numbers[:3]}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateScore(Record):
+    """The value of a pending part. `key` is chosen by the sender: a repeated message has the same key and counts once."""
+
+    episode_id: str
+    part: str
+    value: float
+    scored_by: str
+    key: str
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        _check_names(self, "episode_id", "part", "scored_by", "key")
+        if not math.isfinite(self.value):
+            raise ValueError(f"LateScore.value must be finite, got {self.value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreReceipt(Record):
+    """The answer to a late score that is stored."""
+
+    group: int
+    attempt: int  # index of the episode in its group
+    remaining: int  # parts that the group still waits for
+    repeated: bool  # whether the same value was stored before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingScore(Record):
+    """A part that can be scored now."""
+
+    episode_id: str
+    group: int
+    attempt: int  # index of the episode in its group
+    task_id: str
+    part: str
+    low: float
+    high: float
+    expires_at: float | None  # Unix time in seconds; None means never
+
+
+def _check_names(record: Record, *fields: str) -> None:
+    for field in fields:
+        if not 0 < len(getattr(record, field)) <= MAX_NAME_CHARS:
+            raise ValueError(f"{type(record).__name__}.{field} must have 1 to {MAX_NAME_CHARS} characters")
