@@ -16,7 +16,7 @@ from agentrl.memory.run_memory import RunMemory, record_answer_leaks
 from agentrl.protocols import ExperienceStore, Tracker
 from agentrl.records import Group, Task
 from agentrl.rollout import GroupRunner, excluded_group, failure_from_error, task_fault
-from agentrl.session.transcript import append_transcripts, transcript
+from agentrl.session.transcript import PendingTranscripts, append_transcripts, transcript
 from agentrl.task.group_tasks import GroupTasks
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Rollouts:
 
     async def prepare_block(self, block: int) -> None:
         """Brings notes and task weights up to date for the groups of a block. Call it once the block may start."""
+        await asyncio.to_thread(PendingTranscripts(self.folder).remove_scored, self.store)
         if self.memory is not None:
             await self.memory.prepare_block(block)
         await self.tasks.prepare_block(block)
@@ -81,6 +82,8 @@ class Rollouts:
         """Samples, scores and stores group `index`, and reports it to the tracker."""
         step = self.order.block_of(index)
         group, task = await self._sample(index, step)
+        if task is not None and any(group.pending):
+            await asyncio.to_thread(PendingTranscripts(self.folder).write, task, group, step=step)
         group = self._stored(group)
         self.checkpoints.remove_group(index)
         self.capture.capture_group(task, group, step=step)
