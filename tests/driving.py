@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from agentrl.config import Recipe, build
-from agentrl.experience import FolderCheckpoints, GroupOrder, SqliteStore
+from agentrl.experience import BlockStarts, FolderCheckpoints, GroupOrder, SqliteStore
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.memory.run_memory import open_memory
 from agentrl.observe import RunTracker, StageClock
@@ -26,6 +26,7 @@ from agentrl.protocols import Policy, SandboxBackend
 from agentrl.records import Completion, Episode, ExecResult, Limits, Message, SandboxSpec, Score, Split, Task
 from agentrl.rollout import Admission
 from agentrl.run import loop
+from agentrl.run.late import LateGroups
 from agentrl.sandbox import select_backend
 from agentrl.session import opening
 from agentrl.session.judge_servers import JudgeServers
@@ -138,7 +139,9 @@ async def opened(
     faults, slots = FaultRate(concurrency=recipe.rollout.concurrency), Admission(recipe.rollout.concurrency)
     episodes = opening.build_episode_runner(recipe, policy, sandboxes, chat_of(shared_tokenizer()))
     capture = Capture(run_dir, recipe.capture, origin={"run": run_dir.name})
-    memory = open_memory(recipe, run_dir, store, order)
+    starts = BlockStarts(order, store)
+    memory = open_memory(recipe, run_dir, store, order, starts)
+    tasks = GroupTasks(recipe, run_dir, store, GroupSchedule(family, recipe.seed), order, starts)
     try:
         yield opening.Run(
             recipe=recipe,
@@ -155,8 +158,10 @@ async def opened(
             sandboxes=sandboxes,
             served=cast(Any, AlwaysServed()),
             groups=opening.build_group_runner(recipe, episodes, cast(Any, one), checkpoints, faults, slots, memory=memory),
-            group_tasks=GroupTasks(recipe, run_dir, store, GroupSchedule(family, recipe.seed), order),
+            group_tasks=tasks,
             order=order,
+            starts=starts,
+            late=LateGroups(order=order, store=store, tasks=tasks, capture=capture, tracker=tracker),
             learner=cast(Any, None),
             judges=JudgeServers(recipe, {}, folder=run_dir),
             progress=opening.Progress(stop_at=recipe.steps),

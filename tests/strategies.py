@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -114,6 +115,7 @@ def records(kind: type[Any]) -> st.SearchStrategy[Any]:
 
 
 Held = dict[str, Any]
+_names = st.sampled_from(["human", "\N{GRINNING FACE}\x00", "x" * 200])
 paths = utf8_text.map(lambda text: "./" + text.replace("/", "|"))
 
 
@@ -154,6 +156,9 @@ def _scored(held: Held) -> Held:
 
 
 def _score(held: Held) -> Held:
+    parts = {part.name: part for part in held["pending"]}
+    partial = held["partial"] if parts and math.isfinite(held["partial"]) else 0.0
+    held = held | {"pending": tuple(parts.values()), "partial": partial, "value": None if parts else held["value"]}
     return held | ({"reason": held["reason"] or "-"} if held["value"] is None else {"blame": None})
 
 
@@ -217,6 +222,14 @@ _OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "versions": st.tuples(wholes, wholes),
     },
     "PolicyVersion": {"weights": st.sampled_from([nouns.WHOLE_MODEL, nouns.ADAPTER])},
+    "PendingPart": {
+        "name": _names,
+        "low": st.sampled_from([-1.0, 0.0]),
+        "high": st.sampled_from([0.5, 1e300]),
+        "weight": st.sampled_from([0.5, 1e-300]),
+        "expires_at": st.none() | st.sampled_from([0.0, 1.8e9]),
+    },
+    "LateScore": {name: _names for name in ("episode_id", "part", "scored_by", "key")} | {"value": st.floats(-1e300, 1e300)},
     "Probe": {
         "token_ids": st.just(((1, 2), (3, 4, 5))),
         "logprobs": st.tuples(numbers.map(lambda one: (one,)), _rows),

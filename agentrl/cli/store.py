@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,14 +21,16 @@ from agentrl.errors import UserError
 from agentrl.experience.audit import Progress
 from agentrl.protocols import ExperienceStore
 from agentrl.records import LedgerEntry
+from agentrl.records.late_score import LAST_EXPIRY
 
+_PAGE = 1000  # episodes with late scores that are read at once
 _SHOWN = 20  # groups or problems printed without --all
 
 
 def store(
     run_dir: Annotated[Path, typer.Argument(help="Run folder.")],
     state: Annotated[
-        Literal["ready", "assigned", "trained", "excluded"] | None, typer.Option(help="List only groups in this state.")
+        Literal["parked", "ready", "assigned", "trained", "excluded"] | None, typer.Option(help="List only groups in this state.")
     ] = None,
     step: Annotated[int | None, typer.Option(min=1, help="List only groups of this learner step, counted from 1.")] = None,
     list_all: Annotated[bool, typer.Option("--all", help=f"List all groups. Default: the newest {_SHOWN}.")] = False,
@@ -38,23 +42,31 @@ def store(
 ) -> None:
     """List the groups of a run and count its sampled, trained, excluded and open tokens. Works during the run.
 
-    A group is ready, assigned to a learner step, trained, or excluded because its step trained none of its tokens. Open tokens belong to
-    ready and assigned groups. Exits with 1 if --verify reports a problem.
+    A group is parked (it waits for late scores), ready, assigned to a learner step, trained, or excluded because its step trained none of
+    its tokens. Open tokens belong to parked, ready and assigned groups. Exits with 1 if --verify reports a problem.
     """
     from agentrl.experience import audit
 
     with _opened(run_dir) as (opened, bar):
+        if opened.parked():
+            opened.expire_scores(now=time.time())
         entries = opened.entries()
+        expiries = _expiries(opened)
         problems = list(islice(audit.verify(run_dir, opened, progress=bar), audit.MAX_PROBLEMS)) if verify else []
         written = audit.export(opened, export, progress=bar) if export is not None else 0
     counts = audit.count(entries)
     chosen = [entry for entry in entries if state in (None, entry.state) and (step is None or entry.step == step - 1)]
     if as_json:
         groups = [_as_data(entry) for entry in chosen]
-        print(json.dumps({"counts": asdict(counts), "groups": groups, "problems": problems, "verified": verify}))
+        next_expiry = min(expiries, default=None)
+        data = {"counts": asdict(counts), "next_expiry": next_expiry, "groups": groups, "problems": problems, "verified": verify}
+        print(json.dumps(data))
         raise typer.Exit(1 if problems else 0)
     print(", ".join(f"{number} {name}" for name, number in counts.groups.items()) + f" of {len(entries)} groups")
     print(audit.token_balance(counts.tokens))
+    if counts.groups["parked"]:
+        first = f"; the next expires at {datetime.fromtimestamp(min(expiries)).isoformat(' ', 'seconds')}" if expiries else ""
+        print(f"{counts.parts_pending} parts of late scores are to come{first}")
     for reason, number in counts.unused.items():
         print(f"  {number:>6} groups without trained tokens: {_one_line(reason)}")
     _print_groups(chosen if list_all else chosen[-_SHOWN:], hidden=0 if list_all else max(0, len(chosen) - _SHOWN))
@@ -65,6 +77,15 @@ def store(
     if verify and not problems:
         print("ok    the ledger agrees with groups, checkpoint and metrics")
     raise typer.Exit(1 if problems else 0)
+
+
+def _expiries(opened: ExperienceStore) -> list[float]:
+    """When the parts that are to come expire, in Unix time. The file may have other times than agentrl writes."""
+    expiries, after = list[float](), ""
+    while page := opened.pending_scores(limit=_PAGE, after=after):
+        expiries += [min(max(part.expires_at, 0.0), LAST_EXPIRY) for part in page if part.expires_at is not None]
+        after = page[-1].episode_id
+    return expiries
 
 
 def _as_data(entry: LedgerEntry) -> dict[str, object]:

@@ -77,6 +77,9 @@ class Recipe(Section):
     """Learner steps."""
     max_staleness: Annotated[int, _LAGS] = Field(1, ge=0)
     """Learner versions that an episode may lag behind. 0: on-policy; rollouts wait for each update."""
+    pipeline_depth: Annotated[int | None, _OVERLAPS] = Field(None, ge=1)
+    """Blocks of rollout.groups_per_step groups in flight at once, up to max_staleness + 1, which is the default. A smaller depth lowers the
+    mean staleness; rollouts may then wait for updates. Groups that wait for late scores are not in flight."""
     order: Annotated[Literal["oldest_first", "in_order"], _OVERLAPS] = "oldest_first"
     """Which finished groups a learner step takes. oldest_first: those that the oldest weights sampled, as soon as there are enough.
     in_order: those that started for this step, so it waits for the slowest of them."""
@@ -152,6 +155,8 @@ class Recipe(Section):
                 f"rollout.extra_groups replaces groups whose attempts score the same; with objective.advantage={self.objective.advantage},"
                 " which compares all attempts of a step, such groups have a training signal too: set it to 0"
             )
+        if self.depth > self.max_staleness + 1:
+            yield f"pipeline_depth must be at most max_staleness + 1 = {self.max_staleness + 1}: lower it, or raise max_staleness"
         if self.tasks.weighting and self.objective.advantage.ref in ("reinforce++", "gae"):
             yield (
                 "tasks.weighting samples tasks less often if their attempts score the same; with objective.advantage="
@@ -208,6 +213,11 @@ class Recipe(Section):
             )
 
     @property
+    def depth(self) -> int:
+        """Blocks of groups in flight at once."""
+        return self.max_staleness + 1 if self.pipeline_depth is None else self.pipeline_depth
+
+    @property
     def gate_has_server(self) -> bool:
         """Whether the recipe has a gate with a separate server."""
         return self.gate is not None and self.gate.server == "own"
@@ -240,9 +250,9 @@ class Recipe(Section):
             yield "memory works only with built-in agents: a user-supplied agent does not get its tools; remove memory"
         if self.memory.heldout_rounds > max(1, self.evaluation.heldout, self.evaluation.heldout_real):
             yield "memory.heldout_rounds exceeds the number of tasks of every evaluation: lower it to at most that number"
-        if self.steps < self.max_staleness + 2 and self.memory.heldout_rounds == 1:
+        if self.steps < self.depth + 1 and self.memory.heldout_rounds == 1:
             yield (
-                "memory does nothing: no step is late enough to read the notes of another; set steps to max_staleness + 2 or more, or"
+                "memory does nothing: no step is late enough to read the notes of another; set steps to pipeline_depth + 1 or more, or"
                 " memory.heldout_rounds above 1"
             )
 

@@ -10,8 +10,8 @@ from agentrl.config.section import Needs, Section
 from agentrl.plugins.parts import Part
 
 _TAUGHT = Needs(
-    "a step late enough to use the results of another: set steps to max_staleness + 2 or more",
-    lambda recipe, own: recipe.steps > recipe.max_staleness + 1,
+    "a step late enough to use the results of another: set steps to pipeline_depth + 1 or more",
+    lambda recipe, own: recipe.steps > recipe.depth,
 )
 _PRACTISED = Needs("practice tasks: set tasks.practice", lambda recipe, own: own.practice)
 

@@ -3,8 +3,9 @@
 Driver and learner communicate only through the store, so either may die at any moment.
 """
 
+from agentrl.experience.blocks import BlockStarts
 from agentrl.experience.checkpoints import FolderCheckpoints
 from agentrl.experience.ledger import GroupOrder, new_entry
 from agentrl.experience.store import SqliteStore, open_store
 
-__all__ = ["FolderCheckpoints", "GroupOrder", "SqliteStore", "new_entry", "open_store"]
+__all__ = ["BlockStarts", "FolderCheckpoints", "GroupOrder", "SqliteStore", "new_entry", "open_store"]

@@ -16,7 +16,7 @@ from agentrl.experience.ledger import new_entry
 from agentrl.protocols import ExperienceStore
 from agentrl.records import GroupUse, LedgerEntry, codec
 
-STATES = ("ready", "assigned", "trained", "excluded")
+STATES = ("parked", "ready", "assigned", "trained", "excluded")
 MAX_PROBLEMS = 100
 COLUMNS = {
     **{"group": "int64", "attempt": "int64", "task_id": "string", "task_key": "string", "state": "string", "step": "int64"},
@@ -39,6 +39,7 @@ class LedgerCounts:
     """Counts of a ledger's groups and tokens. `tokens_sampled` is always the sum of the other three token counts."""
 
     groups: Mapping[str, int]  # by state
+    parts_pending: int  # parts of scores that parked groups wait for
     tokens_sampled: int
     tokens_trained: int
     tokens_excluded: int
@@ -59,17 +60,19 @@ def token_balance(tokens: Mapping[str, int]) -> str:
 
 def count(entries: Iterable[LedgerEntry]) -> LedgerCounts:
     """Counts the groups and tokens of ledger entries."""
-    groups, unused, tokens = Counter[str](dict.fromkeys(STATES, 0)), Counter[str](), Counter[str]()
+    groups, unused, tokens, pending = Counter[str](dict.fromkeys(STATES, 0)), Counter[str](), Counter[str](), 0
     for entry in entries:
         groups[entry.state] += 1
         tokens["sampled"] += entry.tokens_sampled
         tokens["excluded"] += entry.tokens_excluded
         tokens["open"] += entry.tokens_open
+        pending += entry.pending
         if entry.use is not None:
             tokens["trained"] += entry.use.tokens_trained
             unused.update([entry.use.reason.partition(":")[0].partition(" ")[0]] if entry.use.reason else [])
     return LedgerCounts(
         groups=dict(groups),
+        parts_pending=pending,
         tokens_sampled=tokens["sampled"],
         tokens_trained=tokens["trained"],
         tokens_excluded=tokens["excluded"],
@@ -103,7 +106,7 @@ def _entry_problems(entry: LedgerEntry, store: ExperienceStore) -> Iterator[str]
         return
     actual, stored = asdict(new_entry(group)), asdict(entry)
     for name, value in actual.items():
-        if name not in ("step", "use") and stored[name] != value:
+        if name not in ("step", "use", "late_parts") and stored[name] != value:
             yield f"group {entry.index}: the ledger has {name}={_brief(stored[name])}, but its episodes have {_brief(value)}"
     if entry.use is not None and not 0 <= entry.use.tokens_trained <= entry.tokens_sampled:
         yield f"group {entry.index}: {entry.use.tokens_trained} tokens were trained, but only {entry.tokens_sampled} were sampled"
@@ -207,7 +210,7 @@ def rows(store: ExperienceStore, entries: Sequence[LedgerEntry]) -> Iterator[dic
                 "reason": "" if entry.use is None else entry.use.reason,
                 "episode_id": episode.id,
                 "score": scored.score.value,
-                "excluded": episode.left_out or scored.score.value is None,
+                "excluded": episode.left_out or scored.score.is_absent,
                 "stop_reason": episode.stop_reason,
                 "oldest_version": episode.oldest_version,
                 "tokens_sampled": episode.completion_tokens,

@@ -107,10 +107,10 @@ def insert_parts(db: sqlite3.Connection, group: Group) -> None:
     """Inserts the parts that a new group waits for."""
     db.executemany(
         "INSERT INTO late_parts (episode_id, part, idx, attempt, low, high, expires_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (
-            (scored.episode.id, part.name, group.index, attempt, part.low, part.high, part.expires_at)
+        {
+            (scored.episode.id, part.name): (scored.episode.id, part.name, group.index, attempt, part.low, part.high, part.expires_at)
             for attempt, scored, part in group.pending
-        ),
+        }.values(),
     )
 
 
@@ -148,6 +148,11 @@ def add_score(db: sqlite3.Connection, score: LateScore, *, now: float, read: Cal
         update_counts(db, [group], read=read)
     (remaining,) = db.execute("SELECT count(*) FROM late_parts WHERE idx = ? AND closed_at IS NULL", (group,)).fetchone()
     return ScoreReceipt(group=group, attempt=attempt, remaining=remaining, repeated=not new)
+
+
+def has_expired(db: sqlite3.Connection, *, now: float) -> bool:
+    """Whether an open part has expired."""
+    return db.execute("SELECT 1 FROM late_parts WHERE closed_at IS NULL AND expires_at <= ? LIMIT 1", (now,)).fetchone() is not None
 
 
 def expire_scores(db: sqlite3.Connection, *, now: float, read: Callable[[int], Group]) -> tuple[int, ...]:

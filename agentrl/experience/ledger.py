@@ -1,17 +1,19 @@
 """The order of groups: which groups a run samples, which of them a learner step selects, and the first ledger entry of a group.
 
-Groups start in blocks, one block for each learner step. Block `b` may start when version `b - max_staleness` serves. A block has
-`per_step` groups, and up to `extra` further groups, which replace groups without a preference (dynamic sampling, DAPO, arXiv 2503.14476).
-The task of a group is a pure function of its index and the seed.
+Groups start in order of their indices, in blocks, one block for each learner step, while at most `depth` blocks of groups are in flight:
+started, but neither consumed by a step nor parked for late scores (`agentrl.experience.blocks`). A block has `per_step` groups, and up to
+`extra` further groups, which replace groups without a preference (dynamic sampling, DAPO, arXiv 2503.14476). The task of a group is a pure
+function of its index and the seed.
 
 The learner selects the groups of a step, and the store records them as assigned:
 
     in_order        step `s` selects the groups of block `s`, so it waits for the slowest of them
     oldest_first    step `s` selects the ready groups that the oldest weights sampled, as soon as there are enough. A group that takes
-                    longer than `max_staleness` steps to sample is trained later. No finished group is discarded. A group without sampled
-                    tokens, such as one of a quarantined task, waits for the step of its block, so that it delays no others
+                    longer than `max_staleness` steps to sample, or to score, is trained later. No finished group is discarded. A group
+                    without sampled tokens, such as one of a quarantined task, waits for the step of its block, so that it delays no others
 
-Both orders select the same number of groups: after `s` steps, as many as `s` blocks need. So a run of `steps` blocks consumes every group.
+Both orders select the same number of groups: after `s` steps, as many as `s` blocks need. If no score is late, a run of `steps` blocks
+consumes every group. Otherwise it samples one more group for each that is parked, and ends with as many open groups.
 """
 
 from __future__ import annotations
@@ -36,12 +38,16 @@ class GroupOrder:
         extra: maximum number of further groups per block, which replace groups without a preference.
         min_group_size: minimum number of counted attempts of a group with a preference.
         oldest_first: the order; False means `in_order`.
+        depth: blocks of groups in flight at once.
+        accepts_late: whether scores may arrive late; only with `oldest_first` and a staleness above 0.
     """
 
     per_step: int
     extra: int = 0
     min_group_size: int = 2
     oldest_first: bool = True
+    depth: int = 2
+    accepts_late: bool = True
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> GroupOrder:
@@ -52,6 +58,8 @@ class GroupOrder:
             extra=rollout.extra_groups,
             min_group_size=rollout.group.min_size,
             oldest_first=recipe.order == "oldest_first",
+            depth=recipe.depth,
+            accepts_late=recipe.order == "oldest_first" and recipe.max_staleness > 0,
         )
 
     @classmethod
@@ -77,6 +85,10 @@ class GroupOrder:
         """Whether a group has at least `min_group_size` counted attempts and their scores differ. Other groups have no advantages."""
         return entry.counted >= self.min_group_size and entry.has_spread
 
+    def is_replaceable(self, entry: LedgerEntry) -> bool:
+        """Whether an extra group may replace a group. One with late scores is not replaced: it freed its slot when it was parked."""
+        return not entry.late_parts and not self.has_preference(entry)
+
     def first_incomplete_block(self, entries: Iterable[LedgerEntry], *, start: int = 0) -> int:
         """Returns the first block, from `start` on, that has slots which none of the entries fills."""
         filled = Counter[int]()
@@ -87,6 +99,19 @@ class GroupOrder:
             start += 1
         return start
 
+    def first_open_block(self, entries: Sequence[LedgerEntry], *, before: int, start: int = 0) -> int:
+        """Returns the first block, from `start` on, with a group that no step before step `before` has consumed.
+
+        Groups with late scores do not hold a block open: the store returns their entries until a step has consumed them.
+
+        Args:
+            entries: those of all blocks from `start` on.
+        """
+        closed = [bool(entry.late_parts) or (entry.step is not None and entry.step < before) for entry in entries]
+        incomplete = self.first_incomplete_block((entry for entry, done in zip(entries, closed, strict=True) if done), start=start)
+        waiting = (self.block_of(entry.index) for entry, done in zip(entries, closed, strict=True) if not done)
+        return min([incomplete, *waiting])
+
     def select(self, step: int, entries: Sequence[LedgerEntry]) -> tuple[int, ...] | None:
         """Returns the indices of the groups that a step selects, in ascending order; None if too few groups are stored.
 
@@ -94,14 +119,16 @@ class GroupOrder:
         notes and task weights that depend on them stay valid.
 
         Args:
-            entries: the entries of all blocks from `first_incomplete_block` of the assigned entries on.
+            entries: the entries of all blocks from `first_open_block` on, and of earlier groups with late scores.
         """
         taken = [entry for entry in entries if entry.step is not None and entry.step < step]
         assigned = [entry for entry in entries if entry.step == step]
-        free = [entry for entry in entries if entry.step is None or entry.step >= step]
-        return self._choose(step, taken, assigned) or self._choose(step, taken, free)
+        free = [entry for entry in entries if not entry.pending and (entry.step is None or entry.step >= step)]
+        parked = sum(1 for entry in entries if entry.pending)
+        newest = step + -(-parked // self.per_step)  # the step's own block, after those that only replace parked groups
+        return self._choose(step, taken, assigned, newest) or self._choose(step, taken, free, newest)
 
-    def _choose(self, step: int, taken: Sequence[LedgerEntry], free: list[LedgerEntry]) -> tuple[int, ...] | None:
+    def _choose(self, step: int, taken: Sequence[LedgerEntry], free: list[LedgerEntry], newest: int) -> tuple[int, ...] | None:
         fills = _Slots(self)
         for entry in taken:
             fills(entry)
@@ -112,7 +139,7 @@ class GroupOrder:
         missing, chosen = self.per_step, []
         for entry in free:
             fills_slot = fills(entry)
-            early = entry.oldest_version is None and self.block_of(entry.index) > step  # ready at once; would displace sampled groups
+            early = entry.oldest_version is None and self.block_of(entry.index) > newest  # ready at once; would displace sampled groups
             if (missing and not early) or not fills_slot:  # a replaced group is also consumed, because no later step needs it
                 chosen.append(entry.index)
                 missing -= fills_slot
@@ -128,7 +155,7 @@ class _Slots:
         self._replaced = Counter[int]()  # by block
 
     def __call__(self, entry: LedgerEntry) -> bool:
-        if not self._order.extra or self._order.has_preference(entry):
+        if not self._order.extra or not self._order.is_replaceable(entry):
             return True
         block = self._order.block_of(entry.index)
         self._replaced[block] += 1
@@ -138,7 +165,7 @@ class _Slots:
 def new_entry(group: Group) -> LedgerEntry:
     """Returns the ledger's entry of a new group, which is ready, or parked if parts of its scores are still to come."""
     versions = [scored.episode.oldest_version for scored in group.episodes]
-    pending = sum(1 for _ in group.pending)
+    pending = len({(scored.episode.id, part.name) for _, scored, part in group.pending})
     return LedgerEntry(
         index=group.index,
         task_id=group.task_id,

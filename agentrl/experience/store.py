@@ -104,7 +104,8 @@ class SqliteStore:
     def entries(self, *, first: int = 0, step: int | None = None) -> tuple[LedgerEntry, ...]:
         """Returns the entries of the groups from index `first` on and of unconsumed late ones, or of one step, by ascending index."""
         late = "SELECT idx FROM late_parts LEFT JOIN taken USING (idx) WHERE idx < ?1 AND checkpoint IS NULL"
-        where, value = (f"groups.idx >= ?1 OR groups.idx IN ({late})", first) if step is None else ("taken.step = ?", step)
+        chosen = f"SELECT idx FROM groups WHERE idx >= ?1 UNION {late}"  # not `OR`, which would read all groups
+        where, value = (f"groups.idx IN ({chosen})", first) if step is None else ("taken.step = ?", step)
         query = f"{_ENTRIES} WHERE {where} ORDER BY groups.idx"
         try:
             with self._reading() as db:
@@ -129,6 +130,9 @@ class SqliteStore:
 
     def expire_scores(self, *, now: float) -> tuple[int, ...]:
         """Ends the waiting for parts that have expired. Returns the groups that they belong to."""
+        with self._reading() as db:
+            if not late_parts.has_expired(db, now=now):  # usual, and needs no write lock
+                return ()
         with self._transaction() as db:
             return late_parts.expire_scores(db, now=now, read=lambda index: self._group(db, index))
 

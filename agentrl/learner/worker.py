@@ -322,8 +322,7 @@ class Worker:
         if self.stopping:
             return _STOP
         entries = self.store.entries(first=self.order.block(self._open_block).start)
-        taken = (entry for entry in entries if entry.use is not None)
-        self._open_block = self.order.first_incomplete_block(taken, start=self._open_block)
+        self._open_block = self.order.first_open_block(entries, before=step, start=self._open_block)
         indices = self.order.select(step, entries)
         if indices is None:
             time.sleep(_POLL_S)

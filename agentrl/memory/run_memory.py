@@ -1,8 +1,8 @@
 """The memory of a run: the version that each group reads, the notes of evaluations, and leaked answers.
 
-Version `v` of the memory contains the notes of all steps before step `v`, from which version `v` of the policy was trained. A group of
-block `b` may start when version `b - max_staleness` serves, and reads the notes of that version. All of them are stored by then. So the
-notes that an attempt finds depend only on the group's index: they are the same for all attempts of a group and in a resumed run.
+Version `v` of the memory contains the notes of all steps before step `v`, from which version `v` of the policy was trained. A group reads
+the notes of the version that its block starts from (`agentrl.experience.BlockStarts`). All of them are stored by then. So the notes that
+an attempt finds depend only on the group's index: they are the same for all attempts of a group and in a resumed run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentrl.base.files import append_lines, json_line
 from agentrl.config.recipe import Recipe
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import StoreError
-from agentrl.experience import GroupOrder
+from agentrl.experience import BlockStarts, GroupOrder
 from agentrl.memory import NoteStore, StoreView, WrittenNotes, notes_to_commit
 from agentrl.protocols import EpisodeMemory, ExperienceStore
 from agentrl.records import Group, ScoredEpisode, Task, Turn
@@ -34,27 +34,23 @@ ANSWERS_FILE = "memory_answers.jsonl"
 class RunMemory:
     """The notes of a run's training episodes, in its folder."""
 
-    def __init__(self, config: MemoryConfig, folder: Path, experience: ExperienceStore, order: GroupOrder, *, max_staleness: int) -> None:
+    def __init__(self, config: MemoryConfig, folder: Path, experience: ExperienceStore, order: GroupOrder, starts: BlockStarts) -> None:
         self.config = config
         self._path = folder / NOTES_FILE
         self._experience = experience
         self._order = order
-        self._behind = max_staleness
+        self._starts = starts
         self._nothing = NoteStore(None, config)
         self._store: NoteStore | None = None  # opened by the first step; evaluations do not use it
         self._version = 0  # version of the store
         self._open_block = 0  # first block with groups that are not stored
         self._reaching = asyncio.Lock()
 
-    def version_of(self, block: int) -> int:
-        """The memory version that the groups of a block read."""
-        return max(0, block - self._behind)
-
     async def prepare_block(self, block: int) -> None:
         """Commits the notes that the groups of a block read. Call it when the block may start: the store then has the episodes that wrote
         the notes."""
         async with self._reaching:
-            wanted = self.version_of(block)
+            wanted = self._starts.version_of(block)
             if self._store is None:
                 self._store = await asyncio.to_thread(NoteStore, self._path, self.config)
                 self._version = self._store.version
@@ -68,7 +64,7 @@ class RunMemory:
         scope."""
         if group is None:
             return StoreView(store=self._nothing, scope="none", version=0, task_key=task.key)
-        version = self.version_of(self._order.block_of(group))
+        version = self._starts.version_of(self._order.block_of(group))
         if self._store is None or version > self._version:
             raise StoreError(f"group {group} would read version {version} of the memory, which does not exist yet")
         return StoreView.of(self._store, task, version)
@@ -92,7 +88,7 @@ class RunMemory:
         """The oldest version that a group may still read. A late group reads an older one than the groups of the next block."""
         entries = self._experience.entries(first=self._order.block(self._open_block).start)
         self._open_block = self._order.first_incomplete_block(entries, start=self._open_block)
-        return self.version_of(self._open_block)
+        return self._starts.oldest_version(self._open_block)
 
 
 class EvaluationNotes:
@@ -156,11 +152,11 @@ class ReplayedMemory:
         return False, "this call was not recorded"
 
 
-def open_memory(recipe: Recipe, folder: Path, experience: ExperienceStore, order: GroupOrder) -> RunMemory | None:
+def open_memory(recipe: Recipe, folder: Path, experience: ExperienceStore, order: GroupOrder, starts: BlockStarts) -> RunMemory | None:
     """Opens the memory of a run; None if the recipe has none."""
     if recipe.memory is None:
         return None
-    return RunMemory(recipe.memory, folder, experience, order, max_staleness=recipe.max_staleness)
+    return RunMemory(recipe.memory, folder, experience, order, starts)
 
 
 def placeholder_memory(recipe: Recipe) -> EpisodeMemory | None:

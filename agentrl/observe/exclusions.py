@@ -42,7 +42,8 @@ def exclusion_reason(scored: ScoredEpisode) -> str:
     failure = next((one for one in reversed(scored.episode.failures) if one.blame is not Blame.POLICY), None)
     if failure is not None:
         return normalize_reason(f"{failure.blame}: {failure.kind}: {failure.message}")
-    return "" if scored.score.value is not None else normalize_reason(scored.score.reason)
+    score = scored.score
+    return "" if score.value is not None else normalize_reason(score.reason or "waits for late scores")
 
 
 def normalize_reason(text: str) -> str:

@@ -34,6 +34,7 @@ CONTENT = (
     "rewards/form.py",
     "rewards/hidden_tests.py",
     "rewards/json_schema.py",
+    "rewards/late.py",
     "rewards/mathematics.py",
     "rewards/notation.py",
     "rewards/numeric.py",

@@ -10,6 +10,9 @@ from agentrl.records.fields import Record
 MAX_PENDING = 16
 """Largest number of parts that one score may wait for."""
 
+LAST_EXPIRY = 253_402_300_000.0
+"""Largest Unix time of an expiry, at the end of the year 9999."""
+
 MAX_NAME_CHARS = 200
 """Largest length of a part's name, an idempotency key, an episode id or the name of who scored."""
 
@@ -27,9 +30,10 @@ class PendingPart(Record):
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         _check_names(self, "name")
-        numbers = (self.low, self.high, self.weight, self.expires_at or 0.0)
-        if not all(map(math.isfinite, numbers)) or self.low >= self.high or self.weight <= 0:
-            raise ValueError(f"PendingPart {self.name!r} needs finite numbers, low < high and weight > 0, got {numbers[:3]}")
+        if not all(map(math.isfinite, (self.low, self.high, self.weight))) or self.low >= self.high or self.weight <= 0:
+            raise ValueError(f"PendingPart needs finite low < high and weight > 0, got {self.low}, {self.high} and {self.weight}")
+        if self.expires_at is not None and not 0 <= self.expires_at <= LAST_EXPIRY:
+            raise ValueError(f"PendingPart.expires_at must be a Unix time up to the year 9999, got {self.expires_at}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

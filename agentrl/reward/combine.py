@@ -13,7 +13,7 @@ from typing import Literal
 
 from agentrl.base import user_code
 from agentrl.base.numbers import is_at_least
-from agentrl.records import Score, ScoredEpisode, Task
+from agentrl.records import PendingPart, Score, ScoredEpisode, Task
 
 AUDIT_PART = "audit"
 _CONTRADICTS = 0.5  # an audit below this fraction of the reward contradicts it
@@ -30,6 +30,11 @@ def weighted_turns(weighted: Sequence[tuple[float, Score]]) -> tuple[tuple[float
     """The weighted sum of turn rewards; a score without any counts as zeros. Empty if no score has any."""
     scaled = [[[weight * turn for turn in turns] for turns in score.turn_rewards] for weight, score in weighted if score.turn_rewards]
     return tuple(tuple(map(sum, zip(*turns, strict=True))) for turns in zip(*scaled, strict=True))
+
+
+def weighted_pending(weighted: Sequence[tuple[float, Score]]) -> tuple[PendingPart, ...]:
+    """The parts that the scores wait for, with their weights in the combined score."""
+    return tuple(replace(part, weight=weight * part.weight) for weight, score in weighted for part in score.pending)
 
 
 def add_branches(combined: Score, weighted: Sequence[tuple[float, Score]]) -> Score:

@@ -69,7 +69,10 @@ class GroupJudgeScorer:
 
     async def score_attempt(self, task: Task, episode: Episode) -> Score:
         """The score of an attempt that has ended; without a value if only the judge scores it."""
-        return Score(value=None, reason=AWAITING_GROUP_JUDGE) if self.weight == 1 else await self.task_scorer(task, episode)
+        if self.weight == 1:
+            return Score(value=None, reason=AWAITING_GROUP_JUDGE)
+        score = await self.task_scorer(task, episode)
+        return Score(value=None, reason="tasks.group_judge cannot wait for late scores: remove one of them") if score.pending else score
 
     async def score_group(self, task: Task, scored: Sequence[ScoredEpisode]) -> tuple[Score, ...]:
         """The scores of all attempts, in their order. An attempt that the judge does not see keeps its score."""

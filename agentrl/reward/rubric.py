@@ -109,6 +109,10 @@ class Rubric:
     async def _call(self, name: str, task: Task, episode: Episode, sandboxes: SandboxBackend | None) -> Score:
         verifier = self._verifiers[name]
         score = await call_verifier(verifier, f"part {name} of a rubric", task, episode, sandboxes, timeout_s=self._limit(name))
+        if score.pending:
+            return Score(
+                value=None, reason="a rubric cannot wait for a late score: list its verifier next to the rubric, in tasks.verifiers"
+            )
         if score.value is not None and not BOUNDS[0] <= score.value <= BOUNDS[1]:
             return Score(value=None, reason=f"verifier returned {score.value:g}, outside a rubric's range of 0 to 1")
         return score

@@ -19,7 +19,7 @@ from agentrl.errors import InfrastructureError, PluginError
 from agentrl.plugins.references import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
-from agentrl.reward.combine import add_audit, add_branches, named_parts, weighted_turns
+from agentrl.reward.combine import add_audit, add_branches, named_parts, weighted_pending, weighted_turns
 from agentrl.reward.verifier_call import (
     CONTROL_ANSWERS,
     VerifierTimeout,
@@ -77,6 +77,11 @@ class TaskScorer:
             prepare_verifier(verifier, root=self.root, folder=self.folder)
             self._verifiers[reference] = verifier
 
+    @property
+    def late(self) -> tuple[str, ...]:
+        """The loaded verifiers that declare, by an attribute `is_late`, that their scores arrive after the episode."""
+        return tuple(reference for reference, verifier in self._verifiers.items() if getattr(verifier, "is_late", False))
+
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """Scores the episode, with the audit."""
         references = [*task.verifiers, *self.audit]
@@ -86,8 +91,8 @@ class TaskScorer:
         return await self.audit_score(task, episode, await self._mean_score(task, episode))
 
     async def audit_score(self, task: Task, episode: Episode, score: Score) -> Score:
-        """Adds the audit to a score. Returns the score unchanged if there is no audit or no value."""
-        if not self.audit or score.value is None:
+        """Adds the audit to a score. Returns the score unchanged if there is no audit, or if the score is absent."""
+        if not self.audit or score.is_absent:
             return score
         self.load(self.audit)
         return add_audit(score, {reference: await self._score(reference, task, episode) for reference in self.audit})
@@ -95,15 +100,27 @@ class TaskScorer:
     async def _mean_score(self, task: Task, episode: Episode) -> Score:
         scores = {reference: await self._score(reference, task, episode) for reference in task.verifiers}
         evidence = "\n".join(score.evidence for score in scores.values() if score.evidence)
-        unscored = [f"{name}: {score.reason}" for name, score in scores.items() if score.value is None]
+        unscored = [f"{name}: {score.reason}" for name, score in scores.items() if score.is_absent]
         if unscored or not scores:
             blame = next((score.blame for score in scores.values() if score.blame is not None), None)
             return Score(value=None, reason="; ".join(unscored) or "the task has no verifier", evidence=evidence, blame=blame)
-        total = sum(score.value for score in scores.values() if score.value is not None)
+        total = sum(score.partial if score.value is None else score.value for score in scores.values())
         if not math.isfinite(total):
             return Score(value=None, reason="the mean of the verifiers' scores is not finite")
         weighted = [(1 / len(scores), score) for score in scores.values()]
         turns = weighted_turns(weighted)
+        if pending := weighted_pending(weighted):
+            if len({part.name for part in pending}) < len(pending):
+                return Score(value=None, reason="two verifiers wait for late parts of the same name: rename one of them")
+            return Score(
+                value=None,
+                parts=named_parts(scores),
+                evidence=evidence,
+                reason=f"waits for late scores: {', '.join(part.name for part in pending)}",
+                turn_rewards=turns,
+                pending=pending,
+                partial=total / len(scores),
+            )
         combined = Score(value=total / len(scores), parts=named_parts(scores), evidence=evidence, turn_rewards=turns)
         return add_branches(combined, weighted)
 

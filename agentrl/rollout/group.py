@@ -158,7 +158,7 @@ class GroupRunner:
             if score.blame is Blame.TASK:
                 failure = Failure(stage="grade", blame=Blame.TASK, kind="unscored", message=score.reason[:2000])
                 episode = replace(episode, failures=(*episode.failures, failure))
-            self.on_attempt(infrastructure_fault("score", "unscored", score.reason) if score.value is None else None)
+            self.on_attempt(infrastructure_fault("score", "unscored", score.reason) if score.is_absent else None)
             judged.append(ScoredEpisode(episode=episode, score=score))
         return tuple(judged)
 
@@ -203,7 +203,7 @@ class GroupRunner:
             episode, score = await self._attempt(task, f"{name}-a{attempt}", attempt, start, on_turn, scorer, slot)
             start = start if always else None
             if score is not None:
-                unscored = infrastructure_fault("score", "unscored", score.reason) if score.value is None else None
+                unscored = infrastructure_fault("score", "unscored", score.reason) if score.is_absent else None
                 if tell:
                     self.on_attempt(unscored)
                 return ScoredEpisode(episode=episode, score=score)

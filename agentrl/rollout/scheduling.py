@@ -136,8 +136,10 @@ class AttemptScheduler:
             playing += 1
 
     def _equal(self) -> bool:
-        scores = [attempt.scored.score.value for attempt in self.counted if attempt.scored is not None]
-        return all_equal(score for score in scores if score is not None)
+        scores = [attempt.scored.score for attempt in self.counted if attempt.scored is not None]
+        if any(score.pending for score in scores):
+            return False
+        return all_equal(score.value for score in scores if score.value is not None)
 
     def _end(self, reason: str) -> None:
         self._over, self._reason = True, reason
@@ -151,8 +153,8 @@ class AttemptScheduler:
 
 
 def counts_for_group(scored: ScoredEpisode) -> bool:
-    """Whether an attempt counts for its group: it has a score, or the group's scorer will set one."""
-    return not scored.episode.left_out and (scored.score.value is not None or scored.score.reason == AWAITING_GROUP_JUDGE)
+    """Whether an attempt counts for its group: it has a score, or one is to come."""
+    return not scored.episode.left_out and (not scored.score.is_absent or scored.score.reason == AWAITING_GROUP_JUDGE)
 
 
 def _cancelled(attempt: GroupAttempt, reason: str) -> Cancelled:

@@ -2,8 +2,8 @@
 
     groups --(store)--> learner --(registry)--> swap --(server)--> newer groups ...
 
-A group may start once the server answers with version `block - max_staleness` or a newer one, where a block has the groups of one learner
-step. The learner's next step starts when enough groups are stored (`agentrl.experience.ledger`). There is no other synchronization.
+A group may start while few enough are in flight (`agentrl.experience.blocks`). The learner's next step starts when enough groups are stored
+and scored (`agentrl.experience.ledger`). There is no other synchronization: neither waits for late scores.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from agentrl.base.error_text import main_error, one_line_error
 from agentrl.config.recipe import Recipe
 from agentrl.errors import SwapError
 from agentrl.evaluation.held_out import HeldOutEvaluation
+from agentrl.experience import GroupOrder
 from agentrl.experience.audit import LedgerCounts, count
 from agentrl.failure.digest import write_digest
 from agentrl.gate.gate import Gate, first_version_to_serve, promoted_result, serve_result
@@ -26,7 +27,8 @@ from agentrl.gate.schedule import schedule_gate
 from agentrl.observe import Summary, write_report
 from agentrl.observe.summary import SESSIONS_FILE, Ended, read_sessions, record_end
 from agentrl.records import Group, VersionState
-from agentrl.run.rollouts import Rollouts
+from agentrl.run.late import check_order
+from agentrl.run.rollouts import Rollouts, RunningGroups
 from agentrl.run.supervise import watch_daemon, watch_external_servers, watch_learner
 from agentrl.run.versions import StepRecords, fall_back, is_retracted
 from agentrl.session import measure
@@ -45,6 +47,7 @@ async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, ro
     The caller has locked the run folder (`claim_run_folder`) and has run the cheap checks (`run_preflight`). Raises `UserError` before
     anything starts if the recipe cannot run here, and `InfrastructureError` if a part fails for good; finished work is kept.
     """
+    check_order(GroupOrder.from_recipe(recipe), *(f"verifier {name}" for name in checked.scorer.late))
     starts = len(read_sessions(start.folder))
     run, ledger, unfinished = None, None, tuple[Group, ...]()
     try:
@@ -79,7 +82,12 @@ async def _pipeline(run: Run) -> None:
             learning = parts.create_task(watch_learner(run.learner, run.registry, run.tracker.alert))
         await run.start_serving(newest, gating=not concluded, learning=needed)
         run.registry.set_state(newest.number, VersionState.SERVING)
-        watching = [run.served.watch(on_loss=run.learner.kill), run.fault_rate.watch(), watch_external_servers(run.tracker.alert)]
+        watching = [
+            run.served.watch(on_loss=run.learner.kill),
+            run.fault_rate.watch(),
+            run.late.watch(),
+            watch_external_servers(run.tracker.alert),
+        ]
         if run.sandboxes.name == "docker":
             watching.append(watch_daemon(run.tracker.alert))
         if run.gate_server is not None:
@@ -132,15 +140,39 @@ async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
 
 
 async def _roll_out(run: Run) -> None:
-    """Starts the groups of each block as soon as they may be sampled. Groups that a resumed run already has are skipped."""
-    rollouts = Rollouts.of(run)
-    first = run.order.first_incomplete_block(run.store.entries())
+    """Starts groups as soon as they may be sampled. Groups that a resumed run already has are skipped.
+
+    Returns when the steps have enough groups and no running group can still be parked, so that another would replace it.
+    """
+    rollouts, per_step = Rollouts.of(run), run.order.per_step
+    run.late.resume()
+    slot = per_step * run.order.first_incomplete_block(run.store.entries())
     async with asyncio.TaskGroup() as running:
-        for block in range(first, run.recipe.steps):
-            await run.served.wait_version(block - run.recipe.max_staleness)
-            if block >= run.progress.stop_at:
+        groups = RunningGroups(rollouts, running)
+        while True:
+            run.late.changed.clear()
+            wanted = run.progress.stop_at * per_step + run.late.count
+            if slot < wanted and run.starts.admit(slot, version=run.served.version, parked=run.late.count):
+                groups.start(slot)
+                slot += 1
+            elif slot < wanted:
+                await _wait_for_change(run, version=run.served.version + 1)
+            elif groups.tasks:
+                await run.late.changed.wait()
+            else:
                 return
-            running.create_task(rollouts.block(block))
+
+
+async def _wait_for_change(run: Run, *, version: int) -> None:
+    """Returns when the version serves, a group ends, or the number of parked groups changes."""
+    waiting = [asyncio.create_task(run.served.wait_version(version)), asyncio.create_task(run.late.changed.wait())]
+    try:
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for one in done:
+            one.result()
+    finally:
+        for one in waiting:
+            one.cancel()
 
 
 async def _swap_versions(run: Run) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,9 @@ from agentrl.experience import FolderCheckpoints, GroupOrder, new_entry
 from agentrl.failure import Capture, Quarantine
 from agentrl.memory.run_memory import RunMemory, record_answer_leaks
 from agentrl.protocols import ExperienceStore, Tracker
-from agentrl.records import Group, Task
+from agentrl.records import Group, LedgerEntry, Task
 from agentrl.rollout import GroupRunner, excluded_group, failure_from_error, task_fault
+from agentrl.run.late import LateGroups
 from agentrl.session.transcript import PendingTranscripts, append_transcripts, transcript
 from agentrl.task.group_tasks import GroupTasks
 
@@ -38,6 +39,7 @@ class Rollouts:
     quarantine: Quarantine
     capture: Capture
     tracker: Tracker
+    late: LateGroups
 
     @classmethod
     def of(cls, run: Run) -> Rollouts:
@@ -54,6 +56,7 @@ class Rollouts:
             quarantine=run.quarantine,
             capture=run.capture,
             tracker=run.tracker,
+            late=run.late,
         )
 
     async def prepare_block(self, block: int) -> None:
@@ -63,34 +66,26 @@ class Rollouts:
             await self.memory.prepare_block(block)
         await self.tasks.prepare_block(block)
 
-    async def block(self, number: int) -> None:
-        """Runs the groups of a block that are not stored yet, plus one for each without a preference, up to the recipe's limit."""
-        await self.prepare_block(number)
-        indices = self.order.block(number)
-        waiting, stored = iter(indices), {entry.index: entry for entry in self.store.entries(first=indices.start)}
-
-        async def run_next(index: int) -> None:
-            entry = stored.get(index) or new_entry(await self.group(index))
-            if not self.order.has_preference(entry) and (extra := next(waiting, None)) is not None:
-                running.create_task(run_next(extra))
-
-        async with asyncio.TaskGroup() as running:
-            for index in islice(waiting, self.order.per_step):
-                running.create_task(run_next(index))
-
     async def group(self, index: int) -> Group:
-        """Samples, scores and stores group `index`, and reports it to the tracker."""
+        """Samples, scores and stores group `index`, and reports it to the tracker, unless some of its scores are late."""
         step = self.order.block_of(index)
         group, task = await self._sample(index, step)
-        if task is not None and any(group.pending):
+        self.late.check(group)
+        late = any(group.pending)
+        if late and task is not None:
+            self.tasks.record(task, group)  # before it is stored: once it has its scores, the task may no longer be known
             await asyncio.to_thread(PendingTranscripts(self.folder).write, task, group, step=step)
         group = self._stored(group)
         self.checkpoints.remove_group(index)
-        self.capture.capture_group(task, group, step=step)
-        self.tracker.progress(index, group)
+        if late:
+            self.late.park(task, group)
+        else:
+            self.capture.capture_group(task, group, step=step)
+            self.tracker.progress(index, group)
         self.quarantine.add(group)
         if task is not None:
-            self.tasks.record(task, group)
+            if not late:
+                self.tasks.record(task, group)
             if alert := record_answer_leaks(self.folder, task, group.episodes, phase="train", step=step):
                 self.tracker.alert(alert)
             if index == self.order.block(step).start:
@@ -126,3 +121,42 @@ class Rollouts:
             excluded = excluded_group(group.index, f"group {group.index}", group.task_key, failure, size=self.runner.group_size)
             self.store.put(excluded)
             return excluded
+
+
+class RunningGroups:
+    """The groups that run in a task group. Groups that are stored do not run again."""
+
+    def __init__(self, rollouts: Rollouts, running: asyncio.TaskGroup) -> None:
+        self.tasks = set[asyncio.Task[None]]()
+        self._rollouts = rollouts
+        self._running = running
+        self._block = -1
+        self._stored = dict[int, LedgerEntry]()  # groups of the block, and later ones, that an earlier driver stored
+        self._prepared: asyncio.Task[None] | None = None  # notes and task weights of the block
+        self._extra = iter(range(0))  # extra groups of the block that have not started
+
+    def start(self, slot: int) -> None:
+        """Starts the group in a slot, and an extra one after each group without a preference, up to the recipe's limit."""
+        order = self._rollouts.order
+        block, place = divmod(slot, order.per_step)
+        if block != self._block:
+            self._block, self._extra = block, iter(order.block(block)[order.per_step :])
+            self._stored = {entry.index: entry for entry in self._rollouts.store.entries(first=order.block(block).start)}
+            self._prepared = self._running.create_task(self._rollouts.prepare_block(block))
+        assert self._prepared is not None
+        self._start(order.block(block)[place], self._prepared, self._extra)
+
+    def _start(self, index: int, prepared: asyncio.Task[None], extra: Iterator[int]) -> None:
+        task = self._running.create_task(self._run(index, prepared, extra))
+        self.tasks.add(task)
+        task.add_done_callback(self._end)
+
+    async def _run(self, index: int, prepared: asyncio.Task[None], extra: Iterator[int]) -> None:
+        await prepared
+        entry = self._stored.get(index) or new_entry(await self._rollouts.group(index))
+        if self._rollouts.order.is_replaceable(entry) and (another := next(extra, None)) is not None:
+            self._start(another, prepared, extra)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        self._rollouts.late.changed.set()

@@ -99,9 +99,10 @@ class StepRecords:
                 self._record(version, self._metrics(version, None))
 
     def unfinished_groups(self) -> tuple[Group, ...]:
-        """The stored groups of steps that are not recorded, and those that no step has taken."""
+        """The scored groups of steps that are not recorded, and those that no step has taken."""
         known = measure.recorded_steps(self.folder)
-        return self.store.groups(entry.index for entry in self.store.entries() if entry.step is None or entry.step + 1 not in known)
+        unfinished = (entry for entry in self.store.entries() if entry.step is None or entry.step + 1 not in known)
+        return self.store.groups(entry.index for entry in unfinished if not entry.pending)
 
     def _metrics(self, version: PolicyVersion, report: SwapReport | None) -> dict[str, float]:
         step, now = version.number - 1, time.monotonic()
@@ -113,6 +114,8 @@ class StepRecords:
             metrics["groups_extra"] = len(groups) - self.order.per_step
         late = (entry.oldest_version is not None and step - entry.oldest_version > self.recipe.max_staleness for entry in entries)
         metrics["groups_late"] = sum(late)
+        if parked := len(self.store.parked()):
+            metrics["groups_parked"] = parked
         measure.record_excluded(self.folder, version.number, groups)
         if wall_s is not None:
             self.progress.last_step_at = now

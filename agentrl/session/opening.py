@@ -26,7 +26,7 @@ from agentrl.base.processes import raise_file_limit, rare_collections
 from agentrl.cluster import Placement
 from agentrl.config.recipe import Recipe
 from agentrl.evaluation.replay import check_start_tokens
-from agentrl.experience import FolderCheckpoints, GroupOrder, open_store
+from agentrl.experience import BlockStarts, FolderCheckpoints, GroupOrder, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.failure.capture import PASSES
 from agentrl.failure.case import Suite
@@ -53,6 +53,7 @@ from agentrl.reward import TaskScorer
 from agentrl.reward.combine import audit_contradiction
 from agentrl.reward.group_judging import GroupJudgeScorer
 from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, MemorySource, Pace, RequestRouter
+from agentrl.run.late import LateGroups
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.server_pool import ServerPool
 from agentrl.serving.supervisor import SupervisedServer
@@ -133,6 +134,8 @@ class Run:
     groups: GroupRunner
     group_tasks: GroupTasks
     order: GroupOrder
+    starts: BlockStarts
+    late: LateGroups
     learner: LearnerProcess
     judges: JudgeServers
     suite: Suite | None = None  # suite of the gate
@@ -232,7 +235,7 @@ async def _open_parts(
     clock = StageClock(began=start.began)
     tracker = await _open_tracker(stack, recipe, folder, clock, console=console)
     _report_preparation(tracker, chat, checked)
-    store, checkpoints, memory = _open_experience(stack, recipe, folder, order)
+    store, starts, checkpoints, memory = _open_experience(stack, recipe, folder, order)
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, alert=tracker.alert)
     pace = restore_pace(recipe, folder)
     stack.callback(save_pace, pace, recipe, folder)
@@ -242,6 +245,7 @@ async def _open_parts(
     slots = Admission(recipe.rollout.concurrency, use=lambda: served.cache_use, full=MAX_CACHE_USE)
     groups = build_group_runner(recipe, episodes, scorer, checkpoints, faults, slots, group_judge=checked.group_judge, memory=memory)
     schedule = GroupSchedule(checked.family, recipe.seed, withheld=WithholdingLog(folder, checked.withheld), practice=checked.practice)
+    tasks, capture = GroupTasks(recipe, folder, store, schedule, order, starts), _open_capture(stack, recipe, folder)
     return Run(
         recipe=recipe,
         folder=folder,
@@ -251,15 +255,17 @@ async def _open_parts(
         store=store,
         checkpoints=checkpoints,
         quarantine=Quarantine(folder),
-        capture=_open_capture(stack, recipe, folder),
+        capture=capture,
         fault_rate=faults,
         registry=registry,
         family=checked.family,
         sandboxes=sandboxes,
         served=served,
         groups=groups,
-        group_tasks=GroupTasks(recipe, folder, store, schedule, order),
+        group_tasks=tasks,
         order=order,
+        starts=starts,
+        late=LateGroups(order=order, store=store, tasks=tasks, capture=capture, tracker=tracker),
         learner=learner,
         judges=judges,
         suite=checked.suite,
@@ -296,16 +302,17 @@ def _open_capture(stack: AsyncExitStack, recipe: Recipe, folder: Path) -> Captur
 
 def _open_experience(
     stack: AsyncExitStack, recipe: Recipe, folder: Path, order: GroupOrder
-) -> tuple[ExperienceStore, FolderCheckpoints, RunMemory | None]:
+) -> tuple[ExperienceStore, BlockStarts, FolderCheckpoints, RunMemory | None]:
     store = open_store(folder, recipe)
     stack.callback(store.close)
     checkpoints = FolderCheckpoints(folder / "running")
     for index in filter(store.has, checkpoints.groups()):  # the driver died after storing it
         checkpoints.remove_group(index)
-    memory = open_memory(recipe, folder, store, order)
+    starts = BlockStarts(order, store)
+    memory = open_memory(recipe, folder, store, order, starts)
     if memory is not None:
         stack.callback(memory.close)
-    return store, checkpoints, memory
+    return store, starts, checkpoints, memory
 
 
 async def _open_servers(

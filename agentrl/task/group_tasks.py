@@ -1,8 +1,9 @@
 """The tasks of a run's groups, the outcome of each group (a line in `tasks.jsonl`), and the resulting task weights.
 
-The weights of block `b` are a pure function of the groups that the steps before step `b - max_staleness` consumed, which are known when
-block `b` may start. So a resumed run gives each group the same task. The file avoids rereading the groups, and the report uses it. After a
-crash, a group may be missing in the file; it is then read from the store, and its task is created again.
+The weights of a block are a pure function of the groups that the steps before its version consumed (`agentrl.experience.BlockStarts`),
+which are known when the block starts. So a resumed run gives each group the same task. The file avoids rereading the groups, and the report
+uses it. After a crash, a group may be missing in the file; it is then read from the store, and its task is created again. A group with late
+scores is recorded before it is stored, without them, and again when it has them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from agentrl.base.files import append_lines, complete_lines
 from agentrl.base.user_code import describe_error
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError, TaskError
-from agentrl.experience import GroupOrder
+from agentrl.experience import BlockStarts, GroupOrder
 from agentrl.protocols import ExperienceStore
 from agentrl.records import Group, LedgerEntry, Split, Task, codec
 from agentrl.task import GroupOutcome, GroupSchedule, TaskHistory
@@ -26,21 +27,23 @@ TASKS_FILE = "tasks.jsonl"
 class GroupTasks:
     """Chooses the tasks of a run's groups and records their outcomes."""
 
-    def __init__(self, recipe: Recipe, folder: Path, store: ExperienceStore, schedule: GroupSchedule, order: GroupOrder) -> None:
+    def __init__(
+        self, recipe: Recipe, folder: Path, store: ExperienceStore, schedule: GroupSchedule, order: GroupOrder, starts: BlockStarts
+    ) -> None:
         self._path = folder / TASKS_FILE
         self._store = store
         self._schedule = schedule
         self._order = order
-        self._behind = recipe.max_staleness
+        self._starts = starts
         self._record: TaskHistory | None = None
         if recipe.tasks.weighting:
             by_task = schedule.family.size(Split.TRAIN) is not None
             self._record = TaskHistory(min_group_size=order.min_group_size, by_task=by_task)
         self._lines: dict[int, GroupOutcome] | None = None  # outcomes from the file that are not in the history yet
+        self._unscored: dict[int, GroupOutcome] = {}  # outcomes of groups with late scores, before they arrive
         self._reached = 0  # steps that are in the history
-        self._open_block = 0  # first block that these steps have not consumed completely
-        self._taken = list[LedgerEntry]()  # groups that these steps have consumed, from that block on
-        self._weights = {block: self._record.weights() for block in range(self._behind + 1)} if self._record is not None else {}
+        self._open_block = 0  # first block with groups that these steps have not consumed, other than late ones
+        self._weights = {0: self._record.weights()} if self._record is not None else {}  # by version
         self._reaching = asyncio.Lock()
 
     async def prepare_block(self, block: int) -> None:
@@ -50,27 +53,36 @@ class GroupTasks:
         async with self._reaching:
             if self._lines is None:
                 self._lines = await asyncio.to_thread(self._read)
-            while self._reached < block - self._behind:
+            while self._reached < self._starts.version_of(block):
                 entries = self._store.entries(step=self._reached)
                 self._record.add(self._outcomes(entries))
                 self._reached += 1
-                self._weights[self._reached + self._behind] = self._record.weights()
-                self._drop_weights(entries)
+                self._weights[self._reached] = self._record.weights()
+                self._drop_weights()
                 await asyncio.sleep(0)  # a resumed run may have many steps, and other tasks wait
 
     def task(self, index: int) -> Task:
         """Returns the task of group `index`. Raises like `GroupSchedule.task`."""
-        weights = None if self._record is None else self._weights[self._order.block_of(index)]
+        weights = None if self._record is None else self._weights[self._starts.version_of(self._order.block_of(index))]
         return self._schedule.task(self._order.position(index), weights)
 
     def record(self, task: Task, group: Group) -> None:
-        """Records the outcome of a stored group, unless its task is practice."""
+        """Records the outcome of a group, unless its task is practice. If some of its scores are late, `record_scores` follows."""
         if self._schedule.is_practice(self._order.position(group.index)):
             return
-        taught = GroupOutcome.from_group(task, group)
-        append_lines(self._path, [codec.to_json(taught) + b"\n"])
+        taught, late = GroupOutcome.from_group(task, group), any(group.pending)
+        append_lines(self._path, [codec.to_json(taught) + b"\n"], durable=late)
         if self._lines is not None:
             self._lines[group.index] = taught
+        if late:
+            self._unscored[group.index] = taught
+
+    def record_scores(self, groups: Sequence[Group]) -> None:
+        """Records the outcomes of groups whose late scores have arrived or expired."""
+        if any(group.index not in self._unscored for group in groups):  # an earlier process sampled them
+            self._unscored = self._read() | self._unscored
+        known = [(self._unscored.pop(group.index, None), group) for group in groups]
+        append_lines(self._path, [codec.to_json(line.with_scores(group)) + b"\n" for line, group in known if line is not None])
 
     def _outcomes(self, entries: Sequence[LedgerEntry]) -> Iterator[GroupOutcome]:
         """The outcomes of the groups that a step took. A group without a recorded outcome is read from the store."""
@@ -79,19 +91,19 @@ class GroupTasks:
             raise StoreError(f"the outcomes of step {self._reached} are unknown: the ledger has no groups of this step")
         for entry in entries:
             if (line := self._lines.pop(entry.index, None)) is not None:
-                yield line
+                yield line.with_scores(*self._store.groups([entry.index])) if entry.late_parts else line
             elif not self._schedule.is_practice(self._order.position(entry.index)):
                 (group,) = self._store.groups([entry.index])
                 if (task := self._again(group)) is not None:
                     yield GroupOutcome.from_group(task, group)
 
-    def _drop_weights(self, entries: Sequence[LedgerEntry]) -> None:
-        """Forgets the weights of blocks that the steps so far have consumed completely."""
-        self._taken += entries
-        self._open_block = self._order.first_incomplete_block(self._taken, start=self._open_block)
-        self._taken = [entry for entry in self._taken if self._order.block_of(entry.index) >= self._open_block]
-        for block in [block for block in self._weights if block < self._open_block]:
-            del self._weights[block]
+    def _drop_weights(self) -> None:
+        """Forgets the weights of blocks that the steps so far have consumed, up to groups with late scores, whose tasks are recorded."""
+        stored = self._store.entries(first=self._order.block(self._open_block).start)
+        self._open_block = self._order.first_open_block(stored, before=self._reached, start=self._open_block)
+        oldest = self._starts.oldest_version(self._open_block)
+        for version in [version for version in self._weights if version < min(oldest, self._reached)]:
+            del self._weights[version]
 
     def _again(self, group: Group) -> Task | None:
         """The task of a group without a recorded outcome; None if it had none. Raises `TaskError` if it cannot be created again."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -42,12 +42,17 @@ class GroupOutcome:
     @classmethod
     def from_group(cls, task: Task, group: Group) -> GroupOutcome:
         """The outcome of a finished group."""
+        kind = task.kind[:MOST_KIND]
+        blank = cls(
+            group=group.index, task=task.id, key=group.task_key, kind=kind, counted=0, lowest=0.0, mean=0.0, highest=0.0, broken=False
+        )
+        return blank.with_scores(group)
+
+    def with_scores(self, group: Group) -> GroupOutcome:
+        """Returns the outcome of the same task with the scores that the group has now."""
         scores = [scored.score.value for scored in group.scored if scored.score.value is not None]
-        return cls(
-            group=group.index,
-            task=task.id,
-            key=group.task_key,
-            kind=task.kind[:MOST_KIND],
+        return replace(
+            self,
             counted=len(scores),
             lowest=min(scores, default=0.0),
             mean=sum(scores) / max(len(scores), 1),

@@ -31,6 +31,8 @@ def test_overrides_are_laid_over_and_typed() -> None:
         ("name=a/b", ["name"]),
         ("rollout.group.size=1", ["rollout.group.size", "normalize_std"]),
         ("max_staleness=9", ["keep_versions"]),
+        ("pipeline_depth=3", ["pipeline_depth must be at most max_staleness + 1 = 2"]),
+        ("pipeline_depth=0", ["pipeline_depth", "greater than or equal to 1"]),
         ("rollout.group.branches=3", ["rollout.group", "multiple of branches"]),
         ("objective.dual_clip=3", ["objective", "off_policy.cap=2"]),
         ("objective.kl=k3", ["objective", "kl_coef"]),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from agentrl.cli import app
 from agentrl.errors import StoreError, UserError
 from agentrl.experience import SqliteStore, audit, new_entry
 from agentrl.experience.audit import count, export, rows, token_balance, verify
-from agentrl.records import GroupUse, LedgerEntry, ScoredEpisode, codec
+from agentrl.records import GroupUse, LedgerEntry, PendingPart, Score, ScoredEpisode, codec
 from tests.driving import make_recipe
 from tests.experience.test_store import make_group
 
@@ -64,7 +67,7 @@ def test_a_sound_ledger_has_no_problems_and_is_counted(run: tuple[Path, SqliteSt
     assert list(verify(folder, store, progress=lambda done, total: seen.append((done, total)))) == []
     assert seen[0] == (0, 4) and seen[-1] == (4, 4)
     counts = count(store.entries())
-    assert counts.groups == {"ready": 1, "assigned": 1, "trained": 1, "excluded": 1} and counts.unused == {"all_equal": 1}
+    assert counts.groups == {"parked": 0, "ready": 1, "assigned": 1, "trained": 1, "excluded": 1} and counts.unused == {"all_equal": 1}
     assert token_balance(counts.tokens) == "8 tokens sampled = 2 trained + 2 excluded + 4 open"
 
 
@@ -205,6 +208,31 @@ def test_the_command_lists_counts_and_verifies(run: tuple[Path, SqliteStore]) ->
     broken = CliRunner().invoke(app, ["store", str(folder), "--verify"])
     assert broken.exit_code == 1 and "FAIL  group 1: checkpoint 000002 has it as consumed by step 2" in broken.stdout
     assert new_entry(make_group(3)) == store.entries(first=3)[0]
+
+
+def test_the_command_lists_parked_groups_with_their_next_expiry(run: tuple[Path, SqliteStore]) -> None:
+    folder, store = run
+    soon, parts = time.time() + 1e6, (PendingPart(name="human", expires_at=time.time() + 2e6), PendingPart(name="style"))
+    waiting = [Score(value=None, pending=parts), Score(value=None, pending=(PendingPart(name="human", expires_at=soon),))]
+    for index, score in enumerate([*waiting, Score(value=None, pending=(PendingPart(name="human", expires_at=1.0),))], start=4):
+        (scored,) = make_group(index).episodes
+        store.put(replace(make_group(index), episodes=(replace(scored, score=score),)))
+    done = CliRunner().invoke(app, ["store", str(folder), "--state", "parked", "--verify"])
+    assert done.exit_code == 0 and "2 parked, 2 ready," in done.output, "the part that had expired is recorded"
+    assert f"3 parts of late scores are to come; the next expires at {datetime.fromtimestamp(soon):%Y-%m-%d %H:%M:%S}" in done.output
+    assert [line.split()[:2] for line in done.output.splitlines() if " parked " in line and line.startswith(" ")] == [
+        ["4", "parked"],
+        ["5", "parked"],
+    ]
+    listed = json.loads(CliRunner().invoke(app, ["store", str(folder), "--json"]).stdout)
+    assert listed["counts"]["parts_pending"] == 3 and listed["next_expiry"] == soon
+    assert count(store.entries()).tokens["open"] == 2 * 5, "parked groups are open"
+    store._connection.execute("UPDATE late_parts SET closed_at = 1 WHERE episode_id = 'e5'")
+    broken = CliRunner().invoke(app, ["store", str(folder), "--verify"])
+    assert broken.exit_code == 0, "an expired part"
+    store._connection.execute("DELETE FROM late_parts WHERE episode_id = 'e4' AND part = 'style'")
+    broken = CliRunner().invoke(app, ["store", str(folder), "--verify"])
+    assert broken.exit_code == 1 and "FAIL  group 4: the ledger has pending=1, but its episodes have 2" in broken.output
 
 
 def test_a_folder_without_a_run_is_an_error_with_the_fix(tmp_path: Path) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agentrl.errors import ScoreRejected, StoreError
 from agentrl.experience import SqliteStore, new_entry
@@ -19,6 +23,7 @@ from agentrl.protocols import ExperienceStore
 from agentrl.records import Episode, Group, GroupUse, LateScore, PendingPart, Score, ScoredEpisode, ScoreReceipt
 from tests.driving import make_recipe
 from tests.forking import FORKS
+from tests.strategies import examples
 from tests.thirdparty.fieldkit.store import FolderStore
 
 HOUR = 3600.0
@@ -182,6 +187,29 @@ def test_a_sum_that_is_not_finite_is_no_score() -> None:
     assert waiting(part).with_part("human", 1e308) == Score(
         value=None, parts={"human": 1e308}, reason="the sum of the score's parts is not finite"
     )
+
+
+@given(data=st.data())
+@settings(max_examples=examples(25), deadline=None)
+def test_the_ledger_always_has_the_counts_of_the_group(data: st.DataObject) -> None:
+    """Whatever arrives or expires, in any order, also twice."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = SqliteStore(Path(folder) / "experience.sqlite")
+        expiries = [data.draw(st.sampled_from([None, NOW, NOW + HOUR])) for _ in range(6)]
+        scores = [waiting(pending("a", expires_at=expiries[n]), pending("b", expires_at=expiries[n + 3])) for n in range(3)]
+        store.put(group(0, *scores))
+        for _ in range(data.draw(st.integers(1, 9))):
+            if data.draw(st.integers(0, 4)):
+                episode, part = f"g0-{data.draw(st.integers(0, 2))}", data.draw(st.sampled_from("ab"))
+                with suppress(ScoreRejected):
+                    store.add_score(late(episode, data.draw(st.sampled_from([0.0, 1.0])), part=part), now=NOW - 1)
+            else:
+                store.expire_scores(now=data.draw(st.sampled_from([NOW - 1, NOW, NOW + HOUR])))
+            (entry,), (stored,) = store.entries(), store.groups([0])
+            assert entry.pending == len([*stored.pending]) == len(store.pending_scores(limit=9)) and entry.late_parts == 6
+            assert entry.pending or entry == replace(new_entry(stored), late_parts=6)
+            assert all(one.score.is_absent or one.score.pending or 0 <= (one.score.value or 0.0) <= 2 for one in stored.episodes)
+        store.close()
 
 
 def _send(path: str, sender: int, episodes: list[str], barrier: Any, results: Any) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config import GroupConfig, RolloutConfig
-from agentrl.experience import GroupOrder, new_entry
+from agentrl.experience import BlockStarts, GroupOrder, blocks, new_entry
 from agentrl.records import (
     Blame,
     Cancelled,
@@ -43,80 +44,175 @@ def group(index: int, *scores: float | None) -> Group:
 
 
 class Ledger:
-    """A run in small: blocks start as versions are served, groups end in any order, and steps take them."""
+    """A run in small: groups start when they are admitted, end in any order, perhaps parked, and steps take them."""
 
-    def __init__(self, order: GroupOrder, draw: Any, *, steps: int, max_staleness: int) -> None:
-        self.order, self.draw, self.steps, self.max_staleness = order, draw, steps, max_staleness
+    def __init__(self, order: GroupOrder, draw: Any, *, steps: int) -> None:
+        self.order, self.draw, self.steps = order, draw, steps
         self.entries: dict[int, LedgerEntry] = {}
         self.started: dict[int, int] = {}  # index -> version that served then
+        self.blocks: dict[int, int] = {}
+        self.read: dict[int, int] = {}  # block -> version whose notes its groups read
         self.version = 0
         self.first_block = 0
+        self.resume()
 
-    def running(self) -> list[int]:
-        """The groups that a driver would have started: as `Rollouts.block` of agentrl.run.rollouts."""
-        indices = []
-        for block in range(min(self.steps, self.version + self.max_staleness + 1)):
-            waiting = iter(self.order.block(block))
-            begun = [next(waiting) for _ in range(self.order.per_step)]
-            for index in begun:  # grows
-                if index in self.entries and not self.order.has_preference(self.entries[index]):
-                    begun += [extra] if (extra := next(waiting, None)) is not None else []
-            indices += [index for index in begun if index not in self.entries]
-        for index in indices:
-            self.started.setdefault(index, self.version)
-        return sorted(indices)
+    def block_versions(self) -> dict[int, int]:
+        return dict(self.blocks)
+
+    def start_block(self, block: int, version: int) -> None:
+        self.blocks.setdefault(block, version)
+
+    def resume(self) -> None:
+        """A driver that starts: what was running is lost, as in `agentrl.run.loop._roll_out`."""
+        self.starts = BlockStarts(self.order, cast(Any, self))
+        self.slot = self.order.per_step * self.order.first_incomplete_block(self.entries.values())
+        self.running: list[int] = []
+        self.extra: dict[int, Iterator[int]] = {}  # by block
+        self.start_groups()
+
+    def start_groups(self) -> None:
+        while self.slot < self.steps * self.order.per_step + self.parked and self.starts.admit(
+            self.slot, version=self.version, parked=self.parked
+        ):
+            block, place = divmod(self.slot, self.order.per_step)
+            if block not in self.extra:
+                self.extra[block] = iter(self.order.block(block)[self.order.per_step :])
+                version = self.read.setdefault(block, self.starts.version_of(block))
+                assert self.read.get(block - 1, 0) <= version == self.starts.version_of(block) <= self.version, "also after a restart"
+            self.start(self.order.block(block)[place])
+            self.slot += 1
+
+    def start(self, index: int) -> None:
+        if index in self.entries:
+            self.replace(index)
+        else:
+            self.running.append(index)
+            self.started[index] = self.version
+
+    def replace(self, index: int) -> None:
+        extra = self.extra[self.order.block_of(index)]
+        if self.order.is_replaceable(self.entries[index]) and (another := next(extra, None)) is not None:
+            self.start(another)
+
+    @property
+    def parked(self) -> int:
+        return sum(1 for entry in self.entries.values() if entry.pending)
+
+    @property
+    def open(self) -> list[LedgerEntry]:
+        return [entry for entry in self.entries.values() if entry.step is None and not entry.pending]
 
     def end_one(self) -> None:
-        running = self.running()
-        index = running[self.draw(st.integers(0, len(running) - 1))]
+        index = self.running.pop(self.draw(st.integers(0, len(self.running) - 1)))
         scores = self.draw(st.sampled_from(((0.0, 1.0), (0.0, 1.0), (1.0, 1.0), (None, None))))
-        version = None if scores == (None, None) and self.draw(st.booleans()) else self.started[index]  # None: a quarantined task
-        self.entries[index] = replace(new_entry(group(index, *scores)), oldest_version=version)
+        late = self.order.accepts_late and self.draw(st.integers(0, 2)) == 0
+        version = None if not late and scores == (None, None) and self.draw(st.booleans()) else self.started[index]  # a quarantined task
+        entry = replace(new_entry(group(index, *((None, None) if late else scores))), oldest_version=version)
+        self.entries[index] = replace(entry, late_parts=1, pending=1) if late else entry
+        self.replace(index)
+
+    def score_one(self) -> None:
+        """The late scores of a group arrive, or expire."""
+        index = self.draw(st.sampled_from([index for index, entry in self.entries.items() if entry.pending]))
+        scores = self.draw(st.sampled_from(((0.0, 1.0), (1.0, 1.0), (None, None))))
+        version = self.entries[index].oldest_version
+        self.entries[index] = replace(new_entry(group(index, *scores)), oldest_version=version, late_parts=1)
 
     def learn(self) -> tuple[int, ...] | None:
         """The next step, as `agentrl.learner.worker` runs it."""
         in_order = [self.entries[index] for index in sorted(self.entries)]
-        taken = [entry for entry in in_order if entry.step is not None]
-        self.first_block = self.order.first_incomplete_block(taken, start=self.first_block)
-        chosen = self.order.select(self.version, [entry for entry in in_order if self.order.block_of(entry.index) >= self.first_block])
+        first = self.order.block(self.first_block).start
+        seen = [entry for entry in in_order if entry.index >= first or (entry.late_parts and entry.step is None)]
+        self.first_block = self.order.first_open_block(seen, before=self.version, start=self.first_block)
+        chosen = self.order.select(self.version, seen)
         if chosen is not None:
             for index in chosen:
+                assert self.entries[index].step is None and not self.entries[index].pending
                 self.entries[index] = replace(self.entries[index], step=self.version)
             self.version += 1
         return chosen
 
+    def check_bound(self) -> None:
+        """Not more are in flight than the depth allows, except groups whose late scores have arrived in the meantime."""
+        order, returned = self.order, sum(1 for entry in self.open if entry.late_parts)
+        blocks = len({order.block_of(index) for index in [*self.running, *(entry.index for entry in self.open)]})
+        assert len(self.running) + len(self.open) - returned <= order.per_step * order.depth + order.extra * blocks
 
-@settings(max_examples=examples(150))
-@given(data=st.data(), oldest_first=st.booleans(), per_step=st.integers(1, 4), extra=st.integers(0, 3), max_staleness=st.integers(0, 3))
-def test_a_run_never_gets_stuck_and_takes_every_group_once(
-    data: st.DataObject, oldest_first: bool, per_step: int, extra: int, max_staleness: int
-) -> None:
-    order = GroupOrder(per_step=per_step, extra=extra, oldest_first=oldest_first)
-    run = Ledger(order, data.draw, steps=4, max_staleness=max_staleness)
+
+ORDERS = st.builds(
+    lambda per_step, extra, oldest_first, depth, on_policy: GroupOrder(
+        per_step=per_step,
+        extra=extra,
+        oldest_first=oldest_first,
+        depth=1 if on_policy else depth,
+        accepts_late=oldest_first and not on_policy,
+    ),
+    per_step=st.integers(1, 4),
+    extra=st.integers(0, 3),
+    oldest_first=st.sampled_from([True, True, False]),
+    depth=st.integers(1, 4),
+    on_policy=st.sampled_from([False, False, True]),
+)
+
+
+@settings(max_examples=examples(200))
+@given(data=st.data(), order=ORDERS)
+def test_a_run_never_gets_stuck_and_takes_every_group_once(data: st.DataObject, order: GroupOrder) -> None:
+    """Late scores arrive at any time, or not while the run lasts: no step waits for them. The driver may die at any time."""
+    run, per_step = Ledger(order, data.draw, steps=4), order.per_step
     while run.version < run.steps:
-        in_flight = len(run.running()) + sum(entry.step is None for entry in run.entries.values())
-        open_blocks = min(run.steps, run.version + max_staleness + 1) - run.first_block
-        assert in_flight <= per_step * (max_staleness + 1) + extra * open_blocks
-        ready = {index: entry.oldest_version for index, entry in run.entries.items() if entry.step is None}
+        run.check_bound()
+        ready = {entry.index: entry.oldest_version for entry in run.open}
         if (chosen := run.learn()) is None:
-            run.end_one()  # something is always running: otherwise `draw` fails on an empty list
+            events = [
+                run.end_one,
+                run.end_one,
+                *([run.score_one] if run.parked else []),
+                *([run.resume] if data.draw(st.booleans()) else []),
+            ]
+            assert run.running, "something is always running if a step lacks groups, however many are parked"
+            data.draw(st.sampled_from(events))()
+            run.start_groups()
             continue
         left = [version for index, version in ready.items() if index not in chosen and version is not None]
-        useful = [ready[index] for index in chosen if order.has_preference(run.entries[index])]
-        if oldest_first:
-            assert all(version is not None and version <= min(left, default=version) for version in useful), "the oldest first"
+        useful = [ready[index] for index in chosen if not order.is_replaceable(run.entries[index]) and ready[index] is not None]
+        if order.oldest_first:
+            assert all(version <= min(left, default=version) for version in useful if version is not None), "the oldest first"
         else:
             assert {order.block_of(index) for index in chosen} == {run.version - 1}
-        if max_staleness == 0:
+        if not order.accepts_late and order.depth == 1:
             assert set(ready.values()) <= {run.version - 1, None}, "on-policy"
-    assert not run.running() and all(entry.step is not None for entry in run.entries.values()), "no finished group is discarded"
-    assert sum(order.has_preference(entry) for entry in run.entries.values()) <= per_step * run.steps
+        run.start_groups()
+    if not any(entry.late_parts for entry in run.entries.values()):
+        assert not run.running and not run.open, "no finished group is discarded"
+        assert sum(order.has_preference(entry) for entry in run.entries.values()) <= per_step * run.steps
+    while run.parked:
+        run.score_one()
+    run.steps += 2 + len(run.open) // per_step  # the run is resumed with more steps
+    run.resume()
+    while any(entry.late_parts and entry.step is None for entry in run.entries.values()):
+        assert run.version < run.steps, "every late group is trained once its scores have arrived"
+        if run.learn() is None:
+            run.end_one()
+        while run.parked:
+            run.score_one()
+        run.start_groups()
+
+
+def test_groups_whose_scores_never_arrive_do_not_sample_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "MAX_PARKED_BLOCKS", 2)
+    order = GroupOrder(per_step=3, depth=2)
+    starts, slot = BlockStarts(order, cast(Any, Ledger(order, None, steps=0))), 0
+    while starts.admit(slot, version=0, parked=slot):  # each group is parked at once
+        slot += 1
+    assert slot == order.per_step * (order.depth + 2)
+    assert starts.admit(slot, version=1, parked=slot), "a step made room"
 
 
 @settings(max_examples=examples(60))
 @given(data=st.data(), per_step=st.integers(1, 4), extra=st.integers(0, 3))
 def test_on_policy_both_orders_take_the_same_groups(data: st.DataObject, per_step: int, extra: int) -> None:
-    run = Ledger(GroupOrder(per_step=per_step, extra=extra), data.draw, steps=3, max_staleness=0)
+    run = Ledger(GroupOrder(per_step=per_step, extra=extra, depth=1, accepts_late=False), data.draw, steps=3)
     other = GroupOrder(per_step=per_step, extra=extra, oldest_first=False)
     while run.version < run.steps:
         expected = other.select(run.version, [run.entries[index] for index in sorted(run.entries)])
@@ -124,6 +220,7 @@ def test_on_policy_both_orders_take_the_same_groups(data: st.DataObject, per_ste
             raise AssertionError(expected)
         if expected is None:
             run.end_one()
+        run.start_groups()
 
 
 def test_a_slow_group_does_not_hold_up_the_steps_and_is_trained_as_soon_as_it_ends() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from agentrl.config.tools import MemoryConfig
 from agentrl.errors import ServingError, StoreError, UserError
 from agentrl.evaluation.held_out import HeldOutEvaluation
 from agentrl.evaluation.replay import ReplaySetup, replay_state
-from agentrl.experience import GroupOrder, SqliteStore
+from agentrl.experience import BlockStarts, GroupOrder, SqliteStore
 from agentrl.failure.trace import CaptureReason, Trace
 from agentrl.memory import NoteStore, StoreView, WrittenNotes
 from agentrl.memory import store as memory_store
@@ -27,7 +28,7 @@ from agentrl.records import Group, Split, Task
 from agentrl.records.episode import Memo
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.run.rollouts import Rollouts
+from agentrl.run.rollouts import Rollouts, RunningGroups
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of
@@ -82,7 +83,10 @@ async def played(folder: Path, steps: range, family: Family, before: tuple[Group
         for step in steps:
             for earlier in range(step):
                 take_step(run.order, run.store, earlier)
-            await Rollouts.of(run).block(step)
+            async with asyncio.TaskGroup() as running:
+                groups = RunningGroups(Rollouts.of(run), running)
+                for slot in range(step * run.order.per_step, (step + 1) * run.order.per_step):
+                    groups.start(slot)
         return list(run.store.groups(indices(run.store)))
 
 
@@ -124,7 +128,7 @@ async def test_a_late_group_reads_its_version_however_many_notes_came_later(tmp_
     groups += [_moved(group, group.index + 8) for group in groups]
     store, order = SqliteStore(tmp_path / "experience.sqlite"), GroupOrder.from_recipe(RECIPE)
     assert RECIPE.memory is not None
-    memory = RunMemory(RECIPE.memory, tmp_path, store, order, max_staleness=1)
+    memory = RunMemory(RECIPE.memory, tmp_path, store, order, BlockStarts(order, store))
     for group in groups:
         if group.index != 4:
             store.put(group)

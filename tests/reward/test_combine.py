@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import time
+from dataclasses import replace
 
 import pytest
 
 from agentrl.config import TasksConfig, build
 from agentrl.errors import RecipeError
-from agentrl.records import Episode, Message, SandboxSpec, Score, ScoredEpisode, Split, Task
-from agentrl.reward import TaskScorer
+from agentrl.records import Episode, Message, PendingPart, SandboxSpec, Score, ScoredEpisode, Split, Task
+from agentrl.reward import Rubric, TaskScorer
 from agentrl.reward.combine import AUDIT_PART, add_audit, add_branches, audit_contradiction
 from agentrl.session.measure import MAX_PARTS, score_part_means
+from rewards.late import Late
 
 HERE = "tests.reward.test_combine"
 
@@ -39,6 +42,15 @@ TASK = Task(
     split=Split.TRAIN,
 )
 EPISODE = Episode(id="e", task_id="t", task_key=TASK.key, trajectories=(), answer="x")
+
+
+async def reviewed(task: Task, episode: Episode) -> Score:
+    return Score(value=None, parts={"length": 3.0}, partial=0.5, pending=(PendingPart(name="style", weight=0.25, high=2.0),))
+
+
+late = Late(part="human", low=-1.0, expires_s=60.0)
+again = Late(part="human")
+in_a_rubric = Rubric(parts={"strict": (strict, 0.5), "late": (late, 0.5)})
 
 
 def scored(score: Score) -> ScoredEpisode:
@@ -94,3 +106,35 @@ def test_verifiers_without_branch_scores_contribute_their_value() -> None:
     combined = add_branches(Score(value=0.7), [(0.75, judged), (0.25, plain)])
     assert combined.branches == (None, 0.1, 0.475) and combined.without == (None, 0.1, None) and combined.value == 0.7
     assert add_branches(Score(value=0.4), [(1.0, plain)]) == plain
+
+
+def task_of(*names: str) -> Task:
+    return replace(TASK, verifiers=tuple(f"{HERE}:{name}" for name in names))
+
+
+async def test_late_parts_are_averaged_with_the_scores_that_are_known() -> None:
+    """strict gives 0.25, reviewed 0.5 + 0.25 * style, late the human's value."""
+    now = time.time()
+    score = await TaskScorer(audit=(f"{HERE}:generous",))(task_of("strict", "reviewed", "late"), EPISODE)
+    assert score.value is None and not score.is_absent and score.partial == (0.25 + 0.5) / 3
+    style, human = score.pending
+    assert score.reason == "waits for late scores: style, human"
+    assert (style.name, style.weight, style.high, style.expires_at) == ("style", 0.25 / 3, 2.0, None)
+    assert (human.name, human.weight, human.low) == ("human", 1 / 3, -1.0) and 59.0 < (human.expires_at or 0.0) - now < 90.0
+    complete = score.with_part("human", -1.0).with_part("style", 2.0)
+    assert complete.value == pytest.approx((0.25 + (0.5 + 0.25 * 2.0) - 1.0) / 3)
+    assert complete.parts[f"{HERE}:strict"] == 0.25 and complete.parts["human"] == -1.0 and complete.parts[AUDIT_PART] == 1.0
+    assert score.with_part("human", None).is_absent, "an expired part is never 0"
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (("late", "again"), "two verifiers wait for late parts of the same name"),
+        (("late", "broken"), "raised RuntimeError"),
+        (("in_a_rubric",), "a rubric cannot wait for a late score"),
+    ],
+)
+async def test_late_parts_that_cannot_be_combined_leave_the_episode_unscored(names: tuple[str, ...], reason: str) -> None:
+    score = await TaskScorer()(task_of(*names), EPISODE)
+    assert score.is_absent and reason in score.reason

@@ -157,7 +157,7 @@ def leaves(kind: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 DECIDES = (
-    *("name", "seed", "max_staleness", "order", "device", "store"),
+    *("name", "seed", "max_staleness", "pipeline_depth", "order", "device", "store"),
     *("policy.*", "tasks.*", "mcp.*", "tools.*", "memory.*", "objective.*", "critic.*"),
     *("learner.lr", "learner.warmup_steps", "learner.lr_schedule", "learner.weight_decay", "learner.max_grad_norm", "learner.lora.*"),
     *("learner.minibatches", "learner.kernels", "learner.offload"),

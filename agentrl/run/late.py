@@ -1,0 +1,89 @@
+"""Follows the groups that wait for late scores: counts them, ends the waiting for expired parts, and records their outcomes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from agentrl.errors import UserError
+from agentrl.experience import GroupOrder
+from agentrl.experience.blocks import MAX_PARKED_BLOCKS
+from agentrl.experience.late_parts import Clock
+from agentrl.failure import Capture
+from agentrl.protocols import ExperienceStore, Tracker
+from agentrl.records import Group, Task
+from agentrl.task.group_tasks import GroupTasks
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+
+
+def check_order(order: GroupOrder, *late: str) -> None:
+    """Raises `UserError` if there are late scores, which the arguments name, and the order accepts none."""
+    if late and not order.accepts_late:
+        raise UserError(
+            f"{late[0]}: a step of this run waits for its own groups, so no score may be late",
+            fix="use order=oldest_first and max_staleness of 1 or more, or a verifier that scores at once",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateGroups:
+    """The parked groups of one run. `changed` is set when their number changes; who waits for it clears it."""
+
+    order: GroupOrder
+    store: ExperienceStore
+    tasks: GroupTasks
+    capture: Capture
+    tracker: Tracker
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _clock: Clock = field(default_factory=Clock)
+    _parked: dict[int, Task | None] = field(default_factory=dict)  # a task that an earlier driver sampled is None
+
+    @property
+    def count(self) -> int:
+        """The number of parked groups, as of the last look at the store."""
+        return len(self._parked)
+
+    def resume(self) -> None:
+        """Reads the parked groups that an earlier driver has left."""
+        for index in self.store.parked():
+            self._parked.setdefault(index, None)
+
+    def check(self, group: Group) -> None:
+        """Raises `UserError` if scores of the group are late and the run's order accepts none."""
+        check_order(self.order, *(f"late score {part.name!r} of group {group.index}" for _, _, part in group.pending))
+
+    def park(self, task: Task | None, group: Group) -> None:
+        """Counts a stored group that waits for late scores."""
+        self._parked[group.index] = task
+        self.changed.set()
+        if self.count == MAX_PARKED_BLOCKS * self.order.per_step:
+            self.tracker.alert(
+                f"{self.count} groups wait for late scores; no more are sampled in their place. Send scores (`agentrl store` lists the"
+                " pending ones), or let the verifier's parts expire earlier"
+            )
+
+    async def watch(self) -> None:
+        """Ends the waiting for expired parts, and follows groups that become ready. Ends only by cancellation or `StoreError`."""
+        while True:
+            if self._parked:
+                self.update()
+            await asyncio.sleep(_POLL_S)
+
+    def update(self) -> None:
+        """Looks at the store once."""
+        if expired := self.store.expire_scores(now=self._clock.now()):
+            log.info("late scores of groups %s have expired", ", ".join(map(str, expired)))
+        ready = sorted(self._parked.keys() - set(self.store.parked()))
+        if not ready:
+            return
+        groups = self.store.groups(ready)
+        self.tasks.record_scores(groups)
+        for group in groups:
+            self.tracker.progress(group.index, group)
+            if (task := self._parked.pop(group.index)) is not None:
+                self.capture.capture_group(task, group, step=self.order.block_of(group.index))
+        self.changed.set()

@@ -1,0 +1,93 @@
+"""The quickstart with scores that arrive late: a reviewer sends each one after a random delay, and the run does not wait.
+
+    agentrl train recipes/late_scores.py
+    agentrl store runs/late_scores --state parked          # the groups that wait, also during the run
+
+The reviewer is a thread next to the run that knows the right answers. It writes what it will send to `reviews.jsonl` in the run folder, so
+that a resumed run gets the scores of episodes that an earlier session sampled. Held-out tasks are scored at once. Compare the curve with
+that of `recipes/quickstart.py`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import queue
+import random
+import threading
+import time
+from pathlib import Path
+from typing import ClassVar
+
+from agentrl.base.files import append_lines, complete_lines
+from agentrl.errors import ScoreRejected
+from agentrl.experience import SqliteStore
+from agentrl.records import Episode, LateScore, PendingPart, Score, Split, Task, codec
+from recipes.quickstart import recipe as quickstart
+from rewards.tables import exact_answer
+
+PART = "review"
+DELAY_S = (1.0, 30.0)
+EXPIRES_S = 600.0
+_AGAIN_S = 1.0  # after a score for an episode whose group is not stored yet
+
+
+class Reviewer:
+    """Scores training episodes by `rewards.tables.exact_answer`, after a delay."""
+
+    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    timeout_s = 30.0
+    is_late = True
+
+    def __init__(self, delay_s: tuple[float, float] = DELAY_S) -> None:
+        self._delay_s = delay_s
+        self._new: queue.SimpleQueue[LateScore] = queue.SimpleQueue()
+        self._path: Path | None = None
+
+    def prepare(self, *, root: Path, folder: Path | None) -> None:
+        """Starts sending scores to the run in `folder`, from those that an earlier session left. Without a folder, scores are not late."""
+        if folder is None or self._path is not None:
+            return
+        self._path = folder / "reviews.jsonl"
+        threading.Thread(target=self._send, args=(folder,), name="reviewer", daemon=True).start()
+
+    async def __call__(self, task: Task, episode: Episode) -> Score:
+        """The score; of a training episode only that it will come."""
+        score = await exact_answer(task, episode)
+        if self._path is None or task.split is not Split.TRAIN or score.value is None:
+            return score
+        late = LateScore(episode_id=episode.id, part=PART, value=score.value, scored_by="reviewer", key=episode.id)
+        append_lines(self._path, [codec.to_json(late) + b"\n"])
+        self._new.put(late)
+        return Score(value=None, evidence=score.evidence, pending=(PendingPart(name=PART, expires_at=time.time() + EXPIRES_S),))
+
+    def _send(self, folder: Path) -> None:
+        """Sends scores when they are due, until the process ends."""
+        assert self._path is not None
+        chance, due = random.Random(0), list[tuple[float, str, LateScore]]()
+        for line in complete_lines(self._path):  # a score that the store has is answered again
+            self._new.put(LateScore(**json.loads(line)))
+        store: SqliteStore | None = None
+        while True:
+            try:
+                late = self._new.get(timeout=max(0.0, due[0][0] - time.monotonic()) if due else None)
+                heapq.heappush(due, (time.monotonic() + chance.uniform(*self._delay_s), late.key, late))
+            except queue.Empty:
+                store = store or SqliteStore(folder / "experience.sqlite")
+                _, key, late = heapq.heappop(due)
+                try:
+                    store.add_score(late, now=time.time())
+                except ScoreRejected as rejected:
+                    if rejected.cause == "unknown":
+                        heapq.heappush(due, (time.monotonic() + _AGAIN_S, key, late))
+
+
+reviewed = Reviewer()
+recipe = quickstart.but(
+    {"name": "late_scores", "tasks.verifiers": ["recipes.late_scores:reviewed"], "max_staleness": 3, "pipeline_depth": 2}
+)
+
+if __name__ == "__main__":
+    from agentrl.cli import run_recipe
+
+    run_recipe(__file__)

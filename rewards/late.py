@@ -1,0 +1,51 @@
+"""A score that a person or another program sends after the episode.
+
+    rewards.late:late                                    with task.data = {"late": {"part": "review", "expires_s": 86400}}
+    review = Late(part="review", low=1, high=5)          in rewards/mine.py, referenced as rewards.mine:review
+
+The episode's group waits in the ledger, parked, and is trained when its scores have arrived; the run does not wait. With further verifiers
+the late value is averaged with theirs. Evaluations and `agentrl check` do not wait: there, the episode has no score.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from agentrl.records import Episode, PendingPart, Score, Task
+from agentrl.records.late_score import MAX_NAME_CHARS
+from agentrl.reward.configured import ConfiguredVerifier
+
+LONGEST_S = 366 * 86_400.0
+
+
+class Late(ConfiguredVerifier):
+    """Waits for one late value. Settings in `task.data["late"]`."""
+
+    name: ClassVar[str] = "late"
+    is_late: ClassVar[bool] = True  # so that a run that accepts no late scores does not start
+
+    part: str = Field("human", min_length=1, max_length=MAX_NAME_CHARS)
+    """Name of the part that is sent later."""
+    low: float = Field(0.0, allow_inf_nan=False)
+    high: float = Field(1.0, allow_inf_nan=False)
+    """Smallest and largest valid value."""
+    expires_s: float | None = Field(None, gt=0, le=LONGEST_S)
+    """Seconds after the episode until which the value may arrive; then the episode is excluded. None: no limit."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError("low < high is required")
+        return self
+
+    async def __call__(self, task: Task, episode: Episode) -> Score:
+        """A score without a value, which waits for the part."""
+        rules = self.for_task(task)
+        expires_at = None if rules.expires_s is None else time.time() + rules.expires_s
+        return Score(value=None, pending=(PendingPart(name=rules.part, low=rules.low, high=rules.high, expires_at=expires_at),))
+
+
+late = Late()

@@ -1,0 +1,134 @@
+"""Groups whose scores arrive late, in the real loop around a scripted policy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from agentrl.config import Recipe
+from agentrl.errors import UserError
+from agentrl.experience.audit import count, verify
+from agentrl.failure.collection import Collection, TraceFilter
+from agentrl.records import Episode, GroupUse, LateScore, PendingPart, Score, Task
+from agentrl.reward import TaskScorer
+from agentrl.run import loop
+from agentrl.session import opening
+from agentrl.session.folder import RunStart
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+from tests import driving
+from tests.driving import Family, Journaled, make_recipe
+
+LATE_TASKS = ("task-0", "task-2")
+
+
+def recipe_of(**rollout: Any) -> Recipe:
+    return make_recipe(group={"size": 2}, **rollout).but({"steps": 2, "max_staleness": 1, "learner.keep_versions": 3})
+
+
+class Scores:
+    """Two tasks are scored late, the others at once. The two attempts differ."""
+
+    expires_at: float | None = None
+
+    async def __call__(self, task: Task, episode: Episode) -> Score:
+        if task.id in LATE_TASKS:
+            return Score(value=None, pending=(PendingPart(name="human", expires_at=self.expires_at),))
+        return Score(value=float(episode.id.endswith("-0-a0")))
+
+
+def send(run: opening.Run, group: int) -> None:
+    for attempt in range(2):
+        episode = f"g{group:06d}-{attempt}-a0"
+        score = LateScore(episode_id=episode, part="human", value=float(attempt), scored_by="ann", key=episode)
+        run.store.add_score(score, now=time.time())
+
+
+def steps_of(run: opening.Run) -> list[tuple[int, ...]]:
+    """The steps that a learner could run now."""
+    steps = []
+    while (chosen := run.order.select(len(steps), run.store.entries())) is not None:
+        run.store.commit(len(steps), dict.fromkeys(chosen, GroupUse(reason="test")), "c")
+        steps.append(chosen)
+    return steps
+
+
+async def test_parked_groups_are_replaced_and_trained_when_their_scores_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driving, "one", Scores())
+    journal, recipe = tmp_path / "journal.jsonl", recipe_of(groups_per_step=2)
+    async with driving.opened(tmp_path, Journaled(journal), ScriptedSandboxes(printing("3")), recipe, Family()) as run:
+        await loop._roll_out(run)  # version 0 serves, and two blocks may be in flight: all four groups, and two more for the parked ones
+        assert [(entry.index, entry.state) for entry in run.store.entries()] == [
+            *((0, "parked"), (1, "ready"), (2, "parked"), (3, "ready"), (4, "ready"), (5, "ready"))
+        ]
+        assert run.store.block_versions() == {2: 0}, "the third block started early"
+        assert run.order.select(0, run.store.entries()) == (1, 3)
+        assert not captured(tmp_path) & {"task-0", "task-2"}, "an episode without its late score has not failed"
+        send(run, 0)
+        run.late.update()
+        assert run.late.count == 1 and run.late.changed.is_set() and "task-0" in captured(tmp_path)
+        assert [line["highest"] for line in outcomes(tmp_path) if line["task"] == "task-0"] == [0.0, 1.0]
+    send_before = indices_sampled(journal)
+    async with driving.opened(tmp_path, Journaled(journal), ScriptedSandboxes(printing("3")), recipe, Family()) as run:
+        await loop._roll_out(run)
+        assert indices_sampled(journal) == send_before and run.late.count == 1, "a resumed run repeats nothing"
+        send(run, 2)
+        run.late.update()
+        assert run.late.count == 0 and [line["highest"] for line in outcomes(tmp_path) if line["task"] == "task-2"] == [0.0, 1.0]
+        assert steps_of(run) == [(0, 1), (2, 3), (4, 5)]
+        assert list(verify(tmp_path, run.store)) == []
+
+
+async def test_expired_scores_exclude_their_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = Scores()
+    scores.expires_at = time.time() + 3600.0
+    monkeypatch.setattr(driving, "one", scores)
+    async with driving.opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe_of(), Family()) as run:
+        await loop._roll_out(run)
+        assert count(run.store.entries()).parts_pending == 4
+        monkeypatch.setattr(run.late._clock, "now", lambda: scores.expires_at)
+        run.late.update()
+        assert run.late.count == 0
+        assert {one.score.reason for one in run.store.groups([0])[0].episodes} == {"late score expired: human"}
+
+
+@pytest.mark.parametrize("changes", [{"order": "in_order"}, {"max_staleness": 0}])
+async def test_a_run_whose_steps_wait_for_their_groups_rejects_late_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(driving, "one", Scores())
+
+    async def never(served: object, number: int) -> None:
+        await asyncio.sleep(3600.0)
+
+    monkeypatch.setattr(driving.AlwaysServed, "wait_version", never)
+    recipe = recipe_of().but(changes)
+    async with driving.opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, Family()) as run:
+        with pytest.raises(ExceptionGroup) as error:
+            await loop._roll_out(run)
+        assert error.group_contains(UserError, match=r"late score 'human' of group [02]: a step of this run waits(.|\n)*fix: use order")
+        assert not run.store.parked()
+    scorer = TaskScorer()
+    scorer.load(["rewards.late:late"])
+    start, checked = RunStart(recipe=Path("recipes/mine.py"), folder=tmp_path, overrides=()), cast(Any, SimpleNamespace(scorer=scorer))
+    with pytest.raises(UserError, match=r"verifier rewards\.late:late: a step of this run waits"):
+        await loop.train(recipe, start, checked, root=tmp_path)
+
+
+def captured(folder: Path) -> set[str]:
+    with Collection(folder) as collection:
+        return {trace.task.id for trace in collection.traces(TraceFilter(phase="train")) if trace.task is not None}
+
+
+def outcomes(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "tasks.jsonl").read_text().splitlines()]
+
+
+def indices_sampled(journal: Path) -> list[str]:
+    return sorted(json.loads(line)["request"] for line in journal.read_text().splitlines() if "request" in json.loads(line))
