@@ -64,6 +64,11 @@ COMMANDS: dict[str, dict[str, Command]] = {
         ),
         "judge": Command("judging:judge_app", "Measure a model judge on human labels and correct its success rates."),
         "label": Command("judging:label", "Label the answers of a run by hand.", "label runs/quickstart --by anna --phase after"),
+        "score": Command(
+            "score:score",
+            "List the scores that a run waits for, and send them: by command, from a file, over HTTP or on a web page.",
+            "score runs/mine --list; agentrl score runs/mine EPISODE review 0.5 --by anna; agentrl score runs/mine --serve --port 8421",
+        ),
     },
     "Failures": {
         "failures": Command("failures:failures_app", "List, read, tag, cluster, promote, import and export captured failures."),

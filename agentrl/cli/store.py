@@ -110,6 +110,17 @@ def _opened(run_dir: Path) -> Iterator[tuple[ExperienceStore, Progress]]:
     from rich.console import Console
     from rich.progress import Progress as Bar
 
+    with (
+        open_run_store(run_dir) as opened,
+        Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar,
+    ):
+        task = bar.add_task("groups", total=None)
+        yield opened, lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def open_run_store(run_dir: Path) -> Iterator[ExperienceStore]:
+    """Opens the store of a run for one command. Raises `UserError` if the folder contains no run, or no group is stored yet."""
     from agentrl.config import recipe
     from agentrl.experience import open_store
     from agentrl.plugins.references import add_project_root
@@ -124,9 +135,7 @@ def _opened(run_dir: Path) -> Iterator[tuple[ExperienceStore, Progress]]:
         )
     opened = open_store(run_dir, loaded)
     try:
-        with Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-            task = bar.add_task("groups", total=None)
-            yield opened, lambda done, total: bar.update(task, completed=done, total=total)
+        yield opened
     finally:
         opened.close()
 

@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -28,6 +29,11 @@ _INSET = 11  # between the edges of the grid and the first and last step
 def render(template: str, **values: Any) -> str:
     """Renders a template of `agentrl/observe/templates`. Raises `jinja2.UndefinedError` for a missing value."""
     return environment().get_template(template).render(**values)
+
+
+def template_file(name: str) -> bytes:
+    """Returns the content of a file of `agentrl/observe/templates` without rendering it."""
+    return (files("agentrl.observe") / "templates" / name).read_bytes()
 
 
 @cache

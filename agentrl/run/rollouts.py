@@ -17,7 +17,7 @@ from agentrl.protocols import ExperienceStore, Tracker
 from agentrl.records import Group, LedgerEntry, Task
 from agentrl.rollout import GroupSampler, excluded_group, failure_from_error, task_fault
 from agentrl.run.late import LateGroups
-from agentrl.session.transcript import append_transcripts, transcript
+from agentrl.session.transcript import PendingTranscripts, append_transcripts, transcript
 from agentrl.task.group_tasks import GroupTasks
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class Rollouts:
 
     async def prepare_block(self, block: int) -> None:
         """Brings notes and task weights up to date for the groups of a block. Call it once the block may start."""
+        await asyncio.to_thread(PendingTranscripts(self.folder).remove_scored, self.store)
         if self.memory is not None:
             await self.memory.prepare_block(block)
         await self.tasks.prepare_block(block)
@@ -73,6 +74,7 @@ class Rollouts:
         late = any(group.pending)
         if late and task is not None:
             self.tasks.record(task, group)  # before it is stored: once it has its scores, the task may no longer be known
+            await asyncio.to_thread(PendingTranscripts(self.folder).write, task, group, step=step)
         group = self._stored(group)
         self.checkpoints.remove_group(index)
         if late:

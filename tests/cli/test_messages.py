@@ -66,6 +66,7 @@ NOWHERE = [
     ["practice", "{}", "recipes/quickstart.py"],
     ["report", "{}"],
     ["label", "{}"],
+    ["score", "{}", "--list"],
     ["versions", "{}"],
     ["memory", "{}"],
     ["failures", "list", "{}"],

@@ -1,0 +1,140 @@
+"""`agentrl score`."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentrl.base.user_code import printable
+from agentrl.cli.running import JsonFlag
+from agentrl.cli.store import open_run_store
+from agentrl.errors import UserError
+from agentrl.protocols import ExperienceStore
+
+if TYPE_CHECKING:
+    from agentrl.session.late_scores import ImportReport
+
+_SHOWN = 20  # pending parts or rejected lines printed without --json
+_PAGE = 500
+
+
+def score(
+    run_dir: Annotated[Path, typer.Argument(help="Run folder.")],
+    episode: Annotated[str | None, typer.Argument(help="Id of the episode.")] = None,
+    part: Annotated[str | None, typer.Argument(help="Name of the pending part.")] = None,
+    value: Annotated[float | None, typer.Argument(help="The score. Write -- before a negative number.")] = None,
+    by: Annotated[str, typer.Option(help="Who scored it. Default: the user name.")] = "",
+    key: Annotated[str, typer.Option(help="Idempotency key: a repeated score with this key counts once. Default: a hash.")] = "",
+    list_all: Annotated[bool, typer.Option("--list", help="List what can be scored now.")] = False,
+    import_file: Annotated[
+        Path | None, typer.Option("--import", help="Send the scores of a file: one JSON object per line, as for POST /scores.")
+    ] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve POST /scores and a page for people until ctrl-C.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0: any free port.")] = 8421,
+    host: Annotated[str, typer.Option(help="Address of --serve.")] = "127.0.0.1",
+    blind: Annotated[bool, typer.Option("--blind", help="Hide the reference answers on the page.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the scores that a run waits for, and send them. Works during the run and after it.
+
+    A line of --import: {"episode_id": ..., "part": ..., "value": ..., "scored_by": ..., "key": ...}; the last two are optional. Exits with
+    1 if a line was rejected, and with 2 if a single score was.
+    """
+    single = (episode, part, value)
+    if sum((any(one is not None for one in single), list_all, import_file is not None, serve)) != 1:
+        raise UserError("give exactly one of EPISODE PART VALUE, --list, --import and --serve", fix="agentrl score --help has examples")
+    with open_run_store(run_dir) as store:
+        if list_all:
+            _list(store, as_json=as_json)
+        elif import_file is not None:
+            _import(store, import_file, by or _user(), as_json=as_json)
+        elif serve:
+            asyncio.run(_serve(store, run_dir, host, port, blind=blind, user=by or _user()))
+        elif any(one is None for one in single):
+            raise UserError("EPISODE, PART and VALUE belong together", fix="agentrl score RUN EPISODE PART VALUE")
+        else:
+            _send(store, {"episode_id": episode, "part": part, "value": value, "key": key or None}, by or _user(), as_json=as_json)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name
+        return ""
+
+
+def _list(store: ExperienceStore, *, as_json: bool) -> None:
+    from agentrl.experience.late_parts import Clock
+    from agentrl.observe.stats import format_duration
+    from agentrl.session.late_scores import pending_data
+
+    now, after, parts = Clock().now(), "", list[dict[str, Any]]()
+    while page := store.pending_scores(limit=_PAGE, after=after):
+        parts += pending_data(page, now=now)
+        after = page[-1].episode_id
+    if as_json:
+        print(json.dumps(parts))
+        return
+    for part in parts[:_SHOWN]:
+        left = "no limit" if part["left_s"] is None else f"{format_duration(part['left_s'])} left"
+        print(f"{_line(part['episode_id'])}  {_line(part['part'])} {part['low']:g} to {part['high']:g}  {left}  {_line(part['task_id'])}")
+    print(f"{len(parts)} pending scores" + (f"; --json lists the other {len(parts) - _SHOWN}" if len(parts) > _SHOWN else ""))
+
+
+def _send(store: ExperienceStore, data: dict[str, Any], by: str, *, as_json: bool) -> None:
+    from agentrl.experience.late_parts import Clock
+    from agentrl.records import codec
+    from agentrl.session.late_scores import read_score
+
+    receipt = store.add_score(read_score(data, scored_by=by), now=Clock().now())
+    if as_json:
+        print(json.dumps(codec.to_data(receipt)))
+        return
+    state = "was stored before" if receipt.repeated else "is stored"
+    print(f"the score {state}: attempt {receipt.attempt} of group {receipt.group}, which waits for {receipt.remaining} more scores")
+
+
+def _import(store: ExperienceStore, path: Path, by: str, *, as_json: bool) -> None:
+    from agentrl.session.late_scores import import_scores
+
+    report: ImportReport = import_scores(store, path, scored_by=by)
+    if as_json:
+        print(json.dumps({**report.counts, "lines": report.rejected}))
+    else:
+        for line in report.rejected[:_SHOWN]:
+            print(_line(f"{path}:{line['line']}: {line['cause']}: {line['message']}; {line['fix']}"), file=sys.stderr)
+        if (more := report.counts["rejected"] - _SHOWN) > 0:
+            print(f"and {more} more rejected lines; --json lists up to 1,000", file=sys.stderr)
+        print(", ".join(f"{count} {name}" for name, count in report.counts.items()))
+    raise typer.Exit(1 if report.counts["rejected"] else 0)
+
+
+async def _serve(store: ExperienceStore, run_dir: Path, host: str, port: int, *, blind: bool, user: str) -> None:
+    from agentrl.base.installation import install_command
+
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise UserError(f"--serve needs {' and '.join(missing)}", fix=install_command("gateway"))
+    from agentrl.gateway.http_server import HttpServer
+    from agentrl.session.score_server import TOKEN_FILE, ScoreServer, run_token
+
+    token = run_token(run_dir)
+    routes = ScoreServer(store=store, run_dir=run_dir, token=token, blind=blind, user=user)
+    server = HttpServer(app=routes.app(), name="score server", host=host, port=port)
+    await server.start()
+    try:
+        print(f"programs: POST {server.url}/scores, Authorization: Bearer TOKEN, with the token in {run_dir / TOKEN_FILE}")
+        print(f"people:   {server.url}/{f'#{token}' if sys.stdout.isatty() else ''}", flush=True)
+        await server.wait()
+    finally:
+        await server.stop()
+
+
+def _line(text: str) -> str:
+    return " ".join(printable(text, 300).split())

@@ -1,0 +1,148 @@
+"""Late scores as their senders write them: one JSON object per score, and one answer per score.
+
+    {"episode_id": "g12-3", "part": "review", "value": 0.5, "scored_by": "anna", "key": "review-812"}
+
+`scored_by` and `key` are optional. The default key is a hash of the other fields, so a repeated sending of the same score is recognized.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentrl.base.untrusted_files import open_file
+from agentrl.base.user_code import printable
+from agentrl.errors import ScoreRejected, UserError
+from agentrl.experience.late_parts import Clock
+from agentrl.protocols import ExperienceStore
+from agentrl.records import LateScore, PendingScore, ScoreReceipt, codec
+
+FIELDS = ("episode_id", "part", "value", "scored_by", "key")
+ANONYMOUS = "anonymous"
+"""`LateScore.scored_by` of a score without a sender."""
+MAX_LINE = 64 << 10
+"""Bytes of one line of an imported file."""
+MAX_LINES = 200_000
+_SHOWN = 300  # characters of a text in an error
+_MAX_REPORTED = 1000  # rejected lines with their reason in a report
+
+
+def read_score(data: Any, *, scored_by: str = "") -> LateScore:
+    """Returns the score in a JSON value. Raises `ScoreRejected` with the cause `malformed` or `not_finite`.
+
+    Args:
+        scored_by: the sender of a score that names none.
+    """
+    fix = f"send an object with episode_id, part and value, such as {_EXAMPLE}"
+    if not isinstance(data, dict):
+        raise ScoreRejected(f"a score must be an object, got {type(data).__name__}", cause="malformed", fix=fix)
+    if unknown := [name for name in data if name not in FIELDS]:
+        raise ScoreRejected(f"unknown field {_brief(unknown[0])}", cause="malformed", fix=f"the fields of a score are {', '.join(FIELDS)}")
+    if missing := [name for name in FIELDS[:3] if data.get(name) is None]:
+        raise ScoreRejected(f"the field {missing[0]} is missing", cause="malformed", fix=fix)
+    value = data["value"]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ScoreRejected(f"value must be a number, got {type(value).__name__}", cause="malformed", fix=fix)
+    if not _is_finite(value):
+        raise ScoreRejected("value is not finite", cause="not_finite", fix="send a finite number within the range of the part")
+    names = {name: data[name] for name in FIELDS if name != "value" and data.get(name) is not None}
+    if wrong := [name for name, text in names.items() if not isinstance(text, str)]:
+        raise ScoreRejected(f"{wrong[0]} must be a string", cause="malformed", fix=fix)
+    names.setdefault("scored_by", scored_by or ANONYMOUS)
+    names.setdefault("key", _default_key(names, value))
+    try:
+        return LateScore(value=float(value), **names)
+    except ValueError as error:
+        raise ScoreRejected(printable(str(error), _SHOWN), cause="malformed", fix=fix) from None
+
+
+_EXAMPLE = '{"episode_id": "...", "part": "review", "value": 0.5}'
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def _default_key(names: Mapping[str, str], value: float) -> str:
+    content = json.dumps([names["episode_id"], names["part"], float(value), names["scored_by"]])
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def _brief(value: object) -> str:
+    return ascii(value)[:80]
+
+
+def pending_data(pending: Iterable[PendingScore], *, now: float) -> list[dict[str, Any]]:
+    """Returns pending parts as JSON data, without those that have expired. `left_s`: remaining seconds; None means no limit."""
+    left = [(part, None if part.expires_at is None else part.expires_at - now) for part in pending]
+    return [{**codec.to_data(part), "left_s": left_s} for part, left_s in left if left_s is None or left_s > 0]
+
+
+def error_data(error: UserError) -> dict[str, Any]:
+    """Returns an error as JSON data: its cause, its message and what to do."""
+    cause = error.cause if isinstance(error, ScoreRejected) else "malformed"
+    return {"error": {"cause": cause, "message": error.message, "fix": error.fix}}
+
+
+@dataclass(slots=True)
+class ImportReport:
+    """What became of the lines of a file. `rejected` has the first 1,000 of them: number of the line, cause, message, fix."""
+
+    counts: Counter[str] = field(default_factory=lambda: Counter(accepted=0, repeated=0, rejected=0))
+    rejected: list[dict[str, Any]] = field(default_factory=list)
+
+    def accept(self, receipt: ScoreReceipt) -> None:
+        """Counts a receipt."""
+        self.counts["repeated" if receipt.repeated else "accepted"] += 1
+
+    def reject(self, line: int, error: UserError) -> None:
+        """Counts a rejected line."""
+        self.counts["rejected"] += 1
+        if len(self.rejected) < _MAX_REPORTED:
+            self.rejected.append({"line": line, **error_data(error)["error"]})
+
+
+def import_scores(store: ExperienceStore, path: Path, *, scored_by: str = "") -> ImportReport:
+    """Sends the scores of a file of JSON lines to a store, in order. A rejected line does not stop the import.
+
+    An interrupted import can be repeated: its first lines are then counted as repeated. Raises `UserError` for a file that cannot be read
+    or has more than `MAX_LINES` lines, and `StoreError`.
+    """
+    report, clock = ImportReport(), Clock()
+    try:
+        with open_file(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
+                if number > MAX_LINES:
+                    raise UserError(f"{path} has more than {MAX_LINES:,} lines", fix="split the file; the lines before were imported")
+                try:
+                    if len(line) > MAX_LINE:
+                        raise UserError(f"longer than {MAX_LINE >> 10} KiB", fix="write one score per line")
+                    if line.strip():
+                        report.accept(store.add_score(read_score(parse(line), scored_by=scored_by), now=clock.now()))
+                except UserError as error:
+                    report.reject(number, error)
+                while len(line) > MAX_LINE and not line.endswith(b"\n") and (line := file.readline(MAX_LINE + 1)):
+                    pass  # skip the rest of a line that is too long
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"{path}: {reason}", fix="give a file with one score per line") from None
+    return report
+
+
+def parse(text: bytes) -> Any:
+    """Returns the JSON value of a text, in which numbers may be infinite or NaN. Raises `ScoreRejected` for anything else."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ScoreRejected("this is not valid JSON", cause="malformed", fix=f"send {_EXAMPLE}") from None

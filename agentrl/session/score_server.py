@@ -1,0 +1,254 @@
+"""The HTTP server of `agentrl score RUN --serve`: late scores from programs, and a page on which people score episodes.
+
+Every route except the page's static files requires the run's token as `Authorization: Bearer TOKEN`. No cookie is used, so another web
+page cannot send a score in a user's name.
+
+    POST /scores    one score, or {"scores": [...]} with at most 100 (`agentrl.session.late_scores`)
+    GET /pending    what can be scored now, in pages: ?limit=100&after=EPISODE
+    POST /episode   an episode that can be scored now, as HTML for the page
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.base.secrets import register
+from agentrl.base.untrusted_files import read_bytes
+from agentrl.base.user_code import log_unexpected
+from agentrl.errors import AgentRLError, ScoreRejected, UserError
+from agentrl.experience.late_parts import Clock
+from agentrl.gateway.checks import array, known_fields, text, value_or
+from agentrl.gateway.request import RequestError
+from agentrl.gateway.wire import Identified, bytes_of, check_source, json_response, key_of
+from agentrl.observe.markup import render, template_file
+from agentrl.observe.transcripts import show_episode
+from agentrl.protocols import ExperienceStore
+from agentrl.records import codec
+from agentrl.session.late_scores import error_data, parse, pending_data, read_score
+from agentrl.session.transcript import PendingTranscripts
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+TOKEN_FILE = "score.token"
+"""File in the run folder with the token of its score server; only its user can read it."""
+MAX_SCORES = 100
+"""Scores of one request, and pending parts of one page."""
+MAX_BODY = 1 << 20
+BODY_S = 10.0
+ANSWER_S = 60.0
+AT_ONCE, WAITING = 4, 64
+"""Requests that use the store at a time, and requests in progress."""
+_MAX_SKIPPED = 1000
+_TOKEN = re.compile(rb"[A-Za-z0-9_-]{43}\n?")
+_STATUS = {
+    **{"malformed": 400, "not_finite": 400, "unknown": 404, "contradictory": 409, "finished": 409, "expired": 410, "out_of_range": 422},
+    **{"invalid": 400, "unknown_field": 400, "wrong_key": 401, "wrong_host": 403, "not_found": 404, "too_large": 413, "encoding": 415},
+    **{"too_many": 429, "failed": 503},
+}
+"""Cause of an error -> HTTP status. Only requests with 429 and 503 should be sent again."""
+_FIX = {
+    "wrong_key": f"send Authorization: Bearer TOKEN, with the token in {TOKEN_FILE} of the run folder",
+    "failed": "send the request again with the same key",
+    "too_many": "send the request again with the same key",
+}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none';"
+    " form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def run_token(run_dir: Path) -> str:
+    """Returns the token of a run's score server, and creates it on first use. Raises `UserError` if its file is not private or damaged."""
+    path = run_dir / TOKEN_FILE
+    try:
+        if not path.exists():
+            new = path.with_name(f".{TOKEN_FILE}.{secrets.token_hex(4)}")
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+            try:
+                os.link(new, path)  # fails if another server has created it meanwhile, whose token is then used
+            except FileExistsError:
+                pass
+            finally:
+                new.unlink()
+        content, mode = read_bytes(path, most=1 << 10, inside=run_dir), path.stat().st_mode
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}", fix="delete the file, or make the run folder writable") from None
+    if mode & 0o077 or not _TOKEN.fullmatch(content):
+        raise UserError(f"{path} is damaged, or other users can read it", fix="delete the file; the next start creates a new token")
+    return register(content.decode().strip())
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ScoreServer:
+    """The routes of a score server, as an ASGI application (`app`).
+
+    Args:
+        run_dir: the run folder, for the transcripts of pending episodes.
+        blind: do not show the reference answers.
+        user: the suggested name of the person on the page.
+    """
+
+    store: ExperienceStore
+    run_dir: Path
+    token: str
+    blind: bool = False
+    user: str = ""
+    _clock: Clock = field(default_factory=Clock)
+    _in_progress: int = 0
+    _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+
+    def app(self) -> Any:
+        """Returns the application."""
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        page = {"/": ("score.html", "text/html"), "/score.js": ("score.js", "text/javascript"), "/score.css": ("score.css", "text/css")}
+        routes = [Route(path, _static(name, kind), methods=["GET"]) for path, (name, kind) in page.items()]
+        routes.append(Route("/report.css", _static("report.css", "text/css"), methods=["GET"]))
+        for path, answer, method in (
+            ("/scores", self._scores, "POST"),
+            ("/pending", self._pending, "GET"),
+            ("/episode", self._episode, "POST"),
+        ):
+            routes.append(Route(path, self._guarded(answer), methods=[method]))
+        app = Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_route})
+        app.router.redirect_slashes = False
+        return Identified(app)
+
+    def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Any]:
+        """A route that requires the token. Its errors say nothing about the server."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                check_source(request.headers)
+                if not hmac.compare_digest(_hash(key_of(request.headers)), _hash(self.token)):
+                    raise RequestError("wrong_key", "The token is missing or wrong.")
+                if self._in_progress >= WAITING:
+                    raise RequestError("too_many", "The server is busy.")
+                self._in_progress += 1
+                try:
+                    async with asyncio.timeout(ANSWER_S):
+                        return _protected(await answer(request))
+                finally:
+                    self._in_progress -= 1
+            except RequestError as refused:
+                return _refusal(refused.kind, refused.message)
+            except (ScoreRejected, TimeoutError) as error:
+                return _answer_error(error)
+            except Exception as error:
+                log_unexpected("a request to the score server", error)
+                return _refusal("failed", "The scores cannot be stored or read now; the log of the server has the reason.")
+
+        return guarded
+
+    async def _scores(self, request: Request) -> Response:
+        data = parse(await bytes_of(request, BODY_S, most=MAX_BODY))
+        if not isinstance(data, dict) or "scores" not in data:
+            results = await self._on_store(lambda: [self._add(data)])
+            return json_response(results[0], _status(results[0]))
+        scores = array(known_fields(data, ("scores",))["scores"], "scores", most=MAX_SCORES)
+        results = await self._on_store(lambda: [self._add(score) for score in scores])
+        return json_response({"results": results}, 422 if any("error" in result for result in results) else 200)
+
+    def _add(self, data: Any) -> dict[str, Any]:
+        try:
+            return codec.to_data(self.store.add_score(read_score(data), now=self._clock.now()))
+        except ScoreRejected as error:
+            return error_data(error)
+
+    async def _pending(self, request: Request) -> Response:
+        limit, after = request.query_params.get("limit", str(MAX_SCORES)), request.query_params.get("after", "")
+        if not (limit.isascii() and limit.isdigit() and 0 < int(limit[:9]) <= MAX_SCORES):
+            raise RequestError("invalid", f"limit must be a number from 1 to {MAX_SCORES}.")
+        pending = await self._on_store(lambda: self.store.pending_scores(limit=int(limit), after=after))
+        last = pending[-1].episode_id if pending else None
+        return json_response({"pending": pending_data(pending, now=self._clock.now()), "next": last})
+
+    async def _episode(self, request: Request) -> Response:
+        from starlette.responses import HTMLResponse
+
+        fields = known_fields(parse(await bytes_of(request, BODY_S, most=MAX_BODY)), ("skipped", "scored_by"))
+        skipped = {text(name, "skipped") for name in array(value_or(fields.get("skipped"), []), "skipped", most=_MAX_SKIPPED)}
+        scored_by = text(value_or(fields.get("scored_by"), ""), "scored_by")
+        return HTMLResponse(await self._on_store(lambda: self._show(skipped, scored_by)))
+
+    def _show(self, skipped: set[str], scored_by: str) -> str:
+        """The HTML of a pending episode, in an order that differs between people; a note if nothing else is pending."""
+        part = min(self._candidates(skipped), key=lambda one: _hash(f"{scored_by}/{one['episode_id']}"), default=None)
+        if part is None:
+            return render("score_episode.html", part=None, skipped=len(skipped))
+        transcript = PendingTranscripts(self.run_dir).read(part["group"], part["attempt"]) or {"question": part["task_id"]}
+        shown = show_episode(transcript, title=part["task_id"])
+        outcome = [(name, value) for name, value in shown.outcome if not (self.blind and name == "truth")]
+        target = json.dumps({name: part[name] for name in ("episode_id", "part", "low", "high")})
+        return render("score_episode.html", part=part, target=target, shown=shown, outcome=outcome, user=self.user)
+
+    def _candidates(self, skipped: set[str]) -> list[dict[str, Any]]:
+        """The parts of the first page that has an episode which is not skipped."""
+        after = ""
+        while page := self.store.pending_scores(limit=MAX_SCORES, after=after):
+            if wanted := [part for part in pending_data(page, now=self._clock.now()) if part["episode_id"] not in skipped]:
+                return wanted
+            after = page[-1].episode_id
+        return []
+
+    async def _on_store(self, work: Callable[[], Any]) -> Any:
+        async with self._turns:
+            return await asyncio.to_thread(work)
+
+
+def _static(name: str, kind: str) -> Callable[[Request], Any]:
+    content = template_file(name)
+
+    async def answer(request: Request) -> Response:
+        from starlette.responses import Response
+
+        return _protected(Response(content, media_type=kind))
+
+    return answer
+
+
+def _protected(response: Response) -> Response:
+    response.headers.update(_HEADERS)
+    return response
+
+
+def _status(result: dict[str, Any]) -> int:
+    return _STATUS[result["error"]["cause"]] if "error" in result else 200
+
+
+def _refusal(cause: str, message: str) -> Response:
+    error = {"cause": cause, "message": message, "fix": _FIX.get(cause, "docs/verifiers.md describes the requests")}
+    return _protected(json_response({"error": error}, _STATUS[cause]))
+
+
+def _answer_error(error: AgentRLError | TimeoutError) -> Response:
+    if isinstance(error, ScoreRejected):
+        return _protected(json_response(error_data(error), _STATUS[error.cause]))
+    return _refusal("failed", "The answer took too long.")
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    return _protected(json_response({"error": {"cause": "not_found", "message": "There is no such route.", "fix": ""}}, 404))
+
+
+def _hash(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "replace")).digest()

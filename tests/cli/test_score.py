@@ -1,0 +1,134 @@
+"""`agentrl score`: late scores by command and from files, and the server as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.commands import agentrl
+from tests.late import REVIEW, late_group, opened_store, write_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", late_group(0), late_group(1, replace(REVIEW, name="past\n\x1b[2J", expires_at=4e9), size=1))
+
+
+def score(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return agentrl("score", str(run), *arguments)
+
+
+def test_pending_scores_are_listed_with_their_ranges_and_the_time_left(run: Path) -> None:
+    listed = json.loads(score(run, "--list", "--json").stdout)
+    assert [(item["episode_id"], item["task_id"], item["low"], item["high"]) for item in listed] == [
+        ("g0-0", "t0", 0.0, 1.0),
+        ("g0-1", "t0", 0.0, 1.0),
+        ("g1-0", "t1", 0.0, 1.0),
+    ]
+    assert listed[0]["left_s"] is None and listed[2]["left_s"] > 1e8
+    text = score(run, "--list").stdout
+    assert "g0-0  review 0 to 1  no limit  t0" in text and "left  t1" in text and "3 pending scores" in text and "\x1b" not in text
+
+
+def test_a_score_by_command_is_stored_once(run: Path) -> None:
+    first, again = (score(run, "g0-0", "review", "0.5", "--by", "anna", "--key", "k") for _ in range(2))
+    assert (first.returncode, again.returncode) == (0, 0)
+    assert "is stored: attempt 0 of group 0, which waits for 1 more" in first.stdout and "was stored before" in again.stdout
+    assert json.loads(score(run, "g0-1", "review", "1", "--json").stdout) == {"group": 0, "attempt": 1, "remaining": 0, "repeated": False}
+    with opened_store(run) as store:
+        assert [entry.state for entry in store.entries()] == ["ready", "parked"]
+
+
+REJECTED = {
+    ("nobody", "review", "0.5"): "episode",
+    ("g0-0", "nothing", "0.5"): "part",
+    ("g0-0", "review", "nan"): "not finite",
+    ("g0-0", "review", "1e999"): "not finite",
+    ("g0-0", "review", "1.5"): "from 0 to 1",
+    ("g0-0", "review", "--", "-0.5"): "from 0 to 1",
+    ("g0-0", "review", "0.5", "--by", "b" * 201): "200 characters",
+    ("g0-0", "review"): "belong together",
+    (): "exactly one",
+    ("--list", "--serve"): "exactly one",
+}
+
+
+@pytest.mark.parametrize("arguments", REJECTED, ids=" ".join)
+def test_a_rejected_score_has_a_cause_and_a_fix(arguments: tuple[str, ...], run: Path) -> None:
+    done = score(run, *arguments)
+    assert done.returncode == 2 and REJECTED[arguments] in done.stderr and "fix:" in done.stderr, done
+    with opened_store(run) as store:
+        assert [entry.pending for entry in store.entries()] == [2, 1]
+
+
+def test_a_file_of_scores_is_imported_to_its_end_and_again(run: Path, tmp_path: Path) -> None:
+    lines = [
+        '{"episode_id": "g0-0", "part": "review", "value": 0.5}',
+        "",
+        '{"episode_id": "g0-0", "part": "review", "value": 0.5}',
+        '{"episode_id": "g0-0", "part": "review", "value": 0.75}',
+        '{"episode_id": "g0-1", "part": "review", "value": NaN}',
+        "no JSON",
+        f'{{"episode_id": "{"x" * 100_000}"}}',
+        '{"episode_id": "g0-1", "part": "review", "value": 1}',  # and no line end
+    ]
+    file = tmp_path / "scores.jsonl"
+    file.write_text("\n".join(lines))
+    done = score(run, "--import", str(file), "--by", "anna", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 1 and (report["accepted"], report["repeated"], report["rejected"]) == (2, 1, 4)
+    assert [(line["line"], line["cause"]) for line in report["lines"]] == [
+        (4, "contradictory"),
+        (5, "not_finite"),
+        (6, "malformed"),
+        (7, "malformed"),
+    ]
+    again = score(run, "--import", str(file), "--by", "anna")
+    assert "0 accepted, 3 repeated, 4 rejected" in again.stdout and f"{file}:4: contradictory: " in again.stderr
+    file.write_text(lines[0] + "\n")
+    assert score(run, "--import", str(file), "--by", "anna").returncode == 0
+    for path in (tmp_path, tmp_path / "none", Path("/dev/zero")):
+        refused = score(run, "--import", str(path))
+        assert refused.returncode == 2 and str(path) in refused.stderr, refused
+
+
+@pytest.mark.slow
+def test_a_server_accepts_scores_while_commands_do_and_a_killed_one_loses_none(run: Path) -> None:
+    """As docs/verifiers.md describes it, with the processes of a user: a program over HTTP, a command, and SIGKILL between them."""
+
+    def serve() -> tuple[subprocess.Popen[str], str]:
+        command = [sys.executable, "-m", "agentrl", "score", str(run), "--serve", "--port", "0"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        first, second = process.stdout.readline(), process.stdout.readline()
+        assert "#" not in second, "the token is not written into a log"
+        return process, first.split()[2].removesuffix("/scores,")
+
+    process, url = serve()
+    try:
+        token = (run / "score.token").read_text().strip()
+        headers = {"Authorization": f"Bearer {token}"}
+        sent = {"episode_id": "g0-0", "part": "review", "value": 0.25, "scored_by": "bot", "key": "1"}
+        assert httpx.post(f"{url}/scores", json=sent, headers=headers, timeout=60).json()["remaining"] == 1
+        assert score(run, "g0-1", "review", "0.75").returncode == 0
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        process, url = serve()
+        pending = httpx.get(f"{url}/pending", headers=headers, timeout=60).json()["pending"]
+        assert [item["episode_id"] for item in pending] == ["g1-0"]
+        assert httpx.post(f"{url}/scores", json=sent, headers=headers, timeout=60).json()["repeated"] is True
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        with opened_store(run) as store:
+            assert [scored.score.value for scored in store.groups([0])[0].episodes] == [0.25, 0.75]
+    finally:
+        process.kill()
+        process.wait()
