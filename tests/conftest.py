@@ -1,15 +1,16 @@
-"""For all tests.
+"""Fixtures, markers and scheduling for all tests.
 
-Tests run on a few workers (`make test`). A file's tests stay on one of them, since what they share is made once for a file. Those that
-start an inference server take turns on one worker: two servers at once want more than two cores, and the real one of tests/serving is
-shared. So do those of sandboxes: an attack on a weak one takes from the whole machine; checks of tasks, which open many, stay out of it, or
-that worker would end long after the others. The learner's tests share a process that has imported what learners need; with them go those
-that load a model or its tokenizer, which imports as much: four seconds of a worker, so no test file does it at its top. What takes longest
-begins first; the pretrained model, though it is served too, on whichever worker is free first, or the one that has the servers would end
-long after the others.
+`make test` runs the tests on several workers. The tests of a file run on one worker because they share fixtures. `TOGETHER` assigns more
+files to one worker:
 
-What a property test may take depends on the machine, so hypothesis measures no time. `make test-unit` takes the profile `quick`; the
-whole suite draws as many examples as hypothesis does by itself.
+- Files that use the same expensive fixture, such as a preloaded process or a server, so that it starts once.
+- Files whose imports take seconds, such as torch. A test module does not import those at its top, or every worker would pay for them.
+- Attacks on sandboxes, which measure resources of the whole machine.
+
+Groups in `FIRST` start first, because they take longest; otherwise one of them would still run when the other workers have finished.
+
+Hypothesis checks no deadline, because the duration of an example depends on the machine. It draws 50 examples, different ones in each run;
+`make test-unit` uses the profile `quick`, which draws 10.
 """
 
 from __future__ import annotations
@@ -31,37 +32,37 @@ import typer.testing
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-gc.disable()  # while test files are imported, see pytest_collection_finish
+gc.disable()  # until pytest_collection_finish: collections during imports cost time and free nothing
 
-settings.register_profile("agentrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("agentrl", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("agentrl"), max_examples=10)
 settings.load_profile("agentrl")
 
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell starts in the background, where nobody can press ctrl-C
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs like this
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TOGETHER = {
-    "e2e": "servers",
-    "serving": "servers",
+    "e2e": "runs",  # most fork their servers and learners from the same hosts
+    **dict.fromkeys(("e2e/test_init.py", "e2e/test_loop.py", "e2e/test_run_folder.py", "thirdparty", "serving"), "servers"),
     "model/test_smollm2.py": "pretrained",
     "sandbox": "sandboxes",
-    **dict.fromkeys(("learner", "model", "supervised"), "learner"),
+    **dict.fromkeys(("learner", "model", "objective", "supervised"), "learner"),
     **dict.fromkeys(("agent/test_escaping.py", "agent/test_template.py", "cli/test_model.py"), "learner"),
     **dict.fromkeys(("session/test_chat_template.py", "sandboxes/test_tables_base_model.py", "benchmarks/test_learner.py"), "learner"),
     **dict.fromkeys(("test_architecture.py", "base/test_unpickled.py"), "sources"),
-    **dict.fromkeys(("experience/test_store.py", "version/test_registry.py"), "learner"),  # they fork from the same server
-    "gateway": "gateway",  # the SDKs of others: two seconds of imports
-    **dict.fromkeys(("rewards", "reward/test_configured.py"), "rewards"),  # verifiers keep processes that have imported sympy and others
+    **dict.fromkeys(("experience/test_store.py", "version/test_registry.py"), "learner"),  # use the same fork server
+    "gateway": "gateway",  # importing the providers' SDKs takes two seconds
+    **dict.fromkeys(("rewards", "reward/test_configured.py"), "rewards"),  # use the same preloaded verifier processes
 }
-LONG = ("check/test_check.py", "task/test_harbor.py", "reward/test_cleanroom.py", "rollout/test_every_await.py")  # a minute and more
-FIRST = ("servers", "sandboxes", "learner", "pretrained", *LONG, "gateway", "rewards")
+LONG = ("check/test_check.py", "task/test_harbor.py", "reward/test_cleanroom.py", "rollout/test_every_await.py")  # a minute or more each
+FIRST = ("runs", "servers", "sandboxes", "learner", "pretrained", *LONG, "gateway", "rewards")
 LAST_OF_ITS_GROUP = "sandbox/test_attacks.py"
 CLONE_NEWNS = 0x20000  # mount_namespaces(7)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--no-skips", action="store_true", help="a test that is skipped fails, as in CI, where everything is installed")
+    parser.addoption("--no-skips", action="store_true", help="treat a skipped test as a failure; for CI, where everything is installed")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -69,18 +70,18 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report: pytest.TestReport = yield  # type: ignore[misc, assignment]
     if report.skipped and item.config.getoption("--no-skips") and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
-        report.outcome, report.longrepr = "failed", f"skipped, although nothing may be missing here (--no-skips): {reason}"
+        report.outcome, report.longrepr = "failed", f"skipped, which --no-skips forbids: {reason}"
     return report  # type: ignore[return-value]
 
 
 def group_of(nodeid: str) -> str:
-    """The tests that this one shares a worker with."""
+    """Returns the name of the group of tests that run on one worker with this test."""
     file = nodeid.partition("::")[0].removeprefix("tests/")
     return TOGETHER.get(file) or TOGETHER.get(file.partition("/")[0], file)
 
 
 class ByGroup(LoadScopeScheduling):
-    """pytest-xdist's own way to keep tests by a mark (`--dist loadgroup`) has no effect under pytest 9."""
+    """Keeps each group of tests on one worker. xdist's `--dist loadgroup` has no effect under pytest 9."""
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
@@ -94,7 +95,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByGroup:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `sampled(n)` all but each n-th parameter are slow. Puts the long ones first where workers share them."""
+    """Marks all parameters of a `sampled(n)` test except every n-th as slow. With several workers, sorts the longest groups first."""
     seen: dict[str, int] = {}
     for item in items:
         if (mark := item.get_closest_marker("sampled")) is not None:
@@ -111,7 +112,7 @@ def _rank(group: str) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported by now stays: the garbage collector need not look through torch, neither meanwhile nor again and again."""
+    """Excludes imported modules from garbage collection: scanning torch again and again takes seconds."""
     gc.freeze()
     gc.set_threshold(20_000)
     gc.enable()
@@ -119,24 +120,24 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """One thread for torch in this process: the tensors here are tiny, and threads that wait for each other cost more than they give."""
+    """Limits torch to one thread in this process: for tiny tensors, synchronizing threads costs more than it saves."""
     if "torch" in sys.modules and sys.modules["torch"].get_num_threads() != 1:
         sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_command_line() -> Iterator[None]:
-    """typer makes all commands anew for each call, as long as no process makes two: most of what a call in this process takes."""
-    made = functools.cache(typer.main.get_command)
+    """Builds typer's command tree once per process instead of once per call, which would take most of the time of a call."""
+    get_command = functools.cache(typer.main.get_command)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(typer.main, "get_command", made)
-        patch.setattr(typer.testing, "_get_command", made)
+        patch.setattr(typer.main, "get_command", get_command)
+        patch.setattr(typer.testing, "_get_command", get_command)
         yield
 
 
 @pytest.fixture
 def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chat templates are tried in forked processes. That the process of its own does the same tests/agent/test_template.py shows."""
+    """Probes chat templates in forked processes, which is faster. tests/agent/test_template.py tests the real child process."""
     from tests.forking import tried
 
     monkeypatch.setattr("agentrl.agent.template._run_child", tried)
@@ -144,7 +145,7 @@ def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def only_attacks() -> Iterator[None]:
-    """For a suite of attacks: meanwhile no other one runs. What the kernel holds for all, such as file locks, they use up and measure."""
+    """Runs one attack suite at a time, because attacks use up and measure resources of the kernel, such as file locks."""
     with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -152,9 +153,9 @@ def only_attacks() -> Iterator[None]:
 
 @pytest.fixture
 def own_mounts() -> Iterator[None]:
-    """For a test that mounts a file system: this process and those it starts see it, and no other. Takes root.
+    """Gives this process a private mount namespace, so that a test can mount a file system. Needs root.
 
-    A test that takes a new mount of the machine for an escape may so run beside it.
+    Otherwise a sandbox test that runs at the same time would take the new mount for an escape.
     """
     libc, before, folder = ctypes.CDLL(None, use_errno=True), os.open("/proc/thread-self/ns/mnt", os.O_RDONLY), Path.cwd()
     try:

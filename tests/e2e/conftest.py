@@ -26,8 +26,8 @@ SMALL = [
     "rollout.groups_per_step=4",
     "rollout.group.size=4",
     "rollout.concurrency=16",
-    "evaluation.heldout=12",
-    "evaluation.heldout_real=6",
+    "evaluation.heldout=4",
+    "evaluation.heldout_real=2",
 ]
 
 
@@ -146,8 +146,14 @@ def _orphans() -> set[str]:
 
 
 def _shm() -> set[str]:
-    """Excludes files of the fuzzer, which may run at the same time."""
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("agentrl-fuzz-")}
+    """Returns the files in /dev/shm that no process has mapped or open. Others belong to tests and fuzzers that run at the same time."""
+    files = {str(path) for path in Path("/dev/shm").iterdir()}
+    for process in Path("/proc").glob("[0-9]*") if files else ():
+        with contextlib.suppress(OSError):  # it has ended
+            files -= {os.readlink(link) for link in (process / "fd").iterdir()}
+            maps = (process / "maps").read_text()
+            files -= {path for path in files if path in maps}
+    return files
 
 
 def interrupt(process: subprocess.Popen[str]) -> None:

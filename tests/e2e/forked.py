@@ -1,17 +1,17 @@
-"""`agentrl`, except that its inference server and its learner are forked from processes that have imported what they need.
+"""`agentrl`, except that its inference servers and its learner are forked from processes that have imported what they need.
 
     python -m tests.e2e.forked SERVERS LEARNERS ARGUMENTS...
 
-Both are the real ones from there on. Starting them takes most of the time of a short run, and only some tests need it:
-`python -m agentrl.serving.launch` and torchrun start the runs of test_loop, test_init, test_run_folder and test_lora. See
-`tests.learner.preloaded`; SERVERS and LEARNERS are addresses of its hosts, each of which serves one process group at a time.
+Apart from that, both are the real ones. Starting them takes most of the time of a short run, and only some tests need it:
+`python -m agentrl.serving.launch` and torchrun start the runs of test_loop, test_init and test_run_folder. SERVERS and LEARNERS are
+addresses of hosts; see `tests.learner.preloaded`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +20,27 @@ from tests.learner import preloaded
 SERVER = "agentrl.serving.launch"
 
 
+def forked_server(host: Path, launch_command: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """Returns a `launch_command` whose servers are forked from a host."""
+
+    def command_of(*arguments: Any, **options: Any) -> list[str]:
+        command = launch_command(*arguments, **options)
+        given = command[command.index(SERVER) + 1 :]
+        given[given.index("--driver-pid") + 1] = host.stem  # its parent; it ends with the command, which ends with the driver
+        return preloaded.command(host, 1, SERVER, *given)
+
+    return command_of
+
+
 def use(servers: Path, learners: Path) -> None:
     """Forks every server and learner of this process from these hosts."""
     from agentrl.learner import LearnerProcess
     from agentrl.serving import server
 
-    launch_command = server.launch_command
-
-    def forked_server(*arguments: Any, **options: Any) -> list[str]:
-        command = launch_command(*arguments, **options)
-        given = command[command.index(SERVER) + 1 :]
-        given[given.index("--driver-pid") + 1] = servers.stem  # its parent; it ends with the command, which ends with the driver
-        return preloaded.command(servers, 1, SERVER, *given)
-
     def forked_learner(learner: LearnerProcess) -> list[str]:
         return preloaded.command(learners, learner.recipe.learner.ranks, *learner._worker())
 
-    server.launch_command = forked_server
+    server.launch_command = forked_server(servers, server.launch_command)
     LearnerProcess._command = forked_learner  # type: ignore[method-assign]
 
 

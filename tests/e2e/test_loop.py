@@ -54,7 +54,7 @@ def test_a_run_survives_a_dead_server_a_dead_rank_and_interrupts(tmp_path: Path)
     assert "the learner" in output
     found = summary(run)
     assert found["finished"] and (found["steps"], found["weight_swaps"], found["episodes_left_out"]) == (STEPS, STEPS, 0)
-    assert found["heldout_after"]["n"] == 12
+    assert found["heldout_after"]["n"] == 4
     assert steps_logged(run) == list(range(1, STEPS + 1))
     assert_every_group_taken_once(run, steps=STEPS, per_step=4)
     _its_failures_are_captured(run, found["failures"])

@@ -23,7 +23,7 @@ RECIPE = "recipes/quickstart_lora.py"
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_lora_run_survives_dead_servers_and_uses_the_gates_own_server(tmp_path: Path) -> None:
+def test_a_lora_run_survives_dead_servers_and_uses_the_gates_own_server(tmp_path: Path, forked: tuple[str, ...]) -> None:
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -44,6 +44,7 @@ def test_a_lora_run_survives_dead_servers_and_uses_the_gates_own_server(tmp_path
         str(run),
         "--sandbox",
         "bubblewrap",
+        by=forked,
     )
     try:
         wait_for(lambda: 1 in steps_logged(run), process, timeout=600)

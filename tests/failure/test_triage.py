@@ -15,7 +15,6 @@ from agentrl.failure.triage import TAXONOMY, load_rules, tag_by_judge, tag_by_ru
 
 from .traces import python, submit, trace, turn
 from .transcripts import labelled
-from .transcripts_more import more
 
 UNCLEAR = trace(turn(python("print(97)", "97")), turn(submit("97")), answer="97")
 CLEAR = trace(turn(said="I cannot."), ended="answered")
@@ -126,7 +125,7 @@ def test_a_rule_gets_the_trace_itself(mine: str) -> None:
 
 
 def test_transcripts_get_the_tag_and_turn_that_people_give() -> None:
-    some, rules = [*labelled(), *more()], load_rules()
+    some, rules = labelled(), load_rules()
     first = [(name, turn, tag_by_rules(trace, rules)[0]) for name, turn, trace in some]
     wrong = [f"{name} {turn}: {tag.name} {tag.turn} {tag.note}" for name, turn, tag in first if (tag.name, tag.turn) != (name, turn)]
     assert len(some) == 110 and len(wrong) <= 2, "\n".join(wrong)

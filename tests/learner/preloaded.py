@@ -1,10 +1,10 @@
-"""Learner processes without torchrun and without the seconds of imports before them, which are most of what a short one takes.
+"""Starts learner processes without torchrun and without their imports, which take most of the time of a short test.
 
-`python -m tests.learner.preloaded host learners FOLDER PARENT_PID` imports what a learner needs and waits. `command` gives a command line
-that stands where torchrun would: the host forks its ranks, each a process of its own with the environment and the output of the command.
-As under torchrun the exit code is that of the first rank to fail, the others are killed then, and all of them when the command is.
+`python -m tests.learner.preloaded host learners FOLDER PARENT_PID` imports the modules that a learner needs and waits. `command` returns a
+command line that replaces torchrun's: the host forks the ranks, which get the environment and the output of the command. As under
+torchrun, the exit code is that of the first rank that fails; the other ranks are killed then, and all ranks if the command is killed.
 
-A host of `servers` does the same for inference servers (tests/e2e/forked.py). Each host serves one command at a time.
+A host of `servers` does the same for inference servers (tests/e2e/forked.py). A host serves any number of commands at a time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,7 @@ def command(address: Path, ranks: int, module: str, *arguments: str) -> list[str
 
 @contextlib.contextmanager
 def hosting(folder: Path, kind: str = "learners", given: Mapping[str, str] | None = None) -> Iterator[Path]:
-    """A host in a process of its own; gives the address for `command`, whose stem is the host's process id. `given`: environment."""
+    """Starts a host and yields its address for `command`. The stem of the address is the host's process id. `given`: environment."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -68,7 +69,7 @@ def hosting(folder: Path, kind: str = "learners", given: Mapping[str, str] | Non
 
 
 def ask(address: str, ranks: str, module: str, *arguments: str) -> int:
-    """In place of torchrun: has the ranks forked and waits for them."""
+    """Requests the ranks from the host, waits for their end and returns the exit code."""
     wanted = {"ranks": int(ranks), "module": module, "arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
     wanted["mounts"] = f"/proc/{os.getpid()}/ns/mnt"
     with socket.socket(socket.AF_UNIX) as link:
@@ -97,74 +98,92 @@ def host(kind: str, folder: str, parent: str) -> None:
         door.bind(f"{address}.new")
         door.listen()
         os.rename(f"{address}.new", address)
+        _serve(door, kind)
+
+
+@dataclass
+class _Command:
+    """A command that runs: the connection to it, and its ranks' process ids by descriptor."""
+
+    link: socket.socket
+    ranks: dict[int, int] = field(default_factory=dict)
+    code: int = 0
+
+
+def _serve(door: socket.socket, kind: str) -> None:
+    """Starts the ranks of each command that connects. Ends them if one fails or the command is gone."""
+    commands: list[_Command] = []
+    with selectors.DefaultSelector() as selector:
+        selector.register(door, selectors.EVENT_READ)
         while True:
-            link, _ = door.accept()
-            with link:
-                code = _serve(link, kind)
-                with contextlib.suppress(OSError):
-                    link.sendall(str(code).encode())
+            for key, _ in selector.select(timeout=0.2):
+                if key.data is None:
+                    commands.append(_start(door, kind, [one.link for one in commands]))
+                    for descriptor in commands[-1].ranks:
+                        selector.register(descriptor, selectors.EVENT_READ, commands[-1])
+                else:
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    _, status = os.waitpid(key.data.ranks.pop(key.fd), 0)
+                    key.data.code = key.data.code or os.waitstatus_to_exitcode(status)
+            for command in [*commands]:
+                if not command.ranks:
+                    with command.link, contextlib.suppress(OSError):
+                        command.link.sendall(str(command.code).encode())
+                    commands.remove(command)
+                elif command.code or _gone(command.link):
+                    for pid in command.ranks.values():
+                        os.kill(pid, signal.SIGKILL)
 
 
-def _serve(link: socket.socket, kind: str) -> int:
-    """Forks what one command asks for, and waits until it has ended or the command has."""
+def _start(door: socket.socket, kind: str, others: list[socket.socket]) -> _Command:
+    """Forks the ranks that a command requests."""
+    link, _ = door.accept()
     _, outputs, _, _ = socket.recv_fds(link, 1, 2)
     text = b""
     while data := link.recv(65536):
         text += data
     wanted = json.loads(text)
-    places = _places(wanted["ranks"]) if kind == "learners" else [{}]
-    ranks = [_fork(wanted, place, outputs) for place in places]
+    command = _Command(link)
+    for slot in _slots(wanted["ranks"]) if kind == "learners" else [{}]:
+        pid = _fork(wanted, slot, outputs, [door, link, *others])
+        command.ranks[os.pidfd_open(pid)] = pid
     for output in outputs:
         os.close(output)
-    return _wait(link, ranks)
+    return command
 
 
-def _places(ranks: int) -> list[dict[str, str]]:
-    """What torchrun tells each rank in its environment."""
+def _slots(ranks: int) -> list[dict[str, str]]:
+    """Returns the environment that torchrun gives to each rank."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     all_of_them = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [{"RANK": str(n), "LOCAL_RANK": str(n), **all_of_them} for n in range(ranks)]
 
 
-def _wait(link: socket.socket, ranks: list[int]) -> int:
-    code = 0
-    with selectors.DefaultSelector() as selector:
-        for pid in ranks:
-            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-        while selector.get_map():
-            for key, _ in selector.select(timeout=0.2):
-                selector.unregister(key.fileobj)
-                os.close(int(key.fd))
-                status = os.waitstatus_to_exitcode(os.waitpid(key.data, 0)[1])
-                code = code or status
-            if code or _gone(link):
-                for key in list(selector.get_map().values()):
-                    os.kill(key.data, signal.SIGKILL)
-    return code
-
-
 def _gone(link: socket.socket) -> bool:
-    """Whether the command has been killed: then nobody is there to read an answer."""
+    """Whether the command has been killed."""
     poll = select.poll()
     poll.register(link, 0)
     return bool(poll.poll(0))
 
 
-def _fork(wanted: dict, place: dict[str, str], outputs: list[int]) -> int:
+def _fork(wanted: dict, slot: dict[str, str], outputs: list[int], sockets: list[socket.socket]) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        code = _be_rank(wanted, place, outputs)
+        for one in sockets:  # of the host
+            one.close()
+        code = _be_rank(wanted, slot, outputs)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
-def _be_rank(wanted: dict, place: dict[str, str], outputs: list[int]) -> int:
+def _be_rank(wanted: dict, slot: dict[str, str], outputs: list[int]) -> int:
     import runpy
     import traceback
 
@@ -177,7 +196,7 @@ def _be_rank(wanted: dict, place: dict[str, str], outputs: list[int]) -> int:
     os.dup2(outputs[1], 2)
     os.chdir(wanted["folder"])
     os.environ.clear()
-    os.environ.update(wanted["environment"], **place)
+    os.environ.update(wanted["environment"], **slot)
     tempfile.tempdir = None  # as it was for the host
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     sys.argv = [wanted["module"], *wanted["arguments"]]

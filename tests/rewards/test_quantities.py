@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -64,9 +65,8 @@ EACH = [(truth, form, 1.0) for truth, forms in SAME.items() for form in [truth, 
 EACH += [(truth, form, 0.0) for truth, forms in OTHER.items() for form in forms]
 
 
-@pytest.mark.parametrize(("truth", "answer", "reward"), EACH)
-async def test_the_same_amount_is_right_and_another_or_none_is_wrong(truth: str, answer: str, reward: float) -> None:
-    assert await value(numeric, answer, answer=truth) == reward
+async def test_the_same_amount_is_right_and_another_or_none_is_wrong() -> None:
+    assert [(truth, answer) for truth, answer, reward in EACH if await value(numeric, answer, answer=truth) != reward] == []
 
 
 async def test_verifiers_unit_applies_to_a_bare_number() -> None:
@@ -132,98 +132,17 @@ def test_unknown_word_is_not_a_unit(text: str) -> None:
     assert quantity(text) is None
 
 
-ASKED: list[tuple[str, str, str, float]] = [  # question, truth, answer, due
-    ("", "0.5", "1/2", 1.0),
-    ("", "0.5", "\\frac{1}{2}", 1.0),
-    ("", "1.5", "1 1/2", 1.0),
-    ("", "1.5", "3/2", 1.0),
-    ("", "-0.5", "-1/2", 1.0),
-    ("", "1/2", "0.5", 1.0),
-    ("", "0.5 m", "1/2 m", 1.0),
-    ("", "5", "10/2", 0.0),
-    ("", "5", "5/1", 0.0),
-    ("", "0.5", "1/2/1", 0.0),
-    ("", "0.5", "1/0", 0.0),
-    ("", "0.5", "1/ 2x", 0.0),
-    ("", "1.5", "1 3/2", 0.0),
-    ("", "0.5", "2/1", 0.0),
-    ("", "1000", "10^3", 1.0),
-    ("", "1000", "10^{3}", 1.0),
-    ("", "1000", "10**3", 1.0),
-    ("", "1000", "10\u00b3", 1.0),
-    ("", "0.001", "10^-3", 1.0),
-    ("", "-1000", "-10^3", 1.0),
-    ("", "1000 m", "10^3 m", 1.0),
-    ("", "1024", "2^10", 0.0),
-    ("", "2", "2^1", 0.0),
-    ("What is $2^3$?", "2", "2^3", 0.0),
-    ("", "10", "10^1.0", 0.0),
-    ("", "10", "10^3", 0.0),
-    ("", "1000", "10^3^1", 0.0),
-    ("", "1000000", "1 million", 1.0),
-    ("", "1500000", "1.5 million", 1.0),
-    ("", "$1500000", "$1.5 million", 1.0),
-    ("", "2000 m", "2 thousand m", 1.0),
-    ("", "3000000000", "3 Billion", 1.0),
-    ("", "1", "1 million", 0.0),
-    ("", "1000000", "1 M", 0.0),
-    ("", "1000000", "1 millionth", 0.0),
-    ("", "1000000", "1 thousand thousand", 0.0),
-    ("", "18", "\\boxed{18}", 1.0),
-    ("", "18", "so \\boxed{17}, or rather \\boxed{18}", 1.0),
-    ("", "18", "\\boxed{17}18", 0.0),
-    ("", "$18", "\\boxed{\\$18}", 1.0),
-    ("", "18%", "\\boxed{18\\%}", 1.0),
-    ("", "18 m", "\\boxed{18\\text{ m}}", 1.0),
-    ("", "200000", "\\boxed{2 \\times 10^{5}}", 1.0),
-    ("", "10000", "\\boxed{10\\,000}", 1.0),
-    ("", "18", "$18$", 1.0),
-    ("", "18", "$18", 0.0),
-    ("", "$18", "18", 0.0),
-    ("How many dollars does she earn?", "18", "$18", 1.0),
-    ("How many dollars does she earn?", "18", "18 dollars", 1.0),
-    ("How many dollars does she earn?", "$18", "18", 1.0),
-    ("How many dollars does she earn?", "18", "18 euros", 0.0),
-    ("How many dollars does she earn?", "18", "18 cents", 0.0),
-    ("How many apples for $18?", "18", "$18", 0.0),
-    ("How many apples are there?", "18", "18 apples", 1.0),
-    ("How many apples are there?", "18", "18 pears", 0.0),
-    ("How many apples are there?", "18", "17 apples", 0.0),
-    ("How many miles per hour?", "18", "18 miles", 0.0),
-    ("How many miles per hour?", "18", "18 mph", 1.0),
-    ("How far, in km?", "18 km", "18", 1.0),
-    ("How far, in km?", "18 km", "18000", 0.0),
-    ("How far, in m?", "18 km", "18", 0.0),
-    ("", "0.5", "50%", 1.0),
-    ("", "50%", "0.5", 1.0),
-    ("", "50%", "1/2", 1.0),
-    ("", "50%", "50", 0.0),
-    ("", "0.5%", "0.5", 0.0),
-    ("", "0.5%", "50", 0.0),
-    ("", "50", "50%", 0.0),
-    ("What percentage is left?", "50%", "50", 1.0),
-    ("What percentage is left?", "50", "50%", 1.0),
-    ("What percentage is left?", "50", "50 percent", 1.0),
-    ("What percentage is left?", "50%", "0.5", 1.0),
-    ("What percentage is left?", "50", "0.5", 0.0),
-    ("What percentage is left?", "0.5", "50", 0.0),
-    ("What percentage is left?", "0.5", "50%", 1.0),
-    ("What percentage is left?", "50", "5000%", 0.0),
-    ("By what percentage does it fall?", "-50", "-5000%", 0.0),
-    ("By what percentage does it fall?", "-50", "-50%", 1.0),
-    ("After the 20 percent tax, how much is left?", "0.8", "0.8%", 0.0),
-    ("After the 20 percent tax, how much is left?", "0.8", "80%", 1.0),
-    ("How many thousands of people?", "5", "5 people", 0.0),
-    ("How many thousands of people?", "5", "5 thousands of people", 1.0),
-    ("How many tenths of a mile?", "5", "5 miles", 0.0),
-    ("How many slices of the pizza?", "5", "5 slices", 1.0),
-]
+QUANTITIES = Path(__file__).parent / "data" / "quantities.tsv"  # the score that is due, truth, answer, question
 
 
-@pytest.mark.parametrize(("question", "truth", "answer", "due"), ASKED)
-async def test_notations_of_a_number_and_what_the_question_asks_for(question: str, truth: str, answer: str, due: float) -> None:
-    one = replace(task(answer=truth), prompt=(Message(role="user", content=question or "What is it?"),))
-    assert (await judged(numeric, one, episode(answer))).value == due
+async def test_notations_of_a_number_and_what_the_question_asks_for() -> None:
+    wrong = []
+    for row in QUANTITIES.read_text(encoding="utf-8").splitlines()[1:]:
+        due, truth, answer, question = row.split("\t")
+        one = replace(task(answer=truth), prompt=(Message(role="user", content=question or "What is it?"),))
+        if (await judged(numeric, one, episode(answer))).value != float(due):
+            wrong.append(row)
+    assert wrong == []
 
 
 async def test_verifiers_unit_takes_precedence_over_the_question() -> None:

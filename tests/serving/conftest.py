@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,10 @@ import pytest_asyncio
 
 from agentrl.config import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.records import Completion, PolicyVersion, Probe, SamplingParams, SwapReport
-from agentrl.serving import FileWeightChannel, TokenClient, VLLMServer
+from agentrl.serving import FileWeightChannel, TokenClient, VLLMServer, judge_server, server
+from agentrl.serving.process import server_environment
+from tests.e2e.forked import forked_server
+from tests.learner import preloaded
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
@@ -68,3 +71,18 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     await channel.close()
     await client.close()
     await server.stop()
+
+
+@pytest.fixture(scope="package")
+def server_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The address of a process that has imported what servers need."""
+    folder = tmp_path_factory.mktemp("servers")
+    with preloaded.hosting(folder, "servers", server_environment(folder, cpu_threads=1)) as host:
+        yield host
+
+
+@pytest.fixture
+def forked_servers(server_host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks servers from `server_host`, for tests that start several and do not test how they start."""
+    for module in (server, judge_server):
+        monkeypatch.setattr(module, "launch_command", forked_server(server_host, module.launch_command))

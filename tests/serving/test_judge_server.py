@@ -16,7 +16,7 @@ from agentrl.session.judge_servers import declare_judge_servers, running_judge_s
 from agentrl.testing.tiny_model import make_model, make_probe, make_tokenizer
 from tests.judge.judge_parts import TASK, episode
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("forked_servers")]
 
 
 async def test_a_reward_model_is_served_as_transformers_computes_it(tmp_path: Path) -> None:

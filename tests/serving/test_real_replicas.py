@@ -17,7 +17,7 @@ from agentrl.version import FolderRegistry
 from tests.serving.conftest import RECIPE
 from tests.waiting import until
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("forked_servers")]
 
 PROMPT = list(b"How many rows are there? " * 8)  # several blocks of the prefix cache
 
