@@ -38,7 +38,7 @@ HARMFUL := torchvision torchaudio torchcodec
 # tests/conftest.py says which tests share a worker; WORKERS=0 runs all in one process, as a debugger wants it.
 SIDE_BY_SIDE = --numprocesses $(WORKERS) --dist loadscope
 
-.PHONY: help setup setup-unit setup-models system daemon quickstart smollm2 test test-unit collect images fuzz mutants lint format lock base-policy doctor stop clean
+.PHONY: help setup setup-unit setup-models system daemon quickstart smollm2 test test-unit collect images fuzz chaos mutants lint format lock base-policy doctor stop clean
 
 help: ## lists the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,10 @@ images: system $(SELF_STAMP)
 
 fuzz: setup-unit ## hostile inputs for every boundary, a minute of each, two at a time; MINUTES=60 JOBS=8 for more
 	@$(BIN)/python -m tests.fuzz $(FEED) --jobs $(JOBS) --seed $(SEED)
+
+chaos: setup ## kills, stops and damages the parts of small real runs; MINUTES=30 for as many minutes of random kills
+	@$(BIN)/agentrl chaos run
+	@$(BIN)/agentrl chaos run --minutes $(MINUTES)
 
 mutants: setup ## mutation tests of the code that keeps the laws; LAWS="swap store" for some of them
 	@$(BIN)/python scripts/mutants.py $(LAWS)
