@@ -38,7 +38,7 @@ HARMFUL := torchvision torchaudio torchcodec
 # `make test WORKERS=0` runs all tests in one process, for a debugger.
 SIDE_BY_SIDE = --numprocesses $(WORKERS) --dist loadscope
 
-.PHONY: help setup setup-unit setup-models system daemon quickstart smollm2 test test-unit collect images fuzz mutants lint format lock base-policy doctor stop clean
+.PHONY: help setup setup-unit setup-models system daemon quickstart smollm2 test test-unit collect images fuzz chaos mutants lint format lock base-policy doctor stop clean
 
 help: ## lists the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +72,10 @@ images: system $(SELF_STAMP)
 
 fuzz: setup-unit ## feeds hostile inputs to every boundary, a minute each, two at a time; MINUTES=60 JOBS=8 for more
 	@$(BIN)/python -m tests.fuzz $(FEED) --jobs $(JOBS) --seed $(SEED)
+
+chaos: setup ## kills, stops and damages the parts of small real runs; MINUTES=30 for as many minutes of random kills
+	@$(BIN)/agentrl chaos run
+	@$(BIN)/agentrl chaos run --minutes $(MINUTES)
 
 mutants: setup ## runs mutation tests of the code behind the laws; LAWS="swap store" selects some
 	@$(BIN)/python scripts/mutants.py $(LAWS)

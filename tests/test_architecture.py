@@ -52,7 +52,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "cluster": LOW | {"serving"},
     **dict.fromkeys(RUN, LOW | BELOW_RUN | RUN),
     "check": LOW | BELOW_RUN | RUN,
-    "cli": LOW | BELOW_RUN | RUN | {"check", "testing"},
+    "chaos": LOW | BELOW_RUN | RUN,
+    "cli": LOW | BELOW_RUN | RUN | {"chaos", "check", "testing"},
     "__main__": frozenset({"cli"}),
 }
 FACE = "__init__"  # agentrl/__init__.py: may import the rooms of LOW

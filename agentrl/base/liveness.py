@@ -17,6 +17,9 @@ MIN_DEADLINE_S = 60.0
 """Shortest deadline: longer than the pauses of a busy machine."""
 SOUND_S = 600.0
 """Seconds of work after which earlier failures of the part no longer count."""
+STOPPED_S = 8.0
+"""Seconds after which a part with a stopped process counts as stuck."""
+_STOPPED_LOOK_S = 2.0  # between two checks for stopped processes
 _HISTORY = 1024  # newest durations of one kind of work
 _LOOK_S = 20.0  # most seconds of silence that one check counts: a check may wait that long for an answer
 
@@ -99,8 +102,36 @@ class Liveness:
         return f"{self.what} has made no progress for {self.silent_s:.0f} s while {self._current[0]} ({before}; deadline: {deadline:.0f} s)"
 
 
+class StoppedProcesses:
+    """Detects that a signal such as SIGSTOP has stopped a process of a part. The kernel reports it, so no history is needed."""
+
+    def __init__(self, what: str, *, states: Callable[[int], dict[int, str]], clock: Callable[[], float] = time.monotonic) -> None:
+        """`what`: the part's name in messages. `states`: `agentrl.base.processes.process_tree`. `clock`: seconds of a monotonic clock."""
+        self.what = what
+        self.least_s = STOPPED_S
+        self._states, self._clock = states, clock
+        self._since: dict[int, float] = {}  # stopped process -> first check that saw it
+        self._looked = float("-inf")
+
+    def overdue(self, root: int) -> str:
+        """The reason why the part with the process `root` counts as stuck; empty if no process has been stopped for `least_s` seconds."""
+        now = self._clock()
+        if now - self._looked < _STOPPED_LOOK_S:
+            return ""
+        if now - self._looked > _LOOK_S:  # the checking process was stopped too
+            self._since.clear()
+        self._looked = now
+        self._since = {pid: self._since.get(pid, now) for pid, state in self._states(root).items() if state == "T"}
+        pid = min(self._since, key=self._since.__getitem__, default=0)
+        silent_s = now - self._since.get(pid, now)
+        if not pid or silent_s < self.least_s:
+            return ""
+        return f"{self.what} has made no progress for {silent_s:.0f} s: a signal has stopped process {pid}"
+
+
 class Restarts:
-    """Counts the restarts of one part in a row. The count returns to 0 when the part has worked for `sound_s` since its last start.
+    """Counts the restarts of one part in a row. The count returns to 0 when the part has worked for `sound_s` since its last start, or
+    with `completed`.
 
     So a part that cannot work ends the run soon, and rare failures do not add up over a long run.
     """
@@ -113,6 +144,10 @@ class Restarts:
         """Records that the part has made progress."""
         if self._clock() - self._since >= self._sound_s:
             self._row = 0
+
+    def completed(self) -> None:
+        """Records a piece of work that only a sound part completes."""
+        self._row = 0
 
     def failed(self) -> int:
         """Records a failure. Returns the number of failures in a row, this one included."""

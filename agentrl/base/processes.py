@@ -76,6 +76,23 @@ def kill_marked(name: str, value: str) -> int:
     return killed
 
 
+def process_tree(root: int) -> dict[int, str]:
+    """Returns the ids of a process and of all processes below it, each with its state in `proc(5)`: R, S, D, T (stopped), Z and others.
+
+    Linux only; empty on other systems, and if there is no such process.
+    """
+    states: dict[int, str] = {}
+    below: dict[int, list[int]] = {}
+    for pid in [*_processes(), os.getpid()]:
+        with contextlib.suppress(OSError):  # it has ended; the program's name, in parentheses, may contain anything
+            states[pid], parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            below.setdefault(int(parent), []).append(pid)
+    tree = [root] if root in states else []
+    for pid in tree:
+        tree += below.get(pid, ())
+    return {pid: states[pid] for pid in tree}
+
+
 def _processes() -> list[int]:
     with contextlib.suppress(OSError):
         return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal() and int(entry) != os.getpid()]

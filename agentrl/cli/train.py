@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +21,7 @@ from agentrl.cli.running import JsonFlag, SandboxChoice, load_recipe, loading, m
 from agentrl.cli.suites import evaluate_suite, open_suite
 from agentrl.errors import UserError
 from agentrl.evaluation.policies import RequestOptions, find_policy
+from agentrl.session.ending import is_disk_full, pause_until_room
 from agentrl.session.folder import finished_summary
 
 if TYPE_CHECKING:
@@ -61,7 +64,14 @@ def train(
             with loading():
                 from agentrl.run.loop import train as run_training
 
-            summary = asyncio.run(run_training(loaded, start, checked, root=root, console=not as_json))
+            while summary is None:
+                try:
+                    summary = asyncio.run(run_training(loaded, start, checked, root=root, console=not as_json))
+                except BaseException as error:
+                    if not is_disk_full(error, start.folder):
+                        raise
+                    pause_until_room(error, start.folder)
+                    start = replace(start, began=time.monotonic())
         print(summary.model_dump_json() if as_json else describe(summary, start.folder))
         if summary.interrupted:
             print(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)

@@ -15,7 +15,7 @@ import json
 import logging
 import random
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,8 +91,8 @@ def save(
     return final
 
 
-def newest(root: Path) -> Checkpoint | None:
-    """Returns the newest intact checkpoint below `root`, or None if there is no checkpoint.
+def newest(root: Path, *, alert: Callable[[str], None] = log.warning) -> Checkpoint | None:
+    """Returns the newest intact checkpoint below `root`, or None if there is no checkpoint. Calls `alert` for each damaged newer one.
 
     Raises `LearnerError` if all are damaged: only the user can decide to restart from the base policy.
     """
@@ -100,6 +100,7 @@ def newest(root: Path) -> Checkpoint | None:
     for folder in reversed(folders):
         if (checkpoint := _read(folder)) is not None:
             return checkpoint
+        alert(f"checkpoint {folder} is damaged: the one before is used\n  fix: check the disk")
     if folders:
         raise LearnerError(f"every checkpoint in {root} is damaged; move that folder away to restart from version 0")
     return None

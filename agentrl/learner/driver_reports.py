@@ -14,7 +14,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -106,6 +106,7 @@ def send_exit_reason(address: str | None, reason: ExitReason) -> None:
 
 
 _WORK_CHARACTERS = 80
+_ALERT_CHARACTERS = 400
 _READ_BYTES = 1 << 20  # more than the pipe holds
 
 
@@ -119,9 +120,16 @@ class ProgressReporter:
                 self._pipe = os.open(address, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def __call__(self, work: str, size: float = 1.0) -> None:
+        self._send([time.monotonic(), size, work[:_WORK_CHARACTERS]])
+
+    def alert(self, text: str) -> None:
+        """Sends an alert for the run's user."""
+        self._send(text[:_ALERT_CHARACTERS])
+
+    def _send(self, value: object) -> None:
         if self._pipe is not None:
             with contextlib.suppress(OSError):  # the pipe is full until the driver reads it; later reports follow
-                os.write(self._pipe, f"{json.dumps([time.monotonic(), size, work[:_WORK_CHARACTERS]])}\n".encode())
+                os.write(self._pipe, f"{json.dumps(value)}\n".encode())
 
 
 SILENT = ProgressReporter()
@@ -142,11 +150,15 @@ class ProgressPipe:
         self._lines()
         self._rest = b""
 
-    def forward(self, liveness: Liveness) -> None:
-        """Forwards the reports since the last call to `liveness`. Malformed lines are ignored."""
+    def forward(self, liveness: Liveness, alert: Callable[[str], None]) -> None:
+        """Forwards the reports since the last call to `liveness`, and alerts to `alert`. Malformed lines are ignored."""
         for line in self._lines():
             with contextlib.suppress(ValueError, TypeError, RecursionError):
-                at, size, work = json.loads(line)
+                report = json.loads(line)
+                if isinstance(report, str):
+                    alert(report[:_ALERT_CHARACTERS])
+                    continue
+                at, size, work = report
                 if isinstance(work, str) and math.isfinite(at) and math.isfinite(size):
                     liveness.progress(work[:_WORK_CHARACTERS], float(size), at=float(at))
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from agentrl.base.error_text import cause_in_log
 from agentrl.base.files import tail_bytes
-from agentrl.base.liveness import Liveness
-from agentrl.base.processes import openmp_environment
+from agentrl.base.liveness import Liveness, StoppedProcesses
+from agentrl.base.processes import openmp_environment, process_tree
 from agentrl.base.run_lock import hold_shared_lock
 from agentrl.base.secrets import child_environment
 from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError
 from agentrl.learner.driver_reports import Mailbox, ProgressPipe
+
+log = logging.getLogger(__name__)
 
 _TAIL_BYTES = 1 << 18
 _FIRST_S = 1800.0
@@ -34,14 +38,26 @@ class LearnerProcess:
     the learner should, because the parent death signal follows the thread.
     """
 
-    def __init__(self, run_dir: Path, recipe: Recipe, *, gpus: str | None = None, root: Path | None = None) -> None:
-        """`gpus`: CUDA_VISIBLE_DEVICES of the workers; None inherits the driver's. `root`: project root, for user-supplied parts."""
+    def __init__(
+        self,
+        run_dir: Path,
+        recipe: Recipe,
+        *,
+        gpus: str | None = None,
+        root: Path | None = None,
+        alert: Callable[[str], None] = log.warning,
+    ) -> None:
+        """`gpus`: CUDA_VISIBLE_DEVICES of the workers; None inherits the driver's. `root`: project root, for user-supplied parts.
+        `alert`: called with messages of the learner for the user.
+        """
         self.run_dir = run_dir
         self.recipe = recipe
         self.gpus = gpus
         self.root = root
+        self._alert = alert
         self.log_path = run_dir / "logs" / "learner.log"
         self.liveness = Liveness("the learner", first_s=_FIRST_S)
+        self.stopped = StoppedProcesses("the learner", states=process_tree)
         self._process: asyncio.subprocess.Process | None = None
         self._mailbox = Mailbox()
         self._reports = ProgressPipe()
@@ -98,8 +114,8 @@ class LearnerProcess:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_S):
                     await process.wait()
-            self._reports.forward(self.liveness)
-            if process.returncode is None and (stuck := self.liveness.overdue()):
+            self._reports.forward(self.liveness, self._alert)
+            if process.returncode is None and (stuck := self.liveness.overdue() or self.stopped.overdue(process.pid)):
                 await self.kill()
                 raise LearnerError(f"{stuck}; it was killed\n  all of its output: {self.log_path}")
 

@@ -234,7 +234,7 @@ class Worker:
 
     def _resume(self) -> None:
         """Loads the newest intact checkpoint and brings store and registry to the same step."""
-        checkpoint = checkpoints.newest(self.run_dir / "checkpoints")
+        checkpoint = checkpoints.newest(self.run_dir / "checkpoints", alert=self.ranks.report_progress.alert)
         if checkpoint is not None:
             checkpoints.restore(checkpoint, self.engine, critic=self.critic)
             self.next_step = checkpoint.meta.step

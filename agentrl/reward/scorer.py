@@ -165,9 +165,9 @@ class TaskScorer:
     async def _score_or_provoked(self, reference: str, task: Task, episode: Episode) -> Score:
         """Returns the score, and the lowest value if the episode's text makes the verifier fail.
 
-        The text is the cause if the verifier fails twice on the episode but scores a control episode. A verifier that fails on all
-        control episodes is broken, and there is no value. If it also fails on its best episode so far, it has lost something that control
-        episodes do not need, and the infrastructure is to blame.
+        The text is the cause if the verifier fails on the episode twice, scores a control episode, and fails on the episode again. A
+        verifier that fails on all control episodes is broken, and there is no value. If it also fails on its best episode so far, it has
+        lost something that control episodes do not need, and the infrastructure is to blame.
         """
         started = time.monotonic()
         score = await self._call(reference, task, episode)
@@ -188,6 +188,8 @@ class TaskScorer:
         if best is not None and (repeated := await self._call(reference, best.task, best.episode)).blame is Blame.POLICY:
             reason = f"{again.reason}; it now also fails on {best.episode.id}, which it has scored before: {repeated.reason}"
             return Score(value=None, reason=reason[:2000], blame=Blame.INFRASTRUCTURE)
+        if (last := await self._call(reference, task, episode)).blame is not Blame.POLICY:
+            return last  # the verifier failed for a moment, on whatever it was called with
         answer = next(answer for answer, value in controls.items() if value is not None)
         evidence = f"{reference}: {again.reason}, because of this episode's text; it scores an episode that submits {answer!r}"
         return self._lowest_score(reference, evidence, episode, *values)

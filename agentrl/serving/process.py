@@ -21,8 +21,8 @@ from pathlib import Path
 
 from agentrl.base.error_text import cause_in_log
 from agentrl.base.files import tail_bytes
-from agentrl.base.liveness import Liveness
-from agentrl.base.processes import openmp_environment
+from agentrl.base.liveness import Liveness, StoppedProcesses
+from agentrl.base.processes import openmp_environment, process_tree
 from agentrl.base.run_lock import hold_shared_lock
 from agentrl.base.secrets import child_environment
 from agentrl.config.recipe import JudgeServerConfig, ServingConfig
@@ -43,6 +43,7 @@ READ_TOKENS = 256
 """Tokens of the prompt that measures a server's speed."""
 _CHECK_S = 5.0  # between two checks for computed tokens
 _COMPUTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:request_success_total")
+_END_S = 1.0  # between the loss of a connection and the end of its process
 _PORT_TRIES = 64  # another run may choose the same free port at the same time
 _LOG_BYTES = 1 << 20  # searched at the end of a log for a cause
 
@@ -69,11 +70,13 @@ class ServerProcess(ABC):
         self.prompt_token_s = 0.0  # seconds per prompt token, measured at the start
         self._log_start = 0  # bytes in the log before this start
         self.liveness = Liveness(what, first_s=_FIRST_S)
+        self.stopped = StoppedProcesses(what, states=process_tree)
         self.end_reason = ""  # why it counts as dead; empty while it is alive
         self._next_check = 0.0  # on the loop's clock
         self._computed: tuple[float, ...] = ()
         self._answers, self._answers_seen = 0, 0
         self._token_task: asyncio.Task[None] | None = None
+        self._killed = False
 
     @property
     def control(self) -> ControlPlane:
@@ -88,12 +91,15 @@ class ServerProcess(ABC):
         return None if self._process is None else self._process.pid
 
     async def alive(self) -> bool:
-        """Whether the process lives, its engine is not dead, and it computes tokens; if not, `end` has the reason. Waits at most 20 s.
+        """Whether the process lives and runs, and its engine computes tokens; if not, `end_reason` has the reason. Waits at most 20 s.
 
         A server that does not answer counts as one that computes nothing.
         """
         if self._process is None or self._process.returncode is not None or self._control is None:
             self.end_reason = "it died"
+            return False
+        if stuck := self.stopped.overdue(self._process.pid):  # first: its routes may not answer
+            self.end_reason = stuck
             return False
         control, health = self._control, await self._control.health(timeout_s=HEALTH_TIMEOUT_S)
         if health == "down":
@@ -102,6 +108,15 @@ class ServerProcess(ABC):
         await self._check_progress(control, answers=health == "answers")
         self.end_reason = self.liveness.overdue()
         return not self.end_reason
+
+    async def was_killed(self) -> bool:
+        """Whether SIGKILL ended the process before `stop`: the kernel out of memory, or a person. Waits up to a second for its end."""
+        if self._process is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_END_S):
+                    await self._process.wait()
+            self._killed = self._process.returncode == -signal.SIGKILL
+        return self._killed
 
     def answered(self) -> None:
         """Records an answer to a client: it is progress, even if other routes are slow under load."""
@@ -139,6 +154,12 @@ class ServerProcess(ABC):
         with contextlib.suppress(ServingError):  # the next check retries
             await self._token(control, tokens=2, timeout_s=_FIRST_S)
             self.liveness.progress(_COMPUTING)
+
+    def kill(self) -> None:
+        """Kills the process and its engine, without waiting for their end."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
         """Ends the process and all its children: with SIGTERM, then with SIGKILL. Idempotent."""
@@ -213,6 +234,10 @@ class ServerProcess(ABC):
             raise ServingError(
                 f"{self._what} was not ready after {timeout_s:g} s; its log ends with: {cause}\n  all of its output: {self.log_path}"
             ) from None
+        except ServingError:
+            await self.was_killed()  # recorded before the process is stopped
+            await self.stop()
+            raise
         except BaseException:
             await self.stop()
             raise

@@ -249,7 +249,9 @@ class SupervisedServer:
                 async with self._busy:
                     if self._channel is None:
                         raise ServerLost(f"{self.title} is stopped, so no weights can be swapped in")
-                    return await self._exchange(self._channel, version, probe)
+                    report = await self._exchange(self._channel, version, probe)
+                    self._restarts.completed()
+                    return report
             except SwapError as error:
                 if await self.check_died():
                     raise ServerLost(str(error)) from error
@@ -305,19 +307,33 @@ class SupervisedServer:
             if self._server is not server or not self._ready.is_set():
                 continue  # `fall_back` is restarting it
             self._ready.clear()
+            server.kill()  # a swap that waits for a silent server ends, and with it the lock that it holds
             async with self._busy:
-                failures = self._restarts.failed()
-                if failures > _RESTARTS:
-                    raise ServingError(f"{self.title} died {failures} times in a row; see logs/{server_log_name(self._name)}")
-                self._alert(f"{self.title} is replaced: {server.end_reason}; restart {failures} of at most {_RESTARTS} in a row")
-                await self._stop()
-                if self._nccl:
-                    await on_loss()
-                version = self._newest()
-                if version is None:
-                    raise ServingError("no policy version to serve")
+                await self._replace(server.end_reason, on_loss)
+
+    async def _replace(self, reason: str, on_loss: Callable[[], Awaitable[None]]) -> None:
+        """Starts the server's successor, and another one if it is killed while it starts. Raises `ServingError` if it cannot start."""
+        while True:
+            failures = self._restarts.failed()
+            if failures > _RESTARTS:
+                raise ServingError(f"{self.title} died {failures} times in a row; see logs/{server_log_name(self._name)}")
+            self._alert(f"{self.title} is replaced: {reason}; restart {failures} of at most {_RESTARTS} in a row")
+            await self._stop()
+            if self._nccl:
+                await on_loss()
+            version = self._newest()
+            if version is None:
+                raise ServingError("no policy version to serve")
+            try:
                 await self.start(version)
-                self._restarts.started()
+            except ServingError:
+                if self._server is None or not await self._server.was_killed():
+                    raise
+                reason = "it was killed while it started"
+                await asyncio.sleep(_WATCH_S * 2**failures)
+                continue
+            self._restarts.started()
+            return
 
     async def close(self) -> None:
         """Stops the server."""

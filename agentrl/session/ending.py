@@ -19,11 +19,14 @@ from agentrl.base import user_code
 from agentrl.base.error_text import disk_full_error, group_members, main_error, one_line_error, raise_location
 from agentrl.base.secrets import redact
 from agentrl.errors import AgentRLError, UserError
+from agentrl.session.folder import check_disk
 
 log = logging.getLogger(__name__)
 
 DRIVER_LOG = "logs/driver.log"
 _MAX_CHARS = 100_000  # characters
+_ROOM_S, _ROOM_LOOK_S = 86_400.0, 1.0
+"""Seconds that a run waits for room on its disk, and between two looks at it."""
 _CROWDED = 16 << 20
 """Free bytes on a run's disk below which a failure is attributed to the full disk. The smallest checkpoint is larger."""
 
@@ -118,6 +121,42 @@ def report_error(error: BaseException, *, folder: Path | None = None, go_on: str
     message = user_code.printable(redact("\n".join(lines)).expandtabs(4), _MAX_CHARS)  # file names are arbitrary text
     print(message, file=sys.stderr, flush=True)
     return 2 if isinstance(cause, UserError) else 1
+
+
+def is_disk_full(error: BaseException, folder: Path) -> bool:
+    """Whether a run failed because its disk is full."""
+    cause = main_error(error)
+    if isinstance(cause, UserError) or ended_by_user(error):
+        return False
+    return disk_full_error(cause) is not None or _crowded(folder)
+
+
+def pause_until_room(error: BaseException, folder: Path) -> None:
+    """Reports that a run pauses because its disk is full, and returns when the disk has room again.
+
+    Raises `error` if it has none within a day.
+    """
+    until = time.monotonic() + _ROOM_S
+    append_driver_log(folder, "the run pauses, because its disk is full", error)
+    reason = _words(main_error(error), folder)[0].removeprefix("failed: ")
+    _print(f"paused: {reason}\n  fix: free space there; the run continues when 1 GiB is free. Ctrl-C ends it; finished work is kept")
+    while not _has_room(folder):
+        if time.monotonic() > until:
+            raise error
+        time.sleep(_ROOM_LOOK_S)
+    _print("the disk has room again, and the run continues")
+
+
+def _has_room(folder: Path) -> bool:
+    try:
+        check_disk(folder)
+    except UserError:
+        return False
+    return True
+
+
+def _print(text: str) -> None:
+    print(user_code.printable(redact(text), _MAX_CHARS), file=sys.stderr, flush=True)
 
 
 def _words(cause: BaseException, folder: Path | None) -> list[str]:

@@ -244,7 +244,7 @@ async def _open_parts(
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, alert=tracker.alert)
     pace = restore_pace(recipe, folder)
     stack.callback(save_pace, pace, recipe, folder)
-    learner = _open_learner(stack, recipe, folder, checked, root)
+    learner = _open_learner(stack, recipe, folder, checked, root, alert=tracker.alert)
     faults, scorer = fault_rate(recipe), replace(checked.scorer, sandboxes=sandboxes)
     episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace)
     slots = Admission(recipe.rollout.concurrency, use=lambda: served.cache_use, full=MAX_CACHE_USE)
@@ -306,8 +306,10 @@ async def _open_tracker(stack: AsyncExitStack, recipe: Recipe, folder: Path, clo
     return tracker
 
 
-def _open_learner(stack: AsyncExitStack, recipe: Recipe, folder: Path, checked: PreflightResult, root: Path) -> LearnerProcess:
-    learner = LearnerProcess(folder, recipe, gpus=checked.gpus.learner, root=root)
+def _open_learner(
+    stack: AsyncExitStack, recipe: Recipe, folder: Path, checked: PreflightResult, root: Path, *, alert: Callable[[str], None]
+) -> LearnerProcess:
+    learner = LearnerProcess(folder, recipe, gpus=checked.gpus.learner, root=root, alert=alert)
     stack.push_async_callback(learner.kill)
     return learner
 

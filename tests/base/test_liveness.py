@@ -5,7 +5,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.base.liveness import DEADLINE_FACTOR, MIN_DEADLINE_S, SOUND_S, AnswerLiveness, Liveness, Restarts, external_parts
+from agentrl.base.liveness import (
+    DEADLINE_FACTOR,
+    MIN_DEADLINE_S,
+    SOUND_S,
+    STOPPED_S,
+    AnswerLiveness,
+    Liveness,
+    Restarts,
+    StoppedProcesses,
+    external_parts,
+)
 from agentrl.testing.clock import JumpingClock
 
 FIRST_S = 1800.0
@@ -333,3 +343,33 @@ def test_time_in_which_the_driver_was_stopped_is_nobody_s_silence() -> None:
     with live.question():
         clock.now += 3600.0
         assert live.overdue() == ""
+
+
+def test_a_stopped_process_is_reported_after_some_seconds_and_a_suspended_checker_does_not_count() -> None:
+    clock, states = JumpingClock(), {10: "S", 11: "R"}
+    stopped = StoppedProcesses("the part", states=lambda root: states if root == 10 else {}, clock=clock.monotonic)
+
+    def verdicts(seconds: float) -> list[str]:
+        looks = []
+        for _ in range(int(seconds * 2)):
+            clock.now += 0.5
+            looks.append(stopped.overdue(10))
+        return looks
+
+    assert not any(verdicts(60.0))
+    states[11] = "T"
+    assert not any(verdicts(STOPPED_S - 2.5))
+    states[11] = "S"
+    assert not any(verdicts(2.5))
+    states[11] = "T"
+    assert not any(verdicts(2.5))
+    clock.now += 1000.0  # the checker was stopped too, and its part may just be continuing
+    assert not any(verdicts(STOPPED_S - 0.5))
+    assert any("the part has made no progress for" in said and "stopped process 11" in said for said in verdicts(5.0))
+
+
+def test_completed_work_ends_a_row_of_failures() -> None:
+    restarts = Restarts(clock=JumpingClock().monotonic)
+    assert [restarts.failed(), restarts.failed()] == [1, 2]
+    restarts.completed()
+    assert restarts.failed() == 1 and restarts.total == 3

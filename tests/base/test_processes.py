@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.base.processes import die_with_parent, process_age_s, raise_file_limit, rare_collections
-from tests.waiting import until
+from agentrl.base.processes import die_with_parent, process_age_s, process_tree, raise_file_limit, rare_collections
+from tests.waiting import until, wait_until
 
 
 def _start_a_child(told: multiprocessing.Queue[int]) -> None:
@@ -41,6 +41,21 @@ def test_a_child_dies_with_its_parent() -> None:
     while Path(f"/proc/{child}").exists() and "\nState:\tZ" not in Path(f"/proc/{child}/status").read_text():
         assert time.monotonic() < deadline, "the child outlives its parent"
         time.sleep(0.01)
+
+
+def test_a_tree_of_processes_has_their_states() -> None:
+    child = subprocess.Popen(["sh", "-c", "sleep 60 & wait"])
+    try:
+        wait_until(lambda: len(process_tree(child.pid)) == 2)
+        (sleeper,) = process_tree(child.pid).keys() - {child.pid}
+        assert process_tree(sleeper) == {sleeper: "S"} and child.pid in process_tree(os.getpid())
+        os.kill(sleeper, signal.SIGSTOP)
+        wait_until(lambda: process_tree(child.pid).get(sleeper) == "T")
+        os.kill(sleeper, signal.SIGKILL)
+    finally:
+        child.kill()
+        child.wait()
+    assert process_tree(child.pid) == {}
 
 
 def test_the_age_of_a_process_is_that_of_the_clock() -> None:

@@ -66,8 +66,10 @@ def test_a_torn_checkpoint_is_skipped(tmp_path: Path, what: str) -> None:
     found = newest(tmp_path)
     assert found is not None and found.folder == folder and found.meta.step == 5
     TORN[what](folder)
-    found = newest(tmp_path)
+    alerts: list[str] = []
+    found = newest(tmp_path, alert=alerts.append)
     assert found is not None and found.meta.step == 4
+    assert [alert.partition("\n")[0] for alert in alerts] == [f"checkpoint {folder} is damaged: the one before is used"]
     assert numbered(tmp_path, 5) is None and numbered(tmp_path, 6) is None
     TORN[what](tmp_path / "000004")
     with pytest.raises(LearnerError, match=r"every checkpoint in .* is damaged; move that folder away"):

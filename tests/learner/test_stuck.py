@@ -82,6 +82,7 @@ async def test_a_stuck_learner_is_restarted_and_each_group_is_trained_once(tmp_p
     write_run(tmp_path, made, groups[:6])
     learner = LearnerProcess(tmp_path, made)
     live = learner.liveness = Stopping(tmp_path, work, rank=ranks - 1)
+    learner.stopped.least_s = 1e9  # a stopped process is a stand-in for one that hangs
     registry = FolderRegistry(tmp_path / "versions")
     run = SimpleNamespace(learner=learner, tracker=Alerts(), registry=registry)
     watching = asyncio.create_task(supervise.watch_learner(learner, registry, run.tracker.alert))

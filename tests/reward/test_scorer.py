@@ -532,6 +532,14 @@ def test_timeouts_are_blamed_on_the_episode_only_if_the_best_episode_is_scored()
     assert score.blame is Blame.INFRASTRUCTURE and verifier.seen == ["best", "x", "x", "x"]
 
 
+def test_a_verifier_that_fails_for_a_moment_and_then_scores_gives_that_score() -> None:
+    fault = KeyError("k")
+    (score,) = judged_by(Changing(x=[fault, fault, 1.0]), "x")
+    assert score.value == 1.0, "it had recovered before the control episodes, which then proved nothing"
+    (score,) = judged_by(Changing(x=[fault, fault, fault, 1.0]), "x")
+    assert score.value == 0.0 and "because of this episode's text" in score.evidence
+
+
 def test_lowest_value_is_remembered() -> None:
     *_, score = judged_by(Changing(low=[-3.0], high=[1.0], boom=[KeyError("k")]), "low", "high", "boom")
     assert score.value == -3.0

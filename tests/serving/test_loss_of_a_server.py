@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -33,6 +33,7 @@ class ScriptedServer:
 
     def __init__(self, *, version: int, **_: object) -> None:
         self.version, self.dead, self.control, self.end_reason = version, False, self, "it died"
+        self.killed = asyncio.Event()
         self.started.append(self)
 
     async def differs(self, number: int, probe: Probe) -> float:
@@ -46,8 +47,14 @@ class ScriptedServer:
     async def start(self) -> None:
         await asyncio.sleep(0)
 
+    async def was_killed(self) -> bool:
+        return False
+
     async def alive(self) -> bool:
         return not self.dead
+
+    def kill(self) -> None:
+        self.killed.set()
 
     async def stop(self) -> None:
         self.dead = True
@@ -159,6 +166,24 @@ async def test_a_death_during_a_swap_is_retried_on_the_successor(tmp_path: Path,
     assert [server.version for server in ScriptedServer.started] == [0] * (deaths + 1), "each began with the version that served"
 
 
+async def test_a_swap_that_waits_for_a_silent_server_ends_when_the_server_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swap = ScriptedChannel.swap
+
+    async def wait(channel: ScriptedChannel, version: PolicyVersion, *arguments: Any, **options: Any) -> SwapReport:
+        if channel.server is ScriptedServer.started[0]:
+            channel.server.dead = True  # stopped: its connections stay open until it is killed
+            await channel.server.killed.wait()
+            raise SwapError("the connection was closed")
+        return await swap(channel, version, *arguments, **options)
+
+    monkeypatch.setattr(ScriptedChannel, "swap", wait)
+    async with asyncio.timeout(20):
+        policy, report = await swap_once(tmp_path)
+    assert report.version == policy.version == 1 and policy.restarts == 1
+
+
 async def test_a_version_rejected_three_times_raises(tmp_path: Path) -> None:
     ScriptedChannel.refusals = 2
     policy, _ = await swap_once(tmp_path / "twice")
@@ -230,6 +255,43 @@ async def test_a_failed_request_reports_whether_the_server_died(
     with pytest.raises(ServingError) as caught:
         await policy.generate((1,), SamplingParams(max_tokens=4), request_id="r", timeout_s=5.0)
     assert type(caught.value) is raised and failure_from_error(caught.value, stage="generate", turn=3).kind == raised.__name__
+    await policy.close()
+    registry.close()
+
+
+@pytest.mark.parametrize("killed", [True, False])
+async def test_a_successor_that_is_killed_while_it_starts_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    """One that cannot start ends the run: another try would not help."""
+
+    async def start(server: ScriptedServer) -> None:
+        if len(ScriptedServer.started) in (2, 3):
+            raise ServingError("ended while starting")
+
+    async def was_killed(server: ScriptedServer) -> bool:
+        return killed
+
+    monkeypatch.setattr(ScriptedServer, "start", start)
+    monkeypatch.setattr(ScriptedServer, "was_killed", was_killed)
+    registry = open_registry(tmp_path)
+    recipe = Recipe(name="served", policy=PolicyConfig(model="unused"), tasks=TasksConfig(family="unused:unused"))
+    alerts: list[str] = []
+    policy = supervisor.SupervisedServer(recipe, tmp_path, registry, alert=alerts.append)
+    base = registry.get(0)
+    assert base is not None
+    await policy.start(base)
+    watcher = asyncio.create_task(policy.watch(on_loss=policy.close))
+    ScriptedServer.started[0].dead = True
+    if killed:
+        await until(lambda: policy.restarts == 3 and policy.accepts_requests)
+        assert [alert.partition(": ")[2].partition(";")[0] for alert in alerts] == ["it died", *["it was killed while it started"] * 2]
+    else:
+        with pytest.raises(ServingError, match="ended while starting"):
+            await watcher
+        assert policy.restarts == 1
+    watcher.cancel()
+    await asyncio.gather(watcher, return_exceptions=True)
     await policy.close()
     registry.close()
 

@@ -47,6 +47,7 @@ async def test_a_stopped_engine_is_replaced_and_weights_that_disagree_never_serv
     assert server is not None and server.pid is not None
     server.liveness = Liveness("the inference server", first_s=120.0, least_s=SHORT_S)
     server.liveness.begin("computing tokens")
+    server.stopped.least_s = 1e9  # a stopped process is a stand-in for an engine that hangs
     watcher = asyncio.create_task(policy.watch(on_loss=policy.close))
     try:
         began = asyncio.get_running_loop().time()

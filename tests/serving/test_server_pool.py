@@ -71,6 +71,12 @@ class Server:
     def mark_unsound(self, reason: str) -> None:
         self.dead, self.reason = True, reason
 
+    async def was_killed(self) -> bool:
+        return False
+
+    def kill(self) -> None:
+        self.dead = True
+
     async def stop(self) -> None:
         self.dead = True
         self.held.set()

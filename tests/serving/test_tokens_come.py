@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.base import liveness
 from agentrl.base.liveness import Liveness
 from agentrl.serving import process
 from agentrl.serving.control import ControlPlane
@@ -61,7 +65,7 @@ async def serving(tmp_path: Path, engine: Engine) -> AsyncIterator[Server]:
     """A server that has begun to compute tokens."""
     async with scripted_server(engine.answer) as script:
         server = Server("the server", folder=tmp_path, log="server.log", scratch=str(tmp_path))
-        server._process, server._control = SimpleNamespace(returncode=None), ControlPlane(script.url)  # type: ignore[assignment]
+        server._process, server._control = SimpleNamespace(returncode=None, pid=os.getpid()), ControlPlane(script.url)  # type: ignore[assignment]
         server.liveness = Liveness("the server", first_s=SHORT_S, least_s=SHORT_S)
         server.liveness.begin("computing tokens")
         try:
@@ -160,3 +164,19 @@ async def test_answers_to_clients_are_progress_when_its_other_routes_are_too_slo
         assert await alive_for(server, 5 * SHORT_S)
         coming.cancel()
         assert not await alive_for(server, 20 * SHORT_S)
+
+
+async def test_a_stopped_process_is_dead_although_its_routes_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "_STOPPED_LOOK_S", 0.0)
+    child = subprocess.Popen(["sleep", "600"])
+    try:
+        async with serving(tmp_path, Engine()) as server:
+            server._process = SimpleNamespace(returncode=None, pid=child.pid)  # type: ignore[assignment]
+            server.stopped.least_s = SHORT_S
+            assert await alive_for(server, 3 * SHORT_S)
+            os.kill(child.pid, signal.SIGSTOP)
+            assert not await alive_for(server, 20 * SHORT_S)
+            assert server.end_reason.endswith(f"a signal has stopped process {child.pid}")
+    finally:
+        child.kill()
+        child.wait()

@@ -15,7 +15,16 @@ import pytest
 
 from agentrl.errors import LearnerError, SandboxError, StoreError, UserError
 from agentrl.learner.driver_reports import ExitReason, Mailbox, send_exit_reason
-from agentrl.session.ending import close_after, closing_stack, ended_by_user, report_error, warn_on_error
+from agentrl.session import ending
+from agentrl.session.ending import (
+    close_after,
+    closing_stack,
+    ended_by_user,
+    is_disk_full,
+    pause_until_room,
+    report_error,
+    warn_on_error,
+)
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -191,3 +200,30 @@ def test_long_reasons_are_cut_and_invalid_ones_ignored(tmp_path: Path) -> None:
     assert box.best() is not None and len(box.best().message) < 5000  # type: ignore[union-attr]
     send_exit_reason(str(tmp_path / "gone" / "fd"), ExitReason(kind="other", message="nobody hears it"))
     send_exit_reason(None, ExitReason(kind="other", message="nobody hears it"))
+
+
+def test_a_run_on_a_full_disk_pauses_until_there_is_room(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free, waited = [0, 0, 1 << 20, 2 << 30], list[float]()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free.pop(0) if len(free) > 1 else free[0]))
+    monkeypatch.setattr(ending.time, "sleep", waited.append)
+    error = raised(ExceptionGroup("parts", [StoreError("the store failed"), raised(FULL)]))
+    pause_until_room(error, run)
+    told = capsys.readouterr().err
+    assert told.startswith(f"paused: the disk of {run} is full (0 MiB free)") and "Traceback" not in told
+    assert told.endswith("the disk has room again, and the run continues\n") and len(waited) == 2
+    assert "the run pauses" in (run / "logs" / "driver.log").read_text()
+
+    monkeypatch.setattr(ending, "_ROOM_S", -1.0)
+    free[:] = [0]
+    with pytest.raises(ExceptionGroup):
+        pause_until_room(error, run)
+
+
+def test_only_a_full_disk_pauses_a_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2 << 30))
+    assert is_disk_full(raised(FULL), run) and not is_disk_full(raised(LearnerError("lost")), run)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    assert is_disk_full(raised(LearnerError("a broken file")), run), "the disk is nearly full"
+    assert not is_disk_full(raised(UserError("wrong")), run) and not is_disk_full(raised(KeyboardInterrupt()), run)

@@ -1,0 +1,62 @@
+"""The table of cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from agentrl.chaos import driver, parts, verifier
+from agentrl.chaos.parts import Injected
+from agentrl.chaos.subject import Subject
+
+SERVER_S, LEARNER_S, SANDBOX_S, DETECTED_S, RESUMED_S = 90.0, 60.0, 2.0, 30.0, 180.0
+"""Bounds in seconds: a killed server, learner or sandbox is replaced; a stopped part is detected; a killed driver's run goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One fault of a run."""
+
+    number: int  # of the fault; variants of one fault have the same number
+    name: str  # unique
+    injects: str
+    inject: Callable[[Subject], Injected]
+    bound_s: float | None = None  # of `Injected.recovered_s`
+    needs_small_disk: bool = False  # mounting one takes root
+    needs_bubblewrap: bool = False
+
+    @property
+    def title(self) -> str:
+        """Number and name."""
+        return f"{self.number:>2} {self.name}"
+
+
+def _case(number: int, name: str, inject: Callable[[Subject], Injected], bound_s: float | None = None, **needs: bool) -> Case:
+    return Case(number=number, name=name, injects=" ".join((inject.__doc__ or "").split()), inject=inject, bound_s=bound_s, **needs)
+
+
+CASES: tuple[Case, ...] = (
+    _case(22, "second-driver", driver.second_driver),
+    _case(1, "server-in-flight", parts.server_killed_in_flight, SERVER_S),
+    _case(5, "learner-uncommitted", parts.learner_killed_uncommitted, LEARNER_S),
+    _case(24, "server-stopped", parts.server_stopped, DETECTED_S),
+    _case(13, "verifier-raises", verifier.verifier_raises),
+    _case(14, "verifier-nan", verifier.verifier_returns_nan),
+    _case(9, "sandboxes-killed", parts.sandboxes_killed, SANDBOX_S, needs_bubblewrap=True),
+    _case(20, "interrupted", driver.interrupted, RESUMED_S),
+    _case(25, "learner-stopped", parts.learner_stopped, DETECTED_S),
+    _case(11, "driver-killed", driver.driver_killed, RESUMED_S, needs_bubblewrap=True),
+    _case(34, "disk-full", driver.disk_full, RESUMED_S, needs_small_disk=True),
+    _case(1, "server-idle", parts.server_killed_idle, SERVER_S),
+    _case(2, "engine-killed", parts.engine_killed, SERVER_S),
+    _case(3, "server-in-swap", parts.server_killed_in_swap, SERVER_S),
+    _case(4, "learner-before-step", parts.learner_killed_before, LEARNER_S),
+    _case(4, "learner-in-step", parts.learner_killed_during, LEARNER_S),
+    _case(4, "learner-after-step", parts.learner_killed_after, LEARNER_S),
+    _case(6, "learner-before-rename", parts.learner_killed_before_rename, LEARNER_S),
+    _case(7, "checkpoint-damaged", parts.checkpoint_damaged, LEARNER_S),
+    _case(21, "verifier-hangs", verifier.verifier_hangs),
+    _case(21, "verifier-blocks", verifier.verifier_blocks),
+    _case(28, "hang-up", driver.hang_up),
+)
+"""All cases, in the order in which one run meets them."""

@@ -1,0 +1,119 @@
+"""Kills random parts of a run, every few seconds, and compares its result with that of a run left alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+from agentrl.base.processes import process_tree
+from agentrl.chaos.checks import orphaned_sandboxes, problems
+from agentrl.chaos.subject import RANK, SERVER, ChaosError, Subject, ended
+from agentrl.chaos.suite import Report, Result
+from agentrl.observe import Summary
+from agentrl.observe.stats import rate_difference
+
+_STEPS = 8
+_SHARES = {"server": 3, "engine": 2, "learner": 4, "driver": 1}
+_PAUSE_S = (1.0, 5.0)
+
+
+def run_soak(*, work: Path, backend: str, minutes: float, kills: int = 100, seed: int = 0, report: Report = print) -> list[Result]:
+    """Kills parts until `kills` were killed or `minutes` have passed. Returns one result for the killed run and one for the comparison.
+
+    A sandbox is killed every few seconds. The server, its engine, a rank of the learner or the driver is killed after each completed step:
+    before that, a run would only ever start its parts. A run that has ended is resumed.
+    """
+    with ExitStack() as stack:
+        orphans = orphaned_sandboxes()
+        run = Subject(work / "soak", steps=_STEPS, backend=backend, log=work / "soak.log")
+        stack.callback(run.close)
+        killed = _kill_parts(run, random.Random(seed), until=time.monotonic() + 60.0 * minutes, most=kills, report=report)
+        try:
+            _finish(run)
+            found = list(problems(run, orphans=orphans))
+        except ChaosError as error:
+            found = [str(error)]
+        parts = ", ".join(f"{number} {part}" for part, number in killed.most_common())
+        witness = f"{killed.total()} kills with signal 9 ({parts}), {run.resumes} resumes, {run.steps_done()} steps"
+        result = Result(case="19 soak", witness=witness, problem="; ".join(found))
+        if found:
+            return [result]
+        report(f"  {witness}; a run without faults follows, for comparison")
+        alone = Subject(work / "alone", steps=run.steps, backend=backend, log=work / "alone.log")
+        stack.callback(alone.close)
+        alone.start()
+        alone.wait_for_end(timeout_s=3600.0)
+        return [result, _compare(run, alone)]
+
+
+def _kill_parts(run: Subject, chance: random.Random, *, until: float, most: int, report: Report) -> Counter[str]:
+    killed, step = Counter[str](), 0
+    run.start()
+    while killed.total() < most and time.monotonic() < until:
+        time.sleep(chance.uniform(*_PAUSE_S))
+        if run.exit_code is not None:
+            if run.exit_code == 0:
+                run.extend(_STEPS)
+            run.start()
+            continue
+        part, done = "sandbox", run.steps_done()
+        if done > step:
+            part = chance.choices(list(_SHARES), list(_SHARES.values()))[0]
+        pids = _pids(run, part)
+        if not pids:
+            continue
+        pid = chance.choice(pids)
+        os.kill(pid, signal.SIGKILL)
+        step = done if part != "sandbox" else step
+        if _gone(run, pid):
+            killed[part] += 1
+            left_min = max(until - time.monotonic(), 0.0) / 60
+            report(f"  kill {killed.total()}: {part} (process {pid}) after step {done}; at most {left_min:.0f} min left")
+    return killed
+
+
+def _pids(run: Subject, part: str) -> list[int]:
+    """The processes that are a part of this kind."""
+    if part == "driver":
+        return [run.pid]
+    if part == "learner":
+        return run.processes(RANK)[-1:]
+    if part == "sandbox":
+        return sorted(run.sandboxes())
+    servers = run.processes(SERVER)[:1]
+    if part == "server" or not servers:
+        return servers
+    return [pid for pid in process_tree(servers[0]) if pid != servers[0]]
+
+
+def _gone(run: Subject, pid: int) -> bool:
+    deadline = time.monotonic() + 10.0
+    while not ended(pid) and not (pid == run.pid and run.exit_code is not None):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _finish(run: Subject) -> None:
+    """Lets the run end without further faults. A run that was paused or whose driver was killed is resumed."""
+    for _ in range(3):
+        if run.exit_code not in (None, 0):
+            run.start()
+        if run.wait_for_end(timeout_s=3600.0) == 0:
+            return
+
+
+def _compare(run: Subject, alone: Subject) -> Result:
+    """Whether the success of both runs is the same, by the 95% interval of their difference."""
+    one, other = Summary.read(run.run_dir).heldout_after, Summary.read(alone.run_dir).heldout_after
+    if one is None or other is None:
+        return Result(case="19 same success", problem="a run has no evaluation after its last step")
+    low, high = rate_difference(other, one)
+    witness = f"held-out {one.value:.2f} after the kills, {other.value:.2f} without; difference [{low:+.2f}, {high:+.2f}]"
+    return Result(case="19 same success", witness=witness, problem="" if low <= 0.0 <= high else f"they differ: {witness}")

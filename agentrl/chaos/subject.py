@@ -1,0 +1,235 @@
+"""The run under test: a real `agentrl train` in a process of its own, observed through its run folder, its output and `/proc`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.base.files import read_json_lines
+from agentrl.base.processes import die_with_parent, process_tree
+from agentrl.errors import StoreError
+from agentrl.experience import SqliteStore
+from agentrl.plugins.references import content_root
+from agentrl.records import LedgerEntry, PolicyVersion, VersionState
+from agentrl.version import FolderRegistry
+
+SMALL = (
+    *("rollout.groups_per_step=4", "rollout.group.size=8", "rollout.concurrency=32", "max_staleness=1", "learner.keep_versions=8"),
+    *("learner.keep_checkpoints=3", "evaluation.heldout=16", "evaluation.heldout_real=0"),
+    'tasks.verifiers=["agentrl.chaos.verifier:unreliable"]',
+)
+"""Overrides of the quickstart's recipe: steps of four groups of eight attempts, which take seconds."""
+SERVER, RANK, LAUNCHER = "agentrl.serving.launch", "agentrl.learner.main", "agentrl.learner.launch"
+MARK = "AGENTRL_CHAOS"
+"""Variable in the environment of each process of a run under test, from which the processes that outlive it are known."""
+MOMENT_S = 900.0
+"""Seconds in which a moment or a recovery must come."""
+_POLL_S = 0.05
+
+
+class ChaosError(Exception):
+    """A fault could not be injected, or the run did not survive it."""
+
+
+class Subject:
+    """One run under test, over all of its starts."""
+
+    def __init__(self, run_dir: Path, *, steps: int, backend: str, log: Path, overrides: Sequence[str] = SMALL) -> None:
+        """`log`: file for the output of all starts. `overrides`: of the quickstart's recipe.
+
+        Raises `UserError` if this installation lacks the quickstart.
+        """
+        self.run_dir, self.steps = run_dir, steps
+        self.root = content_root()
+        """The project, in which the command is started."""
+        self.log_path = log
+        self._options = (*overrides, "--run-dir", str(run_dir), "--sandbox", backend)
+        self.mark = uuid.uuid4().hex
+        self.resumes = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._store: SqliteStore | None = None
+        self._output_start = 0
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The command of the first start."""
+        return (sys.executable, "-m", "agentrl", "train", "recipes/quickstart.py", f"steps={self.steps}", *self._options)
+
+    def extend(self, steps: int) -> None:
+        """Adds steps to a run that has ended, for its next start."""
+        self.steps += steps
+
+    def start(self) -> None:
+        """Starts the command, with --resume if the folder contains a run."""
+        resume = (self.run_dir / "recipe.json").exists()
+        self.resumes += resume
+        with self.log_path.open("ab") as log:
+            self._output_start = log.tell()
+            self._process = self.spawn((*self.command, *(["--resume"] if resume else [])), log.fileno())
+
+    def spawn(self, command: Sequence[str], output: int) -> subprocess.Popen[bytes]:
+        """Starts a command of the project with this run's mark, and with the default handler of ctrl-C. It dies with this process."""
+        parent = os.getpid()
+
+        def prepare() -> None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            die_with_parent(parent)
+
+        return subprocess.Popen(
+            command,
+            cwd=self.root,
+            env={**os.environ, MARK: self.mark},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
+
+    @property
+    def pid(self) -> int:
+        """The driver's process id."""
+        assert self._process is not None, "start() comes first"
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the newest start; None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def output(self, start: int | None = None) -> str:
+        """What the newest start has printed, or everything after byte `start` of the log."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._output_start if start is None else start)
+            return " ".join(log.read().decode(errors="replace").split())
+
+    def output_size(self) -> int:
+        """Bytes of output so far; see `output`."""
+        return self.log_path.stat().st_size
+
+    def wait_for(self, condition: Callable[[], object], what: str, *, timeout_s: float = MOMENT_S, poll_s: float = _POLL_S) -> float:
+        """Returns the seconds until `condition` holds. Raises `ChaosError` if the run ends before, or the time is over."""
+        began = time.monotonic()
+        while not condition():
+            if self.exit_code is not None:
+                raise ChaosError(f"the run ended with exit code {self.exit_code} while the suite waited for {what}: {self.last_output()}")
+            if time.monotonic() - began > timeout_s:
+                raise ChaosError(f"{what} did not come within {timeout_s:.0f} s: {self.last_output()}")
+            time.sleep(poll_s)
+        return time.monotonic() - began
+
+    def wait_for_end(self, *, timeout_s: float = MOMENT_S) -> int:
+        """Returns the exit code of the newest start. Raises `ChaosError` after `timeout_s`."""
+        assert self._process is not None, "start() comes first"
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise ChaosError(f"the run did not end within {timeout_s:.0f} s: {self.last_output()}") from None
+
+    def last_output(self) -> str:
+        """The end of the output, for an error."""
+        return f"... {self.output()[-1500:]} (all of it: {self.log_path})"
+
+    def processes(self, module: str) -> list[int]:
+        """The processes below the driver that run a Python module, the newest last."""
+        words = {pid: command_line(pid).split() for pid in process_tree(self.pid)}
+        return [pid for pid in words if module in words[pid] and (module == LAUNCHER or LAUNCHER not in words[pid])]
+
+    def sandboxes(self) -> set[int]:
+        """The bubblewrap processes of open sandboxes."""
+        return {pid for pid in process_tree(self.pid) if command_line(pid).startswith("bwrap ")}
+
+    @property
+    def store(self) -> SqliteStore:
+        """The run's ledger."""
+        if self._store is None:
+            self._store = SqliteStore(self.run_dir / "experience.sqlite")
+        return self._store
+
+    def entries(self) -> tuple[LedgerEntry, ...]:
+        """The ledger's entries; none before the first group is stored."""
+        if not (self.run_dir / "experience.sqlite").exists():
+            return ()
+        with contextlib.suppress(StoreError):  # another process is creating it, or its disk is full
+            return self.store.entries()
+        return ()
+
+    def steps_done(self) -> int:
+        """Learner steps that the ledger has as completed."""
+        return len({entry.step for entry in self.entries() if entry.use is not None})
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of steps in metrics.jsonl."""
+        return [line for line in read_json_lines(self.run_dir / "metrics.jsonl") if "episodes" in line]
+
+    def version(self, *states: VersionState) -> PolicyVersion | None:
+        """The newest policy version in one of these states."""
+        registry = FolderRegistry(self.run_dir / "versions")
+        try:
+            return registry.latest(*states)
+        finally:
+            registry.close()
+
+    def served(self) -> int:
+        """The number of the version that serves; -1 before the first."""
+        version = self.version(VersionState.SERVING, VersionState.PROMOTED)
+        return -1 if version is None else version.number
+
+    def resume_command(self) -> list[str]:
+        """The command that the newest start has printed for its continuation. Raises `ChaosError` if there is none."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._output_start)
+            text = log.read().decode(errors="replace")
+        _, found, rest = text.rpartition("continue with: ")
+        if not found:
+            raise ChaosError(f"the run ended without a command that continues it: {self.last_output()}")
+        return shlex.split(rest.splitlines()[0])
+
+    def left(self) -> dict[int, str]:
+        """Processes with this run's mark: process id -> command line."""
+        wanted = f"{MARK}={self.mark}".encode()
+        found: dict[int, str] = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with contextlib.suppress(OSError):  # it is ending, or belongs to another user
+                    if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                        found[int(entry.name)] = command_line(int(entry.name))
+        return found
+
+    def close(self) -> None:
+        """Kills the driver, with which all of its processes end. Idempotent."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+
+def command_line(pid: int) -> str:
+    """The command line of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def send(pids: Iterable[int], number: signal.Signals) -> None:
+    """Sends a signal to processes, of which some may have ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def ended(pid: int) -> bool:
+    """Whether a process has ended; a zombie has."""
+    return process_tree(pid).get(pid, "Z") in "ZX"

@@ -1,0 +1,146 @@
+"""Runs cases, one after another, in one run, and checks the run afterwards."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.chaos.cases import Case
+from agentrl.chaos.checks import orphaned_sandboxes, problems
+from agentrl.chaos.driver import small_disk
+from agentrl.chaos.parts import Injected
+from agentrl.chaos.subject import SMALL, ChaosError, Subject
+
+STEPS_PER_CASE = 3
+_CASE_S = 60.0  # expected, before the first is measured
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How a run survived one case, or what was wrong with it in the end."""
+
+    case: str
+    witness: str = ""
+    recovered_s: float | None = None
+    bound_s: float | None = None
+    problem: str = ""
+    skipped: str = ""  # why the fault was not injected
+
+    @property
+    def ok(self) -> bool:
+        """Whether the run survived within the bound."""
+        return not self.problem
+
+    def as_data(self) -> dict[str, Any]:
+        """The fields, and `ok`, for JSON."""
+        return asdict(self) | {"ok": self.ok}
+
+
+def run_cases(
+    cases: Sequence[Case],
+    *,
+    work: Path,
+    backend: str,
+    slack: float = 1.0,
+    report: Report = print,
+    overrides: Sequence[str] = SMALL,
+    examine: Callable[[Subject], None] = lambda run: None,
+) -> list[Result]:
+    """Injects cases into one run in the folder `work`. Returns a result for each, and one for the run after all of them.
+
+    Args:
+        slack: factor of every bound, for a machine that does other work.
+        report: called with a line of text for each case.
+        overrides: of the quickstart's recipe.
+        examine: called with the run after everything was verified.
+    """
+    with ExitStack() as stack:
+        disk = work / "disk"
+        mounted = stack.enter_context(small_disk(disk)) if any(case.needs_small_disk for case in cases) else False
+        disk.mkdir(parents=True, exist_ok=True)
+        orphans = orphaned_sandboxes()
+        run = Subject(disk / "run", steps=STEPS_PER_CASE * len(cases) + 2, backend=backend, log=work / "run.log", overrides=overrides)
+        if mounted:
+            stack.callback(shutil.copytree, disk, work / "kept", ignore=shutil.ignore_patterns("filler"))
+        stack.callback(run.close)
+        run.start()
+        results, began = [], time.monotonic()
+        for number, case in enumerate(cases):
+            mean_s = (time.monotonic() - began) / number if number else _CASE_S
+            report(f"{number + 1}/{len(cases)} {case.title}: {case.injects} About {mean_s * (len(cases) - number) / 60:.0f} min left.")
+            results.append(skipped if (skipped := _skip(case, backend, mounted)) else _run_case(case, run, slack))
+            report(_line(results[-1]))
+        report("the run finishes, then its ledger is verified")
+        results.append(_after(run, orphans))
+        examine(run)
+        return results
+
+
+def _skip(case: Case, backend: str, mounted: bool) -> Result | None:
+    reason = ""
+    if case.needs_small_disk and not mounted:
+        reason = "mounting a small file system needs root"
+    if case.needs_bubblewrap and backend != "bubblewrap":
+        reason = "it needs --sandbox bubblewrap"
+    return Result(case=case.title, skipped=reason) if reason else None
+
+
+def _run_case(case: Case, run: Subject, slack: float) -> Result:
+    bound_s = None if case.bound_s is None else case.bound_s * slack
+    try:
+        injected = _inject(case, run)
+    except (ChaosError, OSError) as error:
+        return Result(case=case.title, bound_s=bound_s, problem=str(error) or repr(error))
+    late = bound_s is not None and injected.recovered_s is not None and injected.recovered_s > bound_s
+    return Result(
+        case=case.title,
+        witness=injected.witness,
+        recovered_s=injected.recovered_s,
+        bound_s=bound_s,
+        problem=f"it took {injected.recovered_s:.1f} s, more than {bound_s:.0f} s" if late else "",
+    )
+
+
+def _inject(case: Case, run: Subject) -> Injected:
+    """Injects a case, and again after more steps if the run had finished before the moment came."""
+    while True:
+        if run.exit_code == 0:
+            run.extend(STEPS_PER_CASE)
+        if run.exit_code is not None:
+            run.start()
+        try:
+            return case.inject(run)
+        except ChaosError:
+            if run.exit_code != 0:
+                raise
+
+
+def _after(run: Subject, orphans: frozenset[str]) -> Result:
+    """What must hold after all cases."""
+    try:
+        run.wait_for_end()
+        found = list(problems(run, orphans=orphans))
+    except ChaosError as error:
+        found = [str(error)]
+    entries = run.entries()
+    episodes = sum(entry.attempts for entry in entries)
+    return Result(
+        case="   afterwards",
+        witness=f"{run.steps_done()} steps, {len(entries)} groups and {episodes} scores verified; {run.resumes} resumes; "
+        f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
+        problem="; ".join(found),
+    )
+
+
+def _line(result: Result) -> str:
+    if result.skipped:
+        return f"  skipped: {result.skipped}"
+    took = "" if result.recovered_s is None else f", {result.recovered_s:.1f} s"
+    return f"  FAILED: {result.problem}" if result.problem else f"  ok{took}: {result.witness}"

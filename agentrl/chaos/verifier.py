@@ -1,0 +1,129 @@
+"""A verifier that fails on request, and the cases that use it. Whatever it does, no score may come from it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import zlib
+from pathlib import Path
+
+from agentrl.chaos.parts import Injected
+from agentrl.chaos.subject import ChaosError, Subject
+from agentrl.plugins.references import resolve
+from agentrl.records import Episode, Score, Task
+
+REFERENCE = f"{__name__}:unreliable"
+_SOUND = "rewards.tables:exact_answer"
+_BLOCK_S = 2.0
+_SHARE = 4  # one task of so many is affected
+
+
+class UnreliableVerifier:
+    """Scores as the quickstart's verifier does, except for a quarter of the tasks while `RUN_DIR.verifier` contains the name of a fault:
+    raise, nan, hang or block. `RUN_DIR.verifier-calls` lists the affected calls. A `PreparedVerifier`."""
+
+    timeout_s = 3.0
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+
+    def prepare(self, *, root: Path, folder: Path | None) -> None:
+        """Takes the run folder, next to which the fault is requested."""
+        self._folder = folder
+
+    async def __call__(self, task: Task, episode: Episode) -> Score:
+        """Scores an episode, or fails."""
+        fault = self._fault(task)
+        if fault and self._folder is not None:
+            with journal_path(self._folder).open("a") as journal:
+                journal.write(f"{fault} {episode.id}\n")
+        if fault == "raise":
+            raise RuntimeError("the verifier fails on request")
+        if fault == "hang":
+            await asyncio.sleep(3600.0)
+        if fault == "block":
+            time.sleep(_BLOCK_S)
+        score: Score = await resolve(_SOUND)(task, episode)
+        return Score(value=math.nan) if fault == "nan" else score
+
+    def _fault(self, task: Task) -> str:
+        if self._folder is None or zlib.crc32(task.key.encode()) % _SHARE:
+            return ""
+        try:
+            return switch_path(self._folder).read_text().strip()
+        except FileNotFoundError:
+            return ""
+
+
+unreliable = UnreliableVerifier()
+
+
+def switch_path(run_dir: Path) -> Path:
+    """The file with the name of the requested fault."""
+    return run_dir.with_name(f"{run_dir.name}.verifier")
+
+
+def journal_path(run_dir: Path) -> Path:
+    """The file with the calls that a fault has affected."""
+    return run_dir.with_name(f"{run_dir.name}.verifier-calls")
+
+
+def verifier_raises(run: Subject) -> Injected:
+    """The verifier raises on a quarter of the tasks. Their episodes are excluded."""
+    return _unscored(run, "raise")
+
+
+def verifier_returns_nan(run: Subject) -> Injected:
+    """The verifier returns NaN on a quarter of the tasks. Their episodes are excluded."""
+    return _unscored(run, "nan")
+
+
+def verifier_hangs(run: Subject) -> Injected:
+    """The verifier never returns on a quarter of the tasks. Their episodes are excluded after its deadline."""
+    return _unscored(run, "hang")
+
+
+def verifier_blocks(run: Subject) -> Injected:
+    """The verifier blocks the driver's event loop for two seconds, on a quarter of the tasks."""
+    steps = run.steps_done()
+    switch_path(run.run_dir).write_text("block")
+    try:
+        run.wait_for(lambda: _called(run, "block"), "a call that blocks")
+    finally:
+        switch_path(run.run_dir).unlink()
+
+    def lag_ms() -> float:
+        return max((line.get("loop_lag_ms_max", 0.0) for line in run.metrics() if line["step"] > steps), default=0.0)
+
+    run.wait_for(lambda: lag_ms() > 900.0 * _BLOCK_S, "a step with the lag of the event loop")
+    return Injected(witness=f"{len(_called(run, 'block'))} calls blocked, and metrics.jsonl has a lag of {lag_ms() / 1000:.1f} s")
+
+
+def _unscored(run: Subject, fault: str) -> Injected:
+    """Requests a fault until a stored group shows it, and returns the number of its episodes, all without a score."""
+    first = len(run.entries())
+    switch_path(run.run_dir).write_text(fault)
+    try:
+        run.wait_for(lambda: _affected(run, fault, first), "a stored group of the failing verifier")
+        scores = _affected(run, fault, first)
+    finally:
+        switch_path(run.run_dir).unlink()
+    if values := [score.value for score in scores if score.value is not None]:
+        raise ChaosError(f"the scores {values} come from a verifier that failed")
+    reasons = {score.reason.partition("\n")[0][:80] for score in scores}
+    return Injected(witness=f"{len(scores)} episodes have no score: {'; '.join(sorted(reasons))}")
+
+
+def _called(run: Subject, fault: str) -> set[str]:
+    """The ids of the episodes on which this fault happened."""
+    path = journal_path(run.run_dir)
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {line.partition(" ")[2] for line in lines if line.startswith(f"{fault} ")}
+
+
+def _affected(run: Subject, fault: str, first: int) -> list[Score]:
+    """The scores of the stored episodes, in groups from `first` on, on which this fault happened."""
+    called = _called(run, fault)
+    groups = run.store.groups(entry.index for entry in run.store.entries(first=max(first - 8, 0)))
+    return [scored.score for group in groups for scored in group.episodes if scored.episode.id in called]

@@ -1,0 +1,91 @@
+"""`agentrl chaos`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl.cli import HELP_OPTIONS
+from agentrl.cli.running import JsonFlag
+from agentrl.errors import UserError
+
+if TYPE_CHECKING:
+    from agentrl.chaos import Result
+
+chaos_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
+
+
+@chaos_app.command("list", epilog="Example: agentrl chaos list --json")
+def chaos_list(as_json: JsonFlag = False) -> None:
+    """List the cases: what each injects, and within which time the run must recover."""
+    from agentrl.chaos import CASES
+
+    if as_json:
+        print(json.dumps([{"number": one.number, "name": one.name, "injects": one.injects, "bound_s": one.bound_s} for one in CASES]))
+        return
+    for case in sorted(CASES, key=lambda case: case.number):
+        bound = "" if case.bound_s is None else f" At most {case.bound_s:g} s."
+        print(f"{case.title:26}{case.injects}{bound}")
+
+
+@chaos_app.command("run", epilog="Example: agentrl chaos run --case 1 --case 5")
+def chaos_run(
+    numbers: Annotated[list[int] | None, typer.Option("--case", help="Number of a case; may be repeated. Default: all.")] = None,
+    minutes: Annotated[float, typer.Option(min=0.0, help="Minutes in which random parts are killed, after the cases. 0: none.")] = 0.0,
+    kills: Annotated[int, typer.Option(min=1, help="Kills after which the random part ends.")] = 100,
+    seed: Annotated[int, typer.Option(help="Seed of the random kills.")] = 0,
+    work: Annotated[Path | None, typer.Option(help="Folder for the runs, kept. Default: a temporary one.")] = None,
+    sandbox: Annotated[str, typer.Option(help="Sandbox backend.")] = "bubblewrap",
+    slack: Annotated[float, typer.Option(min=1.0, help="Factor of every bound, for a machine that does other work.")] = 1.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Kill, stop and damage the parts of a small real run, and verify that it loses nothing.
+
+    Each case proves that its fault happened, and measures the time until the run worked again. Afterwards the ledger, all scores and the
+    processes that are left are verified. Exits with 1 if a case fails.
+    """
+    from agentrl.chaos import CASES, run_cases, run_soak
+
+    chosen = CASES if numbers is None else tuple(case for case in CASES if case.number in numbers)
+    if numbers is not None and (unknown := sorted(set(numbers) - {case.number for case in CASES})):
+        raise UserError(f"there is no case {unknown[0]}", fix="agentrl chaos list prints the numbers")
+    if numbers is None and minutes:
+        chosen = ()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the run under test, as ctrl-C does
+
+    def report(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="agentrl-chaos-") as scratch:
+        folder = (work or Path(scratch)).resolve()
+        if folder.is_dir() and any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty", fix="give another --work")
+        folder.mkdir(parents=True, exist_ok=True)
+        results = run_cases(chosen, work=folder, backend=sandbox, slack=slack, report=report) if chosen else []
+        if minutes:
+            results += run_soak(work=folder, backend=sandbox, minutes=minutes, kills=kills, seed=seed, report=report)
+    if as_json:
+        load = {"load": os.getloadavg()[0], "cores": os.cpu_count()}
+        print(json.dumps({"results": [result.as_data() for result in results], **load}))
+    else:
+        print(render_results(results))
+    raise typer.Exit(0 if all(result.ok for result in results) else 1)
+
+
+def render_results(results: Sequence[Result]) -> str:
+    """The results as a table: case, seconds until recovery, bound, verdict and witness."""
+    lines = [f"{'case':26}{'recovered':>10}{'bound':>8}  {'ok':4}witness"]
+    for result in results:
+        took = "-" if result.recovered_s is None else f"{result.recovered_s:.1f} s"
+        bound = "-" if result.bound_s is None else f"{result.bound_s:.0f} s"
+        verdict = "skip" if result.skipped else "yes" if result.ok else "NO"
+        lines.append(f"{result.case:26}{took:>10}{bound:>8}  {verdict:4} {result.problem or result.skipped or result.witness}")
+    return "\n".join(lines)
