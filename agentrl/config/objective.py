@@ -24,7 +24,7 @@ class Correction:
     """What `objective.off_policy` does with the difference between behaviour policy and proximal policy."""
 
     recompute: bool | None  # whether the proximal policy is that of the start of a step; None: in batches of several optimizer steps
-    weights: Literal["truncate", "mask", "none"]
+    weights: Literal["truncate", "mask", "second_moment", "none"]
     level: Literal["token", "sequence"] = "token"
     floor: float = 0.0
     cap: float = 2.0
@@ -37,6 +37,7 @@ _PRESETS = {  # a mask's bounds are those of arXiv:2510.18855
     "truncate_sequence": Correction(True, "truncate", "sequence"),
     "mask": Correction(True, "mask", "token", 0.5, 5.0),
     "mask_sequence": Correction(True, "mask", "sequence", 0.5, 5.0),
+    "second_moment": Correction(True, "second_moment", cap=math.inf),
     "none": Correction(None, "none"),
 }
 
@@ -44,11 +45,11 @@ _PRESETS = {  # a mask's bounds are those of arXiv:2510.18855
 class OffPolicyConfig(Section):
     """How the loss corrects for tokens that other weights sampled, or the server's arithmetic. docs/objectives.md compares the presets."""
 
-    preset: Literal["auto", "behaviour", "truncate", "truncate_sequence", "mask", "mask_sequence", "none"] = "auto"
+    preset: Literal["auto", "behaviour", "truncate", "truncate_sequence", "mask", "mask_sequence", "second_moment", "none"] = "auto"
     """Denominator of the ratio, and importance weights (docs/objectives.md has the formulas). auto: behaviour, or truncate in batches of
     several optimizer steps."""
     cap: float | None = Field(None, gt=0)
-    """Maximum of importance weights, and of the ratio unless loss=cispo. None: 5 with a mask, else 2."""
+    """Maximum of importance weights, and of the ratio unless loss=cispo. None: 5 with a mask, infinite with second_moment, else 2."""
     floor: float | None = Field(None, ge=0)
     """Minimum importance weight that a mask keeps. None: 0.5."""
 

@@ -21,7 +21,7 @@ from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch, build_micro_batch, check_vocabulary, plan_micro_batches, split_minibatches
 from agentrl.learner.update_guard import UpdateGuard
 from agentrl.objective.aggregate import loss_denominator
-from agentrl.objective.losses import sequence_penalty
+from agentrl.objective.losses import second_moment_reach, sequence_penalty
 from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, combine_steps, summarize
 from agentrl.objective.policy_loss import TrainedTokens, load_loss, policy_loss
 from agentrl.objective.values import VALUE_WEIGHT, value_loss
@@ -92,9 +92,10 @@ class Updater:
             if warming_up or isinstance(self.critic, Critic):
                 metrics |= self._learn_values(prepared, self.critic)
         steps: list[dict[str, float]] = []
+        reach = self._mask_reach(prepared)
         for minibatch, micro_batches in () if warming_up else prepared:
             if not self.guard.rolling_back:
-                steps.append(self._optimize(minibatch, micro_batches, changed=any(step["applied"] for step in steps)))
+                steps.append(self._optimize(minibatch, micro_batches, changed=any(step["applied"] for step in steps), reach=reach))
         wall_s = time.perf_counter() - start
         applied = [step.pop("applied") for step in steps]
         metrics["lr"] = learning_rate(self._learner, self.engine.recipe.steps, self._schedule_step(batch.step))
@@ -204,8 +205,15 @@ class Updater:
         finite = [norm for norm in norms if math.isfinite(norm)]
         return ({"value_loss": fmean(losses)} if losses else {}) | ({"value_grad_norm": fmean(finite)} if finite else {})
 
-    def _optimize(self, minibatch: Batch, micro_batches: list[PreparedMicroBatch], *, changed: bool) -> dict[str, float]:
-        """Takes one optimizer step. `changed`: whether the weights have changed since the start of the batch."""
+    def _mask_reach(self, prepared: Plan) -> float:
+        """The `reach` of the second-moment mask, over the tokens of the whole batch; infinite with other presets."""
+        if self._objective.off_policy.correction.weights != "second_moment":
+            return math.inf
+        ratios = [micro.proximal - micro.batch.behaviour for _, micros in prepared for micro in micros if micro.proximal is not None]
+        return second_moment_reach(torch.cat(ratios) if ratios else torch.empty(0), self.engine.ranks.sum)
+
+    def _optimize(self, minibatch: Batch, micro_batches: list[PreparedMicroBatch], *, changed: bool, reach: float) -> dict[str, float]:
+        """Takes one optimizer step. `changed`: whether the weights have changed since the start of the batch. `reach`: `_mask_reach`."""
         ranks = self.engine.ranks
         sums = torch.zeros(len(SUM_NAMES) + 3, dtype=torch.float64, device=ranks.device)  # plus 2 losses, 1 count
         maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=ranks.device)
@@ -218,7 +226,11 @@ class Updater:
                 (logprobs, entropy), values = self.engine.logprobs(micro.batch), None
             on_policy = None if changed and micro.proximal is None else micro.batch.versions == minibatch.step
             result = policy_loss(
-                _tokens(micro, logprobs, entropy, on_policy), self._objective, denominator=total_weight, surrogate=self._loss
+                _tokens(micro, logprobs, entropy, on_policy),
+                self._objective,
+                denominator=total_weight,
+                surrogate=self._loss,
+                reach=reach,
             )
             loss = result.loss
             if values is not None:

@@ -12,6 +12,9 @@ behaviour policy. Estimators of the divergence from the KL reference model, with
 
 from __future__ import annotations
 
+import math
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -174,17 +177,56 @@ def sequence_penalty(behaviour: Tensor, reference: Tensor, sequence: Tensor, cou
     return sum_segments(gap, sequence, count)
 
 
-def importance_weights(log_ratio: Tensor, segments: Segments, correction: Correction) -> tuple[Tensor, Tensor]:
+SECOND_MOMENT = 0.04
+"""Largest mean of (log rho_t)^2 over the tokens of a batch that `second_moment` keeps, as in all experiments of arXiv:2510.01161."""
+
+
+def second_moment_reach(log_ratio: Tensor, add: Callable[[Tensor], Tensor], *, at_most: float = SECOND_MOMENT) -> float:
+    """Returns the largest |log rho| that `second_moment` keeps: masking the largest first, the mean square of the rest is `at_most`.
+
+    Infinite if no token has to be masked. Tokens of equal size are masked together, so the result does not depend on their order.
+    `log_ratio`: this rank's tokens [N]. `add`: sums a tensor over all ranks; every rank calls it equally often.
+    """
+    sizes, _ = log_ratio.detach().double().abs().sort()
+    squares = sizes.square().cumsum(0)
+
+    def exceeds(reach: float) -> bool:
+        count = int(torch.searchsorted(sizes, reach, right=True))
+        total, tokens = add(torch.tensor([squares[count - 1].item() if count else 0.0, count], dtype=torch.float64)).tolist()
+        return bool(total > at_most * tokens)
+
+    if not exceeds(math.inf):
+        return math.inf
+    low, high = 0, _bits(math.inf)  # the bit patterns of non-negative floats have the order of the floats
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if exceeds(_float(middle)) else (middle, high)
+    return _float(low)
+
+
+def _bits(value: float) -> int:
+    return int.from_bytes(struct.pack(">d", value), "big")
+
+
+def _float(bits: int) -> float:
+    (value,) = struct.unpack(">d", bits.to_bytes(8, "big"))
+    return float(value)
+
+
+def importance_weights(log_ratio: Tensor, segments: Segments, correction: Correction, *, reach: float = math.inf) -> tuple[Tensor, Tensor]:
     """Returns weights [N] without gradient, and a mask of the truncated or masked ratios.
 
     With rho_t = pi_prox / mu of the token (`level` token) or the product of them over its sequence (`level` sequence):
 
         truncate:  w = min(rho, cap)                         slightly biased, bounded variance
         mask:      w = rho if floor <= rho <= cap else 0     tokens too far off-policy are ignored
+        second_moment:  w = min(rho, cap) if |log rho| <= `reach` else 0
         none:      w = 1                                     no correction
 
     Truncated: Ionides 2008; Espeholt et al. 2018, arXiv:1802.01561. Masked token by token: IcePop, Ling Team 2025, arXiv:2510.18855.
-    TRL calls both, at both levels, its vLLM importance sampling correction. `log_ratio`: [N] log pi_prox - log mu.
+    TRL calls both, at both levels, its vLLM importance sampling correction. Second moment: M2PO, Zheng et al. 2025, arXiv:2510.01161,
+    with `reach` from `second_moment_reach` over the batch. Like AReaL it masks every token; the authors' code, only those on the side of 1
+    where PPO clips. `log_ratio`: [N] log pi_prox - log mu.
     """
     if correction.weights == "none":
         return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
@@ -192,5 +234,8 @@ def importance_weights(log_ratio: Tensor, segments: Segments, correction: Correc
     ratio = whole.exp()
     if correction.weights == "truncate":
         return ratio.clamp(max=correction.cap), ratio > correction.cap
+    if correction.weights == "second_moment":
+        outside = whole.double().abs() > reach
+        return ratio.clamp(max=correction.cap).masked_fill(outside, 0.0), outside | (ratio > correction.cap)
     outside = (ratio > correction.cap) | (ratio < correction.floor)
     return ratio.masked_fill(outside, 0.0), outside

@@ -14,6 +14,7 @@ SUM_NAMES = (
     *("same", "same_kl", "kl_reference"),
 )
 MAX_NAMES = ("ratio", "inverse_ratio", "mismatch")
+LARGEST_WEIGHT = 1e100  # largest importance weight in sums, so that the square of a sum is finite
 
 
 def token_statistics(
@@ -25,7 +26,7 @@ def token_statistics(
     entropy: Tensor | None,
     same: Tensor | None,
     kl_reference: Tensor | None,
-    cap: float,
+    weight: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Returns sums [len(SUM_NAMES)] and maxima [len(MAX_NAMES)], float64, of [N] tokens.
 
@@ -33,11 +34,12 @@ def token_statistics(
         log_ratio: log pi - log mu.
         clipped: tokens where the surrogate's bound is active; `high`: where the ratio is above 1.
         cut: tokens whose importance weight was truncated or masked.
+        weight: importance weight of each token, the correction's times the ratio, before the clip.
         same: [N] float64, k3 of KL(mu || pi) of the tokens that pi's weights sampled, NaN for others; None means unknown for all.
     """
     log_ratio = log_ratio.detach().double()
     ratio = log_ratio.exp()
-    weight = ratio.clamp(max=cap)
+    weight = weight.double().clamp(max=LARGEST_WEIGHT)
     mismatch = log_ratio.abs()
     zero = ratio.new_zeros(())
     sums = torch.stack(
@@ -76,7 +78,8 @@ def summarize(sums: Tensor, maxima: Tensor, *, with_reference: bool = False) -> 
         ratio_mean, _min, _max  r
         clip_fraction           share of tokens where the surrogate's bound is active; _low: ratios below 1, _high: above
         truncated_fraction      share of tokens whose importance weight was truncated or masked
-        ess                     (sum w)^2 / (n sum w^2) of w = min(r, cap): effective sample size as a share of the tokens
+        ess                     (sum w)^2 / (n sum w^2), with w the importance weight of a token after truncation and mask, before the
+                                clip: effective sample size as a share of the tokens
         entropy                 mean entropy of pi
     """
     total = dict(zip(SUM_NAMES, sums.tolist(), strict=True))

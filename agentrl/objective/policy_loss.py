@@ -12,7 +12,7 @@ from agentrl.config.recipe import ObjectiveConfig
 from agentrl.objective import losses
 from agentrl.objective.aggregate import Segments, token_weights
 from agentrl.objective.losses import importance_weights, k3, kl_term
-from agentrl.objective.metrics import token_statistics
+from agentrl.objective.metrics import LARGEST_WEIGHT, token_statistics
 from agentrl.plugins import parts
 from agentrl.protocols import Loss
 
@@ -41,7 +41,9 @@ class PolicyLoss:
     maxima: Tensor  # [len(metrics.MAX_NAMES)] float64, to maximize over micro-batches and ranks
 
 
-def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominator: float, surrogate: Loss | None = None) -> PolicyLoss:
+def policy_loss(
+    tokens: TrainedTokens, objective: ObjectiveConfig, *, denominator: float, surrogate: Loss | None = None, reach: float = math.inf
+) -> PolicyLoss:
     """Returns sum_t c_t (-w_t J_t + kl_coef * KL_t - entropy_coef * H_t) / denominator over the trained tokens of a micro-batch.
 
     J is the surrogate of the ratio r = pi / pi_prox, w the correction for pi_prox / mu and KL the KL term (`agentrl.objective.losses`), H
@@ -52,8 +54,8 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
     the start of the step (the decoupled objective): the clip then bounds the change of this step, and w corrects for staleness and for
     numerical differences between server and learner.
 
-    `surrogate` is `load_loss(objective)`, if the caller has loaded it. Raises `ValueError` if the denominator is not positive or a required
-    tensor is missing, and `PluginError` if the loss returns a wrong shape.
+    `surrogate` is `load_loss(objective)`, if the caller has loaded it. `reach` is the second-moment mask's, over the whole batch. Raises
+    `ValueError` if the denominator is not positive or a required tensor is missing, and `PluginError` if the loss returns a wrong shape.
     """
     if not denominator > 0:
         raise ValueError(f"denominator must be positive, got {denominator}")
@@ -63,7 +65,7 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
     centre = behaviour if tokens.proximal is None else tokens.proximal.to(dtype).detach()
     gap = tokens.logprobs - centre
     correction = objective.off_policy.correction
-    weight, cut = importance_weights(centre - behaviour, segments, correction)
+    weight, cut = importance_weights(centre - behaviour, segments, correction, reach=reach)
     arguments = losses.LossInput.from_config(
         objective, log_ratio=gap, logprobs=tokens.logprobs, advantages=tokens.advantages.to(dtype), sequence=tokens.sequence
     )
@@ -82,7 +84,7 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
             entropy=tokens.entropy,
             same=_mismatch(tokens),
             kl_reference=None if tokens.kl_reference is None else k3(tokens.logprobs, tokens.kl_reference.to(dtype)),
-            cap=correction.cap,
+            weight=weight * side.double().exp().clamp(max=min(objective.ratio_cap, LARGEST_WEIGHT)),
         )
     return PolicyLoss(loss=loss, sums=sums, maxima=maxima)
 

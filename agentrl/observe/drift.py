@@ -1,14 +1,16 @@
 """Drift alerts: metrics of a run which show that the reward no longer measures what it should.
 
-Each rule but the jump compares the newest `WINDOW` steps that have its metrics with the `WINDOW` before them. A metric has changed if the
-two means differ by more than `SPREADS` standard errors (of a difference of means: Welch, Biometrika 1947) and by at least the rule's least
-difference. A rule alerts at the first step where its condition holds, and not while it continues to hold.
+Each rule but the jump and the sample size compares the newest `WINDOW` steps that have its metrics with the `WINDOW` before them. A metric
+has changed if the two means differ by more than `SPREADS` standard errors (of a difference of means: Welch, Biometrika 1947) and by the
+least difference of the rule. A rule alerts at the first step where its condition holds, and not while it continues to hold.
 
     reward-audit        the mean reward rises while the audit falls
     reward-audit-jump   the same within two steps, by a large amount: a policy that has learned a cheat may need no longer
     length-audit        episodes become a fifth longer while the audit rises by less than `LEAST`
     disagreement        judges disagree more
     unscored            a larger share of the episodes gets no score
+    sample-size         few tokens determine the update: the effective sample size (`ess`) is below `LEAST_ESS`. Its collapse precedes that
+                        of the policy (VCPO, arXiv:2602.17616)
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ LEAST = 0.03  # of a score or a share
 JUMP = 2  # steps on either side of a jump
 LEAST_AT_ONCE = 0.25  # of a score; two steps give no estimate of the spread
 LONGER = 0.2  # relative to the length before
+LEAST_ESS = 0.5  # share of the trained tokens
 DISAGREEMENT = "judge_disagreement"
 
 
@@ -58,6 +61,17 @@ def length_against_audit(steps: Steps) -> str:
     return f"the tokens of an episode rose from {length}, and the audit hardly rose ({audit}): the reward may depend on length"
 
 
+def few_tokens_act(steps: Steps) -> str:
+    """Alerts if the effective sample size of the newest update is small."""
+    size = next((step["ess"] for step in reversed(steps) if "ess" in step), None)
+    if size is None or size >= LEAST_ESS:
+        return ""
+    return (
+        f"the effective sample size is {size:.2f} of the tokens, so few stale tokens determine the update: lower max_staleness or"
+        " learner.lr, or bound the weights with objective.off_policy"
+    )
+
+
 def _rising_share(metric: str, text: str) -> Callable[[Steps], str]:
     """A rule that alerts if a metric between 0 and 1 rises. `text` has a place for its means."""
 
@@ -74,6 +88,7 @@ RULES: Mapping[str, Callable[[Steps], str]] = {
     "length-audit": length_against_audit,
     "disagreement": _rising_share(DISAGREEMENT, "the judges' disagreement rose from {}: the policy may be exploiting one of them"),
     "unscored": _rising_share("unscored_share", "the share of episodes without a score rose from {}: the run does not learn from them"),
+    "sample-size": few_tokens_act,
 }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from torch import Tensor
 from agentrl.config import ObjectiveConfig
 from agentrl.errors import PluginError
 from agentrl.objective.aggregate import loss_denominator
-from agentrl.objective.losses import LossInput, check_surrogate, k1, k2, k3, sequence_penalty
+from agentrl.objective.losses import LossInput, check_surrogate, k1, k2, k3, second_moment_reach, sequence_penalty
 from agentrl.objective.metrics import combine_steps, summarize
 from agentrl.objective.policy_loss import PolicyLoss, TrainedTokens, policy_loss
 from agentrl.records import Sample
@@ -37,6 +39,8 @@ CORRECTIONS: list[dict[str, Any]] = [
     {"off_policy": {"preset": "mask", "floor": 0.8, "cap": 2}},
     {"off_policy": {"preset": "truncate_sequence"}},
     {"off_policy": {"preset": "mask_sequence", "cap": 2}},
+    {"off_policy": {"preset": "second_moment"}},
+    {"off_policy": {"preset": "second_moment", "cap": 1.4}},
 ]
 TERMS: list[dict[str, Any]] = [
     {"kl": "k1", "kl_coef": 0.1},
@@ -76,6 +80,22 @@ def total_weight(tokens: TrainedTokens, objective: ObjectiveConfig) -> float:
     return {"token_mean": len(tokens.sequence), "sequence_mean": sequences, "constant": sequences * 40}[objective.aggregation]
 
 
+def reach_by_hand(log_ratio: Tensor, at_most: float = 0.04) -> float:
+    """Masks the most extreme token as long as the mean square of the rest is above the threshold; the largest size that is left."""
+    sizes = np.sort(np.abs(log_ratio.detach().numpy().astype(np.float64)))
+    masked = 0
+    while masked < len(sizes) and np.mean(sizes[: len(sizes) - masked] ** 2) > at_most:
+        masked += 1
+    return float("inf") if not masked else float(sizes[-masked - 1]) if masked < len(sizes) else 0.0
+
+
+def loss_of(tokens: TrainedTokens, objective: ObjectiveConfig, d: float, *, whole: TrainedTokens | None = None) -> PolicyLoss:
+    """The loss of `tokens`, which are a part of the batch `whole`."""
+    batch = whole or tokens
+    centre = batch.behaviour if batch.proximal is None else batch.proximal
+    return policy_loss(tokens, objective, denominator=d, reach=reach_by_hand(centre - batch.behaviour))
+
+
 def by_hand(tokens: TrainedTokens, o: ObjectiveConfig, d: float) -> tuple[float, list[float], list[float]]:
     """Loss, its derivative by each logprob and by each entropy, from the formulas of docs/objectives.md."""
     pi, mu, adv, ref, ent = (
@@ -84,6 +104,7 @@ def by_hand(tokens: TrainedTokens, o: ObjectiveConfig, d: float) -> tuple[float,
     centre = mu if tokens.proximal is None else tokens.proximal.tolist()
     group = tokens.sequence.tolist()
     members = {name: [t for t, other in enumerate(group) if other == name] for name in group}
+    reach = reach_by_hand(torch.tensor(centre, dtype=torch.float64) - torch.tensor(mu, dtype=torch.float64))
     loss, by_logprob, by_entropy, off = 0.0, [], [], o.off_policy.correction
     for t, a in enumerate(adv):
         mates = members[group[t]]
@@ -92,6 +113,8 @@ def by_hand(tokens: TrainedTokens, o: ObjectiveConfig, d: float) -> tuple[float,
             w = 1.0
         elif off.weights == "truncate":
             w = min(rho, off.cap)
+        elif off.weights == "second_moment":
+            w = min(rho, off.cap) if abs(centre[t] - mu[t]) <= reach else 0.0
         else:
             w = rho if off.floor <= rho <= off.cap else 0.0
         r = math.exp(pi[t] - centre[t])
@@ -125,7 +148,7 @@ def by_hand(tokens: TrainedTokens, o: ObjectiveConfig, d: float) -> tuple[float,
 def test_value_and_gradient_against_the_formulas(changes: dict[str, Any], proximal: bool) -> None:
     objective, tokens = made(changes), draw(0, proximal=proximal)
     d = total_weight(tokens, objective)
-    result = policy_loss(tokens, objective, denominator=d)
+    result = loss_of(tokens, objective, d)
     assert tokens.entropy is not None
     found = torch.autograd.grad(result.loss, (tokens.logprobs, tokens.entropy), materialize_grads=True)
     loss, by_logprob, by_entropy = by_hand(tokens, objective, d)
@@ -145,12 +168,12 @@ def test_splitting_over_micro_batches_changes_nothing(changes: dict[str, Any], s
     """Any division of the sequences over four micro-batches, some of them empty: the same loss, gradient and metrics."""
     objective, tokens = made(changes), draw(seed, n)
     d = total_weight(tokens, objective)
-    whole = policy_loss(tokens, objective, denominator=d)
+    whole = loss_of(tokens, objective, d)
     (gradient,) = torch.autograd.grad(whole.loss, tokens.logprobs)
     numbers = sorted(set(tokens.sequence.tolist()))
     place = {number: places[at] for at, number in enumerate(numbers)}
     home = torch.tensor([place[number] for number in tokens.sequence.tolist()])
-    parts = [policy_loss(_part(tokens, home == some), objective, denominator=d) for some in range(4)]
+    parts = [loss_of(_part(tokens, home == some), objective, d, whole=tokens) for some in range(4)]
     (added,) = torch.autograd.grad(torch.stack([part.loss for part in parts]).sum(), tokens.logprobs)
     torch.testing.assert_close(torch.stack([part.loss for part in parts]).sum(), whole.loss, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(added, gradient, rtol=1e-12, atol=1e-14)
@@ -221,6 +244,77 @@ def test_a_masked_weight_of_infinity_is_zero_not_nan() -> None:
     result = policy_loss(tokens, made({"off_policy": {"preset": "mask"}}), denominator=1)
     assert result.loss.item() == -1.0
     assert summarize(result.sums, result.maxima)["truncated_fraction"] == 0.5
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.lists(st.floats(0, 3, width=32) | st.sampled_from([0.0, 0.25, 1.0]), max_size=30),
+    st.lists(st.integers(0, 2), min_size=30, max_size=30),
+    st.sampled_from([0.0, 0.001, 0.04, 1.0]),
+)
+def test_second_moment_mask_against_numpy_over_any_ranks(sizes: list[float], homes: list[int], at_most: float) -> None:
+    """The mean square of the kept tokens is at most the threshold; that of one more size is above it. Equal sizes are treated alike."""
+    values = torch.tensor(sizes, dtype=torch.float32) * (-1.0) ** torch.arange(len(sizes))
+    sums: list[Tensor] = []
+
+    def alone(value: Tensor) -> Tensor:
+        sums.append(value)
+        return value
+
+    reach = second_moment_reach(values, alone, at_most=at_most)
+    kept = sorted(size for size in sizes if size <= reach)
+    masked = sorted(size for size in sizes if size > reach)
+    assert not kept or math.fsum(size * size for size in kept) <= at_most * len(kept) * (1 + 1e-12)
+    if masked:
+        more = [*kept, *[size for size in masked if size == masked[0]]]
+        assert math.fsum(size * size for size in more) > at_most * len(more) * (1 - 1e-12)
+    if len(set(sizes)) == len(sizes) and at_most:
+        assert [size for size in sizes if size <= reach_by_hand(values, at_most)] == [size for size in sizes if size <= reach]
+    home = torch.tensor(homes[: len(sizes)], dtype=torch.long)
+    assert math.isclose(_reach_over_ranks([values[home == rank] for rank in range(3)], at_most), reach) or reach == math.inf
+
+
+def _reach_over_ranks(parts: list[Tensor], at_most: float) -> float:
+    """The result of ranks in threads, which must agree."""
+    barrier, slots = Barrier(len(parts)), dict[int, Tensor]()
+
+    def run(rank: int) -> float:
+        def add(value: Tensor) -> Tensor:
+            slots[rank] = value
+            barrier.wait(5)
+            total = torch.stack([slots[number] for number in range(len(parts))]).sum(0)
+            barrier.wait(5)
+            return total
+
+        return second_moment_reach(parts[rank], add, at_most=at_most)
+
+    with ThreadPoolExecutor(len(parts)) as threads:
+        (reach,) = set(threads.map(run, range(len(parts))))
+    return reach
+
+
+def test_second_moment_mask_drops_infinite_ratios_and_no_token_of_the_current_weights() -> None:
+    assert second_moment_reach(torch.tensor([0.1, math.inf]), lambda value: value) < math.inf
+    assert second_moment_reach(torch.zeros(5), lambda value: value) == math.inf
+    tokens = replace(draw(6, 2), behaviour=torch.tensor([-math.inf, 0.0]), proximal=torch.zeros(2, dtype=torch.float64))
+    result = loss_of(tokens, made({"off_policy": {"preset": "second_moment"}}), 1)
+    assert math.isfinite(result.loss.item())
+    assert summarize(result.sums, result.maxima)["truncated_fraction"] == 0.5
+
+
+@pytest.mark.parametrize("changes", [*CORRECTIONS, {"loss": "gspo"}, {"loss": "cispo"}], ids=str)
+def test_effective_sample_size_is_of_the_weights_that_act(changes: dict[str, Any]) -> None:
+    """The gradient of a token with advantage 1 and no clip is its weight, so the figure follows from gradients."""
+    objective = made({"clip_low": 1.0, **changes})
+    tokens = replace(draw(7), advantages=-torch.ones(300, dtype=torch.float64))  # a negative advantage is never clipped from above
+    result = loss_of(tokens, objective, 1)
+    if objective.loss.ref == "cispo":
+        objective = made({"clip_low": 1.0, "clip_high": 1e9, **changes})
+        (weights,) = torch.autograd.grad(loss_of(tokens, objective, 1).loss, tokens.logprobs)
+    else:
+        (weights,) = torch.autograd.grad(result.loss, tokens.logprobs)
+    expected = weights.sum() ** 2 / (300 * weights.square().sum())
+    assert summarize(result.sums, result.maxima)["ess"] == pytest.approx(expected.item())
 
 
 def test_metrics_against_numpy() -> None:

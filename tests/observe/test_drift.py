@@ -33,6 +33,7 @@ def raised(steps: list[dict[str, float]]) -> list[str]:
         ([noisy("completion_tokens_mean", 90, 160, spread=3), noisy("audit_mean", 0.4, 0.4)], "drift (length-audit)"),
         ([noisy("judge_disagreement", 0.1, 0.3)], "drift (disagreement)"),
         ([noisy("unscored_share", 0.02, 0.2)], "drift (unscored)"),
+        ([noisy("ess", 0.8, 0.4)], "drift (sample-size)"),
     ],
 )
 def test_each_rule_alerts_once(figures: list[list[dict[str, float]]], rule: str) -> None:
@@ -54,6 +55,7 @@ def alarms_text(steps: list[dict[str, float]]) -> str:
         [noisy("completion_tokens_mean", 90, 160, spread=3), noisy("audit_mean", 0.4, 0.6)],  # longer, and better
         [noisy("completion_tokens_mean", 90, 100, spread=1), noisy("audit_mean", 0.4, 0.4)],  # hardly longer
         [noisy("judge_disagreement", 0.3, 0.1), noisy("unscored_share", 0.2, 0.02)],  # fall
+        [noisy("ess", 0.95, 0.6)],
         [noisy("unscored_share", 0.02, 0.04, spread=0.001)],  # a trifle, however sure
     ],
 )
@@ -74,6 +76,12 @@ def test_a_step_without_the_metric_does_not_count_as_zero() -> None:
     steps = run(noisy("unscored_share", 0.02, 0.3))
     steps[WINDOW + 2] = {"step": WINDOW + 3}
     assert raised(steps) == ["drift (unscored)"], "it speaks when two whole windows are there again, of known figures"
+
+
+def test_a_collapsed_sample_size_alerts_at_its_first_update_and_not_again_after_a_step_without_one() -> None:
+    steps: list[dict[str, float]] = [{"step": 1, "ess": 0.5}, {"step": 2, "ess": 0.49}, {"step": 3}, {"step": 4, "ess": 0.1}]
+    assert [bool(drift_alerts(steps[: at + 1])) for at in range(4)] == [False, True, False, False]
+    assert "0.49 of the tokens" in drift_alerts(steps[:2])[0]
 
 
 @pytest.mark.slow

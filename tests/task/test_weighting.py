@@ -9,11 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agentrl.base.files import json_line
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Split, Task, codec
 from agentrl.rollout import excluded_group
 from agentrl.task import GroupOutcome, GroupSchedule, TaskHistory, Weights, weighting
+from tests.strategies import examples
 from tests.task.test_schedule import Ten
 
 KINDS = ("easy", "even", "hard")
@@ -158,3 +161,20 @@ def test_broken_task_fails_only_its_own_groups() -> None:
         except RuntimeError:
             raised += 1
     assert raised == 100
+
+
+@settings(max_examples=examples(20))
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6), st.floats(0, 1), st.integers(0, 9))
+def test_no_task_is_starved_and_every_choice_repeats(values: list[float], best: float, seed: int) -> None:
+    """Whatever the weights, each task is used, at least with `MIN_WEIGHT` in every epoch: never in 150 epochs has a chance of 1e-7."""
+    family = Kinds(len(values))
+    tasks = [family.task(Split.TRAIN, index) for index in range(len(values))]
+    weights = Weights({task.key: value for task, value in zip(tasks, values, strict=True)}, {"easy": best})
+    chosen = [GroupSchedule(family, seed=seed).task(n, weights).id for n in range(2 * len(values))]
+    assert chosen == [GroupSchedule(family, seed=seed).task(n, weights).id for n in range(2 * len(values))]
+    schedule, unused = GroupSchedule(family, seed=seed), {task.id for task in tasks}
+    for n in range(150 * len(values)):
+        if not unused:
+            break
+        unused.discard(schedule.task(n, weights).id)
+    assert not unused
