@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
-from agentrl.config.section import Needs, Section
+from agentrl.config.section import Section
 from agentrl.plugins import parts
-
-_STALE = Needs(
-    "tokens of older versions: max_staleness above 0, and steps above 1", lambda recipe, own: recipe.max_staleness and recipe.steps > 1
-)
-_GROUPED = Needs(
-    "advantages that are known when a batch is assembled: a critic computes them later", lambda recipe, own: recipe.critic is None
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +93,6 @@ class ObjectiveConfig(Section):
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """token_mean: equal weight per token. sequence_mean: equal weight per rollout. constant: sum / (rollouts * policy.max_model_len)."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
-    staleness_decay: Annotated[float, _GROUPED, _STALE] = Field(1.0, gt=0, le=1)
-    """Factor on a token's advantage per version that it lags behind the learner."""
     kl: Literal["none", "k1", "k2", "k3", "k1_reward"] = "none"
     """Estimator of the KL divergence from version 0. k1, k2, k3: in the loss. k1_reward: subtracted from the episode's score."""
     kl_coef: float = Field(0.0, ge=0)

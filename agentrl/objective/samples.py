@@ -48,7 +48,7 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
     samples: list[Sample] = []
     advantages = batch_advantages(fit, recipe.objective, min_group_size=recipe.rollout.group.min_size, penalties=penalties)
     for group, estimate in zip(fit, advantages, strict=True):
-        own, reason = _group_samples(group, estimate, recipe.objective, step, penalties or {})
+        own, reason = _group_samples(group, estimate, recipe.objective, penalties or {})
         if not all(abs(value) <= _LARGEST for sample in own for value in (*sample.advantages, *sample.rewards)):
             own, reason = [], "non_finite_advantage"
         samples.extend(_with_rollout_tokens(own))
@@ -100,7 +100,7 @@ def _with_rollout_tokens(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _group_samples(
-    group: Group, estimate: GroupAdvantages, objective: ObjectiveConfig, step: int, penalties: Mapping[str, float]
+    group: Group, estimate: GroupAdvantages, objective: ObjectiveConfig, penalties: Mapping[str, float]
 ) -> tuple[list[Sample], str]:
     """Samples of a group, or the reason for having none. Credit for turns or branches can give a group with equal scores a signal."""
     if estimate.drop_reason and estimate.drop_reason != "all_equal":
@@ -129,8 +129,6 @@ def _group_samples(
         _sample(line.episode_id, group.index, line.trajectory, line.credit, trains=line.trains, rewards=critic)
         for line in assign_shared_turns(lines, mean=not critic)
     ]
-    if not critic and objective.staleness_decay != 1.0:
-        samples = [_aged(sample, step, objective.staleness_decay) for sample in samples]
     return samples, "" if samples else "no_sampled_token"
 
 
@@ -211,19 +209,3 @@ def _sample(
         rewards=tuple(credits) if rewards else (),
         supports=Supports.join(supports),
     )
-
-
-def _aged(sample: Sample, step: int, decay: float) -> Sample:
-    """Scales down the advantages of stale tokens. Every surrogate is proportional to its advantage, so this weights the token's loss."""
-    weights = [staleness_weight(step - version, decay) for version in sample.versions]  # tokens without a version have advantage 0
-    return replace(sample, advantages=tuple(value * weight for value, weight in zip(sample.advantages, weights, strict=True)))
-
-
-def staleness_weight(lag: int, decay: float) -> float:
-    """Returns decay ** |lag| for a token sampled `lag` versions before the trained one.
-
-    Staleness-aware asynchronous SGD (Zhang et al. 2015, arXiv:1511.05950) divides the learning rate by the lag instead. The lag is negative
-    after the learner resumed from an older checkpoint.
-    """
-    weight: float = decay ** abs(lag)
-    return weight

@@ -42,7 +42,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         **{"loss": "cispo", "aggregation": "constant", "entropy_coef": 0.05},
         "off_policy": {"preset": "mask_sequence", "floor": 0, "cap": 2},
     },
-    "reinforce++": {"advantage": "reinforce++", "kl": "k1_reward", "kl_coef": 0.05, "staleness_decay": 0.5},
+    "reinforce++": {"advantage": "reinforce++", "kl": "k1_reward", "kl_coef": 0.05},
     "rloo": {"advantage": "rloo", "off_policy": {"preset": "second_moment"}, "kl": "k2", "kl_coef": 0.2},
 }
 

@@ -140,8 +140,6 @@ def test_turn_rewards_and_age_act_on_shared_turns_once() -> None:
     parts = [[sum(value - mean for value in line[place:]) for place in (0, 1)] for line in rewards]
     assert credited["stem"][100] - plain["stem"][100] == pytest.approx((parts[0][0] + parts[1][0]) / 2)
     assert credited["twig"][120] - plain["twig"][120] == pytest.approx(parts[1][1])
-    aged = trained(assemble(2, [TREE], recipe(staleness_decay=0.5)).batch.samples)
-    assert aged["stem"][100] == pytest.approx(0.25 * plain["stem"][100])
 
 
 def test_with_a_critic_shared_turns_keep_the_rewards_of_the_episode_that_trains_them() -> None:

@@ -168,19 +168,6 @@ def test_missing_equal_or_infinite_turn_rewards() -> None:
     assert assemble(0, [broken], _with(turn_coef=1.0)).drop_reasons == {0: "non_finite_score"}
 
 
-def test_stale_tokens_weigh_less() -> None:
-    old = _scored("old", 1.0, [_turn([1], [2], version=1), _turn([3], [4], version=3)])
-    group = _group(0, old, _scored("new", 0.0, [_turn([1], [2], version=3)]))
-    fresh = assemble(3, [group], RECIPE).batch.samples
-    aged = assemble(3, [group], _with(staleness_decay=0.5)).batch.samples
-    assert aged[0].advantages == (0.0, fresh[0].advantages[1] / 4, 0.0, fresh[0].advantages[3])
-    assert aged[1] == fresh[1]
-    faint = assemble(3, [group], _with(staleness_decay=0.01)).batch.samples
-    assert faint[0].advantages == pytest.approx((0.0, fresh[0].advantages[1] / 1e4, 0.0, fresh[0].advantages[3]))
-    resumed = assemble(1, [group], _with(staleness_decay=0.5)).batch.samples  # from a checkpoint older than what was sampled
-    assert resumed[0].advantages == (0.0, fresh[0].advantages[1], 0.0, fresh[0].advantages[3] / 4)
-
-
 def test_penalties_come_before_the_baseline() -> None:
     group = _group(0, _scored("a", 1.0, [_turn([1], [2])]), _scored("b", 1.0, [_turn([1], [3])]))
     batch = assemble(0, [group], _with(normalize_std=False), penalties={"a": 1.0}).batch
