@@ -5,7 +5,8 @@
 
 Durations of attempts are Pareto-distributed and cut off at `--longest`, as by a wall limit. `--load` is the time of a learner step divided
 by the time that the agents need for its attempts. At load 1, the hardest case, neither waits for the other on average. The code of a run
-(`agentrl.experience.GroupOrder`) determines which groups start and which a step consumes. Attempts, updates and swaps are delays in a
+(`agentrl.experience.BlockStarts`, `GroupOrder`) determines which groups start and which a step consumes. With `--late 0.1 --late-s 500` a
+tenth of the groups get their scores 500 s after their last attempt. Attempts, updates and swaps are delays in a
 discrete-event simulation (SimPy), so the figures do not measure the speed of a server or learner. Prints a Markdown table for each load,
 as medians over seeds:
 
@@ -26,11 +27,11 @@ import statistics
 import sys
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import simpy
 
-from agentrl.experience import GroupOrder
+from agentrl.experience import BlockStarts, GroupOrder
 from agentrl.records import LedgerEntry
 
 GROUP_SIZE = 8
@@ -48,6 +49,8 @@ class Setting:
     alpha: float  # tail index of attempt durations, whose minimum is 1 s
     longest: float  # maximum duration of an attempt
     load: float  # the learner's time for a step divided by the agents' time for its attempts
+    late: float = 0.0  # share of groups whose scores are late; only with oldest_first and max_staleness above 0
+    late_s: float = 0.0  # delay of late scores
 
     @property
     def attempt_s(self) -> float:
@@ -87,12 +90,14 @@ class Simulation:
     def __post_init__(self) -> None:
         setting = self.setting
         self.random = random.Random(self.seed)
-        self.order = GroupOrder(per_step=setting.per_step, oldest_first=setting.oldest_first)
+        self.order = GroupOrder(per_step=setting.per_step, oldest_first=setting.oldest_first, depth=setting.max_staleness + 1)
+        self.starts = BlockStarts(self.order, cast(Any, self))
+        self.parked = 0
         self.slots = simpy.Resource(self.env, capacity=setting.agents)
         self.entries: dict[int, LedgerEntry] = {}
         self.durations: dict[int, float] = {}  # summed over the attempts of a group
         self.version, self.first_block = 0, 0
-        self.served, self.stored = self.env.event(), self.env.event()
+        self.changed, self.stored = self.env.event(), self.env.event()  # version or number of parked groups; entries
         self.ages: list[int] = []
         self.step_ends: list[float] = []
 
@@ -113,12 +118,19 @@ class Simulation:
         )
 
     def roll_out(self) -> Generator[simpy.Event, Any, None]:
-        """Starts the groups of each block, as `agentrl.run.loop._roll_out` does."""
-        for block in range(self.setting.steps):
-            while self.version < block - self.setting.max_staleness:
-                yield self.served
-            for index in self.order.block(block):
-                self.env.process(self.group(index))
+        """Starts groups, as `agentrl.run.loop._roll_out` does."""
+        for slot in itertools.count():
+            wanted = self.setting.steps * self.setting.per_step
+            while slot >= wanted + self.parked or not self.starts.admit(slot, version=self.version, parked=self.parked):
+                yield self.changed
+            self.env.process(self.group(slot))
+
+    def block_versions(self) -> dict[int, int]:
+        """Nothing is recorded: the run is never resumed."""
+        return {}
+
+    def start_block(self, block: int, version: int) -> None:
+        """Records nothing."""
 
     def group(self, index: int) -> Generator[simpy.Event, Any, None]:
         """Runs all attempts of one group and stores its entry."""
@@ -126,7 +138,7 @@ class Simulation:
         versions: list[int] = []
         yield self.env.all_of([self.env.process(self.attempt(duration, versions)) for duration in attempts])
         self.durations[index] = sum(attempts)
-        self.entries[index] = LedgerEntry(
+        entry = LedgerEntry(
             index=index,
             task_id="t",
             attempts=GROUP_SIZE,
@@ -135,8 +147,24 @@ class Simulation:
             oldest_version=min(versions),
             tokens_sampled=GROUP_SIZE,
         )
+        if self.setting.late and self.random.random() < self.setting.late:
+            self.park(replace(entry, late_parts=1, pending=1), +1)
+            yield self.env.timeout(self.setting.late_s)
+            self.park(replace(entry, late_parts=1), -1)
+        self.entries.setdefault(index, entry)
         self.stored.succeed()
         self.stored = self.env.event()
+
+    def park(self, entry: LedgerEntry, change: int) -> None:
+        """Stores the entry of a group that is parked, or that has got its late scores."""
+        self.entries[entry.index] = entry
+        self.parked += change
+        self.notify()
+
+    def notify(self) -> None:
+        """Lets the rollouts look whether another group may start."""
+        self.changed.succeed()
+        self.changed = self.env.event()
 
     def attempt(self, duration: float, versions: list[int]) -> Generator[simpy.Event, Any, None]:
         """Runs one attempt once an agent is free. Appends the version that serves at its start to `versions`."""
@@ -154,15 +182,16 @@ class Simulation:
             self.ages += [step - (self.entries[index].oldest_version or 0) for index in chosen]
             self.version = step + 1
             self.step_ends.append(self.env.now)
-            self.served.succeed()
-            self.served = self.env.event()
+            self.notify()
 
     def take(self, step: int) -> tuple[int, ...] | None:
         """Selects the groups of a step and assigns them to it. Returns None if too few are finished."""
-        if len(self.entries) - step * self.setting.per_step < self.setting.per_step:
+        if len(self.entries) - self.parked - step * self.setting.per_step < self.setting.per_step:
             return None  # the selection would say the same, in time linear in the number of groups
-        window = [self.entries[index] for index in sorted(self.entries) if self.order.block_of(index) >= self.first_block]
-        self.first_block = self.order.first_incomplete_block((one for one in window if one.step is not None), start=self.first_block)
+        first = self.order.block(self.first_block).start
+        known = (self.entries[index] for index in sorted(self.entries))
+        window = [entry for entry in known if entry.index >= first or (entry.late_parts and entry.step is None)]
+        self.first_block = self.order.first_open_block(window, before=step, start=self.first_block)
         chosen = self.order.select(step, window)
         if chosen is not None:
             self.entries |= {index: replace(self.entries[index], step=step) for index in chosen}
@@ -190,6 +219,8 @@ def main() -> int:
     parser.add_argument("--longest", type=float, default=100.0, help="maximum duration in seconds; the minimum is 1")
     parser.add_argument("--load", type=float, nargs="+", default=[1.0, 0.5], help="learner time divided by agent time for a step")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 8, 16])
+    parser.add_argument("--late", type=float, default=0.0, help="share of groups whose scores are late")
+    parser.add_argument("--late-s", type=float, default=0.0, help="delay of late scores in seconds")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
     print(f"{options.agents} agents, {options.per_step} groups of {GROUP_SIZE} a step, {options.steps} steps, seeds {options.seeds}")
@@ -209,6 +240,8 @@ def main() -> int:
                 alpha=options.alpha,
                 longest=options.longest,
                 load=load,
+                late=options.late if oldest_first and bound else 0.0,
+                late_s=options.late_s,
             )
             result = measure(setting, options.seeds)
             lock_step = lock_step or result.throughput

@@ -19,7 +19,6 @@ from agentrl.base.error_text import main_error, one_line_error
 from agentrl.config.recipe import Recipe
 from agentrl.errors import SwapError
 from agentrl.evaluation.held_out import HeldOutEvaluation
-from agentrl.experience import GroupOrder
 from agentrl.experience.audit import LedgerCounts, count
 from agentrl.failure.digest import write_digest
 from agentrl.gate.gate import Gate, first_version_to_serve, promoted_result, serve_result
@@ -27,7 +26,6 @@ from agentrl.gate.schedule import schedule_gate
 from agentrl.observe import Summary, write_report
 from agentrl.observe.summary import SESSIONS_FILE, Ended, read_sessions, record_end
 from agentrl.records import Group, VersionState
-from agentrl.run.late import check_order
 from agentrl.run.rollouts import Rollouts, RunningGroups
 from agentrl.run.supervise import watch_daemon, watch_external_servers, watch_learner
 from agentrl.run.versions import StepRecords, fall_back, is_retracted
@@ -47,7 +45,6 @@ async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, ro
     The caller has locked the run folder (`claim_run_folder`) and has run the cheap checks (`run_preflight`). Raises `UserError` before
     anything starts if the recipe cannot run here, and `InfrastructureError` if a part fails for good; finished work is kept.
     """
-    check_order(GroupOrder.from_recipe(recipe), *(f"verifier {name}" for name in checked.scorer.late))
     starts = len(read_sessions(start.folder))
     run, ledger, unfinished = None, None, tuple[Group, ...]()
     try:

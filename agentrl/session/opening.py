@@ -53,7 +53,7 @@ from agentrl.reward import TaskScorer
 from agentrl.reward.combine import audit_contradiction
 from agentrl.reward.group_judging import GroupJudgeScorer
 from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, MemorySource, Pace, RequestRouter
-from agentrl.run.late import LateGroups
+from agentrl.run.late import LateGroups, check_order
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.server_pool import ServerPool
 from agentrl.serving.supervisor import SupervisedServer
@@ -181,6 +181,8 @@ async def open_run(
     Args:
         order: which groups the run samples, and in which order the learner takes them; None means those of the recipe.
     """
+    order = order or GroupOrder.from_recipe(recipe)
+    check_order(order, *(f"verifier {name}" for name in checked.scorer.late))
     raise_file_limit()
     async with rare_collections(), closing_stack(start.folder) as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=start.folder.name, root=root)
@@ -229,9 +231,9 @@ async def _open_parts(
     tools: RunTools,
     root: Path,
     console: bool,
-    order: GroupOrder | None,
+    order: GroupOrder,
 ) -> Run:
-    folder, order = start.folder, order or GroupOrder.from_recipe(recipe)
+    folder = start.folder
     clock = StageClock(began=start.began)
     tracker = await _open_tracker(stack, recipe, folder, clock, console=console)
     _report_preparation(tracker, chat, checked)

@@ -31,3 +31,12 @@ def test_every_group_is_taken_once_and_the_bound_is_not_exceeded(oldest_first: b
     result = run.run()
     assert [entry.step for entry in run.entries.values()].count(None) == 0 and len(run.entries) == 8 * 30
     assert len(run.ages) == 8 * 30 and 0 < result.throughput <= 1.05, "a short run may end between two bounds"
+
+
+def test_late_scores_do_not_slow_the_steps_and_their_groups_are_trained_late() -> None:
+    """A fifth of the groups waits a third of the run. A step that waited for one of them would take ten times as long."""
+    at_once = measure(SETTING, [0, 1])
+    run_s = SETTING.steps * SETTING.rollout_s
+    late = measure(replace(SETTING, late=0.2, late_s=run_s / 3), [0, 1])
+    assert late.throughput > 0.75 * at_once.throughput and late.late > at_once.late
+    assert late.staleness_max >= SETTING.steps // 4

@@ -195,6 +195,7 @@ def test_the_ledger_always_has_the_counts_of_the_group(data: st.DataObject) -> N
     """Whatever arrives or expires, in any order, also twice."""
     with tempfile.TemporaryDirectory() as folder:
         store = SqliteStore(Path(folder) / "experience.sqlite")
+        store._connection.execute("PRAGMA synchronous = OFF")
         expiries = [data.draw(st.sampled_from([None, NOW, NOW + HOUR])) for _ in range(6)]
         scores = [waiting(pending("a", expires_at=expiries[n]), pending("b", expires_at=expiries[n + 3])) for n in range(3)]
         store.put(group(0, *scores))
@@ -215,7 +216,7 @@ def test_the_ledger_always_has_the_counts_of_the_group(data: st.DataObject) -> N
 def _send(path: str, sender: int, episodes: list[str], barrier: Any, results: Any) -> None:
     store, accepted = SqliteStore(path), 0
     random.Random(sender).shuffle(episodes)
-    barrier.wait(60)
+    barrier.wait(300)
     for episode in episodes:
         try:
             accepted += not store.add_score(late(episode, sender / 4, key=f"{episode}-{sender}", by=str(sender)), now=NOW).repeated
@@ -235,9 +236,9 @@ def test_of_several_processes_that_score_the_same_episodes_one_wins_each(tmp_pat
     senders = [FORKS.Process(target=_send, args=(str(path), n, list(episodes), barrier, results)) for n in range(3)]
     for sender in senders:
         sender.start()
-    assert sum(results.get(timeout=60) for _ in senders) == len(episodes)
+    assert sum(results.get(timeout=300) for _ in senders) == len(episodes)
     for sender in senders:
-        sender.join(60)
+        sender.join(300)
     for entry, stored in zip(store.entries(), store.groups(range(groups)), strict=True):
         assert entry == replace(new_entry(stored), late_parts=attempts) and entry.counted == attempts
     store.close()

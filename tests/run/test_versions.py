@@ -66,7 +66,7 @@ async def test_a_step_of_this_driver_has_the_event_loops_lag(made_here: bool, mo
     steps = records(
         0.0 if made_here else None,
         order=SimpleNamespace(extra=0),
-        store=SimpleNamespace(groups=tuple, entries=lambda step: ()),
+        store=SimpleNamespace(groups=tuple, entries=lambda step: (), parked=tuple),
         fault_rate=nothing,
         served=nothing,
     )
