@@ -99,7 +99,7 @@ def unknown_part(score: LateScore) -> ScoreRejected:
     return ScoreRejected(
         f"no stored group waits for part {score.part!r} of episode {score.episode_id!r}",
         cause="unknown",
-        fix="`agentrl store RUN` lists the parts that are pending",
+        fix="agentrl score RUN --list shows what can be scored",
     )
 
 

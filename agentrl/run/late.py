@@ -62,8 +62,8 @@ class LateGroups:
         self.changed.set()
         if self.count == MAX_PARKED_BLOCKS * self.order.per_step:
             self.tracker.alert(
-                f"{self.count} groups wait for late scores; no more are sampled in their place. Send scores (`agentrl store` lists the"
-                " pending ones), or let the verifier's parts expire earlier"
+                f"{self.count} groups wait for late scores; no more are sampled in their place. Send scores (agentrl score RUN --list"
+                " shows them), or let the verifier's parts expire earlier"
             )
 
     async def watch(self) -> None:

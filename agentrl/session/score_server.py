@@ -170,7 +170,8 @@ class ScoreServer:
 
     def _add(self, data: Any) -> dict[str, Any]:
         try:
-            return codec.to_data(self.store.add_score(read_score(data), now=self._clock.now()))
+            receipt: dict[str, Any] = codec.to_data(self.store.add_score(read_score(data), now=self._clock.now()))
+            return receipt
         except ScoreRejected as error:
             return error_data(error)
 
@@ -236,7 +237,7 @@ def _status(result: dict[str, Any]) -> int:
 
 
 def _refusal(cause: str, message: str) -> Response:
-    error = {"cause": cause, "message": message, "fix": _FIX.get(cause, "docs/verifiers.md describes the requests")}
+    error = {"cause": cause, "message": message, "fix": _FIX.get(cause, "correct the request")}
     return _protected(json_response({"error": error}, _STATUS[cause]))
 
 
