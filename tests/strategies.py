@@ -19,7 +19,7 @@ from agentrl.records.sampling import MAX_TOP_K, Supports
 
 
 def examples(number: int) -> int:
-    """Of a test that draws `number` examples in the whole suite: as many fewer as other tests under the profile `quick`."""
+    """Returns a number of examples, scaled like hypothesis's default of 100 examples by the profile in use."""
     return max(5, number * settings.default.max_examples // 100)
 
 

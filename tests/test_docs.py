@@ -189,10 +189,12 @@ def test_python_blocks_compile(page: Path) -> None:
             compile(block.text, f"{page.name}:{block.path}", "exec")
 
 
+@pytest.mark.slow
 def test_the_table_of_recipe_keys_is_up_to_date() -> None:
     run(ROOT, "docs/generate_recipe_table.py", "--check")
 
 
+@pytest.mark.slow
 def test_the_recipe_example_loads(project: Path) -> None:
     write_examples("recipes.md", project)
     assert run(project, "-c", "from recipes.mine import recipe; print(recipe.steps, recipe.learner.lr)").split() == ["24", "0.0003"]
@@ -250,6 +252,7 @@ save_case(Path("evals/first"), Case(id="one", task=Tables(seed=5).task(Split.HEL
     assert done.returncode == 1 and "1 failed" in done.stdout and "ticket 812" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_gate_example_loads(project: Path) -> None:
     write_examples("gate.md", project)
     shown = "from recipes.held import recipe; print(recipe.gate.suite, recipe.gate.every, recipe.gate.action)"

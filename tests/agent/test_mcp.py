@@ -395,7 +395,7 @@ async def test_a_ping_inside_a_stream_is_answered_before_the_answer_comes(addres
         assert (await episode.use("echo", text="a")).outcome.output == "ponged: True"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/lines", "/pieces", "/bytes", "/text", "/words"])
 async def test_an_invalid_answer_fails_fast_and_does_not_block_the_event_loop(path: str, address: str) -> None:
     """Tiny pieces cost more than their bytes, and a body that is neither JSON nor events is not an answer."""

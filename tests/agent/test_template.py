@@ -43,6 +43,7 @@ def test_a_file_that_is_not_a_template(content: bytes, reason: str, tmp_path: Pa
         read_template("mine.jinja", tmp_path)
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The current folder may be a hostile model folder."""
     (tmp_path / "transformers.py").write_text("open('it_ran', 'w')")

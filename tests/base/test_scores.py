@@ -138,6 +138,7 @@ def test_policies_that_differ_by_rounding_are_the_same() -> None:
     assert apply_rule(GateRule(), before, lower, {}).blocked, "the control: a tenth lower is worse"
 
 
+@pytest.mark.slow
 def test_ties_that_were_computed_in_another_order_are_exact() -> None:
     """Three cases up and three down by the same tenth; as floats no two of the sums are equal, and no exact test would count them."""
     before = {f"c{n}": [0.1 + 0.2] for n in range(6)}

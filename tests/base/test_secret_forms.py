@@ -125,10 +125,9 @@ def test_a_recipe_that_holds_one_is_refused_without_a_copy_of_it(where: str) -> 
     assert "pLanted7xQ" not in f"{error.value}\n{error.value.fix}" and "trackers.0.options.given" in str(error.value)
 
 
-@pytest.mark.parametrize("where", PLANTED)
 @pytest.mark.parametrize("reference", ["$MY_SECRET", "${MY_SECRET}", "<your-secret>"])
-def test_a_placeholder_is_no_secret(where: str, reference: str) -> None:
-    assert not list(secrets.literal_secret_errors(PLANTED[where](reference)))
+def test_a_placeholder_is_no_secret(reference: str) -> None:
+    assert [where for where, plant in PLANTED.items() if list(secrets.literal_secret_errors(plant(reference)))] == []
 
 
 ORDINARY: list[Any] = [

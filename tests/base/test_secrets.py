@@ -195,6 +195,7 @@ def environment_of(request: Any) -> dict[str, str]:
     return dict(os.environ)
 
 
+@pytest.mark.slow
 async def test_servers_learners_and_workers_get_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", PLANTED)
     monkeypatch.setenv("HTTPS_PROXY", f"http://me:{PLANTED.replace('/', '')}@proxy.example:3128")
@@ -236,6 +237,7 @@ def test_files_of_a_private_folder_are_private(tmp_path: Path) -> None:
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.slow
 def test_the_command_line_repeats_no_secret(tmp_path: Path) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "quickstart.py"
     given = f'mcp.it={{"host_command": ["p"], "env": {{"TOKEN": "{PLANTED}"}}}}'

@@ -198,6 +198,7 @@ def hostile() -> list[Trace]:
     ]
 
 
+@pytest.mark.slow
 def test_hostile_traces_break_nothing_and_reach_no_terminal_raw(tmp_path: Path) -> None:
     with Collection(tmp_path, make=True) as collection:
         collection.add(hostile())

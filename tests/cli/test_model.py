@@ -22,6 +22,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_trials")
 def test_a_model_is_imported_and_told_of(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "made"

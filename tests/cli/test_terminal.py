@@ -61,7 +61,7 @@ def assert_finished(run: Path, steps: int = 60) -> None:
     assert len((run / "metrics.jsonl").read_text().splitlines()) == steps
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["| head -1", "2>&1 | head -1", "2>&1 >/dev/null | head -1", "| true", ">&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_a_reader_that_leaves_changes_neither_the_run_nor_its_exit_code(end: str, tmp_path: Path) -> None:
     shell = f'set -o pipefail; "$@" {end}'

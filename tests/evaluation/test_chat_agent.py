@@ -155,7 +155,7 @@ async def test_faults_of_the_model_are_scored(suite: Suite, answer: ScriptedAnsw
     assert (done.outcomes[0].status, done.results.attempts[0].ended) == ("failed", ended)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "answer",
     [

@@ -72,6 +72,7 @@ def _put_all(path: str, name: str, count: int, barrier, won) -> None:
     store.close()
 
 
+@pytest.mark.slow
 def test_of_several_processes_that_put_the_same_index_one_wins(tmp_path: Path) -> None:
     path, count, writers = tmp_path / "experience.sqlite", 25, 4
     barrier, won = FORKS.Barrier(writers), FORKS.Queue()
@@ -228,6 +229,7 @@ def _commit(path: str, step: int, barrier, result) -> None:
     store.close()
 
 
+@pytest.mark.slow
 def test_of_two_learners_that_commit_the_same_groups_one_wins(tmp_path: Path) -> None:
     path = tmp_path / "experience.sqlite"
     store = SqliteStore(path)
@@ -316,7 +318,8 @@ for index in range(100_000):
 """
 
 
-@pytest.mark.parametrize("acknowledged", [pytest.param(1, marks=pytest.mark.slow), 14])
+@pytest.mark.slow
+@pytest.mark.parametrize("acknowledged", [1, 14])
 def test_kill_9_in_the_middle_loses_nothing_that_was_acknowledged(tmp_path: Path, acknowledged: int) -> None:
     path = tmp_path / "experience.sqlite"
     here = str(Path(__file__).parent)

@@ -165,6 +165,7 @@ def states(run: Any) -> list[str]:
     return [str(one.state) for one in run.registry.versions()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 async def test_a_version_that_fails_a_case_is_rolled_back_and_reported_with_both_episodes(tmp_path: Path) -> None:
     run = await opened(tmp_path)
@@ -299,6 +300,7 @@ async def test_a_verdict_of_another_version_or_with_an_invalid_target_is_reporte
     await plain.close(run)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 async def test_the_result_is_the_last_promoted_version_if_the_newest_is_blocked(tmp_path: Path) -> None:
     run = await opened(tmp_path)
@@ -356,6 +358,7 @@ async def test_a_run_whose_gate_promoted_nothing_says_so(tmp_path: Path) -> None
     await plain.close(run)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 async def test_rollbacks_end_at_their_limit_and_other_weights_are_evaluated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "MAX_ROLLBACKS", 1)

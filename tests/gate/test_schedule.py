@@ -72,6 +72,7 @@ async def swapped(run: Any, last: int, meanwhile: Callable[[], Awaitable[None]] 
         await swaps
 
 
+@pytest.mark.slow
 async def test_versions_are_served_during_an_evaluation_up_to_the_next_due_one(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number in range(1, 6):
@@ -101,6 +102,7 @@ async def test_versions_are_served_during_an_evaluation_up_to_the_next_due_one(t
     await plain.close(run)
 
 
+@pytest.mark.slow
 async def test_a_version_rejected_after_newer_ones_serve_is_rolled_back_with_them(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number, weights in enumerate(("good 1", "bad c03", "bad c03 c07"), 1):
@@ -127,7 +129,7 @@ async def test_a_version_rejected_after_newer_ones_serve_is_rolled_back_with_the
     await plain.close(run)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, 4])
 async def test_an_interrupted_run_abandons_the_evaluation_and_the_resumed_one_completes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int

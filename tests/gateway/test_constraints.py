@@ -137,6 +137,7 @@ class Table(BaseModel):
     parts: list[Part]
 
 
+@pytest.mark.slow
 async def test_the_sdks_parse_structured_answers(lead: Any) -> None:
     table = Table(parts=[Part(kind="leg", size=3)])
 

@@ -38,7 +38,7 @@ def adapted(model: transformers.Qwen3ForCausalLM, config: LoraConfig = CONFIG) -
     return pairs
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("logits_at_once", [2**25, 7 * VOCABULARY])
 def test_adapter_gradients_follow_from_the_merged_weights(ranks: int, logits_at_once: int) -> None:

@@ -122,6 +122,7 @@ async def test_a_group_reads_the_version_of_its_step_and_a_resumed_run_reads_wha
     assert error.group_contains(StoreError, match="the ledger has no groups of this step")
 
 
+@pytest.mark.slow
 async def test_a_late_group_reads_its_version_however_many_notes_came_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Group 4 of block 2 still runs while steps train the groups of later blocks."""
     monkeypatch.setattr(memory_store, "KEEP", 4)
@@ -160,6 +161,7 @@ def _moved(group: Group, index: int) -> Group:
     return replace(group, index=index, episodes=tuple(episodes))
 
 
+@pytest.mark.slow
 async def test_the_memory_audit_finds_exactly_what_is_wrong(tmp_path: Path) -> None:
     groups = await played(tmp_path / "r", range(4), Again(), heldout=True)
     report = audit_memory(tmp_path / "r")

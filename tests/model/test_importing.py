@@ -187,6 +187,9 @@ def test_a_missing_layer_raises(own: Path, tmp_path: Path) -> None:
         import_model(str(own), tmp_path / "model")
 
 
+LOOPS = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
@@ -198,11 +201,8 @@ def test_a_missing_layer_raises(own: Path, tmp_path: Path) -> None:
             "does not show tool outputs",
         ),
         ("{% for m in messages %}<|turn|>{{ m.content }}<|im_end|>{% endfor %}", r"writes '<\|turn\|>', which this tokenizer splits"),
-        ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "does not end within bounds"),
-        (
-            "{% if messages|length > 4 %}{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}{% endif %}",
-            "within bounds",
-        ),
+        pytest.param(LOOPS, "does not end within bounds", marks=pytest.mark.slow),
+        pytest.param("{% if messages|length > 4 %}" + LOOPS + "{% endif %}", "within bounds", marks=pytest.mark.slow),
     ],
 )
 def test_a_template_that_cannot_be_extended_raises(

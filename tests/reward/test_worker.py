@@ -27,7 +27,7 @@ async def test_each_request_gets_its_own_reply(worker: SubprocessWorker) -> None
     assert await worker.call("size " + "x" * 3_000_000) == 3_000_005
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("request_", "error", "said"),
     [

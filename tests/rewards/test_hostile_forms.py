@@ -109,9 +109,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "reward"), [*((answer, 1.0) for answer in RIGHT), *((answer, 0.0) for answer in WRONG)])
-async def test_json_is_right_if_it_fits(answer: str, reward: float) -> None:
-    assert await value(JsonSchema(schema=ORDER), answer) == reward
+async def test_json_is_right_if_it_fits() -> None:
+    assert [answer for answer in RIGHT if await value(JsonSchema(schema=ORDER), answer) != 1.0] == []
+    assert [answer for answer in WRONG if await value(JsonSchema(schema=ORDER), answer) != 0.0] == []
 
 
 TRUTH = {"id": 12345678901234567891, "share": 0.1, "names": ["a", "b"], "done": False, "note": None, "in": {"x": 1}}

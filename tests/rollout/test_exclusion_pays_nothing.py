@@ -223,7 +223,7 @@ def gains(groups: list[Group], arms: dict[str, str]) -> dict[str, float]:
     return {arm: fmean(values) for arm, values in found.items()}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", WAYS)
 def test_provoking_an_exclusion_scores_no_higher_than_failing(way: str) -> None:
     groups, policy = run_virtually(played(way, seed=WAYS.index(way)))

@@ -335,7 +335,7 @@ def became(one: ScoredEpisode) -> str:
     return "." if one.score.value == 1.0 and not blames else "P"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("part", dict.fromkeys(part for part, _, _ in cells()))
 def test_every_planted_fault_has_the_right_blame(part: str) -> None:
     wrong = []

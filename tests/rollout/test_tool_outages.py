@@ -93,6 +93,7 @@ def uses(name: str, **arguments: Any) -> Callable[[int, str], str]:
     return lambda turn, episode: calling(name, **arguments) if turn == 0 else SUBMIT
 
 
+@pytest.mark.slow
 async def test_a_backend_that_rejects_connections_excludes_every_episode_and_pauses_the_run(
     make_runner: Any, tokenizer: Any, task: Task
 ) -> None:
@@ -110,7 +111,7 @@ async def test_a_backend_that_rejects_connections_excludes_every_episode_and_pau
         await asyncio.wait_for(rate.watch(), 1.0)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [500, 502, 503, 504, 429, 401])
 async def test_a_backend_that_is_broken_for_all_is_a_fault(
     status: int, backend: dict[str, int], make_runner: Any, tokenizer: Any, task: Task

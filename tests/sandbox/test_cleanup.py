@@ -116,6 +116,7 @@ def test_the_command(cache):
     assert refused.returncode == 2 and "--unused-days needs --images" in refused.stderr
 
 
+@pytest.mark.slow
 # Leases distinguish living drivers from dead ones.
 def test_lease_of_a_dead_process_is_not_alive():
     assert lease.alive(lease.lease())

@@ -91,6 +91,7 @@ def test_the_truth_never_enters_the_sandbox() -> None:
         assert set(task.files) == {task.data["names"][name] for name in ("f", "o") if name in task.data["names"]}
 
 
+@pytest.mark.slow
 def test_splits_share_no_file_and_no_word_in_a_name() -> None:
     drawn = {split: tasks(split, REAL_TASKS) for split in Split}
     contents = {split: {text for task in drawn[split] for text in task.files.values()} for split in Split}

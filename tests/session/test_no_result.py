@@ -186,6 +186,7 @@ class Rates:
         self.rates = evals
 
 
+@pytest.mark.slow
 async def test_a_fatal_fault_is_in_the_summary_and_unfinished_groups_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.rollout.group.RETRY_S", 0.0)
     recipe = make_recipe()

@@ -50,7 +50,7 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("refused", [False, True])
 async def test_no_file_of_a_run_contains_a_planted_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, refused: bool

@@ -104,7 +104,7 @@ def through(folder: Path, recipe: Recipe, size: int | None, practice: bool, *, b
     return asyncio.run(all_steps())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("practice", [False, True])
 @pytest.mark.parametrize("size", [None, 30])
 @pytest.mark.parametrize("rollout", [{}, {"extra_groups": 3, "max_staleness": 0}, {"max_staleness": 3}], ids=["plain", "extra", "stale"])
