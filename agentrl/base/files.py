@@ -14,6 +14,8 @@ from typing import Any
 
 from agentrl.base import untrusted_files
 
+MANIFEST = "manifest.json"
+"""File of a folder with the sha256 of each other file."""
 _MOST_OF_LINES = 4 << 30  # maximum bytes of a file of lines
 _OPENED = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 
@@ -124,6 +126,17 @@ def folder_manifest(folder: Path) -> dict[str, str]:
     """Relative path -> sha256 of every regular file below `folder`, sorted. Does not follow links."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     return {path.relative_to(folder).as_posix(): sha256_file(path) for path in files}
+
+
+def has_intact_files(folder: Path) -> bool:
+    """Whether the files of a folder are exactly those of its manifest, which was written last."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return False
+    actual = folder_manifest(folder)
+    actual.pop(MANIFEST, None)
+    return bool(actual == manifest)
 
 
 def json_line(value: Any) -> bytes:

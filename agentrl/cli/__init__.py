@@ -75,11 +75,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
     },
     "Inspect": {
         "report": Command("runs:report", "Write report.html from the files of a run folder.", "report runs/quickstart"),
-        "versions": Command(
-            "runs:versions",
-            "List the policy versions of a run with their evaluations and gate decisions.",
-            "versions runs/quickstart --json",
-        ),
+        "versions": Command("versions:versions_app", "List, compare, promote and pin the policy versions of a run, or return to one."),
         "store": Command("store:store", "List, count, verify and export the sampled groups of a run.", "store runs/quickstart --verify"),
         "memory": Command(
             "runs:memory", "Show the notes of a run's agents and check which agents read them.", "memory runs/archive --json"

@@ -1,7 +1,4 @@
-"""`agentrl report` and `agentrl versions`.
-
-`agentrl memory`.
-"""
+"""`agentrl report` and `agentrl memory`."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from agentrl.base.user_code import printable
 from agentrl.cli.running import JsonFlag
 from agentrl.errors import StoreError, UserError
 
-_MAX_REASON = 1000  # characters of a reason
 _RUN_FILES = ("recipe.json", "run.json", "metrics.jsonl", "evaluations.json", "summary.json", "episodes", "failures/traces.sqlite")
 
 
@@ -34,37 +30,6 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Run folder.")]) -> None
     except StoreError as error:
         print(f"the failures section may be out of date: {error}", file=sys.stderr)
     print(write_report(run_dir))
-
-
-def versions(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_json: JsonFlag = False) -> None:
-    """List the policy versions of a run with their states, evaluations and gate decisions."""
-    from agentrl.gate.verdict import read_verdicts
-    from agentrl.records import codec
-    from agentrl.version import FolderRegistry
-
-    if not (run_dir / "versions").is_dir():
-        raise UserError(f"{run_dir} has no versions", fix="give the folder of a run, such as runs/quickstart")
-    recorded = FolderRegistry(run_dir / "versions").versions()
-    verdicts = {(one.version, one.sha256): one for one in read_verdicts(run_dir)}
-    if as_json:
-        judged = [(item, verdicts.get((item.number, item.sha256))) for item in recorded]
-        print(json.dumps([codec.to_data(item) | {"gate": verdict and codec.to_data(verdict)} for item, verdict in judged]))
-        return
-    for item in recorded:
-        evals = "  ".join(f"{name} {value:.3f}" for name, value in item.evals.items())
-        back = item.parent is not None and item.parent != item.number - 1
-        origin = f"restored from version {item.parent}" if back else ""
-        print("  ".join(part for part in (f"{item.number:6d}", f"{item.state:<11}", item.sha256[:12], evals, origin) if part))
-        verdict = verdicts.get((item.number, item.sha256))
-        if verdict is not None:
-            print(f"        gate: {_line(verdict.outcome)}: {_line(verdict.reason)}")
-            for one in verdict.regressions:
-                turn = "the transcripts are equal" if one.turn is None else f"turn {one.turn} is the first that differs"
-                print(f"        case {_line(one.case)}: {turn} ({_line(one.before_episode)} passed, {_line(one.episode)} did not)")
-
-
-def _line(text: str) -> str:
-    return " ".join(printable(text, _MAX_REASON).split())
 
 
 _CLAIM = "no episode read notes of its own group, of a later version, of another split, or of an attempt at the same task"

@@ -17,7 +17,7 @@ from agentrl.base.user_code import printable
 from agentrl.cli.running import JsonFlag, loading, run_folder
 from agentrl.errors import UserError
 from agentrl.evaluation import results, statistics
-from agentrl.evaluation.comparison import ALPHA, MARGIN, Comparison, Scores, compare
+from agentrl.evaluation.comparison import ALPHA, MARGIN, Comparison, compare
 from agentrl.evaluation.results import EvaluationFigures, SuiteResults, attempt_passes
 from agentrl.failure.case import Suite, check_attempt_options, load_suite
 from agentrl.gate.verdict import evaluation_folder
@@ -106,7 +106,7 @@ def compare_evaluations(
         print(json.dumps(dataclasses.asdict(plan)) if as_json else plan.render())
         return
     first, second = (results.load_results(evaluation(one)) for one in (before, after))
-    ones, others, changed = same_cases(first, second)
+    ones, others, changed = results.same_cases(first, second)
     compared = compare(ones, others, alpha=alpha, margin=margin)
     if compared is None:
         raise UserError("the evaluations have no scored case in common", fix="evaluate both on the same suite")
@@ -178,14 +178,6 @@ def evaluation(named: str) -> Path:
         return evaluation_folder(Path(run), int(number))
     folder = Path(named)
     return folder if (folder / results.ABOUT).is_file() or not (folder / "suite").is_dir() else folder / "suite"
-
-
-def same_cases(before: SuiteResults, after: SuiteResults) -> tuple[Scores, Scores, list[str]]:
-    """The scores of both evaluations without cases whose content differs, and the names of those cases."""
-    ones, others = before.task_keys, after.task_keys
-    changed = sorted(case for case in ones.keys() & others.keys() if ones[case] != others[case])
-    shared = [{case: scores for case, scores in one.scores().items() if case not in changed} for one in (before, after)]
-    return shared[0], shared[1], changed
 
 
 def summary(found: SuiteResults) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,9 +126,7 @@ class HeldOutEvaluation:
         return {split: count for split, count in counts.items() if count}
 
     def _key(self) -> str:
-        """A hash of the served weights and the recipe's evaluation settings."""
-        settings = self.config.model_dump_json(exclude={"every"})
-        return hashlib.sha256(f"{self.served.sha256} {settings}".encode()).hexdigest()
+        return measure.evaluation_key(self.config, self.served.sha256)
 
 
 async def evaluate_held_out(

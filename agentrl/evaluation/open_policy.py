@@ -33,7 +33,7 @@ from agentrl.sandbox import open_sandboxes
 from agentrl.session import preflight
 from agentrl.session.ending import closing_stack
 from agentrl.session.folder import RunStart, check_disk, claim_run_folder, write_start
-from agentrl.session.opening import open_run
+from agentrl.session.opening import Run, open_run
 from agentrl.session.preflight import check_snapshots
 from agentrl.task import make_task, open_family
 
@@ -68,6 +68,7 @@ class OpenPolicy:
     version: PolicyVersion
     sampled_by: int | None  # the only version that may have sampled tokens; None if versions are unknown
     broken: BrokenImages  # images that cannot be built
+    run: Run | None = None  # its open parts, if it is served here
     spent: dict[str, int] = field(default_factory=dict)  # episode -> tokens, if its turns do not record them
 
 
@@ -178,6 +179,7 @@ async def _served(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[
                 version=base,
                 sampled_by=base.number,
                 broken=making.result(),
+                run=run,
             )
             watcher.cancel()
 

@@ -200,7 +200,7 @@ def version_folder(named: str) -> tuple[Path, Path] | None:
     if not (folder / "config.json").is_file():
         raise UserError(
             f"{run} has no complete model of version {int(number)}: it does not exist, is an adapter, or its weights were removed",
-            fix=f"choose another (agentrl versions {run}), or raise learner.keep_versions",
+            fix=f"choose another (agentrl versions list {run}), or raise learner.keep_versions",
         )
     return Path(run).resolve(), folder.resolve()
 

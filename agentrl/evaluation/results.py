@@ -151,6 +151,14 @@ class SuiteResults:
         )
 
 
+def same_cases(before: SuiteResults, after: SuiteResults) -> tuple[Scores, Scores, list[str]]:
+    """The scores of both evaluations without cases whose content differs, and the names of those cases."""
+    ones, others = before.task_keys, after.task_keys
+    changed = sorted(case for case in ones.keys() & others.keys() if ones[case] != others[case])
+    shared = [{case: scores for case, scores in one.scores().items() if case not in changed} for one in (before, after)]
+    return shared[0], shared[1], changed
+
+
 def attempt_passes(score: float | None, threshold: float) -> bool:
     """Whether an attempt with this score passes."""
     return score is not None and is_at_least(score, threshold)

@@ -24,6 +24,7 @@ MAX_POINTS = 24
 """Most points of a compute curve."""
 _MAX_BITS = 1 << 26  # of the number that holds the exact distribution of a sum
 _FLIPS = 9_999
+_MAX_LOG = 700.0  # of an e-value's factor; larger ones overflow
 _STAKES = tuple(0.05 + 0.1 * index for index in range(10))
 
 
@@ -120,21 +121,49 @@ def holm_rejections(p_values: Sequence[float], alpha: float, *, hypotheses: int)
     return tuple(rejected)
 
 
-def e_value(differences: Sequence[float]) -> float:
-    """Evidence for a drop that may be inspected after each new case: the mean over stakes of the product over cases of 1 - stake * d.
+def e_value(differences: Sequence[float], *, null: float = 0.0) -> float:
+    """Evidence for a mean below `null` that may be inspected after each new case.
 
-    The stakes are 0.05, 0.15, ..., 0.95 (Waudby-Smith and Ramdas 2024). If cases are no worse on average, given those before them, the
-    probability that the value ever reaches 1/alpha is at most alpha (Ville 1939). This holds for new cases, not for repeats.
+    For a null of 0 it is the mean over stakes of the product over cases of 1 - stake * d. The stakes are 0.05, 0.15, ..., 0.95
+    (Waudby-Smith and Ramdas 2024). If the mean of each case, given those before it, is at least `null`, the probability that the value ever
+    reaches 1/alpha is at most alpha (Ville 1939). This holds for new cases, not for repeats.
 
     Args:
         differences: [N] after minus before, each within [-1, 1], in the order in which the cases were tried.
+        null: within [-1, 1); the value does not decrease with it.
 
     Raises `ValueError` for a difference beyond that.
     """
     if any(not -1 <= difference <= 1 for difference in differences):
         raise ValueError("a difference of scores is outside [-1, 1]: scores must be within [0, 1]")
-    logs = (math.fsum(math.log1p(-stake * difference) for difference in differences) for stake in _STAKES)
-    return math.fsum(map(math.exp, logs)) / len(_STAKES)
+    scaled = [(difference - null) / (1 - null) for difference in differences]  # at most 1, so no factor is below 1 - stake
+    logs = (math.fsum(math.log1p(-stake * one) for one in scaled) for stake in _STAKES)
+    return math.fsum(math.exp(min(log, _MAX_LOG)) for log in logs) / len(_STAKES)
+
+
+def anytime_interval(differences: Sequence[float], *, level: float = 0.95) -> Interval:
+    """Interval of the mean difference that holds at every number of cases at once, so that one may stop when it suits.
+
+    Contains the means with less than 2 / (1 - level) evidence (`e_value`) for a lower and for a higher one. It excludes 0 exactly if the
+    evidence against 0 in one direction reaches that value. Wider than `difference_interval`. [-1, 1] without a case.
+
+    Args:
+        differences: as for `e_value`, which raises `ValueError`.
+    """
+    enough = 2 / (1 - level)
+    mirrored = [-difference for difference in differences]
+    value = statistics.fmean(differences) if differences else 0.0
+    high, low = _bound(differences, enough), -_bound(mirrored, enough)
+    return Interval(value=value, low=min(low, value), high=max(high, value))
+
+
+def _bound(differences: Sequence[float], enough: float) -> float:
+    """The lowest null at which the evidence for a lower mean reaches `enough`, to 1e-9; 1 if it never does."""
+    low, high = -1.0, 1.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (low, middle) if e_value(differences, null=middle) >= enough else (middle, high)
+    return high
 
 
 def difference_interval(by_case: Sequence[float], *, level: float = 0.95, made_up: float = 1.0, seed: int = 0) -> Interval:

@@ -264,7 +264,9 @@ class Gate:
             request = rollback.RollbackRequest(
                 version=version.number, sha256=version.sha256, to=target.number, to_sha256=target.sha256, reason=verdict.reason
             )
-            rollback.request_rollback(self.folder / "versions", request)  # the learner polls for it (`agentrl.learner.worker`)
+            pending = rollback.pending_request(self.folder / "versions", self.registry)
+            if pending is None or not pending.by_user:
+                rollback.request_rollback(self.folder / "versions", request)  # the learner polls for it (`agentrl.learner.worker`)
         figure = verdict.figures.pass_at_1 if verdict.figures is not None else None
         if figure is not None:  # after the promotion, until which the learner keeps the version's checkpoint
             self.registry.set_evals(version.number, {GATE: figure})

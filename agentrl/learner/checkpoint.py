@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from agentrl.base.files import commit_folder, folder_manifest, partial_folder
+from agentrl.base.files import MANIFEST, commit_folder, folder_manifest, has_intact_files, partial_folder
 from agentrl.errors import LearnerError
 from agentrl.learner.critic import Critic
 from agentrl.learner.driver_reports import disk_errors_raised
@@ -35,7 +35,7 @@ from agentrl.records.fields import Record
 
 log = logging.getLogger(__name__)
 
-_MANIFEST, _META, _STATE, _CRITIC = "manifest.json", "meta.json", "state", "critic"
+_META, _STATE, _CRITIC = "meta.json", "state", "critic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def save(
         ranks.barrier()
         if ranks.is_first:
             (part / _META).write_bytes(codec.to_json(meta))
-            (part / _MANIFEST).write_text(json.dumps(folder_manifest(part), indent=1))
+            (part / MANIFEST).write_text(json.dumps(folder_manifest(part), indent=1))
             commit_folder(part, final)
             _prune(root, keep, spare)
         ranks.barrier()
@@ -147,19 +147,9 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _read(folder: Path) -> Checkpoint | None:
-    if not _intact(folder):
+    if not has_intact_files(folder):
         return None
     return Checkpoint(folder=folder, meta=codec.from_json(CheckpointMeta, (folder / _META).read_bytes()))
-
-
-def _intact(folder: Path) -> bool:
-    try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
-    except (FileNotFoundError, ValueError):
-        return False
-    actual = folder_manifest(folder)
-    actual.pop(_MANIFEST, None)
-    return bool(actual == manifest)
 
 
 def _prune(root: Path, keep: int, spare: Collection[int]) -> None:
@@ -174,7 +164,7 @@ def _make_room(root: Path, spare: Collection[int]) -> None:
     if len(folders) < 2:
         return
     size = sum(path.stat().st_size for path in folders[-1].rglob("*") if path.is_file())
-    if shutil.disk_usage(root).free < size and _intact(folders[-1]):
+    if shutil.disk_usage(root).free < size and has_intact_files(folders[-1]):
         log.warning("%s: the disk is nearly full; older checkpoints are deleted before the next one is written", root)
         _prune(root, 1, spare)
 

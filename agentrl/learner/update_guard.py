@@ -39,7 +39,7 @@ class UpdateFailure(Record):
 
     step: int
     action: str  # skip, rollback or halt
-    what: str  # group, critic, policy or gate: the group, or whose optimizer step
+    what: str  # group, critic or policy: the group, or whose optimizer step; gate or user: who requested the rollback
     reasons: tuple[Text, ...]
     groups: tuple[int, ...]
     episodes: tuple[str, ...]

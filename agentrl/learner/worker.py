@@ -2,7 +2,7 @@
 
 A step selects its groups in the store, builds the batch, updates, checkpoints, commits the consumption and publishes the new version.
 The rename of the checkpoint completes the step; if the process dies later, the rest is repaired from the checkpoint. If the driver's
-gate has rejected a version, the next step is a rollback instead of an update.
+gate or a person has rejected a version, the next step is a rollback instead of an update.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Worker:
     def _step(self, groups: tuple[Group, ...], rejected: bool = False) -> None:
         start = time.perf_counter()
         step = self.next_step
-        parent, metrics, self.consumed[step] = self._gate_rollback(step, groups) if rejected else self._train(step, groups)
+        parent, metrics, self.consumed[step] = self._requested_rollback(step, groups) if rejected else self._train(step, groups)
         vocabulary = self.engine.lm.config.get_text_config().vocab_size
         rows = select_probe_rows(groups, vocabulary=vocabulary, max_model_len=self.recipe.policy.max_model_len)
         meta = self._meta(step + 1, parent=parent, metrics=metrics, rows=rows)
@@ -133,18 +133,18 @@ class Worker:
             self.good = step + 1  # the same weights with the next number, for instance while a critic warms up
         return step, metrics, group_uses(groups, assembled, failures, updated=metrics["optimizer_steps"] > 0)
 
-    def _gate_rollback(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float], dict[int, GroupUse]]:
-        """Performs the rollback that the gate requested. Undone versions sampled the groups of this step, so the step consumes them."""
+    def _requested_rollback(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float], dict[int, GroupUse]]:
+        """Performs the requested rollback. Undone versions sampled the groups of this step, so the step consumes them."""
         request = rollback.pending_request(self.run_dir / "versions", self.registry)
         if request is None:
             raise LearnerError(f"step {step}: the rollback request has disappeared from {self.run_dir / 'versions'}")
-        reason = f"the gate rejected version {request.version}: {request.reason}"
+        reason = f"{'a user' if request.by_user else 'the gate'} rejected version {request.version}: {request.reason}"
         parent = self._roll_back(step, request.to)
         if self.ranks.is_first:
             setback = UpdateFailure(
                 step=step,
                 action=ROLLBACK,
-                what="gate",
+                what="user" if request.by_user else "gate",
                 reasons=(reason,),
                 groups=tuple(group.index for group in groups),
                 episodes=tuple(scored.episode.id for group in groups for scored in group.episodes),
@@ -185,7 +185,10 @@ class Worker:
         """
         checkpoint = checkpoints.numbered(self.run_dir / "checkpoints", to)
         if checkpoint is None:
-            raise LearnerHalted(f"step {step}: a rollback is required, but checkpoint {to} is missing or damaged")
+            raise LearnerHalted(
+                f"step {step}: a rollback is required, but checkpoint {to} is missing or damaged\n"
+                f"  fix: request another version or none: agentrl versions rollback {self.run_dir} --help"
+            )
         checkpoints.restore(checkpoint, self.engine, critic=self.critic)
         guard = self.updater.guard
         guard.counts = replace(guard.counts, undone=step + 1 - (checkpoint.meta.step - checkpoint.meta.counts.undone))
@@ -212,7 +215,9 @@ class Worker:
         learner = self.recipe.learner
         spare = {self.good} if learner.rolls_back else set()
         if self.ranks.is_first:
-            spare |= self._gate_checkpoints()
+            spare |= self._gate_checkpoints() | self.registry.pinned()
+            if (request := rollback.pending_request(self.run_dir / "versions", self.registry)) is not None:
+                spare.add(request.to)
         root = self.run_dir / "checkpoints"
         return checkpoints.save(root, self.engine, meta, keep=learner.keep_checkpoints, critic=self.critic, spare=spare).name
 
@@ -269,18 +274,16 @@ class Worker:
                     self.registry.set_state(number, VersionState.ROLLED_BACK)
 
     def _rejected(self, step: int) -> bool:
-        """Whether the driver requests a rollback before this step. Rank 0 decides for all ranks."""
+        """Whether the gate or a person requests a rollback before this step. Rank 0 decides for all ranks."""
         return bool(self.ranks.from_first(int(self.ranks.is_first and self._rollback_requested(step))))
 
     def _rollback_requested(self, step: int) -> bool:
-        if self.recipe.gate is None:
-            return False
         request = rollback.pending_request(self.run_dir / "versions", self.registry)
         if request is None or request.version > step or request.version in self.rolled_back:
             return False
         to = self.registry.get(request.to)
         if to is None or to.sha256 != request.to_sha256:
-            raise LearnerHalted(f"step {step}: the gate requests version {request.to}, but its weights have changed since it was evaluated")
+            raise LearnerHalted(f"step {step}: a rollback to version {request.to} is requested, but its weights have changed since then")
         return True
 
     def _gate_checkpoints(self) -> set[int]:

@@ -35,6 +35,9 @@ class VersionRegistry(Protocol):
     def hold(self, number: int) -> None:
         """Protects the weights of this version from `prune` in any process, until another version is held."""
 
+    def pinned(self) -> frozenset[int]:
+        """The versions whose weights and checkpoints are kept until they are unpinned."""
+
     def prune(self, keep: int) -> tuple[int, ...]:
         """Deletes weights of old versions, except needed ones and the `keep` newest. Returns their numbers."""
 

@@ -136,6 +136,11 @@ def recorded_overrides(folder: Path) -> tuple[str, ...]:
     return tuple(str(item) for item in _started(folder).get("overrides", ()))
 
 
+def resume_command(folder: Path) -> str:
+    """The command that continues the run in a folder, as recorded at its last start. Raises `UserError` if the record is damaged."""
+    return str(_started(folder).get("resume") or f"agentrl train RECIPE --run-dir {shlex.quote(str(folder))} --resume")
+
+
 def check_same_command(folder: Path, verb: str) -> None:
     """Raises `UserError` if another command created the content of a folder, which this one would damage."""
     command = str(_started(folder).get("verb", "train"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -20,7 +21,7 @@ from typing import Any
 from agentrl.base.files import append_lines, json_line, read_json_lines, write_atomically
 from agentrl.base.numbers import all_equal
 from agentrl.base.user_code import HOLD_S, printable
-from agentrl.config.recipe import Recipe
+from agentrl.config.recipe import EvalConfig, Recipe
 from agentrl.errors import StoreError
 from agentrl.evaluation.splits import SplitEvaluation
 from agentrl.experience.audit import LedgerCounts
@@ -272,6 +273,11 @@ def recorded_rates(folder: Path, phase: str, *, of: str, splits: Iterable[Split]
     if any(one.get("of") != of or "value" not in one for one in wanted.values()):
         return None
     return {split: Rate(**{name: one[name] for name in _OF_A_RATE}) for split, one in wanted.items()}
+
+
+def evaluation_key(config: EvalConfig, sha256: str) -> str:
+    """Returns the hash of weights and evaluation settings under which an evaluation is recorded."""
+    return hashlib.sha256(f"{sha256} {config.model_dump_json(exclude={'every'})}".encode()).hexdigest()
 
 
 def read_evaluation(folder: Path, phase: str) -> dict[str, dict[str, Any]]:

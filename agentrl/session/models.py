@@ -85,6 +85,23 @@ def copy_base_version(model: Path, target: Path, *, template: str | None = None)
     commit_folder(partial, target)
 
 
+def copy_version(source: Path, target: Path, *, weights: str) -> None:
+    """Copies a published version atomically to another run folder: its complete weights, or adapter, and what a server needs to load them.
+
+    Raises `StoreError` if the weights are missing or damaged.
+    """
+    partial = partial_folder(target)
+    try:
+        for path in sorted(source.iterdir()):
+            if path.is_file() and path.name not in _OF_A_VERSION:
+                shutil.copy2(path, partial / path.name)
+        if not (partial / weights).exists():
+            deltas.write_complete(source, partial / weights)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{source} cannot be copied: {error}") from error
+    commit_folder(partial, target)
+
+
 def _merge_shards(shards: list[Path], target: Path) -> None:
     """Joins a sharded model, because a version is one weight file with one hash."""
     from safetensors.torch import load_file, save_file

@@ -176,6 +176,14 @@ def base_folders(folder: Path) -> list[Path]:
         return []
 
 
+def write_complete(folder: Path, target: Path) -> None:
+    """Writes the complete weights of the version in `folder` to the file `target`. Raises `ValueError` if a link is missing or damaged."""
+    try:
+        _build(delta_chain(folder), target)
+    except OSError as error:
+        raise ValueError(f"the weights of {folder} cannot be built: {error}") from error
+
+
 def _build(links: list[Path], target: Path) -> None:
     shutil.copyfile(links[0] / WEIGHTS, target)
     for link in links[1:]:

@@ -35,7 +35,7 @@ from agentrl.records import ADAPTER, PolicyVersion, VersionState, codec
 from agentrl.version import deltas, rollback
 
 _RECORD = "version.json"
-_HELD = "held"
+_HELD, _PINNED = "held", "pinned"
 _LARGEST = 1 << 20  # bytes of a record
 _LEGAL = {
     VersionState.CANDIDATE: {VersionState.SERVING, VersionState.PROMOTED, VersionState.ROLLED_BACK},
@@ -135,6 +135,8 @@ class FolderRegistry:
         """
         with self._locked(fcntl.LOCK_EX):
             lost = [number for number in self._numbers() if number > newest]
+            if (pins := self._read_numbers(_PINNED)) & set(lost):  # other weights get these numbers
+                self._write_numbers(_PINNED, pins - set(lost))
             for number in lost:
                 with _translated(self._home(number)):
                     (self._home(number) / _RECORD).unlink(missing_ok=True)  # first, because without it the folder is not a version
@@ -146,14 +148,29 @@ class FolderRegistry:
 
     def hold(self, number: int) -> None:
         """Makes `prune`, in any process, keep the weights of this version until another one is held."""
-        with self._locked(fcntl.LOCK_EX), _translated(self.folder / _HELD):
-            write_atomically(self.folder / _HELD, f"{number}\n", durable=True)
+        with self._locked(fcntl.LOCK_EX):
+            self._write_numbers(_HELD, {number})
+
+    def pin(self, number: int, *, pinned: bool = True) -> None:
+        """Makes `prune` keep the weights of a version, and the learner its checkpoint, until it is unpinned. Idempotent.
+
+        Raises `StoreError` if the version is not registered.
+        """
+        with self._locked(fcntl.LOCK_EX):
+            self._must_read(number)
+            pins = self._read_numbers(_PINNED)
+            self._write_numbers(_PINNED, pins | {number} if pinned else pins - {number})
+
+    def pinned(self) -> frozenset[int]:
+        """The pinned versions."""
+        with self._locked(fcntl.LOCK_SH):
+            return frozenset(self._read_numbers(_PINNED))
 
     def prune(self, keep: int) -> tuple[int, ...]:
         """Deletes the weights of old versions and returns their numbers. The records stay as history.
 
-        It keeps the `keep` newest versions, the `keep` newest promoted ones, version 0, the serving one, the held one, the target of a
-        rollback request, and those that a kept version is a delta of. Folders outside `versions/` are never touched.
+        It keeps the `keep` newest versions, the `keep` newest promoted ones, version 0, the serving one, the held one, the pinned ones, the
+        target of a rollback request, and those that a kept version is a delta of. Folders outside `versions/` are never touched.
         """
         with self._locked(fcntl.LOCK_EX):
             versions = self._scan()
@@ -162,7 +179,8 @@ class FolderRegistry:
             )
             promoted = [version.number for version in versions if version.state is VersionState.PROMOTED]
             serving = {version.number for version in versions if version.state is VersionState.SERVING}
-            spared = {0, *newest, *promoted[max(0, len(promoted) - keep) :], *serving, *self._pinned(), *self._asked_back()}
+            spared = {0, *newest, *promoted[max(0, len(promoted) - keep) :], *serving, *self._rollback_target()}
+            spared |= self._read_numbers(_HELD) | self._read_numbers(_PINNED)
             old = [version for version in versions if version.number not in spared]
             numbers = [v.number for v in versions if v not in old]
             needed = {link for number in numbers for link in deltas.base_folders(self._home(number))}
@@ -193,16 +211,21 @@ class FolderRegistry:
             raise StoreError(f"version {version.number} is {version.state} and cannot become {state}; allowed: {allowed}")
         self._write(replace(version, state=state))
 
-    def _pinned(self) -> set[int]:
-        path = self.folder / _HELD
+    def _read_numbers(self, name: str) -> set[int]:
+        """The version numbers in a file of the registry, one per line; empty without the file."""
+        path = self.folder / name
         try:
-            return {int(read_bytes(path, most=64, inside=self.folder))}
+            return {int(line) for line in read_bytes(path, most=_LARGEST, inside=self.folder).split()}
         except FileNotFoundError:
             return set()
         except (OSError, ValueError) as error:
-            raise StoreError(f"{path} cannot be read: {error}") from error
+            raise StoreError(f"{path} cannot be read: {str(error)[:200]}") from error
 
-    def _asked_back(self) -> set[int]:
+    def _write_numbers(self, name: str, numbers: set[int]) -> None:
+        with _translated(self.folder / name):
+            write_atomically(self.folder / name, "".join(f"{number}\n" for number in sorted(numbers)), durable=True)
+
+    def _rollback_target(self) -> set[int]:
         """The target of a rollback request (`agentrl.version.rollback`), answered or not."""
         request = rollback.read_request(self.folder)
         return set() if request is None else {request.to}

@@ -1,9 +1,10 @@
-"""How the driver requests a rollback from the learner: one file in the registry's folder, which the learner reads before every step.
+"""How the gate or a person requests a rollback from the learner: one file in the registry's folder, which the learner reads before every
+step, also at the start of a resumed run.
 
-The gate runs in the driver and the learner owns the weights; neither waits for the other. A request names the rejected version and its
-target, with the hashes of their weights. It is valid until the learner has published a successor and rolled the version back. It becomes
-void if the version is retracted or gets other weights, or if a later version is promoted. So it can be written and read any number of
-times, even after a crash.
+The learner owns the weights, and the writer does not wait for it. A request names the rejected version and its target, with the hashes of
+their weights. It is valid until the learner has published a successor and rolled the version back. It becomes void if the version is
+retracted or gets other weights, or, for a request of the gate, if a later version is promoted. So it can be written and read any number
+of times, even after a crash. A request of a person replaces any other, and the gate does not replace it while it is pending.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.base.files import write_atomically
+from agentrl.base.files import fsync_path, write_atomically
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import StoreError
 from agentrl.protocols import VersionRegistry
@@ -31,6 +32,7 @@ class RollbackRequest(Record):
     to: int
     to_sha256: str
     reason: Text
+    by_user: bool = False  # requested with `agentrl versions rollback`, not by the gate
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -42,6 +44,15 @@ def request_rollback(versions: Path, request: RollbackRequest) -> None:
     """Writes the request durably and replaces an earlier one. Raises `StoreError`."""
     try:
         write_atomically(versions / ROLLBACK_FILE, codec.to_json(request) + b"\n", durable=True)
+    except OSError as error:
+        raise StoreError(f"{versions / ROLLBACK_FILE}: {error.strerror or error}") from error
+
+
+def withdraw_request(versions: Path) -> None:
+    """Removes the request. Idempotent. Raises `StoreError`."""
+    try:
+        (versions / ROLLBACK_FILE).unlink(missing_ok=True)
+        fsync_path(versions)
     except OSError as error:
         raise StoreError(f"{versions / ROLLBACK_FILE}: {error.strerror or error}") from error
 
@@ -65,5 +76,7 @@ def pending_request(versions: Path, registry: VersionRegistry) -> RollbackReques
     version = registry.get(request.version)
     if version is None or version.sha256 != request.sha256 or version.state is VersionState.ROLLED_BACK:
         return None
+    if request.by_user:
+        return request
     promoted = registry.latest(VersionState.PROMOTED)
     return None if promoted is not None and promoted.number > request.version else request

@@ -79,12 +79,12 @@ from agentrl.cli.check import open_target
 from agentrl.cli.running import load_recipe
 from agentrl.observe import Rate
 from agentrl.session.measure import read_evaluation
-app(["versions", {folder!r}], standalone_mode=False)
+app(["versions", "list", {folder!r}], standalone_mode=False)
 app(["report", {folder!r}], standalone_mode=False)
 print(read_evaluation(Path({folder!r}), "before")["heldout"]["ci_low"])
 print(Rate.from_scores([0.25, 0.5]).n, Rate.from_scores([1.0]).n)
 print(load_recipe(Path("recipes/quickstart.py"), ["learner.lr=1e-4"])[1].name, open_target(Path("sandboxes/chores"), None)[0].open().name)
 """
     ).splitlines()
-    assert "serving" in said[0] and "heldout 0.750" in said[0]
-    assert said[1:] == [str(tmp_path / "report.html"), "0.5", "2 1", "quickstart chores"]
+    assert "serving" in said[1] and "heldout 0.750" in said[1]
+    assert said[2:] == [str(tmp_path / "report.html"), "0.5", "2 1", "quickstart chores"]

@@ -1,4 +1,4 @@
-"""The learner's limits in the whole loop, with real parts."""
+"""The learner's limits, and a rollback by hand, in the whole loop with real parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import SMALL, agentrl, steps_logged, summary
+from .conftest import SMALL, agentrl, start, steps_logged, summary, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed, pytest.mark.bubblewrap]
 
@@ -16,7 +16,8 @@ RECIPE = "recipes/quickstart.py"
 
 @pytest.mark.usefixtures("nothing_left")
 def test_rollbacks_run_out_and_the_run_continues_within_other_limits(tmp_path: Path, forked: tuple[str, ...]) -> None:
-    """No policy has 50 nats of entropy, so every update is rolled back until the limit of rollbacks."""
+    """No policy has 50 nats of entropy, so every update is rolled back until the limit of rollbacks. Then a person returns the live run to
+    an earlier version: learner and server go back together."""
     run = tmp_path / "run"
     arguments = ("train", RECIPE, "steps=4", *SMALL, "evaluation.heldout_real=0", "--run-dir", str(run), "--sandbox", "bubblewrap")
     arguments += ("rollout.group.size=8",)  # with 4, all attempts of the first step sometimes score equally, and there is no update
@@ -31,11 +32,28 @@ def test_rollbacks_run_out_and_the_run_continues_within_other_limits(tmp_path: P
     assert (found["rollbacks"], found["updates_left_out"], found["finished"]) == (2, 3, False)
     assert "is below its limit 50 (learner.limits)" in (run / "report.html").read_text()
 
-    code, output = agentrl(*arguments, limit.replace("50", "1e-9"), "--resume", by=forked)
-    assert code == 0, output
+    resumed = start(*arguments, "steps=6", limit.replace("50", "1e-9"), "--resume", by=forked)
+    wait_for(lambda: (run / "versions" / "000003" / "version.json").exists(), resumed, timeout=300)
+    code, output = agentrl("versions", "rollback", str(run), "2")
+    assert code == 0 and "the learner performs it with its next step" in output, output
+    output, _ = resumed.communicate(timeout=600)
+    assert resumed.returncode == 0, output
     found = summary(run)
-    assert found["finished"] and found["steps"] == 4 and (found["rollbacks"], found["updates_left_out"]) == (2, 2)
-    code, output = agentrl("versions", str(run), "--json")
+    assert found["finished"] and found["steps"] == 6 and (found["rollbacks"], found["updates_left_out"]) == (3, 2)
+    code, output = agentrl("versions", "list", str(run), "--json")
     versions = json.loads(output)
-    assert [version["state"] for version in versions] == ["served"] * 4 + ["promoted"]
-    assert [version["parent"] for version in versions] == [None, 0, 1, 2, 3]
+    restored = next(version["number"] for version in versions if version["number"] > 3 and version["parent"] == 2)
+    undone = range(3, restored)
+    assert [one["number"] for one in versions if one["state"] == "rolled_back"] == list(undone)
+    assert [one["parent"] for one in versions] == [None, *(2 if n == restored else n - 1 for n in range(1, 7))]
+    assert versions[restored]["sha256"] == versions[2]["sha256"] != versions[3]["sha256"]
+    assert versions[6]["state"] == "promoted", "the server took the restored version and went on from it"
+    code, output = agentrl("store", str(run), "--verify")
+    assert code == 0 and "without trained tokens: rolled_back" in output, output
+
+    compared = ("versions", "compare", str(run), "2", "6", "rollout.concurrency=16", "--cases", "20")
+    code, output = agentrl(*compared, "--run-dir", str(tmp_path / "ab"), "--sandbox", "bubblewrap", "--json", by=forked)
+    told = json.loads(output.splitlines()[-1])
+    assert code == (told["verdict"] == "worse") and told["cases"] + told["unscored"] in (16, 20) and told["most"] == 20, output
+    code, output = agentrl("compare", *told["folders"], "--json")
+    assert code == 0 and json.loads(output)["effect"] == pytest.approx(told["interval"]["value"]), output

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from agentrl.errors import UserError
 from agentrl.evaluation.statistics import (
+    anytime_interval,
     attempt_noise,
     cases_needed,
     difference_interval,
@@ -131,6 +132,26 @@ def test_the_e_value_is_the_mean_over_stakes_of_the_product_over_cases(differenc
     stakes = [Fraction(odd, 20) for odd in range(1, 20, 2)]
     known = sum(math.prod(1 - stake * Fraction(one) for one in differences) for stake in stakes) / len(stakes)
     assert e_value(differences) == pytest.approx(float(known), rel=1e-9)
+
+
+@given(st.lists(st.sampled_from([-1.0, -0.5, 0.0, 0.25, 1.0]), max_size=30), st.floats(-0.99, 0.99), st.floats(-0.99, 0.99))
+def test_the_anytime_interval_is_what_the_evidence_does_not_exclude(differences: list[float], one: float, other: float) -> None:
+    assert e_value(differences, null=min(one, other)) <= e_value(differences, null=max(one, other)) * (1 + 1e-9)
+    found = anytime_interval(differences, level=0.9)
+    assert -1 <= found.low <= found.value <= found.high <= 1
+    assert (found.high <= 0) == (e_value(differences) >= 20) and (found.low >= 0) == (e_value([-d for d in differences]) >= 20)
+    if abs(one - found.high) > 1e-6 and one > found.value:
+        assert (one > found.high) == (e_value(differences, null=one) >= 20)
+
+
+@pytest.mark.slow
+def test_the_anytime_interval_holds_at_all_numbers_of_cases_at_once() -> None:
+    """300 sequences of 100 differences with mean 0.1: at most 10% of them are ever missed."""
+    rng, missed = random.Random(3), 0
+    for _ in range(300):
+        sequence = [float(rng.choices((-1, 0, 1), (0.2, 0.5, 0.3))[0]) for _ in range(100)]
+        missed += any(e_value([sign * d for d in sequence[:n]], null=sign * 0.1) >= 20 for n in range(1, 101) for sign in (1, -1))
+    assert missed / 300 <= 0.1
 
 
 def test_differences_beyond_1_raise() -> None:

@@ -203,7 +203,7 @@ async def test_a_version_that_fails_a_case_is_rolled_back_and_reported_with_both
     page = write_report(tmp_path).read_text()
     assert "Success on the suite by version" in page and "version 4 was rolled back: case c03, with the first difference at turn 1" in page
     assert "version 2, passed" in page and "version 4, failed" in page
-    shown = CliRunner().invoke(app, ["versions", str(tmp_path)])
+    shown = CliRunner().invoke(app, ["versions", "list", str(tmp_path)])
     assert shown.exit_code == 0, shown.output
     assert "gate: rolled back: case c03" in shown.output and "restored from version 2" in shown.output
     assert "case c07: turn 1 is the first that differs" in shown.output

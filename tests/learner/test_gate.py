@@ -12,9 +12,11 @@ import pytest
 from agentrl.config import Recipe
 from agentrl.config.gate import GATE
 from agentrl.experience import SqliteStore
+from agentrl.experience.audit import verify
 from agentrl.learner import LearnerProcess
 from agentrl.learner.driver_reports import UpdateFailureLog
 from agentrl.records import Group, VersionState
+from agentrl.session.version_changes import request_rollback, set_pinned
 from agentrl.version import FolderRegistry, rollback
 from tests.learner import preloaded
 from tests.learner.building import random_group, recipe, write_run
@@ -83,4 +85,20 @@ async def test_the_learner_rolls_back_on_request_even_after_a_crash(tmp_path: Pa
     assert setback.reasons == ("the gate rejected version 2: case c03",) and len(setback.episodes) == 12
     assert consumed(store) == {index: index // 3 for index in range(12)}
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal()) == ["000001", "000003", "000004"]
+
+    # A person returns the stopped run to version 1, without a gate, which no longer protects its checkpoint.
+    set_pinned(run_dir, 1, pinned=True)
+    assert request_rollback(run_dir, 1).undone == (3, 4)
+    for index in (12, 13, 14):
+        store.put(random_group(index))
+    for n, one in enumerate(groups[9:]):
+        store.put(Group(index=15 + n, task_id=one.task_id, task_key=one.task_key, episodes=one.episodes))
+    (run_dir / "recipe.json").write_text(made(6, gate=False).model_dump_json())
+    await learn(make_learner, run_dir, made(6, gate=False))
+    fifth, sixth = registry.versions()[5:]
+    assert (fifth.parent, fifth.sha256, sixth.parent, sixth.sha256) == (1, versions[1].sha256, 5, versions[4].sha256)
+    assert [one.number for one in registry.versions() if one.state is VersionState.ROLLED_BACK] == [2, 3, 4]
+    assert UpdateFailureLog(run_dir).read()[1].reasons == ("a user rejected version 4: agentrl versions rollback",)
+    assert consumed(store) == {index: index // 3 for index in range(18)} and list(verify(run_dir, store)) == []
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal()) == ["000001", "000006"]
     store.close()

@@ -223,6 +223,41 @@ def test_prune_keeps_the_held_version_in_any_process(registry: FolderRegistry) -
         registry.prune(keep=1)
 
 
+def test_a_pinned_version_is_kept_until_it_is_unpinned(registry: FolderRegistry) -> None:
+    for number in range(6):
+        publish(registry, number)
+    registry.pin(1)
+    registry.pin(3)
+    registry.pin(3)
+    assert FolderRegistry(registry.folder).pinned() == {1, 3}
+    assert FolderRegistry(registry.folder).prune(keep=1) == (2, 4)
+    registry.verify(registry.get(1))
+    registry.pin(1, pinned=False)
+    registry.pin(2, pinned=False)
+    assert registry.pinned() == {3} and registry.prune(keep=1) == (1,)
+    with pytest.raises(StoreError, match="version 9 is not registered"):
+        registry.pin(9)
+    registry.reconcile(2)
+    assert registry.pinned() == set(), "other weights get the number of a deleted version"
+    (registry.folder / "pinned").write_text("two")
+    with pytest.raises(StoreError, match="pinned cannot be read"):
+        registry.prune(keep=1)
+
+
+def test_a_request_of_a_person_outlives_a_later_promotion(registry: FolderRegistry) -> None:
+    versions = [publish(registry, number, f"weights {number}".encode()) for number in range(4)]
+    for by_user in (False, True):
+        request = rollback.RollbackRequest(
+            version=2, sha256=versions[2].sha256, to=1, to_sha256=versions[1].sha256, reason="worse", by_user=by_user
+        )
+        rollback.request_rollback(registry.folder, request)
+        assert rollback.pending_request(registry.folder, registry) == request
+        registry.set_state(3, PROMOTED)
+        assert rollback.pending_request(registry.folder, registry) == (request if by_user else None)
+    registry.set_state(2, ROLLED_BACK)
+    assert rollback.pending_request(registry.folder, registry) is None, "answered"
+
+
 def test_reconcile_deletes_versions_newer_than_the_checkpoint(registry: FolderRegistry) -> None:
     for number in range(4):
         publish(registry, number)

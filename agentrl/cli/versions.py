@@ -1,0 +1,303 @@
+"""`agentrl versions`: lists, compares, promotes and pins the versions of a run, and returns to an earlier one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentrl.base.user_code import printable
+from agentrl.cli import HELP_OPTIONS
+from agentrl.cli.running import JsonFlag, SandboxChoice, loading
+from agentrl.cli.terminal import outlasting_terminal
+from agentrl.errors import UserError
+
+if TYPE_CHECKING:
+    from agentrl.evaluation.versus import ClearestDifference, VersionDuel
+    from agentrl.session.versions import EvaluationDifference, VersionRecord
+    from agentrl.version.tensor_diff import TensorChange
+
+versions_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
+
+RunFolder = Annotated[Path, typer.Argument(help="Run folder.")]
+Number = Annotated[int, typer.Argument(min=0, help="Number of a version, as printed by `agentrl versions list`.")]
+
+_MAX_TEXT = 1000  # characters of a reason
+_TENSORS_SHOWN = 12
+_CASES_SHOWN = 12
+_METRICS = ("reward_mean", "entropy", "kl_behaviour", "clip_fraction", "ess", "grad_norm", "lr", "staleness_mean", "staleness_max")
+_TOTALS = ("episodes", "episodes_left_out", "tokens_trained", "groups_late", "rollbacks")
+
+
+@versions_app.command("list", epilog="Example: agentrl versions list runs/quickstart --json")
+def list_versions(run: RunFolder, as_json: JsonFlag = False) -> None:
+    """List the versions of a run: state, staleness of the trained tokens, size, evaluations with 95% intervals, gate decisions.
+
+    A version has the number of the learner step that produced it. The run can return to versions with a checkpoint. `*`: pinned.
+    """
+    from agentrl.session.versions import read_versions
+
+    records = read_versions(run)
+    if as_json:
+        print(json.dumps([_as_data(record) for record in records]))
+        return
+    print(f"{'version':>7} {'parent':>6}  {'state':11}  {'weights':12}  {'staleness':>10} {'size':>8} {'checkpoint':>10}  evaluations")
+    for one in records:
+        print(_row(one).rstrip())
+        if one.verdict is not None:
+            print(f"        gate: {_line(one.verdict.outcome)}: {_line(one.verdict.reason)}")
+            for case in one.verdict.regressions:
+                turn = "the transcripts are equal" if case.turn is None else f"turn {case.turn} is the first that differs"
+                print(f"        case {_line(case.case)}: {turn} ({_line(case.before_episode)} passed, {_line(case.episode)} did not)")
+
+
+def _row(one: VersionRecord) -> str:
+    version, mean = one.version, one.metrics.get("staleness_mean")
+    staleness = "-" if mean is None else f"{mean:.1f} to {one.metrics.get('staleness_max', mean):.0f}"
+    checkpoint = "-" if one.checkpoint_bytes is None else _size(one.checkpoint_bytes)
+    rates = {name: f"{value:.3f}" for name, value in version.evals.items()}
+    rates |= {split: f"{rate.value:.3f} [{rate.ci_low:.3f}, {rate.ci_high:.3f}]" for split, rate in one.held_out.items()}
+    figures = None if one.verdict is None else one.verdict.figures
+    if figures is not None and figures.pass_at_1 is not None:
+        rates["gate"] = f"{figures.pass_at_1:.3f} [{figures.low:.3f}, {figures.high:.3f}]"
+    shown = [f"{_line(name)} {rate}" for name, rate in rates.items()]
+    if version.parent is not None and version.parent != version.number - 1:
+        shown.append(f"restored from version {version.parent}")
+    parent = "-" if version.parent is None else str(version.parent)
+    name = f"{'*' if one.pinned else ''}{version.number}"
+    columns = f"{name:>7} {parent:>6}  {version.state:11}  {version.sha256[:12]:12}  {staleness:>10} {_size(one.weights_bytes):>8}"
+    return f"{columns} {checkpoint:>10}  {'  '.join(shown)}"
+
+
+def _as_data(one: VersionRecord) -> dict[str, Any]:
+    from agentrl.records import codec
+
+    data: dict[str, Any] = codec.to_data(one.version)
+    return data | {
+        "pinned": one.pinned,
+        "weights_bytes": one.weights_bytes,
+        "checkpoint_bytes": one.checkpoint_bytes,
+        "gate": one.verdict and codec.to_data(one.verdict),
+        "held_out": {split: asdict(rate) for split, rate in one.held_out.items()},
+        "phase": one.phase,
+        "metrics": dict(one.metrics),
+    }
+
+
+@versions_app.command("diff", epilog="Example: agentrl versions diff runs/quickstart 4 8")
+def diff(
+    run: RunFolder,
+    before: Number,
+    after: Number,
+    all_tensors: Annotated[bool, typer.Option("--all", help=f"List all tensors. Default: the {_TENSORS_SHOWN} that changed most.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compare two versions: the steps between them, the tensors that changed, and their recorded evaluations.
+
+    Evaluations are compared as by `agentrl compare`: effect with a 95% interval, a sign-flip test over cases, and the cases that changed.
+    """
+    from agentrl.session.version_changes import known_version
+    from agentrl.session.versions import evaluation_differences, lineage, open_registry, read_versions
+    from agentrl.version.tensor_diff import compare_weights
+
+    registry = open_registry(run)
+    folders = [registry.path(known_version(registry, number)) for number in (before, after)]
+    records = {one.number: one for one in read_versions(run)}
+    common, back, forth = lineage([one.version for one in records.values()], before, after)
+    try:
+        tensors = list(compare_weights(*folders))
+    except (ValueError, OSError) as error:
+        raise UserError(f"versions {before} and {after} of {run}: {error}", fix=f"choose others: agentrl versions list {run}") from None
+    evaluations = evaluation_differences(run, records[before], records[after])
+    totals = {name: sum(records[step].metrics.get(name, 0) for step in forth if step in records) for name in _TOTALS}
+    if as_json:
+        data = {"before": before, "after": after, "common": common, "only_before": back, "only_after": forth, "totals": totals}
+        data |= {"metrics": {str(number): dict(records[number].metrics) for number in (before, after)}}
+        data |= {"tensors": [asdict(one) | {"relative": one.relative} for one in tensors]}
+        print(json.dumps(data | {"evaluations": [asdict(one) for one in evaluations]}))
+        return
+    way = f"; version {before} is {len(back)} steps from it on another branch" if back else ""
+    print(f"version {after} continues from version {common} with {len(forth)} steps{way}")
+    print("  " + ", ".join(f"{value:,.0f} {name}" for name, value in totals.items()))
+    _print_metrics(records[before], records[after])
+    _print_tensors(tensors, most=len(tensors) if all_tensors else _TENSORS_SHOWN)
+    for one in evaluations:
+        _print_evaluation(one)
+    if not evaluations:
+        print(f"no evaluation of both versions is recorded; evaluate both: agentrl versions compare {run} {before} {after}")
+
+
+def _print_metrics(before: VersionRecord, after: VersionRecord) -> None:
+    for name in _METRICS:
+        values = [one.metrics.get(name) for one in (before, after)]
+        if any(value is not None for value in values):
+            print(f"  {name:15} " + " -> ".join("-" if value is None else f"{value:.4g}" for value in values))
+
+
+def _print_tensors(tensors: Sequence[TensorChange], *, most: int) -> None:
+    changed = sorted((one for one in tensors if one.changed), key=lambda one: (-one.relative, one.name))
+    norms = [sum(getattr(one, name) ** 2 for one in tensors) ** 0.5 for name in ("difference", "before")]
+    share = f" ({norms[0] / norms[1]:.3g} of the weights before)" if norms[1] else ""
+    print(f"{len(changed)} of {len(tensors)} tensors changed, with norm {norms[0]:.4g}{share}")
+    if changed:
+        print(f"  {'relative':>9} {'norm':>10} {'largest':>10} {'changed':>8}  tensor")
+    for one in changed[:most]:
+        print(f"  {one.relative:9.3g} {one.difference:10.3g} {one.largest:10.3g} {one.changed / one.numbers:8.1%}  {_line(one.name)}")
+    if len(changed) > most:
+        print(f"  and {len(changed) - most} more; --all lists them")
+
+
+def _print_evaluation(one: EvaluationDifference) -> None:
+    compared = one.comparison
+    print(f"{_line(one.what)}: {compared.before:.3f} -> {compared.after:.3f}, {compared.verdict}")
+    interval = f"95% interval [{100 * compared.low:+.1f}, {100 * compared.high:+.1f}]"
+    print(f"  effect {100 * compared.effect:+.1f} points  {interval}  p = {compared.p_value:.3g}  ({compared.cases} cases)")
+    for what, cases in (("lower", compared.lost), ("higher", compared.gained), ("content changed", tuple(one.changed))):
+        if cases:
+            more = f", and {len(cases) - _CASES_SHOWN} more" if len(cases) > _CASES_SHOWN else ""
+            print(f"  {what}: {', '.join(map(_line, cases[:_CASES_SHOWN]))}{more}")
+
+
+@versions_app.command("compare", epilog="Example: agentrl versions compare runs/quickstart 4 8 --suite evals/pricing --repeats 2")
+def compare_versions(
+    run: RunFolder,
+    before: Number,
+    after: Number,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, such as rollout.concurrency=16.")] = None,
+    suite: Annotated[Path | None, typer.Option(help="Folder of a suite. Default: held-out tasks of the run's recipe.")] = None,
+    cases: Annotated[int | None, typer.Option(min=1, help="Maximum number of cases. Default: all of the suite or recipe.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Attempts per case and version. Default: as set in the case or suite.")] = None,
+    alpha: Annotated[float, typer.Option(help="Probability of a wrong verdict `better` or `worse`.")] = 0.05,
+    margin: Annotated[float, typer.Option(help="Difference of mean scores that counts as equal.")] = 0.05,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of the comparison. Default: the first free runs/NAME-eval.")] = None,
+    sandbox: SandboxChoice = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Let two versions try the same cases until it is clear which is better (A/B test, canary). Run it in the project of the recipe.
+
+    One server changes between their weights. After each block of 16 cases it stops if the 95% interval of the difference, which is valid
+    at any number of cases, excludes 0 (better, worse) or is within --margin (same). Exits with 1 if AFTER is worse.
+    """
+    from agentrl.evaluation.comparison import ComparisonVerdict
+
+    given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
+    with loading():
+        from agentrl.evaluation.versus import prepare_duel, run_duel
+        from agentrl.failure.case import load_suite
+        from agentrl.session.ending import ended_by_user, report_error
+
+    loaded = None if suite is None else load_suite(suite)
+    with prepare_duel(
+        run, (before, after), loaded, overrides=given, cases=cases, repeats=repeats, alpha=alpha, margin=margin, folder=run_dir
+    ) as duel:
+        try:
+            with outlasting_terminal():
+                done = asyncio.run(run_duel(duel, console=not as_json))
+        except BaseException as error:
+            if ended_by_user(error):
+                raise
+            raise typer.Exit(report_error(error, folder=duel.given.start.folder)) from None
+        print(json.dumps(asdict(done) | {"folders": [str(folder) for folder in duel.folders]}) if as_json else _duel_text(done, duel))
+    if done.verdict is ComparisonVerdict.WORSE:
+        raise typer.Exit(1)
+
+
+def _duel_text(done: ClearestDifference, duel: VersionDuel) -> str:
+    one, other = duel.numbers
+    interval = f"{1 - duel.alpha:.0%} interval [{100 * done.interval.low:+.1f}, {100 * done.interval.high:+.1f}]"
+    lines = [
+        f"before  {done.before:.3f}  version {one}",
+        f"after   {done.after:.3f}  version {other}",
+        f"effect  {100 * done.interval.value:+.1f} points  {interval}, valid at any number of cases",
+        f"verdict {done.verdict}  ({done.cases} of at most {done.most} cases, margin {100 * duel.margin:g} points)",
+    ]
+    if done.unscored:
+        lines.append(f"excluded {done.unscored} pairs of attempts with only one score")
+    for what, named in (("lower", done.lost), ("higher", done.gained)):
+        if named:
+            more = f", and {len(named) - _CASES_SHOWN} more" if len(named) > _CASES_SHOWN else ""
+            lines.append(f"{what}: {', '.join(map(_line, named[:_CASES_SHOWN]))}{more}")
+    return "\n".join([*lines, *(f"attempts {folder}" for folder in duel.folders)])
+
+
+@versions_app.command("promote", epilog="Example: agentrl versions promote runs/quickstart 3")
+def promote_version(run: RunFolder, number: Number) -> None:
+    """Promote a version, and export it to model/ of the run folder unless the run is going on.
+
+    A running gate then compares later versions with it, if it was evaluated. The result of a run that ends later replaces model/.
+    """
+    from agentrl.session.version_changes import promote
+
+    done = promote(run, number)
+    print(f"version {done.number} is promoted" + ("" if done.model is None else f" and exported to {done.model}"))
+    if done.newest != done.number:
+        print(f"version {done.newest} is promoted too, and is newer; to continue from version {done.number}: agentrl versions rollback")
+
+
+@versions_app.command("rollback", epilog="Example: agentrl versions rollback runs/quickstart 4")
+def rollback_version(
+    run: RunFolder,
+    number: Annotated[int | None, typer.Argument(min=0, help="Number of the version to return to. It needs a checkpoint.")] = None,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Withdraw a requested rollback that the learner has not performed yet.")] = False,
+) -> None:
+    """Return server and learner to a version: weights, optimizer, random state and schedule.
+
+    The learner does it instead of its next update, in a live run or after --resume, and publishes the old weights under the next number.
+    The versions in between are rolled back and never serve again. The groups of their steps stay consumed, and those of the step of the
+    rollback, which they sampled, are excluded.
+    """
+    from agentrl.session.folder import resume_command
+    from agentrl.session.version_changes import cancel_rollback, request_rollback
+
+    if cancel == (number is not None):
+        raise UserError("give the number of a version, or --cancel", fix="agentrl versions rollback RUN NUMBER")
+    if number is None:
+        print(f"the rollback to version {cancel_rollback(run)} is withdrawn")
+        return
+    done = request_rollback(run, number)
+    if done.replaced is not None and done.replaced != number:
+        print(f"replaces the requested rollback to version {done.replaced}")
+    print(f"requested: back to version {number}, undoing {', '.join(map(str, done.undone))}")
+    if done.live and not done.needs_steps:
+        print("the learner performs it with its next step")
+    else:
+        print(
+            f"{'when the run has ended, ' if done.live else ''}continue with: {resume_command(run)}{' steps=N' if done.needs_steps else ''}"
+        )
+    if done.needs_steps:
+        print("the run has done all its steps: it needs a larger steps=N")
+
+
+@versions_app.command("pin", epilog="Example: agentrl versions pin runs/quickstart 4")
+def pin_version(run: RunFolder, number: Number) -> None:
+    """Keep the weights of a version and its checkpoint: learner.keep_versions and learner.keep_checkpoints do not apply to it."""
+    from agentrl.session.version_changes import checkpoint_is_there, set_pinned
+
+    set_pinned(run, number, pinned=True)
+    there = checkpoint_is_there(run, number)
+    print(f"version {number} is pinned" + ("" if there else "; its checkpoint was deleted, so the run cannot return to it"))
+
+
+@versions_app.command("unpin", epilog="Example: agentrl versions unpin runs/quickstart 4")
+def unpin_version(run: RunFolder, number: Number) -> None:
+    """Let a pinned version be deleted when newer ones replace it."""
+    from agentrl.session.version_changes import set_pinned
+
+    set_pinned(run, number, pinned=False)
+    print(f"version {number} is not pinned")
+
+
+def _size(size: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size} B" if size else "-"
+
+
+def _line(text: str) -> str:
+    return " ".join(printable(text, _MAX_TEXT).split())

@@ -1,0 +1,250 @@
+"""Compares two versions of a run by new attempts at the same cases, and stops as soon as the result is clear.
+
+    block of cases -> attempts by one version -> weights of the other -> its attempts -> verdict, or the next block
+
+The verdict comes from an interval that holds after every block at once (`agentrl.evaluation.statistics.anytime_interval`), so stopping
+early does not raise its error rate: a version that is no worse gets the verdict `worse` with a probability of at most alpha/2. The cases
+are tried in a random order, as a sample of those that the version will meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from agentrl.config.recipe import load
+from agentrl.errors import UserError
+from agentrl.evaluation import results
+from agentrl.evaluation.comparison import ComparisonVerdict, Scores, pair_scores
+from agentrl.evaluation.engine import SuiteAttempt, evaluation_info, run_cases
+from agentrl.evaluation.open_policy import OpenPolicy, PreparedEvaluation, held_out_suite, open_policy, prepare_evaluation
+from agentrl.evaluation.policies import NamedPolicy, PolicySource
+from agentrl.evaluation.results import SuiteResults
+from agentrl.evaluation.statistics import Interval, anytime_interval
+from agentrl.failure.case import Case, Suite
+from agentrl.failure.digest import write_digest
+from agentrl.plugins.references import project_root
+from agentrl.records import PolicyVersion, VersionState
+from agentrl.session.ending import warn_on_error
+from agentrl.session.models import copy_version
+from agentrl.session.version_changes import known_version
+from agentrl.session.versions import open_registry
+
+_PHASES = ("before", "after")
+_BLOCK = 16  # cases between two verdicts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClearestDifference:
+    """The difference of two versions after the cases tried so far: mean score of the second minus that of the first, over cases."""
+
+    verdict: ComparisonVerdict  # `not enough data` means that no case is left
+    interval: Interval  # holds at any number of cases
+    before: float
+    after: float
+    cases: int  # scored on both sides
+    unscored: int  # pairs of attempts that one side did not score
+    most: int  # cases that could have been tried
+    lost: tuple[str, ...]  # cases with a lower mean score after
+    gained: tuple[str, ...]
+
+
+def difference_so_far(
+    before: Sequence[SuiteAttempt], after: Sequence[SuiteAttempt], *, alpha: float, margin: float, most: int
+) -> ClearestDifference:
+    """Compares the attempts of two versions, each in the order in which the cases were tried.
+
+    The verdict is `worse` or `better` if the interval of level 1 - alpha excludes 0, else `same` if it is within the margin. Raises
+    `UserError` if a score is outside [0, 1].
+    """
+    both = pair_scores(_scores(before), _scores(after))
+    by_case = {pair.case: pair for pair in both.pairs}
+    ordered = [by_case[case] for case in dict.fromkeys(one.attempt.case for one in before) if case in by_case]
+    changes = [float(pair.difference) for pair in ordered]
+    try:
+        interval = anytime_interval(changes, level=1 - alpha)
+    except ValueError:
+        raise UserError("the comparison needs scores from 0 to 1", fix="use agentrl eval for both versions, then agentrl compare") from None
+    verdict = ComparisonVerdict.NOT_ENOUGH
+    if interval.high <= 0:
+        verdict = ComparisonVerdict.WORSE
+    elif interval.low >= 0:
+        verdict = ComparisonVerdict.BETTER
+    elif -margin < interval.low and interval.high < margin:
+        verdict = ComparisonVerdict.SAME
+    count = max(1, len(ordered))
+    return ClearestDifference(
+        verdict=verdict,
+        interval=interval,
+        before=sum(sum(pair.before) / len(pair.before) for pair in ordered) / count,
+        after=sum(sum(pair.after) / len(pair.after) for pair in ordered) / count,
+        cases=len(ordered),
+        unscored=both.unscored,
+        most=most,
+        lost=tuple(pair.case for pair in ordered if pair.difference < 0),
+        gained=tuple(pair.case for pair in ordered if pair.difference > 0),
+    )
+
+
+def _scores(attempts: Sequence[SuiteAttempt]) -> Scores:
+    scores: dict[str, list[float | None]] = {}
+    for one in attempts:
+        scores.setdefault(one.attempt.case, []).append(one.attempt.score)
+    return scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionDuel:
+    """Two versions of a run to compare, and the evaluation in which they are tried."""
+
+    run: Path
+    numbers: tuple[int, int]
+    given: PreparedEvaluation
+    alpha: float
+    margin: float
+
+    @property
+    def suite(self) -> Suite:
+        """The cases."""
+        return self.given.suites[0]
+
+    @property
+    def folders(self) -> tuple[Path, Path]:
+        """The folders to which the attempts of each version are written, for `agentrl compare`."""
+        before, after = (self.given.start.folder / name for name in _PHASES)
+        return before, after
+
+
+@contextmanager
+def prepare_duel(
+    run: Path,
+    numbers: tuple[int, int],
+    suite: Suite | None,
+    *,
+    overrides: Sequence[str] = (),
+    cases: int | None = None,
+    repeats: int | None = None,
+    alpha: float,
+    margin: float,
+    folder: Path | None = None,
+) -> Iterator[VersionDuel]:
+    """Claims a folder for the comparison and runs all cheap checks.
+
+    Args:
+        suite: None means held-out tasks of the run's recipe, as many as it evaluates.
+        cases: maximum number of cases; None means all.
+        folder: run folder of the comparison; None means the first free one.
+
+    Raises `UserError`, for example for a version that is unknown, or whose weights or probe were deleted.
+    """
+    if not 0 < alpha < 0.5 or not 0 <= margin < 1:
+        raise UserError("--alpha or --margin is out of range", fix="use 0 < alpha < 0.5 and 0 <= margin < 1")
+    registry = open_registry(run)
+    for number in numbers:
+        version = known_version(registry, number)
+        if not (registry.path(version) / "probe.json").is_file():
+            raise UserError(f"version {number} of {run} was deleted or never published", fix=f"choose another: agentrl versions list {run}")
+        registry.verify(version)
+    base = run.resolve() / "versions" / "000000"  # the server starts with it, because adapters need it
+    policy = NamedPolicy(source=PolicySource.VERSION, name=f"{run}@0", model=str(base), run=run.resolve())
+    own = None
+    if suite is None:
+        root, recipe = project_root(Path.cwd() / "recipe"), load(run / "recipe.json")
+        tried = {} if cases is None else {"evaluation.heldout": cases, "evaluation.heldout_real": 0}
+        recipe = recipe.but({"policy.model": str(base), "policy.chat_template": None, "gate": None, "trackers": ("terminal",), **tried})
+        own, suite = (root, recipe.but(*overrides)), held_out_suite(recipe.but(*overrides), root)
+    elif cases is not None:
+        suite = dataclasses.replace(suite, cases=suite.cases[:cases])
+    with prepare_evaluation(
+        policy, [suite], overrides=("serving.weight_transfer=file", *overrides), repeats=repeats, run_dir=folder, own=own
+    ) as given:
+        yield VersionDuel(run=run, numbers=numbers, given=given, alpha=alpha, margin=margin)
+
+
+async def run_duel(
+    duel: VersionDuel, *, console: bool = True, on_block: Callable[[ClearestDifference], None] = lambda so_far: None
+) -> ClearestDifference:
+    """Runs attempts by both versions until the verdict is clear or no case is left, and stores them in the folder of the comparison.
+
+    Args:
+        on_block: called with the difference after each block of cases.
+
+    Raises `InfrastructureError` if the server is lost for good, and `SwapError` if it rejects a version.
+    """
+    async with open_policy(duel.given, console=console) as policy:
+        assert policy.run is not None, "versions are served here"
+        registry, folder = policy.run.registry, duel.given.start.folder
+        pair = []
+        for place, number in enumerate(duel.numbers, 1):
+            source = known_version(open_registry(duel.run), number)
+            target = f"versions/{place:06d}"
+            copy_version(duel.run / source.folder, folder / target, weights=source.weights)
+            registry.add(dataclasses.replace(source, number=place, parent=0, folder=target, state=VersionState.CANDIDATE))
+            pair.append(known_version(registry, place))
+        decided = await try_blocks(duel, policy, (pair[0], pair[1]))
+    with warn_on_error(duel.given.start.folder, "the digest of failures"):
+        write_digest(duel.given.start.folder)
+    return decided
+
+
+async def try_blocks(
+    duel: VersionDuel,
+    policy: OpenPolicy,
+    pair: tuple[PolicyVersion, PolicyVersion],
+    *,
+    on_block: Callable[[ClearestDifference], None] = lambda so_far: None,
+) -> ClearestDifference:
+    """Tries block after block with both versions of an open policy. Each second block starts with the weights that are loaded.
+
+    Args:
+        on_block: called with the difference after each block.
+    """
+    began = time.monotonic()
+    cases = list(duel.suite.cases)
+    attempts: tuple[list[SuiteAttempt], list[SuiteAttempt]] = [], []
+    random.Random(duel.given.recipe.seed).shuffle(cases)
+    decided = difference_so_far((), (), alpha=duel.alpha, margin=duel.margin, most=len(cases))
+    for block in range(0, len(cases), _BLOCK):
+        for side in (0, 1) if block // _BLOCK % 2 == 0 else (1, 0):
+            attempts[side].extend(await _attempts(duel, policy, pair[side], cases[block : block + _BLOCK], side))
+        decided = difference_so_far(attempts[0], attempts[1], alpha=duel.alpha, margin=duel.margin, most=len(cases))
+        on_block(decided)
+        if decided.verdict is not ComparisonVerdict.NOT_ENOUGH:
+            break
+    for side in (0, 1):
+        _save(duel, side, pair[side], attempts[side], began)
+    return decided
+
+
+def _save(duel: VersionDuel, side: int, version: PolicyVersion, attempts: Sequence[SuiteAttempt], began: float) -> None:
+    given, number = duel.given, duel.numbers[side]
+    repeats = given.repeats or duel.suite.repeats
+    info = evaluation_info(given.recipe, duel.suite, version, repeats=repeats, threshold=given.threshold, began=began)
+    info = dataclasses.replace(info, model=f"{duel.run}@{number}", version=number)
+    evaluation = SuiteResults(about=info, attempts=tuple(one.attempt for one in attempts))
+    results.save_results(duel.folders[side], evaluation, [one.transcript for one in attempts])
+
+
+async def _attempts(
+    duel: VersionDuel, policy: OpenPolicy, version: PolicyVersion, cases: Sequence[Case], side: int
+) -> tuple[SuiteAttempt, ...]:
+    assert policy.run is not None, "versions are served here"
+    if (policy.run.served.version, policy.run.served.sha256) != (version.number, version.sha256):
+        await policy.run.served.swap(version)
+    policy.tracker.stage("evaluate", f"version {duel.numbers[side]}: {len(cases)} cases")
+    return await run_cases(
+        policy.groups,
+        cases,
+        lambda case: range(duel.given.repeats_of(duel.suite, case)),
+        phase=_PHASES[side],
+        version=version.number,
+        broken=policy.broken,
+        on_done=policy.tracker.evaluating,
+        on_scored=partial(policy.capture.capture_episode, phase=_PHASES[side], step=duel.numbers[side]),
+    )

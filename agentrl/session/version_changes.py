@@ -1,0 +1,201 @@
+"""Changes that a person makes to the versions of a run: promote, pin, and return to an earlier one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.base.files import has_intact_files
+from agentrl.base.run_lock import drive_folder
+from agentrl.config.recipe import Recipe, load
+from agentrl.errors import RunFolderBusy, UserError
+from agentrl.records import PolicyVersion, VersionState
+from agentrl.session.models import export_model
+from agentrl.session.versions import checkpoint_folder, open_registry
+from agentrl.version import FolderRegistry, rollback
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestedRollback:
+    """A rollback that the learner will perform with its next step."""
+
+    to: int
+    undone: tuple[int, ...]  # versions that it undoes, including later ones of a run that continues
+    live: bool  # whether a driver is running, whose learner performs it
+    needs_steps: bool  # whether the run has finished its steps, so that it continues only with more
+    replaced: int | None  # target of a pending request that this one replaces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promotion:
+    """A promoted version."""
+
+    number: int
+    model: Path | None  # folder to which the version was exported; None while a driver is running
+    newest: int  # the newest promoted version
+
+
+def known_version(registry: FolderRegistry, number: int) -> PolicyVersion:
+    """A version of a run. Raises `UserError` for an unknown one."""
+    version = registry.get(number)
+    if version is None:
+        numbers = [one.number for one in registry.versions()]
+        known = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
+        raise UserError(f"{registry.folder.parent} has no version {number}", fix=f"choose one of its versions: {known}")
+    return version
+
+
+def set_pinned(run_dir: Path, number: int, *, pinned: bool) -> None:
+    """Pins or unpins a version: a pinned one keeps its weights and its checkpoint. Idempotent.
+
+    Raises `UserError` for an unknown version, and for a version to pin whose weights were deleted.
+    """
+    registry = open_registry(run_dir)
+    version = known_version(registry, number)
+    registry.pin(number, pinned=pinned)
+    if pinned and not _has_weights(registry, version):  # looked at after the pin, so that no other process can delete them
+        registry.pin(number, pinned=False)
+        raise _deleted(run_dir, number)
+
+
+def promote(run_dir: Path, number: int) -> Promotion:
+    """Promotes a version, and exports it to `model/` if no driver is running. Idempotent.
+
+    Raises `UserError` if the version is unknown, was rolled back, has no weights, or cannot be promoted during the run; `StoreError` if its
+    weights are damaged.
+    """
+    registry = open_registry(run_dir)
+    version = known_version(registry, number)
+    if version.state is VersionState.ROLLED_BACK:
+        raise UserError(f"version {number} of {run_dir} was rolled back and never serves again", fix="promote another version")
+    if not _has_weights(registry, version):
+        raise _deleted(run_dir, number)
+    registry.verify(version)
+    recipe = _recipe(run_dir)
+    if recipe.gate is not None and recipe.gate.rolls_back and not checkpoint_is_there(run_dir, number):
+        raise UserError(
+            f"version {number} of {run_dir} has no intact checkpoint, to which the gate could return", fix=_with_checkpoints(run_dir)
+        )
+    try:
+        with _stopped(run_dir, "promote"):
+            registry.set_state(number, VersionState.PROMOTED, sha256=version.sha256)
+            model, base = run_dir / "model", run_dir / "versions" / "000000"
+            export_model(registry.path(version), model, base=base, sampling=recipe.evaluation.sampling)
+    except RunFolderBusy as busy:
+        serving = registry.latest(VersionState.SERVING, VersionState.PROMOTED)
+        if recipe.gate is None:
+            raise UserError(f"{run_dir} has no gate, so its result is its last version: {busy.message}", fix=busy.fix) from None
+        if version.state is VersionState.CANDIDATE and (serving is None or number > serving.number):
+            raise UserError(f"version {number} has not served yet", fix="wait until it serves") from None
+        registry.set_state(number, VersionState.PROMOTED, sha256=version.sha256)
+        model = None
+    newest = registry.latest(VersionState.PROMOTED)
+    assert newest is not None, "a version was promoted"
+    return Promotion(number=number, model=model, newest=newest.number)
+
+
+def request_rollback(run_dir: Path, number: int) -> RequestedRollback:
+    """Requests that server and learner return to a version: weights, optimizer, random state and schedule.
+
+    The learner performs it instead of its next update, at once in a live run and else after `--resume`. The request replaces a pending one.
+    Raises `UserError` if the version is unknown, was rolled back, has the newest weights already, or has no intact checkpoint.
+    """
+    registry = open_registry(run_dir)
+    target, versions = known_version(registry, number), registry.versions()
+    newest = next(version for version in reversed(versions) if version.state is not VersionState.ROLLED_BACK)
+    if target.state is VersionState.ROLLED_BACK:
+        raise UserError(f"version {number} of {run_dir} was rolled back and never serves again", fix="choose an earlier version")
+    if target.sha256 == newest.sha256:
+        raise UserError(
+            f"version {newest.number}, the newest of {run_dir}, has the weights of version {number}", fix="choose an earlier version"
+        )
+    pending = rollback.pending_request(run_dir / "versions", registry)
+    request = rollback.RollbackRequest(
+        version=newest.number,
+        sha256=newest.sha256,
+        to=number,
+        to_sha256=target.sha256,
+        reason="agentrl versions rollback",
+        by_user=True,
+    )
+    rollback.request_rollback(run_dir / "versions", request)  # first: from now on the learner keeps the checkpoint
+    if not checkpoint_is_there(run_dir, number):
+        _restore(run_dir, pending)
+        raise UserError(f"version {number} of {run_dir} has no intact checkpoint of the learner", fix=_with_checkpoints(run_dir))
+    return RequestedRollback(
+        to=number,
+        undone=tuple(one.number for one in versions if one.number > number and one.state is not VersionState.ROLLED_BACK),
+        live=_is_driven(run_dir),
+        needs_steps=newest.number >= _recipe(run_dir).steps,
+        replaced=None if pending is None else pending.to,
+    )
+
+
+def cancel_rollback(run_dir: Path) -> int:
+    """Withdraws the pending rollback request and returns its target. Raises `UserError` if there is none."""
+    registry = open_registry(run_dir)
+    pending = rollback.pending_request(run_dir / "versions", registry)
+    if pending is None:
+        raise UserError(f"{run_dir} has no pending rollback", fix="see its versions: agentrl versions list " + str(run_dir))
+    if not pending.by_user:
+        raise UserError(
+            f"the gate requested the rollback to version {pending.to}, not a person", fix="request a rollback to another version"
+        )
+    rollback.withdraw_request(run_dir / "versions")
+    return pending.to
+
+
+def _restore(run_dir: Path, pending: rollback.RollbackRequest | None) -> None:
+    if pending is None:
+        rollback.withdraw_request(run_dir / "versions")
+    else:
+        rollback.request_rollback(run_dir / "versions", pending)
+
+
+def checkpoint_is_there(run_dir: Path, number: int) -> bool:
+    """Whether the run has an intact checkpoint of a version."""
+    return has_intact_files(checkpoint_folder(run_dir, number))
+
+
+def _has_weights(registry: FolderRegistry, version: PolicyVersion) -> bool:
+    folder = registry.path(version)
+    return (folder / version.weights).is_file() or (folder / "delta.json").is_file()
+
+
+def _deleted(run_dir: Path, number: int) -> UserError:
+    return UserError(
+        f"the weights of version {number} of {run_dir} were deleted",
+        fix=f"choose another (agentrl versions list {run_dir}); pin versions to keep, or raise learner.keep_versions",
+    )
+
+
+def _with_checkpoints(run_dir: Path) -> str:
+    """The fix of an error about a missing checkpoint."""
+    folder = run_dir / "checkpoints"
+    numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
+    intact = [str(number) for number in numbers if checkpoint_is_there(run_dir, number)]
+    choose = f"choose a version with a checkpoint: {', '.join(intact)}" if intact else "no version has a checkpoint"
+    return f"{choose}; pin versions to keep, or raise learner.keep_checkpoints"
+
+
+def _recipe(run_dir: Path) -> Recipe:
+    if not (run_dir / "recipe.json").is_file():
+        raise UserError(f"{run_dir} contains no run", fix="give the folder of a run, such as runs/quickstart")
+    return load(run_dir / "recipe.json")
+
+
+@contextmanager
+def _stopped(run_dir: Path, verb: str) -> Iterator[None]:
+    """Context in which no other process drives the run. Raises `RunFolderBusy`."""
+    with drive_folder(run_dir, command=f"agentrl versions {verb} {run_dir}"):
+        yield
+
+
+def _is_driven(run_dir: Path) -> bool:
+    try:
+        with _stopped(run_dir, "rollback"):
+            return False
+    except RunFolderBusy:
+        return True
