@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.base import user_code
+from agentrl.base.activity import ACTIVITY, GROUPS
 from agentrl.errors import StoreError, UserError
 from agentrl.experience import FolderCheckpoints, GroupOrder, new_entry
 from agentrl.failure import Capture, Quarantine
@@ -80,7 +81,8 @@ class Rollouts:
     async def group(self, index: int) -> Group:
         """Samples, scores and stores group `index`, and reports it to the tracker."""
         step = self.order.block_of(index)
-        group, task = await self._sample(index, step)
+        with ACTIVITY.doing(GROUPS):
+            group, task = await self._sample(index, step)
         group = self._stored(group)
         self.checkpoints.remove_group(index)
         self.capture.capture_group(task, group, step=step)
