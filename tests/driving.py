@@ -106,6 +106,7 @@ class AlwaysServed:
     """A server at version 0."""
 
     version, sha256, token_s = 0, "0" * 64, 0.0
+    accepts_requests, loading = True, False
 
     async def wait_version(self, number: int) -> None:
         assert number <= 0

@@ -354,6 +354,7 @@ with tempfile.TemporaryDirectory() as folder:
     tracker = open_trackers(Path(folder), recipe, console=False)[-1]
     tracker.log(1, {"loss": 0.5})
     tracker.stage("train")
+    tracker.close()
     print(Path(folder, "figures.csv").read_text())
 """
     said = run(project, "-c", shown).splitlines()

@@ -77,6 +77,11 @@ class Liveness:
         self._current, self.silent_s = None, 0.0
 
     @property
+    def work(self) -> str:
+        """The current work; empty at rest."""
+        return "" if self._current is None else self._current[0]
+
+    @property
     def deadline_s(self) -> float:
         """Seconds of silence that are allowed now; infinite at rest."""
         if self._current is None:

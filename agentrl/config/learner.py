@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -27,25 +27,42 @@ class LoraConfig(Section):
     """The update is scaled by alpha / rank."""
 
 
-class Limit(Section):
-    """A limit on one metric of an update, and the action if it is violated. docs/objectives.md has the formulas of the metrics."""
+UpdateMetric = Literal["kl_behaviour", "kl_reference", "entropy", "clip_fraction", "ratio_max", "mismatch_kl", "grad_norm", "ess"]
+StepMetric = Literal[
+    "reward_mean", "tokens_per_s", "step_s", "staleness_max", "loop_latency_s_mean", "swap_stall_ms", "excluded_policy_reachable"
+]
+_BOUNDS = {"ratio_max": (1.0, math.inf)} | dict.fromkeys(("clip_fraction", "ess", "excluded_policy_reachable"), (0.0, 1.0))
+_MINIMA = ("entropy", "ess", "reward_mean", "tokens_per_s")
 
-    metric: Literal["kl_behaviour", "kl_reference", "entropy", "clip_fraction", "ratio_max", "mismatch_kl", "grad_norm", "ess"]
-    """Metric of `metrics.jsonl`. kl_reference needs objective.kl=k1, k2 or k3; mismatch_kl needs max_staleness=0."""
+
+class Limit(Section):
+    """A limit on one metric of a step, and the action if it is violated. docs/objectives.md has the formulas of the metrics."""
+
+    metric: Literal[UpdateMetric, StepMetric]
+    """Metric of `metrics.jsonl`. kl_reference needs objective.kl=k1, k2 or k3; mismatch_kl needs max_staleness=0. The metrics from
+    reward_mean on need action=alert."""
     at: float
-    """Smallest allowed value of entropy and ess; largest of the others."""
-    action: Literal["skip", "rollback", "halt"] = "skip"
+    """Smallest allowed value of entropy, ess, reward_mean and tokens_per_s; largest of the others."""
+    action: Literal["skip", "rollback", "halt", "alert"] = "skip"
     """skip: no optimizer step; its groups are excluded. rollback: learner and server return to the newest checkpoint that met all limits,
-    at most twice in a run. halt: the run stops (exit code 1), and `--resume` repeats the step."""
+    at most twice in a run. halt: the run stops (exit code 1), and `--resume` repeats the step. alert: the run continues and reports it."""
 
     @property
     def is_minimum(self) -> bool:
         """Whether smaller values violate the limit."""
-        return self.metric in ("entropy", "ess")
+        return self.metric in _MINIMA
+
+    @model_validator(mode="after")
+    def _step_metrics_alert(self) -> Limit:
+        if self.metric in get_args(StepMetric) and self.action != "alert":
+            raise ValueError(f"metric={self.metric} is known after the update, so action={self.action} is impossible; use action=alert")
+        return self
 
     @model_validator(mode="after")
     def _bound_makes_sense(self) -> Limit:
-        low, high = {"ratio_max": (1.0, math.inf), "clip_fraction": (0.0, 1.0), "ess": (0.0, 1.0)}.get(self.metric, (0.0, math.inf))
+        if self.metric == "reward_mean":
+            return self
+        low, high = _BOUNDS.get(self.metric, (0.0, math.inf))
         if not low < self.at < high:
             raise ValueError(
                 f"at must be between {low:g} and {high:g} for metric={self.metric}; outside it has no effect or stops every update"
@@ -87,7 +104,7 @@ class LearnerConfig(Section):
     threads: int = resumable(0, ge=0)
     """CPU threads per rank. 0: torch's default."""
     limits: tuple[Limit, ...] = resumable(())
-    """Limits on metrics of an update, at most one per metric. A violation rejects the update: `[{"metric": "kl_behaviour", "at": 0.1}]`."""
+    """Limits on metrics of a step. For each metric, one may alert and one reject the update: `[{"metric": "kl_behaviour", "at": 0.1}]`."""
     keep_checkpoints: int = resumable(2, ge=1)
     """Newest checkpoints kept on disk."""
     keep_versions: int = resumable(4, ge=2)
@@ -100,7 +117,7 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _one_limit_per_metric(self) -> LearnerConfig:
-        metrics = [limit.metric for limit in self.limits]
-        if twice := sorted({metric for metric in metrics if metrics.count(metric) > 1}):
-            raise ValueError(f"limits has several entries with metric={', '.join(twice)}; keep one per metric")
+        kinds = [(limit.metric, limit.action == "alert") for limit in self.limits]
+        if twice := sorted({metric for metric, alerts in kinds if kinds.count((metric, alerts)) > 1}):
+            raise ValueError(f"limits has several entries with metric={', '.join(twice)}; keep one per metric, and one with action=alert")
         return self

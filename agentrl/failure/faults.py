@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from agentrl.base import user_code
 from agentrl.base.files import append_lines, json_line, read_json_lines
-from agentrl.errors import InfrastructureError, ServerDied, TaskError
+from agentrl.errors import InfrastructureError, TaskError
 from agentrl.records import Blame, Failure, Group
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,6 @@ OTHERS = "others"
 _KINDS = 32  # counted separately; the rest are counted together
 _SHOWN_KINDS = 8
 _MAX_NAMED = 20  # quarantined tasks in an error message
-_SERVER_FAULTS = (ServerDied.__name__, "SlowServer", "slow_server")  # caused by an inference server, whatever the request
 
 
 class FaultRate:
@@ -67,7 +66,7 @@ class FaultRate:
             self._failed -= 1
         self._newest.append(kind)
         self._failed += failure is not None
-        suspect = failure is not None and _is_suspect(failure)
+        suspect = failure is not None and failure.policy_reachable
         self._suspects.append(kind if suspect else None)
         self._suspects_since += suspect
         self._since[failure is not None] += 1
@@ -85,15 +84,13 @@ class FaultRate:
         return Counter(kind for kind in self._newest if kind is not None)
 
     def attempt_metrics(self) -> dict[str, float]:
-        """Step metrics: attempts that have ended since the last call, and how many of them failed."""
+        """Step metrics: attempts that have ended since the last call, how many of them failed, and the share that ended in a fault that
+        the policy can have provoked (`Failure.policy_reachable`), retried or not. The share is absent if no attempt ended."""
         ended, failed = self._since.total(), self._since[True]
+        reachable, self._suspects_since = self._suspects_since, 0
         self._since.clear()
-        return {"attempts_ended": ended, "attempts_failed": failed}
-
-    def suspect_metrics(self) -> dict[str, float]:
-        """Step metrics: attempts since the last call that failed after the policy's first turn, except by a dead or slow server."""
-        count, self._suspects_since = self._suspects_since, 0
-        return {"attempts_failed_spoken": count}
+        share = {"excluded_policy_reachable": reachable / ended} if ended else {}
+        return {"attempts_ended": ended, "attempts_failed": failed, **share}
 
     def suspect_alert(self) -> str:
         """Returns an alert once when the share of such attempts rises above `MAX_SUSPECT_SHARE`; else ""."""
@@ -122,11 +119,6 @@ class FaultRate:
             f" (the limit is {self.limit:.0%}). The newest of each kind:\n  {listing}\n"
             "  fix: repair the cause, then continue with --resume; finished work is kept"
         )
-
-
-def _is_suspect(failure: Failure) -> bool:
-    """Whether the policy can have provoked a fault: it came after its first turn, and no server died or was slow."""
-    return failure.kind not in _SERVER_FAULTS and (failure.stage == "score" or (failure.turn or 0) > 0)
 
 
 class Quarantine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -131,7 +130,7 @@ class GateSchedule:
         await gate.decide(version)
         if is_new:
             gate.tracker.stage("train", f"{self._progress.stop_at} steps")
-            self._progress.last_step_at = time.monotonic()
+            self._progress.timeline.restart()
 
     async def _evaluate(self, gate: Gate, server: GateServer, version: PolicyVersion) -> None:
         if gate.verdict_for(version) is None:

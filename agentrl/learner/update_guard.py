@@ -56,7 +56,7 @@ class UpdateGuard:
         self.counts = counts
         self.rolling_back = False  # the current step must be undone
         self.start_weights_passed = False  # the weights at the start of the current step passed every check
-        self._limits = {limit.metric: limit for limit in learner.limits}
+        self._limits = {limit.metric: limit for limit in learner.limits if limit.action != "alert"}  # the driver raises alerts
         self._setbacks: list[UpdateFailure] = []
         self._checked = 0
 

@@ -1,16 +1,21 @@
 """Drift alerts: metrics of a run which show that the reward no longer measures what it should.
 
-Each rule but the jump and the sample size compares the newest `WINDOW` steps that have its metrics with the `WINDOW` before them. A metric
-has changed if the two means differ by more than `SPREADS` standard errors (of a difference of means: Welch, Biometrika 1947) and by the
-least difference of the rule. A rule alerts at the first step where its condition holds, and not while it continues to hold.
+Each rule but the jump, the exclusions and the sample size compares the newest `WINDOW` steps that have its metrics with the `WINDOW` before
+them. A metric has changed if the two means differ by more than `SPREADS` standard errors (of a difference of means: Welch, Biometrika 1947)
+and by at least the rule's least difference. A rule alerts at the first step where its condition holds, and not while it continues to hold.
 
     reward-audit        the mean reward rises while the audit falls
     reward-audit-jump   the same within two steps, by a large amount: a policy that has learned a cheat may need no longer
     length-audit        episodes become a fifth longer while the audit rises by less than `LEAST`
     disagreement        judges disagree more
-    unscored            a larger share of the episodes gets no score
+    exclusions          a larger share of the attempts ends in a fault that the policy can have provoked
     sample-size         few tokens determine the update: the effective sample size (`ess`) is below `LEAST_ESS`. Its collapse precedes that
                         of the policy (VCPO, arXiv:2602.17616)
+
+The rule for exclusions compares the attempts of the newest `WINDOW` steps with all earlier attempts of the run by Fisher's exact test, one
+sided. Test t of a run has the level `EXCLUSION_LEVEL` / (t (t + 1)); the levels add up to `EXCLUSION_LEVEL`, so that a run of any length
+with a constant share alerts with at most that probability (union bound). Attempts count as independent: an outage, which fails many at
+once, alerts too.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+
+from agentrl.config.learner import Limit
 
 Steps = Sequence[Mapping[str, float]]
 """The metrics of finished steps, the oldest first."""
@@ -30,11 +37,26 @@ LEAST_AT_ONCE = 0.25  # of a score; two steps give no estimate of the spread
 LONGER = 0.2  # relative to the length before
 LEAST_ESS = 0.5  # share of the trained tokens
 DISAGREEMENT = "judge_disagreement"
+EXCLUSION_LEVEL = 0.01
 
 
 def drift_alerts(steps: Steps) -> list[str]:
     """The alerts of the newest step, one sentence each with the rule's name."""
     return [f"drift ({name}): {text}" for name, rule in RULES.items() if (text := rule(steps)) and not rule(steps[:-1])]
+
+
+def limit_alerts(steps: Steps, limits: Sequence[Limit]) -> list[str]:
+    """The alerts of the newest step from `learner.limits` with action=alert: one when a metric starts to violate its limit."""
+
+    def violated(step: Mapping[str, float], limit: Limit) -> bool:
+        value = step.get(limit.metric)
+        return value is not None and (value < limit.at if limit.is_minimum else value > limit.at)
+
+    return [
+        f"{limit.metric} is {steps[-1][limit.metric]:g}, beyond its limit {limit.at:g} (learner.limits)"
+        for limit in limits
+        if limit.action == "alert" and violated(steps[-1], limit) and not any(violated(step, limit) for step in steps[-2:-1])
+    ]
 
 
 def reward_against_audit(steps: Steps) -> str:
@@ -61,6 +83,14 @@ def length_against_audit(steps: Steps) -> str:
     return f"the tokens of an episode rose from {length}, and the audit hardly rose ({audit}): the reward may depend on length"
 
 
+def judges_disagree(steps: Steps) -> str:
+    """Alerts if the judges' disagreement rises."""
+    change = _change(steps, DISAGREEMENT)
+    if change is None or not change.rose(LEAST):
+        return ""
+    return f"the judges' disagreement rose from {change}: the policy may be exploiting one of them"
+
+
 def few_tokens_act(steps: Steps) -> str:
     """Alerts if the effective sample size of the newest update is small."""
     size = next((step["ess"] for step in reversed(steps) if "ess" in step), None)
@@ -72,22 +102,42 @@ def few_tokens_act(steps: Steps) -> str:
     )
 
 
-def _rising_share(metric: str, text: str) -> Callable[[Steps], str]:
-    """A rule that alerts if a metric between 0 and 1 rises. `text` has a place for its means."""
+def exclusions_rose(steps: Steps) -> str:
+    """Alerts if the share of policy-reachable faults is higher in the newest steps than earlier in the run."""
+    known = [
+        (step["excluded_policy_reachable"], step["attempts_ended"]) for step in steps if step.get("excluded_policy_reachable") is not None
+    ]
+    counts = [(round(share * ended), int(ended)) for share, ended in known]
+    tests = len(counts) - WINDOW
+    if tests < 1:
+        return ""
+    (faults, attempts), (earlier_faults, earlier) = (tuple(map(sum, zip(*part, strict=True))) for part in (counts[tests:], counts[:tests]))
+    if fisher_p_value(faults, attempts, earlier_faults, earlier) > EXCLUSION_LEVEL / (tests * (tests + 1)):
+        return ""
+    return (
+        f"{faults} of the newest {attempts} attempts ended in a fault that the policy can have provoked, and {earlier_faults} of {earlier}"
+        " before: it may have learned to avoid a bad score. `agentrl failures` shows the episodes"
+    )
 
-    def rule(steps: Steps) -> str:
-        change = _change(steps, metric)
-        return text.format(change) if change is not None and change.rose(LEAST) else ""
 
-    return rule
+def fisher_p_value(hits: int, n: int, other_hits: int, other_n: int) -> float:
+    """Returns the probability of at least `hits` of `n` if `hits + other_hits` are at random places of `n + other_n` (Fisher 1922)."""
+    total, everything = hits + other_hits, n + other_n
+
+    def log_choose(all_: int, some: int) -> float:
+        return math.lgamma(all_ + 1) - math.lgamma(some + 1) - math.lgamma(all_ - some + 1)
+
+    possible = range(max(hits, total - other_n), min(n, total) + 1)
+    terms = (log_choose(total, k) + log_choose(everything - total, n - k) for k in possible)
+    return min(1.0, math.fsum(math.exp(term - log_choose(everything, n)) for term in terms))
 
 
 RULES: Mapping[str, Callable[[Steps], str]] = {
     "reward-audit": reward_against_audit,
     "reward-audit-jump": reward_left_audit,
     "length-audit": length_against_audit,
-    "disagreement": _rising_share(DISAGREEMENT, "the judges' disagreement rose from {}: the policy may be exploiting one of them"),
-    "unscored": _rising_share("unscored_share", "the share of episodes without a score rose from {}: the run does not learn from them"),
+    "disagreement": judges_disagree,
+    "exclusions": exclusions_rose,
     "sample-size": few_tokens_act,
 }
 

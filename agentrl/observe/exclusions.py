@@ -14,6 +14,8 @@ LONGEST = 240
 MOST = 20
 """Reasons that are counted separately; the rarest beyond them are counted together."""
 OTHERS = "other reasons"
+REACHABLE = " (policy-reachable)"
+"""End of a reason that the policy can have provoked (`Failure.policy_reachable`)."""
 
 # The parts of a reason that differ between episodes: addresses, hashes, and names such as g000012-3-a0 or agentrl-1f3c.
 _NAMES = re.compile(r"0x[0-9a-f]+|\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b|\b(?=\w{0,63}-)(?=[\w-]{0,63}\d)[\w-]{6,64}\b")
@@ -38,18 +40,24 @@ def printable_text(text: str) -> str:
 
 
 def exclusion_reason(scored: ScoredEpisode) -> str:
-    """Why an episode is excluded, in one normalized line; empty if it counts."""
+    """Why an episode is excluded, in one normalized line; empty if it counts. `REACHABLE` marks what the policy can have provoked."""
     failure = next((one for one in reversed(scored.episode.failures) if one.blame is not Blame.POLICY), None)
     if failure is not None:
-        return normalize_reason(f"{failure.blame}: {failure.kind}: {failure.message}")
-    score = scored.score
-    return "" if score.value is not None else normalize_reason(score.reason or "waits for late scores")
+        text = f"{failure.blame}: {failure.kind}: {failure.message}"
+        return _reachable(text) if failure.policy_reachable else normalize_reason(text)
+    if scored.score.pending:
+        return "waits for late scores"
+    return "" if scored.score.value is not None else _reachable(scored.score.reason)
 
 
-def normalize_reason(text: str) -> str:
-    """A reason for counting: one printable line of at most `LONGEST` characters, with `*` for names of episodes and sandboxes."""
+def _reachable(text: str) -> str:
+    return normalize_reason(text, most=LONGEST - len(REACHABLE)) + REACHABLE
+
+
+def normalize_reason(text: str, *, most: int = LONGEST) -> str:
+    """A reason for counting: one printable line of at most `most` characters, with `*` for names of episodes and sandboxes."""
     line = _NAMES.sub("*", printable_text(" ".join(text[: 4 * LONGEST].split())))
-    return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
+    return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 def count_exclusions(episodes: Iterable[ScoredEpisode]) -> dict[str, int]:

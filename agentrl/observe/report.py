@@ -15,7 +15,7 @@ from agentrl.observe.drift import drift_alerts
 from agentrl.observe.evaluations import read_gate_section
 from agentrl.observe.exclusions import printable_text
 from agentrl.observe.markup import Chart, Series, line_chart, render
-from agentrl.observe.rundata import Curves, RunData, read_run
+from agentrl.observe.rundata import Curves, RunData, is_finite, read_run
 from agentrl.observe.sections import failures_section, learning_tables
 from agentrl.observe.stats import (
     Format,
@@ -28,6 +28,7 @@ from agentrl.observe.stats import (
     rate_difference,
 )
 from agentrl.observe.summary import Summary
+from agentrl.observe.timeline import BUSY, PARTS, UTILIZATION, time_by_state
 from agentrl.observe.transcripts import ShownEpisode, choose_pairs, show_episode
 
 _EPISODES_SHOWN = 6
@@ -125,6 +126,7 @@ def write_report(run_dir: Path) -> Path:
         setbacks_earlier=max(len(run.setbacks) - _SETBACKS_SHOWN, 0),
         stages=list(spent.items()),
         total_s=sum(spent.values()),
+        timeline=_timeline(run),
         episodes_note=episodes_note,
         episodes=episodes,
         recipe=list(_flat(run.recipe)),
@@ -133,6 +135,16 @@ def write_report(run_dir: Path) -> Path:
     path = run_dir / "report.html"
     write_atomically(path, text)
     return path
+
+
+def _timeline(run: RunData) -> list[tuple[str, list[tuple[str, float]], float]]:
+    """Part, its states with their seconds, the busy one first, and the sum of the seconds; empty if no step has a timeline."""
+    steps = [{key: value for key, value in line.items() if is_finite(value) and value > 0} for line in run.metrics]
+    rows = []
+    for part, spent in time_by_state(steps).items():
+        states = sorted(((printable_text(state)[:60], seconds) for state, seconds in spent.items()), key=lambda item: item[0] != BUSY)
+        rows.append((part, states, sum(spent.values())))
+    return rows
 
 
 def _facts(run: RunData) -> list[str]:
@@ -311,6 +323,19 @@ _CHARTS: tuple[tuple[str, str, Mapping[str, str], Format | type[int] | None], ..
     ("Swap probe", "largest |server - learner| logprob, nats", {"swap_probe_max_abs_diff": "difference"}, _exponent),
     ("Throughput", "sampled tokens per second", {"tokens_per_s": "tokens/s"}, format_count),
     ("Step time", "seconds from swap to swap", {"step_s": "seconds"}, None),
+    ("Utilization", "share of a step in which a part was busy", {f"{UTILIZATION}{part}": part for part in PARTS[:4]}, None),
+    (
+        "Loop latency",
+        "seconds from a turn to the version trained on it",
+        {"loop_latency_s_mean": "mean", "loop_latency_s_max": "max"},
+        None,
+    ),
+    (
+        "Queues",
+        "groups, and requests in the server, at the end of a step",
+        {"groups_running": "running", "groups_ready": "ready", "groups_assigned": "assigned", "requests_waiting": "requests waiting"},
+        int,
+    ),
     ("Sandbox time", "seconds per episode to open, run and close, with waiting", {"sandbox_s_per_episode": "seconds"}, None),
     ("Loss", "", {"loss": "loss"}, None),
     ("Gradient norm", "before clipping", {"grad_norm": "norm"}, None),
@@ -340,8 +365,9 @@ def _machinery(run: RunData) -> Iterator[Card]:
         charts.append(("Length of cancelled attempts", "sampled tokens until then", names, None))
     if run.series("audit_mean"):
         charts.append(("Reward and audit", _drift_note(run), {"reward_mean": "reward", "audit_mean": "audit"}, None))
-    if any(value for _, value in run.series("unscored_share")):
-        charts.append(("Unscored", "share of finished episodes without a score", {"unscored_share": "share"}, None))
+    if any(value for _, value in run.series("excluded_policy_reachable")):
+        note = "share of attempts with a fault that the policy can have provoked"
+        charts.append(("Policy-reachable faults", note, {"excluded_policy_reachable": "share"}, None))
     charts.append(("Tokens by server", "sampled in a step", _by_server(run, "tokens"), format_count))
     restarts = _by_server(run, "restarts")
     if any(value for key in restarts for _, value in run.series(key)):

@@ -130,6 +130,8 @@ class TerminalTracker(Tracker):
         parts += [f"{label} {metrics[key]:.3f}" for key, label in _SPLITS.items() if key in metrics]
         if metrics.get("episodes_left_out"):
             parts.append(f"excluded {metrics['episodes_left_out']:.0f}")
+        if reachable := metrics.get("excluded_policy_reachable"):
+            parts.append(f"policy-reachable faults {reachable:.1%}")
         if self._live is None and progress.left_s is not None:  # the panel shows it
             parts.append(f"about {_clock(progress.left_s)} left")
         self._print(Text("  ".join(parts)))

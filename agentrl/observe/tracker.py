@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from agentrl.base.error_text import one_line_error
 from agentrl.base.files import remove_torn_line
 from agentrl.config.recipe import Recipe
 from agentrl.errors import AgentRLError
+from agentrl.observe.background import BackgroundTracker
 from agentrl.observe.terminal import Progress, TerminalTracker
 from agentrl.plugins import parts
 from agentrl.protocols import Interval, Tracker
@@ -30,7 +32,8 @@ class RunTracker(Tracker):
     """Writes `metrics.jsonl`, then notifies each tracker. Use it from one thread, and close it.
 
     It also alerts about new reasons for excluding episodes and about a step that changed nothing. A tracker that raises is logged and
-    notified of later events; only an error in writing `metrics.jsonl` ends the run.
+    notified of later events; only an error in writing `metrics.jsonl` ends the run. Each tracker must return at once: those that may wait
+    are wrapped in `agentrl.observe.background.BackgroundTracker`.
 
     Args:
         run_dir: the run folder; `metrics.jsonl` is appended to.
@@ -187,7 +190,8 @@ def open_tensorboard(run_dir: Path, recipe: Recipe) -> TensorBoard:
 
 
 def open_trackers(run_dir: Path, recipe: Recipe, *, console: bool) -> list[Tracker]:
-    """Opens the trackers of a recipe, all or none. Without `console`, `terminal` prints to standard error.
+    """Opens the trackers of a recipe, all or none. Without `console`, `terminal` prints to standard error. Trackers of other projects and
+    user-supplied ones run in the background.
 
     Raises `PluginError` for one that cannot be opened.
     """
@@ -196,8 +200,11 @@ def open_trackers(run_dir: Path, recipe: Recipe, *, console: bool) -> list[Track
         for part in recipe.trackers:
             if part.ref == "terminal" and not console:
                 opened.append(TerminalTracker(run_dir.name, steps=recipe.steps, stderr=True))
-            else:
+            elif part.ref in ("terminal", "tensorboard"):
                 opened.append(parts.make_part(parts.TRACKER, part, run_dir, recipe))
+            else:
+                make = partial(parts.make_part, parts.TRACKER, part, run_dir, recipe)
+                opened.append(BackgroundTracker(make, name=part.ref))
     except (AgentRLError, OSError):
         for tracker in reversed(opened):
             tracker.close()

@@ -36,7 +36,7 @@ class Part:
     ref: Annotated[str, Field(min_length=1)]
     """Name of a built-in part, or plug-in reference."""
     options: dict[str, JsonValue] = field(default_factory=dict)
-    """Keyword arguments of a user-supplied part. They must be JSON, because recipe.json stores them."""
+    """Keyword arguments of a user-supplied part, or of a tracker of another project. They must be JSON, because recipe.json stores them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,6 +70,7 @@ class PartKind:
     protocol: str  # plug-in reference
     has_defaults: bool = False  # whether methods inherited from the protocol count
     given: tuple[str, ...] | None = ()  # arguments of its factory, `*` before keyword arguments; None: the part is called directly
+    with_options: frozenset[str] = frozenset()  # built-in parts that take options
 
 
 BACKEND = PartKind(
@@ -104,10 +105,18 @@ STORE = PartKind(
 TRACKER = PartKind(
     key="trackers",
     what="tracker",
-    shipped={"terminal": "agentrl.observe.tracker:open_terminal", "tensorboard": "agentrl.observe.tracker:open_tensorboard"},
+    shipped={
+        "terminal": "agentrl.observe.tracker:open_terminal",
+        "tensorboard": "agentrl.observe.tracker:open_tensorboard",
+        "wandb": "agentrl.observe.services:open_wandb",
+        "trackio": "agentrl.observe.services:open_trackio",
+        "mlflow": "agentrl.observe.services:open_mlflow",
+        "prometheus": "agentrl.observe.services:open_prometheus",
+    },
     protocol="agentrl.protocols:Tracker",
     has_defaults=True,
     given=("run_dir", "recipe"),
+    with_options=frozenset({"wandb", "trackio", "mlflow", "prometheus"}),
 )
 AGENT = PartKind(
     key="rollout.agent",
@@ -146,7 +155,7 @@ KINDS = (AGENT, BACKEND, CHANNEL, STORE, TRACKER, ADVANTAGE, LOSS)
 def check_part(kind: PartKind, part: Part) -> Part:
     """Returns the part. Raises `ValueError` for an unknown name, and for options of a built-in part."""
     name = part.ref
-    if name in kind.shipped and part.options:
+    if name in kind.shipped and part.options and name not in kind.with_options:
         raise ValueError(f"options do nothing with {kind.key}={name}: they are for plug-ins; remove them")
     if name in kind.shipped or ":" in name or name in references.installed_plugins():
         return part
@@ -171,9 +180,8 @@ def load_part(kind: PartKind, part: Part) -> Any:
     Raises `PluginError` if the name does not resolve or does not conform to the protocol, and `UserError` for an option that refers to a
     missing secret.
     """
-    if part.ref in kind.shipped:
-        return references.resolve(kind.shipped[part.ref])
-    loaded = _resolve_user_part(kind, part.ref, part.options)
+    shipped = part.ref in kind.shipped
+    loaded = references.resolve(kind.shipped[part.ref]) if shipped else _resolve_user_part(kind, part.ref, part.options)
     return partial(loaded, **secrets.resolve_options(part.options)) if part.options else loaded
 
 
@@ -183,7 +191,7 @@ def make_part(kind: PartKind, part: Part, *arguments: Any, **named: Any) -> Any:
     Raises `PluginError` as `load_part` does, and for any foreign exception of a user-supplied factory.
     """
     factory, name = load_part(kind, part), part.ref
-    if name in kind.shipped:
+    if name in kind.shipped and name not in kind.with_options:
         return factory(*arguments, **named)
 
     def plugin_error(error: BaseException) -> PluginError:

@@ -33,6 +33,7 @@ class CacheUse:
     """The use of the KV caches of a policy's servers."""
 
     reading: int  # number of the reading; it increases with each new one
+    waiting: float = 0.0  # requests that wait in the servers for a free slot or cache blocks
     shares: tuple[float, ...]  # [servers] share of cache blocks that running requests hold, 0 to 1; cached prefixes count as free
 
 
@@ -52,6 +53,14 @@ class PolicyServer(Policy, Protocol):
         """The newest reading, at most some seconds old; None before the first."""
 
     @property
+    def accepts_requests(self) -> bool:
+        """Whether requests may pass now, as far as is known."""
+
+    @property
+    def loading(self) -> bool:
+        """Whether a version is being loaded."""
+
+    @property
     def token_s(self) -> float:
         """Seconds per sampled token of a single request, measured at the start of the server; 0 if unknown."""
 
@@ -62,7 +71,7 @@ class PolicyServer(Policy, Protocol):
         """Context of an episode, so that attempts at one task, which share a prompt, can be sent to the same server."""
 
     def figures(self) -> dict[str, float]:
-        """Metrics of several servers; empty for one server."""
+        """Metrics of the servers: requests that wait in them, and for several servers the work of each."""
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
         """Loads a published version. If the probe disagrees, the previous version keeps serving. Raises `SwapError`, `ServingError`."""

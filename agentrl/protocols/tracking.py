@@ -33,10 +33,10 @@ class Interval(Protocol):
 
 
 class Tracker(Protocol):
-    """Receives the metrics and events of a run, in the driver, on one thread. Its factory receives the run folder and the recipe.
+    """Receives the metrics and events of a run, in the driver, on a thread of its own. Its factory receives the run folder and the recipe.
 
-    A tracker inherits from this class and overrides the methods that it needs; the others do nothing. An exception is logged and does not
-    stop the run. A slow method delays the run.
+    A tracker inherits from this class and overrides the methods that it needs; the others do nothing. An exception is logged. A tracker
+    that is slow or hangs does not delay the run: events wait in a queue of 1,024, and further ones are dropped.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

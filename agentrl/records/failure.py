@@ -7,6 +7,8 @@ from enum import StrEnum
 
 from agentrl.records.fields import Record, Text
 
+_SERVER_FAULTS = ("ServerDied", "SlowServer", "slow_server")  # caused by an inference server, whatever the request
+
 
 class Blame(StrEnum):
     """Who caused a failure. Only `POLICY` failures are scored."""
@@ -26,3 +28,11 @@ class Failure(Record):
     message: Text
     turn: int | None = None  # number of turns that the episode had
     retryable: bool = False
+
+    @property
+    def policy_reachable(self) -> bool:
+        """Whether the policy can have provoked a fault that excludes its episode: it came after the policy's first turn, or in scoring, and
+        no server died or was slow. Always False if the policy is blamed, because then the episode is scored."""
+        if self.blame is Blame.POLICY or self.kind in _SERVER_FAULTS:
+            return False
+        return self.stage == "score" or (self.turn or 0) > 0

@@ -43,6 +43,7 @@ class Turn(Record):
     tool_results: tuple[ToolResult, ...] = ()
     generate_s: float = 0.0
     tool_s: float = 0.0
+    ended_at: float = 0.0  # Unix time at which its tokens were recorded; 0 if unknown
     supports: Supports | None = None  # [T] None means that every token was drawn from the whole vocabulary
     forced: tuple[int, ...] = ()  # indices of completion tokens that were inserted, not sampled; they are never trained
 

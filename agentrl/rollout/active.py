@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from agentrl.base.activity import ACTIVITY, SANDBOXES
 from agentrl.errors import PolicyFault, RequestRefused, ServingError, TaskError
 from agentrl.protocols import EpisodeMemory, Policy, Sandbox, SandboxBackend, ToolSource
 from agentrl.records import (
@@ -31,6 +33,7 @@ from agentrl.records.sampling import Sampling
 from agentrl.rollout.episode_sandbox import EpisodeSandbox
 from agentrl.rollout.hooks import TurnListener
 from agentrl.rollout.pace import OutOfTime, Pace, SamplingTime
+from agentrl.rollout.repeats import GENERATE, SANDBOX, SampledTurns
 from agentrl.rollout.requests import WALL_LIMIT, EpisodeRequests, TimedExternalRequest, loop_time
 from agentrl.rollout.sub_episode import SubEpisode, open_sub_episode
 from agentrl.rollout.thinking import sample_turn, thinking_bound
@@ -126,7 +129,12 @@ class ActiveTrajectory:
             ask = partial(
                 self._episode.generate, stop_token_ids=stop_token_ids, stop=stop, constraint=constraint, number=number, reads=reads
             )
-            completion = await sample_turn([*self._context, *self.prompt_ids], budget, ask, thinking_bound(self._episode.task, thinking))
+            context = [*self._context, *self.prompt_ids]
+            completion = self._episode.sampled.take(context, most=budget)
+            if completion is None:
+                completion = await sample_turn(context, budget, ask, thinking_bound(self._episode.task, thinking))
+                self._episode.sampled.used(GENERATE)
+            self._episode.sampled.add(context, completion)
         except RequestRefused as error:
             self.sampling = False
             if not self._episode.turn_count:  # the context contains no text of the policy
@@ -151,6 +159,7 @@ class ActiveTrajectory:
             generate_s=self._generate_s,
             supports=completion.supports,
             forced=completion.forced,
+            ended_at=time.time(),
         )
         self.turns.append(turn)
         self._context += (*turn.prompt_ids, *turn.completion_ids)
@@ -189,8 +198,10 @@ class ActiveEpisode:
         tools: ToolSource | None = None,
         memory: EpisodeMemory | None = None,
         pace: Pace | None = None,
+        sampled: SampledTurns | None = None,
     ) -> None:
         self.id = episode_id
+        self.sampled = SampledTurns() if sampled is None else sampled
         self.tools, self.memory = tools, memory
         self.task = task
         self.answer: str | None = None
@@ -369,7 +380,10 @@ class ActiveEpisode:
         if self._running == 1:
             self._since = started
         try:
-            yield
+            with nullcontext() if sandbox is None else ACTIVITY.doing(SANDBOXES):
+                yield
+            if sandbox is not None:
+                self.sampled.used(SANDBOX)
         finally:
             self._running -= 1
             ended = loop_time()

@@ -19,6 +19,7 @@ from agentrl.rollout.episode_sandbox import task_files
 from agentrl.rollout.faults import failure_from_error
 from agentrl.rollout.hooks import RequestRouter, StartListener, TurnListener
 from agentrl.rollout.pace import OutOfTime, Pace
+from agentrl.rollout.repeats import SampledTurns
 from agentrl.rollout.requests import WALL_LIMIT
 from agentrl.task.outputs import CollectedOutputs, collect_outputs, select_files
 
@@ -48,6 +49,7 @@ class EpisodeRunner:
         on_turn: TurnListener | None = None,
         memory: MemoryView | None = None,
         on_start: StartListener = lambda episode: None,
+        sampled: SampledTurns | None = None,
     ) -> Episode:
         """Runs one attempt. Anything that breaks becomes a `Failure` in the episode, never an exception or a score.
 
@@ -58,6 +60,7 @@ class EpisodeRunner:
             on_turn: called after every turn except the last.
             memory: earlier episodes' notes that it may read; None disables memory. Notes that it writes are only in its record.
             on_start: called with the running episode, so that a caller that cancels it can read its progress.
+            sampled: completions of earlier attempts, which it repeats and adds to; None repeats nothing.
 
         Raises:
             SandboxUnavailable: this machine cannot open any sandbox of this kind.
@@ -65,7 +68,7 @@ class EpisodeRunner:
         """
         if start is not None and start.task_key != task.key:
             raise ValueError(f"the state of episode {start.episode_id} belongs to another task than {task.id!r}")
-        episode = self._open(task, episode_id=episode_id, attempt=attempt, start=start, on_turn=on_turn, memory=memory)
+        episode = self._open(task, episode_id=episode_id, attempt=attempt, start=start, on_turn=on_turn, memory=memory, sampled=sampled)
         on_start(episode)
         try:
             with self.router.episode(episode_id, task.key) if self.router is not None else nullcontext():
@@ -96,6 +99,7 @@ class EpisodeRunner:
         start: EpisodeState | None,
         on_turn: TurnListener | None,
         memory: MemoryView | None,
+        sampled: SampledTurns | None,
     ) -> ActiveEpisode:
         return ActiveEpisode(
             task,
@@ -112,6 +116,7 @@ class EpisodeRunner:
             pace=self.pace,
             tools=self.tools,
             memory=episode_memory(memory, start),
+            sampled=sampled,
         )
 
     async def _attempt(self, episode: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[Failure, ...]]:

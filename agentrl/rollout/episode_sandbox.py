@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from agentrl.base import user_code
+from agentrl.base.activity import ACTIVITY, SANDBOXES
 from agentrl.errors import SandboxError, SandboxUnavailable, TaskError, UserError
 from agentrl.protocols import Sandbox
 from agentrl.records import MAX_SNAPSHOT_BYTES, Task
@@ -72,7 +73,8 @@ class EpisodeSandbox:
         task, started = episode.task, time.monotonic()
         files = task_files(task) if self._snapshot is None else None
         try:
-            sandbox = await episode.sandboxes.open(task.sandbox, files=files, snapshot=self._snapshot, timeout_s=episode.open_timeout_s)
+            with ACTIVITY.doing(SANDBOXES):
+                sandbox = await episode.sandboxes.open(task.sandbox, files=files, snapshot=self._snapshot, timeout_s=episode.open_timeout_s)
         except (SandboxUnavailable, UnicodeError):  # `task_files` has checked the files' names and texts
             raise
         except UserError as error:  # an image that cannot be built

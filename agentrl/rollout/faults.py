@@ -6,6 +6,9 @@ from agentrl.base import user_code
 from agentrl.errors import InfrastructureError, PluginError, PolicyFault, SandboxError, ServingError, TaskError, UserError
 from agentrl.records import Blame, Failure
 
+NOT_TAKEN = "not_taken"
+"""`Failure.kind` of an episode that a server, chat template or tokenizer ended because of the policy's text."""
+
 
 def task_fault(error: BaseException, *, turn: int | None = None) -> Failure:
     """Returns the failure of a broken task. A retry would not help."""
@@ -25,7 +28,7 @@ def failure_from_error(error: BaseException, *, stage: str, turn: int | None = N
     if (policy_error := user_code.first_cause(error, PolicyFault)) is not None and user_code.first_cause(
         error, InfrastructureError
     ) is None:
-        return Failure(stage=stage, blame=Blame.POLICY, kind="not_taken", message=_message(policy_error), turn=turn)
+        return Failure(stage=stage, blame=Blame.POLICY, kind=NOT_TAKEN, message=_message(policy_error), turn=turn)
     known = user_code.first_cause(error, InfrastructureError)
     if known is None:
         user_code.log_unexpected(f"episode ({stage})", error)

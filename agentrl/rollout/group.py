@@ -12,15 +12,18 @@ import asyncio
 import logging
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from agentrl.base import user_code
+from agentrl.base.activity import ACTIVITY, ATTEMPTS, SCORING
 from agentrl.protocols import EpisodeCheckpoints
 from agentrl.protocols.reward import AWAITING_GROUP_JUDGE
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
 from agentrl.rollout.active import ActiveEpisode
 from agentrl.rollout.episode import EpisodeRunner
-from agentrl.rollout.faults import failure_from_error, infrastructure_fault
+from agentrl.rollout.faults import NOT_TAKEN, failure_from_error, infrastructure_fault
 from agentrl.rollout.hooks import AttemptListener, CaptureState, EpisodeScorer, GroupScoring, MemorySource, StartListener, TurnListener
+from agentrl.rollout.repeats import PROVOKED, FaultHistory, SampledTurns, may_be_provoked
 from agentrl.rollout.scheduling import AttemptScheduler, GroupAttempt
 
 log = logging.getLogger(__name__)
@@ -89,6 +92,7 @@ class GroupRunner:
     checkpoints: EpisodeCheckpoints | None = None
     memory: MemorySource | None = None
     on_attempt: AttemptListener = lambda failure: None
+    history: FaultHistory = field(default_factory=FaultHistory)
 
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
         """Runs all attempts at one task and returns them in order, excluded ones included. All are excluded if the task is broken.
@@ -138,11 +142,11 @@ class GroupRunner:
             scored = await self._judged(self.group_scoring, task, scored)
             if (broken := next((one for each in scored for one in each.episode.failures if one.blame is Blame.TASK), None)) is not None:
                 return excluded_group(index, task.id, task.key, broken, size=self.group_size)
-        return Group(index=index, task_id=task.id, task_key=task.key, episodes=scored, cancelled=race.cancelled)
+        return Group(index=index, task_id=task.id, task_key=task.key, episodes=_capped(scored), cancelled=race.cancelled)
 
     async def _judged(self, judge: GroupScoring, task: Task, scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
         """The attempts with their scores from the group's scorer. If it fails, they are unscored."""
-        with user_code.fault_boundary() as fault:
+        with user_code.fault_boundary() as fault, ACTIVITY.doing(SCORING):
             scores = await judge.score_group(task, scored)
         if fault.error is not None:
             why = failure_from_error(fault.error, stage="score")
@@ -197,10 +201,13 @@ class GroupRunner:
     ) -> ScoredEpisode:
         """See `run_episode`. `tell`: whether the score is final, so that `on_attempt` is called with it; a group scorer may still change
         it. `slot`: the attempt's entry in its group's schedule; None outside of groups. A fault is not retried if the group can do without
-        the attempt."""
+        the attempt and the policy cannot have provoked it."""
         continued = start is not None and start.episode_id == f"{name}-a{start.attempt}"
+        group, faults, since = name if slot is None else str(slot.group), list[Failure](), 0
+        sampled = SampledTurns(partial(self.history.record_use, group, name))
         for attempt in range(start.attempt if start is not None and continued else 0, self.max_retries + 1):
-            episode, score = await self._attempt(task, f"{name}-a{attempt}", attempt, start, on_turn, scorer, slot)
+            with self.history.running(group), ACTIVITY.doing(ATTEMPTS):
+                episode, score = await self._attempt(task, f"{name}-a{attempt}", attempt, start, on_turn, scorer, slot, sampled)
             start = start if always else None
             if score is not None:
                 unscored = infrastructure_fault("score", "unscored", score.reason) if score.is_absent else None
@@ -211,11 +218,30 @@ class GroupRunner:
             if failure.blame is Blame.TASK:
                 break
             self.on_attempt(failure)
+            if not faults:
+                self.history.record_fault(group, name, failure)
+                since = self.history.events
+            faults.append(failure)
+            sampled.end_attempt(repeat=(repeats := may_be_provoked(failure)))
             if attempt < self.max_retries:
-                if slot is not None and slot.abandon():
+                if slot is not None and not repeats and slot.abandon():
                     break
                 await asyncio.sleep(min(RETRY_S * 2**attempt, 5.0))  # gives a failed part time to restart
+                if repeats and attempt == self.max_retries - 1:
+                    await self.history.wait_for_others(failure, group, since=since)
+        if (provoked := self.history.provoked(faults, group, since=since)) is not None:
+            return await self._score_provoked(task, episode, provoked, scorer)
         return _unscored(episode, failure)
+
+    async def _score_provoked(self, task: Task, episode: Episode, provoked: Failure, scorer: EpisodeScorer) -> ScoredEpisode:
+        """Scores an episode that the policy ended by provoking a fault. If that fails, the episode is excluded."""
+        own = tuple(one for one in episode.failures if one.blame is Blame.POLICY)
+        episode = replace(episode, failures=(*own, provoked))
+        with user_code.fault_boundary() as fault:
+            return ScoredEpisode(episode=episode, score=await scorer(task, episode))
+        assert fault.error is not None
+        failure = failure_from_error(fault.error, stage="score")
+        return _unscored(replace(episode, failures=(*episode.failures, failure)), failure)
 
     async def _attempt(
         self,
@@ -226,6 +252,7 @@ class GroupRunner:
         on_turn: TurnListener | None,
         scorer: EpisodeScorer,
         slot: GroupAttempt | None,
+        sampled: SampledTurns,
     ) -> tuple[Episode, Score | None]:
         """Runs one attempt and scores it. The score is None if a fault, the last of the episode's failures, excludes it."""
         episode = _empty_episode(episode_id, task.id, task.key, attempt)
@@ -241,11 +268,13 @@ class GroupRunner:
                     on_turn=on_turn,
                     memory=memory,
                     on_start=_watched(slot),
+                    sampled=sampled,
                 )
             if episode.left_out:
                 return episode, None
             stage = "score"
-            score = await scorer(task, episode)
+            with ACTIVITY.doing(SCORING):
+                score = await scorer(task, episode)
             if score.blame is not Blame.TASK:
                 ScoredEpisode(episode=episode, score=score)  # raises if they do not fit
                 return episode, score
@@ -327,6 +356,22 @@ class GroupRunner:
             )
             return None
         return stored
+
+
+def _capped(scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
+    """Lowers the score of each attempt that its own text or actions ended to the lowest of the other attempts, because otherwise such an
+    end would be better than a negative score."""
+
+    def ended_itself(one: ScoredEpisode) -> bool:
+        return any(failure.kind in (NOT_TAKEN, PROVOKED) and failure.blame is Blame.POLICY for failure in one.episode.failures)
+
+    values = [one.score.value for one in scored if not one.episode.left_out and not ended_itself(one) and one.score.value is not None]
+    return tuple(
+        replace(one, score=replace(one.score, value=min(one.score.value, *values)))
+        if values and one.score.value is not None and ended_itself(one)
+        else one
+        for one in scored
+    )
 
 
 def _watched(slot: GroupAttempt | None) -> StartListener:

@@ -9,7 +9,6 @@ and scored (`agentrl.experience.ledger`). There is no other synchronization: nei
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +27,7 @@ from agentrl.observe.summary import SESSIONS_FILE, Ended, read_sessions, record_
 from agentrl.records import Group, VersionState
 from agentrl.run.rollouts import Rollouts, RunningGroups
 from agentrl.run.supervise import watch_daemon, watch_external_servers, watch_learner
+from agentrl.run.utilization import watch_parts
 from agentrl.run.versions import StepRecords, fall_back, is_retracted
 from agentrl.session import measure
 from agentrl.session.ending import ended_by_user, warn_on_error
@@ -84,6 +84,7 @@ async def _pipeline(run: Run) -> None:
             run.fault_rate.watch(),
             run.late.watch(),
             watch_external_servers(run.tracker.alert),
+            watch_parts(run),
         ]
         if run.sandboxes.name == "docker":
             watching.append(watch_daemon(run.tracker.alert))
@@ -123,7 +124,8 @@ def _export_result(run: Run) -> None:
 async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
     """Runs rollouts, swaps and the learner until version `stop_at` serves. `learning` watches the learner, if one is needed."""
     run.tracker.stage("train", f"{run.progress.stop_at} steps")
-    run.progress.last_step_at, run.progress.learning = time.monotonic(), True
+    run.progress.timeline.restart()
+    run.progress.learning = True
     async with asyncio.TaskGroup() as parts:
         rollouts = parts.create_task(_roll_out(run))
         await _swap_versions(run)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.base import user_code
+from agentrl.base.activity import ACTIVITY, GROUPS
 from agentrl.errors import StoreError, UserError
 from agentrl.experience import FolderCheckpoints, GroupOrder, new_entry
 from agentrl.failure import Capture, Quarantine
@@ -69,7 +70,8 @@ class Rollouts:
     async def group(self, index: int) -> Group:
         """Samples, scores and stores group `index`, and reports it to the tracker, unless some of its scores are late."""
         step = self.order.block_of(index)
-        group, task = await self._sample(index, step)
+        with ACTIVITY.doing(GROUPS):
+            group, task = await self._sample(index, step)
         self.late.check(group)
         late = any(group.pending)
         if late and task is not None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.base.activity import ACTIVITY, GROUPS
 from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.config.recipe import Recipe
 from agentrl.evaluation.held_out import HeldOutEvaluation
 from agentrl.experience import GroupOrder
 from agentrl.failure import FaultRate
 from agentrl.memory.run_memory import memory_metrics
+from agentrl.observe.timeline import WALL
 from agentrl.protocols import ExperienceStore, PolicyServer, Tracker, VersionRegistry
 from agentrl.records import Group, PolicyVersion, SwapReport
 from agentrl.rollout import Pace
@@ -24,6 +26,8 @@ from agentrl.session.opening import save_pace
 if TYPE_CHECKING:
     from agentrl.run.worker_pool import WorkerPool
     from agentrl.session.opening import Progress, Run
+
+_OPEN_BLOCKS = 64
 
 
 def is_retracted(registry: VersionRegistry, served: PolicyServer) -> bool:
@@ -82,8 +86,8 @@ class StepRecords:
         if every and version.number % every == 0 and version.number < self.recipe.steps:
             metrics |= await self.evaluation.evaluate_once(f"step{version.number}", step=version.number)
             self.tracker.stage("train", f"{self.progress.stop_at} steps")
-            if self.progress.last_step_at is not None:
-                self.progress.last_step_at = time.monotonic()
+            if self.progress.timeline.running:
+                self.progress.timeline.restart()
         self._record(version, metrics)
         self.registry.prune(self.recipe.learner.keep_versions)
 
@@ -108,10 +112,10 @@ class StepRecords:
         return self.store.groups(entry.index for entry in unfinished if not entry.pending)
 
     def _metrics(self, version: PolicyVersion, report: SwapReport | None) -> dict[str, float]:
-        step, now = version.number - 1, time.monotonic()
+        step, timeline = version.number - 1, self.progress.timeline.take()
         entries = self.store.entries(step=step)
         groups = self.store.groups(entry.index for entry in entries)
-        wall_s = None if self.progress.last_step_at is None else now - self.progress.last_step_at
+        wall_s = timeline.pop(WALL, None)
         metrics = measure.step_metrics(groups, self.folder / version.folder, report, step=step, wall_s=wall_s)
         if self.order.extra:
             metrics["groups_extra"] = len(groups) - self.order.per_step
@@ -121,15 +125,23 @@ class StepRecords:
             metrics["groups_parked"] = parked
         measure.record_excluded(self.folder, version.number, groups)
         if wall_s is not None:
-            self.progress.last_step_at = now
-            metrics |= DRIVER_LAG.metrics()
-        faults = self.fault_rate.attempt_metrics() | self.fault_rate.suspect_metrics()
+            metrics |= timeline | DRIVER_LAG.metrics() | self._queues()
         workers = {} if self.workers is None else self.workers.figures()
-        return metrics | memory_metrics(groups) | faults | self.served.figures() | workers
+        return metrics | memory_metrics(groups) | self.fault_rate.attempt_metrics() | self.served.figures() | workers
+
+    def _queues(self) -> dict[str, float]:
+        """The groups that are running, ready, or assigned to a step that has not completed, now. Earlier blocks have no open groups."""
+        first = self.order.block(max(0, self.served.version - _OPEN_BLOCKS)).start
+        open_ = Counter(entry.state for entry in self.store.entries(first=first))
+        return {"groups_running": ACTIVITY.count(GROUPS), "groups_ready": open_["ready"], "groups_assigned": open_["assigned"]}
 
     def _record(self, version: PolicyVersion, metrics: dict[str, float]) -> None:
         self.tracker.log(version.number, metrics)
         save_pace(self.pace, self.recipe, self.folder)
-        alerts = (*measure.step_alerts(self.folder, version.number - 1), self.fault_rate.suspect_alert(), self.pace.slow_start_alert())
+        alerts = (
+            *measure.step_alerts(self.folder, version.number - 1, self.recipe.learner.limits),
+            self.fault_rate.suspect_alert(),
+            self.pace.slow_start_alert(),
+        )
         for alert in filter(None, alerts):
             self.tracker.alert(alert)

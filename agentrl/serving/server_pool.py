@@ -162,7 +162,21 @@ class ServerPool:
         uses = [replica.cache_use for replica in self._replicas if replica.accepts_requests and replica.cache_use is not None]
         if not uses:
             return None
-        return CacheUse(reading=min(use.reading for use in uses), shares=tuple(share for use in uses for share in use.shares))
+        return CacheUse(
+            reading=min(use.reading for use in uses),
+            shares=tuple(share for use in uses for share in use.shares),
+            waiting=sum(use.waiting for use in uses),
+        )
+
+    @property
+    def accepts_requests(self) -> bool:
+        """Whether any server accepts requests now."""
+        return bool(self._ready())
+
+    @property
+    def loading(self) -> bool:
+        """Whether a version is being loaded into the servers."""
+        return self._moving.locked()
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
         """Starts all servers concurrently. Raises as `SupervisedServer.start` does if one of them cannot start."""
@@ -245,7 +259,7 @@ class ServerPool:
             figures[f"replica{number}_restarts"] = replica.restarts
             if replica.cache_use is not None:
                 figures[f"replica{number}_cache_use"] = max(replica.cache_use.shares)
-        return figures
+        return figures if (use := self.cache_use) is None else figures | {"requests_waiting": use.waiting}
 
     async def close(self) -> None:
         """Stops all servers."""

@@ -29,7 +29,7 @@ _SWAP_TRIES = 3
 _WATCH_S = 0.5
 _USE_EVERY = 4  # checks of `watch` between two readings of the cache use
 _Taken = TypeVar("_Taken")
-_KV_CACHE_USE = "vllm:kv_cache_usage_perc"
+_KV_CACHE_USE, _WAITING = "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"
 
 
 class ServerLost(SwapError):
@@ -116,8 +116,8 @@ class SupervisedServer:
         return nullcontext()
 
     def figures(self) -> dict[str, float]:
-        """Returns no metrics."""
-        return {}
+        """Returns the requests that waited in the server at the newest reading, if there is one."""
+        return {} if self.cache_use is None else {"requests_waiting": self.cache_use.waiting}
 
     @property
     def restarts(self) -> int:
@@ -133,6 +133,11 @@ class SupervisedServer:
     def accepts_requests(self) -> bool:
         """Whether requests may pass now, as far as is known."""
         return self._ready.is_set() and self._server is not None and self._server is not self._gone
+
+    @property
+    def loading(self) -> bool:
+        """Whether a version is being loaded."""
+        return self._busy.locked()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         """Samples one completion; see `TokenClient.generate`. A request that a dying server never received goes to its successor."""
@@ -386,10 +391,11 @@ class SupervisedServer:
 async def _cache_use(server: VLLMServer, reading: int) -> CacheUse | None:
     """The share of the cache in use; None if the server does not report it."""
     try:
-        share = (await server.control.metrics()).get(_KV_CACHE_USE)
+        read = await server.control.metrics()
     except ServingError:  # `watch` detects a dead server
         return None
-    return None if share is None or not 0 <= share <= 1 else CacheUse(reading=reading, shares=(share,))
+    share, waiting = read.get(_KV_CACHE_USE), read.get(_WAITING, 0.0)
+    return None if share is None or not 0 <= share <= 1 else CacheUse(reading=reading, shares=(share,), waiting=waiting)
 
 
 def open_channel(config: ServingConfig, server: VLLMServer, *, registry_folder: Path) -> WeightChannel:

@@ -21,6 +21,7 @@ from typing import Any
 from agentrl.base.files import append_lines, json_line, read_json_lines, write_atomically
 from agentrl.base.numbers import all_equal
 from agentrl.base.user_code import HOLD_S, printable
+from agentrl.config.learner import Limit
 from agentrl.config.recipe import EvalConfig, Recipe
 from agentrl.errors import StoreError
 from agentrl.evaluation.splits import SplitEvaluation
@@ -31,7 +32,7 @@ from agentrl.gate.verdict import read_verdicts
 from agentrl.judge.ledger import usage_in
 from agentrl.learner.driver_reports import UpdateFailureLog
 from agentrl.observe import Rate, Summary
-from agentrl.observe.drift import DISAGREEMENT, drift_alerts
+from agentrl.observe.drift import DISAGREEMENT, drift_alerts, limit_alerts
 from agentrl.observe.exclusions import count_exclusions, exclusion_reason, format_counts, merge_counts, run_problems
 from agentrl.observe.summary import read_sessions as read_sessions
 from agentrl.records import ADAPTER, Group, ScoredEpisode, Split, SwapReport
@@ -117,13 +118,13 @@ def step_metrics(
     }
     if wall_s is not None:
         metrics |= {"step_s": wall_s, "tokens_per_s": sampled / wall_s if wall_s > 0 else 0.0}
+        if report is not None:
+            metrics |= _loop_latency(counted, time.time())
     if scores:
         metrics["reward_mean"] = statistics.fmean(scores)
     if episodes:
         metrics["completion_tokens_mean"] = sampled / len(episodes)
     metrics |= score_part_means(counted)
-    if played := [scored for scored in episodes if not scored.episode.left_out]:
-        metrics["unscored_share"] = sum(scored.score.value is None for scored in played) / len(played)
     if ages:
         metrics |= {"staleness_mean": statistics.fmean(ages), "staleness_max": max(ages)}
     if ended := sum(bool(turn.forced) for one in episodes for line in one.episode.trajectories for turn in line.own_turns):
@@ -135,8 +136,23 @@ def step_metrics(
         metrics["swap_probe_max_abs_diff"] = report.probe_max_abs_diff
     learner = version_folder / "update.json"  # missing if the version was pruned before its step was recorded
     update = json.loads(learner.read_text()) if learner.exists() else {}
+    if wall_s and isinstance(update.get("optimizer_steps"), int | float):
+        metrics["updates_per_h"] = 3600 * update["optimizer_steps"] / wall_s
     # If both define a metric, the rollouts decide, even if their value is absent. The learner's value stays in update.json.
     return {key: value for key, value in update.items() if isinstance(value, int | float) and key not in _OF_ROLLOUTS} | metrics
+
+
+def _loop_latency(counted: Sequence[ScoredEpisode], now: float) -> dict[str, float]:
+    """Returns the time from the end of a turn to the version trained on it serving, which is `now`: the mean over tokens, and the largest.
+
+    Both are absent without a token whose time is known.
+    """
+    turns = [turn for one in counted for line in one.episode.trajectories for turn in line.own_turns if turn.ended_at and turn.sampled]
+    if not turns:
+        return {}
+    waits = [max(0.0, now - turn.ended_at) for turn in turns]
+    weights = [turn.sampled for turn in turns]
+    return {"loop_latency_s_mean": statistics.fmean(waits, weights), "loop_latency_s_max": max(waits)}
 
 
 def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -179,10 +195,11 @@ def score_part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
     return metrics | {f"part/{printable(name, _PART_NAME)}": statistics.fmean(values[name]) for name in sorted(names)}
 
 
-def step_alerts(folder: Path, step: int) -> list[str]:
-    """Returns the alerts of a learner step: excluded or rolled-back groups with reasons, and reward drift."""
+def step_alerts(folder: Path, step: int, limits: Sequence[Limit] = ()) -> list[str]:
+    """Returns the alerts of a learner step: excluded or rolled-back groups with reasons, drift, and violated `limits`."""
     steps = sorted((line for line in _steps(folder / "metrics.jsonl") if line["step"] <= step + 1), key=lambda line: line["step"])
-    alerts = [f"step {step + 1}: {text}" for text in drift_alerts(steps)] if steps and steps[-1]["step"] == step + 1 else []
+    recorded = bool(steps) and steps[-1]["step"] == step + 1
+    alerts = [f"step {step + 1}: {text}" for text in (*drift_alerts(steps), *limit_alerts(steps, limits))] if recorded else []
     for setback in UpdateFailureLog(folder).read(step):
         groups = ", ".join(map(str, setback.groups))
         did = {"skip": "excluded", "rollback": "rolled back, and excluded", "halt": "halted at"}[setback.action]

@@ -13,7 +13,7 @@ import os
 import platform
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +36,7 @@ from agentrl.gate.schedule import GateServer
 from agentrl.learner.process import LearnerProcess
 from agentrl.memory.run_memory import RunMemory, open_memory, placeholder_memory
 from agentrl.observe import RunTracker, StageClock, open_trackers
+from agentrl.observe.timeline import Timeline
 from agentrl.plugins import parts
 from agentrl.protocols import (
     ExperienceStore,
@@ -114,7 +115,7 @@ class Progress:
     stop_at: int  # learner step after which the run ends; the first ctrl-C lowers it
     learning: bool = False
     interrupted: bool = False
-    last_step_at: float | None = None  # monotonic seconds; None until this driver has finished a step
+    timeline: Timeline = field(default_factory=Timeline)  # its interval starts with training, and again after each step
 
 
 @dataclass(slots=True, kw_only=True)

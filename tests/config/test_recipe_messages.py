@@ -34,7 +34,7 @@ LISTED = {
     '=[{"metric": "ess", "at": "x"}]': "learner.limits[0].at: Input should be a valid number, unable to parse string as a number (got 'x')",
     '=[{"metric": "ess", "at": 0.5}, {"metirc": "entropy", "at": 1}]': "learner.limits[1].metirc: unknown key; did you mean metric?",
     '=[{"metric": "entropi", "at": 1}]': "grad_norm' or 'ess'; did you mean entropy? (got 'entropi')",
-    '=[{"action": "rolback"}]': "[0].action: Input should be 'skip', 'rollback' or 'halt'; did you mean rollback?",
+    '=[{"action": "rolback"}]': "[0].action: Input should be 'skip', 'rollback', 'halt' or 'alert'; did you mean rollback?",
     '=[{"metric": "entropy", "at": Infinity}]': "learner.limits[0].at: Input should be a finite number",
     '=[{"metric": "clip_fraction", "at": 2}]': "learner.limits[0]: at must be between 0 and 1 for metric=clip_fraction",
     '={"metric": "ess", "at": 1}': "learner.limits: Input should be a valid tuple",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.experience import SqliteStore
+from agentrl.observe.timeline import time_by_state
 from tests.ledgers import indices
 
 from .conftest import agentrl, summary
@@ -27,6 +28,11 @@ def test_every_token_of_sub_agents_and_summaries_is_trained_once(tmp_path: Path,
     assert (found["steps"], found["weight_swaps"], found["episodes_left_out"], found["delivered_share"]) == (1, 1, 0, 1.0)
     [step] = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "episodes" in line]
     assert 0 <= step["loop_lag_ms_p99"] <= step["loop_lag_ms_max"]
+    for part, spent in time_by_state([step]).items():
+        assert sum(spent.values()) == pytest.approx(step["step_s"]), f"the states of {part} add up to the wall time"
+        assert step[f"utilization/{part}"] * step["step_s"] == pytest.approx(spent.get("busy", 0.0))
+    assert 0 < step["utilization/server"] <= 1 and 0 < step["utilization/learner"] <= 1
+    assert 0 < step["loop_latency_s_mean"] <= step["loop_latency_s_max"]
     assert step["tokens_captured"] == step["tokens_delivered"] == step["tokens_trained"] > 0
     assert step["workers"] == 2 and step["worker_restarts"] == 0, "its episodes ran in other processes"
     assert abs(step["ratio_mean"] - 1) < 1e-3, "the learner gives these tokens the probability that they were sampled with"

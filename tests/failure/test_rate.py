@@ -74,9 +74,9 @@ async def test_metrics_count_attempts_since_the_last_call() -> None:
     rate = FaultRate(0.5, concurrency=1)
     for failure in (None, failed(), None):
         rate.record_attempt(failure)
-    assert rate.attempt_metrics() == {"attempts_ended": 3, "attempts_failed": 1}
+    assert rate.attempt_metrics() == {"attempts_ended": 3, "attempts_failed": 1, "excluded_policy_reachable": 0.0}
     rate.record_attempt(failed())
-    assert rate.attempt_metrics() == {"attempts_ended": 1, "attempts_failed": 1}
+    assert rate.attempt_metrics() == {"attempts_ended": 1, "attempts_failed": 1, "excluded_policy_reachable": 0.0}
 
 
 @given(st.lists(st.booleans(), max_size=400), st.floats(0, 1), st.integers(1, 80))
@@ -100,12 +100,13 @@ def test_exclusions_that_the_policy_could_have_caused_alert_once() -> None:
     for _ in range(40):
         rate.record_attempt(None)
         rate.record_attempt(early)
-    assert rate.suspect_metrics() == {"attempts_failed_spoken": 0} and rate.suspect_alert() == "", "nothing was said in any of them"
+    assert rate.attempt_metrics()["excluded_policy_reachable"] == 0.0 and rate.suspect_alert() == "", "nothing was said in any of them"
     for _ in range(10):
         rate.record_attempt(late)
     told = rate.suspect_alert()
     assert "10 of the newest 64" in told and "agentrl" in told and rate.suspect_alert() == ""
-    assert rate.suspect_metrics() == {"attempts_failed_spoken": 10} and rate.suspect_metrics() == {"attempts_failed_spoken": 0}
+    assert rate.attempt_metrics()["excluded_policy_reachable"] == 1.0
+    assert rate.attempt_metrics() == {"attempts_ended": 0, "attempts_failed": 0}, "no attempt, no share"
     for _ in range(64):
         rate.record_attempt(None)
     assert rate.suspect_alert() == ""
@@ -121,8 +122,8 @@ def test_a_lost_or_slow_server_gives_no_alert(kind: str) -> None:
     for _ in range(4):
         for failure in [*[None] * 64, *[Failure(stage="generate", blame=Blame.INFRASTRUCTURE, kind=kind, message="gone", turn=3)] * 64]:
             rate.record_attempt(failure)
-    assert rate.suspect_metrics() == {"attempts_failed_spoken": 0} and rate.suspect_alert() == ""
-    assert rate.attempt_metrics()["attempts_failed"] == 256
+    assert rate.suspect_alert() == ""
+    assert rate.attempt_metrics() == {"attempts_ended": 512, "attempts_failed": 256, "excluded_policy_reachable": 0.0}
 
 
 def test_an_alert_names_the_fault_after_the_first_turn() -> None:
@@ -193,7 +194,7 @@ def test_an_alert_needs_32_attempts() -> None:
 def test_which_faults_the_policy_could_have_provoked(failure: Failure, counts: int) -> None:
     rate = FaultRate(1.0, concurrency=1)
     rate.record_attempt(failure)
-    assert rate.suspect_metrics() == {"attempts_failed_spoken": counts}
+    assert rate.attempt_metrics()["excluded_policy_reachable"] == counts
 
 
 async def test_32_kinds_are_counted_separately_and_8_are_shown() -> None:

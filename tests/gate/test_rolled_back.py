@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,7 +98,7 @@ async def opened(run_dir: Path) -> Any:
     return SimpleNamespace(
         **{"recipe": RECIPE, "folder": run_dir, "tracker": Alerts(run_dir), "store": store, "registry": registry, "served": policy},
         **{"fault_rate": FaultRate(0.5, concurrency=16), "suite": None, "gate_server": None, "family": None},
-        progress=Progress(stop_at=4, last_step_at=time.monotonic()),
+        progress=Progress(stop_at=4),
         base_version=base,
         capture=Capture(run_dir, RECIPE.capture, origin={}),
         order=GroupOrder.from_recipe(RECIPE),

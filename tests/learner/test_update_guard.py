@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
+from agentrl.config.learner import UpdateMetric
 from agentrl.config.recipe import LearnerConfig, Limit
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.update_guard import REFUSE_ALL, UpdateGuard
@@ -15,7 +16,7 @@ from agentrl.records import Batch
 PART = Batch(step=3, samples=(), denominator=1, group_indices=(7,))
 
 
-@pytest.mark.parametrize("metric", get_args(Limit.model_fields["metric"].annotation))
+@pytest.mark.parametrize("metric", get_args(UpdateMetric))
 def test_nan_violates_a_limit(metric: Any) -> None:
     """A model that masks part of its vocabulary with -inf has an entropy of NaN and a finite loss; no comparison would object."""
     bound = 5.0 if metric == "ratio_max" else 0.5

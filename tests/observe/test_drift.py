@@ -5,8 +5,10 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from scipy.stats import hypergeom
 
-from agentrl.observe.drift import WINDOW, drift_alerts
+from agentrl.config.learner import Limit
+from agentrl.observe.drift import WINDOW, drift_alerts, fisher_p_value, limit_alerts
 
 OLD, NEW = range(WINDOW), range(WINDOW, 3 * WINDOW)
 
@@ -32,7 +34,6 @@ def raised(steps: list[dict[str, float]]) -> list[str]:
         ([noisy("reward_mean", 0.4, 0.7), noisy("audit_mean", 0.4, 0.2)], "drift (reward-audit)"),
         ([noisy("completion_tokens_mean", 90, 160, spread=3), noisy("audit_mean", 0.4, 0.4)], "drift (length-audit)"),
         ([noisy("judge_disagreement", 0.1, 0.3)], "drift (disagreement)"),
-        ([noisy("unscored_share", 0.02, 0.2)], "drift (unscored)"),
         ([noisy("ess", 0.8, 0.4)], "drift (sample-size)"),
     ],
 )
@@ -54,9 +55,9 @@ def alarms_text(steps: list[dict[str, float]]) -> str:
         [noisy("reward_mean", 0.4, 0.39), noisy("audit_mean", 0.4, 0.2)],  # both fall: bad, but no drift of the reward
         [noisy("completion_tokens_mean", 90, 160, spread=3), noisy("audit_mean", 0.4, 0.6)],  # longer, and better
         [noisy("completion_tokens_mean", 90, 100, spread=1), noisy("audit_mean", 0.4, 0.4)],  # hardly longer
-        [noisy("judge_disagreement", 0.3, 0.1), noisy("unscored_share", 0.2, 0.02)],  # fall
+        [noisy("judge_disagreement", 0.3, 0.1)],  # falls
         [noisy("ess", 0.95, 0.6)],
-        [noisy("unscored_share", 0.02, 0.04, spread=0.001)],  # a trifle, however sure
+        [noisy("judge_disagreement", 0.02, 0.04, spread=0.001)],  # a trifle, however sure
     ],
 )
 def test_other_changes_give_no_alert(figures: list[list[dict[str, float]]]) -> None:
@@ -73,9 +74,9 @@ def test_a_cheat_learned_within_two_steps_alerts_each_time() -> None:
 
 
 def test_a_step_without_the_metric_does_not_count_as_zero() -> None:
-    steps = run(noisy("unscored_share", 0.02, 0.3))
+    steps = run(noisy("judge_disagreement", 0.02, 0.3))
     steps[WINDOW + 2] = {"step": WINDOW + 3}
-    assert raised(steps) == ["drift (unscored)"], "it speaks when two whole windows are there again, of known figures"
+    assert raised(steps) == ["drift (disagreement)"], "it speaks when two whole windows are there again, of known figures"
 
 
 def test_a_collapsed_sample_size_alerts_at_its_first_update_and_not_again_after_a_step_without_one() -> None:
@@ -87,7 +88,57 @@ def test_a_collapsed_sample_size_alerts_at_its_first_update_and_not_again_after_
 @pytest.mark.slow
 def test_noise_alone_alerts_in_few_runs() -> None:
     """All rules together, over 24 steps of noisy metrics without drift; docs/verifiers.md states the rate."""
-    spreads = {"reward_mean": 0.1, "audit_mean": 0.1, "completion_tokens_mean": 10.0, "judge_disagreement": 0.1, "unscored_share": 0.1}
+    spreads = {"reward_mean": 0.1, "audit_mean": 0.1, "completion_tokens_mean": 10.0, "judge_disagreement": 0.1}
     rngs = map(Random, range(100))
     runs = [[{name: rng.gauss(10 * spread, spread) for name, spread in spreads.items()} for _ in range(24)] for rng in rngs]
     assert sum(bool(raised(steps)) for steps in runs) <= 10
+
+
+def faulty(*counts: tuple[int, int]) -> list[dict[str, float]]:
+    return run([{"excluded_policy_reachable": faults / ended, "attempts_ended": float(ended)} for faults, ended in counts])
+
+
+@pytest.mark.parametrize(
+    ("counts", "alerts"),
+    [
+        ([(1, 128)] * WINDOW + [(6, 128)] * WINDOW, 1),  # rises
+        ([(1, 128)] * 2 * WINDOW, 0),
+        ([(6, 128)] * WINDOW + [(1, 128)] * WINDOW, 0),  # falls
+        ([(0, 128)] * WINDOW + [(1, 128)] * 2, 0),  # chance
+        ([(60, 128)] * WINDOW, 0),  # no earlier attempts; `FaultRate.suspect_alert` reports such a share
+        ([(0, 16)] * 3 * WINDOW + [(16, 16)], 1),
+    ],
+)
+def test_a_rising_share_of_policy_reachable_faults_alerts(counts: list[tuple[int, int]], alerts: int) -> None:
+    assert raised(faulty(*counts)) == ["drift (exclusions)"] * alerts
+
+
+COUNTS = [(10, 100, 5, 500), (0, 10, 0, 10), (3, 3, 0, 3), (9, 10, 20, 22), (0, 5, 5, 5)]
+
+
+@pytest.mark.parametrize(("hits", "n", "other_hits", "other_n"), COUNTS)
+def test_the_p_value_against_scipy(hits: int, n: int, other_hits: int, other_n: int) -> None:
+    expected = hypergeom.sf(hits - 1, n + other_n, hits + other_hits, n)
+    assert fisher_p_value(hits, n, other_hits, other_n) == pytest.approx(float(expected), abs=1e-12)
+
+
+@pytest.mark.slow
+def test_a_constant_share_of_faults_alerts_in_few_runs() -> None:
+    """One run in a hundred may, in however many steps (the union bound is loose)."""
+    rngs = map(Random, range(200))
+    runs = [faulty(*((sum(rng.random() < 0.05 for _ in range(64)), 64) for _ in range(40))) for rng in rngs]
+    assert sum(bool(raised(steps)) for steps in runs) <= 4
+
+
+def test_a_limit_alerts_when_its_metric_starts_to_violate_it() -> None:
+    limits = (
+        Limit(metric="step_s", at=10.0, action="alert"),
+        Limit(metric="reward_mean", at=0.5, action="alert"),
+        Limit(metric="grad_norm", at=1.0),  # the learner's
+    )
+    values = [(9.0, 0.6), (11.0, 0.6), (12.0, 0.4), (9.0, 0.4), (11.0, 0.5)]
+    steps = run([{"step_s": seconds, "reward_mean": reward, "grad_norm": 5.0} for seconds, reward in values])
+    alerts = [limit_alerts(steps[: at + 1], limits) for at in range(len(steps))]
+    slow = "step_s is 11, beyond its limit 10 (learner.limits)"
+    assert alerts == [[], [slow], ["reward_mean is 0.4, beyond its limit 0.5 (learner.limits)"], [], [slow]]
+    assert limit_alerts(run([{}]), limits) == []

@@ -60,8 +60,8 @@ def test_reasons_that_differ_only_in_names_are_equal() -> None:
     ]
     assert count_exclusions(several) == {
         "infrastructure: SandboxTimeout: sandbox *: outputs were not collected in 90 s": 4,
-        TEXT: 2,
-        "at * in *": 1,
+        f"{TEXT} (policy-reachable)": 2,
+        "at * in * (policy-reachable)": 1,
     }
     assert format_counts(count_exclusions(several), first=1).startswith(
         "4 x infrastructure: SandboxTimeout"
@@ -70,7 +70,7 @@ def test_reasons_that_differ_only_in_names_are_equal() -> None:
 
 @given(st.text(max_size=2000), st.text(max_size=300))
 def test_a_reason_is_one_bounded_printable_line(text: str, kind: str) -> None:
-    for found in (normalize_reason(text), exclusion_reason(failed(Blame.TASK, kind, text))):
+    for found in (normalize_reason(text), exclusion_reason(failed(Blame.TASK, kind, text)), exclusion_reason(unscored(text or "x"))):
         assert len(found) <= LONGEST and found.isprintable() and "\n" not in found
 
 

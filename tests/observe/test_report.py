@@ -125,6 +125,22 @@ def test_servers_have_separate_lines_and_restarts_are_shown_if_any(run_dir: Path
         assert "Tokens by server" in shown and "server 1" in shown and ("Restarts by server" in shown) is drawn
 
 
+def test_the_timeline_shows_who_worked_and_who_waited(run_dir: Path) -> None:
+    spent = {
+        "timeline/server/busy": 15.0,
+        "timeline/server/waiting for requests": 5.0,
+        "timeline/learner/down": 20.0,
+        "timeline/x/busy": 9.0,
+    }
+    lines = [step_line(step, random.Random(step)) | spent | {"utilization/server": 0.75} for step in range(1, 4)]
+    write_lines(run_dir / "metrics.jsonl", lines)
+    page = Page(write_report(run_dir))
+    assert "server busy 45 s · 75% waiting for requests 15 s · 25%" in page.shown
+    assert "learner down 1 min 00 s · 100%" in page.shown and "Utilization" in page.shown
+    write_lines(run_dir / "metrics.jsonl", [line | {"timeline/server/busy": "much"} for line in lines])
+    assert "server waiting for requests 15 s · 100%" in Page(write_report(run_dir)).shown
+
+
 def test_the_sampling_settings_are_shown(run_dir: Path) -> None:
     path = run_dir / "recipe.json"
     recipe = json.loads(path.read_text())

@@ -1,5 +1,7 @@
 """A policy gains nothing by provoking its own exclusion: provoked faults are scored like honest failures.
 
+The last tests train a policy on these outcomes with every built-in estimator and loss.
+
 Policies have three arms: they solve the task, fail honestly, or provoke a fault. Their groups are run, scored and turned into
 advantages by the real parts. The gain of an arm is the mean advantage of the attempts in which it was drawn; an excluded attempt
 gains 0, which exceeds an honest failure in a group with a success.
@@ -9,26 +11,48 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any
 
 import pytest
+import torch
 
 from agentrl.agent import ToolOutcome, TurnLoop
 from agentrl.agent.mcp import RunTools, Server
 from agentrl.agent.mcp.tool_list import usable_tools
 from agentrl.agent.mcp.transports import Transport, Unanswered
 from agentrl.agent.tools import function_schema
-from agentrl.config import MCPConfig, ObjectiveConfig
-from agentrl.errors import RequestRefused
+from agentrl.config import MCPConfig, ObjectiveConfig, build
+from agentrl.errors import RequestRefused, SandboxError, SandboxTimeout
 from agentrl.objective.advantages import batch_advantages
+from agentrl.objective.policy_loss import TrainedTokens, policy_loss
+from agentrl.objective.samples import assemble
 from agentrl.protocols import Sandbox
-from agentrl.records import CUT, Blame, Completion, Episode, Group, Limits, SamplingParams, Score, Task, VersionSpan
+from agentrl.records import (
+    CUT,
+    Blame,
+    Completion,
+    Episode,
+    ExecResult,
+    Failure,
+    Group,
+    Limits,
+    Message,
+    SamplingParams,
+    Score,
+    ScoredEpisode,
+    Task,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
 from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
@@ -39,6 +63,7 @@ from tests.chats import chat_of, shared_tokenizer
 
 TOKENIZER = shared_tokenizer()
 GROUPS, SIZE = 12, 8
+ARMS = ("solve", "fail", "provoke")
 PYTHON = '<tool_call>{"name": "python", "arguments": {"code": "print(3)"}}</tool_call>'
 BOOM = "BOOM"
 TOOLS = {
@@ -48,9 +73,12 @@ TOOLS = {
     "kills an MCP server": "mcp:library",
 }
 """Ways in which an agent makes one of its calls report an outage, and the tools that it does so with."""
+RARE = ("breaks the sandbox", "loses the sandbox")
+"""Ways that are blamed on the policy while few episodes choose them (`agentrl.rollout.repeats`); above a tenth an alert reports them."""
 WAYS = (
     *("babbles", "is refused by the server", "cannot be read", "cannot be shown", "breaks the judge", "stalls the judge", "says nonsense"),
     *TOOLS,
+    *RARE,
 )
 
 
@@ -129,15 +157,24 @@ class Bandit(ScriptedPolicy):
         self.arms: dict[str, str] = {}
 
     def arm(self, episode: str) -> str:
-        return self.arms.setdefault(episode, self.draw.choice(("solve", "fail", "provoke")))
+        if self.way not in RARE:
+            return self.arms.setdefault(episode, self.draw.choice(ARMS))
+        first = f"{episode.rpartition('-a')[0]}-a0"  # the arm of a retry is that of the attempt that it repeats
+        drawn = self.arms.get(first) or self.draw.choices(ARMS, (12, 12, 1))[0]
+        self.arms[first] = self.arms[episode] = drawn
+        return drawn
 
     def _turn(self, turn: int, episode: str) -> str:
         arm = self.arm(episode)
         if self.way in TOOLS and turn == 0:
             return look_for("bad" if arm == "provoke" else "good")
+        if self.way in RARE and turn == 0 and arm != "provoke":
+            return PYTHON
         if arm != "provoke" or self.way in TOOLS:
             return submit("3" if arm == "solve" else "4")
         said = {
+            "breaks the sandbox": f'<tool_call>{{"name": "python", "arguments": {{"code": "{BOOM}"}}}}</tool_call>',
+            "loses the sandbox": f'<tool_call>{{"name": "python", "arguments": {{"code": "{BOOM}{BOOM}"}}}}</tool_call>',
             "is refused by the server": PYTHON,
             "cannot be read": BOOM,
             "cannot be shown": f"{BOOM}{PYTHON}",
@@ -177,6 +214,15 @@ def choking(way: str) -> Any:
     return Chat(TOKENIZER)
 
 
+def run_program(code: str) -> ExecResult:
+    """A sandbox layer with bugs: one program ends the exec server, and another one is never answered."""
+    if code == BOOM:
+        raise SandboxError("the exec server ended")
+    if code == BOOM * 2:
+        raise SandboxTimeout("no answer within 30 s")
+    return printing("3")(code)
+
+
 async def judge(task: Task, episode: Episode) -> Score:
     if episode.answer == "boom":
         raise RecursionError("too deep")
@@ -197,16 +243,23 @@ async def played(way: str, seed: int) -> tuple[list[Group], Bandit]:
     policy = Bandit(way, seed)
     runner = EpisodeRunner(
         policy=policy,
-        sandboxes=ScriptedSandboxes(printing("3")),
+        sandboxes=ScriptedSandboxes(run_program),
         agent=TurnLoop(chat=choking(way)),
         sampling=Sampling(),
         max_model_len=10**6,
         request_timeout_s=120.0,
         tools=run_tools(way),
     )
-    groups = GroupRunner(runner=runner, scorer=TaskScorer(timeout_s=10.0), slots=asyncio.Semaphore(64), group_size=SIZE, max_retries=2)
-    tasks = [replace(TASK, id=f"task {index}", tools=(TOOLS.get(way, "python"), "submit")) for index in range(GROUPS)]
-    return [await groups.run_group(index, task) for index, task in enumerate(tasks)], policy
+    slots = asyncio.Semaphore(8 if way in RARE else 64)
+    groups = GroupRunner(runner=runner, scorer=TaskScorer(timeout_s=10.0), slots=slots, group_size=SIZE, max_retries=2)
+    count = 2 * GROUPS if way in RARE else GROUPS
+    tasks = [replace(TASK, id=f"task {index}", tools=(TOOLS.get(way, "python"), "submit")) for index in range(count)]
+    if way not in RARE:
+        return [await groups.run_group(index, task) for index, task in enumerate(tasks)], policy
+    at_once = await asyncio.gather(*(groups.run_group(index, task) for index, task in enumerate(tasks)))
+    counted = at_once[:GROUPS]  # the groups that run later show that the sandboxes work
+    policy.arms = {one.episode.id: policy.arm(one.episode.id) for group in counted for one in group.episodes}  # repetitions count once
+    return counted, policy
 
 
 def gains(groups: list[Group], arms: dict[str, str]) -> dict[str, float]:
@@ -223,17 +276,23 @@ def gains(groups: list[Group], arms: dict[str, str]) -> dict[str, float]:
     return {arm: fmean(values) for arm, values in found.items()}
 
 
+@cache
+def results(way: str) -> tuple[list[Group], Bandit]:
+    return run_virtually(played(way, seed=WAYS.index(way)))
+
+
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", WAYS)
 def test_provoking_an_exclusion_scores_no_higher_than_failing(way: str) -> None:
-    groups, policy = run_virtually(played(way, seed=WAYS.index(way)))
+    groups, policy = results(way)
     excluded = [one for group in groups for one in group.episodes if one.score.value is None]
     assert not excluded, f"{excluded[0].episode.failures} {excluded[0].score}"
     assert {failure.blame for group in groups for one in group.episodes for failure in one.episode.failures} <= {Blame.POLICY}
     retried = sum(one.episode.attempt for group in groups for one in group.episodes)
     # A real outage that only one call shows is as rare, and one that most calls show is real (`agentrl.agent.outage_blame`).
     provoking = sum(arm == "provoke" for arm in policy.arms.values())
-    assert retried <= (provoking // 4 if way in TOOLS else 1), f"{retried} attempts were retried"
+    allowed = 2 * provoking if way in RARE else provoking // 4 if way in TOOLS else 1  # two repetitions show that the actions matter
+    assert retried <= allowed, f"{retried} attempts were retried"
     gained = gains(groups, policy.arms)
     assert gained["solve"] > 0 > gained["fail"]
     # Arms are drawn at random, so even equal arms differ a little; 0, the gain of exclusion, is far away.
@@ -266,3 +325,83 @@ def test_the_measure_detects_a_provoked_exclusion() -> None:
     groups, policy = run_virtually(play())
     gained = gains(groups, policy.arms)
     assert gained["provoke"] == 0.0 > gained["fail"]
+
+
+START = (0.2, 0.4, 0.4)
+"""Failing and provoking start equal: with another share, a softmax moves them apart even if both earn the same."""
+MUCH = 1.5
+"""Ratio of probabilities that chance does not reach here."""
+OBJECTIVES = (
+    *({"advantage": name} for name in ("grpo", "rloo", "reinforce++", "reinforce++-baseline")),
+    *({"loss": name} for name in ("gspo", "cispo")),
+    {"advantage": "gae"},
+)
+
+
+def outcomes_by_arm(groups: Sequence[Group], arms: Mapping[str, str]) -> dict[str, list[ScoredEpisode]]:
+    """The episodes that the real parts ran and scored, by the arm that they drew."""
+    by_arm = defaultdict[str, list[ScoredEpisode]](list)
+    for one in (one for group in groups for one in group.episodes):
+        by_arm[arms[one.episode.id]].append(one)
+    return by_arm
+
+
+def one_token(outcome: ScoredEpisode, name: str, arm: int, logprob: float) -> ScoredEpisode:
+    """An outcome whose episode sampled one token: its arm."""
+    message = Message(role="assistant", content="")
+    spans = (VersionSpan(version=0, start=0, end=1),)
+    turn = Turn(prompt_ids=(9,), completion_ids=(arm,), logprobs=(logprob,), versions=spans, message=message, finish_reason="stop")
+    trajectory = Trajectory(agent="main", turns=(turn,), stop_reason="submitted")
+    episode = Episode(id=name, task_id="t", task_key="k", trajectories=(trajectory,), failures=outcome.episode.failures)
+    return ScoredEpisode(episode=episode, score=Score(value=outcome.score.value, reason=outcome.score.reason))
+
+
+def trained(outcomes: Mapping[str, Sequence[ScoredEpisode]], changes: Mapping[str, Any], *, steps: int = 8) -> dict[str, float]:
+    """The probabilities of the arms after training on these outcomes: groups, advantages, samples and loss are the product's."""
+    critic: dict[str, Any] = {"critic": {}} if changes.get("advantage") == "gae" else {}
+    recipe = build({"name": "t", "policy": {"model": "m"}, "tasks": {"family": "a:b"}, "objective": changes, **critic})
+    draw, logits = random.Random(0), torch.tensor(START, dtype=torch.float64).log().requires_grad_()
+    for step in range(steps):
+        before = logits.log_softmax(0).tolist()
+        groups = []
+        for index in range(GROUPS):
+            arms = draw.choices(range(3), [math.exp(value) for value in before], k=SIZE)
+            episodes = [one_token(draw.choice(outcomes[ARMS[arm]]), f"{index}-{n}", arm, before[arm]) for n, arm in enumerate(arms)]
+            groups.append(Group(index=index, task_id="t", task_key="k", episodes=tuple(episodes)))
+        if not (samples := assemble(step, groups, recipe).batch.samples):
+            break  # only one arm is left
+        advantages = [value for sample in samples for value in (sample.advantages or sample.rewards)[1:]]
+        if critic:  # what a critic that knows the mean return gives, and the whitening
+            advantages = [(value - fmean(advantages)) / (pstdev(advantages) or 1.0) for value in advantages]
+        tokens = TrainedTokens(
+            logprobs=logits.log_softmax(0)[[sample.token_ids[1] for sample in samples]],
+            behaviour=torch.tensor([sample.logprobs[1] for sample in samples], dtype=torch.float64),
+            advantages=torch.tensor(advantages, dtype=torch.float64),
+            sequence=torch.arange(len(samples)),
+        )
+        (gradient,) = torch.autograd.grad(policy_loss(tokens, recipe.objective, denominator=float(len(samples))).loss, (logits,))
+        logits = (logits - 0.5 * gradient).detach().requires_grad_()
+    return dict(zip(ARMS, logits.softmax(0).tolist(), strict=True))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_trained_policy_does_not_learn_to_be_excluded(way: str) -> None:
+    groups, policy = results(way)
+    outcomes = outcomes_by_arm(groups, policy.arms)
+    for changes in OBJECTIVES if way in ("cannot be read", "breaks the sandbox") else OBJECTIVES[:1]:
+        end = trained(outcomes, changes)
+        assert end["solve"] > START[0] and end["provoke"] < START[2], (changes, end)
+        assert end["provoke"] < MUCH * end["fail"], (changes, end)
+
+
+@pytest.mark.parametrize("changes", OBJECTIVES, ids=str)
+def test_the_training_detects_an_exclusion_that_pays(changes: Mapping[str, Any]) -> None:
+    """If provoking excluded the episode, it would become more probable than failing, which it has started like."""
+    score = {"solve": 1.0, "fail": 0.0}
+    fault = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="SandboxError", message="", turn=1)
+    episode = Episode(id="e", task_id="t", task_key="k", trajectories=())
+    outcomes = {arm: [ScoredEpisode(episode=episode, score=Score(value=value))] for arm, value in score.items()}
+    outcomes["provoke"] = [ScoredEpisode(episode=replace(episode, failures=(fault,)), score=Score(value=None, reason="left out"))]
+    end = trained(outcomes, changes)
+    assert end["provoke"] > MUCH * end["fail"]

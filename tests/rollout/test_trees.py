@@ -122,7 +122,8 @@ async def test_a_tree_continues_from_any_boundary_also_within_a_sub_agent(tokeni
 
 
 def untimed(episode: Episode) -> list[Any]:
-    return [replace(one, turns=tuple(replace(turn, generate_s=0.0, tool_s=0.0) for turn in one.turns)) for one in episode.trajectories]
+    no_times: dict[str, Any] = {"generate_s": 0.0, "tool_s": 0.0, "ended_at": 0.0}
+    return [replace(one, turns=tuple(replace(turn, **no_times) for turn in one.turns)) for one in episode.trajectories]
 
 
 async def test_a_tree_is_stored_and_shown(tokenizer: Any, tree: Task, delegating: Any, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +133,7 @@ class Part(AlwaysServed):
     """A server or learner that never ends."""
 
     sha256 = "0"
+    alive, liveness = True, SimpleNamespace(work="waiting for groups")
 
     async def start(self, *arguments: object, **options: object) -> None: ...
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.base.loop_lag import DRIVER_LAG, TICK_S
+from agentrl.observe.timeline import PARTS
 from agentrl.records import PolicyVersion, VersionState
 from agentrl.run import versions
 from agentrl.run.versions import StepRecords
@@ -25,10 +26,13 @@ def version(number: int) -> PolicyVersion:
     )
 
 
-def records(last_step_at: float | None = None, **fields: Any) -> StepRecords:
+def records(*, training: bool = False, **fields: Any) -> StepRecords:
     given: dict[str, Any] = dict.fromkeys(FIELDS) | fields
     pace: Any = None
-    return StepRecords(folder=Path(), progress=Progress(stop_at=4, last_step_at=last_step_at), pace=pace, **given)
+    progress = Progress(stop_at=4)
+    if training:
+        progress.timeline.restart()
+    return StepRecords(folder=Path(), progress=progress, pace=pace, **given)
 
 
 @pytest.mark.parametrize(("known", "every", "evaluated"), [({1}, 2, ["step2"]), ({1, 2}, 2, []), ({1}, 3, []), (set(), 2, ["step2"])])
@@ -62,15 +66,17 @@ async def test_an_interrupted_evaluation_is_repeated(
 async def test_a_step_of_this_driver_has_the_event_loops_lag(made_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions.measure, "step_metrics", lambda *_, **__: {})
     monkeypatch.setattr(versions.measure, "record_excluded", lambda *_: None)
-    nothing = SimpleNamespace(figures=dict, attempt_metrics=dict, suspect_metrics=dict)
+    nothing = SimpleNamespace(figures=dict, attempt_metrics=dict)
     steps = records(
-        0.0 if made_here else None,
-        order=SimpleNamespace(extra=0),
-        store=SimpleNamespace(groups=tuple, entries=lambda step: (), parked=tuple),
+        training=made_here,
+        order=SimpleNamespace(extra=0, block=lambda number: range(number, number + 1)),
+        store=SimpleNamespace(groups=tuple, entries=lambda step=None, first=0: (), parked=tuple),
         fault_rate=nothing,
-        served=nothing,
+        served=SimpleNamespace(figures=dict, version=0),
     )
     async with DRIVER_LAG.watched(lambda alert: None):
         await asyncio.sleep(5 * TICK_S)
         metrics = steps._metrics(version(1), None)
-    assert set(metrics) == ({"loop_lag_ms_p99", "loop_lag_ms_max"} if made_here else set()) | {"groups_late"}
+    queues = {"groups_running", "groups_ready", "groups_assigned"}
+    timeline = {f"timeline/{part}/down" for part in PARTS} | {f"utilization/{part}" for part in PARTS}
+    assert set(metrics) == ({"loop_lag_ms_p99", "loop_lag_ms_max"} | queues | timeline if made_here else set()) | {"groups_late"}

@@ -74,13 +74,13 @@ async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> S
         (
             judged_by(in_words),
             False,
-            {"tests.session.test_no_result:in_words: verifier returned str, not a Score": 6},
+            {"tests.session.test_no_result:in_words: verifier returned str, not a Score (policy-reachable)": 6},
             "nothing was scored: all 6 episodes of 1 step were excluded (6 x tests.session.test_no_result:in_words: verifier returned str",
         ),
         (
             judged_by(broken_for_all),
             False,
-            {"tests.session.test_no_result:broken_for_all: verifier raised ZeroDivisionError: no rows": 6},
+            {"tests.session.test_no_result:broken_for_all: verifier raised ZeroDivisionError: no rows (policy-reachable)": 6},
             "nothing was scored: all 6 episodes of 1 step were excluded (6 x tests.session.test_no_result:broken_for_all: verifier raised",
         ),
         (
@@ -102,8 +102,8 @@ async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> S
         (
             judged_by(same_for_all),
             True,
-            {"infrastructure: SandboxError: the daemon is gone": 6},
-            "nothing was scored: all 6 episodes of 1 step were excluded (6 x infrastructure: SandboxError: the daemon is gone)",
+            {"infrastructure: SandboxError: the daemon is gone (policy-reachable)": 6},
+            "nothing was scored: all 6 episodes of 1 step were excluded (6 x infrastructure: SandboxError: the daemon is gone",
         ),
     ],
     ids=["verifier gives text", "verifier raises", "groups never differ", "all quarantined", "no sandbox opens"],

@@ -1,0 +1,33 @@
+"""Counts what the driver does at the moment, by kind, so that the timeline of a run shows which of its parts work."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Activity:
+    """The number of operations in progress, by kind. Use it from one event loop."""
+
+    def __init__(self) -> None:
+        self._running = Counter[str]()
+
+    @contextmanager
+    def doing(self, kind: str) -> Iterator[None]:
+        """Counts the block as one operation of a kind."""
+        self._running[kind] += 1
+        try:
+            yield
+        finally:
+            self._running[kind] -= 1
+
+    def count(self, kind: str) -> int:
+        """The operations of a kind in progress."""
+        return self._running[kind]
+
+
+ACTIVITY = Activity()
+"""The operations of this driver."""
+GROUPS, ATTEMPTS, SANDBOXES, SCORING = "groups", "attempts", "sandboxes", "scoring"
+"""Kinds: running groups and attempts; opening a sandbox or a call in one; scoring an episode or a group."""

@@ -1,0 +1,116 @@
+"""Runs a tracker on a thread of its own, so that a tracker that hangs, raises or is slow neither stops nor slows the run."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+
+from agentrl.base import user_code
+from agentrl.errors import PluginError
+from agentrl.protocols import Interval, Tracker
+from agentrl.records import Group
+
+log = logging.getLogger(__name__)
+
+OPEN_S = 60.0
+"""Seconds that a tracker may take to open."""
+CLOSE_S = 10.0
+"""Seconds that it may take at the end of the run to handle the events that wait, and to close."""
+MAX_EVENTS = 1024
+"""Events that may wait. Further ones are dropped and counted."""
+
+Event = Callable[[Tracker], None]
+
+
+class BackgroundTracker(Tracker):
+    """A tracker whose methods return at once; a daemon thread opens the tracker, passes it the events in order, and closes it.
+
+    Args:
+        open_tracker: opens the tracker.
+        name: name of the tracker in messages.
+
+    Raises:
+        PluginError: the tracker was not open after `open_s`. Exceptions of `open_tracker` are raised unchanged.
+    """
+
+    def __init__(self, open_tracker: Callable[[], Tracker], *, name: str, open_s: float = OPEN_S, close_s: float = CLOSE_S) -> None:
+        self.dropped = 0
+        """Events that were dropped because the tracker was slower than the run."""
+        self._name, self._close_s = name, close_s
+        self._events: queue.Queue[Event | None] = queue.Queue(MAX_EVENTS)
+        self._opened = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(open_tracker,), name=f"tracker {name}", daemon=True)
+        self._closed = False
+        self._thread.start()
+        if not self._opened.wait(open_s):
+            self._closed = True
+            raise PluginError(f"tracker {name!r} was not open after {open_s:g} s", fix="check its service, or remove it from trackers")
+        if self._error is not None:
+            self._closed = True
+            raise self._error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Passes the metrics of a finished step on."""
+        copied = dict(metrics)
+        self._add(lambda one: one.log(step, copied))
+
+    def alert(self, text: str) -> None:
+        """Passes an alert on."""
+        self._add(lambda one: one.alert(text))
+
+    def stage(self, name: str, detail: str = "") -> None:
+        """Passes the start of a stage on."""
+        self._add(lambda one: one.stage(name, detail))
+
+    def progress(self, index: int, group: Group) -> None:
+        """Passes a finished group on."""
+        self._add(lambda one: one.progress(index, group))
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Passes the progress of an evaluation on."""
+        self._add(lambda one: one.evaluating(done, total))
+
+    def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
+        """Passes the rates of an evaluation on."""
+        self._add(lambda one: one.evaluated(phase, rates))
+
+    def close(self) -> None:
+        """Waits at most `close_s` until the tracker has handled its events and has closed. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._events.put(None, timeout=self._close_s / 2)
+        except queue.Full:
+            pass
+        else:
+            self._thread.join(self._close_s / 2)
+        if self._thread.is_alive():
+            log.warning("tracker %s did not close within %g s; its last events may be missing", self._name, self._close_s)
+
+    def _add(self, event: Event) -> None:
+        if self._closed:
+            return
+        try:
+            self._events.put_nowait(event)
+        except queue.Full:
+            self.dropped += 1
+            if self.dropped & (self.dropped - 1) == 0:  # 1, 2, 4, ...
+                log.warning("tracker %s is slower than the run: %d events were dropped", self._name, self.dropped)
+
+    def _run(self, open_tracker: Callable[[], Tracker]) -> None:
+        try:
+            tracker = open_tracker()
+        except BaseException as error:
+            self._error = error
+            return
+        finally:
+            self._opened.set()
+        while (event := self._events.get()) is not None:
+            with user_code.logging_faults(f"tracker {self._name}"):
+                event(tracker)
+        with user_code.logging_faults(f"closing tracker {self._name}"):
+            tracker.close()

@@ -1,0 +1,228 @@
+"""Trackers of other projects, which a recipe selects by name: wandb and trackio, MLflow, and a Prometheus endpoint.
+
+Each of their packages is imported when a recipe names it. Their options are those of the package's own start, such as `project` and `mode`
+of wandb; environment variables such as WANDB_API_KEY, TRACKIO_DIR and MLFLOW_TRACKING_URI work as usual. A resumed run continues the same
+run of the service: `trackers.json` in the run folder has its id.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from agentrl.base.files import write_atomically
+from agentrl.base.installation import import_optional
+from agentrl.base.user_code import printable
+from agentrl.config.recipe import Recipe
+from agentrl.errors import PluginError
+from agentrl.protocols import Interval, Tracker
+from agentrl.records import Group
+
+IDS_FILE = "trackers.json"
+MAX_METRICS = 512
+"""Metrics of a step that the Prometheus endpoint shows."""
+_MAX_TEXT = 2000  # characters of an alert
+_TITLE = "agentrl"
+_LOOPBACK = "127.0.0.1"
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
+
+
+class ExperimentRun(Tracker):
+    """A run of wandb, or of trackio, which has the same interface. It uses the methods `log`, `alert` and `finish` of `init`'s result."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs the metrics of a finished step."""
+        self._run.log(dict(metrics), step=step)
+
+    def alert(self, text: str) -> None:
+        """Sends an alert with the service's own alerts."""
+        with redirect_stdout(sys.stderr):  # trackio prints it; standard output may be the run's JSON
+            self._run.alert(title=_TITLE, text=printable(text, _MAX_TEXT))
+
+    def close(self) -> None:
+        """Finishes the run of the service."""
+        with redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
+def open_wandb(run_dir: Path, recipe: Recipe, **options: Any) -> ExperimentRun:
+    """Opens the tracker `wandb`. `options` are arguments of `wandb.init`. Raises `UserError` if wandb is not installed."""
+    wandb = import_optional("wandb", "wandb", needed_for="the tracker wandb")
+    number = _stored_id(run_dir, "wandb")
+    usual = {"project": _TITLE, "name": run_dir.name, "id": number, "resume": "allow", "dir": str(run_dir), "config": _config(recipe)}
+    return ExperimentRun(wandb.init(**usual | options))
+
+
+def open_trackio(run_dir: Path, recipe: Recipe, **options: Any) -> ExperimentRun:
+    """Opens the tracker `trackio`. `options` are arguments of `trackio.init`. Raises `UserError` if trackio is not installed."""
+    trackio = import_optional("trackio", "trackio", needed_for="the tracker trackio")
+    name = f"{run_dir.name}-{_stored_id(run_dir, 'trackio')}"  # trackio identifies a run by its name
+    usual = {"project": _TITLE, "name": name, "resume": "allow", "config": _config(recipe), "auto_log_gpu": False, "auto_log_cpu": False}
+    with redirect_stdout(sys.stderr):
+        return ExperimentRun(trackio.init(**usual | options))
+
+
+class MlflowRun(Tracker):
+    """A run of MLflow, through the client of its tracking server or store."""
+
+    def __init__(self, mlflow: Any, client: Any, run_id: str) -> None:
+        self._mlflow, self._client, self._run_id = mlflow, client, run_id
+        self._alerts = 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs the metrics of a finished step."""
+        now_ms = self._mlflow.utils.time.get_current_time_millis()
+        entity = self._mlflow.entities.Metric
+        finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
+        self._client.log_batch(self._run_id, metrics=[entity(_mlflow_name(key), value, now_ms, step) for key, value in finite.items()])
+
+    def alert(self, text: str) -> None:
+        """Sets the tag `alert` to the newest alert, and counts alerts in `alerts`."""
+        self._alerts += 1
+        self._client.set_tag(self._run_id, "alert", printable(text, _MAX_TEXT))
+        self._client.set_tag(self._run_id, "alerts", str(self._alerts))
+
+    def close(self) -> None:
+        """Marks the run as finished."""
+        self._client.set_terminated(self._run_id)
+
+
+def open_mlflow(run_dir: Path, recipe: Recipe, *, experiment: str = _TITLE, tracking_uri: str | None = None) -> MlflowRun:
+    """Opens the tracker `mlflow`. `tracking_uri` None uses MLFLOW_TRACKING_URI. Raises `UserError` if MLflow is not installed."""
+    mlflow = import_optional("mlflow", "mlflow", needed_for="the tracker mlflow")
+    client = mlflow.MlflowClient(tracking_uri=tracking_uri)
+    run_id = _read_ids(run_dir).get("mlflow")
+    if run_id is None:
+        known = client.get_experiment_by_name(experiment)
+        number = client.create_experiment(experiment) if known is None else known.experiment_id
+        run_id = client.create_run(number, run_name=run_dir.name).info.run_id
+        _write_id(run_dir, "mlflow", run_id)
+        client.log_dict(run_id, _config(recipe), "recipe.json")
+    else:
+        client.update_run(run_id, status="RUNNING")
+    return MlflowRun(mlflow, client, run_id)
+
+
+class PrometheusEndpoint(Tracker):
+    """Serves the metrics of the newest step, and counters of the run, at http://127.0.0.1:PORT/metrics in Prometheus' text format.
+
+    A metric `part/x` of a step is the gauge `agentrl_part_x`. No metric has labels except `agentrl_stage`, which has one series, and
+    `agentrl_success`, which has one for each split. The endpoint has no authentication and only answers on the loopback interface.
+    """
+
+    def __init__(self, prometheus: Any, port: int) -> None:
+        self._families = prometheus.core
+        self._lock = threading.Lock()
+        self._metrics: dict[str, float] = {}
+        self._rates: dict[str, float] = {}
+        self._counts = dict.fromkeys(("alerts", "groups", "episodes", "episodes_excluded"), 0)
+        self._stage = ""
+        registry = prometheus.CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = prometheus.start_http_server(port, addr=_LOOPBACK, registry=registry)
+        except OSError as error:
+            problem = f"tracker prometheus cannot listen on {_LOOPBACK}:{port}: {error.strerror or error}"
+            raise PluginError(problem, fix="set another port in its options, or end the program that uses it") from None
+        self.url = f"http://{_LOOPBACK}:{self._server.server_port}/metrics"
+
+    def collect(self) -> Iterator[Any]:
+        """Yields the metric families; called at each scrape, on the server's threads."""
+        with self._lock:
+            metrics, rates, counts, stage = dict(self._metrics), dict(self._rates), dict(self._counts), self._stage
+        for name, value in metrics.items():
+            yield self._families.GaugeMetricFamily(f"agentrl_{name}", "Metric of the newest step.", value=value)
+        for name, count in counts.items():
+            yield self._families.CounterMetricFamily(f"agentrl_run_{name}", "Count since this driver started.", value=count)
+        yield self._gauge("agentrl_stage", "The stage of the run.", "stage", {stage: 1.0} if stage else {})
+        yield self._gauge("agentrl_success", "Mean score of the newest evaluation.", "split", rates)
+
+    def _gauge(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Any:
+        family = self._families.GaugeMetricFamily(name, text, labels=[label])
+        for key, value in values.items():
+            family.add_metric([key], value)
+        return family
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Replaces the metrics of the earlier step."""
+        named = {"step": float(step)} | {_NOT_IN_NAMES.sub("_", key)[:200]: float(value) for key, value in metrics.items()}
+        with self._lock:
+            self._metrics = dict(list(named.items())[:MAX_METRICS])
+
+    def alert(self, text: str) -> None:
+        """Counts an alert."""
+        self._count(alerts=1)
+
+    def stage(self, name: str, detail: str = "") -> None:
+        """Sets the stage."""
+        with self._lock:
+            self._stage = name
+
+    def progress(self, index: int, group: Group) -> None:
+        """Counts a finished group."""
+        self._count(groups=1, episodes=len(group.episodes), episodes_excluded=len(group.episodes) - len(group.scored))
+
+    def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
+        """Replaces the rates of the splits."""
+        with self._lock:
+            self._rates |= {split: rate.value for split, rate in rates.items()}
+
+    def close(self) -> None:
+        """Stops the server. Idempotent."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            for name, count in more.items():
+                self._counts[name] += count
+
+
+def open_prometheus(run_dir: Path, recipe: Recipe, *, port: int = 9464) -> PrometheusEndpoint:
+    """Opens the tracker `prometheus`. Port 0 selects a free port. Raises `UserError` if the package is missing or the port is in use."""
+    import_optional("prometheus_client", "prometheus", needed_for="the tracker prometheus")
+    import prometheus_client
+    import prometheus_client.core
+
+    return PrometheusEndpoint(prometheus_client, port)
+
+
+def _config(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as JSON data; secrets are references in it."""
+    return recipe.model_dump(mode="json")
+
+
+def _mlflow_name(key: str) -> str:
+    """A metric's name with the characters that MLflow allows."""
+    return re.sub(r"[^\w./ -]", "_", key, flags=re.ASCII)[:250]
+
+
+def _read_ids(run_dir: Path) -> dict[str, str]:
+    """Tracker -> id of the service's run; empty if there is none yet, or the file is damaged."""
+    try:
+        ids = json.loads((run_dir / IDS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {str(key): str(value) for key, value in ids.items()} if isinstance(ids, dict) else {}
+
+
+def _write_id(run_dir: Path, tracker: str, number: str) -> None:
+    write_atomically(run_dir / IDS_FILE, json.dumps(_read_ids(run_dir) | {tracker: number}, indent=1) + "\n")
+
+
+def _stored_id(run_dir: Path, tracker: str) -> str:
+    """The id of the service's run, created on first use."""
+    number = _read_ids(run_dir).get(tracker) or uuid.uuid4().hex[:12]
+    _write_id(run_dir, tracker, number)
+    return number

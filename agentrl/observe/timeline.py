@@ -1,0 +1,80 @@
+"""What the parts of a run do, as a timeline: for each part, the seconds of all its states add up to the wall time of the interval."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+PARTS = ("server", "learner", "sandboxes", "scoring", "rollouts")
+BUSY, DOWN = "busy", "down"
+WAITING_FOR = "waiting for "
+"""Start of every other state."""
+PREFIX = "timeline/"
+"""Metric `timeline/PART/STATE`: seconds of a step."""
+WALL = "timeline_s"
+"""Metric: seconds of the interval, to which the states of each part add up."""
+UTILIZATION = "utilization/"
+"""Metric `utilization/PART`: share of the interval in which the part was busy."""
+
+
+class Timeline:
+    """The states of the parts over time. A part is in the state that it was last given; the first state is `DOWN`.
+
+    Args:
+        clock: seconds of a monotonic clock.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._states = dict.fromkeys(PARTS, DOWN)
+        self._spent: dict[tuple[str, str], float] = {}
+        self._began: float | None = None
+        self._newest = 0.0
+
+    @property
+    def running(self) -> bool:
+        """Whether an interval has started."""
+        return self._began is not None
+
+    def restart(self) -> None:
+        """Starts an interval now, and forgets the one before."""
+        self._began = self._newest = self._clock()
+        self._spent = {}
+
+    def mark(self, states: Mapping[str, str]) -> None:
+        """Sets the states of parts from now on. Raises `KeyError` for an unknown part."""
+        self._advance()
+        if unknown := states.keys() - self._states.keys():
+            raise KeyError(f"unknown parts: {', '.join(sorted(unknown))}")
+        self._states |= states
+
+    def take(self) -> dict[str, float]:
+        """Ends the interval and starts the next one. Returns its metrics; empty if no interval had started."""
+        if self._began is None:
+            return {}
+        self._advance()
+        wall_s = self._newest - self._began
+        metrics = {WALL: wall_s} | {f"{PREFIX}{part}/{state}": spent for (part, state), spent in sorted(self._spent.items())}
+        if wall_s > 0:
+            metrics |= {f"{UTILIZATION}{part}": self._spent.get((part, BUSY), 0.0) / wall_s for part in PARTS}
+        self._began, self._spent = self._newest, {}
+        return metrics
+
+    def _advance(self) -> None:
+        now = self._clock()
+        if self._began is not None:
+            for part, state in self._states.items():
+                self._spent[part, state] = self._spent.get((part, state), 0.0) + now - self._newest
+        self._newest = now
+
+
+def time_by_state(steps: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Returns part -> state -> seconds over all steps, from their metrics."""
+    spent: dict[str, dict[str, float]] = {}
+    for step in steps:
+        for name, seconds in step.items():
+            part, _, state = name.removeprefix(PREFIX).partition("/")
+            if name.startswith(PREFIX) and part in PARTS:
+                states = spent.setdefault(part, {})
+                states[state] = states.get(state, 0.0) + seconds
+    return spent

@@ -1,0 +1,156 @@
+"""Repeats the actions of an attempt that a fault ended, and decides whether these actions provoked the fault.
+
+A fault after the policy's first turn may be the policy's work. If the next attempt sampled new actions, or if the episode were excluded in
+the end, a policy that provokes faults when its episode goes badly would choose which of its episodes count. So the next attempt repeats the
+completions of the earlier ones as long as its contexts are equal to theirs. A fault of a machine does not depend on the actions: the
+repetition passes it, and the episode has the tokens that were sampled first.
+
+The actions provoked a fault if it ended three attempts of an episode in a row, while the same part worked for at least `MIN_OTHERS`
+episodes of other groups, and hardly any of them met the fault. If faults did not depend on the actions, two repetitions would meet it with
+a probability of at most `MAX_CHANCE` squared. The episode is then scored like every other failure of the policy. Faults of tools are not
+decided here: an agent may be the only one that calls a tool (`agentrl.agent.outage_blame`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from agentrl.records import Blame, Completion, Failure
+
+PROVOKED = "provoked"
+"""`Failure.kind` of a fault that the policy's actions provoked."""
+ATTEMPTS = 3
+"""Attempts in a row that the same fault must have ended."""
+MIN_OTHERS = 8
+"""Episodes of other groups that must have used the part since the first of these faults."""
+MAX_CHANCE = 0.1
+"""Largest probability with which another episode may meet the fault: (faults + 1) / (episodes + 2) of those of other groups."""
+PATIENCE_S = 20.0
+"""Seconds for which the last attempt waits for such others. It does not wait if no other group is running."""
+GENERATE, SANDBOX = "generate", "sandbox"
+"""Parts that an episode used with success: the policy's server, a sandbox."""
+_POLL_S = 0.1
+_NEWEST = 1024  # events that are recorded
+_DECIDED_ELSEWHERE = ("score", "tool")  # stages
+_IN_SANDBOXES = ("sandbox", "collect")
+
+
+def may_be_provoked(failure: Failure) -> bool:
+    """Whether the next attempt should repeat the actions, because nothing has decided yet whether they provoked the fault."""
+    return failure.policy_reachable and failure.stage not in _DECIDED_ELSEWHERE
+
+
+class SampledTurns:
+    """The completions of one episode's attempts, by their contexts. An attempt repeats those of earlier attempts, each once.
+
+    Args:
+        used: called with `GENERATE` or `SANDBOX` after each successful use of that part.
+    """
+
+    def __init__(self, used: Callable[[str], None] = lambda part: None) -> None:
+        self.used = used
+        self._earlier: dict[bytes, list[Completion]] = {}
+        self._own: dict[bytes, list[Completion]] = {}
+
+    def take(self, context: Sequence[int], *, most: int) -> Completion | None:
+        """Returns the next completion that an earlier attempt sampled in a context, if it has at most `most` tokens."""
+        left = self._earlier.get(_digest(context)) if self._earlier else None
+        return left.pop(0) if left and len(left[0].token_ids) <= most else None
+
+    def add(self, context: Sequence[int], completion: Completion) -> None:
+        """Records a completion of the running attempt."""
+        self._own.setdefault(_digest(context), []).append(completion)
+
+    def end_attempt(self, *, repeat: bool) -> None:
+        """Ends the running attempt. The next one repeats its completions, and those that it did not reach, only with `repeat`."""
+        for key, left in self._earlier.items():
+            self._own.setdefault(key, []).extend(left)
+        self._earlier, self._own = self._own if repeat else {}, {}
+
+
+class FaultHistory:
+    """What the newest episodes of all groups used, and the faults that ended their first attempts. Use it from one event loop.
+
+    Faults of further attempts do not count, because they repeat the first one.
+    """
+
+    def __init__(self) -> None:
+        self.events = 0
+        """The number of events so far."""
+        self._running = Counter[str]()
+        self._newest: OrderedDict[tuple[str, str, str], int] = OrderedDict()  # group, episode, part or fault -> number of the newest event
+
+    @contextmanager
+    def running(self, group: str) -> Iterator[None]:
+        """Counts an attempt of a group as running."""
+        self._running[group] += 1
+        try:
+            yield
+        finally:
+            self._running[group] -= 1
+            if not self._running[group]:
+                del self._running[group]
+
+    def record_use(self, group: str, episode: str, part: str) -> None:
+        """Records that an episode has used a part with success."""
+        self._record((group, episode, part))
+
+    def record_fault(self, group: str, episode: str, fault: Failure) -> None:
+        """Records the fault that ended an episode's first attempt."""
+        self._record((group, episode, _name(fault)))
+
+    def _record(self, event: tuple[str, str, str]) -> None:
+        self.events += 1
+        self._newest[event] = self.events
+        self._newest.move_to_end(event)
+        if len(self._newest) > _NEWEST:
+            self._newest.popitem(last=False)
+
+    async def wait_for_others(self, fault: Failure, group: str, *, since: int) -> None:
+        """Waits until the events of other groups after number `since` show that hardly any meets the fault, at most `PATIENCE_S`."""
+        for _ in range(round(PATIENCE_S / _POLL_S)):
+            if self._others_are_well(fault, group, since) or not self._running.keys() - {group}:
+                return
+            await asyncio.sleep(_POLL_S)
+
+    def provoked(self, faults: Sequence[Failure], group: str, *, since: int) -> Failure | None:
+        """Returns the policy's failure if the actions provoked the faults that ended the attempts of an episode; else None.
+
+        Args:
+            since: value of `events` at the first of the faults.
+        """
+        if len(faults) < ATTEMPTS or not all(map(may_be_provoked, faults)):
+            return None
+        last = faults[-1]
+        if len(set(map(_name, faults))) > 1 or not self._others_are_well(last, group, since):
+            return None
+        met, others = self._met_by_others(last, group, since)
+        message = (
+            f"{_name(last)} ended {len(faults)} attempts that repeated the same actions, and {met} of {others} episodes of other groups"
+            f" meanwhile: {last.message}"
+        )
+        return Failure(stage=last.stage, blame=Blame.POLICY, kind=PROVOKED, message=message[:2000], turn=last.turn)
+
+    def _others_are_well(self, fault: Failure, group: str, since: int) -> bool:
+        met, others = self._met_by_others(fault, group, since)
+        return others >= MIN_OTHERS and (met + 1) / (others + 2) <= MAX_CHANCE
+
+    def _met_by_others(self, fault: Failure, group: str, since: int) -> tuple[int, int]:
+        """How many episodes of other groups met the fault after event `since`, and how many met it or used the part that failed."""
+        part = SANDBOX if fault.stage in _IN_SANDBOXES else GENERATE
+        events = [(episode, what) for (other, episode, what), number in self._newest.items() if number > since and other != group]
+        met = {episode for episode, what in events if what == _name(fault)}
+        return len(met), len(met | {episode for episode, what in events if what == part})
+
+
+def _name(fault: Failure) -> str:
+    return f"{fault.stage} {fault.kind}"
+
+
+def _digest(context: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array("q", context).tobytes(), digest_size=16).digest()

@@ -1,0 +1,51 @@
+"""Records in the run's timeline which of its parts work and which wait, at regular times."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, NoReturn
+
+from agentrl.base.activity import ACTIVITY, ATTEMPTS, SANDBOXES, SCORING
+from agentrl.observe.timeline import BUSY, DOWN, WAITING_FOR
+
+if TYPE_CHECKING:
+    from agentrl.session.opening import Run
+
+LOOK_S = 0.2
+"""Seconds between two looks: a state that lasts less may be missed."""
+_STARTING = ("", "starting", "loading the model", "resuming", "computing version 0's probe")  # work of a learner that does not learn yet
+
+
+async def watch_parts(run: Run) -> NoReturn:
+    """Records the states of the parts until it is cancelled. A blocked event loop prolongs the states before it."""
+    while True:
+        run.progress.timeline.mark(part_states(run))
+        await asyncio.sleep(LOOK_S)
+
+
+def part_states(run: Run) -> dict[str, str]:
+    """Returns the state of each part now: busy, waiting for another part, or down."""
+    attempts = ACTIVITY.count(ATTEMPTS)
+    return {
+        "server": _server_state(run),
+        "learner": _learner_state(run.learner.alive, run.learner.liveness.work),
+        "rollouts": BUSY if attempts else f"{WAITING_FOR}a version",
+        "sandboxes": BUSY if ACTIVITY.count(SANDBOXES) else f"{WAITING_FOR}calls",
+        "scoring": BUSY if ACTIVITY.count(SCORING) else f"{WAITING_FOR}episodes",
+    }
+
+
+def _server_state(run: Run) -> str:
+    if not run.served.accepts_requests:
+        return DOWN
+    if run.served.loading:
+        return f"{WAITING_FOR}weights"
+    return BUSY if run.groups.runner.pace.in_flight else f"{WAITING_FOR}requests"
+
+
+def _learner_state(alive: bool, work: str) -> str:
+    if not alive or work in _STARTING:
+        return DOWN
+    if not work.startswith(WAITING_FOR):
+        return BUSY
+    return f"{WAITING_FOR}groups" if "group" in work else f"{WAITING_FOR}the server"
