@@ -54,8 +54,8 @@ async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, ro
                     await _pipeline(run)
             finally:
                 with warn_on_error(run.folder, "counting the groups of the ledger"):
-                    unfinished = StepRecords.of(run).unfinished_groups()
-                    ledger = count(run.store.entries())
+                    unfinished = await StepRecords.of(run).unfinished_groups()
+                    ledger = count(await run.store.entries())
             run.tracker.stage("close", "learner, server and sandboxes")
     except BaseException as error:
         if run is not None:
@@ -78,7 +78,7 @@ async def _pipeline(run: Run) -> None:
         if needed:  # early, so that an error of the learner ends the start
             learning = parts.create_task(watch_learner(run.learner, run.registry, run.tracker.alert))
         await run.start_serving(newest, gating=not concluded, learning=needed)
-        run.registry.set_state(newest.number, VersionState.SERVING)
+        await asyncio.to_thread(run.registry.set_state, newest.number, VersionState.SERVING)
         watching = [run.served.watch(on_loss=run.learner.kill), run.fault_rate.watch(), watch_external_servers(run.tracker.alert)]
         if run.sandboxes.name == "docker":
             watching.append(watch_daemon(run.tracker.alert))
@@ -87,7 +87,7 @@ async def _pipeline(run: Run) -> None:
         watchers = [parts.create_task(one) for one in watching]
         if not concluded:
             await records.finish_serving()
-        records.record_missing()
+        await records.record_missing()
         if newest.number == 0 and not concluded:
             await evaluation.evaluate_once("before", step=0)
         if needed:
@@ -99,7 +99,7 @@ async def _pipeline(run: Run) -> None:
             await evaluation.evaluate_once("after", step=run.served.version)
         elif gate is None and run.served.version >= run.recipe.steps:
             await evaluation.evaluate_once("after", step=run.served.version)
-            run.registry.set_state(run.served.version, VersionState.PROMOTED)
+            await asyncio.to_thread(run.registry.set_state, run.served.version, VersionState.PROMOTED)
         for watcher in watchers:
             watcher.cancel()
     _export_result(run)
@@ -134,7 +134,7 @@ async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
 async def _roll_out(run: Run) -> None:
     """Starts the groups of each block as soon as they may be sampled. Groups that a resumed run already has are skipped."""
     rollouts = Rollouts.of(run)
-    first = run.order.first_incomplete_block(run.store.entries())
+    first = run.order.first_incomplete_block(await run.store.entries())
     async with asyncio.TaskGroup() as running:
         for block in range(first, run.recipe.steps):
             await run.served.wait_version(block - run.recipe.max_staleness)
@@ -153,7 +153,7 @@ async def _swap_versions(run: Run) -> None:
             if is_retracted(registry, served):
                 await fall_back(registry, served, run.tracker.alert)
                 number = served.version + 1
-            version = registry.get(number)
+            version = await asyncio.to_thread(registry.get, number)
             if version is None:
                 await asyncio.sleep(_POLL_S)
                 continue

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.base import user_code
 from agentrl.errors import StoreError, UserError
-from agentrl.experience import FolderCheckpoints, GroupOrder, new_entry
+from agentrl.experience import DriverStore, FolderCheckpoints, GroupOrder, new_entry
 from agentrl.failure import Capture, Quarantine
 from agentrl.memory.run_memory import RunMemory, record_answer_leaks
-from agentrl.protocols import ExperienceStore, Tracker
+from agentrl.protocols import Tracker
 from agentrl.records import Group, Task
 from agentrl.rollout import GroupRunner, excluded_group, failure_from_error, task_fault
 from agentrl.session.transcript import append_transcripts, transcript
@@ -32,12 +32,13 @@ class Rollouts:
     tasks: GroupTasks
     order: GroupOrder
     runner: GroupRunner
-    store: ExperienceStore
+    store: DriverStore
     checkpoints: FolderCheckpoints
     memory: RunMemory | None
     quarantine: Quarantine
     capture: Capture
     tracker: Tracker
+    _recording: asyncio.Lock = field(default_factory=asyncio.Lock)  # files of lines have one writer at a time
 
     @classmethod
     def of(cls, run: Run) -> Rollouts:
@@ -66,7 +67,7 @@ class Rollouts:
         """Runs the groups of a block that are not stored yet, plus one for each without a preference, up to the recipe's limit."""
         await self.prepare_block(number)
         indices = self.order.block(number)
-        waiting, stored = iter(indices), {entry.index: entry for entry in self.store.entries(first=indices.start)}
+        waiting, stored = iter(indices), {entry.index: entry for entry in await self.store.entries(first=indices.start)}
 
         async def run_next(index: int) -> None:
             entry = stored.get(index) or new_entry(await self.group(index))
@@ -81,19 +82,28 @@ class Rollouts:
         """Samples, scores and stores group `index`, and reports it to the tracker."""
         step = self.order.block_of(index)
         group, task = await self._sample(index, step)
-        group = self._stored(group)
-        self.checkpoints.remove_group(index)
-        self.capture.capture_group(task, group, step=step)
+        group = await self._stored(group)
         self.tracker.progress(index, group)
-        self.quarantine.add(group)
-        if task is not None:
-            self.tasks.record(task, group)
-            if alert := record_answer_leaks(self.folder, task, group.episodes, phase="train", step=step):
-                self.tracker.alert(alert)
-            if index == self.order.block(step).start:
-                example = transcript(task, group.episodes[0], phase="train", step=step)
-                append_transcripts(self.folder / "episodes" / "train.jsonl", [example])
+        try:
+            self.quarantine.add(group)
+        finally:
+            async with self._recording:
+                alert = await asyncio.to_thread(self._record, task, group, step)
+        if alert:
+            self.tracker.alert(alert)
         return group
+
+    def _record(self, task: Task | None, group: Group, step: int) -> str:
+        """Writes what the run folder has about a stored group, in addition to the store, in a thread. Returns an alert, or ""."""
+        self.checkpoints.remove_group(group.index)
+        self.capture.capture_group(task, group, step=step)
+        if task is None:
+            return ""
+        self.tasks.record(task, group)
+        if group.index == self.order.block(step).start:
+            example = transcript(task, group.episodes[0], phase="train", step=step)
+            append_transcripts(self.folder / "episodes" / "train.jsonl", [example])
+        return record_answer_leaks(self.folder, task, group.episodes, phase="train", step=step)
 
     async def _sample(self, index: int, step: int) -> tuple[Group, Task | None]:
         """The group of a task, and the task. No attempts if the task is quarantined or cannot be created; in the latter case the task is
@@ -111,15 +121,15 @@ class Rollouts:
         oldest_version = 0 if self.order.oldest_first and self.max_staleness else step - self.max_staleness
         return await self.runner.run_group(index, task, oldest_version=oldest_version), task
 
-    def _stored(self, group: Group) -> Group:
+    async def _stored(self, group: Group) -> Group:
         """Stores the group, or an excluded group if it cannot be serialized. A `StoreError`, such as a full disk, ends the run."""
         try:
-            self.store.put(group)
+            await self.store.put(group)
             return group
         except StoreError:
             raise
         except Exception as error:
             failure = failure_from_error(error, stage="store")
             excluded = excluded_group(group.index, f"group {group.index}", group.task_key, failure, size=self.runner.group_size)
-            self.store.put(excluded)
+            await self.store.put(excluded)
             return excluded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ from typing import TYPE_CHECKING
 from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.config.recipe import Recipe
 from agentrl.evaluation.held_out import HeldOutEvaluation
-from agentrl.experience import GroupOrder
+from agentrl.experience import DriverStore, GroupOrder
 from agentrl.failure import FaultRate
 from agentrl.memory.run_memory import memory_metrics
-from agentrl.protocols import ExperienceStore, PolicyServer, Tracker, VersionRegistry
+from agentrl.protocols import PolicyServer, Tracker, VersionRegistry
 from agentrl.records import Group, PolicyVersion, SwapReport
 from agentrl.rollout import Pace
 from agentrl.serving.supervisor import version_to_serve
@@ -47,7 +48,7 @@ class StepRecords:
     folder: Path
     progress: Progress
     order: GroupOrder
-    store: ExperienceStore
+    store: DriverStore
     registry: VersionRegistry
     served: PolicyServer
     pace: Pace
@@ -74,15 +75,15 @@ class StepRecords:
 
     async def finish(self, version: PolicyVersion, report: SwapReport | None) -> None:
         """Records the step that produced `version`, evaluates the version if the recipe says so, and prunes old versions."""
-        metrics = self._metrics(version, report)
+        metrics = await self._metrics(version, report)
         every = self.recipe.evaluation.every
         if every and version.number % every == 0 and version.number < self.recipe.steps:
             metrics |= await self.evaluation.evaluate_once(f"step{version.number}", step=version.number)
             self.tracker.stage("train", f"{self.progress.stop_at} steps")
             if self.progress.last_step_at is not None:
                 self.progress.last_step_at = time.monotonic()
-        self._record(version, metrics)
-        self.registry.prune(self.recipe.learner.keep_versions)
+        await self._record(version, metrics)
+        await asyncio.to_thread(self.registry.prune, self.recipe.learner.keep_versions)
 
     async def finish_serving(self) -> None:
         """Finishes the step of the serving version if an earlier driver died before that."""
@@ -90,39 +91,47 @@ class StepRecords:
         if version is not None and version.number and version.number not in measure.recorded_steps(self.folder):
             await self.finish(version, None)
 
-    def record_missing(self) -> None:
+    async def record_missing(self) -> None:
         """Records the steps up to the serving version that are not recorded, because the driver died."""
         known = measure.recorded_steps(self.folder)
         for number in range(1, self.served.version + 1):
             version = self.registry.get(number)
             if version is not None and number not in known:
-                self._record(version, self._metrics(version, None))
+                await self._record(version, await self._metrics(version, None))
 
-    def unfinished_groups(self) -> tuple[Group, ...]:
+    async def unfinished_groups(self) -> tuple[Group, ...]:
         """The stored groups of steps that are not recorded, and those that no step has taken."""
-        known = measure.recorded_steps(self.folder)
-        return self.store.groups(entry.index for entry in self.store.entries() if entry.step is None or entry.step + 1 not in known)
+        known, entries = measure.recorded_steps(self.folder), await self.store.entries()
+        return await self.store.groups(entry.index for entry in entries if entry.step is None or entry.step + 1 not in known)
 
-    def _metrics(self, version: PolicyVersion, report: SwapReport | None) -> dict[str, float]:
+    async def _metrics(self, version: PolicyVersion, report: SwapReport | None) -> dict[str, float]:
         step, now = version.number - 1, time.monotonic()
-        entries = self.store.entries(step=step)
-        groups = self.store.groups(entry.index for entry in entries)
+        entries = await self.store.entries(step=step)
+        groups = await self.store.groups(entry.index for entry in entries)
         wall_s = None if self.progress.last_step_at is None else now - self.progress.last_step_at
-        metrics = measure.step_metrics(groups, self.folder / version.folder, report, step=step, wall_s=wall_s)
+        metrics = await asyncio.to_thread(self._group_metrics, version, groups, report, wall_s)
         if self.order.extra:
             metrics["groups_extra"] = len(groups) - self.order.per_step
         late = (entry.oldest_version is not None and step - entry.oldest_version > self.recipe.max_staleness for entry in entries)
         metrics["groups_late"] = sum(late)
-        measure.record_excluded(self.folder, version.number, groups)
         if wall_s is not None:
             self.progress.last_step_at = now
             metrics |= DRIVER_LAG.metrics()
         faults = self.fault_rate.attempt_metrics() | self.fault_rate.suspect_metrics()
-        return metrics | memory_metrics(groups) | faults | self.served.figures()
+        return metrics | faults | self.served.figures()
 
-    def _record(self, version: PolicyVersion, metrics: dict[str, float]) -> None:
+    def _group_metrics(
+        self, version: PolicyVersion, groups: tuple[Group, ...], report: SwapReport | None, wall_s: float | None
+    ) -> dict[str, float]:
+        """The metrics of a step's groups. Records their excluded episodes. Runs in a thread, because a step may have 100 MB of groups."""
+        measure.record_excluded(self.folder, version.number, groups)
+        metrics = measure.step_metrics(groups, self.folder / version.folder, report, step=version.number - 1, wall_s=wall_s)
+        return metrics | memory_metrics(groups)
+
+    async def _record(self, version: PolicyVersion, metrics: dict[str, float]) -> None:
         self.tracker.log(version.number, metrics)
-        save_pace(self.pace, self.recipe, self.folder)
-        alerts = (*measure.step_alerts(self.folder, version.number - 1), self.fault_rate.suspect_alert(), self.pace.slow_start_alert())
+        await asyncio.to_thread(save_pace, self.pace, self.recipe, self.folder)
+        step_alerts = await asyncio.to_thread(measure.step_alerts, self.folder, version.number - 1)
+        alerts = (*step_alerts, self.fault_rate.suspect_alert(), self.pace.slow_start_alert())
         for alert in filter(None, alerts):
             self.tracker.alert(alert)

@@ -26,7 +26,7 @@ from agentrl.base.processes import raise_file_limit, rare_collections
 from agentrl.cluster import Placement
 from agentrl.config.recipe import Recipe
 from agentrl.evaluation.replay import check_start_tokens
-from agentrl.experience import FolderCheckpoints, GroupOrder, open_store
+from agentrl.experience import DriverStore, FolderCheckpoints, GroupOrder, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.failure.capture import PASSES
 from agentrl.failure.case import Suite
@@ -37,7 +37,6 @@ from agentrl.memory.run_memory import RunMemory, open_memory, placeholder_memory
 from agentrl.observe import RunTracker, StageClock, open_trackers
 from agentrl.plugins import parts
 from agentrl.protocols import (
-    ExperienceStore,
     Policy,
     PolicyServer,
     SandboxBackend,
@@ -121,7 +120,7 @@ class Run:
     progress: Progress
     tracker: Tracker
     clock: StageClock
-    store: ExperienceStore
+    store: DriverStore
     checkpoints: FolderCheckpoints
     quarantine: Quarantine
     capture: Capture
@@ -232,7 +231,7 @@ async def _open_parts(
     clock = StageClock(began=start.began)
     tracker = await _open_tracker(stack, recipe, folder, clock, console=console)
     _report_preparation(tracker, chat, checked)
-    store, checkpoints, memory = _open_experience(stack, recipe, folder, order)
+    store, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, alert=tracker.alert)
     pace = restore_pace(recipe, folder)
     stack.callback(save_pace, pace, recipe, folder)
@@ -294,14 +293,15 @@ def _open_capture(stack: AsyncExitStack, recipe: Recipe, folder: Path) -> Captur
     return capture
 
 
-def _open_experience(
+async def _open_experience(
     stack: AsyncExitStack, recipe: Recipe, folder: Path, order: GroupOrder
-) -> tuple[ExperienceStore, FolderCheckpoints, RunMemory | None]:
-    store = open_store(folder, recipe)
-    stack.callback(store.close)
+) -> tuple[DriverStore, FolderCheckpoints, RunMemory | None]:
+    store = await DriverStore.open(partial(open_store, folder, recipe))
+    stack.push_async_callback(store.close)
     checkpoints = FolderCheckpoints(folder / "running")
-    for index in filter(store.has, checkpoints.groups()):  # the driver died after storing it
-        checkpoints.remove_group(index)
+    for index in checkpoints.groups():
+        if await store.has(index):  # the driver died after storing it
+            await asyncio.to_thread(checkpoints.remove_group, index)
     memory = open_memory(recipe, folder, store, order)
     if memory is not None:
         stack.callback(memory.close)

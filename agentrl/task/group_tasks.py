@@ -8,15 +8,14 @@ crash, a group may be missing in the file; it is then read from the store, and i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from agentrl.base.files import append_lines, complete_lines
 from agentrl.base.user_code import describe_error
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError, TaskError
-from agentrl.experience import GroupOrder
-from agentrl.protocols import ExperienceStore
+from agentrl.experience import DriverStore, GroupOrder
 from agentrl.records import Group, LedgerEntry, Split, Task, codec
 from agentrl.task import GroupOutcome, GroupSchedule, TaskHistory
 
@@ -26,7 +25,7 @@ TASKS_FILE = "tasks.jsonl"
 class GroupTasks:
     """Chooses the tasks of a run's groups and records their outcomes."""
 
-    def __init__(self, recipe: Recipe, folder: Path, store: ExperienceStore, schedule: GroupSchedule, order: GroupOrder) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, store: DriverStore, schedule: GroupSchedule, order: GroupOrder) -> None:
         self._path = folder / TASKS_FILE
         self._store = store
         self._schedule = schedule
@@ -51,8 +50,8 @@ class GroupTasks:
             if self._lines is None:
                 self._lines = await asyncio.to_thread(self._read)
             while self._reached < block - self._behind:
-                entries = self._store.entries(step=self._reached)
-                self._record.add(self._outcomes(entries))
+                entries = await self._store.entries(step=self._reached)
+                self._record.add(self._outcomes(entries, await self._unrecorded(entries)))
                 self._reached += 1
                 self._weights[self._reached + self._behind] = self._record.weights()
                 self._drop_weights(entries)
@@ -72,8 +71,14 @@ class GroupTasks:
         if self._lines is not None:
             self._lines[group.index] = taught
 
-    def _outcomes(self, entries: Sequence[LedgerEntry]) -> Iterator[GroupOutcome]:
-        """The outcomes of the groups that a step took. A group without a recorded outcome is read from the store."""
+    async def _unrecorded(self, entries: Sequence[LedgerEntry]) -> dict[int, Group]:
+        """The groups of a step without a recorded outcome, from the store."""
+        assert self._lines is not None, "the file is read first"
+        indices = [entry.index for entry in entries if entry.index not in self._lines]
+        return {group.index: group for group in await self._store.groups(indices)} if indices else {}
+
+    def _outcomes(self, entries: Sequence[LedgerEntry], unrecorded: Mapping[int, Group]) -> Iterator[GroupOutcome]:
+        """The outcomes of the groups that a step took."""
         assert self._lines is not None, "the file is read first"
         if not entries:
             raise StoreError(f"the outcomes of step {self._reached} are unknown: the ledger has no groups of this step")
@@ -81,7 +86,7 @@ class GroupTasks:
             if (line := self._lines.pop(entry.index, None)) is not None:
                 yield line
             elif not self._schedule.is_practice(self._order.position(entry.index)):
-                (group,) = self._store.groups([entry.index])
+                group = unrecorded[entry.index]
                 if (task := self._again(group)) is not None:
                     yield GroupOutcome.from_group(task, group)
 

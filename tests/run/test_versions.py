@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from agentrl.base.loop_lag import DRIVER_LAG, TICK_S
+from agentrl.experience import DriverStore
 from agentrl.records import PolicyVersion, VersionState
 from agentrl.run import versions
 from agentrl.run.versions import StepRecords
@@ -43,8 +44,15 @@ async def test_an_interrupted_evaluation_is_repeated(
         return {"heldout": 0.5}
 
     monkeypatch.setattr(versions.measure, "recorded_steps", lambda folder: set(lines))
-    monkeypatch.setattr(StepRecords, "_metrics", lambda self, version, report: {"reward_mean": 1.0})
-    monkeypatch.setattr(StepRecords, "_record", lambda self, version, metrics: lines.__setitem__(version.number, metrics))
+
+    async def measured(*_: Any) -> dict[str, float]:
+        return {"reward_mean": 1.0}
+
+    async def record(self: StepRecords, version: PolicyVersion, metrics: dict[str, float]) -> None:
+        lines[version.number] = metrics
+
+    monkeypatch.setattr(StepRecords, "_metrics", measured)
+    monkeypatch.setattr(StepRecords, "_record", record)
     steps = records(
         recipe=SimpleNamespace(steps=4, evaluation=SimpleNamespace(every=every), learner=SimpleNamespace(keep_versions=2)),
         registry=SimpleNamespace(get=version, prune=lambda keep: None),
@@ -53,7 +61,7 @@ async def test_an_interrupted_evaluation_is_repeated(
         tracker=SimpleNamespace(stage=lambda *_: None),
     )
     await steps.finish_serving()
-    steps.record_missing()
+    await steps.record_missing()
     assert phases == evaluated and set(lines) == {1, 2}
     assert lines[2] == ({} if 2 in known else {"reward_mean": 1.0, **({"heldout": 0.5} if evaluated else {})})
 
@@ -66,11 +74,11 @@ async def test_a_step_of_this_driver_has_the_event_loops_lag(made_here: bool, mo
     steps = records(
         0.0 if made_here else None,
         order=SimpleNamespace(extra=0),
-        store=SimpleNamespace(groups=tuple, entries=lambda step: ()),
+        store=DriverStore(lambda: cast(Any, SimpleNamespace(groups=tuple, entries=lambda **_: ()))),
         fault_rate=nothing,
         served=nothing,
     )
     async with DRIVER_LAG.watched(lambda alert: None):
         await asyncio.sleep(5 * TICK_S)
-        metrics = steps._metrics(version(1), None)
+        metrics = await steps._metrics(version(1), None)
     assert set(metrics) == ({"loop_lag_ms_p99", "loop_lag_ms_max"} if made_here else set()) | {"groups_late"}

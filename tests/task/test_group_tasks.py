@@ -16,7 +16,7 @@ import pytest
 from agentrl.base.files import read_json_lines
 from agentrl.config import Recipe, build
 from agentrl.errors import StoreError
-from agentrl.experience import GroupOrder, SqliteStore, new_entry
+from agentrl.experience import DriverStore, GroupOrder, SqliteStore, new_entry
 from agentrl.records import Episode, Group, Score, ScoredEpisode, Split, Task
 from agentrl.task import GroupSchedule
 from agentrl.task.group_tasks import TASKS_FILE, GroupTasks
@@ -66,7 +66,7 @@ class Run:
         self.recipe, self.order = recipe, GroupOrder.from_recipe(recipe)
         self.store = SqliteStore(folder / "experience.sqlite")
         schedule = GroupSchedule(Kinds(size), seed=3, practice=Practised() if practice else None)
-        self.taught = GroupTasks(recipe, folder, self.store, schedule, self.order)
+        self.taught = GroupTasks(recipe, folder, DriverStore(lambda: self.store), schedule, self.order)
 
     async def step(self, step: int) -> list[str]:
         await self.taught.prepare_block(step)

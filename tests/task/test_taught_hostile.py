@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.errors import TaskError
-from agentrl.experience import GroupOrder, SqliteStore
+from agentrl.experience import DriverStore, GroupOrder, SqliteStore
 from agentrl.records import Blame, Failure, Group, GroupUse, Split, Task
 from agentrl.rollout import excluded_group
 from agentrl.task import GroupSchedule
@@ -34,7 +34,7 @@ class Breaking(Kinds):
 
 def taught_of(folder: Path, store: SqliteStore, family: Kinds, **rollout: Any) -> GroupTasks:
     recipe = recipe_of(max_staleness=0, **rollout)
-    return GroupTasks(recipe, folder, store, GroupSchedule(family, seed=3), GroupOrder.from_recipe(recipe))
+    return GroupTasks(recipe, folder, DriverStore(lambda: store), GroupSchedule(family, seed=3), GroupOrder.from_recipe(recipe))
 
 
 def step(taught: GroupTasks, store: SqliteStore, number: int) -> list[Group]:
