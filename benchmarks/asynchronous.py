@@ -27,7 +27,7 @@ import statistics
 import sys
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import simpy
 
@@ -91,7 +91,7 @@ class Simulation:
         setting = self.setting
         self.random = random.Random(self.seed)
         self.order = GroupOrder(per_step=setting.per_step, oldest_first=setting.oldest_first, depth=setting.max_staleness + 1)
-        self.starts = BlockStarts(self.order, cast(Any, self))
+        self.starts = BlockStarts(self.order)
         self.parked = 0
         self.slots = simpy.Resource(self.env, capacity=setting.agents)
         self.entries: dict[int, LedgerEntry] = {}
@@ -124,13 +124,6 @@ class Simulation:
             while slot >= wanted + self.parked or not self.starts.admit(slot, version=self.version, parked=self.parked):
                 yield self.changed
             self.env.process(self.group(slot))
-
-    def block_versions(self) -> dict[int, int]:
-        """Nothing is recorded: the run is never resumed."""
-        return {}
-
-    def start_block(self, block: int, version: int) -> None:
-        """Records nothing."""
 
     def group(self, index: int) -> Generator[simpy.Event, Any, None]:
         """Runs all attempts of one group and stores its entry."""

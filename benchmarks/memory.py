@@ -20,7 +20,7 @@ from pathlib import Path
 from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.config import MemoryConfig
 from agentrl.evaluation.splits import evaluate_split
-from agentrl.experience import BlockStarts, GroupOrder, SqliteStore
+from agentrl.experience import BlockStarts, DriverStore, GroupOrder, SqliteStore
 from agentrl.memory.run_memory import EvaluationNotes, RunMemory
 from agentrl.records import Group, GroupUse, Split
 from agentrl.records.sampling import Sampling
@@ -52,7 +52,7 @@ async def trained(family: Archive, says: Callable[[str], str], folder: Path, *, 
     """Runs the groups of `steps` steps. Each step reads the notes of all steps before the previous one."""
     groups, blocks = runner(says), GroupOrder(per_step=GROUPS, depth=STALENESS + 1)
     with closing(SqliteStore(folder / "experience.sqlite")) as store:
-        notes = RunMemory(CONFIG, folder, store, blocks, BlockStarts(blocks, store))
+        notes = RunMemory(CONFIG, folder, DriverStore(lambda: store), blocks, BlockStarts(blocks))
         with closing(notes):
             for step in range(steps):
                 await notes.prepare_block(step)

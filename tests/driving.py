@@ -14,11 +14,12 @@ import random
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from agentrl.config import Recipe, build
-from agentrl.experience import BlockStarts, FolderCheckpoints, GroupOrder, SqliteStore
+from agentrl.experience import BlockStarts, DriverStore, FolderCheckpoints, GroupOrder, SqliteStore
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.memory.run_memory import open_memory
 from agentrl.observe import RunTracker, StageClock
@@ -135,12 +136,13 @@ async def opened(
 ) -> AsyncIterator[opening.Run]:
     """A `Run` whose rollouts are real; it has neither server nor learner. `order`: that of its groups, if not the recipe's."""
     order = order or GroupOrder.from_recipe(recipe)
-    store, tracker = SqliteStore(run_dir / "experience.sqlite"), RunTracker(run_dir)
+    store = await DriverStore.open(partial(SqliteStore, run_dir / "experience.sqlite"))
+    tracker = RunTracker(run_dir)
     checkpoints = FolderCheckpoints(run_dir / "running")
     faults, slots = FaultRate(concurrency=recipe.rollout.concurrency), Admission(recipe.rollout.concurrency)
     episodes = opening.build_episode_runner(recipe, policy, sandboxes, chat_of(shared_tokenizer()))
     capture = Capture(run_dir, recipe.capture, origin={"run": run_dir.name})
-    starts = BlockStarts(order, store)
+    starts = BlockStarts(order, await store.call(lambda store: store.block_versions()))
     memory = open_memory(recipe, run_dir, store, order, starts)
     tasks = GroupTasks(recipe, run_dir, store, GroupSchedule(family, recipe.seed), order, starts)
     try:
@@ -174,7 +176,7 @@ async def opened(
         capture.close()
         if memory is not None:
             memory.close()
-        store.close()
+        await store.close()
 
 
 def scripted(journal: Path) -> SandboxBackend:

@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -30,6 +30,9 @@ from agentrl.session.transcript import transcript
 
 R = TypeVar("R")
 
+ScoredListener = Callable[[Task, ScoredEpisode], Awaitable[None]]
+"""Called with each task and its scored episode."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedAttempt:
@@ -42,9 +45,9 @@ class PlannedAttempt:
 
 
 async def run_attempts(
-    runner: GroupRunner, planned: Sequence[PlannedAttempt], record: Callable[[PlannedAttempt, ScoredEpisode], R]
+    runner: GroupRunner, planned: Sequence[PlannedAttempt], record: Callable[[PlannedAttempt, ScoredEpisode], Awaitable[R]]
 ) -> list[R]:
-    """Runs attempts concurrently. Returns, in order, what `record` returns for each as soon as it is scored.
+    """Runs attempts concurrently. Returns, in order, what `record` returns for each; it is called as soon as the attempt is scored.
 
     Raises:
         ExceptionGroup: of `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
@@ -53,9 +56,9 @@ async def run_attempts(
     async def run(attempt: PlannedAttempt) -> R:
         task = attempt.task
         if task is not None and attempt.fault is None:
-            return record(attempt, await runner.run_episode(task, name=attempt.name, start=attempt.start, always=True))
+            return await record(attempt, await runner.run_episode(task, name=attempt.name, start=attempt.start, always=True))
         assert attempt.fault is not None, "an attempt without a task has a fault"
-        return record(attempt, excluded_attempt(attempt.name, *(("", "") if task is None else (task.id, task.key)), attempt.fault))
+        return await record(attempt, excluded_attempt(attempt.name, *(("", "") if task is None else (task.id, task.key)), attempt.fault))
 
     async with asyncio.TaskGroup() as running:
         jobs = [running.create_task(run(attempt)) for attempt in planned]
@@ -123,7 +126,7 @@ async def run_cases(
     broken: BrokenImages,
     again: bool = False,
     on_done: Callable[[int, int], None] = lambda done, total: None,
-    on_scored: Callable[[Task, ScoredEpisode], None] = lambda task, scored: None,
+    on_scored: ScoredListener | None = None,
 ) -> tuple[SuiteAttempt, ...]:
     """Runs the attempts at each case that `numbers` returns, in the order of the cases.
 
@@ -132,12 +135,13 @@ async def run_cases(
     plan = {f"{phase}-{case.id}-r{number}": (case, number) for case in cases for number in numbers(case)}
     done = 0
 
-    def record(attempt: PlannedAttempt, scored: ScoredEpisode) -> SuiteAttempt:
+    async def record(attempt: PlannedAttempt, scored: ScoredEpisode) -> SuiteAttempt:
         nonlocal done
         case, number = plan[attempt.name]
         done += 1
         on_done(done, len(plan))
-        on_scored(case.task, scored)
+        if on_scored is not None:
+            await on_scored(case.task, scored)
         return suite_attempt(case, number, scored, phase=phase, version=version, again=again)  # without the episode's tokens
 
     return tuple(await run_attempts(runner, [plan_case(case, name, broken) for name, (case, _) in plan.items()], record))

@@ -65,7 +65,7 @@ class HeldOutEvaluation:
         if not rates:  # also if nothing is held out, so that this is recorded
             return await self.evaluate(phase, step=step)
         self.tracker.evaluated(phase, {str(split): rate for split, rate in rates.items()})
-        return self._register({str(split): rate.value for split, rate in rates.items()})
+        return await self._register({str(split): rate.value for split, rate in rates.items()})
 
     async def evaluate(self, phase: str, *, step: int) -> dict[str, float]:
         """Evaluates the served version on both held-out splits, and stores the result. Returns split -> rate.
@@ -75,17 +75,17 @@ class HeldOutEvaluation:
         self.tracker.stage(f"evaluate {phase}")
         transcripts = self.folder / "episodes" / f"{phase}.jsonl"
         transcripts.unlink(missing_ok=True)  # from an interrupted evaluation
-        self.capture.reset_phase(phase)
+        await asyncio.to_thread(self.capture.reset_phase, phase)
         evaluations: dict[Split, SplitEvaluation] = {}
         bounded: dict[Split, dict[int, SplitEvaluation]] = {}  # split -> thinking bound -> evaluation
         for split, count in self._counts().items():
             evaluations[split] = await self._evaluate(split, count, phase, step=step)
-            append_transcripts(transcripts, evaluations[split].transcripts)
+            await asyncio.to_thread(append_transcripts, transcripts, evaluations[split].transcripts)
             bounded[split] = {
                 bound: await self._evaluate(split, count, f"{phase}_think{bound}", step=step, thinking_tokens=bound)
                 for bound in self.config.thinking_tokens
             }
-        measure.save_evaluation(self.folder, phase, evaluations, bounded, of=self._key())
+        await asyncio.to_thread(measure.save_evaluation, self.folder, phase, evaluations, bounded, of=self._key())
         rates = {str(split): one.rate for split, one in evaluations.items() if one.rate is not None}
         self.tracker.evaluated(phase, rates)
         alerts = measure.excluded_alerts(phase, evaluations)
@@ -93,16 +93,24 @@ class HeldOutEvaluation:
             self.tracker.alert(alert)
         if len(rates) < len(evaluations) and phase in ("before", "eval"):
             raise InfrastructureError(f"the evaluation has no rate, because no episode was scored: {'; '.join(alerts)}")
-        return self._register({split: rate.value for split, rate in rates.items()})
+        return await self._register({split: rate.value for split, rate in rates.items()})
 
     async def _evaluate(self, split: Split, count: int, phase: str, *, step: int, thinking_tokens: int | None = None) -> SplitEvaluation:
-        def on_scored(task: Task, scored: ScoredEpisode) -> None:
+        recording = asyncio.Lock()  # a file of lines has one writer at a time
+
+        def record(task: Task, scored: ScoredEpisode) -> str:
             if thinking_tokens is None:
                 self.capture.capture_episode(task, scored, phase=phase, step=step)
-            if alert := record_answer_leaks(self.folder, task, [scored], phase=phase, step=step):
+            return record_answer_leaks(self.folder, task, [scored], phase=phase, step=step)
+
+        async def on_scored(task: Task, scored: ScoredEpisode) -> None:
+            async with recording:
+                alert = await asyncio.to_thread(record, task, scored)
+            if alert:
                 self.tracker.alert(alert)
 
-        with closing(EvaluationNotes(self.memory)) if self.memory is not None else nullcontext() as notes:
+        opened = None if self.memory is None else await asyncio.to_thread(EvaluationNotes, self.memory)
+        with closing(opened) if opened is not None else nullcontext() as notes:
             return await evaluate_split(
                 evaluation_runner(self.groups, self.config.distribution),
                 self.family,
@@ -117,8 +125,8 @@ class HeldOutEvaluation:
                 thinking_tokens=thinking_tokens,
             )
 
-    def _register(self, rates: dict[str, float]) -> dict[str, float]:
-        self.registry.set_evals(self.served.version, rates)
+    async def _register(self, rates: dict[str, float]) -> dict[str, float]:
+        await asyncio.to_thread(self.registry.set_evals, self.served.version, rates)
         return rates
 
     def _counts(self) -> dict[Split, int]:

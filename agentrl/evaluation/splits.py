@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import statistics
 from collections import defaultdict
@@ -12,7 +13,7 @@ from typing import Any
 from agentrl.base import user_code
 from agentrl.base.numbers import is_at_least
 from agentrl.errors import RecipeError
-from agentrl.evaluation.engine import PlannedAttempt, run_attempts
+from agentrl.evaluation.engine import PlannedAttempt, ScoredListener, run_attempts
 from agentrl.evaluation.statistics import ComputeCurve, CountedAttempt, compute_curves, pass_at_attempt_counts
 from agentrl.memory.run_memory import EvaluationNotes
 from agentrl.observe.exclusions import count_exclusions, merge_counts
@@ -107,7 +108,7 @@ async def evaluate_split(
     step: int,
     attempts: int = 1,
     on_done: Callable[[int, int], None] = lambda done, total: None,
-    on_scored: Callable[[Task, ScoredEpisode], None] = lambda task, scored: None,
+    on_scored: ScoredListener | None = None,
     notes: EvaluationNotes | None = None,
     thinking_tokens: int | None = None,
 ) -> SplitEvaluation:
@@ -125,12 +126,12 @@ async def evaluate_split(
     tasks = _split_tasks(family, split, count, thinking_tokens)
     done, total = 0, len(tasks) * attempts
 
-    def count_attempt(attempt: PlannedAttempt, scored: ScoredEpisode) -> ScoredEpisode:
+    async def count_attempt(attempt: PlannedAttempt, scored: ScoredEpisode) -> ScoredEpisode:
         nonlocal done
         done += 1
         on_done(done, total)
-        if attempt.task is not None:
-            on_scored(attempt.task, scored)
+        if attempt.task is not None and on_scored is not None:
+            await on_scored(attempt.task, scored)
         return scored
 
     def plan(index: int, number: int) -> PlannedAttempt:
@@ -144,7 +145,7 @@ async def evaluate_split(
         scored = await run_attempts(runner, planned, count_attempt)
         episodes += scored
         if notes is not None:
-            notes.end_round(scored)
+            await asyncio.to_thread(notes.end_round, scored)
     totals, kinds, transcripts = AttemptTotals(), defaultdict[str, AttemptTotals](AttemptTotals), list[dict[str, Any]]()
     for number, task in enumerate(tasks):
         attempted = episodes[number * attempts : (number + 1) * attempts]

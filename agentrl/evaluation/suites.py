@@ -62,7 +62,7 @@ async def evaluate_suites(
         cases = [(suite, case) for suite in given.suites for case in suite.cases]
         total = sum(given.repeats_of(suite, case) for suite, case in cases)
         policy.tracker.stage("evaluate", f"{len(cases)} cases, {total} attempts")
-        policy.capture.reset_phase(EVAL_PHASE)
+        await asyncio.to_thread(policy.capture.reset_phase, EVAL_PHASE)
         evaluation = _Evaluation(given, policy, total, on_case)
         async with asyncio.TaskGroup() as running:
             jobs = {suite.folder: [running.create_task(evaluation.run_case(suite, case)) for case in suite.cases] for suite in given.suites}
@@ -166,11 +166,11 @@ class _Evaluation:
         results.save_results(folder, suite_results, [record.transcript for record in attempts])
         return SuiteEvaluation(suite=suite, folder=folder, results=suite_results, outcomes=tuple(outcome for outcome, _ in cases))
 
-    def _count(self, attempt: PlannedAttempt, scored: ScoredEpisode) -> ScoredEpisode:
+    async def _count(self, attempt: PlannedAttempt, scored: ScoredEpisode) -> ScoredEpisode:
         self._scored += 1
         self._policy.tracker.evaluating(self._scored, self._total)
         assert attempt.task is not None, "a case has a task"
-        self._policy.capture.capture_episode(attempt.task, scored, phase=EVAL_PHASE, step=0)
+        await asyncio.to_thread(self._policy.capture.capture_episode, attempt.task, scored, phase=EVAL_PHASE, step=0)
         return scored
 
 

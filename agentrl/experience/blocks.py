@@ -11,8 +11,10 @@ groups free their slots, so that a run whose scores never arrive does not sample
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from agentrl.experience.ledger import GroupOrder
-from agentrl.protocols import ExperienceStore
 
 MAX_PARKED_BLOCKS = 64
 """Largest number of blocks of parked groups that others are sampled for. Beyond them, groups keep their slots while they are parked."""
@@ -21,14 +23,17 @@ MAX_PARKED_BLOCKS = 64
 class BlockStarts:
     """Admits the groups of a run one after the other. Groups of block `b` read the notes and task weights of version `version_of(b)`.
 
-    If no group is parked, block `b` starts from version `b + 1 - depth`. An earlier start is recorded in the store, so that a resumed run
-    uses the same notes and weights.
+    If no group is parked, block `b` starts from version `b + 1 - depth`. The caller records an earlier start in the store, so that a
+    resumed run uses the same notes and weights.
+
+    Args:
+        versions: block -> version, of the earlier starts in the store (`ExperienceStore.block_versions`).
     """
 
-    def __init__(self, order: GroupOrder, store: ExperienceStore) -> None:
+    def __init__(self, order: GroupOrder, versions: Mapping[int, int] = MappingProxyType({})) -> None:
         self._order = order
-        self._store = store
-        self._versions = dict(store.block_versions())  # of blocks that started earlier than without parked groups
+        self._versions = dict(versions)
+        self._unsaved = list[tuple[int, int]]()
         self._newest = -1  # newest block that this process has started
 
     def version_of(self, block: int) -> int:
@@ -61,11 +66,16 @@ class BlockStarts:
             if block not in self._versions and version < self._usual(block):
                 needed = max(needed, self.version_of(block - 1) if block else 0)  # the versions of later blocks are not older
                 if version >= needed:
-                    self._store.start_block(block, needed)
+                    self._unsaved.append((block, needed))
                     self._versions[block] = needed
             needed = max(needed, self.version_of(block))
             self._newest = block if version >= needed else self._newest
         return version >= needed
+
+    def take_unsaved(self) -> list[tuple[int, int]]:
+        """Returns the earlier starts, block and version, since the last call. Record them before a group of the block starts."""
+        unsaved, self._unsaved = self._unsaved, []
+        return unsaved
 
     def _usual(self, block: int) -> int:
         return max(0, block + 1 - self._order.depth)

@@ -41,8 +41,7 @@ class FolderCheckpoints:
 
     async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
         """Stores the scored episode of an attempt, which replaces its state."""
-        await asyncio.to_thread(self._write, group, self._path(group, member, "scored"), scored)
-        self._path(group, member, "state").unlink(missing_ok=True)
+        await asyncio.to_thread(self._replace_state, group, member, scored)
 
     async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
         """Returns the newest state of an attempt, or its scored episode once it has ended; None if neither is stored and intact."""
@@ -64,6 +63,10 @@ class FolderCheckpoints:
     def _find(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
         scored = self._read(self._path(group, member, "scored"), ScoredEpisode)
         return self._read(self._path(group, member, "state"), EpisodeState) if scored is None else scored
+
+    def _replace_state(self, group: int, member: int, scored: ScoredEpisode) -> None:
+        self._write(group, self._path(group, member, "scored"), scored)
+        self._path(group, member, "state").unlink(missing_ok=True)
 
     def _write(self, group: int, path: Path, record: EpisodeState | ScoredEpisode) -> None:
         try:

@@ -87,14 +87,19 @@ class SqliteStore:
 
     def put(self, group: Group) -> bool:
         """Stores a group. Returns False, and stores nothing, if a group with this index exists."""
-        body, entry = compress(codec.to_json(group)), new_entry(group)
-        row = (entry.index, entry.task_id, time.time(), entry.attempts, entry.counted, entry.has_spread, entry.oldest_version)
+        return self.put_all((group,))[0]
+
+    def put_all(self, groups: Sequence[Group]) -> tuple[bool, ...]:
+        """Stores groups in one commit. Returns for each whether no group with its index existed."""
+        rows = [_row(group) for group in groups]
         with self._transaction() as db:
             query = "INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-            if not db.execute(query, (*row, entry.tokens_sampled, body)).rowcount:
-                return False
-            late_parts.insert_parts(db, group)
-            return True
+            stored = []
+            for group, row in zip(groups, rows, strict=True):
+                stored.append(db.execute(query, row).rowcount == 1)
+                if stored[-1]:
+                    late_parts.insert_parts(db, group)
+            return tuple(stored)
 
     def has(self, index: int) -> bool:
         """Whether a group is stored."""
@@ -247,6 +252,12 @@ class SqliteStore:
                 "  fix: continue with the agentrl version that started this run, or start a new run folder"
             )
         require_schema(db, _SCHEMA)  # without its primary keys, a group could have millions of rows
+
+
+def _row(group: Group) -> tuple[Any, ...]:
+    entry = new_entry(group)
+    row = (entry.index, entry.task_id, time.time(), entry.attempts, entry.counted, entry.has_spread, entry.oldest_version)
+    return (*row, entry.tokens_sampled, compress(codec.to_json(group)))
 
 
 def _entry(row: Sequence[Any]) -> LedgerEntry:

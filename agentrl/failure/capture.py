@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ OTHERS = "others"
 PASSES = 1.0
 """Score from which an episode passes; below it, it is captured as failed."""
 _KEEP_BYTES = 256 << 20  # compressed traces per phase: 500 of half a MiB, far above the usual 4 KiB, so `capture.keep` decides
-_BUSY_S = 2.0  # longest wait for another process's write; all episodes wait meanwhile
+_BUSY_S = 2.0  # longest wait for another process's write
 _SLOW_S, _PAUSE_FACTOR = 0.2, 50  # after a slow failure, such as a locked file, capture pauses for 50 times its duration
 _TIMEOUTS, _LIMITS = ("wall_limit", "tool_timeout"), ("turn_limit", "token_limit")
 
@@ -63,8 +64,9 @@ def capture_reason(scored: ScoredEpisode, *, below: float, audit: str = "", pass
 class Capture:
     """Stores the failures of a run in its folder, tagged by rules, and counts all episodes.
 
-    An error here is logged and costs only the trace. A damaged file is renamed and a new one started. After a slow error, such as a locked
-    file, capture pauses, so that retries take at most a fiftieth of the run's time.
+    Its methods write to the disk, so call them in a thread; several threads may. An error here is logged and costs only the trace. A
+    damaged file is renamed and a new one started. After a slow error, such as a locked file, capture pauses, so that retries take at most a
+    fiftieth of the run's time.
 
     Args:
         origin: run, recipe and model, stored with each trace.
@@ -79,6 +81,7 @@ class Capture:
         self._collection: Collection | None = None
         self._kinds: set[str] = set()
         self._paused_until = 0.0  # monotonic
+        self._lock = threading.Lock()  # held while a thread uses any of the above
 
     def capture_group(self, task: Task | None, group: Group, *, step: int) -> None:
         """Captures the failures of a training group that was stored."""
@@ -98,13 +101,15 @@ class Capture:
     def reset_phase(self, phase: str, *, step: int | None = None, place: str = "") -> None:
         """Deletes the traces and counts of a phase, or of one step of it, before an evaluation (re)starts."""
         if self._config.keep:
-            self._guarded(lambda collection: collection.clear_phase(phase, step=step, place=place), episodes=0)
+            with self._lock:
+                self._guarded(lambda collection: collection.clear_phase(phase, step=step, place=place), episodes=0)
 
     def close(self) -> None:
         """Closes the file and logs how many episodes were lost."""
         if self.lost:
             log.warning("%d episodes are missing from the captured failures and their counts: they could not be written", self.lost)
-        self._close_collection()
+        with self._lock:
+            self._close_collection()
 
     def _close_collection(self) -> None:
         if self._collection is not None:
@@ -114,12 +119,13 @@ class Capture:
     def _capture(self, task: Task | None, episodes: Sequence[ScoredEpisode], *, phase: str, step: int, place: str = "") -> None:
         if not self._config.keep:
             return
-        if time.monotonic() < self._paused_until:
-            self.lost += len(episodes)
-            return
-        started = time.thread_time()
-        self._guarded(lambda collection: self._store(collection, task, episodes, phase, step, place), episodes=len(episodes))
-        self.spent_s += time.thread_time() - started
+        with self._lock:
+            if time.monotonic() < self._paused_until:
+                self.lost += len(episodes)
+                return
+            started = time.thread_time()
+            self._guarded(lambda collection: self._store(collection, task, episodes, phase, step, place), episodes=len(episodes))
+            self.spent_s += time.thread_time() - started
 
     def _store(
         self, collection: Collection, task: Task | None, episodes: Sequence[ScoredEpisode], phase: str, step: int, place: str

@@ -161,7 +161,7 @@ class Collection:
             check_files(self.path)
             read_only = not make and _is_read_only(self.path)
             name = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1" if read_only else self.path
-            self._db = sqlite3.connect(name, timeout=busy_timeout_s, isolation_level=None, uri=read_only)
+            self._db = sqlite3.connect(name, timeout=busy_timeout_s, isolation_level=None, uri=read_only, check_same_thread=False)
         try:
             with self._query():
                 self._open(read_only=read_only, timeout_s=busy_timeout_s)

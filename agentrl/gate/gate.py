@@ -8,6 +8,7 @@ without a verdict on exactly its weights is evaluated again.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +48,7 @@ from agentrl.gate.verdict import (
 from agentrl.observe import Rate
 from agentrl.protocols import PolicyServer, SandboxBackend, Tracker, VersionRegistry
 from agentrl.protocols.serving import MAX_CACHE_USE
-from agentrl.records import PolicyVersion, VersionState, codec
+from agentrl.records import PolicyVersion, ScoredEpisode, Task, VersionState, codec
 from agentrl.rollout import Admission, GroupRunner, Pace
 from agentrl.serving.supervisor import version_to_serve
 from agentrl.session import measure
@@ -105,7 +106,9 @@ class Gate:
                 return
             verdict = await self._evaluate(version)
         if verdict is not None:
-            self._apply(version, verdict)
+            promoted = await asyncio.to_thread(self._apply, version, verdict)
+            if verdict.promoted and not promoted:
+                self.tracker.alert(f"version {version.number} passed the gate but is not promoted, because the learner retracted it")
 
     def is_rejected(self, version: PolicyVersion) -> bool:
         """Whether a version is or will be rolled back, so that it need not be evaluated. The last version of a run is always evaluated."""
@@ -168,7 +171,8 @@ class Gate:
         evaluation = SuiteResults(about=info, attempts=tuple(one.attempt for one in attempts))
         verdict = self._verdict(version, baseline, evaluation, result, attempts)
         record = {FILE: codec.to_json(verdict) + b"\n"}
-        results.save_results(evaluation_folder(self.folder, version.number), evaluation, [one.transcript for one in attempts], more=record)
+        folder, transcripts = evaluation_folder(self.folder, version.number), [one.transcript for one in attempts]
+        await asyncio.to_thread(results.save_results, folder, evaluation, transcripts, more=record)
         self._report(verdict, evaluation)
         return verdict
 
@@ -181,7 +185,11 @@ class Gate:
         for (image, _), why in broken.items():
             self.tracker.alert(f"gate: the cases of image {image} cannot be run: {why}")
         phase = f"gate{version.number:06d}"
-        self.capture.reset_phase("gate", step=version.number, place=phase)
+        await asyncio.to_thread(self.capture.reset_phase, "gate", step=version.number, place=phase)
+
+        async def capture(task: Task, scored: ScoredEpisode) -> None:
+            await asyncio.to_thread(self.capture.capture_episode, task, scored, phase="gate", step=version.number, place=phase)
+
         return partial(
             run_cases,
             self._attempt_runner(),
@@ -189,7 +197,7 @@ class Gate:
             version=version.number,
             broken=broken,
             on_done=self.tracker.evaluating if self.server is None else lambda done, total: None,  # training shows its own progress
-            on_scored=partial(self.capture.capture_episode, phase="gate", step=version.number, place=phase),
+            on_scored=capture,
         )
 
     def _attempt_runner(self) -> GroupRunner:
@@ -252,10 +260,10 @@ class Gate:
             return GateOutcome.BLOCKED, f"{result.reason}; after {rollbacks} rollbacks the gate only blocks"
         return GateOutcome.ROLLED_BACK, result.reason
 
-    def _apply(self, version: PolicyVersion, verdict: GateVerdict) -> None:
-        """Applies the consequences of a verdict. Idempotent."""
+    def _apply(self, version: PolicyVersion, verdict: GateVerdict) -> bool:
+        """Applies the consequences of a verdict. Returns whether the version is promoted. Idempotent."""
         if verdict.promoted and not self._promote(version):
-            return
+            return False
         if verdict.outcome is GateOutcome.ROLLED_BACK and verdict.reference is not None and version.state is not VersionState.ROLLED_BACK:
             target = self.registry.get(verdict.reference)
             if target is None or target.state is not VersionState.PROMOTED:
@@ -270,6 +278,7 @@ class Gate:
         figure = verdict.figures.pass_at_1 if verdict.figures is not None else None
         if figure is not None:  # after the promotion, until which the learner keeps the version's checkpoint
             self.registry.set_evals(version.number, {GATE: figure})
+        return verdict.promoted
 
     def _promote(self, version: PolicyVersion) -> bool:
         """Promotes a version. Returns False if the learner retracted it at the same moment."""
@@ -279,7 +288,6 @@ class Gate:
             current = self.registry.get(version.number)
             if current is not None and current.sha256 == version.sha256 and current.state is not VersionState.ROLLED_BACK:
                 raise
-            self.tracker.alert(f"version {version.number} passed the gate but is not promoted, because the learner retracted it")
             return False
         return True
 

@@ -107,7 +107,7 @@ class GateSchedule:
             if self._progress.interrupted:
                 return
             self._started.add((new[0].number, new[0].sha256))
-            gate.registry.hold(new[0].number)
+            await asyncio.to_thread(gate.registry.hold, new[0].number)
             self._running = self._evaluations.create_task(self._evaluate(gate, gate.server, new[0]))
 
     async def finish(self) -> None:

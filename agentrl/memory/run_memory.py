@@ -18,9 +18,9 @@ from agentrl.base.files import append_lines, json_line
 from agentrl.config.recipe import Recipe
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import StoreError
-from agentrl.experience import BlockStarts, GroupOrder
+from agentrl.experience import BlockStarts, DriverStore, GroupOrder
 from agentrl.memory import NoteStore, StoreView, WrittenNotes, notes_to_commit
-from agentrl.protocols import EpisodeMemory, ExperienceStore
+from agentrl.protocols import EpisodeMemory
 from agentrl.records import Group, ScoredEpisode, Task, Turn
 from agentrl.records.episode import Memo
 from agentrl.rollout import EmptyMemory
@@ -34,7 +34,7 @@ ANSWERS_FILE = "memory_answers.jsonl"
 class RunMemory:
     """The notes of a run's training episodes, in its folder."""
 
-    def __init__(self, config: MemoryConfig, folder: Path, experience: ExperienceStore, order: GroupOrder, starts: BlockStarts) -> None:
+    def __init__(self, config: MemoryConfig, folder: Path, experience: DriverStore, order: GroupOrder, starts: BlockStarts) -> None:
         self.config = config
         self._path = folder / NOTES_FILE
         self._experience = experience
@@ -52,12 +52,15 @@ class RunMemory:
         async with self._reaching:
             wanted = self._starts.version_of(block)
             if self._store is None:
-                self._store = await asyncio.to_thread(NoteStore, self._path, self.config)
-                self._version = self._store.version
+                self._store, self._version = await asyncio.to_thread(self._opened)
             while self._version < wanted:
-                written, oldest = self._written(self._version), self._oldest_read()
+                written, oldest = await self._written(self._version), await self._oldest_read()
                 await asyncio.to_thread(self._store.commit, self._version, written, oldest_read=oldest)
                 self._version += 1
+
+    def _opened(self) -> tuple[NoteStore, int]:
+        store = NoteStore(self._path, self.config)
+        return store, store.version
 
     def version_of(self, group: int) -> int:
         """The memory version that a group reads."""
@@ -79,18 +82,18 @@ class RunMemory:
         if self._store is not None:
             self._store.close()
 
-    def _written(self, step: int) -> list[WrittenNotes]:
-        """The notes that a step's episodes wrote and that count. It runs on this thread, because a user-supplied store may not be
-        thread-safe."""
-        entries = self._experience.entries(step=step)
+    async def _written(self, step: int) -> list[WrittenNotes]:
+        """The notes that a step's episodes wrote and that count."""
+        entries = await self._experience.entries(step=step)
         if not entries:
             raise StoreError(f"the notes of step {step} are missing: the ledger has no groups of this step")
-        episodes = [one for group in self._experience.groups(entry.index for entry in entries) for one in group.episodes]
+        groups = await self._experience.groups(entry.index for entry in entries)
+        episodes = [one for group in groups for one in group.episodes]
         return notes_to_commit(episodes, min_score=self.config.min_score)
 
-    def _oldest_read(self) -> int:
+    async def _oldest_read(self) -> int:
         """The oldest version that a group may still read. A late group reads an older one than the groups of the next block."""
-        entries = self._experience.entries(first=self._order.block(self._open_block).start)
+        entries = await self._experience.entries(first=self._order.block(self._open_block).start)
         self._open_block = self._order.first_incomplete_block(entries, start=self._open_block)
         return self._starts.oldest_version(self._open_block)
 
@@ -156,7 +159,7 @@ class ReplayedMemory:
         return False, "this call was not recorded"
 
 
-def open_memory(recipe: Recipe, folder: Path, experience: ExperienceStore, order: GroupOrder, starts: BlockStarts) -> RunMemory | None:
+def open_memory(recipe: Recipe, folder: Path, experience: DriverStore, order: GroupOrder, starts: BlockStarts) -> RunMemory | None:
     """Opens the memory of a run; None if the recipe has none."""
     if recipe.memory is None:
         return None

@@ -4,7 +4,7 @@ Every wait takes a deadline in seconds and raises a typed error (`agentrl.errors
 """
 
 from agentrl.protocols.episode import Agent, EpisodeMemory, ExternalRequest, LiveEpisode, LiveTrajectory, MemoryView, ToolSource
-from agentrl.protocols.experience import EpisodeCheckpoints, ExperienceStore
+from agentrl.protocols.experience import Delivery, EpisodeCheckpoints, ExperienceStore, GroupCommit, GroupTransport
 from agentrl.protocols.learning import AdvantageEstimator, Loss, LossTokens
 from agentrl.protocols.reward import PreparedVerifier, SandboxVerifier, Verifier
 from agentrl.protocols.sandbox import Sandbox, SandboxBackend
@@ -17,10 +17,13 @@ __all__ = [
     "AdvantageEstimator",
     "Agent",
     "CacheUse",
+    "Delivery",
     "EpisodeCheckpoints",
     "EpisodeMemory",
     "ExperienceStore",
     "ExternalRequest",
+    "GroupCommit",
+    "GroupTransport",
     "Interval",
     "LiveEpisode",
     "LiveTrajectory",

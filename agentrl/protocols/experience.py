@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from agentrl.records import EpisodeState, Group, GroupUse, LateScore, LedgerEntry, PendingScore, ScoredEpisode, ScoreReceipt
 
@@ -92,6 +93,43 @@ class ExperienceStore(Protocol):
 
     def close(self) -> None:
         """Closes the store."""
+
+
+@runtime_checkable
+class GroupCommit(Protocol):
+    """Optional ability of an `ExperienceStore`: one durable commit for several groups."""
+
+    def put_all(self, groups: Sequence[Group]) -> tuple[bool, ...]:
+        """Stores groups, all or none. Returns for each what `put` returns."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """A group that a transport has delivered, and the transport's id for it."""
+
+    id: str
+    group: Group
+
+
+class GroupTransport(Protocol):
+    """Carries groups from rollout workers to the driver, each at least once. The experience store keeps one of each index.
+
+    Every method waits while the transport is unavailable or full, and raises `StoreError` if that lasts too long.
+    """
+
+    def append(self, groups: Sequence[Group]) -> None:
+        """Adds groups, all or none. They are durable when it returns."""
+
+    def claim(self, *, limit: int = 16, wait_s: float = 1.0) -> tuple[Delivery, ...]:
+        """Returns up to `limit` groups that were not acknowledged; after `wait_s` seconds none. Excludes damaged entries."""
+        ...
+
+    def acknowledge(self, deliveries: Iterable[Delivery]) -> None:
+        """Removes groups that the experience store has."""
+
+    def close(self) -> None:
+        """Closes the connections."""
 
 
 class EpisodeCheckpoints(Protocol):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentrl.errors import UserError
-from agentrl.experience import GroupOrder
+from agentrl.experience import DriverStore, GroupOrder
 from agentrl.experience.blocks import MAX_PARKED_BLOCKS
 from agentrl.experience.late_parts import Clock
 from agentrl.failure import Capture
-from agentrl.protocols import ExperienceStore, Tracker
+from agentrl.protocols import Tracker
 from agentrl.records import Group, Task
 from agentrl.task.group_tasks import GroupTasks
 
@@ -34,7 +35,7 @@ class LateGroups:
     """The parked groups of one run. `changed` is set when their number changes; who waits for it clears it."""
 
     order: GroupOrder
-    store: ExperienceStore
+    store: DriverStore
     tasks: GroupTasks
     capture: Capture
     tracker: Tracker
@@ -47,9 +48,9 @@ class LateGroups:
         """The number of parked groups, as of the last look at the store."""
         return len(self._parked)
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """Reads the parked groups that an earlier driver has left."""
-        for index in self.store.parked():
+        for index in await self.store.call(lambda store: store.parked()):
             self._parked.setdefault(index, None)
 
     def check(self, group: Group) -> None:
@@ -70,20 +71,28 @@ class LateGroups:
         """Ends the waiting for expired parts, and follows groups that become ready. Ends only by cancellation or `StoreError`."""
         while True:
             if self._parked:
-                self.update()
+                await self.update()
             await asyncio.sleep(_POLL_S)
 
-    def update(self) -> None:
+    async def update(self) -> None:
         """Looks at the store once."""
-        if expired := self.store.expire_scores(now=self._clock.now()):
+        now = self._clock.now()
+        if expired := await self.store.call(lambda store: store.expire_scores(now=now)):
             log.info("late scores of groups %s have expired", ", ".join(map(str, expired)))
-        ready = sorted(self._parked.keys() - set(self.store.parked()))
+        known = set(self._parked)  # before the call, because a group may be parked meanwhile
+        ready = sorted(known.difference(await self.store.call(lambda store: store.parked())))
         if not ready:
             return
-        groups = self.store.groups(ready)
-        self.tasks.record_scores(groups)
+        groups = await self.store.groups(ready)
+        await asyncio.to_thread(self._record, groups)
         for group in groups:
             self.tracker.progress(group.index, group)
-            if (task := self._parked.pop(group.index)) is not None:
-                self.capture.capture_group(task, group, step=self.order.block_of(group.index))
+            del self._parked[group.index]
         self.changed.set()
+
+    def _record(self, groups: Sequence[Group]) -> None:
+        """Writes the outcomes and failures of groups that have their scores, in a thread."""
+        self.tasks.record_scores(groups)
+        for group in groups:
+            if (task := self._parked[group.index]) is not None:
+                self.capture.capture_group(task, group, step=self.order.block_of(group.index))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -24,6 +25,7 @@ from agentrl.gate.gate import Gate, first_version_to_serve, promoted_result, ser
 from agentrl.gate.schedule import schedule_gate
 from agentrl.observe import Summary, write_report
 from agentrl.observe.summary import SESSIONS_FILE, Ended, read_sessions, record_end
+from agentrl.protocols import ExperienceStore
 from agentrl.records import Group, VersionState
 from agentrl.run.rollouts import Rollouts, RunningGroups
 from agentrl.run.supervise import watch_daemon, watch_external_servers, watch_learner
@@ -54,8 +56,8 @@ async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, ro
                     await _pipeline(run)
             finally:
                 with warn_on_error(run.folder, "counting the groups of the ledger"):
-                    unfinished = StepRecords.of(run).unfinished_groups()
-                    ledger = count(run.store.entries())
+                    unfinished = await StepRecords.of(run).unfinished_groups()
+                    ledger = count(await run.store.entries())
             run.tracker.stage("close", "learner, server and sandboxes")
     except BaseException as error:
         if run is not None:
@@ -78,7 +80,7 @@ async def _pipeline(run: Run) -> None:
         if needed:  # early, so that an error of the learner ends the start
             learning = parts.create_task(watch_learner(run.learner, run.registry, run.tracker.alert))
         await run.start_serving(newest, gating=not concluded, learning=needed)
-        run.registry.set_state(newest.number, VersionState.SERVING)
+        await asyncio.to_thread(run.registry.set_state, newest.number, VersionState.SERVING)
         watching = [
             run.served.watch(on_loss=run.learner.kill),
             run.fault_rate.watch(),
@@ -95,7 +97,7 @@ async def _pipeline(run: Run) -> None:
         watchers = [parts.create_task(one) for one in watching]
         if not concluded:
             await records.finish_serving()
-        records.record_missing()
+        await records.record_missing()
         if newest.number == 0 and not concluded:
             await evaluation.evaluate_once("before", step=0)
         if needed:
@@ -107,7 +109,7 @@ async def _pipeline(run: Run) -> None:
             await evaluation.evaluate_once("after", step=run.served.version)
         elif gate is None and run.served.version >= run.recipe.steps:
             await evaluation.evaluate_once("after", step=run.served.version)
-            run.registry.set_state(run.served.version, VersionState.PROMOTED)
+            await asyncio.to_thread(run.registry.set_state, run.served.version, VersionState.PROMOTED)
         for watcher in watchers:
             watcher.cancel()
     _export_result(run)
@@ -146,15 +148,17 @@ async def _roll_out(run: Run) -> None:
     Returns when the steps have enough groups and no running group can still be parked, so that another would replace it.
     """
     rollouts, per_step = Rollouts.of(run), run.order.per_step
-    run.late.resume()
-    slot = per_step * run.order.first_incomplete_block(run.store.entries())
+    await run.late.resume()
+    slot = per_step * run.order.first_incomplete_block(await run.store.entries())
     async with asyncio.TaskGroup() as running:
         groups = RunningGroups(rollouts, running)
         while True:
             run.late.changed.clear()
             wanted = run.progress.stop_at * per_step + run.late.count
             if slot < wanted and run.starts.admit(slot, version=run.served.version, parked=run.late.count):
-                groups.start(slot)
+                for block, version in run.starts.take_unsaved():
+                    await run.store.call(partial(_start_block, block=block, version=version))
+                await groups.start(slot)
                 slot += 1
             elif slot < wanted:
                 await _wait_for_change(run, version=run.served.version + 1)
@@ -162,6 +166,10 @@ async def _roll_out(run: Run) -> None:
                 await run.late.changed.wait()
             else:
                 return
+
+
+def _start_block(store: ExperienceStore, *, block: int, version: int) -> None:
+    store.start_block(block, version)
 
 
 async def _wait_for_change(run: Run, *, version: int) -> None:
@@ -186,7 +194,7 @@ async def _swap_versions(run: Run) -> None:
             if is_retracted(registry, served):
                 await fall_back(registry, served, run.tracker.alert)
                 number = served.version + 1
-            version = registry.get(number)
+            version = await asyncio.to_thread(registry.get, number)
             if version is None:
                 await asyncio.sleep(_POLL_S)
                 continue

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.base import user_code
 from agentrl.base.activity import ACTIVITY, GROUPS
 from agentrl.errors import StoreError, UserError
-from agentrl.experience import FolderCheckpoints, GroupOrder, new_entry
+from agentrl.experience import DriverStore, FolderCheckpoints, GroupOrder, new_entry
 from agentrl.failure import Capture, Quarantine
 from agentrl.memory.run_memory import RunMemory, record_answer_leaks
-from agentrl.protocols import ExperienceStore, Tracker
+from agentrl.protocols import Tracker
 from agentrl.records import Group, LedgerEntry, Task
 from agentrl.rollout import GroupSampler, excluded_group, failure_from_error, task_fault
 from agentrl.run.late import LateGroups
@@ -34,13 +34,14 @@ class Rollouts:
     tasks: GroupTasks
     order: GroupOrder
     runner: GroupSampler
-    store: ExperienceStore
+    store: DriverStore
     checkpoints: FolderCheckpoints
     memory: RunMemory | None
     quarantine: Quarantine
     capture: Capture
     tracker: Tracker
     late: LateGroups
+    _recording: asyncio.Lock = field(default_factory=asyncio.Lock)  # files of lines have one writer at a time
 
     @classmethod
     def of(cls, run: Run) -> Rollouts:
@@ -62,7 +63,7 @@ class Rollouts:
 
     async def prepare_block(self, block: int) -> None:
         """Brings notes and task weights up to date for the groups of a block. Call it once the block may start."""
-        await asyncio.to_thread(PendingTranscripts(self.folder).remove_scored, self.store)
+        await self.store.call(PendingTranscripts(self.folder).remove_scored)
         if self.memory is not None:
             await self.memory.prepare_block(block)
         await self.tasks.prepare_block(block)
@@ -75,25 +76,40 @@ class Rollouts:
         self.late.check(group)
         late = any(group.pending)
         if late and task is not None:
-            self.tasks.record(task, group)  # before it is stored: once it has its scores, the task may no longer be known
-            await asyncio.to_thread(PendingTranscripts(self.folder).write, task, group, step=step)
-        group = self._stored(group)
-        self.checkpoints.remove_group(index)
+            async with self._recording:
+                await asyncio.to_thread(self._record_pending, task, group, step)
+        group = await self._stored(group)
         if late:
             self.late.park(task, group)
         else:
-            self.capture.capture_group(task, group, step=step)
             self.tracker.progress(index, group)
-        self.quarantine.add(group)
-        if task is not None:
-            if not late:
-                self.tasks.record(task, group)
-            if alert := record_answer_leaks(self.folder, task, group.episodes, phase="train", step=step):
-                self.tracker.alert(alert)
-            if index == self.order.block(step).start:
-                example = transcript(task, group.episodes[0], phase="train", step=step)
-                append_transcripts(self.folder / "episodes" / "train.jsonl", [example])
+        try:
+            self.quarantine.add(group)
+        finally:
+            async with self._recording:
+                alert = await asyncio.to_thread(self._record, task, group, step, late=late)
+        if alert:
+            self.tracker.alert(alert)
         return group
+
+    def _record_pending(self, task: Task, group: Group, step: int) -> None:
+        """Writes what is needed when the group has its scores, in a thread, before it is stored: then its task may no longer be known."""
+        self.tasks.record(task, group)
+        PendingTranscripts(self.folder).write(task, group, step=step)
+
+    def _record(self, task: Task | None, group: Group, step: int, *, late: bool) -> str:
+        """Writes what the run folder has about a stored group, in addition to the store, in a thread. Returns an alert, or ""."""
+        self.checkpoints.remove_group(group.index)
+        if not late:
+            self.capture.capture_group(task, group, step=step)
+        if task is None:
+            return ""
+        if not late:
+            self.tasks.record(task, group)
+        if group.index == self.order.block(step).start:
+            example = transcript(task, group.episodes[0], phase="train", step=step)
+            append_transcripts(self.folder / "episodes" / "train.jsonl", [example])
+        return record_answer_leaks(self.folder, task, group.episodes, phase="train", step=step)
 
     async def _sample(self, index: int, step: int) -> tuple[Group, Task | None]:
         """The group of a task, and the task. No attempts if the task is quarantined or cannot be created; in the latter case the task is
@@ -111,17 +127,17 @@ class Rollouts:
         oldest_version = 0 if self.order.oldest_first and self.max_staleness else step - self.max_staleness
         return await self.runner.run_group(index, task, oldest_version=oldest_version), task
 
-    def _stored(self, group: Group) -> Group:
+    async def _stored(self, group: Group) -> Group:
         """Stores the group, or an excluded group if it cannot be serialized. A `StoreError`, such as a full disk, ends the run."""
         try:
-            self.store.put(group)
+            await self.store.put(group)
             return group
         except StoreError:
             raise
         except Exception as error:
             failure = failure_from_error(error, stage="store")
             excluded = excluded_group(group.index, f"group {group.index}", group.task_key, failure, size=self.runner.group_size)
-            self.store.put(excluded)
+            await self.store.put(excluded)
             return excluded
 
 
@@ -137,13 +153,13 @@ class RunningGroups:
         self._prepared: asyncio.Task[None] | None = None  # notes and task weights of the block
         self._extra = iter(range(0))  # extra groups of the block that have not started
 
-    def start(self, slot: int) -> None:
+    async def start(self, slot: int) -> None:
         """Starts the group in a slot, and an extra one after each group without a preference, up to the recipe's limit."""
         order = self._rollouts.order
         block, place = divmod(slot, order.per_step)
         if block != self._block:
             self._block, self._extra = block, iter(order.block(block)[order.per_step :])
-            self._stored = {entry.index: entry for entry in self._rollouts.store.entries(first=order.block(block).start)}
+            self._stored = {entry.index: entry for entry in await self._rollouts.store.entries(first=order.block(block).start)}
             self._prepared = self._running.create_task(self._rollouts.prepare_block(block))
         assert self._prepared is not None
         self._start(order.block(block)[place], self._prepared, self._extra)

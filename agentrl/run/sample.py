@@ -7,12 +7,12 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.files import append_lines, json_line, write_atomically
+from agentrl.base.files import write_atomically
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
 from agentrl.evaluation.splits import AttemptTotals, SplitEvaluation
@@ -27,7 +27,7 @@ from agentrl.session.ending import warn_on_error
 from agentrl.session.folder import RunStart
 from agentrl.session.opening import Run, open_run
 from agentrl.session.preflight import PreflightResult
-from agentrl.session.transcript import transcript
+from agentrl.session.transcript import append_transcripts, transcript
 
 SAMPLE_FILE = "sample.json"
 """File in a run folder: the requested number of groups, and the result."""
@@ -105,9 +105,10 @@ async def sample(
     async with open_run(recipe, start, checked, root=root, console=console, order=GroupOrder.single_block(recipe.rollout)) as run:
         write_atomically(start.folder / SAMPLE_FILE, json.dumps({"groups": requested}) + "\n")
         with measure.handle_interrupts(run.stop_after_step, in_hand="the groups"):
-            if missing := [index for index in range(requested) if not run.store.has(index)]:
+            stored = {entry.index for entry in await run.store.entries()}
+            if missing := [index for index in range(requested) if index not in stored]:
                 await _served(run, missing)
-            result = sample_result(run, requested)
+            result = await sample_result(run, requested)
     write_atomically(start.folder / SAMPLE_FILE, json.dumps(result.as_json(), indent=2) + "\n")
     measure.save_evaluation(start.folder, "sample", {Split.TRAIN: result.evaluation()})
     with warn_on_error(start.folder, "the digest of failures"):
@@ -167,27 +168,31 @@ async def sample_groups(run: Run, indices: Sequence[int]) -> None:
             running.create_task(work())
 
 
-def sample_result(run: Run, asked: int) -> SampleResult:
+async def sample_result(run: Run, asked: int) -> SampleResult:
     """Returns the result of the first `asked` groups. Writes their transcripts to `episodes/train.jsonl`."""
     totals, kinds = SampleTotals(), defaultdict[str, SampleTotals](SampleTotals)
     path = run.folder / "episodes" / "train.jsonl"
     path.unlink(missing_ok=True)  # from a killed process
     size, stored = run.recipe.rollout.group.min_size, 0
-    for group, task in _stored(run, asked):
+    async for group, task in _stored(run, asked):
         stored += 1
         for counted in (totals, kinds[task.kind if task is not None else ""]):
             counted.add_group(group, min_group_size=size)
         if task is not None:
-            append_lines(path, (json_line(transcript(task, one, phase="train", step=0)) for one in group.episodes))
+            await asyncio.to_thread(_append_transcripts, path, task, group)
     return SampleResult(folder=run.folder, requested=asked, totals=totals, by_kind=dict(sorted(kinds.items())), unfinished=stored < asked)
 
 
-def _stored(run: Run, asked: int) -> Iterator[tuple[Group, Task | None]]:
+def _append_transcripts(path: Path, task: Task, group: Group) -> None:
+    append_transcripts(path, (transcript(task, one, phase="train", step=0) for one in group.episodes))
+
+
+async def _stored(run: Run, asked: int) -> AsyncIterator[tuple[Group, Task | None]]:
     """The stored groups with their tasks; None for a task that cannot be created."""
     for index in range(asked):
-        if run.store.has(index):
+        if await run.store.has(index):
             try:
                 task = run.group_tasks.task(index)
             except Exception:  # user-supplied; the group contains the reason
                 task = None
-            yield run.store.groups([index])[0], task
+            yield (await run.store.groups([index]))[0], task

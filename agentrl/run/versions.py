@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ from agentrl.base.activity import ACTIVITY, GROUPS
 from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.config.recipe import Recipe
 from agentrl.evaluation.held_out import HeldOutEvaluation
-from agentrl.experience import GroupOrder
+from agentrl.experience import DriverStore, GroupOrder
 from agentrl.failure import FaultRate
 from agentrl.memory.run_memory import memory_metrics
 from agentrl.observe.timeline import WALL
-from agentrl.protocols import ExperienceStore, PolicyServer, Tracker, VersionRegistry
+from agentrl.protocols import PolicyServer, Tracker, VersionRegistry
 from agentrl.records import Group, PolicyVersion, SwapReport
 from agentrl.rollout import Pace
 from agentrl.serving.supervisor import version_to_serve
@@ -52,7 +53,7 @@ class StepRecords:
     folder: Path
     progress: Progress
     order: GroupOrder
-    store: ExperienceStore
+    store: DriverStore
     registry: VersionRegistry
     served: PolicyServer
     pace: Pace
@@ -81,15 +82,15 @@ class StepRecords:
 
     async def finish(self, version: PolicyVersion, report: SwapReport | None) -> None:
         """Records the step that produced `version`, evaluates the version if the recipe says so, and prunes old versions."""
-        metrics = self._metrics(version, report)
+        metrics = await self._metrics(version, report)
         every = self.recipe.evaluation.every
         if every and version.number % every == 0 and version.number < self.recipe.steps:
             metrics |= await self.evaluation.evaluate_once(f"step{version.number}", step=version.number)
             self.tracker.stage("train", f"{self.progress.stop_at} steps")
             if self.progress.timeline.running:
                 self.progress.timeline.restart()
-        self._record(version, metrics)
-        self.registry.prune(self.recipe.learner.keep_versions)
+        await self._record(version, metrics)
+        await asyncio.to_thread(self.registry.prune, self.recipe.learner.keep_versions)
 
     async def finish_serving(self) -> None:
         """Finishes the step of the serving version if an earlier driver died before that."""
@@ -97,51 +98,55 @@ class StepRecords:
         if version is not None and version.number and version.number not in measure.recorded_steps(self.folder):
             await self.finish(version, None)
 
-    def record_missing(self) -> None:
+    async def record_missing(self) -> None:
         """Records the steps up to the serving version that are not recorded, because the driver died."""
         known = measure.recorded_steps(self.folder)
         for number in range(1, self.served.version + 1):
             version = self.registry.get(number)
             if version is not None and number not in known:
-                self._record(version, self._metrics(version, None))
+                await self._record(version, await self._metrics(version, None))
 
-    def unfinished_groups(self) -> tuple[Group, ...]:
+    async def unfinished_groups(self) -> tuple[Group, ...]:
         """The scored groups of steps that are not recorded, and those that no step has taken."""
-        known = measure.recorded_steps(self.folder)
-        unfinished = (entry for entry in self.store.entries() if entry.step is None or entry.step + 1 not in known)
-        return self.store.groups(entry.index for entry in unfinished if not entry.pending)
+        known, entries = measure.recorded_steps(self.folder), await self.store.entries()
+        unfinished = (entry for entry in entries if entry.step is None or entry.step + 1 not in known)
+        return await self.store.groups(entry.index for entry in unfinished if not entry.pending)
 
-    def _metrics(self, version: PolicyVersion, report: SwapReport | None) -> dict[str, float]:
+    async def _metrics(self, version: PolicyVersion, report: SwapReport | None) -> dict[str, float]:
         step, timeline = version.number - 1, self.progress.timeline.take()
-        entries = self.store.entries(step=step)
-        groups = self.store.groups(entry.index for entry in entries)
+        entries = await self.store.entries(step=step)
+        groups = await self.store.groups(entry.index for entry in entries)
         wall_s = timeline.pop(WALL, None)
-        metrics = measure.step_metrics(groups, self.folder / version.folder, report, step=step, wall_s=wall_s)
+        metrics = await asyncio.to_thread(self._group_metrics, version, groups, report, wall_s)
         if self.order.extra:
             metrics["groups_extra"] = len(groups) - self.order.per_step
         late = (entry.oldest_version is not None and step - entry.oldest_version > self.recipe.max_staleness for entry in entries)
         metrics["groups_late"] = sum(late)
-        if parked := len(self.store.parked()):
+        if parked := len(await self.store.call(lambda store: store.parked())):
             metrics["groups_parked"] = parked
-        measure.record_excluded(self.folder, version.number, groups)
         if wall_s is not None:
-            metrics |= timeline | DRIVER_LAG.metrics() | self._queues()
+            metrics |= timeline | DRIVER_LAG.metrics() | await self._queues()
         workers = {} if self.workers is None else self.workers.figures()
-        return metrics | memory_metrics(groups) | self.fault_rate.attempt_metrics() | self.served.figures() | workers
+        return metrics | self.fault_rate.attempt_metrics() | self.served.figures() | workers
 
-    def _queues(self) -> dict[str, float]:
+    async def _queues(self) -> dict[str, float]:
         """The groups that are running, ready, or assigned to a step that has not completed, now. Earlier blocks have no open groups."""
         first = self.order.block(max(0, self.served.version - _OPEN_BLOCKS)).start
-        open_ = Counter(entry.state for entry in self.store.entries(first=first))
+        open_ = Counter(entry.state for entry in await self.store.entries(first=first))
         return {"groups_running": ACTIVITY.count(GROUPS), "groups_ready": open_["ready"], "groups_assigned": open_["assigned"]}
 
-    def _record(self, version: PolicyVersion, metrics: dict[str, float]) -> None:
+    def _group_metrics(
+        self, version: PolicyVersion, groups: tuple[Group, ...], report: SwapReport | None, wall_s: float | None
+    ) -> dict[str, float]:
+        """The metrics of a step's groups. Records their excluded episodes. Runs in a thread, because a step may have 100 MB of groups."""
+        measure.record_excluded(self.folder, version.number, groups)
+        metrics = measure.step_metrics(groups, self.folder / version.folder, report, step=version.number - 1, wall_s=wall_s)
+        return metrics | memory_metrics(groups)
+
+    async def _record(self, version: PolicyVersion, metrics: dict[str, float]) -> None:
         self.tracker.log(version.number, metrics)
-        save_pace(self.pace, self.recipe, self.folder)
-        alerts = (
-            *measure.step_alerts(self.folder, version.number - 1, self.recipe.learner.limits),
-            self.fault_rate.suspect_alert(),
-            self.pace.slow_start_alert(),
-        )
+        await asyncio.to_thread(save_pace, self.pace, self.recipe, self.folder)
+        step_alerts = await asyncio.to_thread(measure.step_alerts, self.folder, version.number - 1, self.recipe.learner.limits)
+        alerts = (*step_alerts, self.fault_rate.suspect_alert(), self.pace.slow_start_alert())
         for alert in filter(None, alerts):
             self.tracker.alert(alert)

@@ -219,7 +219,7 @@ class ServerPool:
             except SwapError:
                 await self._restore(former)
                 raise
-            mark_serving(self._registry, version)
+            await asyncio.to_thread(mark_serving, self._registry, version)
             await self._set_version(version)
         return SwapReport(
             version=version.number,
@@ -233,7 +233,7 @@ class ServerPool:
         async with self._moving:
             self._floor = min(self._floor, version.number)
             await self._move(version, SupervisedServer.load_or_restart)
-            mark_serving(self._registry, version)
+            await asyncio.to_thread(mark_serving, self._registry, version)
             await self._set_version(version)
 
     async def wait_version(self, number: int) -> None:

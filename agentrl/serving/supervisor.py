@@ -186,7 +186,7 @@ class SupervisedServer:
         `ServingError` if no server comes back.
         """
         report = await self._with_successor(self._swap, version)
-        mark_serving(self._registry, version)
+        await asyncio.to_thread(mark_serving, self._registry, version)
         await self._set_version(version)
         return report
 
@@ -196,7 +196,7 @@ class SupervisedServer:
             await self.swap(version)
             return
         await self._start_with(version)
-        mark_serving(self._registry, version)
+        await asyncio.to_thread(mark_serving, self._registry, version)
 
     async def load_version(self, version: PolicyVersion) -> SwapReport:
         """Swaps a version into the current server without recording it in the registry.

@@ -27,7 +27,7 @@ from agentrl.base.processes import raise_file_limit, rare_collections
 from agentrl.cluster import Placement
 from agentrl.config.recipe import Recipe
 from agentrl.evaluation.replay import check_start_tokens
-from agentrl.experience import BlockStarts, FolderCheckpoints, GroupOrder, open_store
+from agentrl.experience import BlockStarts, DriverStore, FolderCheckpoints, GroupOrder, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.failure.capture import PASSES
 from agentrl.failure.case import Suite
@@ -39,7 +39,6 @@ from agentrl.observe import RunTracker, StageClock, open_trackers
 from agentrl.observe.timeline import Timeline
 from agentrl.plugins import parts
 from agentrl.protocols import (
-    ExperienceStore,
     Policy,
     PolicyServer,
     SandboxBackend,
@@ -127,7 +126,7 @@ class Run:
     progress: Progress
     tracker: Tracker
     clock: StageClock
-    store: ExperienceStore
+    store: DriverStore
     checkpoints: FolderCheckpoints
     quarantine: Quarantine
     capture: Capture
@@ -243,7 +242,7 @@ async def _open_parts(
     clock = StageClock(began=start.began)
     tracker = await _open_tracker(stack, recipe, folder, clock, console=console)
     _report_preparation(tracker, chat, checked)
-    store, starts, checkpoints, memory = _open_experience(stack, recipe, folder, order)
+    store, starts, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, alert=tracker.alert)
     pace = restore_pace(recipe, folder)
     stack.callback(save_pace, pace, recipe, folder)
@@ -330,15 +329,16 @@ def _open_capture(stack: AsyncExitStack, recipe: Recipe, folder: Path) -> Captur
     return capture
 
 
-def _open_experience(
+async def _open_experience(
     stack: AsyncExitStack, recipe: Recipe, folder: Path, order: GroupOrder
-) -> tuple[ExperienceStore, BlockStarts, FolderCheckpoints, RunMemory | None]:
-    store = open_store(folder, recipe)
-    stack.callback(store.close)
+) -> tuple[DriverStore, BlockStarts, FolderCheckpoints, RunMemory | None]:
+    store = await DriverStore.open(partial(open_store, folder, recipe))
+    stack.push_async_callback(store.close)
     checkpoints = FolderCheckpoints(folder / "running")
-    for index in filter(store.has, checkpoints.groups()):  # the driver died after storing it
-        checkpoints.remove_group(index)
-    starts = BlockStarts(order, store)
+    for index in checkpoints.groups():
+        if await store.has(index):  # the driver died after storing it
+            await asyncio.to_thread(checkpoints.remove_group, index)
+    starts = BlockStarts(order, await store.call(lambda store: store.block_versions()))
     memory = open_memory(recipe, folder, store, order, starts)
     if memory is not None:
         stack.callback(memory.close)

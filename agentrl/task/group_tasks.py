@@ -9,15 +9,14 @@ scores is recorded before it is stored, without them, and again when it has them
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from agentrl.base.files import append_lines, complete_lines
 from agentrl.base.user_code import describe_error
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError, TaskError
-from agentrl.experience import BlockStarts, GroupOrder
-from agentrl.protocols import ExperienceStore
+from agentrl.experience import BlockStarts, DriverStore, GroupOrder
 from agentrl.records import Group, LedgerEntry, Split, Task, codec
 from agentrl.task import GroupOutcome, GroupSchedule, TaskHistory
 
@@ -28,7 +27,7 @@ class GroupTasks:
     """Chooses the tasks of a run's groups and records their outcomes."""
 
     def __init__(
-        self, recipe: Recipe, folder: Path, store: ExperienceStore, schedule: GroupSchedule, order: GroupOrder, starts: BlockStarts
+        self, recipe: Recipe, folder: Path, store: DriverStore, schedule: GroupSchedule, order: GroupOrder, starts: BlockStarts
     ) -> None:
         self._path = folder / TASKS_FILE
         self._store = store
@@ -54,11 +53,11 @@ class GroupTasks:
             if self._lines is None:
                 self._lines = await asyncio.to_thread(self._read)
             while self._reached < self._starts.version_of(block):
-                entries = self._store.entries(step=self._reached)
-                self._record.add(self._outcomes(entries))
+                entries = await self._store.entries(step=self._reached)
+                self._record.add(self._outcomes(entries, await self._needed_groups(entries)))
                 self._reached += 1
                 self._weights[self._reached] = self._record.weights()
-                self._drop_weights()
+                await self._drop_weights()
                 await asyncio.sleep(0)  # a resumed run may have many steps, and other tasks wait
 
     def task(self, index: int) -> Task:
@@ -84,22 +83,28 @@ class GroupTasks:
         known = [(self._unscored.pop(group.index, None), group) for group in groups]
         append_lines(self._path, [codec.to_json(line.with_scores(group)) + b"\n" for line, group in known if line is not None])
 
-    def _outcomes(self, entries: Sequence[LedgerEntry]) -> Iterator[GroupOutcome]:
-        """The outcomes of the groups that a step took. A group without a recorded outcome is read from the store."""
+    async def _needed_groups(self, entries: Sequence[LedgerEntry]) -> dict[int, Group]:
+        """The groups of a step whose outcome is not recorded, or was recorded before their late scores."""
+        assert self._lines is not None, "the file is read first"
+        indices = [entry.index for entry in entries if entry.late_parts or entry.index not in self._lines]
+        return {group.index: group for group in await self._store.groups(indices)} if indices else {}
+
+    def _outcomes(self, entries: Sequence[LedgerEntry], groups: Mapping[int, Group]) -> Iterator[GroupOutcome]:
+        """The outcomes of the groups that a step took. `groups`: those of `_needed_groups`."""
         assert self._lines is not None, "the file is read first"
         if not entries:
             raise StoreError(f"the outcomes of step {self._reached} are unknown: the ledger has no groups of this step")
         for entry in entries:
             if (line := self._lines.pop(entry.index, None)) is not None:
-                yield line.with_scores(*self._store.groups([entry.index])) if entry.late_parts else line
+                yield line.with_scores(groups[entry.index]) if entry.late_parts else line
             elif not self._schedule.is_practice(self._order.position(entry.index)):
-                (group,) = self._store.groups([entry.index])
+                group = groups[entry.index]
                 if (task := self._again(group)) is not None:
                     yield GroupOutcome.from_group(task, group)
 
-    def _drop_weights(self) -> None:
+    async def _drop_weights(self) -> None:
         """Forgets the weights of blocks that the steps so far have consumed, up to groups with late scores, whose tasks are recorded."""
-        stored = self._store.entries(first=self._order.block(self._open_block).start)
+        stored = await self._store.entries(first=self._order.block(self._open_block).start)
         self._open_block = self._order.first_open_block(stored, before=self._reached, start=self._open_block)
         oldest = self._starts.oldest_version(self._open_block)
         for version in [version for version in self._weights if version < min(oldest, self._reached)]:

@@ -20,8 +20,8 @@ from agentrl.experience import SqliteStore
 from agentrl.failure.collection import Collection
 from agentrl.judge.ledger import JudgeLedger, usage_in
 from agentrl.memory.store import NoteStore
+from agentrl.testing.store_contract import make_group
 from tests.base.test_untrusted_files import in_time
-from tests.experience.test_store import make_group
 from tests.failure.traces import trace
 
 

@@ -19,8 +19,8 @@ from agentrl.errors import StoreError, UserError
 from agentrl.experience import SqliteStore, audit, new_entry
 from agentrl.experience.audit import count, export, rows, token_balance, verify
 from agentrl.records import GroupUse, LedgerEntry, PendingPart, Score, ScoredEpisode, codec
+from agentrl.testing.store_contract import make_group
 from tests.driving import make_recipe
-from tests.experience.test_store import make_group
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -56,15 +56,9 @@ class Ledger:
         self.first_block = 0
         self.resume()
 
-    def block_versions(self) -> dict[int, int]:
-        return dict(self.blocks)
-
-    def start_block(self, block: int, version: int) -> None:
-        self.blocks.setdefault(block, version)
-
     def resume(self) -> None:
         """A driver that starts: what was running is lost, as in `agentrl.run.loop._roll_out`."""
-        self.starts = BlockStarts(self.order, cast(Any, self))
+        self.starts = BlockStarts(self.order, self.blocks)
         self.slot = self.order.per_step * self.order.first_incomplete_block(self.entries.values())
         self.running: list[int] = []
         self.extra: dict[int, Iterator[int]] = {}  # by block
@@ -74,6 +68,7 @@ class Ledger:
         while self.slot < self.steps * self.order.per_step + self.parked and self.starts.admit(
             self.slot, version=self.version, parked=self.parked
         ):
+            self.blocks |= dict(self.starts.take_unsaved())
             block, place = divmod(self.slot, self.order.per_step)
             if block not in self.extra:
                 self.extra[block] = iter(self.order.block(block)[self.order.per_step :])
@@ -202,7 +197,7 @@ def test_a_run_never_gets_stuck_and_takes_every_group_once(data: st.DataObject, 
 def test_groups_whose_scores_never_arrive_do_not_sample_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "MAX_PARKED_BLOCKS", 2)
     order = GroupOrder(per_step=3, depth=2)
-    starts, slot = BlockStarts(order, cast(Any, Ledger(order, None, steps=0))), 0
+    starts, slot = BlockStarts(order), 0
     while starts.admit(slot, version=0, parked=slot):  # each group is parked at once
         slot += 1
     assert slot == order.per_step * (order.depth + 2)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -18,27 +15,26 @@ from typing import Any
 import pytest
 
 from agentrl.errors import StoreError
-from agentrl.experience import GroupOrder, SqliteStore, new_entry
+from agentrl.experience import GroupOrder, SqliteStore
 from agentrl.experience import store as store_module
 from agentrl.protocols import ExperienceStore
-from agentrl.records import Episode, Group, GroupUse, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
+from agentrl.records import Group, GroupUse, VersionSpan
+from agentrl.testing.store_contract import StoreContract, make_group
 from tests.driving import make_recipe
 from tests.forking import FORKS
-from tests.ledgers import consumed, indices
+from tests.ledgers import indices
 from tests.thirdparty.fieldkit.store import FolderStore
 
+for test in ("test_of_two_learners_that_commit_the_same_groups_one_wins", "test_kill_9_loses_nothing_that_was_acknowledged"):
+    pytest.mark.slow(getattr(StoreContract, test))  # they start processes
 
-def make_group(index: int, note: str = "") -> Group:
-    turn = Turn(
-        prompt_ids=(1, 2, 3),
-        completion_ids=(4, 5),
-        logprobs=(-0.1, -1e-9),
-        versions=(VersionSpan(version=3, start=0, end=2),),
-        message=Message(role="assistant", content=f"ünïcode {note}"),
-        finish_reason="stop",
-    )
-    episode = Episode(id=f"e{index}", task_id=f"t{index}", task_key="k", trajectories=(Trajectory(agent="main", turns=(turn,)),))
-    return Group(index=index, task_id=f"t{index}", task_key="k", episodes=(ScoredEpisode(episode=episode, score=Score(value=1.0)),))
+
+class TestSqliteStore(StoreContract):
+    store = "sqlite"
+
+
+class TestFolderStore(StoreContract):
+    store = "tests.thirdparty.fieldkit.store:FolderStore"
 
 
 @pytest.fixture
@@ -46,22 +42,6 @@ def store(tmp_path: Path):
     with_path = SqliteStore(tmp_path / "runs" / "run" / "experience.sqlite")
     yield with_path
     with_path.close()
-
-
-def test_groups_are_returned_equal_and_in_the_given_order(store: SqliteStore) -> None:
-    face: ExperienceStore = store
-    assert [face.put(make_group(index)) for index in (2, 0, 1)] == [True] * 3
-    assert indices(store) == (0, 1, 2)
-    assert store.has(1) and not store.has(7)
-    assert store.groups([2, 0]) == (make_group(2), make_group(0))
-    with pytest.raises(StoreError, match=r"not in .*: 9"):
-        store.groups([0, 9])
-
-
-def test_the_first_group_of_an_index_stays(store: SqliteStore) -> None:
-    assert store.put(make_group(0, "first"))
-    assert not store.put(make_group(0, "second"))
-    assert store.groups([0]) == (make_group(0, "first"),)
 
 
 def _put_all(path: str, name: str, count: int, barrier, won) -> None:
@@ -158,40 +138,6 @@ def used(*indices: int, tokens: int = 2) -> dict[int, GroupUse]:
     return dict.fromkeys(indices, GroupUse(tokens_trained=tokens))
 
 
-def test_a_group_is_taken_once_and_a_rejected_commit_changes_nothing(store: SqliteStore) -> None:
-    for index in range(4):
-        store.put(make_group(index))
-    store.commit(0, used(0, 1), "checkpoints/000001")
-    for take in (lambda some: store.assign(1, tuple(some)), lambda some: store.commit(1, some, "checkpoints/000002")):
-        with pytest.raises(StoreError, match="step 1 cannot use group 1: it belongs to step 0"):
-            take(used(2, 1))
-        with pytest.raises(StoreError, match=r"not in .*: 9"):
-            take(used(3, 9))
-    with pytest.raises(StoreError, match="cannot use group 2: it belongs to step 1"):
-        store.assign(1, [2, 2])
-    with pytest.raises(StoreError, match="cannot use group 0: it belongs to step 0"):
-        store.commit(0, used(0), "checkpoints/000001")
-    assert consumed(store) == {0: 0, 1: 0}
-
-
-def test_a_group_is_ready_then_assigned_then_used(store: SqliteStore) -> None:
-    for index in (5, 2, 4):
-        store.put(make_group(index))
-    assert store.entries() == tuple(new_entry(make_group(index)) for index in (2, 4, 5))
-    store.assign(0, [5, 4])
-    assert [(entry.index, entry.step, entry.state) for entry in store.entries(first=3)] == [(4, 0, "assigned"), (5, 0, "assigned")]
-    store.assign(0, [2, 4])  # the attempt at the step was interrupted and selects again
-    assert [entry.state for entry in store.entries()] == ["assigned", "assigned", "ready"]
-    store.commit(0, {2: GroupUse(tokens_trained=2), 4: GroupUse(reason="all_equal")}, "checkpoints/000001")
-    assert [entry.index for entry in store.entries(step=0)] == [2, 4] and store.entries(step=1) == ()
-    assert [(entry.state, entry.tokens_open, entry.tokens_excluded) for entry in store.entries()] == [
-        ("trained", 0, 0),
-        ("excluded", 0, 2),
-        ("ready", 2, 0),
-    ]
-    assert store.entries()[1].use == GroupUse(reason="all_equal")
-
-
 def test_a_damaged_row_of_the_ledger_is_a_store_error(store: SqliteStore) -> None:
     store.put(make_group(0))
     store._connection.execute("UPDATE groups SET counted = 'many'")
@@ -216,58 +162,6 @@ def test_rows_that_repeat_a_group_end_the_reading(store: SqliteStore, monkeypatc
     monkeypatch.setattr(store_module, "_ENTRIES", f"{store_module._ENTRIES} JOIN (SELECT 1 UNION ALL SELECT 2)")
     with pytest.raises(StoreError, match=r"a row of the ledger in .* is damaged: group 0 follows group 0"):
         store.entries()
-
-
-def _commit(path: str, step: int, barrier, result) -> None:
-    store = SqliteStore(path)
-    barrier.wait(300)
-    try:
-        store.commit(step, used(0, 1, 2), f"checkpoint{step}")
-        result.put((step, True))
-    except StoreError:
-        result.put((step, False))
-    store.close()
-
-
-@pytest.mark.slow
-def test_of_two_learners_that_commit_the_same_groups_one_wins(tmp_path: Path) -> None:
-    path = tmp_path / "experience.sqlite"
-    store = SqliteStore(path)
-    for index in range(3):
-        store.put(make_group(index))
-    barrier, result = FORKS.Barrier(2), FORKS.Queue()
-    processes = [FORKS.Process(target=_commit, args=(str(path), step, barrier, result)) for step in (5, 6)]
-    for process in processes:
-        process.start()
-    outcome = dict(result.get(timeout=300) for _ in processes)
-    for process in processes:
-        process.join(300)
-    assert sorted(outcome.values()) == [False, True]
-    winner = next(step for step, won in outcome.items() if won)
-    assert consumed(store) == {0: winner, 1: winner, 2: winner}
-    store.close()
-
-
-def test_reconcile_makes_the_store_agree_with_the_checkpoint(store: SqliteStore) -> None:
-    for index in range(7):
-        store.put(make_group(index))
-    store.commit(0, used(0, 1), "a")
-    store.commit(1, used(2, 3), "b")
-    store.assign(2, [5, 6])
-    # The checkpoint in use knows step 0 (with another split) and a step 1 that took group 4; step 2 did not complete.
-    store.reconcile({0: used(0), 1: used(1, 4, tokens=1)})
-    assert consumed(store) == {0: 0, 1: 1, 4: 1}
-    assert [entry.use and entry.use.tokens_trained for entry in store.entries()] == [2, 1, None, None, 1, None, None]
-    assert {entry.index for entry in store.entries() if entry.state == "ready"} == {2, 3}
-    assert [entry.index for entry in store.entries(step=2)] == [5, 6], "step 2 takes the same groups again"
-    store.assign(2, [2, 3])
-    assert {entry.index for entry in store.entries() if entry.state == "ready"} == {5, 6}
-    store.reconcile({0: used(0), 1: used(1, 4), 2: used(2, 3)})  # the checkpoint was written, the commit was not
-    assert consumed(store) == {0: 0, 1: 1, 2: 2, 3: 2, 4: 1}
-    store.reconcile({})
-    assert consumed(store) == {}
-    with pytest.raises(StoreError, match="group 2 as consumed by both step 0 and step 1"):
-        store.reconcile({0: used(2), 1: used(2)})
 
 
 def _versioned(index: int, version: int) -> Group:
@@ -301,46 +195,6 @@ def test_a_learner_that_falls_back_repeats_its_steps_with_the_same_groups(tmp_pa
     assert all(entry.use is None for entry in store.entries(first=3)), "their tokens are open again"
     store.put(_versioned(7, 3))
     assert [learn(step) for step in range(1, 4)] == [(3, 4), (5, 6), (0, 7)]
-    store.close()
-
-
-_WRITER = """
-import sys
-from agentrl.experience import SqliteStore, new_entry
-sys.path.insert(0, sys.argv[2])
-from test_store import make_group, used
-store = SqliteStore(sys.argv[1])
-for index in range(100_000):
-    store.put(make_group(index))
-    if index % 2:
-        store.commit(index // 2, used(index - 1, index), f"checkpoint{index // 2}")
-    print(index, flush=True)  # said only once it is durable
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("acknowledged", [1, 14])
-def test_kill_9_in_the_middle_loses_nothing_that_was_acknowledged(tmp_path: Path, acknowledged: int) -> None:
-    path = tmp_path / "experience.sqlite"
-    here = str(Path(__file__).parent)
-    writer = subprocess.Popen([sys.executable, "-c", _WRITER, str(path), here], stdout=subprocess.PIPE, text=True)
-    assert writer.stdout is not None
-    last = -1
-    while last < acknowledged:
-        last = int(writer.stdout.readline())
-    os.kill(writer.pid, signal.SIGKILL)
-    rest = writer.stdout.read().split()
-    writer.wait(60)
-    last = int(rest[-1]) if rest else last
-
-    store = SqliteStore(path)
-    stored = indices(store)
-    assert stored[: last + 1] == tuple(range(last + 1)) and len(stored) <= last + 2
-    assert store.groups(stored) == tuple(make_group(index) for index in stored)
-    steps = consumed(store)
-    assert all(steps[index] == index // 2 for index in range(last + last % 2))
-    assert len(steps) % 2 == 0, "a commit is whole or not there"
-    assert store.put(make_group(len(stored)))  # and the store still works
     store.close()
 
 

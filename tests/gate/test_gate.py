@@ -243,7 +243,7 @@ async def test_a_resumed_driver_completes_the_gates_work_and_evaluates_no_versio
     assert rollback.pending_request(tmp_path / "versions", run.registry) is None
     assert first_version_to_serve(run.registry, Gate.of(run)).number == 3, "version 0 is promoted, but its successor serves"
     await run.served.swap(run.registry.get(3))
-    StepRecords.of(run).record_missing()
+    await StepRecords.of(run).record_missing()
     assert measure.recorded_steps(tmp_path) == {1, 2, 3}
     await plain.close(run)
     with Collection(tmp_path) as collection:

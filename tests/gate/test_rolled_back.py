@@ -18,7 +18,7 @@ import pytest
 from agentrl.base.files import sha256_file
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import DiskFull, LearnerError, LearnerHalted, SwapError, UserError
-from agentrl.experience import GroupOrder, SqliteStore
+from agentrl.experience import DriverStore, GroupOrder, SqliteStore
 from agentrl.failure import Capture, FaultRate
 from agentrl.learner.driver_reports import UpdateFailureLog
 from agentrl.learner.update_guard import UpdateFailure
@@ -96,7 +96,14 @@ async def opened(run_dir: Path) -> Any:
     await policy.start(base)
     registry.set_state(0, VersionState.SERVING)
     return SimpleNamespace(
-        **{"recipe": RECIPE, "folder": run_dir, "tracker": Alerts(run_dir), "store": store, "registry": registry, "served": policy},
+        **{
+            "recipe": RECIPE,
+            "folder": run_dir,
+            "tracker": Alerts(run_dir),
+            "store": DriverStore(lambda: store),
+            "registry": registry,
+            "served": policy,
+        },
         **{"fault_rate": FaultRate(0.5, concurrency=16), "suite": None, "gate_server": None, "family": None},
         progress=Progress(stop_at=4),
         base_version=base,
@@ -111,7 +118,7 @@ async def close(run: Any) -> None:
     await run.served.close()
     run.tracker.close()
     run.capture.close()
-    run.store.close()
+    await run.store.close()
 
 
 @pytest.mark.usefixtures("scripted")

@@ -18,7 +18,7 @@ from agentrl.config.tools import MemoryConfig
 from agentrl.errors import ServingError, StoreError, UserError
 from agentrl.evaluation.held_out import HeldOutEvaluation
 from agentrl.evaluation.replay import ReplaySetup, replay_state
-from agentrl.experience import BlockStarts, GroupOrder, SqliteStore
+from agentrl.experience import BlockStarts, DriverStore, GroupOrder, SqliteStore
 from agentrl.failure.trace import CaptureReason, Trace
 from agentrl.memory import NoteStore, StoreView, WrittenNotes
 from agentrl.memory import store as memory_store
@@ -76,18 +76,18 @@ async def played(folder: Path, steps: range, family: Family, before: tuple[Group
     policy, sandboxes = Journaled(folder / "j", script=script), ScriptedSandboxes(printing("3"))
     async with opened(folder, policy, sandboxes, RECIPE, family) as run:
         for group in before:
-            run.store.put(group)
+            run.store.store.put(group)
         run.registry = Registry()  # type: ignore[assignment]
         if heldout:
             await HeldOutEvaluation.of(run).evaluate("before", step=0)
         for step in steps:
             for earlier in range(step):
-                take_step(run.order, run.store, earlier)
+                take_step(run.order, run.store.store, earlier)
             async with asyncio.TaskGroup() as running:
                 groups = RunningGroups(Rollouts.of(run), running)
                 for slot in range(step * run.order.per_step, (step + 1) * run.order.per_step):
-                    groups.start(slot)
-        return list(run.store.groups(indices(run.store)))
+                    await groups.start(slot)
+        return list(run.store.store.groups(indices(run.store.store)))
 
 
 def readings(groups: list[Group]) -> list[tuple[str, tuple[str, ...], list[str]]]:
@@ -130,8 +130,8 @@ async def test_a_late_group_reads_its_version_however_many_notes_came_later(tmp_
     groups += [_moved(group, group.index + 8) for group in groups]
     store, order = SqliteStore(tmp_path / "experience.sqlite"), GroupOrder.from_recipe(RECIPE)
     assert RECIPE.memory is not None
-    starts = BlockStarts(order, store)
-    memory = RunMemory(RECIPE.memory, tmp_path, store, order, starts)
+    starts = BlockStarts(order)
+    memory = RunMemory(RECIPE.memory, tmp_path, DriverStore(lambda: store), order, starts)
     for group in groups:
         if group.index != 4:
             store.put(group)

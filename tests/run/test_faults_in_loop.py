@@ -13,8 +13,9 @@ import pytest
 
 from agentrl.errors import InfrastructureError, ServingError, StoreError
 from agentrl.evaluation.splits import evaluate_split
+from agentrl.experience import store
 from agentrl.failure.faults import count_quarantined
-from agentrl.records import Blame, Episode, Group, PolicyVersion, Score, Split, Task
+from agentrl.records import Blame, Episode, Group, PolicyVersion, Score, Split, Task, codec
 from agentrl.run import loop
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
@@ -35,7 +36,7 @@ async def test_a_family_that_raises_for_one_task_costs_that_group(tmp_path: Path
     recipe = make_recipe(groups_per_step=3, group={"size": 2})
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, raising_at(1)) as run:
         await loop._roll_out(run)
-        groups = run.store.groups(range(3))
+        groups = run.store.store.groups(range(3))
     assert [len(group.scored) for group in groups] == [2, 0, 2] and count_quarantined(tmp_path) == 1
     fault = groups[1].fault
     assert fault is not None and (fault.blame, fault.kind, "column 7" in fault.message) == (Blame.TASK, "KeyError", True)
@@ -58,7 +59,7 @@ async def test_a_family_without_a_task_costs_that_group_or_evaluated_task(tmp_pa
     recipe = make_recipe(groups_per_step=3, group={"size": 2})
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, Family(broken)) as run:
         await loop._roll_out(run)
-        groups = run.store.groups(range(3))
+        groups = run.store.store.groups(range(3))
         done = await evaluate_split(run.groups, run.family, Split.HELDOUT, 3, phase="before", step=0)
     assert [len(group.scored) for group in groups] == [2, 0, 2] and count_quarantined(tmp_path) == 1
     fault = groups[1].fault
@@ -70,16 +71,16 @@ async def test_a_group_that_cannot_be_serialized_is_excluded(tmp_path: Path, mon
     """No known record does this, but a fault of the encoder must not end the run."""
 
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), make_recipe(), Family()) as run:
-        put = run.store.put
+        to_json = codec.to_json
 
-        def encode(group: Group) -> bool:
-            if group.index == 1 and group.scored:
+        def encode(record: Any) -> bytes:
+            if isinstance(record, Group) and record.index == 1 and record.scored:
                 raise ValueError("circular reference")
-            return put(group)
+            return to_json(record)
 
-        monkeypatch.setattr(run.store, "put", encode)
+        monkeypatch.setattr(store.codec, "to_json", encode)
         await loop._roll_out(run)
-        groups = run.store.groups(range(2))
+        groups = run.store.store.groups(range(2))
     assert [len(group.scored) for group in groups] == [3, 0] and all(len(group.episodes) == 3 for group in groups)
     (failure,) = groups[1].episodes[0].episode.failures
     assert (failure.stage, failure.blame, failure.kind) == ("store", Blame.INFRASTRUCTURE, "ValueError")
@@ -94,7 +95,7 @@ async def test_a_score_that_cannot_be_recorded_costs_its_episode(tmp_path: Path)
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), make_recipe(), Family()) as run:
         run.groups = replace(run.groups, scorer=score, max_retries=0)
         await loop._roll_out(run)
-        groups = run.store.groups(range(2))
+        groups = run.store.store.groups(range(2))
     assert [len(group.scored) for group in groups] == [3, 2]
     (failure,) = groups[1].episodes[0].episode.failures
     assert (failure.stage, failure.blame, failure.kind) == ("score", Blame.INFRASTRUCTURE, "ValueError")
@@ -103,10 +104,10 @@ async def test_a_score_that_cannot_be_recorded_costs_its_episode(tmp_path: Path)
 async def test_a_full_disk_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), make_recipe(), Family()) as run:
 
-        def full(group: object) -> bool:
+        def full(groups: object) -> bool:
             raise StoreError("the disk is full")
 
-        monkeypatch.setattr(run.store, "put", full)
+        monkeypatch.setattr(run.store.store, "put_all", full)
         with pytest.raises(ExceptionGroup) as error:
             await loop._roll_out(run)
     assert error.group_contains(StoreError)
@@ -154,13 +155,13 @@ async def pipeline(folder: Path, script: Any, *, groups: int) -> Any:
     async with opened(folder, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
         run.registry, run.served, run.learner = Registry(), Part(), Part()  # type: ignore[assignment]
         running = asyncio.create_task(loop._pipeline(run))
-        while not running.done() and len(indices(run.store)) < groups:
+        while not running.done() and len(indices(run.store.store)) < groups:
             await asyncio.sleep(0.01)
         running.cancel()
         try:
             await running
         finally:
-            stored = indices(run.store)
+            stored = indices(run.store.store)
             (folder / "stored").write_text(json.dumps(stored))
 
 

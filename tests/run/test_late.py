@@ -47,14 +47,14 @@ def send(run: opening.Run, group: int) -> None:
     for attempt in range(2):
         episode = f"g{group:06d}-{attempt}-a0"
         score = LateScore(episode_id=episode, part="human", value=float(attempt), scored_by="ann", key=episode)
-        run.store.add_score(score, now=time.time())
+        run.store.store.add_score(score, now=time.time())
 
 
 def steps_of(run: opening.Run) -> list[tuple[int, ...]]:
     """The steps that a learner could run now."""
     steps = []
-    while (chosen := run.order.select(len(steps), run.store.entries())) is not None:
-        run.store.commit(len(steps), dict.fromkeys(chosen, GroupUse(reason="test")), "c")
+    while (chosen := run.order.select(len(steps), run.store.store.entries())) is not None:
+        run.store.store.commit(len(steps), dict.fromkeys(chosen, GroupUse(reason="test")), "c")
         steps.append(chosen)
     return steps
 
@@ -64,14 +64,14 @@ async def test_parked_groups_are_replaced_and_trained_when_their_scores_arrive(t
     journal, recipe = tmp_path / "journal.jsonl", recipe_of(groups_per_step=2)
     async with driving.opened(tmp_path, Journaled(journal), ScriptedSandboxes(printing("3")), recipe, Family()) as run:
         await loop._roll_out(run)  # version 0 serves, and two blocks may be in flight: all four groups, and two more for the parked ones
-        assert [(entry.index, entry.state) for entry in run.store.entries()] == [
+        assert [(entry.index, entry.state) for entry in run.store.store.entries()] == [
             *((0, "parked"), (1, "ready"), (2, "parked"), (3, "ready"), (4, "ready"), (5, "ready"))
         ]
-        assert run.store.block_versions() == {2: 0}, "the third block started early"
-        assert run.order.select(0, run.store.entries()) == (1, 3)
+        assert run.store.store.block_versions() == {2: 0}, "the third block started early"
+        assert run.order.select(0, run.store.store.entries()) == (1, 3)
         assert not captured(tmp_path) & {"task-0", "task-2"}, "an episode without its late score has not failed"
         send(run, 0)
-        run.late.update()
+        await run.late.update()
         assert run.late.count == 1 and run.late.changed.is_set() and "task-0" in captured(tmp_path)
         assert [line["highest"] for line in outcomes(tmp_path) if line["task"] == "task-0"] == [0.0, 1.0]
     send_before = indices_sampled(journal)
@@ -79,10 +79,10 @@ async def test_parked_groups_are_replaced_and_trained_when_their_scores_arrive(t
         await loop._roll_out(run)
         assert indices_sampled(journal) == send_before and run.late.count == 1, "a resumed run repeats nothing"
         send(run, 2)
-        run.late.update()
+        await run.late.update()
         assert run.late.count == 0 and [line["highest"] for line in outcomes(tmp_path) if line["task"] == "task-2"] == [0.0, 1.0]
         assert steps_of(run) == [(0, 1), (2, 3), (4, 5)]
-        assert list(verify(tmp_path, run.store)) == []
+        assert list(verify(tmp_path, run.store.store)) == []
 
 
 async def test_expired_scores_exclude_their_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,11 +91,11 @@ async def test_expired_scores_exclude_their_episodes(tmp_path: Path, monkeypatch
     monkeypatch.setattr(driving, "one", scores)
     async with driving.opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe_of(), Family()) as run:
         await loop._roll_out(run)
-        assert count(run.store.entries()).parts_pending == 4
+        assert count(run.store.store.entries()).parts_pending == 4
         monkeypatch.setattr(run.late._clock, "now", lambda: scores.expires_at)
-        run.late.update()
+        await run.late.update()
         assert run.late.count == 0
-        assert {one.score.reason for one in run.store.groups([0])[0].episodes} == {"late score expired: human"}
+        assert {one.score.reason for one in run.store.store.groups([0])[0].episodes} == {"late score expired: human"}
 
 
 @pytest.mark.parametrize("changes", [{"order": "in_order"}, {"max_staleness": 0}])
@@ -113,7 +113,7 @@ async def test_a_run_whose_steps_wait_for_their_groups_rejects_late_scores(
         with pytest.raises(ExceptionGroup) as error:
             await loop._roll_out(run)
         assert error.group_contains(UserError, match=r"late score 'human' of group [02]: a step of this run waits(.|\n)*fix: use order")
-        assert not run.store.parked()
+        assert not run.store.store.parked()
     scorer = TaskScorer()
     scorer.load(["rewards.late:late"])
     start, checked = RunStart(recipe=Path("recipes/mine.py"), folder=tmp_path, overrides=()), cast(Any, SimpleNamespace(scorer=scorer))

@@ -135,7 +135,7 @@ async def test_without_checkpoints_no_state_is_stored(tmp_path: Path) -> None:
     recipe, policy = make_recipe(checkpoint_turns=False), Journaled(tmp_path / "journal.jsonl")
     async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
         await loop._roll_out(run)
-        assert indices(run.store) == (0, 1)
+        assert indices(run.store.store) == (0, 1)
     assert not (tmp_path / "running").exists()
 
 
@@ -150,7 +150,7 @@ async def test_broken_tasks_are_excluded_and_the_run_continues(tmp_path: Path) -
     recipe, policy = make_recipe(groups_per_step=5, group={"size": 2}), Journaled(tmp_path / "journal.jsonl")
     async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family(broken)) as run:
         await loop._roll_out(run)
-        groups = run.store.groups(range(5))
+        groups = run.store.store.groups(range(5))
     (tmp_path / "update.json").write_text("{}")
     swap = SwapReport(version=1, stall_ms=1.0, total_ms=1.0, probe_max_abs_diff=0.0)
     assert measure.step_metrics(groups, tmp_path, swap, step=0, wall_s=1.0)["groups_quarantined"] == 3
@@ -171,9 +171,9 @@ async def test_groups_with_equal_scores_get_extra_groups_that_a_resumed_run_does
     for _ in range(2):
         async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
             await loop._roll_out(run)
-            assert indices(run.store) == (0, 1, 2, 3, 4), "every attempt scores 1"
-            tasks = [group.task_id for group in run.store.groups(range(5))]
-            assert run.order.select(0, run.store.entries()) == tuple(range(5))
+            assert indices(run.store.store) == (0, 1, 2, 3, 4), "every attempt scores 1"
+            tasks = [group.task_id for group in run.store.store.groups(range(5))]
+            assert run.order.select(0, run.store.store.entries()) == tuple(range(5))
         assert tasks[:2] == ["task-0", "task-1"] and len(set(tasks)) == 5
         assert len(policy.prompts) == 4 * 10
 
@@ -184,7 +184,7 @@ async def test_cancelled_attempts_are_counted_and_leave_nothing(tmp_path: Path) 
     for _ in range(2):
         async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
             await loop._roll_out(run)
-            groups = run.store.groups(range(2))
+            groups = run.store.store.groups(range(2))
             async with asyncio.timeout(20.0):
                 while run.checkpoints.groups():  # a thread may still write an obsolete state
                     await asyncio.sleep(0.01)
@@ -204,8 +204,8 @@ async def test_too_many_broken_tasks_stop_the_run_with_their_list(tmp_path: Path
         with pytest.raises(ExceptionGroup) as error:
             await loop._roll_out(run)
         assert error.group_contains(TaskError, match=r"3 tasks are broken, 2 are allowed(.|\n)*task-\d: (.|\n)*--resume")
-        for index in indices(run.store):
-            assert run.store.groups([index])[0].fault is not None, "the result is stored"
+        for index in indices(run.store.store):
+            assert run.store.store.groups([index])[0].fault is not None, "the result is stored"
 
 
 async def test_a_run_stopped_in_its_last_evaluation_resumes_without_a_learner(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ async def test_a_resumed_run_keeps_checkpoints_of_running_groups_only(tmp_path: 
             assert run.groups.checkpoints is run.checkpoints and run.groups.branches == 2
             if not resume:
                 group = excluded_group(0, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message=""), size=1)
-                run.store.put(group)
+                run.store.store.put(group)
                 for index in (0, 1):
                     await run.checkpoints.save_scored(index, 0, group.episodes[0])
     plain = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"checkpoint_turns": False})})

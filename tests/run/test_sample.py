@@ -67,9 +67,9 @@ async def played(
             told_of(index, group)
 
         run.tracker.progress = progress  # type: ignore[method-assign]
-        await sample.sample_groups(run, [index for index in range(groups) if not run.store.has(index)])
-        found = sample.sample_result(run, groups)
-        groups_kept = [run.store.groups([index])[0] for index in indices(run.store)]
+        await sample.sample_groups(run, [index for index in range(groups) if not run.store.store.has(index)])
+        found = await sample.sample_result(run, groups)
+        groups_kept = [run.store.store.groups([index])[0] for index in indices(run.store.store)]
         assert len(select_demonstrations(groups_kept)) == found.totals.solved, "the demonstrations match the report"
         return found, made
 
@@ -143,7 +143,7 @@ async def test_a_recipe_is_sampled_unchanged(given: list[str], tmp_path: Path) -
     order = GroupOrder.single_block(recipe.rollout)
     async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family(), order=order) as run:
         await sample.sample_groups(run, range(20))
-        assert [group.task_key for group in run.store.groups(range(20))] == [make_task(index).key for index in range(20)]
+        assert [group.task_key for group in run.store.store.groups(range(20))] == [make_task(index).key for index in range(20)]
 
 
 def test_more_groups_may_be_requested_but_not_fewer(tmp_path: Path) -> None:

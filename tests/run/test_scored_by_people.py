@@ -33,7 +33,7 @@ async def test_a_live_run_shows_its_parked_episodes_and_trains_them_when_they_ar
     async with driving.opened(tmp_path, Journaled(tmp_path / "journal.jsonl"), sandboxes, recipe, Family()) as run:
         await loop._roll_out(run)
         assert transcripts(tmp_path) == ["000000.json", "000002.json"]
-        assert run.order.select(0, run.store.entries()) == (1, 3), "the step does not wait for people"
+        assert run.order.select(0, run.store.store.entries()) == (1, 3), "the step does not wait for people"
         with opened_store(tmp_path) as other_process:
             async with served(tmp_path, other_process) as client:
                 pending = (await client.get("/pending")).json()["pending"]
@@ -43,8 +43,8 @@ async def test_a_live_run_shows_its_parked_episodes_and_trains_them_when_they_ar
                 assert "task-0" in page and run.group_tasks.task(0).prompt[-1].content in page and "submit" in page
                 scores = [{**{name: item[name] for name in ("episode_id", "part")}, "value": item["attempt"]} for item in of_first]
                 assert (await client.post("/scores", json={"scores": scores})).json()["results"][1]["remaining"] == 0
-        run.late.update()
-        assert run.order.select(0, run.store.entries()) == (0, 1)
+        await run.late.update()
+        assert run.order.select(0, run.store.store.entries()) == (0, 1)
         await Rollouts.of(run).prepare_block(1)
         assert transcripts(tmp_path) == ["000002.json"]
 

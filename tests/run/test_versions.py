@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from agentrl.base.loop_lag import DRIVER_LAG, TICK_S
+from agentrl.experience import DriverStore
 from agentrl.observe.timeline import PARTS
 from agentrl.records import PolicyVersion, VersionState
 from agentrl.run import versions
@@ -47,8 +48,15 @@ async def test_an_interrupted_evaluation_is_repeated(
         return {"heldout": 0.5}
 
     monkeypatch.setattr(versions.measure, "recorded_steps", lambda folder: set(lines))
-    monkeypatch.setattr(StepRecords, "_metrics", lambda self, version, report: {"reward_mean": 1.0})
-    monkeypatch.setattr(StepRecords, "_record", lambda self, version, metrics: lines.__setitem__(version.number, metrics))
+
+    async def measured(*_: Any) -> dict[str, float]:
+        return {"reward_mean": 1.0}
+
+    async def record(self: StepRecords, version: PolicyVersion, metrics: dict[str, float]) -> None:
+        lines[version.number] = metrics
+
+    monkeypatch.setattr(StepRecords, "_metrics", measured)
+    monkeypatch.setattr(StepRecords, "_record", record)
     steps = records(
         recipe=SimpleNamespace(steps=4, evaluation=SimpleNamespace(every=every), learner=SimpleNamespace(keep_versions=2)),
         registry=SimpleNamespace(get=version, prune=lambda keep: None),
@@ -57,7 +65,7 @@ async def test_an_interrupted_evaluation_is_repeated(
         tracker=SimpleNamespace(stage=lambda *_: None),
     )
     await steps.finish_serving()
-    steps.record_missing()
+    await steps.record_missing()
     assert phases == evaluated and set(lines) == {1, 2}
     assert lines[2] == ({} if 2 in known else {"reward_mean": 1.0, **({"heldout": 0.5} if evaluated else {})})
 
@@ -70,13 +78,13 @@ async def test_a_step_of_this_driver_has_the_event_loops_lag(made_here: bool, mo
     steps = records(
         training=made_here,
         order=SimpleNamespace(extra=0, block=lambda number: range(number, number + 1)),
-        store=SimpleNamespace(groups=tuple, entries=lambda step=None, first=0: (), parked=tuple),
+        store=DriverStore(lambda: cast(Any, SimpleNamespace(groups=tuple, entries=lambda **_: (), parked=tuple))),
         fault_rate=nothing,
         served=SimpleNamespace(figures=dict, version=0),
     )
     async with DRIVER_LAG.watched(lambda alert: None):
         await asyncio.sleep(5 * TICK_S)
-        metrics = steps._metrics(version(1), None)
+        metrics = await steps._metrics(version(1), None)
     queues = {"groups_running", "groups_ready", "groups_assigned"}
     timeline = {f"timeline/{part}/down" for part in PARTS} | {f"utilization/{part}" for part in PARTS}
     assert set(metrics) == ({"loop_lag_ms_p99", "loop_lag_ms_max"} | queues | timeline if made_here else set()) | {"groups_late"}

@@ -56,7 +56,7 @@ async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> S
     async with opened(folder, Journaled(folder / "journal.jsonl"), sandboxes, recipe, family) as run:
         run.groups = replace(run.groups, scorer=TaskScorer(), max_retries=0)
         await loop._roll_out(run)
-        groups = run.store.groups(range(2))
+        groups = run.store.store.groups(range(2))
         made = assemble(0, groups, recipe)
         dropped = Counter(f"groups_{reason.partition(':')[0]}" for reason in made.drop_reasons.values())
         changed = float(bool(made.batch.samples))

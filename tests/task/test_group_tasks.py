@@ -16,7 +16,7 @@ import pytest
 from agentrl.base.files import read_json_lines
 from agentrl.config import Recipe, build
 from agentrl.errors import StoreError
-from agentrl.experience import BlockStarts, GroupOrder, SqliteStore, new_entry
+from agentrl.experience import BlockStarts, DriverStore, GroupOrder, SqliteStore, new_entry
 from agentrl.records import Episode, Group, Score, ScoredEpisode, Split, Task
 from agentrl.task import GroupSchedule
 from agentrl.task.group_tasks import TASKS_FILE, GroupTasks
@@ -65,9 +65,9 @@ class Run:
     def __init__(self, folder: Path, recipe: Recipe, size: int | None, practice: bool) -> None:
         self.recipe, self.order = recipe, GroupOrder.from_recipe(recipe)
         self.store = SqliteStore(folder / "experience.sqlite")
-        self.starts = BlockStarts(self.order, self.store)
+        self.starts = BlockStarts(self.order)
         schedule = GroupSchedule(Kinds(size), seed=3, practice=Practised() if practice else None)
-        self.taught = GroupTasks(recipe, folder, self.store, schedule, self.order, self.starts)
+        self.taught = GroupTasks(recipe, folder, DriverStore(lambda: self.store), schedule, self.order, self.starts)
 
     async def step(self, step: int) -> list[str]:
         assert self.starts.admit(step * self.order.per_step, version=step, parked=0)

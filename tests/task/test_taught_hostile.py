@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.errors import TaskError
-from agentrl.experience import BlockStarts, GroupOrder, SqliteStore
+from agentrl.experience import BlockStarts, DriverStore, GroupOrder, SqliteStore
 from agentrl.records import Blame, Failure, Group, GroupUse, Split, Task
 from agentrl.rollout import excluded_group
 from agentrl.task import GroupSchedule
@@ -35,7 +35,7 @@ class Breaking(Kinds):
 def taught_of(folder: Path, store: SqliteStore, family: Kinds, **rollout: Any) -> GroupTasks:
     recipe = recipe_of(max_staleness=0, **rollout)
     order = GroupOrder.from_recipe(recipe)
-    return GroupTasks(recipe, folder, store, GroupSchedule(family, seed=3), order, BlockStarts(order, store))
+    return GroupTasks(recipe, folder, DriverStore(lambda: store), GroupSchedule(family, seed=3), order, BlockStarts(order))
 
 
 def step(taught: GroupTasks, store: SqliteStore, number: int) -> list[Group]:

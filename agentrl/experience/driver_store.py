@@ -1,0 +1,166 @@
+"""The driver's experience store: one thread opens it and makes every call, so that the event loop encodes no group and waits for no disk.
+
+Groups that arrive while a commit runs are stored together by the next one (group commit): a disk that syncs 100 times per second stores
+thousands of groups per second. `put` returns after the sync that contains the group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, takewhile
+from typing import Any, TypeVar
+
+from agentrl.errors import StoreError
+from agentrl.protocols import ExperienceStore, GroupCommit
+from agentrl.records import Group, LedgerEntry
+
+MAX_WAITING = 256
+"""Calls that wait for the thread. Further callers wait until one of these has ended."""
+MAX_PER_COMMIT = 64
+"""Maximum groups of one commit."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    function: Callable[[ExperienceStore], Any]
+    result: Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    group: Group
+    result: Future[bool]
+
+
+class DriverStore:
+    """An `ExperienceStore` for coroutines. Calls are executed in the order in which they were made.
+
+    A call that has been accepted is executed even if its caller is cancelled, and `close` waits for it. A store with `GroupCommit` commits
+    groups together; any other one stores them one by one, on the same thread. Each method raises what the store raises.
+
+    Args:
+        factory: opens the store, on the thread that uses it. If it raises, so does every call.
+    """
+
+    def __init__(self, factory: Callable[[], ExperienceStore]) -> None:
+        self._calls: queue.SimpleQueue[_Call | _Put | None] = queue.SimpleQueue()
+        self._slots = asyncio.Semaphore(MAX_WAITING)
+        self._closed: Future[None] | None = None
+        self._opened: Future[ExperienceStore] = Future()
+        self._thread = threading.Thread(target=self._work, args=(factory,), name="experience store", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    async def open(cls, factory: Callable[[], ExperienceStore]) -> DriverStore:
+        """Returns the store once it is open. Raises what the factory raises."""
+        store = cls(factory)
+        try:
+            await asyncio.wrap_future(store._opened)
+        except BaseException:
+            store._calls.put(None)
+            raise
+        return store
+
+    @property
+    def store(self) -> ExperienceStore:
+        """The open store, for calls outside of the driver's event loop. Not every store supports calls from another thread."""
+        return self._opened.result()
+
+    async def put(self, group: Group) -> bool:
+        """Stores a group durably. Returns False, and stores nothing, if a group with this index exists."""
+        result: Future[bool] = Future()
+        return await self._accept(_Put(group, result), result)
+
+    async def has(self, index: int) -> bool:
+        """Whether a group is stored."""
+        return await self.call(lambda store: store.has(index))
+
+    async def entries(self, *, first: int = 0, step: int | None = None) -> tuple[LedgerEntry, ...]:
+        """See `ExperienceStore.entries`."""
+        return await self.call(lambda store: store.entries(first=first, step=step))
+
+    async def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
+        """See `ExperienceStore.groups`."""
+        wanted = tuple(indices)
+        return await self.call(lambda store: store.groups(wanted))
+
+    async def call(self, function: Callable[[ExperienceStore], T]) -> T:
+        """Returns what `function` returns for the store; it runs on the store's thread."""
+        result: Future[T] = Future()
+        return await self._accept(_Call(function, result), result)
+
+    async def close(self) -> None:
+        """Closes the store after all accepted calls. Later calls raise `StoreError`. Idempotent."""
+        if self._closed is None:
+            self._closed = Future()
+            self._calls.put(_Call(lambda store: store.close(), self._closed))
+            self._calls.put(None)
+        await asyncio.shield(asyncio.wrap_future(self._closed))
+
+    async def _accept(self, call: _Call | _Put, result: Future[T]) -> T:
+        await self._slots.acquire()
+        if self._closed is not None:
+            self._slots.release()
+            raise StoreError("the experience store is closed")
+        self._calls.put(call)
+        running = asyncio.wrap_future(result)
+        running.add_done_callback(lambda _: self._slots.release())
+        return await asyncio.shield(running)
+
+    def _work(self, factory: Callable[[], ExperienceStore]) -> None:
+        """Executes calls until the store is closed."""
+        _settle(self._opened, factory)
+        waiting = deque[_Call | _Put | None]()
+        while True:
+            while not waiting or (len(waiting) < MAX_WAITING and not self._calls.empty()):
+                waiting.append(self._calls.get())
+            if puts := list(islice(takewhile(lambda call: isinstance(call, _Put), waiting), MAX_PER_COMMIT)):
+                self._commit([call for call in puts if isinstance(call, _Put)])
+                for _ in puts:
+                    waiting.popleft()
+            elif (call := waiting.popleft()) is None:
+                return
+            elif isinstance(call, _Call):
+                _settle(call.result, partial(self._execute, call.function))
+
+    def _execute(self, function: Callable[[ExperienceStore], T]) -> T:
+        return function(self._opened.result())
+
+    def _store_alone(self, group: Group) -> bool:
+        return self._opened.result().put(group)
+
+    def _commit(self, puts: Sequence[_Put]) -> None:
+        """Stores groups in one commit. A group that cannot be encoded fails alone; an error of the store fails all of them."""
+        if len(puts) > 1 and self._opened.exception() is None and isinstance(store := self._opened.result(), GroupCommit):
+            try:
+                stored = store.put_all([put.group for put in puts])
+            except StoreError as error:
+                for put in puts:
+                    copy = StoreError(*error.args)  # several tasks add their tracebacks to it
+                    copy.__cause__ = error.__cause__
+                    put.result.set_exception(copy)
+                return
+            except Exception:  # raised by the encoding of one group, before anything was stored
+                pass
+            else:
+                for put, new in zip(puts, stored, strict=True):
+                    put.result.set_result(new)
+                return
+        for put in puts:
+            _settle(put.result, partial(self._store_alone, put.group))
+
+
+def _settle(result: Future[T], function: Callable[[], T]) -> None:
+    try:
+        result.set_result(function())
+    except BaseException as error:  # of a user-supplied store; the caller gets it
+        result.set_exception(error)
