@@ -165,8 +165,11 @@ def test_a_run_never_gets_stuck_and_takes_every_group_once(data: st.DataObject, 
                 *([run.score_one] if run.parked else []),
                 *([run.resume] if data.draw(st.booleans()) else []),
             ]
-            assert run.running, "something is always running if a step lacks groups, however many are parked"
-            data.draw(st.sampled_from(events))()
+            if run.running:
+                data.draw(st.sampled_from(events))()
+            else:
+                assert run.parked >= blocks.MAX_PARKED_BLOCKS * per_step, "a step waits for late scores only if very many are parked"
+                run.score_one()
             run.start_groups()
             continue
         left = [version for index, version in ready.items() if index not in chosen and version is not None]
