@@ -100,7 +100,7 @@ class Ledger:
     def end_one(self) -> None:
         index = self.running.pop(self.draw(st.integers(0, len(self.running) - 1)))
         scores = self.draw(st.sampled_from(((0.0, 1.0), (0.0, 1.0), (1.0, 1.0), (None, None))))
-        late = self.order.accepts_late and self.draw(st.integers(0, 2)) == 0
+        late = self.order.accepts_late and self.parked < 9 * self.order.per_step and self.draw(st.integers(0, 2)) == 2
         version = None if not late and scores == (None, None) and self.draw(st.booleans()) else self.started[index]  # a quarantined task
         entry = replace(new_entry(group(index, *((None, None) if late else scores))), oldest_version=version)
         self.entries[index] = replace(entry, late_parts=1, pending=1) if late else entry

@@ -143,6 +143,8 @@ async def test_verifiers_are_weighted_and_unscored_attempts_are_not_shown() -> N
     mine = replace(mine, judge=judge)
     first = await mine.score_attempt(TASK, ended("1").episode)
     assert first.value == 0.5
+    late = await mine.score_attempt(replace(TASK, verifiers=("rewards.late:late",)), ended("1").episode)
+    assert late.is_absent and "cannot wait for late scores" in late.reason
     broken = Score(value=None, reason="verifier raised")
     one, two, out = await mine.score_group(TASK, [ended("1", first), ended("0", first), ended("0.5", broken)])
     assert (one.value, two.value, out) == (0.625, 0.375, broken) and judge.shown == [["1", "0"]]
