@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.base.secrets import register
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.base.user_code import log_unexpected
-from agentrl.errors import AgentRLError, ScoreRejected, UserError
+from agentrl.errors import ScoreRejected, UserError
 from agentrl.experience.late_parts import Clock
 from agentrl.gateway.checks import array, known_fields, text, value_or
 from agentrl.gateway.request import RequestError
@@ -151,8 +151,11 @@ class ScoreServer:
                     self._in_progress -= 1
             except RequestError as refused:
                 return _refusal(refused.kind, refused.message)
-            except (ScoreRejected, TimeoutError) as error:
-                return _answer_error(error)
+            except ScoreRejected as error:
+                rejection = error_data(error)
+                return _protected(json_response(rejection, _status(rejection)))
+            except TimeoutError:
+                return _refusal("failed", "The answer took too long.")
             except Exception as error:
                 log_unexpected("a request to the score server", error)
                 return _refusal("failed", "The scores cannot be stored or read now; the log of the server has the reason.")
@@ -233,18 +236,12 @@ def _protected(response: Response) -> Response:
 
 
 def _status(result: dict[str, Any]) -> int:
-    return _STATUS[result["error"]["cause"]] if "error" in result else 200
+    return _STATUS.get(result["error"]["cause"], 400) if "error" in result else 200
 
 
 def _refusal(cause: str, message: str) -> Response:
     error = {"cause": cause, "message": message, "fix": _FIX.get(cause, "correct the request")}
     return _protected(json_response({"error": error}, _STATUS[cause]))
-
-
-def _answer_error(error: AgentRLError | TimeoutError) -> Response:
-    if isinstance(error, ScoreRejected):
-        return _protected(json_response(error_data(error), _STATUS[error.cause]))
-    return _refusal("failed", "The answer took too long.")
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
