@@ -10,6 +10,7 @@ module-level `recipe = Recipe(...)`, or one derived from another recipe: `recipe
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -270,10 +271,11 @@ class Recipe(Section):
             yield "learner.offload=parameters needs learner.zero_stage=3: at other stages every rank holds all weights"
 
     def _limits_act(self) -> Iterator[str]:
-        limits = {limit.metric: limit for limit in self.learner.limits}
+        limits = {limit.metric for limit in self.learner.limits}
+        rejecting = {limit.metric: limit.at for limit in self.learner.limits if limit.action != "alert"}
         if "kl_reference" in limits and self.objective.kl not in ("k1", "k2", "k3"):
             yield "learner.limits: metric=kl_reference does nothing, because it is not computed; set objective.kl to k1, k2 or k3"
-        if "grad_norm" in limits and limits["grad_norm"].at <= self.learner.max_grad_norm:
+        if rejecting.get("grad_norm", math.inf) <= self.learner.max_grad_norm:
             yield "learner.limits: the limit on grad_norm must exceed learner.max_grad_norm; otherwise no gradient is ever clipped"
         if "mismatch_kl" in limits and self.max_staleness > 0:
             yield (

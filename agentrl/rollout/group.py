@@ -223,6 +223,8 @@ class GroupRunner:
                 since = self.history.events
             faults.append(failure)
             sampled.end_attempt(repeat=(repeats := may_be_provoked(failure)))
+            if slot is not None:
+                slot.suspect = repeats
             if attempt < self.max_retries:
                 if slot is not None and not repeats and slot.abandon():
                     break

@@ -37,6 +37,7 @@ class GroupAttempt:
     episode: ActiveEpisode | None = None  # its newest episode
     scored: ScoredEpisode | None = None  # None until it ends
     abandoned: bool = False
+    suspect: bool = False  # it repeats its actions after a fault, so it must not end as an attempt that the group did not need
 
     def abandon(self) -> bool:
         """After a fault: abandons this attempt if the group has enough others, so that it need not be retried. Returns whether it did."""
@@ -55,8 +56,8 @@ class AttemptScheduler:
     """Schedules the attempts of one group: `size` must count, and `size + spare` may start.
 
     As many run as are still needed, plus `spare`. An attempt that ends excluded or without a score makes room for another. Once `size`
-    count, the others are cancelled. If only `first` start at first, the others start when that many count and their scores differ; if the
-    scores are equal, the group ends.
+    count, the others are cancelled, except those that repeat their actions after a fault. If only `first` start at first, the others start
+    when that many count and their scores differ; if the scores are equal, the group ends.
 
     Args:
         names: names of the attempts, in the order in which they start.
@@ -84,7 +85,7 @@ class AttemptScheduler:
         """Records an attempt that has ended."""
         attempt.scored = scored
         if counts_for_group(scored):
-            if not self._over:
+            if not self._over or attempt.suspect:
                 self.counted.append(attempt)
         elif not attempt.abandoned:
             self._may_count -= 1
@@ -144,7 +145,7 @@ class AttemptScheduler:
     def _end(self, reason: str) -> None:
         self._over, self._reason = True, reason
         for attempt in self.attempts:
-            if attempt.scored is None and attempt.job is not None:
+            if attempt.scored is None and attempt.job is not None and not attempt.suspect:
                 attempt.job.cancel()
 
     def _start(self, attempt: GroupAttempt) -> None:

@@ -33,7 +33,7 @@ def test_keys_that_do_not_go_together_are_told_without_the_rest_of_their_section
 LISTED = {
     '=[{"metric": "ess", "at": "x"}]': "learner.limits[0].at: Input should be a valid number, unable to parse string as a number (got 'x')",
     '=[{"metric": "ess", "at": 0.5}, {"metirc": "entropy", "at": 1}]': "learner.limits[1].metirc: unknown key; did you mean metric?",
-    '=[{"metric": "entropi", "at": 1}]': "grad_norm' or 'ess'; did you mean entropy? (got 'entropi')",
+    '=[{"metric": "entropi", "at": 1}]': "or 'excluded_policy_reachable'; did you mean entropy? (got 'entropi')",
     '=[{"action": "rolback"}]': "[0].action: Input should be 'skip', 'rollback', 'halt' or 'alert'; did you mean rollback?",
     '=[{"metric": "entropy", "at": Infinity}]': "learner.limits[0].at: Input should be a finite number",
     '=[{"metric": "clip_fraction", "at": 2}]': "learner.limits[0]: at must be between 0 and 1 for metric=clip_fraction",

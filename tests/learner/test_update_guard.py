@@ -34,6 +34,13 @@ def test_a_metric_without_limit_or_value_stops_nothing() -> None:
     assert guard.largest_norm({"loss": 0.1, "entropy": math.nan}) == math.inf
 
 
+def test_a_limit_that_alerts_rejects_no_update_and_one_beside_it_does() -> None:
+    alerting, rejecting = Limit(metric="ess", at=0.5, action="alert"), Limit(metric="ess", at=0.2)
+    assert UpdateGuard(LearnerConfig(limits=(alerting,))).largest_norm({"ess": 0.1}) == math.inf
+    guard = UpdateGuard(LearnerConfig(limits=(rejecting, alerting)))
+    assert guard.largest_norm({"ess": 0.3}) == math.inf and guard.largest_norm({"ess": 0.1}) == REFUSE_ALL
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [

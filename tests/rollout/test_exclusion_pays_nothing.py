@@ -231,6 +231,11 @@ async def judge(task: Task, episode: Episode) -> Score:
     return Score(value=float(episode.answer == "3"))
 
 
+async def strict_judge(task: Task, episode: Episode) -> Score:
+    """A wrong answer is worse than none."""
+    return Score(value={"3": 1.0, None: 0.0}.get(episode.answer, -1.0))
+
+
 TASK = replace(
     sample_task(),
     tools=("python", "submit"),
@@ -239,7 +244,7 @@ TASK = replace(
 )
 
 
-async def played(way: str, seed: int) -> tuple[list[Group], Bandit]:
+async def played(way: str, seed: int, verifier: str = "judge") -> tuple[list[Group], Bandit]:
     policy = Bandit(way, seed)
     runner = EpisodeRunner(
         policy=policy,
@@ -253,7 +258,8 @@ async def played(way: str, seed: int) -> tuple[list[Group], Bandit]:
     slots = asyncio.Semaphore(8 if way in RARE else 64)
     groups = GroupRunner(runner=runner, scorer=TaskScorer(timeout_s=10.0), slots=slots, group_size=SIZE, max_retries=2)
     count = 2 * GROUPS if way in RARE else GROUPS
-    tasks = [replace(TASK, id=f"task {index}", tools=(TOOLS.get(way, "python"), "submit")) for index in range(count)]
+    task = replace(TASK, tools=(TOOLS.get(way, "python"), "submit"), verifiers=(f"{__file__}:{verifier}",))
+    tasks = [replace(task, id=f"task {index}") for index in range(count)]
     if way not in RARE:
         return [await groups.run_group(index, task) for index, task in enumerate(tasks)], policy
     at_once = await asyncio.gather(*(groups.run_group(index, task) for index, task in enumerate(tasks)))
@@ -393,6 +399,16 @@ def test_a_trained_policy_does_not_learn_to_be_excluded(way: str) -> None:
         end = trained(outcomes, changes)
         assert end["solve"] > START[0] and end["provoke"] < START[2], (changes, end)
         assert end["provoke"] < MUCH * end["fail"], (changes, end)
+
+
+@pytest.mark.parametrize("way", ["cannot be shown", "breaks the sandbox"])
+def test_a_provoked_end_without_an_answer_is_no_better_than_a_negative_score(way: str) -> None:
+    groups, policy = run_virtually(played(way, WAYS.index(way), "strict_judge"))
+    outcomes = outcomes_by_arm(groups, policy.arms)
+    failed, provoked = ([one.score.value or 0.0 for one in outcomes[arm]] for arm in ("fail", "provoke"))
+    assert set(failed) == {-1.0} and fmean(provoked) < -0.8, "0 only in a group in which no attempt fails"
+    end = trained(outcomes, OBJECTIVES[0])
+    assert end["provoke"] < START[2] and end["provoke"] < MUCH * end["fail"]
 
 
 @pytest.mark.parametrize("changes", OBJECTIVES, ids=str)

@@ -80,8 +80,11 @@ def test_a_fault_without_evidence_from_other_groups_is_excluded(tokenizer: Any, 
     assert group.scored == () and group.episodes[0].episode.failures[-1].blame is Blame.INFRASTRUCTURE
 
 
-def test_a_fault_that_the_actions_provoke_is_scored_at_most_like_the_worst_sibling(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    """Group 0 has an attempt that ends its exec server; wrong answers score -1, and no answer 0."""
+@pytest.mark.parametrize("spare", [0, 1])
+def test_a_fault_that_the_actions_provoke_is_scored_at_most_like_the_worst_sibling(
+    spare: int, tokenizer: Any, task: Task, make_runner: Any
+) -> None:
+    """Group 0 has an attempt that ends its exec server; wrong answers score -1, and no answer 0. Spare attempts change nothing."""
 
     def script(turn: int, episode: str) -> str:
         bad = episode.startswith("g000000-1")
@@ -100,13 +103,15 @@ def test_a_fault_that_the_actions_provoke_is_scored_at_most_like_the_worst_sibli
     async def negative(task: Task, episode: Episode) -> Score:
         return Score(value=0.0 if episode.answer is None else -1.0)
 
-    groups = groups_of(make_runner(Slow(tokenizer, script), ScriptedSandboxes(answer)), group_size=4, scorer=negative)
+    groups = groups_of(
+        make_runner(Slow(tokenizer, script), ScriptedSandboxes(answer)), group_size=4 - spare, spare_attempts=spare, scorer=negative
+    )
 
     async def played() -> Any:
         return (await asyncio.gather(*(groups.run_group(index, task) for index in range(4))))[0]
 
     group = run_virtually(played())
-    assert [one.score.value for one in group.scored] == [-1.0] * 4
+    assert [one.score.value for one in group.scored] == [-1.0] * 4 and group.cancelled == ()
     (failure,) = group.episodes[1].episode.failures
     assert (failure.blame, failure.kind, failure.stage) == (Blame.POLICY, PROVOKED, "sandbox")
     assert "SandboxError ended 3 attempts that repeated the same actions, and 0 of" in failure.message
