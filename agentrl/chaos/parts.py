@@ -14,7 +14,7 @@ from pathlib import Path
 
 from agentrl.base.files import sha256_file
 from agentrl.base.processes import process_tree
-from agentrl.chaos.subject import RANK, SERVER, ChaosError, Subject, command_line, ended, send
+from agentrl.chaos.subject import PER_STEP, RANK, SERVER, STALENESS, ChaosError, Subject, command_line, ended, send
 from agentrl.records import VersionState
 
 _FAST_S = 0.0005
@@ -30,13 +30,10 @@ class Injected:
 
 
 def server_killed_idle(run: Subject) -> Injected:
-    """SIGKILL of the policy server while every group that may be sampled is stored."""
-    per_step = 4
-
-    def idle() -> bool:
-        return len(run.entries()) >= per_step * (run.served() + 2) and bool(run.processes(SERVER))
-
-    run.wait_for(idle, "a moment in which no group is sampled", poll_s=0.01)
+    """SIGKILL of the idle policy server: a rank of the learner is killed first, until no group may be sampled."""
+    run.wait_for(lambda: run.steps_done() and run.processes(RANK), "a learner that has made a step")
+    os.kill(run.processes(RANK)[-1], signal.SIGKILL)
+    run.wait_for(lambda: len(run.entries()) >= PER_STEP * (run.served() + 1 + STALENESS), "a server without requests", poll_s=0.01)
     stored = len(run.entries())
     return _server_killed(run, f"{stored} groups were stored, all that version {run.served()} may sample")
 
@@ -215,7 +212,8 @@ def _assigned(run: Subject, step: int) -> bool:
 def _rank_killed(run: Subject, seen: Callable[[int], bool], holds: Callable[[int], bool], evidence: str) -> Injected:
     """Stops the ranks once a moment of the next step, counted from 0, is `seen`. If it still holds, and the ledger has not acknowledged the
     step, kills one of them. If not, they continue until the next step."""
-    run.wait_for(lambda: run.steps_done() > 0 and run.processes(RANK), "a learner that has made a step")
+    before = run.steps_done()  # a learner without a new version between two faults has a budget of restarts
+    run.wait_for(lambda: run.steps_done() > before and run.processes(RANK), "a learner that has made a step")
     for _ in range(_TRIES * 4):
         step, ranks = run.steps_done(), run.processes(RANK)
         run.wait_for(lambda: seen(step) or _checkpoint(run, step).exists(), evidence, poll_s=_FAST_S)  # noqa: B023 - called at once

@@ -22,8 +22,10 @@ from agentrl.plugins.references import content_root
 from agentrl.records import LedgerEntry, PolicyVersion, VersionState
 from agentrl.version import FolderRegistry
 
+PER_STEP, STALENESS = 4, 1
 SMALL = (
-    *("rollout.groups_per_step=4", "rollout.group.size=8", "rollout.concurrency=32", "max_staleness=1", "learner.keep_versions=8"),
+    *(f"rollout.groups_per_step={PER_STEP}", f"max_staleness={STALENESS}", "rollout.group.size=8", "rollout.concurrency=32"),
+    "learner.keep_versions=8",
     *("learner.keep_checkpoints=3", "evaluation.heldout=16", "evaluation.heldout_real=0"),
     'tasks.verifiers=["agentrl.chaos.verifier:unreliable"]',
 )

@@ -110,7 +110,7 @@ def _run_case(case: Case, run: Subject, slack: float) -> Result:
 
 def _inject(case: Case, run: Subject) -> Injected:
     """Injects a case, and again after more steps if the run had finished before the moment came."""
-    while True:
+    for last in (False, True):
         if run.exit_code == 0:
             run.extend(STEPS_PER_CASE)
         if run.exit_code is not None:
@@ -118,8 +118,9 @@ def _inject(case: Case, run: Subject) -> Injected:
         try:
             return case.inject(run)
         except ChaosError:
-            if run.exit_code != 0:
+            if run.exit_code != 0 or last:
                 raise
+    raise AssertionError("unreachable")
 
 
 def _after(run: Subject, orphans: frozenset[str]) -> Result:

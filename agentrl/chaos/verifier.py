@@ -94,7 +94,7 @@ def verifier_blocks(run: Subject) -> Injected:
         switch_path(run.run_dir).unlink()
 
     def lag_ms() -> float:
-        return max((line.get("loop_lag_ms_max", 0.0) for line in run.metrics() if line["step"] > steps), default=0.0)
+        return max((line.get("loop_lag_ms_max", 0.0) for line in run.metrics() if line["step"] >= steps), default=0.0)
 
     run.wait_for(lambda: lag_ms() > 900.0 * _BLOCK_S, "a step with the lag of the event loop")
     return Injected(witness=f"{len(_called(run, 'block'))} calls blocked, and metrics.jsonl has a lag of {lag_ms() / 1000:.1f} s")
