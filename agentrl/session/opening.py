@@ -240,19 +240,14 @@ async def _open_parts(
 ) -> Run:
     folder = start.folder
     clock = StageClock(began=start.began)
-    tracker = await _open_tracker(stack, recipe, folder, clock, console=console)
-    _report_preparation(tracker, chat, checked)
+    tracker = await _open_tracker(stack, recipe, folder, clock, chat, checked, console=console)
     store, starts, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, alert=tracker.alert)
-    pace = restore_pace(recipe, folder)
-    stack.callback(save_pace, pace, recipe, folder)
+    pace = _open_pace(stack, recipe, folder)
     learner = _open_learner(stack, recipe, folder, checked, root, alert=tracker.alert)
-    faults, scorer = fault_rate(recipe), replace(checked.scorer, sandboxes=sandboxes)
+    faults = fault_rate(recipe)
     episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace)
-    slots = Admission(recipe.rollout.concurrency, use=lambda: served.cache_use, full=MAX_CACHE_USE)
-    groups = build_group_runner(
-        recipe, episodes, scorer, checkpoints, faults.record_attempt, slots, group_judge=checked.group_judge, memory=memory
-    )
+    groups = _open_groups(recipe, checked, episodes, served, checkpoints, faults, memory)
     schedule = GroupSchedule(checked.family, recipe.seed, withheld=WithholdingLog(folder, checked.withheld), practice=checked.practice)
     tasks, capture = GroupTasks(recipe, folder, store, schedule, order, starts), _open_capture(stack, recipe, folder)
     return Run(
@@ -284,6 +279,27 @@ async def _open_parts(
     )
 
 
+def _open_pace(stack: AsyncExitStack, recipe: Recipe, folder: Path) -> Pace:
+    pace = restore_pace(recipe, folder)
+    stack.callback(save_pace, pace, recipe, folder)
+    return pace
+
+
+def _open_groups(
+    recipe: Recipe,
+    checked: PreflightResult,
+    episodes: EpisodeRunner,
+    served: PolicyServer,
+    checkpoints: FolderCheckpoints,
+    faults: FaultRate,
+    memory: RunMemory | None,
+) -> GroupRunner:
+    scorer = replace(checked.scorer, sandboxes=episodes.sandboxes)
+    slots = Admission(recipe.rollout.concurrency, use=lambda: served.cache_use, full=MAX_CACHE_USE)
+    listener, judge = faults.record_attempt, checked.group_judge
+    return build_group_runner(recipe, episodes, scorer, checkpoints, listener, slots, group_judge=judge, memory=memory)
+
+
 def _open_workers(
     recipe: Recipe,
     folder: Path,
@@ -301,10 +317,15 @@ def _open_workers(
     return WorkerPool(recipe, folder, root=root, served=served, memory=memory, on_attempt=faults.record_attempt, alert=alert)
 
 
-async def _open_tracker(stack: AsyncExitStack, recipe: Recipe, folder: Path, clock: StageClock, *, console: bool) -> RunTracker:
+async def _open_tracker(
+    stack: AsyncExitStack, recipe: Recipe, folder: Path, clock: StageClock, chat: ChatFormat, checked: PreflightResult, *, console: bool
+) -> RunTracker:
     tracker = RunTracker(folder, [clock, *open_trackers(folder, recipe, console=console)], steps=recipe.steps)
     stack.callback(tracker.close)
     await stack.enter_async_context(DRIVER_LAG.watched(tracker.alert))
+    tracker.stage("prepare", chat.form_summary)
+    for note in checked.notes:
+        tracker.alert(note)
     return tracker
 
 
@@ -314,12 +335,6 @@ def _open_learner(
     learner = LearnerProcess(folder, recipe, gpus=checked.gpus.learner, root=root, alert=alert)
     stack.push_async_callback(learner.kill)
     return learner
-
-
-def _report_preparation(tracker: RunTracker, chat: ChatFormat, checked: PreflightResult) -> None:
-    tracker.stage("prepare", chat.form_summary)
-    for note in checked.notes:
-        tracker.alert(note)
 
 
 def _open_capture(stack: AsyncExitStack, recipe: Recipe, folder: Path) -> Capture:
