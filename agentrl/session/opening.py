@@ -238,8 +238,7 @@ async def _open_parts(
     console: bool,
     order: GroupOrder,
 ) -> Run:
-    folder = start.folder
-    clock = StageClock(began=start.began)
+    folder, clock = start.folder, StageClock(began=start.began)
     tracker = await _open_tracker(stack, recipe, folder, clock, chat, checked, console=console)
     store, starts, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, alert=tracker.alert)

@@ -104,7 +104,7 @@ async def opened(run_dir: Path) -> Any:
             "registry": registry,
             "served": policy,
         },
-        **{"fault_rate": FaultRate(0.5, concurrency=16), "suite": None, "gate_server": None, "family": None},
+        **{"fault_rate": FaultRate(0.5, concurrency=16), "suite": None, "gate_server": None, "family": None, "workers": None},
         progress=Progress(stop_at=4),
         base_version=base,
         capture=Capture(run_dir, RECIPE.capture, origin={}),
