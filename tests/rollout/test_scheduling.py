@@ -12,7 +12,6 @@ import pytest
 from agentrl.records import Episode, PendingPart, Score, ScoredEpisode, Trajectory
 from agentrl.rollout.scheduling import EQUAL, SPARE, AttemptScheduler, GroupAttempt
 
-
 LATE = -1.0
 """The score of an attempt is still to come."""
 
