@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.records import Episode, Score, ScoredEpisode, Trajectory
+from agentrl.records import Episode, PendingPart, Score, ScoredEpisode, Trajectory
 from agentrl.rollout.scheduling import EQUAL, SPARE, AttemptScheduler, GroupAttempt
+
+LATE = -1.0
+"""The score of an attempt is still to come."""
 
 
 class Job:
@@ -25,6 +28,8 @@ class Job:
 
 def scored(number: int, value: float | None) -> ScoredEpisode:
     episode = Episode(id=f"{number}", task_id="t", task_key="k", trajectories=(Trajectory(agent="main", turns=()),))
+    if value == LATE:
+        return ScoredEpisode(episode=episode, score=Score(value=None, pending=(PendingPart(name="human"),)))
     return ScoredEpisode(episode=episode, score=Score(value=value, reason="" if value is not None else "none"))
 
 
@@ -52,6 +57,8 @@ def raced(values: Sequence[float | None], *, size: int, first: int = 0, ended: S
         ((None, 0, 0, 1, 1), 2, 3, 2, EQUAL),  # unscored attempts decide nothing
         ((None, 0, 1, None, 1), 2, 5, 3, ""),
         ((0, 0, 0, 0, 1), 4, 4, 4, EQUAL),
+        ((LATE, LATE, 0, 0, 0), 2, 5, 5, ""),  # they may differ
+        ((0, LATE, None, 0, 0), 2, 5, 4, ""),
         ((0, 0, 0, 0, 0), 0, 5, 5, ""),
     ],
 )
