@@ -21,6 +21,9 @@ CLOSE_S = 10.0
 MAX_EVENTS = 1024
 """Events that may wait. Further ones are dropped and counted."""
 
+MAX_GROUPS = 64
+"""Events that may wait when a group is added, which holds all of its tokens."""
+
 Event = Callable[[Tracker], None]
 
 
@@ -67,7 +70,7 @@ class BackgroundTracker(Tracker):
 
     def progress(self, index: int, group: Group) -> None:
         """Passes a finished group on."""
-        self._add(lambda one: one.progress(index, group))
+        self._add(lambda one: one.progress(index, group), most=MAX_GROUPS)
 
     def evaluating(self, done: int, total: int) -> None:
         """Passes the progress of an evaluation on."""
@@ -91,15 +94,15 @@ class BackgroundTracker(Tracker):
         if self._thread.is_alive():
             log.warning("tracker %s did not close within %g s; its last events may be missing", self._name, self._close_s)
 
-    def _add(self, event: Event) -> None:
+    def _add(self, event: Event, *, most: int = MAX_EVENTS) -> None:
         if self._closed:
             return
-        try:
+        if self._events.qsize() < most:  # no other thread adds
             self._events.put_nowait(event)
-        except queue.Full:
-            self.dropped += 1
-            if self.dropped & (self.dropped - 1) == 0:  # 1, 2, 4, ...
-                log.warning("tracker %s is slower than the run: %d events were dropped", self._name, self.dropped)
+            return
+        self.dropped += 1
+        if self.dropped & (self.dropped - 1) == 0:  # 1, 2, 4, ...
+            log.warning("tracker %s is slower than the run: %d events were dropped", self._name, self.dropped)
 
     def _run(self, open_tracker: Callable[[], Tracker]) -> None:
         try:
