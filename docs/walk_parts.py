@@ -120,7 +120,9 @@ def task_to_update(learner: Learner, trace: AbstractContextManager[object]) -> t
     scorer.load(gold.verifiers)
     episodes = build_episode_runner(recipe, policy, ScriptedSandboxes(lambda code: answer), learner.chat)
     checkpoints = FolderCheckpoints(learner.folder / "running")
-    runner = build_group_runner(recipe, episodes, scorer, checkpoints, fault_rate(recipe), Admission(recipe.rollout.concurrency))
+    runner = build_group_runner(
+        recipe, episodes, scorer, checkpoints, fault_rate(recipe).record_attempt, Admission(recipe.rollout.concurrency)
+    )
 
     async def sample() -> None:
         task = schedule.task(0)
