@@ -28,6 +28,7 @@ need python3-dev headers         # ... against Python's headers
 need libnuma1 library libnuma.so.1  # vLLM's CPU build links to it
 need libgomp1 library libgomp.so.1
 need procps has ps
+need redis-tools has redis-check-rdb  # the program of redis-server, without its service: a run starts its own server
 
 if ((${#missing[@]} == 0)); then
     exit 0

@@ -1,0 +1,240 @@
+"""Groups from rollout workers to the driver through a Redis stream. The ledger in the experience store stays the truth.
+
+    worker: MULTI, XADD each group, EXEC --(stream)--> driver: XREADGROUP -> one commit of the store -> XACK and XDEL
+
+Each arrow may break and be repeated, so an entry may be delivered twice; the store keeps the first group of an index. An entry is removed
+only after the commit that contains its group. Entries are hostile input: their size is bounded, and one that is no group is moved to the
+stream `damaged`, with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from agentrl.base.database import compress, decompress
+from agentrl.base.error_text import one_line_error
+from agentrl.errors import StoreError, UserError
+from agentrl.experience.driver_store import DriverStore
+from agentrl.protocols import GroupTransport
+from agentrl.protocols.experience import Delivery
+from agentrl.records import Group, codec
+
+log = logging.getLogger(__name__)
+
+MAX_ENTRY_BYTES = 32 << 20
+"""Maximum size of a compressed group. The server must reject longer values, so that no entry fills the driver's memory."""
+MAX_GROUP_BYTES = 1 << 30
+"""Maximum size of a decompressed group."""
+BATCH = 16
+"""Groups that are added in one transaction, and read at once."""
+IDLE_S = 120.0
+"""Entries that were delivered this long ago and not acknowledged are delivered again. Longer than any commit."""
+
+_READERS = "driver"  # consumer group
+_KEPT_DAMAGED = 1000  # newest damaged entries
+_KEPT_BYTES = 1 << 20  # of each
+_OLDEST = (7, 0)  # version of the server; XAUTOCLAIM deletes trimmed entries from 7.0 on
+_CALL_S = 10.0  # a server that does not answer for this long is lost; the call is repeated
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_REQUIRED = {
+    "appendonly": ("yes", "an entry would not survive a restart of the server"),
+    "appendfsync": ("always", "an entry would be lost if the machine fails within a second"),
+    "maxmemory-policy": ("noeviction", "a full server would delete entries"),
+    "proto-max-bulk-len": (str(MAX_ENTRY_BYTES), "a worker could store an entry that fills the driver's memory"),
+}
+
+
+class RedisTransport:
+    """A `GroupTransport` in one database of a Redis server. Thread-safe. It connects when it is used, and again after a failure.
+
+    Args:
+        url: `redis://:PASSWORD@HOST:PORT/DB` or `unix://:PASSWORD@/PATH?db=DB`.
+        run: name of the run, if the database has groups of several.
+        give_up_s: a call raises `StoreError` if the server has not accepted it for this long. Until then, a server that is lost, is
+            loading, or has no memory or disk space left makes the caller wait.
+    """
+
+    def __init__(self, url: str, *, run: str = "", give_up_s: float = 300.0) -> None:
+        retry = Retry(NoBackoff(), 0)  # `_answer` repeats calls
+        self._redis = redis.Redis.from_url(url, protocol=2, socket_timeout=_CALL_S, socket_connect_timeout=_CALL_S, retry=retry)
+        self._groups, self._aside = f"{run}groups", f"{run}damaged"
+        self._give_up_s = give_up_s
+        self._reader = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._cursor = b"0-0"  # from this entry on, delivered entries are not taken over yet; empty once all are
+        self.damaged = 0
+
+    def check_server(self) -> None:
+        """Raises `UserError`, with the commands that fix it, unless the server keeps what it has accepted."""
+        version = str(self._answer(lambda: self._redis.info("server"))["redis_version"])
+        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+            raise UserError(f"the Redis server has version {version}", fix="install Redis 7.0 or newer")
+        try:
+            settings = {name: self._answer(lambda name=name: self._redis.config_get(name)).get(name) for name in _REQUIRED}  # type: ignore[misc]
+        except redis.ResponseError as error:
+            raise UserError(f"the settings of the Redis server cannot be read: {error}", fix="allow its user CONFIG GET") from error
+        wrong = {
+            name: value
+            for name, value in settings.items()
+            if (int(value or 0) > MAX_ENTRY_BYTES if name == "proto-max-bulk-len" else value != _REQUIRED[name][0])
+        }
+        if wrong:
+            problems = "; ".join(f"{name} is {value}, so {_REQUIRED[name][1]}" for name, value in wrong.items())
+            commands = "; ".join(f"CONFIG SET {name} {_REQUIRED[name][0]}" for name in wrong)
+            raise UserError(f"the Redis server cannot carry groups: {problems}", fix=f"redis-cli: {commands}; CONFIG REWRITE")
+
+    def append(self, groups: Sequence[Group]) -> None:
+        """Adds groups to the stream, all or none. They are on the server's disk when it returns."""
+        bodies = [(group.index, compress(codec.to_json(group))) for group in groups]
+        for index, body in bodies:
+            if len(body) > MAX_ENTRY_BYTES:
+                raise StoreError(f"group {index} has {len(body) >> 20} MiB, but the transport's limit is {MAX_ENTRY_BYTES >> 20} MiB")
+
+        def add() -> None:
+            with self._redis.pipeline(transaction=True) as batch:
+                for index, body in bodies:
+                    batch.xadd(self._groups, {"group": index, "body": body})
+                batch.execute()
+
+        self._answer(add)
+
+    def claim(self, *, limit: int = BATCH, wait_s: float = 1.0) -> tuple[Delivery, ...]:
+        """Returns the next entries that no reader has acknowledged, first those that were delivered before.
+
+        There is one driver per run, so a new reader, and one whose connection was lost, takes over what was delivered and not acknowledged.
+        After that, entries return only once they were delivered `IDLE_S` seconds ago.
+        """
+        while self._cursor:
+            if entries := self._take_over(0.0, limit):
+                return self._decoded(entries)
+        block_ms = max(1, int(1000 * min(wait_s, _CALL_S / 2)))
+        answer = self._answer(lambda: self._redis.xreadgroup(_READERS, self._reader, {self._groups: ">"}, count=limit, block=block_ms))
+        entries = [entry for _, some in answer or () for entry in some]
+        return self._decoded(entries or self._take_over(IDLE_S, limit))
+
+    def acknowledge(self, deliveries: Iterable[Delivery]) -> None:
+        """Removes entries from the stream. Call it after the commit that contains their groups."""
+        if ids := [delivery.id for delivery in deliveries]:
+            self._answer(lambda: self._remove(ids))
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._redis.close()
+
+    def _take_over(self, idle_s: float, limit: int) -> list[Any]:
+        """Entries that a reader received at least `idle_s` ago and did not acknowledge, from the cursor on. This reader receives them."""
+        start, idle_ms = self._cursor or b"0-0", int(1000 * idle_s)
+        claim = partial(self._redis.xautoclaim, self._groups, _READERS, self._reader, idle_ms, start, count=limit)
+        following, entries, *_ = self._answer(claim)
+        if self._cursor:
+            self._cursor = b"" if following == b"0-0" else following
+        return list(entries)
+
+    def _decoded(self, entries: Iterable[tuple[bytes, Mapping[bytes, bytes] | None]]) -> tuple[Delivery, ...]:
+        deliveries = []
+        for identity, fields in entries:
+            name = identity.decode()
+            try:
+                body = (fields or {}).get(b"body", b"")
+                group = codec.from_json(Group, decompress(body, most=MAX_GROUP_BYTES))
+                if (fields or {}).get(b"group") != str(group.index).encode():
+                    raise ValueError(f"the entry is not for group {group.index}, which it contains")
+            except ValueError as error:
+                self._set_aside(name, fields or {}, one_line_error(error))
+            else:
+                deliveries.append(Delivery(id=name, group=group))
+        return tuple(deliveries)
+
+    def _set_aside(self, identity: str, fields: Mapping[bytes, bytes], reason: str) -> None:
+        """Moves a damaged entry to the stream `damaged`."""
+        self.damaged += 1
+        log.warning("entry %s of the Redis stream is not a group, and is kept in the stream %s: %s", identity, self._aside, reason[:500])
+
+        def move() -> None:
+            what = {"entry": identity, "reason": reason[:2000], "body": fields.get(b"body", b"")[:_KEPT_BYTES]}
+            try:
+                with self._redis.pipeline(transaction=True) as batch:
+                    batch.xadd(self._aside, what, maxlen=_KEPT_DAMAGED)  # type: ignore[arg-type]
+                    batch.xack(self._groups, _READERS, identity)
+                    batch.xdel(self._groups, identity)
+                    batch.execute()
+            except redis.RedisError as error:
+                if not _is_full(error):
+                    raise
+                self._remove([identity])  # keeping it would leave no room for groups
+
+        self._answer(move)
+
+    def _remove(self, ids: list[str]) -> None:
+        with self._redis.pipeline(transaction=True) as batch:
+            batch.xack(self._groups, _READERS, *ids)
+            batch.xdel(self._groups, *ids)
+            batch.execute()
+
+    def _answer(self, call: Callable[[], Any]) -> Any:
+        """The server's answer. Repeats a call while the server is lost, loading or full; other errors are those of redis-py."""
+        deadline, pause_s = time.monotonic() + self._give_up_s, _FIRST_PAUSE_S
+        while True:
+            try:
+                return call()
+            except redis.RedisError as error:
+                if _lacks_readers(error):
+                    self._make_readers()
+                elif not _passes(error):
+                    raise
+                if time.monotonic() + pause_s > deadline:
+                    raise StoreError(
+                        f"the Redis server did not accept groups for {self._give_up_s:g} s: {one_line_error(error)}\n"
+                        "  fix: start it, or free its memory or disk; no acknowledged group is lost"
+                    ) from error
+                self._cursor = b"0-0"  # the server may have delivered entries in an answer that was lost
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _make_readers(self) -> None:
+        """Creates the stream and its consumer group, which a new server lacks."""
+        with suppress(redis.RedisError):  # another reader has created it, or the next call fails in the same way
+            self._redis.xgroup_create(self._groups, _READERS, id="0", mkstream=True)
+
+
+def _lacks_readers(error: redis.RedisError) -> bool:
+    return isinstance(error, redis.ResponseError) and str(error).startswith("NOGROUP")
+
+
+def _passes(error: redis.RedisError) -> bool:
+    """Whether a call may succeed later: the server is lost, loads its file, or has no memory (OOM) or disk space (MISCONF) left."""
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+        return False
+    return isinstance(error, redis.ConnectionError | redis.TimeoutError | redis.BusyLoadingError) or _is_full(error)
+
+
+def _is_full(error: redis.RedisError) -> bool:
+    return isinstance(error, redis.OutOfMemoryError) or str(error).startswith(("OOM", "MISCONF"))
+
+
+async def receive_groups(transport: GroupTransport, store: DriverStore, on_group: Callable[[Group], None] = lambda group: None) -> None:
+    """Stores the groups that arrive, until it is cancelled. Groups that arrive together are stored in one commit, then acknowledged.
+
+    Args:
+        on_group: called with each group that was stored for the first time.
+
+    Raises `StoreError` if the store fails or the transport stays unavailable. Entries that were not acknowledged are delivered again.
+    """
+    while True:
+        deliveries = await asyncio.to_thread(transport.claim)
+        stored = await asyncio.gather(*(store.put(delivery.group) for delivery in deliveries))
+        await asyncio.to_thread(transport.acknowledge, deliveries)
+        for delivery, new in zip(deliveries, stored, strict=True):
+            if new:
+                on_group(delivery.group)
