@@ -148,7 +148,3 @@ def _orphans() -> set[str]:
 def _shm() -> set[str]:
     """Excludes files of the fuzzer, which may run at the same time."""
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("agentrl-fuzz-")}
-
-
-def interrupt(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGINT)

@@ -3,7 +3,7 @@
     python -m tests.e2e.forked SERVERS LEARNERS ARGUMENTS...
 
 Both are the real ones from there on. Starting them takes most of the time of a short run, and only some tests need it:
-`python -m agentrl.serving.launch` and torchrun start the runs of test_loop, test_init, test_run_folder and test_lora. See
+`python -m agentrl.serving.launch` and torchrun start the runs of test_chaos, test_init and test_lora. See
 `tests.learner.preloaded`; SERVERS and LEARNERS are addresses of its hosts, each of which serves one process group at a time.
 """
 
