@@ -83,7 +83,7 @@ async def _score_problems(group: Group, task: Task, scorer: TaskScorer) -> list[
         if episode.left_out:
             if value is not None:
                 found.append(f"episode {episode.id} failed and has the score {value}")
-        elif value != (again := (await scorer(task, episode)).value):
+        elif value is not None and value != (again := (await scorer(task, episode)).value):
             found.append(f"episode {episode.id} has the score {value}, and {again} when scored again")
     return found
 

@@ -34,6 +34,7 @@ def second_driver(run: Subject) -> Injected:
 def hang_up(run: Subject) -> Injected:
     """SIGHUP, as from a closed terminal."""
     log = run.run_dir / "logs" / "driver.log"
+    run.wait_for_step()
     steps = run.steps_done()
     os.kill(run.pid, signal.SIGHUP)
     run.wait_for(lambda: log.exists() and "the terminal was closed (SIGHUP)" in log.read_text(), "the driver's note about its terminal")
@@ -43,7 +44,7 @@ def hang_up(run: Subject) -> Injected:
 
 def interrupted(run: Subject) -> Injected:
     """Ctrl-C: the step finishes, its work is saved. Then ctrl-C twice while the resumed run starts, and another resume."""
-    run.wait_for(lambda: run.steps_done(), "a step")
+    run.wait_for_step()
     os.kill(run.pid, signal.SIGINT)
     code = run.wait_for_end()
     steps = run.steps_done()
@@ -63,7 +64,8 @@ def interrupted(run: Subject) -> Injected:
 
 def driver_killed(run: Subject) -> Injected:
     """SIGKILL of the driver while groups are sampled: the kernel ends all of its parts, and --resume continues."""
-    run.wait_for(lambda: run.steps_done() and run.sandboxes(), "a moment with open sandboxes", poll_s=0.01)
+    run.wait_for_step()
+    run.wait_for(run.sandboxes, "a moment with open sandboxes", poll_s=0.01)
     sandboxes = len(run.sandboxes())
     os.kill(run.pid, signal.SIGKILL)
     code = run.wait_for_end()
@@ -72,7 +74,7 @@ def driver_killed(run: Subject) -> Injected:
 
 def disk_full(run: Subject) -> Injected:
     """The disk of the run folder fills up. The run pauses, and continues when there is room."""
-    run.wait_for(run.steps_done, "a step")
+    run.wait_for_step()
     filler = fill(run.run_dir.parent)
     try:
         free, size = os.statvfs(run.run_dir).f_bavail, run.output_size()

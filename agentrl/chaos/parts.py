@@ -31,7 +31,7 @@ class Injected:
 
 def server_killed_idle(run: Subject) -> Injected:
     """SIGKILL of the idle policy server: a rank of the learner is killed first, until no group may be sampled."""
-    run.wait_for(lambda: run.steps_done() and run.processes(RANK), "a learner that has made a step")
+    run.wait_for_step()
     os.kill(run.processes(RANK)[-1], signal.SIGKILL)
     run.wait_for(lambda: len(run.entries()) >= PER_STEP * (run.served() + 1 + STALENESS), "a server without requests", poll_s=0.01)
     stored = len(run.entries())
@@ -40,7 +40,7 @@ def server_killed_idle(run: Subject) -> Injected:
 
 def server_killed_in_flight(run: Subject) -> Injected:
     """SIGKILL of the policy server while a block of groups is sampled."""
-    run.wait_for(run.steps_done, "a step")
+    run.wait_for_step()
     failed = _attempts_failed(run)
     for _ in range(_TRIES):
         served = run.served()
@@ -56,7 +56,7 @@ def server_killed_in_flight(run: Subject) -> Injected:
 
 def engine_killed(run: Subject) -> Injected:
     """SIGKILL of the engine behind its API server, whose probe may still answer."""
-    run.wait_for(lambda: len(_server_processes(run)) > 1, "a server with an engine")
+    run.wait_for_step()
     api, engine = _server(run), _engine(run)
     size = run.output_size()
     os.kill(engine, signal.SIGKILL)
@@ -91,7 +91,7 @@ def server_killed_in_swap(run: Subject) -> Injected:
 
 def server_stopped(run: Subject) -> Injected:
     """SIGSTOP of the engine behind healthy routes. Measures the seconds until it is detected."""
-    run.wait_for(lambda: len(_server_processes(run)) > 1 and run.served() >= 0, "a server that serves")
+    run.wait_for_step()
     engine, size = _engine(run), run.output_size()
     os.kill(engine, signal.SIGSTOP)
     began = time.monotonic()
@@ -144,7 +144,8 @@ def learner_killed_uncommitted(run: Subject) -> Injected:
 
 def checkpoint_damaged(run: Subject) -> Injected:
     """A flipped bit in the newest checkpoint, and SIGKILL of the learner, which must continue from the one before."""
-    run.wait_for(lambda: run.steps_done() >= 2 and run.processes(RANK), "two checkpoints")
+    run.wait_for_step()
+    run.wait_for(lambda: run.steps_done() > 1, "two checkpoints")
     ranks = run.processes(RANK)
     send(ranks, signal.SIGSTOP)
     newest = max((run.run_dir / "checkpoints").glob("[0-9]*"))
@@ -169,7 +170,7 @@ def checkpoint_damaged(run: Subject) -> Injected:
 
 def learner_stopped(run: Subject) -> Injected:
     """SIGSTOP of a rank. Measures the seconds until it is detected."""
-    run.wait_for(lambda: run.processes(RANK) and run.steps_done(), "a learner that has made a step")
+    run.wait_for_step()
     rank, size, log = run.processes(RANK)[-1], run.output_size(), _learner_log_size(run)
     os.kill(rank, signal.SIGSTOP)
     detected = run.wait_for(lambda: "the learner has made no progress" in run.output(size), "the detection of the stopped learner")
@@ -212,8 +213,7 @@ def _assigned(run: Subject, step: int) -> bool:
 def _rank_killed(run: Subject, seen: Callable[[int], bool], holds: Callable[[int], bool], evidence: str) -> Injected:
     """Stops the ranks once a moment of the next step, counted from 0, is `seen`. If it still holds, and the ledger has not acknowledged the
     step, kills one of them. If not, they continue until the next step."""
-    before = run.steps_done()  # a learner without a new version between two faults has a budget of restarts
-    run.wait_for(lambda: run.steps_done() > before and run.processes(RANK), "a learner that has made a step")
+    run.wait_for_step()  # a learner without a new version between two faults has a budget of restarts
     for _ in range(_TRIES * 4):
         step, ranks = run.steps_done(), run.processes(RANK)
         run.wait_for(lambda: seen(step) or _checkpoint(run, step).exists(), evidence, poll_s=_FAST_S)  # noqa: B023 - called at once

@@ -169,6 +169,11 @@ class Subject:
         """Learner steps that the ledger has as completed."""
         return len({entry.step for entry in self.entries() if entry.use is not None})
 
+    def wait_for_step(self) -> None:
+        """Returns when the learner has completed one more step, and works: a case that follows another finds a run that has recovered."""
+        steps = self.steps_done()
+        self.wait_for(lambda: self.steps_done() > steps and self.processes(RANK) and self.processes(SERVER), "another step")
+
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of steps in metrics.jsonl."""
         return [line for line in read_json_lines(self.run_dir / "metrics.jsonl") if "episodes" in line]

@@ -17,7 +17,7 @@ from agentrl.chaos.driver import small_disk
 from agentrl.chaos.parts import Injected
 from agentrl.chaos.subject import SMALL, ChaosError, Subject
 
-STEPS_PER_CASE = 3
+STEPS_PER_CASE = 4
 _CASE_S = 60.0  # expected, before the first is measured
 Report = Callable[[str], None]
 

@@ -154,7 +154,3 @@ def _shm() -> set[str]:
             maps = (process / "maps").read_text()
             files -= {path for path in files if path in maps}
     return files
-
-
-def interrupt(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGINT)

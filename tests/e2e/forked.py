@@ -3,8 +3,8 @@
     python -m tests.e2e.forked SERVERS LEARNERS ARGUMENTS...
 
 Apart from that, both are the real ones. Starting them takes most of the time of a short run, and only some tests need it:
-`python -m agentrl.serving.launch` and torchrun start the runs of test_loop, test_init and test_run_folder. SERVERS and LEARNERS are
-addresses of hosts; see `tests.learner.preloaded`.
+`python -m agentrl.serving.launch` and torchrun start the runs of test_chaos, test_init and test_lora. SERVERS and LEARNERS are addresses of
+hosts; see `tests.learner.preloaded`.
 """
 
 from __future__ import annotations
