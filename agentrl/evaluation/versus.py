@@ -153,7 +153,7 @@ def prepare_duel(
         registry.verify(version)
     base = run.resolve() / "versions" / "000000"  # the server starts with it, because adapters need it
     policy = NamedPolicy(source=PolicySource.VERSION, name=f"{run}@0", model=str(base), run=run.resolve())
-    own = None
+    own, overrides = None, ("serving.weight_transfer=file", *overrides)  # no learner sends weights
     if suite is None:
         root, recipe = project_root(Path.cwd() / "recipe"), load(run / "recipe.json")
         tried = {} if cases is None else {"evaluation.heldout": cases, "evaluation.heldout_real": 0}
@@ -161,9 +161,7 @@ def prepare_duel(
         own, suite = (root, recipe.but(*overrides)), held_out_suite(recipe.but(*overrides), root)
     elif cases is not None:
         suite = dataclasses.replace(suite, cases=suite.cases[:cases])
-    with prepare_evaluation(
-        policy, [suite], overrides=("serving.weight_transfer=file", *overrides), repeats=repeats, run_dir=folder, own=own
-    ) as given:
+    with prepare_evaluation(policy, [suite], overrides=overrides, repeats=repeats, run_dir=folder, own=own) as given:
         yield VersionDuel(run=run, numbers=numbers, given=given, alpha=alpha, margin=margin)
 
 
@@ -185,8 +183,8 @@ async def run_duel(
             source = known_version(open_registry(duel.run), number)
             target = f"versions/{place:06d}"
             copy_version(duel.run / source.folder, folder / target, weights=source.weights)
-            registry.add(dataclasses.replace(source, number=place, parent=0, folder=target, state=VersionState.CANDIDATE))
-            pair.append(known_version(registry, place))
+            pair.append(dataclasses.replace(source, number=place, parent=0, folder=target, state=VersionState.CANDIDATE))
+            registry.add(pair[-1])
         decided = await try_blocks(duel, policy, (pair[0], pair[1]))
     with warn_on_error(duel.given.start.folder, "the digest of failures"):
         write_digest(duel.given.start.folder)

@@ -103,7 +103,7 @@ def request_rollback(run_dir: Path, number: int) -> RequestedRollback:
     Raises `UserError` if the version is unknown, was rolled back, has the newest weights already, or has no intact checkpoint.
     """
     registry = open_registry(run_dir)
-    target, versions = known_version(registry, number), registry.versions()
+    target, versions, steps = known_version(registry, number), registry.versions(), _recipe(run_dir).steps
     newest = next(version for version in reversed(versions) if version.state is not VersionState.ROLLED_BACK)
     if target.state is VersionState.ROLLED_BACK:
         raise UserError(f"version {number} of {run_dir} was rolled back and never serves again", fix="choose an earlier version")
@@ -128,7 +128,7 @@ def request_rollback(run_dir: Path, number: int) -> RequestedRollback:
         to=number,
         undone=tuple(one.number for one in versions if one.number > number and one.state is not VersionState.ROLLED_BACK),
         live=_is_driven(run_dir),
-        needs_steps=newest.number >= _recipe(run_dir).steps,
+        needs_steps=newest.number >= steps,
         replaced=None if pending is None else pending.to,
     )
 

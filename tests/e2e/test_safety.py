@@ -32,6 +32,8 @@ def test_rollbacks_run_out_and_the_run_continues_within_other_limits(tmp_path: P
     assert (found["rollbacks"], found["updates_left_out"], found["finished"]) == (2, 3, False)
     assert "is below its limit 50 (learner.limits)" in (run / "report.html").read_text()
 
+    code, output = agentrl("versions", "pin", str(run), "2")
+    assert (code, output) == (0, "version 2 is pinned\n"), "its checkpoint stays, however many steps are done before the rollback"
     resumed = start(*arguments, "steps=6", limit.replace("50", "1e-9"), "--resume", by=forked)
     wait_for(lambda: (run / "versions" / "000003" / "version.json").exists(), resumed, timeout=300)
     code, output = agentrl("versions", "rollback", str(run), "2")
