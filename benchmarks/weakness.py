@@ -102,7 +102,7 @@ class Size:
 
 
 SHORT = Size(
-    demonstrations=320,
+    demonstrations=160,
     kinds=KIND,
     cases=3,
     variants=3,

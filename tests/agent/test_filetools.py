@@ -136,6 +136,7 @@ async def test_a_search_is_bounded_and_shows_positions(box: Box) -> None:
     assert (await use(box, "search", pattern="secret")).output == "0 matches in 0 of 3 files; not searched: large files"
 
 
+@pytest.mark.slow
 async def test_an_endless_search_stops_itself(box: Box) -> None:
     (box.home / "a").write_text("a" * 60 + "!\n")
     started = time.monotonic()

@@ -117,6 +117,7 @@ def test_a_reader_that_reads_late_gets_the_result(most: int, whole: bool, tmp_pa
     assert len(printed) > 70_000, "more than a pipe holds, up to the newest"
 
 
+@pytest.mark.slow
 def test_a_full_disk_and_a_forked_child_are_as_without_a_run(tmp_path: Path) -> None:
     code = """
         import os, sys
@@ -206,6 +207,7 @@ def test_after_it_a_run_is_still_ended_by_a_person_who_wants_that(tmp_path: Path
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_result_that_a_full_disk_loses_is_no_success() -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(

@@ -202,6 +202,7 @@ def test_cases_planned_from_one_policy_reach_the_power(repeats: int, everywhere:
     assert seen / 200 >= 0.75, "80%, but for the chance in 200 evaluations"
 
 
+@pytest.mark.slow
 def test_noise_is_the_variance_of_attempts_at_the_same_case() -> None:
     rng = random.Random(6)
     chances = [0.2, 0.5, 1.0] * 4_000

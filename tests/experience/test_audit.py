@@ -181,6 +181,7 @@ def test_an_export_writes_few_episodes_at_a_time_and_leaves_nothing_if_it_fails(
     assert not list(tmp_path.glob("*b.parquet*")) and not list(tmp_path.glob(".*.part"))
 
 
+@pytest.mark.slow
 def test_exported_episodes_read_back_equal(run: tuple[Path, SqliteStore], tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     _, store = run

@@ -213,6 +213,7 @@ async def test_a_version_that_fails_a_case_is_rolled_back_and_reported_with_both
     assert "verdict" in CliRunner().invoke(app, ["compare", f"{tmp_path}@2", f"{tmp_path}@4"]).output
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 async def test_a_resumed_driver_completes_the_gates_work_and_evaluates_no_version_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

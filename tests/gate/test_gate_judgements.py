@@ -111,6 +111,7 @@ async def test_a_version_without_a_scored_attempt_has_no_verdict_and_no_rate(tmp
     await plain.close(run)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("suite_alone")
 async def test_if_only_the_suite_got_worse_the_three_worst_cases_are_shown(tmp_path: Path) -> None:
     """c00 fails as often as before. At c09 a score of 0 passes, so there is no episode to show."""

@@ -170,6 +170,7 @@ async def test_an_interrupted_run_abandons_the_evaluation_and_the_resumed_one_co
     await plain.close(run)
 
 
+@pytest.mark.slow
 async def test_an_interrupt_ends_the_wait_for_the_last_evaluation(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     run.recipe = OWN.but({"steps": 1})

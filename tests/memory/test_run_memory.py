@@ -100,6 +100,7 @@ def readings(groups: list[Group]) -> list[tuple[str, tuple[str, ...], list[str]]
     return found
 
 
+@pytest.mark.slow
 async def test_a_group_reads_the_version_of_its_step_and_a_resumed_run_reads_what_it_read(tmp_path: Path) -> None:
     whole = await played(tmp_path / "whole", range(4), Family())
     left_out = {one.episode.id for group in whole for one in group.episodes if one.episode.left_out}

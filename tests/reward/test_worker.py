@@ -55,6 +55,7 @@ async def test_answer_fault_is_distinguished_from_a_broken_function(worker: Subp
         await worker.evaluate(0, control=0)
 
 
+@pytest.mark.slow
 async def test_process_that_cannot_start_is_an_infrastructure_fault() -> None:
     with pytest.raises(InfrastructureError, match="did not start"):
         await SubprocessWorker(act, prepare=dies).call(1)

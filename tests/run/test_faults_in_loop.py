@@ -179,6 +179,7 @@ async def test_a_run_in_which_everything_fails_pauses_with_the_reason(tmp_path: 
     assert len(json.loads((tmp_path / "stored").read_text())) < 20, "hundreds of groups remain for --resume"
 
 
+@pytest.mark.slow
 async def test_a_run_continues_below_the_fault_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.rollout.group.RETRY_S", 0.0)
     with pytest.raises(asyncio.CancelledError):

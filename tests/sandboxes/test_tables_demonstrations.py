@@ -32,6 +32,7 @@ def test_a_call_is_one_json_object_between_the_markers() -> None:
     assert arguments(act) == {"tool": "python", "code": "print('é')\n"}
 
 
+@pytest.mark.slow
 def test_demonstrations_end_by_submitting_what_was_printed() -> None:
     for index in range(COUNT):
         acts = drawn(index)

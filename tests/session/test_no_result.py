@@ -156,6 +156,7 @@ class Registry:
         assert evals == {}
 
 
+@pytest.mark.slow
 async def test_a_complete_evaluation_is_not_repeated(tmp_path: Path) -> None:
     """With the same weights and settings. Otherwise a stop in the first step would repeat the one before training."""
     recipe = make_recipe().but({"steps": 4, "evaluation.heldout": 3, "evaluation.heldout_real": 0})
