@@ -174,7 +174,8 @@ def _start_block(store: ExperienceStore, *, block: int, version: int) -> None:
 
 async def _wait_for_change(run: Run, *, version: int) -> None:
     """Returns when the version serves, a group ends, or the number of parked groups changes."""
-    waiting = [asyncio.create_task(run.served.wait_version(version)), asyncio.create_task(run.late.changed.wait())]
+    changes = (run.served.wait_version(version), run.late.changed.wait())
+    waiting: list[asyncio.Task[object]] = [asyncio.create_task(change) for change in changes]
     try:
         done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for one in done:
