@@ -44,7 +44,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts backgrou
 
 TOGETHER = {
     "e2e": "runs",  # most fork their servers and learners from the same hosts
-    **dict.fromkeys(("e2e/test_init.py", "e2e/test_loop.py", "e2e/test_run_folder.py", "thirdparty", "serving"), "servers"),
+    **dict.fromkeys(("e2e/test_init.py", "e2e/test_chaos.py", "thirdparty", "serving"), "servers"),
     "model/test_smollm2.py": "pretrained",
     "sandbox": "sandboxes",
     **dict.fromkeys(("learner", "model", "objective", "supervised"), "learner"),

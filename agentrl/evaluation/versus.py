@@ -9,13 +9,13 @@ are tried in a random order, as a sample of those that the version will meet.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from agentrl.config.recipe import load
@@ -30,7 +30,7 @@ from agentrl.evaluation.statistics import Interval, anytime_interval
 from agentrl.failure.case import Case, Suite
 from agentrl.failure.digest import write_digest
 from agentrl.plugins.references import project_root
-from agentrl.records import PolicyVersion, VersionState
+from agentrl.records import PolicyVersion, ScoredEpisode, Task, VersionState
 from agentrl.session.ending import warn_on_error
 from agentrl.session.models import copy_version
 from agentrl.session.version_changes import known_version
@@ -236,13 +236,18 @@ async def _attempts(
     if (policy.run.served.version, policy.run.served.sha256) != (version.number, version.sha256):
         await policy.run.served.swap(version)
     policy.tracker.stage("evaluate", f"version {duel.numbers[side]}: {len(cases)} cases")
+    capture, phase, step = policy.capture.capture_episode, _PHASES[side], duel.numbers[side]
+
+    async def record(task: Task, scored: ScoredEpisode) -> None:
+        await asyncio.to_thread(capture, task, scored, phase=phase, step=step)
+
     return await run_cases(
         policy.groups,
         cases,
         lambda case: range(duel.given.repeats_of(duel.suite, case)),
-        phase=_PHASES[side],
+        phase=phase,
         version=version.number,
         broken=policy.broken,
         on_done=policy.tracker.evaluating,
-        on_scored=partial(policy.capture.capture_episode, phase=_PHASES[side], step=duel.numbers[side]),
+        on_scored=record,
     )

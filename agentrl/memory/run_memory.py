@@ -51,10 +51,10 @@ class RunMemory:
         the notes."""
         async with self._reaching:
             wanted = self._starts.version_of(block)
+            if self._store is None:
+                opened, self._version = await asyncio.to_thread(self._opened)
+                self._store = opened
             store = self._store
-            if store is None:
-                store, self._version = await asyncio.to_thread(self._opened)
-                self._store = store
             while self._version < wanted:
                 written, oldest = await self._written(self._version), await self._oldest_read()
                 await asyncio.to_thread(store.commit, self._version, written, oldest_read=oldest)
