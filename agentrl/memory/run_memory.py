@@ -57,7 +57,8 @@ class RunMemory:
             wanted = self.version_of(block)
             store = self._store
             if store is None:
-                store, self._version = await asyncio.to_thread(self._opened)
+                opened = await asyncio.to_thread(self._opened)
+                store, self._version = opened
                 self._store = store
             while self._version < wanted:
                 written, oldest = await self._written(self._version), await self._oldest_read()
