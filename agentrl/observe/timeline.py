@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+from agentrl.records import ScoredEpisode
 
 PARTS = ("server", "learner", "sandboxes", "scoring", "rollouts")
 BUSY, DOWN = "busy", "down"
@@ -78,3 +81,16 @@ def time_by_state(steps: list[dict[str, float]]) -> dict[str, dict[str, float]]:
                 states = spent.setdefault(part, {})
                 states[state] = states.get(state, 0.0) + seconds
     return spent
+
+
+def loop_latency(counted: Sequence[ScoredEpisode], now: float) -> dict[str, float]:
+    """Returns the time from the end of a turn to the version trained on it serving, which is `now`: the mean over tokens, and the largest.
+
+    Both are absent without a token whose time is known.
+    """
+    turns = [turn for one in counted for line in one.episode.trajectories for turn in line.own_turns if turn.ended_at and turn.sampled]
+    if not turns:
+        return {}
+    waits = [max(0.0, now - turn.ended_at) for turn in turns]
+    weights = [turn.sampled for turn in turns]
+    return {"loop_latency_s_mean": statistics.fmean(waits, weights), "loop_latency_s_max": max(waits)}

@@ -33,7 +33,7 @@ from agentrl.records.sampling import Sampling
 from agentrl.rollout.episode_sandbox import EpisodeSandbox
 from agentrl.rollout.hooks import TurnListener
 from agentrl.rollout.pace import OutOfTime, Pace, SamplingTime
-from agentrl.rollout.repeats import GENERATE, SANDBOX, SampledTurns
+from agentrl.rollout.repeats import SANDBOX, SampledTurns
 from agentrl.rollout.requests import WALL_LIMIT, EpisodeRequests, TimedExternalRequest, loop_time
 from agentrl.rollout.sub_episode import SubEpisode, open_sub_episode
 from agentrl.rollout.thinking import sample_turn, thinking_bound
@@ -130,11 +130,8 @@ class ActiveTrajectory:
                 self._episode.generate, stop_token_ids=stop_token_ids, stop=stop, constraint=constraint, number=number, reads=reads
             )
             context = [*self._context, *self.prompt_ids]
-            completion = self._episode.sampled.take(context, most=budget)
-            if completion is None:
-                completion = await sample_turn(context, budget, ask, thinking_bound(self._episode.task, thinking))
-                self._episode.sampled.used(GENERATE)
-            self._episode.sampled.add(context, completion)
+            sample = partial(sample_turn, context, budget, ask, thinking_bound(self._episode.task, thinking))
+            completion = await self._episode.sampled.complete(context, sample, most=budget)
         except RequestRefused as error:
             self.sampling = False
             if not self._episode.turn_count:  # the context contains no text of the policy
@@ -202,8 +199,7 @@ class ActiveEpisode:
     ) -> None:
         self.id = episode_id
         self.sampled = SampledTurns() if sampled is None else sampled
-        self.tools, self.memory = tools, memory
-        self.task = task
+        self.task, self.tools, self.memory = task, tools, memory
         self.answer: str | None = None
         self.stage = "episode"
         self.agent_state: Mapping[str, Any] = {} if start is None else start.agent_state
@@ -212,9 +208,7 @@ class ActiveEpisode:
         self.spent_s = 0.0  # before this process continued the episode
         self.sandbox_s = 0.0  # seconds for opening, writing and executing
         self.program_s = 0.0  # seconds in programs that the agent called
-        self._attempt = attempt
-        self.sandboxes = sandboxes
-        self._sampling = sampling
+        self.sandboxes, self._attempt, self._sampling = sandboxes, attempt, sampling
         self.requests = EpisodeRequests(
             policy=policy,
             pace=pace or Pace(),
@@ -223,8 +217,7 @@ class ActiveEpisode:
             spent_s=lambda: self.wall_s,
             sampling=SamplingTime() if start is None else SamplingTime(before=(start.sampled_s, start.lost_s)),
         )
-        self.open_timeout_s = open_timeout_s
-        self._on_turn = on_turn
+        self.open_timeout_s, self._on_turn = open_timeout_s, on_turn
         self._box = EpisodeSandbox(self, None if start is None else start.snapshot)
         self._sub_sandboxes: set[EpisodeSandbox] = set()  # sandboxes of sub-agents
         self._running, self._since = 0, 0.0  # calls in progress, and the start of the first of them

@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from agentrl.records import Blame, Completion, Failure
@@ -56,6 +56,15 @@ class SampledTurns:
         self.used = used
         self._earlier: dict[bytes, list[Completion]] = {}
         self._own: dict[bytes, list[Completion]] = {}
+
+    async def complete(self, context: Sequence[int], sample: Callable[[], Awaitable[Completion]], *, most: int) -> Completion:
+        """Returns the completion of a turn: one that an earlier attempt sampled in this context, otherwise a new one from `sample`."""
+        completion = self.take(context, most=most)
+        if completion is None:
+            completion = await sample()
+            self.used(GENERATE)
+        self.add(context, completion)
+        return completion
 
     def take(self, context: Sequence[int], *, most: int) -> Completion | None:
         """Returns the next completion that an earlier attempt sampled in a context, if it has at most `most` tokens."""

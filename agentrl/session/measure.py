@@ -35,6 +35,7 @@ from agentrl.observe import Rate, Summary
 from agentrl.observe.drift import DISAGREEMENT, drift_alerts, limit_alerts
 from agentrl.observe.exclusions import count_exclusions, exclusion_reason, format_counts, merge_counts, run_problems
 from agentrl.observe.summary import read_sessions as read_sessions
+from agentrl.observe.timeline import loop_latency
 from agentrl.records import ADAPTER, Group, ScoredEpisode, Split, SwapReport
 from agentrl.reward.combine import AUDIT_PART
 
@@ -119,7 +120,7 @@ def step_metrics(
     if wall_s is not None:
         metrics |= {"step_s": wall_s, "tokens_per_s": sampled / wall_s if wall_s > 0 else 0.0}
         if report is not None:
-            metrics |= _loop_latency(counted, time.time())
+            metrics |= loop_latency(counted, time.time())
     if scores:
         metrics["reward_mean"] = statistics.fmean(scores)
     if episodes:
@@ -140,19 +141,6 @@ def step_metrics(
         metrics["updates_per_h"] = 3600 * update["optimizer_steps"] / wall_s
     # If both define a metric, the rollouts decide, even if their value is absent. The learner's value stays in update.json.
     return {key: value for key, value in update.items() if isinstance(value, int | float) and key not in _OF_ROLLOUTS} | metrics
-
-
-def _loop_latency(counted: Sequence[ScoredEpisode], now: float) -> dict[str, float]:
-    """Returns the time from the end of a turn to the version trained on it serving, which is `now`: the mean over tokens, and the largest.
-
-    Both are absent without a token whose time is known.
-    """
-    turns = [turn for one in counted for line in one.episode.trajectories for turn in line.own_turns if turn.ended_at and turn.sampled]
-    if not turns:
-        return {}
-    waits = [max(0.0, now - turn.ended_at) for turn in turns]
-    weights = [turn.sampled for turn in turns]
-    return {"loop_latency_s_mean": statistics.fmean(waits, weights), "loop_latency_s_max": max(waits)}
 
 
 def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
