@@ -66,26 +66,26 @@ def _ledger_problems(run: Subject, recipe: Recipe) -> Iterator[str]:
 async def _group_problems(store: ExperienceStore, recipe: Recipe, root: Path) -> list[str]:
     """Compares each group with the task that the seed gives it, and each score with a second one by the same verifiers."""
     schedule, scorer = GroupSchedule(open_family(recipe.tasks, seed=recipe.seed, root=root), recipe.seed), TaskScorer(root=root)
-    indices, found = [entry.index for entry in store.entries()], list[str]()
+    indices, wrong = [entry.index for entry in store.entries()], list[str]()
     for start in range(0, len(indices), _GROUPS):
         for group in store.groups(indices[start : start + _GROUPS]):
             task = schedule.task(group.index)
             if (group.task_id, group.task_key) != (task.id, task.key):
-                found.append(f"group {group.index} has task {group.task_id}, not {task.id}")
-            found += await _score_problems(group, task, scorer)
-    return found[:_SHOWN]
+                wrong.append(f"group {group.index} has task {group.task_id}, not {task.id}")
+            wrong += await _score_problems(group, task, scorer)
+    return wrong[:_SHOWN]
 
 
 async def _score_problems(group: Group, task: Task, scorer: TaskScorer) -> list[str]:
-    found = []
+    wrong = []
     for scored in group.episodes:
         episode, value = scored.episode, scored.score.value
         if episode.left_out:
             if value is not None:
-                found.append(f"episode {episode.id} failed and has the score {value}")
+                wrong.append(f"episode {episode.id} failed and has the score {value}")
         elif value is not None and value != (again := (await scorer(task, episode)).value):
-            found.append(f"episode {episode.id} has the score {value}, and {again} when scored again")
-    return found
+            wrong.append(f"episode {episode.id} has the score {value}, and {again} when scored again")
+    return wrong
 
 
 def _step_problems(run: Subject, steps: int) -> Iterator[str]:

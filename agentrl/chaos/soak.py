@@ -35,13 +35,13 @@ def run_soak(*, work: Path, backend: str, minutes: float, kills: int = 100, seed
         killed = _kill_parts(run, random.Random(seed), until=time.monotonic() + 60.0 * minutes, most=kills, report=report)
         try:
             _finish(run)
-            found = list(problems(run, orphans=orphans))
+            wrong = list(problems(run, orphans=orphans))
         except ChaosError as error:
-            found = [str(error)]
+            wrong = [str(error)]
         parts = ", ".join(f"{number} {part}" for part, number in killed.most_common())
         witness = f"{killed.total()} kills with signal 9 ({parts}), {run.resumes} resumes, {run.steps_done()} steps"
-        result = Result(case="19 soak", witness=witness, problem="; ".join(found))
-        if found:
+        result = Result(case="19 soak", witness=witness, problem="; ".join(wrong))
+        if wrong:
             return [result]
         report(f"  {witness}; a run without faults follows, for comparison")
         alone = Subject(work / "alone", steps=run.steps, backend=backend, log=work / "alone.log")

@@ -196,21 +196,21 @@ class Subject:
         with self.log_path.open("rb") as log:
             log.seek(self._output_start)
             text = log.read().decode(errors="replace")
-        _, found, rest = text.rpartition("continue with: ")
-        if not found:
+        _, separator, rest = text.rpartition("continue with: ")
+        if not separator:
             raise ChaosError(f"the run ended without a command that continues it: {self.last_output()}")
         return shlex.split(rest.splitlines()[0])
 
     def left(self) -> dict[int, str]:
         """Processes with this run's mark: process id -> command line."""
         wanted = f"{MARK}={self.mark}".encode()
-        found: dict[int, str] = {}
+        marked: dict[int, str] = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 with contextlib.suppress(OSError):  # it is ending, or belongs to another user
                     if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                        found[int(entry.name)] = command_line(int(entry.name))
-        return found
+                        marked[int(entry.name)] = command_line(int(entry.name))
+        return marked
 
     def close(self) -> None:
         """Kills the driver, with which all of its processes end. Idempotent."""

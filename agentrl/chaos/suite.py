@@ -127,16 +127,16 @@ def _after(run: Subject, orphans: frozenset[str]) -> Result:
     """What must hold after all cases."""
     try:
         run.wait_for_end()
-        found = list(problems(run, orphans=orphans))
+        wrong = list(problems(run, orphans=orphans))
     except ChaosError as error:
-        found = [str(error)]
+        wrong = [str(error)]
     entries = run.entries()
     episodes = sum(entry.attempts for entry in entries)
     return Result(
         case="   afterwards",
         witness=f"{run.steps_done()} steps, {len(entries)} groups and {episodes} scores verified; {run.resumes} resumes; "
         f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
-        problem="; ".join(found),
+        problem="; ".join(wrong),
     )
 
 
