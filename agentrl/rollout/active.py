@@ -50,14 +50,10 @@ class ActiveTrajectory:
     """A `LiveTrajectory`: the turns so far, and the tokens that start the next one."""
 
     def __init__(self, episode: ActiveEpisode, index: int, begun: Trajectory, prompt_ids: tuple[int, ...] = ()) -> None:
-        self.index = index
-        self.parent = begun.parent
-        self.turns = list(begun.turns)
-        self.stop_reason = begun.stop_reason
-        self.prompt_ids = prompt_ids
+        self.index, self.parent, self.prompt_ids = index, begun.parent, prompt_ids
+        self.turns, self.stop_reason = list(begun.turns), begun.stop_reason
         self.sampling = False  # a turn has started and is not recorded yet
-        self._episode = episode
-        self._begun = begun
+        self._episode, self._begun = episode, begun
         self._context = [token for turn in begun.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
         self._generate_s = 0.0
         self._computed = 0  # tokens that the server has already computed for this trajectory
