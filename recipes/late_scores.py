@@ -29,6 +29,7 @@ from rewards.tables import exact_answer
 PART = "review"
 DELAY_S = (1.0, 30.0)
 EXPIRES_S = 600.0
+_LOOK_S = 0.2  # longest wait before looking whether the process ends
 _AGAIN_S = 1.0  # after a score for an episode whose group is not stored yet
 
 
@@ -49,7 +50,7 @@ class Reviewer:
         if folder is None or self._path is not None:
             return
         self._path = folder / "reviews.jsonl"
-        threading.Thread(target=self._send, args=(folder,), name="reviewer", daemon=True).start()
+        threading.Thread(target=self._send, args=(folder,), name="reviewer").start()
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """The score; of a training episode only that it will come."""
@@ -62,17 +63,19 @@ class Reviewer:
         return Score(value=None, evidence=score.evidence, pending=(PendingPart(name=PART, expires_at=time.time() + EXPIRES_S),))
 
     def _send(self, folder: Path) -> None:
-        """Sends scores when they are due, until the process ends."""
+        """Sends scores when they are due, until the main thread ends."""
         assert self._path is not None
         chance, due = random.Random(0), list[tuple[float, str, LateScore]]()
         for line in complete_lines(self._path):  # a score that the store has is answered again
             self._new.put(LateScore(**json.loads(line)))
         store: SqliteStore | None = None
-        while True:
+        while threading.main_thread().is_alive():
             try:
-                late = self._new.get(timeout=max(0.0, due[0][0] - time.monotonic()) if due else None)
+                late = self._new.get(timeout=min(max(0.0, due[0][0] - time.monotonic()), _LOOK_S) if due else _LOOK_S)
                 heapq.heappush(due, (time.monotonic() + chance.uniform(*self._delay_s), late.key, late))
             except queue.Empty:
+                if not due or due[0][0] > time.monotonic():
+                    continue
                 store = store or SqliteStore(folder / "experience.sqlite")
                 _, key, late = heapq.heappop(due)
                 try:

@@ -105,8 +105,9 @@ def _entry_problems(entry: LedgerEntry, store: ExperienceStore) -> Iterator[str]
         yield str(error)
         return
     actual, stored = asdict(new_entry(group)), asdict(entry)
+    later = ("counted", "has_spread") if entry.pending else ()  # computed when the last late part arrives or expires
     for name, value in actual.items():
-        if name not in ("step", "use", "late_parts") and stored[name] != value:
+        if name not in ("step", "use", "late_parts", *later) and stored[name] != value:
             yield f"group {entry.index}: the ledger has {name}={_brief(stored[name])}, but its episodes have {_brief(value)}"
     if entry.use is not None and not 0 <= entry.use.tokens_trained <= entry.tokens_sampled:
         yield f"group {entry.index}: {entry.use.tokens_trained} tokens were trained, but only {entry.tokens_sampled} were sampled"

@@ -18,7 +18,7 @@ from agentrl.cli import app
 from agentrl.errors import StoreError, UserError
 from agentrl.experience import SqliteStore, audit, new_entry
 from agentrl.experience.audit import count, export, rows, token_balance, verify
-from agentrl.records import GroupUse, LedgerEntry, PendingPart, Score, ScoredEpisode, codec
+from agentrl.records import GroupUse, LateScore, LedgerEntry, PendingPart, Score, ScoredEpisode, codec
 from agentrl.testing.store_contract import make_group
 from tests.driving import make_recipe
 
@@ -218,16 +218,20 @@ def test_the_command_lists_parked_groups_with_their_next_expiry(run: tuple[Path,
     for index, score in enumerate([*waiting, Score(value=None, pending=(PendingPart(name="human", expires_at=1.0),))], start=4):
         (scored,) = make_group(index).episodes
         store.put(replace(make_group(index), episodes=(replace(scored, score=score),)))
+    partly = LateScore(episode_id="e7-0", part="human", value=1.0, scored_by="ann", key="k")
+    episodes = [replace(make_group(7).episodes[0].episode, id=f"e7-{attempt}") for attempt in range(2)]
+    score = Score(value=None, pending=(PendingPart(name="human"),))
+    store.put(replace(make_group(7), episodes=tuple(ScoredEpisode(episode=episode, score=score) for episode in episodes)))
+    store.add_score(partly, now=time.time())
     done = CliRunner().invoke(app, ["store", str(folder), "--state", "parked", "--verify"])
-    assert done.exit_code == 0 and "2 parked, 2 ready," in done.output, "the part that had expired is recorded"
-    assert f"3 parts of late scores are to come; the next expires at {datetime.fromtimestamp(soon):%Y-%m-%d %H:%M:%S}" in done.output
+    assert done.exit_code == 0 and "3 parked, 2 ready," in done.output, "the part that had expired is recorded"
+    assert f"4 parts of late scores are to come; the next expires at {datetime.fromtimestamp(soon):%Y-%m-%d %H:%M:%S}" in done.output
     assert [line.split()[:2] for line in done.output.splitlines() if " parked " in line and line.startswith(" ")] == [
-        ["4", "parked"],
-        ["5", "parked"],
+        [number, "parked"] for number in "457"
     ]
     listed = json.loads(CliRunner().invoke(app, ["store", str(folder), "--json"]).stdout)
-    assert listed["counts"]["parts_pending"] == 3 and listed["next_expiry"] == soon
-    assert count(store.entries()).tokens["open"] == 2 * 5, "parked groups are open"
+    assert listed["counts"]["parts_pending"] == 4 and listed["next_expiry"] == soon
+    assert count(store.entries()).tokens["open"] == 2 * 7, "parked groups are open"
     store._connection.execute("UPDATE late_parts SET closed_at = 1 WHERE episode_id = 'e5'")
     broken = CliRunner().invoke(app, ["store", str(folder), "--verify"])
     assert broken.exit_code == 0, "an expired part"
