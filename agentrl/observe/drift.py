@@ -9,8 +9,8 @@ and by at least the rule's least difference. A rule alerts at the first step whe
     length-audit        episodes become a fifth longer while the audit rises by less than `LEAST`
     disagreement        judges disagree more
     exclusions          a larger share of the attempts ends in a fault that the policy can have provoked
-    sample-size         few tokens determine the update: the effective sample size (`ess`) is below `LEAST_ESS`. Its collapse precedes that
-                        of the policy (VCPO, arXiv:2602.17616)
+    sample-size         few tokens determine the update: the effective sample size (`ess`) is below `LEAST_ESS`
+                        (VCPO, arXiv:2602.17616). It misses collapses; see docs/results.md
 
 The rule for exclusions compares the attempts of the newest `WINDOW` steps with all earlier attempts of the run by Fisher's exact test, one
 sided. Test t of a run has the level `EXCLUSION_LEVEL` / (t (t + 1)); the levels add up to `EXCLUSION_LEVEL`, so that a run of any length

@@ -43,7 +43,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "off_policy": {"preset": "mask_sequence", "floor": 0, "cap": 2},
     },
     "reinforce++": {"advantage": "reinforce++", "kl": "k1_reward", "kl_coef": 0.05},
-    "rloo": {"advantage": "rloo", "off_policy": {"preset": "second_moment"}, "kl": "k2", "kl_coef": 0.2},
+    "rloo": {"advantage": "rloo", "off_policy": {"preset": "truncate"}, "kl": "k2", "kl_coef": 0.2},
 }
 
 USES = dict.fromkeys(range(3), GroupUse(tokens_trained=2))

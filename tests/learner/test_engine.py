@@ -262,7 +262,6 @@ def test_every_objective_is_the_same_in_one_micro_batch_many_or_on_two_ranks_or_
         assert ours.keys() == theirs.keys()
         for key in ours.keys() - UNLIKE:
             assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-5), key
-        assert name != "rloo" or 0 < ours["truncated_fraction"] < 1, "the second-moment mask acts, over the whole batch"
 
 
 def test_the_kl_reference_model_stays_version_0(results: dict[tuple[int, str], dict[str, Any]]) -> None:
