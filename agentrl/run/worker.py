@@ -269,7 +269,7 @@ class _Notes:
         """The memory that a group's attempts read. The driver commits it before it queues the group."""
         version = None if group is None else self._worker.memory_version(group)
         assert version is not None, "the groups of a run with a memory are leased with its version"
-        if self._store is None or self._store.version < version:  # a store caches what it shows, so a new version needs a new one
+        if self._store is None:
             self._store = NoteStore(self._path, self._config)
         return StoreView.of(self._store, task, version)
 
