@@ -14,7 +14,7 @@ from agentrl.base.untrusted_files import open_file, read_bytes
 from agentrl.errors import StoreError, UserError
 from agentrl.experience.ledger import new_entry
 from agentrl.protocols import ExperienceStore
-from agentrl.records import GroupUse, LedgerEntry, codec
+from agentrl.records import Group, GroupUse, LedgerEntry, codec
 
 STATES = ("parked", "ready", "assigned", "trained", "excluded")
 MAX_PROBLEMS = 100
@@ -98,12 +98,19 @@ def verify(run_dir: Path, store: ExperienceStore, *, progress: Progress = lambda
     progress(len(entries), len(entries))
 
 
-def _entry_problems(entry: LedgerEntry, store: ExperienceStore) -> Iterator[str]:
+def _entry_problems(entry: LedgerEntry, store: ExperienceStore) -> list[str]:
     try:
         (group,) = store.groups([entry.index])
+        problems = list(_differences(entry, group))
+        if problems and entry.pending:  # scores may have arrived since the entry was read
+            newer = next(one for one in store.entries(first=entry.index) if one.index == entry.index)
+            return _entry_problems(newer, store) if newer.pending < entry.pending else problems
     except StoreError as error:
-        yield str(error)
-        return
+        return [str(error)]
+    return problems
+
+
+def _differences(entry: LedgerEntry, group: Group) -> Iterator[str]:
     actual, stored = asdict(new_entry(group)), asdict(entry)
     later = ("counted", "has_spread") if entry.pending else ()  # computed when the last late part arrives or expires
     for name, value in actual.items():

@@ -63,11 +63,17 @@ class Checkpoint:
 
 
 def save(
-    root: Path, engine: PolicyEngine, meta: CheckpointMeta, *, keep: int, critic: Critic | None = None, spare: Collection[int] = ()
+    root: Path,
+    engine: PolicyEngine,
+    meta: CheckpointMeta,
+    *,
+    keep: int,
+    critic: Critic | None = None,
+    spare: Callable[[], Collection[int]] = tuple,
 ) -> Path:
     """Writes `root/000012` durably, then deletes all but the newest `keep` and those numbered `spare`. Returns the folder.
 
-    All ranks call it; rank 0's `spare` is used. Raises `DiskFull` or `LearnerError` on a write error; earlier checkpoints stay.
+    All ranks call it. Rank 0 calls `spare` directly before it deletes, because a user may pin a version while a checkpoint is written. Raises `DiskFull` or `LearnerError` on a write error; earlier checkpoints stay.
     """
     ranks = engine.ranks
     final = root / f"{meta.step:06d}"
@@ -86,7 +92,7 @@ def save(
             (part / _META).write_bytes(codec.to_json(meta))
             (part / MANIFEST).write_text(json.dumps(folder_manifest(part), indent=1))
             commit_folder(part, final)
-            _prune(root, keep, spare)
+            _prune(root, keep, spare())
         ranks.barrier()
     return final
 
@@ -158,7 +164,7 @@ def _prune(root: Path, keep: int, spare: Collection[int]) -> None:
             shutil.rmtree(folder)
 
 
-def _make_room(root: Path, spare: Collection[int]) -> None:
+def _make_room(root: Path, spare: Callable[[], Collection[int]]) -> None:
     """Deletes all checkpoints but the newest and those numbered `spare`, if the disk has no space for another of the same size."""
     folders = _folders(root)
     if len(folders) < 2:
@@ -166,7 +172,7 @@ def _make_room(root: Path, spare: Collection[int]) -> None:
     size = sum(path.stat().st_size for path in folders[-1].rglob("*") if path.is_file())
     if shutil.disk_usage(root).free < size and has_intact_files(folders[-1]):
         log.warning("%s: the disk is nearly full; older checkpoints are deleted before the next one is written", root)
-        _prune(root, 1, spare)
+        _prune(root, 1, spare())
 
 
 def _rng_name(rank: int) -> str:

@@ -213,13 +213,15 @@ class Worker:
 
     def _save(self, meta: CheckpointMeta) -> str:
         learner = self.recipe.learner
-        spare = {self.good} if learner.rolls_back else set()
-        if self.ranks.is_first:
-            spare |= self._gate_checkpoints() | self.registry.pinned()
-            if (request := rollback.pending_request(self.run_dir / "versions", self.registry)) is not None:
-                spare.add(request.to)
-        root = self.run_dir / "checkpoints"
-        return checkpoints.save(root, self.engine, meta, keep=learner.keep_checkpoints, critic=self.critic, spare=spare).name
+        root, keep = self.run_dir / "checkpoints", learner.keep_checkpoints
+        return checkpoints.save(root, self.engine, meta, keep=keep, critic=self.critic, spare=self._spared_checkpoints).name
+
+    def _spared_checkpoints(self) -> set[int]:
+        """Checkpoints to which the run may return, now."""
+        spared = {self.good} if self.recipe.learner.rolls_back else set()
+        if (request := rollback.pending_request(self.run_dir / "versions", self.registry)) is not None:
+            spared.add(request.to)
+        return spared | self._gate_checkpoints() | self.registry.pinned()
 
     def _publish(self, meta: CheckpointMeta) -> None:
         publish_version(

@@ -85,7 +85,7 @@ def notes_to_commit(episodes: Iterable[ScoredEpisode], *, min_score: float | Non
 
 
 class NoteStore:
-    """The notes of a run. Thread-safe; only one process may write.
+    """The notes of a run. Thread-safe; only one process may write, and any may read meanwhile.
 
     Every method raises `StoreError` if the file is damaged, full or of another version. The notes can be rebuilt from the run's groups.
 
@@ -97,6 +97,7 @@ class NoteStore:
         self.config = config
         self.path = path
         self._informed: dict[str, set[int]] = {}  # task key -> writers whose notes are hidden from its attempts
+        self._informed_at = 0  # version of the store that this cache is of
         self._lock = threading.Lock()  # one connection, used by one thread at a time
         with self._translate_errors():
             if path is not None:
@@ -112,8 +113,8 @@ class NoteStore:
     @property
     def version(self) -> int:
         """The newest version: the number of stored steps."""
-        (row,) = self._rows("SELECT COALESCE(MAX(step) + 1, 0) FROM steps")
-        return int(row[0])
+        with self._lock, self._access():
+            return _version(self._db)
 
     def commit(self, step: int, episodes: Iterable[WrittenNotes], *, oldest_read: int | None = None) -> bool:
         """Stores the notes of a step's episodes in one transaction and creates version `step + 1`. Returns False if it exists already.
@@ -124,7 +125,7 @@ class NoteStore:
         Raises `StoreError` for a step that does not follow the last one.
         """
         with self._lock, self._access(), transaction(self._db) as db:
-            next_step = int(db.execute("SELECT COALESCE(MAX(step) + 1, 0) FROM steps").fetchone()[0])
+            next_step = _version(db)
             if step < next_step:
                 return False
             if step > next_step:
@@ -133,7 +134,6 @@ class NoteStore:
             for written in episodes:
                 _add(db, step, written)
             _delete_old(db, version=step + 1 if oldest_read is None else oldest_read)
-            self._informed.clear()
             return True
 
     def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[NoteMatch, ...]:
@@ -171,8 +171,11 @@ class NoteStore:
     def _hidden(self, task_key: str) -> set[int]:
         """The writers who may know the answer to a task: its attempts, and all who read a note of such a writer.
 
-        Cached until the next commit.
+        Cached until the next commit, which may be another process's.
         """
+        if (version := _version(self._db)) != self._informed_at:
+            self._informed.clear()
+            self._informed_at = version
         if task_key not in self._informed:
             if len(self._informed) >= _CACHED_TASKS:
                 self._informed.clear()
@@ -222,6 +225,10 @@ class NoteStore:
 
 _REBUILD = "delete it; the run rebuilds it from its experience store"
 _NOTE = "SELECT text, episode FROM notes JOIN writers ON writers.id = writer WHERE notes.id = ?"
+
+
+def _version(db: sqlite3.Connection) -> int:
+    return int(db.execute("SELECT COALESCE(MAX(step) + 1, 0) FROM steps").fetchone()[0])
 
 
 def require_full_text_search() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -141,6 +141,16 @@ class Rollouts:
             return excluded
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """A block whose groups run."""
+
+    groups: range
+    stored: Mapping[int, LedgerEntry]  # its groups, and later ones, that an earlier driver stored
+    prepared: asyncio.Task[None]  # its notes and task weights
+    extra: Iterator[int]  # extra groups that have not started
+
+
 class RunningGroups:
     """The groups that run in a task group. Groups that are stored do not run again."""
 
@@ -148,32 +158,29 @@ class RunningGroups:
         self.tasks = set[asyncio.Task[None]]()
         self._rollouts = rollouts
         self._running = running
-        self._block = -1
-        self._stored = dict[int, LedgerEntry]()  # groups of the block, and later ones, that an earlier driver stored
-        self._prepared: asyncio.Task[None] | None = None  # notes and task weights of the block
-        self._extra = iter(range(0))  # extra groups of the block that have not started
+        self._block: _Block | None = None  # the newest
 
     async def start(self, slot: int) -> None:
         """Starts the group in a slot, and an extra one after each group without a preference, up to the recipe's limit."""
         order = self._rollouts.order
-        block, place = divmod(slot, order.per_step)
-        if block != self._block:
-            self._block, self._extra = block, iter(order.block(block)[order.per_step :])
-            self._stored = {entry.index: entry for entry in await self._rollouts.store.entries(first=order.block(block).start)}
-            self._prepared = self._running.create_task(self._rollouts.prepare_block(block))
-        assert self._prepared is not None
-        self._start(order.block(block)[place], self._prepared, self._extra)
+        number, place = divmod(slot, order.per_step)
+        groups = order.block(number)
+        if self._block is None or self._block.groups != groups:
+            stored = {entry.index: entry for entry in await self._rollouts.store.entries(first=groups.start)}
+            prepared = self._running.create_task(self._rollouts.prepare_block(number))
+            self._block = _Block(groups=groups, stored=stored, prepared=prepared, extra=iter(groups[order.per_step :]))
+        self._start(groups[place], self._block)
 
-    def _start(self, index: int, prepared: asyncio.Task[None], extra: Iterator[int]) -> None:
-        task = self._running.create_task(self._run(index, prepared, extra))
+    def _start(self, index: int, block: _Block) -> None:
+        task = self._running.create_task(self._run(index, block))
         self.tasks.add(task)
         task.add_done_callback(self._end)
 
-    async def _run(self, index: int, prepared: asyncio.Task[None], extra: Iterator[int]) -> None:
-        await prepared
-        entry = self._stored.get(index) or new_entry(await self._rollouts.group(index))
-        if self._rollouts.order.is_replaceable(entry) and (another := next(extra, None)) is not None:
-            self._start(another, prepared, extra)
+    async def _run(self, index: int, block: _Block) -> None:
+        await block.prepared
+        entry = block.stored.get(index) or new_entry(await self._rollouts.group(index))
+        if self._rollouts.order.is_replaceable(entry) and (another := next(block.extra, None)) is not None:
+            self._start(another, block)
 
     def _end(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)

@@ -43,7 +43,7 @@ from agentrl.protocols import CacheUse
 from agentrl.protocols.serving import MAX_CACHE_USE
 from agentrl.records import Completion, Failure, Group, SamplingParams, Task, codec
 from agentrl.rollout import Admission, GroupRunner, excluded_group, failure_from_error
-from agentrl.run.worker_api import ADDRESS_FILE, LEASE_WAIT_S, MAX_EVENTS
+from agentrl.run.worker_api import ADDRESS_FILE, LEASE_WAIT_S, MAX_EVENTS, MAX_GROUP_BYTES
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.transport import HttpTransport
 from agentrl.session.judge_servers import declare_judges
@@ -178,19 +178,25 @@ class Worker:
                 await self._sample(runner, json.loads(answer))
 
     async def _sample(self, runner: GroupRunner, lease: Any) -> None:
-        task = codec.from_json(Task, json.dumps(lease["task"]))
-        work = self._work[lease["index"]] = _Work(lease["id"], task, lease["memory_version"])
-        work.sampling = asyncio.create_task(runner.run_group(lease["index"], task, oldest_version=lease["oldest_version"]))
+        index, task = lease["index"], codec.from_json(Task, json.dumps(lease["task"]))
+        earlier = self._work.get(index)  # under a lease that was lost while this process was stopped
+        work = self._work[index] = _Work(lease["id"], task, lease["memory_version"])
         try:
+            if earlier is not None and earlier.sampling is not None:
+                earlier.sampling.cancel()
+                await asyncio.wait({earlier.sampling})
+            work.sampling = asyncio.create_task(runner.run_group(index, task, oldest_version=lease["oldest_version"]))
             await asyncio.wait({work.sampling})
             if not work.sampling.cancelled():
-                await self._deliver(work, _result(work.sampling, task, lease["index"], runner.group_size))
+                await self._deliver(work, _result(work.sampling, task, index, runner.group_size))
         finally:
-            work.sampling.cancel()
-            self._work.pop(lease["index"], None)
+            if work.sampling is not None:
+                work.sampling.cancel()
+            if self._work.get(index) is work:
+                del self._work[index]
 
     async def _deliver(self, work: _Work, group: Group) -> None:
-        content = await asyncio.to_thread(codec.to_json, group)
+        content = await asyncio.to_thread(_content_of, group)
         while True:  # ends with the worker if the driver is gone
             with suppress(ServingError):
                 await self.driver.call(f"/groups/{work.lease}", content=content)
@@ -201,15 +207,15 @@ class Worker:
         """Sends signs of life until the driver has not answered for `_PATIENCE_S`."""
         while True:
             attempts = [self._attempts.popleft() for _ in range(min(MAX_EVENTS, len(self._attempts)))]
-            alerts = list(self._alerts)
+            alerts = [self._alerts.popleft() for _ in range(len(self._alerts))]
             try:
                 data = {"leases": [work.lease for work in self._work.values()], "alerts": alerts}
                 ended = [None if failure is None else codec.to_data(failure) for failure in attempts]
                 answer = await self.driver.call("/renew", data | {"attempts": ended}, timeout_s=10.0)
                 self._heard(json.loads(answer))
-                self._alerts.clear()
             except ServingError as error:
                 self._attempts.extendleft(reversed(attempts))
+                self._alerts.extendleft(reversed(alerts))
                 if asyncio.get_running_loop().time() - self._heard_at > _PATIENCE_S:
                     log.warning("this worker ends, because the driver is gone: %s", error)
                     return
@@ -236,6 +242,16 @@ def _result(sampling: asyncio.Task[Group], task: Task, index: int, size: int) ->
     return excluded_group(index, task.id, task.key, failure_from_error(error, stage="group"), size=size)
 
 
+def _content_of(group: Group) -> bytes:
+    """The group as JSON, or an excluded one if the driver would reject it: an error here would end the worker with all of its groups."""
+    content = codec.to_json(group)
+    if len(content) <= MAX_GROUP_BYTES:
+        return content
+    too_large = ValueError(f"the group has {len(content) >> 20} MiB; a rollout worker delivers at most {MAX_GROUP_BYTES >> 20} MiB")
+    fault = failure_from_error(too_large, stage="store")
+    return codec.to_json(excluded_group(group.index, group.task_id, group.task_key, fault, size=len(group.episodes)))
+
+
 def _group_of(request_id: str) -> int:
     """The group of a request; -1 if it belongs to none."""
     head = request_id.partition("-")[0]
@@ -253,7 +269,7 @@ class _Notes:
         """The memory that a group's attempts read. The driver commits it before it queues the group."""
         version = None if group is None else self._worker.memory_version(group)
         assert version is not None, "the groups of a run with a memory are leased with its version"
-        if self._store is None or self._store.version < version:  # a store caches what it shows, so a new version needs a new one
+        if self._store is None:
             self._store = NoteStore(self._path, self._config)
         return StoreView.of(self._store, task, version)
 

@@ -49,8 +49,8 @@ ADDRESS_FILE = "workers.json"
 LEASE_WAIT_S = 20.0
 MAX_CONNECTIONS = 16384
 MAX_GROUP_BYTES = 512 << 20
-MAX_EVENTS = 4096
-"""Ended attempts and alerts of one renewal."""
+MAX_EVENTS = 256
+"""Ended attempts, and alerts, of one renewal. Their texts fit into the largest body."""
 _BODY_S = 60.0
 _NAME_CHARS = 100
 
@@ -135,8 +135,7 @@ class WorkerApi:
         for failure in ended:
             self.on_attempt(failure)
         abandoned = await self.leases.renew(worker, leases)
-        for lease in [lease for lease in self._episodes if not self.leases.is_valid(lease)]:
-            self._end_episodes(lease)
+        self._end_lost_episodes()
         use = self.served.cache_use
         cache_use = None if use is None else {"reading": use.reading, "shares": use.shares}
         judges = {name: [one.url, one.key, one.refused] for name, one in registered_servers().items()}
@@ -175,8 +174,13 @@ class WorkerApi:
         """Registers an episode with the servers' routing, until its lease ends."""
         episodes = self._episodes.setdefault(lease, {})
         if episode not in episodes:
+            self._end_lost_episodes()  # first: a lost lease of the same group has an episode with the same id
             routing = episodes[episode] = self.served.episode(episode, task_key)
             routing.__enter__()
+
+    def _end_lost_episodes(self) -> None:
+        for lease in [lease for lease in self._episodes if not self.leases.is_valid(lease)]:
+            self._end_episodes(lease)
 
     def _end_episodes(self, lease: str) -> None:
         for routing in self._episodes.pop(lease, {}).values():

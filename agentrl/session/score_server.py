@@ -180,7 +180,7 @@ class ScoreServer:
 
     async def _pending(self, request: Request) -> Response:
         limit, after = request.query_params.get("limit", str(MAX_SCORES)), request.query_params.get("after", "")
-        if not (limit.isascii() and limit.isdigit() and 0 < int(limit[:9]) <= MAX_SCORES):
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 10 and 0 < int(limit) <= MAX_SCORES):
             raise RequestError("invalid", f"limit must be a number from 1 to {MAX_SCORES}.")
         pending = await self._on_store(lambda: self.store.pending_scores(limit=int(limit), after=after))
         last = pending[-1].episode_id if pending else None

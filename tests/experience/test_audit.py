@@ -149,6 +149,21 @@ def test_steps_that_complete_during_the_check_are_not_a_problem(run: tuple[Path,
     assert list(verify(folder, store)) == []
 
 
+def test_scores_that_arrive_during_the_check_are_not_a_problem(run: tuple[Path, SqliteStore]) -> None:
+    folder, store = run
+    group = make_group(4)
+    (scored,) = group.episodes
+    parts = tuple(PendingPart(name=name) for name in ("first", "second"))
+    store.put(replace(group, episodes=(replace(scored, score=Score(value=None, pending=parts)),)))
+
+    def send(done: int, total: int) -> None:
+        if part := {1: "first", 4: "second"}.get(done):
+            store.add_score(LateScore(episode_id=scored.episode.id, part=part, value=1.0, scored_by="ann", key=part), now=time.time())
+
+    assert list(verify(folder, store, progress=send)) == []
+    assert list(verify(folder, store)) == [] and not store.parked()
+
+
 @pytest.mark.parametrize("tokens", ["1" + "0" * 400, "Infinity", "NaN", "true", "-1" + "0" * 400])
 def test_metrics_with_numbers_that_no_learner_reports_are_not_a_crash(run: tuple[Path, SqliteStore], tokens: str) -> None:
     folder, store = run

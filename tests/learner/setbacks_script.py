@@ -88,7 +88,7 @@ class Setbacks(Scenario):
         for step in range(2):
             counts, ranks = FailureCounts(rollbacks=step), self.ranks.size
             meta = CheckpointMeta(step=step, parent=max(step - 1, 0), consumed={}, ranks=ranks, zero_stage=stage, counts=counts)
-            save(root, engine, meta, keep=1, spare={0})
+            save(root, engine, meta, keep=1, spare=lambda: {0})
             updater.update(self.batches[step])
         straight = gather_weights(engine)
         updater.update(self.batches[0])

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -83,13 +84,29 @@ def test_older_checkpoints_are_deleted_on_a_full_disk(
     for number in (1, 2, 3, 4):
         _write(tmp_path, number)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    checkpoint._make_room(tmp_path, {1})
+    checkpoint._make_room(tmp_path, lambda: {1})
     assert sorted(path.name for path in tmp_path.iterdir()) == kept
     assert ("nearly full" in caplog.text) is (free == 0)
     TORN["a file"](tmp_path / "000004")
     _write(tmp_path, 3) if not (tmp_path / "000003").exists() else None
-    checkpoint._make_room(tmp_path, ())
+    checkpoint._make_room(tmp_path, tuple)
     assert (tmp_path / "000003").exists(), "the newest is damaged, and the one before it is what a run goes on from"
+
+
+def test_a_version_that_is_pinned_while_a_checkpoint_is_written_keeps_its_own(tmp_path: Path) -> None:
+    for number in (1, 2):
+        _write(tmp_path, number)
+    pinned = set[int]()
+
+    def write(folder: str, **options: object) -> None:
+        Path(folder, "state").mkdir()
+        pinned.add(1)  # by a user, who sees the checkpoint
+
+    ranks = SimpleNamespace(is_first=True, rank=0, barrier=lambda: None, device=SimpleNamespace(type="cpu"))
+    engine: Any = SimpleNamespace(ranks=ranks, deepspeed=SimpleNamespace(save_checkpoint=write))
+    meta = CheckpointMeta(step=3, parent=2, consumed={0: USES}, ranks=1, zero_stage=2)
+    checkpoint.save(tmp_path, engine, meta, keep=1, spare=lambda: frozenset(pinned))
+    assert numbered(tmp_path, 1) is not None and numbered(tmp_path, 2) is None and numbered(tmp_path, 3) is not None
 
 
 def test_newest_is_none_without_checkpoints(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,16 @@ def test_no_secret_of_a_task_returns_to_it_through_copies(seed: int) -> None:
     assert {one.text for where, one in shown if where["scope"] == "family:x"}.isdisjoint(
         one.text for where, one in shown if where["scope"] == "family:y"
     )
+
+
+def test_a_reader_in_another_process_hides_what_was_committed_since(tmp_path: Path) -> None:
+    """A rollout worker reads the notes that the driver commits. The answer to a task must not reach its next attempt."""
+    with closing(NoteStore(tmp_path / "notes", MemoryConfig())) as driver, closing(NoteStore(tmp_path / "notes", MemoryConfig())) as worker:
+        driver.commit(0, [note("e0", "the answer is 4", task="t")])
+        assert texts(worker, "answer", 1, task="t") == [] and texts(worker, "answer", 1) == ["the answer is 4"]
+        driver.commit(1, [note("e1", "the answer is 5", task="t"), note("e2", "an answer", task="u", read=("e0",))], oldest_read=0)
+        assert texts(worker, "answer", 2, task="t") == [] == texts(driver, "answer", 2, task="t")
+        assert len(texts(worker, "answer", 2)) == 3
 
 
 def test_rare_words_rank_higher_and_ties_go_to_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,10 @@ from agentrl.failure.collection import Collection, TraceFilter
 from agentrl.records import Episode, GroupUse, LateScore, PendingPart, Score, Task
 from agentrl.reward import TaskScorer
 from agentrl.run import loop
+from agentrl.run.rollouts import Rollouts
 from agentrl.session import opening
 from agentrl.session.folder import RunStart
+from agentrl.task.group_tasks import GroupTasks
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests import driving
@@ -83,6 +85,30 @@ async def test_parked_groups_are_replaced_and_trained_when_their_scores_arrive(t
         assert run.late.count == 0 and [line["highest"] for line in outcomes(tmp_path) if line["task"] == "task-2"] == [0.0, 1.0]
         assert steps_of(run) == [(0, 1), (2, 3), (4, 5)]
         assert list(verify(tmp_path, run.store.store)) == []
+
+
+async def test_a_resumed_run_repeats_no_stored_group_of_a_block_whose_notes_take_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next block starts meanwhile, and reads what the store has from its own start on."""
+    journal, recipe = tmp_path / "journal.jsonl", recipe_of(groups_per_step=2)
+    async with driving.opened(tmp_path, Journaled(journal), ScriptedSandboxes(printing("3")), recipe, Family()) as run:
+        for index in (0, 2):  # the driver died when the other groups of both blocks were running
+            await Rollouts.of(run).group(index)
+    prepare, started = GroupTasks.prepare_block, asyncio.Event()
+
+    async def slow(tasks: GroupTasks, block: int) -> None:
+        if block == 0:
+            await started.wait()
+        await prepare(tasks, block)
+        if block == 1:
+            started.set()
+
+    monkeypatch.setattr(GroupTasks, "prepare_block", slow)
+    before = indices_sampled(journal)
+    async with driving.opened(tmp_path, Journaled(journal), ScriptedSandboxes(printing("3")), recipe, Family()) as run:
+        await loop._roll_out(run)
+        assert [entry.index for entry in run.store.store.entries()] == [0, 1, 2, 3]
+    requests = indices_sampled(journal)
+    assert len(requests) == len(set(requests)) == 2 * len(before), "no group is sampled twice"
 
 
 async def test_expired_scores_exclude_their_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

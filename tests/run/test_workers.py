@@ -19,6 +19,8 @@ from agentrl.errors import ServerDied, UserError
 from agentrl.protocols import CacheUse
 from agentrl.records import Completion, Failure, Group, VersionSpan
 from agentrl.rollout.leases import GroupLeases
+from agentrl.run import worker as worker_module
+from agentrl.run import worker_api
 from agentrl.run.worker import DriverConnection, Worker, read_address
 from agentrl.run.worker_api import ADDRESS_FILE, WorkerApi
 from agentrl.session import opening
@@ -145,6 +147,24 @@ async def test_a_group_continues_in_another_worker_from_its_saved_turns(tmp_path
         assert [len(scored.episode.trajectories[0].turns) for scored in group.episodes] == [4, 4, 4]
 
 
+async def test_a_worker_that_gets_its_own_lost_group_again_samples_it_once(tmp_path: Path) -> None:
+    """A process that was stopped for longer than its silence may take the next lease before it is told to abandon the lost one."""
+    async with driving(tmp_path) as drive:
+        waiting = asyncio.create_task(drive.leases.run_group(0, make_task(0)))
+        drive.served.stall = 2
+        async with working(drive, "a") as worker, asyncio.timeout(20):
+            while sum(name.endswith("-2") for name in drive.served.requested) < 3:
+                await asyncio.sleep(0.02)
+            (lost,) = worker._work.values()
+            drive.served.stall = -1
+            await drive.leases.lose("a")  # its idle lane has the group again at once
+            group = await waiting
+            assert lost.sampling is not None and lost.sampling.done()
+        requests = [json.loads(line)["request"] for line in drive.served.journal.read_text().splitlines()]
+        assert sorted(requests) == sorted(f"g000000-{member}-a0-{turn}" for member in range(3) for turn in range(4)), "no turn twice"
+        assert all(scored.score.value == 1.0 for scored in group.episodes)
+
+
 async def test_a_fault_of_the_server_is_the_same_fault_in_a_worker(tmp_path: Path) -> None:
     async with driving(tmp_path) as drive, working(drive, "a"):
         drive.served.fails = ServerDied("the inference server died")
@@ -193,6 +213,34 @@ async def test_an_invalid_request_gets_an_error_and_changes_nothing(tmp_path: Pa
                 answer = await client.post(path, content=body, headers={"authorization": f"Bearer {key}"})
                 assert answer.status_code == 400 and answer.json()["error"], (path, body[:50])
         assert not drive.attempts and not drive.alerts and not drive.leases.workers
+
+
+async def test_a_group_beyond_the_largest_size_is_excluded_and_costs_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (worker_api, worker_module):
+        monkeypatch.setattr(module, "MAX_GROUP_BYTES", 10_000, raising=False)
+    async with driving(tmp_path) as drive, working(drive, "a"), asyncio.timeout(20):
+        group = await drive.leases.run_group(0, make_task(0))
+        assert {one.episode.failures[0].stage for one in group.episodes} == {"store"} and len(group.episodes) == 3
+        assert "a rollout worker delivers at most" in group.episodes[0].episode.failures[0].message
+        await asyncio.sleep(0)
+        assert drive.leases.workers == 1
+
+
+async def test_an_alert_during_a_renewal_is_sent_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "RENEW_S", 0.02)
+    async with driving(tmp_path) as drive, working(drive, "a") as worker, asyncio.timeout(20):
+        renew = drive.leases.renew
+
+        async def renewing(name: str, leases: Any) -> list[str]:
+            if not drive.alerts[1:]:
+                worker.alert("second")
+            return await renew(name, leases)
+
+        monkeypatch.setattr(drive.leases, "renew", renewing)
+        worker.alert("first")
+        while not any("second" in alert for alert in drive.alerts):
+            await asyncio.sleep(0.02)
+        assert "first" in drive.alerts[0]
 
 
 async def test_a_damaged_group_is_rejected_and_the_lease_stays(tmp_path: Path) -> None:

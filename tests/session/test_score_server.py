@@ -187,7 +187,7 @@ async def test_pending_scores_come_in_pages(client: httpx.AsyncClient) -> None:
         after = page[-1]["episode_id"]
     assert [item for item in seen if item[0].startswith("g0")] == [(f"g0-{n}", "review", 0.0, None) for n in range(2)]
     assert {item[0] for item in seen if item[1] == "style"} <= {"g1-0", "g1-1"} and len(seen) == len(set(seen))
-    for limit in ("0", "101", "x", "-1", "٣"):
+    for limit in ("0", "101", "x", "-1", "٣", "00000000199"):
         assert (await client.get("/pending", params={"limit": limit})).status_code == 400
 
 
