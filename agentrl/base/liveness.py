@@ -119,7 +119,7 @@ class StoppedProcesses:
         self._looked = float("-inf")
 
     def overdue(self, root: int) -> str:
-        """The reason why the part with the process `root` counts as stuck; empty if no process has been stopped for `least_s` seconds."""
+        """Returns why the part with the process `root` counts as stuck; empty if no process has been stopped for `least_s` seconds."""
         now = self._clock()
         if now - self._looked < _STOPPED_LOOK_S:
             return ""
@@ -151,7 +151,7 @@ class Restarts:
             self._row = 0
 
     def completed(self) -> None:
-        """Records a piece of work that only a sound part completes."""
+        """Records a piece of work that only a healthy part completes."""
         self._row = 0
 
     def failed(self) -> int:

@@ -307,10 +307,10 @@ def sample(
 def worker(
     run: Annotated[Path, typer.Argument(help="Folder of a run in progress whose recipe sets rollout.workers.", show_default=False)],
 ) -> None:
-    """Sample groups for a run that is in progress, in addition to the workers that it has started.
+    """Start another rollout worker for a run in progress.
 
     Ends with the run, or with ctrl-C: then the run's other workers continue its groups. The worker needs the run folder and the project,
-    and uses as many sandboxes as each of the run's own workers.
+    and uses as many sandboxes as each worker that the run starts.
     """
     with loading():
         from agentrl.run.worker import main

@@ -152,7 +152,7 @@ class SuiteResults:
 
 
 def same_cases(before: SuiteResults, after: SuiteResults) -> tuple[Scores, Scores, list[str]]:
-    """The scores of both evaluations without cases whose content differs, and the names of those cases."""
+    """Returns the scores of both evaluations without cases whose content differs, and the names of those cases."""
     ones, others = before.task_keys, after.task_keys
     changed = sorted(case for case in ones.keys() & others.keys() if ones[case] != others[case])
     shared = [{case: scores for case, scores in one.scores().items() if case not in changed} for one in (before, after)]

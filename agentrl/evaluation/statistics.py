@@ -122,7 +122,7 @@ def holm_rejections(p_values: Sequence[float], alpha: float, *, hypotheses: int)
 
 
 def e_value(differences: Sequence[float], *, null: float = 0.0) -> float:
-    """Evidence for a mean below `null` that may be inspected after each new case.
+    """Returns the evidence for a mean below `null`, which may be inspected after each new case.
 
     For a null of 0 it is the mean over stakes of the product over cases of 1 - stake * d. The stakes are 0.05, 0.15, ..., 0.95
     (Waudby-Smith and Ramdas 2024). If the mean of each case, given those before it, is at least `null`, the probability that the value ever
@@ -142,7 +142,7 @@ def e_value(differences: Sequence[float], *, null: float = 0.0) -> float:
 
 
 def anytime_interval(differences: Sequence[float], *, level: float = 0.95) -> Interval:
-    """Interval of the mean difference that holds at every number of cases at once, so that one may stop when it suits.
+    """Returns an interval of the mean difference that is valid at every number of cases at once, so a comparison may stop at any of them.
 
     Contains the means with less than 2 / (1 - level) evidence (`e_value`) for a lower and for a higher one. It excludes 0 exactly if the
     evidence against 0 in one direction reaches that value. Wider than `difference_interval`. [-1, 1] without a case.
@@ -158,7 +158,7 @@ def anytime_interval(differences: Sequence[float], *, level: float = 0.95) -> In
 
 
 def _bound(differences: Sequence[float], enough: float) -> float:
-    """The lowest null at which the evidence for a lower mean reaches `enough`, to 1e-9; 1 if it never does."""
+    """Returns the lowest null at which the evidence for a lower mean reaches `enough`, to 1e-9; 1 if it never does."""
     low, high = -1.0, 1.0
     while high - low > 1e-9:
         middle = (low + high) / 2

@@ -206,7 +206,7 @@ class Updater:
         return ({"value_loss": fmean(losses)} if losses else {}) | ({"value_grad_norm": fmean(finite)} if finite else {})
 
     def _mask_reach(self, prepared: Plan) -> float:
-        """The `reach` of the second-moment mask, over the tokens of the whole batch; infinite with other presets."""
+        """Returns the `reach` of the second-moment mask, over the tokens of the whole batch; infinite with other presets."""
         if self._objective.off_policy.correction.weights != "second_moment":
             return math.inf
         ratios = [micro.proximal - micro.batch.behaviour for _, micros in prepared for micro in micros if micro.proximal is not None]

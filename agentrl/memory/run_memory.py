@@ -65,7 +65,7 @@ class RunMemory:
         return store, store.version
 
     def version_of(self, group: int) -> int:
-        """The memory version that a group reads."""
+        """Returns the memory version that a group reads."""
         return self._starts.version_of(self._order.block_of(group))
 
     def view(self, task: Task, group: int | None) -> StoreView:
@@ -85,7 +85,7 @@ class RunMemory:
             self._store.close()
 
     async def _written(self, step: int) -> list[WrittenNotes]:
-        """The notes that a step's episodes wrote and that count."""
+        """Returns the notes that a step's episodes wrote and that count."""
         entries = await self._experience.entries(step=step)
         if not entries:
             raise StoreError(f"the notes of step {step} are missing: the ledger has no groups of this step")

@@ -46,7 +46,7 @@ def drift_alerts(steps: Steps) -> list[str]:
 
 
 def limit_alerts(steps: Steps, limits: Sequence[Limit]) -> list[str]:
-    """The alerts of the newest step from `learner.limits` with action=alert: one when a metric starts to violate its limit."""
+    """Returns the alerts of the newest step from `learner.limits` with action=alert: one when a metric starts to violate its limit."""
 
     def violated(step: Mapping[str, float], limit: Limit) -> bool:
         value = step.get(limit.metric)

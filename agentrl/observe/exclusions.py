@@ -55,7 +55,7 @@ def _reachable(text: str) -> str:
 
 
 def normalize_reason(text: str, *, most: int = LONGEST) -> str:
-    """A reason for counting: one printable line of at most `most` characters, with `*` for names of episodes and sandboxes."""
+    """Returns a reason for counting: one printable line of at most `most` characters, with `*` for names of episodes and sandboxes."""
     line = _NAMES.sub("*", printable_text(" ".join(text[: 4 * LONGEST].split())))
     return line if len(line) <= most else f"{line[: most - 3]}..."
 

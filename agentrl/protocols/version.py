@@ -36,7 +36,7 @@ class VersionRegistry(Protocol):
         """Protects the weights of this version from `prune` in any process, until another version is held."""
 
     def pinned(self) -> frozenset[int]:
-        """The versions whose weights and checkpoints are kept until they are unpinned."""
+        """Returns the versions whose weights and checkpoints are kept until they are unpinned."""
 
     def prune(self, keep: int) -> tuple[int, ...]:
         """Deletes weights of old versions, except needed ones and the `keep` newest. Returns their numbers."""

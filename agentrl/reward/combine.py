@@ -33,7 +33,7 @@ def weighted_turns(weighted: Sequence[tuple[float, Score]]) -> tuple[tuple[float
 
 
 def weighted_pending(weighted: Sequence[tuple[float, Score]]) -> tuple[PendingPart, ...]:
-    """The parts that the scores wait for, with their weights in the combined score."""
+    """Returns the parts that the scores wait for, with their weights in the combined score."""
     return tuple(replace(part, weight=weight * part.weight) for weight, score in weighted for part in score.pending)
 
 

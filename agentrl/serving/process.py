@@ -110,7 +110,7 @@ class ServerProcess(ABC):
         return not self.end_reason
 
     async def was_killed(self) -> bool:
-        """Whether SIGKILL ended the process before `stop`: the kernel out of memory, or a person. Waits up to a second for its end."""
+        """Whether the kernel (out of memory) or a person killed the process before `stop`. Waits up to a second for its end."""
         if self._process is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_S):

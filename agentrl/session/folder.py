@@ -137,7 +137,7 @@ def recorded_overrides(folder: Path) -> tuple[str, ...]:
 
 
 def resume_command(folder: Path) -> str:
-    """The command that continues the run in a folder, as recorded at its last start. Raises `UserError` if the record is damaged."""
+    """Returns the command that continues the run in a folder, recorded at its last start. Raises `UserError` if the record is damaged."""
     return str(_started(folder).get("resume") or f"agentrl train RECIPE --run-dir {shlex.quote(str(folder))} --resume")
 
 

@@ -308,7 +308,7 @@ def _open_workers(
     memory: RunMemory | None,
     alert: Callable[[str], None],
 ) -> WorkerPool | None:
-    """The rollout workers of a recipe, which are not running yet; None if the driver runs the episodes."""
+    """Returns the rollout workers of a recipe, which are not running yet; None if the driver runs the episodes."""
     if not recipe.rollout.workers:
         return None
     from agentrl.run.worker_pool import WorkerPool  # its worker opens its parts with this module

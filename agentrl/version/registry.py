@@ -162,7 +162,7 @@ class FolderRegistry:
             self._write_numbers(_PINNED, pins | {number} if pinned else pins - {number})
 
     def pinned(self) -> frozenset[int]:
-        """The pinned versions."""
+        """Returns the pinned versions."""
         with self._locked(fcntl.LOCK_SH):
             return frozenset(self._read_numbers(_PINNED))
 
@@ -212,7 +212,7 @@ class FolderRegistry:
         self._write(replace(version, state=state))
 
     def _read_numbers(self, name: str) -> set[int]:
-        """The version numbers in a file of the registry, one per line; empty without the file."""
+        """Returns the version numbers in a file of the registry, one per line; empty without the file."""
         path = self.folder / name
         try:
             return {int(line) for line in read_bytes(path, most=_LARGEST, inside=self.folder).split()}
