@@ -93,7 +93,7 @@ class Liveness:
         return max(least_s, DEADLINE_FACTOR * max(seconds for _, seconds in taken))
 
     def overdue(self) -> str:
-        """The reason why the part counts as stuck; empty while its silence is within the deadline."""
+        """Returns the reason why the part counts as stuck; empty while its silence is within the deadline."""
         now = self._clock()
         if self._current is None:
             self._looked = now
@@ -226,5 +226,5 @@ _asked: WeakSet[AnswerLiveness] = WeakSet()
 
 
 def external_parts() -> list[AnswerLiveness]:
-    """The parts of this process that have received a question."""
+    """Returns the parts of this process that have received a question."""
     return list(_asked)

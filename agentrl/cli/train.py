@@ -212,7 +212,7 @@ def _print_rates(results: dict[str, dict[str, Any]]) -> None:
 
 
 def describe(summary: Summary, folder: Path) -> str:
-    """The result of a run as text: success before and after, cost, and where to find report and model."""
+    """Returns the result of a run as text: success before and after, cost, and where to find report and model."""
     lines = []
     from agentrl.experience.audit import token_balance
     from agentrl.judge import JudgeUsage
@@ -320,7 +320,7 @@ def worker(
 
 
 def render_result(result: SampleResult, *, group_size: int) -> str:
-    """The result as text: a row for each kind of task, why attempts were excluded, and the next command."""
+    """Returns the result as text: a row for each kind of task, why attempts were excluded, and the next command."""
     rows = [(" ".join(printable(kind, _NAME).split()) or "-", came) for kind, came in result.by_kind.items()]
     rows = [*(rows if len(rows) > 1 else []), ("all", result.totals)]
     wide = max(4, *(len(name) for name, _ in rows))

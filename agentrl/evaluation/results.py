@@ -165,7 +165,7 @@ def attempt_passes(score: float | None, threshold: float) -> bool:
 
 
 def suite_sha256(task_keys: Mapping[str, str]) -> str:
-    """The hash of a suite: of its cases' names and contents."""
+    """Returns the hash of a suite: of its cases' names and contents."""
     return hashlib.sha256("\n".join(f"{case} {key}" for case, key in sorted(task_keys.items())).encode()).hexdigest()
 
 

@@ -125,7 +125,7 @@ class Updater:
         return dict(penalties)
 
     def _schedule_step(self, step: int) -> int:
-        """The step number of the learning rate's schedule, which a rollback sets back too."""
+        """Returns the step number of the learning rate's schedule, which a rollback sets back too."""
         return step - self.guard.counts.undone
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:

@@ -41,7 +41,7 @@ EXCLUSION_LEVEL = 0.01
 
 
 def drift_alerts(steps: Steps) -> list[str]:
-    """The alerts of the newest step, one sentence each with the rule's name."""
+    """Returns the alerts of the newest step, one sentence each with the rule's name."""
     return [f"drift ({name}): {text}" for name, rule in RULES.items() if (text := rule(steps)) and not rule(steps[:-1])]
 
 

@@ -21,13 +21,13 @@ _MAX_MESSAGE = 1000  # characters
 
 
 def named_parts(scores: Mapping[str, Score]) -> dict[str, float]:
-    """The values, and their parts as NAME/PART."""
+    """Returns the values, and their parts as NAME/PART."""
     parts = {name: score.value for name, score in scores.items() if score.value is not None}
     return parts | {f"{name}/{part}": value for name, score in scores.items() for part, value in score.parts.items()}
 
 
 def weighted_turns(weighted: Sequence[tuple[float, Score]]) -> tuple[tuple[float, ...], ...]:
-    """The weighted sum of turn rewards; a score without any counts as zeros. Empty if no score has any."""
+    """Returns the weighted sum of turn rewards; a score without any counts as zeros. Empty if no score has any."""
     scaled = [[[weight * turn for turn in turns] for turns in score.turn_rewards] for weight, score in weighted if score.turn_rewards]
     return tuple(tuple(map(sum, zip(*turns, strict=True))) for turns in zip(*scaled, strict=True))
 

@@ -64,7 +64,7 @@ class StepRecords:
 
     @classmethod
     def of(cls, run: Run) -> StepRecords:
-        """The step records of an open run."""
+        """Returns the step records of an open run."""
         return cls(
             recipe=run.recipe,
             folder=run.folder,

@@ -178,10 +178,10 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def _command(self, port: int) -> list[str]:
-        """The command to run: `launch_command`."""
+        """Returns the command to run: `launch_command`."""
 
     def _environment(self, scratch: Path) -> dict[str, str]:
-        """The variables that its environment adds to the driver's."""
+        """Returns the variables that its environment adds to the driver's."""
         return server_environment(scratch, cpu_threads=self._threads, gpus=self._gpus)
 
     @abstractmethod

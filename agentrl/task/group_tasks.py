@@ -111,7 +111,7 @@ class GroupTasks:
             del self._weights[version]
 
     def _again(self, group: Group) -> Task | None:
-        """The task of a group without a recorded outcome; None if it had none. Raises `TaskError` if it cannot be created again."""
+        """Returns the task of a group without a recorded outcome; None if it had none. Raises `TaskError` if it cannot be created again."""
         try:
             return self.task(group.index)
         except Exception as error:  # a family may raise anything
