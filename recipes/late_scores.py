@@ -29,7 +29,7 @@ from rewards.tables import exact_answer
 PART = "review"
 DELAY_S = (1.0, 30.0)
 EXPIRES_S = 600.0
-_LOOK_S = 0.2  # longest wait before looking whether the process ends
+_LOOK_S = 0.2  # longest wait between checks whether the process ends
 _AGAIN_S = 1.0  # after a score for an episode whose group is not stored yet
 
 

@@ -144,7 +144,7 @@ class Parameters:
         return {"allOf": schemas} if schemas else None
 
     def _kinds(self, schema: Any, depth: int) -> frozenset[str]:
-        """The JSON types that a schema allows. All types if it does not restrict them, or restricts them in an unchecked way."""
+        """Returns the JSON types that a schema allows. All types if it does not restrict them, or restricts them in an unchecked way."""
         schema = self._resolved(schema)
         kinds = frozenset(_TYPES)
         if self._exhausted(depth):
@@ -161,7 +161,7 @@ class Parameters:
         return kinds
 
     def _resolved(self, schema: Any) -> Mapping[str, Any]:
-        """A schema after following its reference into the root. Any other reference allows everything."""
+        """Returns a schema after following its reference into the root. Any other reference allows everything."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, Mapping):
                 return {}
@@ -196,7 +196,7 @@ def _range_errors(schema: Mapping[str, Any], value: Any, path: str) -> list[str]
 
 
 def _at_pointer(root: Mapping[str, Any], pointer: str) -> Any:
-    """The value at a reference such as `#/$defs/Color`, a JSON pointer (RFC 6901); None if there is none."""
+    """Returns the value at a reference such as `#/$defs/Color`, a JSON pointer (RFC 6901); None if there is none."""
     if not pointer.startswith("#") or pointer.count("/") > 2 * MAX_DEPTH:
         return None
     value: Any = root
@@ -222,7 +222,7 @@ def _list(schema: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 
 def _enumerated(schema: Mapping[str, Any]) -> Sequence[Any] | None:
-    """The values of a schema's `enum` or `const`; None if it has neither."""
+    """Returns the values of a schema's `enum` or `const`; None if it has neither."""
     return _list(schema, "enum") or ([schema["const"]] if "const" in schema else None)
 
 

@@ -176,7 +176,7 @@ def scan_json(text: str, at: int) -> tuple[Any, int]:
 
 
 def _read_to(text: str, at: int) -> int:
-    """The end of a rejected JSON value: its own end, the first syntax error, or the end of the text if a string is open."""
+    """Returns the end of a rejected JSON value: its own end, the first syntax error, or the end of the text if a string is open."""
     try:
         return _ANY_JSON.raw_decode(text, at)[1]
     except json.JSONDecodeError as error:

@@ -196,7 +196,7 @@ class ChatFormat:
         return ParsedCompletion(message=message, errors=errors, answer=answer, call_ids=reading.ids, end=end)
 
     def _thinking(self, text: str) -> tuple[str, str, bool]:
-        """The reasoning with its marks, the text after it, and whether the reasoning has ended."""
+        """Returns the reasoning with its marks, the text after it, and whether the reasoning has ended."""
         if self.thinks_first and not text.lstrip().startswith(THINK[0]):
             text = f"{THINK[0]}\n{text}"
         if not text.lstrip().startswith(THINK[0]):

@@ -130,7 +130,7 @@ def continue_context(
 
 
 def _since_prompt(episode: LiveEpisode, trajectory: LiveTrajectory) -> list[Message]:
-    """The messages of the agent and its tools since the prompt, in this trajectory and those that it was restarted from."""
+    """Returns the messages of the agent and its tools since the prompt, in this trajectory and those that it was restarted from."""
     chain = [trajectory]
     while (parent := chain[-1].parent) is not None and episode.trajectories[parent.trajectory].stop_reason == RESTARTED:
         chain.append(episode.trajectories[parent.trajectory])
@@ -141,7 +141,7 @@ def _since_prompt(episode: LiveEpisode, trajectory: LiveTrajectory) -> list[Mess
 
 
 def _with_user_results(messages: Sequence[Message]) -> list[Message]:
-    """The messages, with results that belong to no call as user messages."""
+    """Returns the messages, with results that belong to no call as user messages."""
     calls, changed = 0, []
     for message in messages:
         is_result = message.role == "tool"

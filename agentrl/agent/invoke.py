@@ -174,7 +174,7 @@ class _Call:
         return ToolUnavailable(f"{self.what}: {down.outage.text}{note}\n  fix: start or repair {cause}")
 
     def _policy_failure(self, error: BaseException) -> CallResult:
-        """The result of a call whose failure the policy caused."""
+        """Returns the result of a call whose failure the policy caused."""
         name = self.tool.name
         kinds: dict[type[BaseException], str] = {user_code.CallTimeout: "tool_timeout", InvalidOutcome: "wrong_outcome"}
         if isinstance(error, user_code.CallTimeout):
@@ -204,7 +204,7 @@ def checked_outcome(given: object, limits: Limits) -> ToolOutcome:
 
 
 def _outage(error: BaseException, arguments: Mapping[str, Any], *, alone: bool) -> Outage | None:
-    """The outage that ended a call. `alone`: no sandbox is involved, so a late answer is an outage too."""
+    """Returns the outage that ended a call. `alone`: no sandbox is involved, so a late answer is an outage too."""
     if isinstance(error, ToolFault):
         return error.outage
     if isinstance(error, user_code.CallTimeout):
@@ -334,7 +334,7 @@ async def _call(episode: LiveEpisode, tools: Toolbox, call: ToolCall, sandbox: S
 
 
 async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in the order of the calls, once all have ended. Raises the error of the first call that has one."""
+    """Returns the results in the order of the calls, once all have ended. Raises the error of the first call that has one."""
     running = [asyncio.create_task(call) for call in calls]
     try:
         await asyncio.wait(running)

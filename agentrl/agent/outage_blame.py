@@ -140,7 +140,7 @@ class OutageCase:
         return True
 
     def _failed_since(self) -> int:
-        """The number of other episodes that the tool has failed since it answered one."""
+        """Returns the number of other episodes that the tool has failed since it answered one."""
         failed = set[str]()
         for call in reversed(self._others()):
             if call.ok:

@@ -139,7 +139,7 @@ class Renderer:
         return {"id": number, "type": "function", "function": {"name": name, "arguments": given}}
 
     def _thought(self, content: str) -> dict[str, Any]:
-        """The reasoning and the rest as separate keys, for a template that has a key for the reasoning."""
+        """Returns the reasoning and the rest as separate keys, for a template that has a key for the reasoning."""
         match = _THOUGHT.fullmatch(content) if self.thinking_key else None
         return {} if match is None else {self.thinking_key: match[1], "content": match[2]}
 
@@ -204,7 +204,7 @@ def _unused(used: set[str]) -> Iterator[str]:
 
 
 def _first_characters(tokens: set[str]) -> str:
-    """A pattern that matches the first character of each token."""
+    """Returns a pattern that matches the first character of each token."""
     rests: dict[str, set[str]] = {}
     for token in tokens:
         rests.setdefault(token[0], set()).add(token[1:])
@@ -213,7 +213,7 @@ def _first_characters(tokens: set[str]) -> str:
 
 
 def _any_of(texts: set[str]) -> str:
-    """A pattern for the shortest matching text. Common prefixes are factored out, so that many texts cost as little as one."""
+    """Returns a pattern for the shortest matching text. Common prefixes are factored out, so that many texts cost as little as one."""
     if "" in texts:
         return ""
     branches: dict[str, set[str]] = {}
@@ -223,7 +223,7 @@ def _any_of(texts: set[str]) -> str:
 
 
 def _stem(first: str, rests: set[str]) -> str:
-    """The pattern of one branch: the common prefix of its texts, then the alternatives."""
+    """Returns the pattern of one branch: the common prefix of its texts, then the alternatives."""
     stem = first
     while "" not in rests and len({rest[0] for rest in rests}) == 1:
         stem += next(iter(rests))[0]

@@ -48,7 +48,7 @@ def declared_tools(mcp: Mapping[str, MCPConfig], tools: Mapping[str, ToolConfig]
 
 
 def _live(name: str, config: MCPConfig) -> AnswerLiveness | None:
-    """The liveness of a server outside the sandbox; None for a server in a sandbox, because the agent can stop it."""
+    """Returns the liveness of a server outside the sandbox; None for a server in a sandbox, because the agent can stop it."""
     if config.command:
         return None
     program = "run the program in a shell to test it; a call without an answer in time ends it, and the next call restarts it"
@@ -116,7 +116,7 @@ async def pin_tools(
 
 
 def _pin(server: Server, listed: list[object], before: tuple[ListedTool, ...] | None, chat: ChatFormat | None) -> Server:
-    """The server with its usable tools. `before`: those at the start of a resumed run."""
+    """Returns the server with its usable tools. `before`: those at the start of a resumed run."""
     try:
         usable = before or usable_tools(listed, server.config.only)
     except InvalidMessage as error:
@@ -138,7 +138,7 @@ def _pin(server: Server, listed: list[object], before: tuple[ListedTool, ...] | 
 
 
 def _shown(usable: Sequence[ListedTool], chat: ChatFormat | None) -> tuple[tuple[ListedTool, ...], dict[str, str]]:
-    """The tools as the agent sees them, and name -> reason for each tool that cannot be offered to this policy."""
+    """Returns the tools as the agent sees them, and name -> reason for each tool that cannot be offered to this policy."""
     shown, reasons = [], {}
     for tool in usable:
         rewritten = tool.rewritten(str if chat is None else chat.escape_text)
@@ -204,7 +204,7 @@ def _server(name: str) -> str:
 
 
 def _read(folder: Path | None) -> dict[str, tuple[ListedTool, ...]]:
-    """The tool lists that a resumed run started with."""
+    """Returns the tool lists that a resumed run started with."""
     if folder is None or not (folder / MCP_FILE).is_file():
         return {}
     data = json.loads((folder / MCP_FILE).read_text(encoding="utf-8"))

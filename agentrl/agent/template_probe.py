@@ -205,7 +205,7 @@ def _reads(form: CallForm, text: str, calls: tuple[ToolCall, ...]) -> bool:
 
 
 def _written(renderer: Renderer, seam: Seam, calls: tuple[ToolCall, ...]) -> str:
-    """A turn with only these calls, as the template writes it, up to the token that ends it."""
+    """Returns a turn with only these calls, as the template writes it, up to the token that ends it."""
     user, turn = Message(role="user", content="-"), Message(role="assistant", content="", tool_calls=calls)
     outputs = [f"{SHOWN[0]}{n}" for n in range(len(calls))]
     results = [Message(role="tool", content=output) for output in outputs]

@@ -135,7 +135,7 @@ def tool_methods(kind: Any) -> tuple[TypedTool, ...]:
 
 @lru_cache(maxsize=1024)
 def _fields_of(kind: Any) -> TypeAdapter[Any]:
-    """The adapter that reads and writes a dataclass as JSON data."""
+    """Returns the adapter that reads and writes a dataclass as JSON data."""
     try:
         return TypeAdapter(kind)
     except Exception as error:
@@ -231,14 +231,14 @@ def load_tools(
 
 
 def _of_recipe(tool: Tool, run: ToolSource) -> Tool:
-    """The tool with the recipe's bounds and descriptions. Raises `UserError` for the description of an unknown argument."""
+    """Returns the tool with the recipe's bounds and descriptions. Raises `UserError` for the description of an unknown argument."""
     if tool.name not in run.bounds and tool.name not in run.words:
         return tool
     return RecipeTool(tool, run.bounds.get(tool.name, NO_BOUNDS), run.words.get(tool.name, ToolWording()))
 
 
 def _of_server(name: str, run: ToolSource, connections: dict[str, ServerConnection], saved: Mapping[str, Any]) -> tuple[Tool, ...]:
-    """The tools of a name that starts with `mcp:`, on one connection."""
+    """Returns the tools of a name that starts with `mcp:`, on one connection."""
     server, tool = named(run, name)
     key = f"{MCP_PREFIX}{server.name}"
     connection = connections.setdefault(key, ServerConnection(server, restored=key in saved))
@@ -246,7 +246,7 @@ def _of_server(name: str, run: ToolSource, connections: dict[str, ServerConnecti
 
 
 def _loaded(name: str, instances: dict[str, ToolInstance], saved: Mapping[str, Any], task: Task | None) -> tuple[Tool, ...]:
-    """The tools of one name in a task."""
+    """Returns the tools of one name in a task."""
     if name == RECORDED_TOOLS:
         return recorded_tools(task)
     if name in SHIPPED_TOOLS:
@@ -271,7 +271,7 @@ def _loaded(name: str, instances: dict[str, ToolInstance], saved: Mapping[str, A
 
 
 def _with_task(tool: TypedTool, task: Task | None) -> TypedTool:
-    """The tool with the task's data, if it has a parameter for it."""
+    """Returns the tool with the task's data, if it has a parameter for it."""
     if task is None or TaskData not in tool.injected.values():
         return tool
     return dataclasses.replace(tool, task=TaskData.of(task))

@@ -188,7 +188,7 @@ class AgentRun:
         return {"tools": tools} if tools else {}
 
     def _limit(self) -> str:
-        """The limit that was reached, of the episode or of this sub-agent."""
+        """Returns the limit that was reached, of the episode or of this sub-agent."""
         config = self._loop.delegation
         if self._episode.sandbox_lost:  # because of another agent
             return "tool_timeout"

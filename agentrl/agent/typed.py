@@ -171,7 +171,7 @@ def _outcome(value: Any) -> ToolOutcome:
 
 
 def _error_text(error: ValidationError) -> str:
-    """The errors in the arguments, such as "query: Field required; limit: Input should be a valid integer"."""
+    """Returns the errors in the arguments, such as "query: Field required; limit: Input should be a valid integer"."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     texts = [f"{'.'.join(str(part)[:40] for part in entry['loc'][:8])}: {entry['msg'][:200]}" for entry in errors[:_MAX_ERRORS]]
     more = [f"and {len(errors) - _MAX_ERRORS} more"] if len(errors) > _MAX_ERRORS else []
@@ -236,7 +236,7 @@ def _schema(name: str, description: str, arguments: type[BaseModel]) -> Mapping[
 
 
 def _untitled(schema: Any, *, names: bool = False) -> Any:
-    """A JSON schema without pydantic's titles, which repeat names and cost tokens. `names`: its keys are names, not keywords."""
+    """Returns a JSON schema without pydantic's titles, which repeat names and cost tokens. `names`: its keys are names, not keywords."""
     if isinstance(schema, list):
         return [_untitled(item) for item in schema]
     if not isinstance(schema, dict):
@@ -250,7 +250,7 @@ def _untitled(schema: Any, *, names: bool = False) -> Any:
 
 
 def _docstring(function: Callable[..., Any], parameters: set[str]) -> tuple[str, dict[str, str]]:
-    """The description, and parameter -> its entry in `Args`."""
+    """Returns the description, and parameter -> its entry in `Args`."""
     name, text = function.__name__, inspect.getdoc(function) or ""
     parts = _SECTION.split(text)
     description = re.sub(r"(?<!\n)\n(?!\n)", " ", parts[0].strip())

@@ -1,4 +1,4 @@
-"""Counts what the driver does at the moment, by kind, so that the timeline of a run shows which of its parts work."""
+"""Counts the driver's operations in progress, by kind, for the timeline of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Activity:
             self._running[kind] -= 1
 
     def count(self, kind: str) -> int:
-        """The operations of a kind in progress."""
+        """Returns the number of operations of a kind in progress."""
         return self._running[kind]
 
 

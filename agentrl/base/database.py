@@ -122,7 +122,7 @@ def require_schema(db: sqlite3.Connection, schema: Sequence[str]) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _created(schema: tuple[str, ...]) -> frozenset[str]:
-    """The statements that SQLite stores for a schema, including those of the tables that belong to a full-text index."""
+    """Returns the statements that SQLite stores for a schema, including those of the tables that belong to a full-text index."""
     with closing(sqlite3.connect(":memory:")) as db:
         for statement in schema:
             db.execute(statement)
@@ -181,5 +181,5 @@ def is_damaged(error: sqlite3.Error) -> bool:
 
 
 def read_pragma(db: sqlite3.Connection, name: str) -> int:
-    """The integer value of a pragma."""
+    """Returns the integer value of a pragma."""
     return int(db.execute(f"PRAGMA {name}").fetchone()[0])

@@ -54,7 +54,7 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def disk_full_error(error: BaseException) -> BaseException | None:
-    """The error in the chain of `error` that reports a full disk or quota; None if there is none."""
+    """Returns the error in the chain of `error` that reports a full disk or quota; None if there is none."""
     return next((one for one in error_chain(error) if _says_full(one)), None)
 
 
@@ -68,7 +68,7 @@ def _says_full(error: BaseException) -> bool:
 
 
 def main_error(error: BaseException) -> BaseException:
-    """The error to show: a full disk, else the first `UserError`, else the first error of agentrl, else the first."""
+    """Returns the error to show: a full disk, else the first `UserError`, else the first error of agentrl, else the first."""
     errors = list(group_members(error))
     if any(disk_full_error(one) for one in errors):
         return next(one for one in errors if disk_full_error(one))
@@ -85,7 +85,7 @@ def one_line_error(error: BaseException) -> str:
 
 
 def raw_text(error: BaseException) -> str:
-    """The text of an exception, even if its `__str__` raises."""
+    """Returns the text of an exception, even if its `__str__` raises."""
     try:
         return str(error)
     except BaseException:  # also a number too long to print
@@ -111,7 +111,7 @@ def _of_a_library(path: str) -> bool:
 
 
 def display_path(path: str) -> str:
-    """A path for display: relative if it is below the current directory."""
+    """Returns a path for display: relative if it is below the current directory."""
     try:
         return str(Path(path).resolve().relative_to(Path.cwd()))
     except (ValueError, OSError):
@@ -151,7 +151,7 @@ _WRAPPERS = re.compile(
 
 
 def cause_in_log(text: str) -> tuple[str, str]:
-    """The cause in a log and its fix, which may be "": a known cause, else the error of the last traceback, else the last line.
+    """Returns the cause in a log and its fix, which may be "": a known cause, else the error of the last traceback, else the last line.
 
     Ignores errors that only refer to an error of another process. ("", "") for an empty log.
     """
@@ -180,7 +180,7 @@ def _message(lines: list[str], start: int) -> Iterator[str]:
 
 
 def validation_text(error: ValidationError) -> str:
-    """The errors of a validation, one line per key. Keys of a single section start with its class, as in `LearnerConfig.lr`."""
+    """Returns the errors of a validation, one line per key. Keys of a single section start with its class, as in `LearnerConfig.lr`."""
     lines = []
     for item in error.errors(include_url=False):
         path = [*([] if error.title == "Recipe" else [error.title]), *item["loc"]]
@@ -195,13 +195,13 @@ def validation_text(error: ValidationError) -> str:
 
 
 def shortened(value: object) -> str:
-    """A value for an error message, shortened and without secrets."""
+    """Returns a value for an error message, shortened and without secrets."""
     shown = secrets.HIDDEN if any(secrets.literal_secret_errors(value)) else repr(value)
     return shown if len(shown) <= 200 else f"{shown[:200]}..."
 
 
 def unknown_name(key: str, known: Iterable[str], *, what: str = "key", elsewhere: Sequence[str] = ()) -> str:
-    """The message for an unknown key, with similar and known keys. `elsewhere`: dotted keys of this name in sections below."""
+    """Returns the message for an unknown key, with similar and known keys. `elsewhere`: dotted keys of this name in sections below."""
     names = sorted(known)
     near = f"did you mean {' or '.join(elsewhere[:2])}? " if elsewhere else did_you_mean(key, names, "{}? ")
     return f"unknown {what}; {near}known here: {', '.join(names)}"

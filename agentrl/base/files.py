@@ -117,7 +117,7 @@ def fsync_path(path: Path) -> None:
 
 
 def sha256_file(path: Path) -> str:
-    """The sha256 (hex) of a file."""
+    """Returns the sha256 (hex) of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -140,7 +140,7 @@ def has_intact_files(folder: Path) -> bool:
 
 
 def json_line(value: Any) -> bytes:
-    """A value as one line of JSON, with a line end."""
+    """Returns a value as one line of JSON, with a line end."""
     return json.dumps(value, ensure_ascii=False).encode() + b"\n"
 
 
@@ -171,7 +171,7 @@ def complete_lines(path: Path) -> list[bytes]:
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """The values in a file of JSON lines. Raises `ValueError` for a line that is not JSON."""
+    """Returns the values in a file of JSON lines. Raises `ValueError` for a line that is not JSON."""
     return [json.loads(line) for line in complete_lines(path)]
 
 
@@ -184,7 +184,7 @@ def remove_torn_line(path: Path) -> None:
 
 
 def tail_bytes(path: Path, *, most: int, start: int = 0) -> str:
-    """The last `most` bytes of a file after byte `start`, as text; empty if there is no file."""
+    """Returns the last `most` bytes of a file after byte `start`, as text; empty if there is no file."""
     try:
         with path.open("rb") as file:
             file.seek(max(start, file.seek(0, os.SEEK_END) - most))

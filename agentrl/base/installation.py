@@ -23,7 +23,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def install_command(*extras: str, root: Path = _ROOT) -> str:
-    """The shell command that installs this project with these extras (`[project.optional-dependencies]`).
+    """Returns the shell command that installs this project with these extras (`[project.optional-dependencies]`).
 
     Args:
         root: the folder that contains the package `agentrl`.
@@ -42,7 +42,7 @@ def install_command(*extras: str, root: Path = _ROOT) -> str:
 
 
 def requirement(*, root: Path = _ROOT) -> str:
-    """The PEP 508 requirement of a project that depends on this installation."""
+    """Returns the PEP 508 requirement of a project that depends on this installation."""
     if _is_checkout(root):
         return f"{DISTRIBUTION} @ {root.as_uri()}"
     if origin := _origin(root):
@@ -72,7 +72,7 @@ def _is_checkout(root: Path) -> bool:
 
 
 def _installed(root: Path) -> Distribution | None:
-    """The distribution whose metadata is in the same folder as the package, which excludes other copies."""
+    """Returns the distribution whose metadata is in the same folder as the package, which excludes other copies."""
     try:
         candidate = distribution(DISTRIBUTION)
     except PackageNotFoundError:

@@ -93,7 +93,7 @@ class Liveness:
         return max(least_s, DEADLINE_FACTOR * max(seconds for _, seconds in taken))
 
     def overdue(self) -> str:
-        """The reason why the part counts as stuck; empty while its silence is within the deadline."""
+        """Returns the reason why the part counts as stuck; empty while its silence is within the deadline."""
         now = self._clock()
         if self._current is None:
             self._looked = now
@@ -119,7 +119,7 @@ class StoppedProcesses:
         self._looked = float("-inf")
 
     def overdue(self, root: int) -> str:
-        """The reason why the part with the process `root` counts as stuck; empty if no process has been stopped for `least_s` seconds."""
+        """Returns why the part with the process `root` counts as stuck; empty if no process has been stopped for `least_s` seconds."""
         now = self._clock()
         if now - self._looked < _STOPPED_LOOK_S:
             return ""
@@ -151,7 +151,7 @@ class Restarts:
             self._row = 0
 
     def completed(self) -> None:
-        """Records a piece of work that only a sound part completes."""
+        """Records a piece of work that only a healthy part completes."""
         self._row = 0
 
     def failed(self) -> int:
@@ -226,5 +226,5 @@ _asked: WeakSet[AnswerLiveness] = WeakSet()
 
 
 def external_parts() -> list[AnswerLiveness]:
-    """The parts of this process that have received a question."""
+    """Returns the parts of this process that have received a question."""
     return list(_asked)

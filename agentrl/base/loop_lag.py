@@ -48,7 +48,7 @@ class LoopLag:
         return self._stalled_s + (late if late >= STALL_S else 0.0)
 
     def metrics(self) -> dict[str, float]:
-        """The lag since the last call, in milliseconds. Empty without measurements."""
+        """Returns the lag since the last call, in milliseconds. Empty without measurements."""
         late, self._late = sorted(self._late), deque(maxlen=_KEPT)
         if not late:
             return {}
@@ -151,7 +151,7 @@ _current: ContextVar[StallCount | None] = ContextVar("_current", default=None)
 
 
 def count_stalls(within: StallCount | None = None) -> tuple[StallCount, Context]:
-    """A count of stalls, and a context for the task whose own code does not count.
+    """Returns a count of stalls, and a context for the task whose own code does not count.
 
     Args:
         within: the enclosing count; None means the one of the current task, if there is any.
@@ -162,7 +162,7 @@ def count_stalls(within: StallCount | None = None) -> tuple[StallCount, Context]
 
 
 def current_stalls() -> StallCount | None:
-    """The count of the current task, which excludes what its code holds; None outside of user code."""
+    """Returns the count of the current task, which excludes what its code holds; None outside of user code."""
     return _current.get()
 
 

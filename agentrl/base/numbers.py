@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d{1,4}))?", re.ASCI
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The exact value of a decimal or scientific number in ASCII; None for anything else (`nan`, `inf`, `1e999`, `1_000`, `٣`)."""
+    """Returns the exact value of a decimal or scientific number in ASCII; None for anything else (`nan`, `inf`, `1e999`, `1_000`, `٣`)."""
     match = _NUMBER.fullmatch(text) if len(text) <= LONGEST_NUMBER else None
     if match is None or (match[1] is not None and abs(int(match[1])) > LARGEST_EXPONENT):
         return None
@@ -80,7 +80,7 @@ def is_near(given: Fraction | float, wanted: Fraction | float, *, relative: floa
 
 @lru_cache(maxsize=64)
 def _written(tolerance: float) -> Fraction:
-    """The decimal number that a tolerance was written as: 0.001 is exactly a thousandth, unlike its float."""
+    """Returns the decimal number that a tolerance was written as: 0.001 is exactly a thousandth, unlike its float."""
     return Fraction(repr(float(tolerance)))
 
 
@@ -88,7 +88,7 @@ LEVEL = 0.95
 
 
 def wilson_interval(share: float, n: float, *, level: float = LEVEL) -> tuple[float, float]:
-    """The Wilson score interval of a proportion (Wilson 1927), which is accurate near 0 and 1 and for small n.
+    """Returns the Wilson score interval of a proportion (Wilson 1927), which is accurate near 0 and 1 and for small n.
 
     Args:
         share: the observed proportion.
@@ -101,7 +101,7 @@ def wilson_interval(share: float, n: float, *, level: float = LEVEL) -> tuple[fl
 
 
 def student_t_quantile(freedom: int, *, level: float = LEVEL) -> float:
-    """The t with P(|T| <= t) = `level` for Student's distribution with `freedom` degrees of freedom."""
+    """Returns the t with P(|T| <= t) = `level` for Student's distribution with `freedom` degrees of freedom."""
     low, high = 0.0, 1.0
     while student_t_probability(high, freedom) < level:
         high *= 2
@@ -127,7 +127,7 @@ ROUNDING = 1e-9
 
 
 def tolerance(*scores: float) -> float:
-    """The largest difference at which these scores count as equal. Infinite scores have none."""
+    """Returns the largest difference at which these scores count as equal. Infinite scores have none."""
     largest = max((1.0, *map(abs, scores)))
     return ROUNDING * largest if largest < float("inf") else 0.0
 
@@ -155,5 +155,5 @@ def all_negligible(credits: Iterable[float], scores: Iterable[float]) -> bool:
 
 
 def exact_fraction(score: float) -> Fraction:
-    """A finite score as the fraction that it was before rounding, so that sums and ties of scores are exact."""
+    """Returns a finite score as the fraction that it was before rounding, so that sums and ties of scores are exact."""
     return Fraction(f"{score:.9f}" if abs(score) <= 1 else f"{score:.9e}")

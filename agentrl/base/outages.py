@@ -127,7 +127,7 @@ class Outage:
 
 
 def outage_of(error: BaseException, asked: Mapping[str, Any] | None = None, *, said: Sequence[Any] = ()) -> Outage | None:
-    """The outage that an exception reports; None if the request or the code was wrong.
+    """Returns the outage that an exception reports; None if the request or the code was wrong.
 
     Causes, contexts and members of groups are searched too. The first exception that identifies the server or the request as the cause
     decides: by an HTTP status, a database error code, or a type of the standard library. 401, 408, 429 and 5xx are the server's fault,
@@ -326,7 +326,7 @@ def _texts(asked: Any) -> Iterator[str]:
 
 
 def _attribute(holder: Any, name: str) -> Any:
-    """An attribute, or None: that of a stranger's object may raise anything."""
+    """Returns an attribute, or None: that of a stranger's object may raise anything."""
     if holder is None:
         return None
     try:

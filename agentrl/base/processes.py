@@ -100,7 +100,7 @@ def _processes() -> list[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """The environment of a process at its start; empty for a process of another user and for one that has ended."""
+    """Returns the environment of a process at its start; empty for a process of another user and for one that has ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return []
@@ -165,7 +165,7 @@ async def _collect_every(seconds: float) -> None:
 
 
 def openmp_environment(threads: int, *, alone: bool) -> dict[str, str]:
-    """The environment of a process that computes with OpenMP (GNU's or Intel's runtime).
+    """Returns the environment of a process that computes with OpenMP (GNU's or Intel's runtime).
 
     Args:
         threads: threads per team.

@@ -154,7 +154,7 @@ def hide_logins(text: str, mark: str) -> str:
 
 
 def login_end(rest: str) -> int:
-    """The index of the `@` that ends the login of a URL, or 0 if there is no login.
+    """Returns the index of the `@` that ends the login of a URL, or 0 if there is no login.
 
     `rest` is the text after `://`. A login is `user:password`, or a generated token alone. A password may contain `@`, `/`, `?` and `#`.
     """
@@ -205,7 +205,7 @@ def secrets_in_command(words: Sequence[str], *, shell: bool = False) -> Iterator
 
 
 def split_command(text: str) -> list[str]:
-    """The words of a shell command, split at white space if its quotes do not match."""
+    """Returns the words of a shell command, split at white space if its quotes do not match."""
     try:
         return shlex.split(text[:_LONGEST_COMMAND])
     except ValueError:
@@ -213,7 +213,7 @@ def split_command(text: str) -> list[str]:
 
 
 def _login_flag(program: str, word: str, after: str) -> str:
-    """The flag that precedes `user:password` or a password; empty if there is none."""
+    """Returns the flag that precedes `user:password` or a password; empty if there is none."""
     if password := _PASSWORD_FLAGS.get(program, ""):
         apart = program in ("sshpass", "redis-cli") and word == password
         value = after if apart else word[2:] if word.startswith(password) else ""
@@ -232,7 +232,7 @@ def _login_flag(program: str, word: str, after: str) -> str:
 
 
 def _assigned(word: str, *, shell: bool) -> str:
-    """The variable's name in `API_KEY=abc` if its value is a secret; else empty."""
+    """Returns the variable's name in `API_KEY=abc` if its value is a secret; else empty."""
     match = _ASSIGNMENT.fullmatch(word)
     if match is None or (shell and not match[1].isupper()):
         return ""
@@ -240,7 +240,7 @@ def _assigned(word: str, *, shell: bool) -> str:
 
 
 def _header(word: str) -> str:
-    """The name of an HTTP header with a secret, as in `Authorization: Bearer abc`; else empty."""
+    """Returns the name of an HTTP header with a secret, as in `Authorization: Bearer abc`; else empty."""
     match = _HEADER.fullmatch(word)
     if match is None:
         return ""

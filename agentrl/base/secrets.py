@@ -36,7 +36,7 @@ def is_reference(text: object) -> bool:
 
 
 def read_secret(reference: str) -> str:
-    """The secret at a reference, without a file's last line break. From then on, `redact` hides it.
+    """Returns the secret at a reference, without a file's last line break. From then on, `redact` hides it.
 
     Raises `UserError` if it does not exist; the message never repeats text that may be a secret.
     """
@@ -162,7 +162,7 @@ class RedactingFormatter(logging.Formatter):
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a child process that needs no secret: without secret variables, and without values that hold a secret."""
+    """Returns the environment for a child process that needs no secret: without secret variables, and without values that hold a secret."""
     known = [secret for secret in _read if len(secret) >= _SHORTEST]
     return {
         name: value

@@ -362,12 +362,12 @@ async def run_in_thread(code: Callable[[], T], *, what: str) -> T:
 
 
 def first_cause(error: BaseException, *kinds: type[E]) -> E | None:
-    """The first exception of these kinds: `error` itself or a member of its exception group."""
+    """Returns the first exception of these kinds: `error` itself or a member of its exception group."""
     return next((one for one in group_members(error) if isinstance(one, kinds)), None)
 
 
 def describe_error(error: BaseException, limit: int = 300) -> str:
-    """An exception in one printable line of at most `limit` characters: "ZeroDivisionError: division by zero"."""
+    """Returns an exception in one printable line of at most `limit` characters: "ZeroDivisionError: division by zero"."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     kind, text = type(error).__name__[:64], " ".join(error_text(error, limit).split())
@@ -375,7 +375,7 @@ def describe_error(error: BaseException, limit: int = 300) -> str:
 
 
 def error_text(error: BaseException, limit: int = 2000) -> str:
-    """The text of an exception, printable and bounded, with its line breaks."""
+    """Returns the text of an exception, printable and bounded, with its line breaks."""
     return printable(redact(raw_text(error)[:_MAX_TEXT]), limit)
 
 

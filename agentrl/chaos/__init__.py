@@ -1,4 +1,4 @@
-"""Proves that a run survives the loss of its parts: injects faults into a real small run, and checks what must hold afterwards."""
+"""Injects faults into a small real run, and verifies that the run recovers and loses nothing."""
 
 from agentrl.chaos.cases import CASES, Case
 from agentrl.chaos.soak import run_soak

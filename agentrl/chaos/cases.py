@@ -10,19 +10,19 @@ from agentrl.chaos.parts import Injected
 from agentrl.chaos.subject import Subject
 
 SERVER_S, LEARNER_S, SANDBOX_S, DETECTED_S, RESUMED_S = 90.0, 60.0, 2.0, 30.0, 180.0
-"""Bounds in seconds: a killed server, learner or sandbox is replaced; a stopped part is detected; a killed driver's run goes on."""
+"""Bounds in seconds: a killed server, learner or sandbox is replaced; a stopped part is detected; a killed driver's run continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One fault of a run."""
+    """A fault to inject into a run."""
 
     number: int  # of the fault; variants of one fault have the same number
     name: str  # unique
     injects: str
     inject: Callable[[Subject], Injected]
     bound_s: float | None = None  # of `Injected.recovered_s`
-    needs_small_disk: bool = False  # mounting one takes root
+    needs_small_disk: bool = False  # mounting one needs root
     needs_bubblewrap: bool = False
 
     @property

@@ -45,7 +45,7 @@ def problems(run: Subject, *, orphans: frozenset[str] = frozenset()) -> Iterator
 
 
 def orphaned_sandboxes() -> frozenset[str]:
-    """The sandboxes of dead drivers on this machine."""
+    """Returns the sandboxes of dead drivers on this machine."""
     return frozenset(sandbox.name for sandbox in list_open() if not sandbox.driver_alive)
 
 

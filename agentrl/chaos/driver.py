@@ -17,7 +17,7 @@ _SMALL_MIB = 1400
 
 
 def second_driver(run: Subject) -> Injected:
-    """A second command on the run folder."""
+    """Starts a second driver on the run folder, which must fail."""
     run.wait_for((run.run_dir / "recipe.json").exists, "the run folder")
     for command in (run.command, (*run.command, "--resume")):
         reader, writer = os.pipe()
@@ -32,7 +32,7 @@ def second_driver(run: Subject) -> Injected:
 
 
 def hang_up(run: Subject) -> Injected:
-    """SIGHUP, as from a closed terminal."""
+    """Sends SIGHUP to the driver, as a closed terminal does."""
     log = run.run_dir / "logs" / "driver.log"
     run.wait_for_step()
     steps = run.steps_done()
@@ -43,7 +43,7 @@ def hang_up(run: Subject) -> Injected:
 
 
 def interrupted(run: Subject) -> Injected:
-    """Ctrl-C: the step finishes, its work is saved. Then ctrl-C twice while the resumed run starts, and another resume."""
+    """Sends ctrl-C, which finishes the step; then ctrl-C twice while the resumed run starts; then resumes again."""
     run.wait_for_step()
     os.kill(run.pid, signal.SIGINT)
     code = run.wait_for_end()
@@ -63,7 +63,7 @@ def interrupted(run: Subject) -> Injected:
 
 
 def driver_killed(run: Subject) -> Injected:
-    """SIGKILL of the driver while groups are sampled: the kernel ends all of its parts, and --resume continues."""
+    """Kills the driver while groups are sampled: the kernel ends all of its processes, and --resume continues."""
     run.wait_for_step()
     run.wait_for(run.sandboxes, "a moment with open sandboxes", poll_s=0.01)
     sandboxes = len(run.sandboxes())
@@ -73,7 +73,7 @@ def driver_killed(run: Subject) -> Injected:
 
 
 def disk_full(run: Subject) -> Injected:
-    """The disk of the run folder fills up. The run pauses, and continues when there is room."""
+    """Fills the disk of the run folder: the run pauses, and continues when there is room."""
     run.wait_for_step()
     filler = fill(run.run_dir.parent)
     try:
@@ -108,7 +108,7 @@ def fill(folder: Path) -> Path:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
-    """Mounts a file system of 1.4 GiB at a folder. Yields whether it could: that takes root."""
+    """Mounts a file system of 1.4 GiB at a folder. Yields whether that was possible; it needs root."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={_SMALL_MIB}m", "none", str(folder)]
     mounted = os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0

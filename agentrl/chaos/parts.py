@@ -23,14 +23,14 @@ _TRIES = 12  # steps in which a moment of milliseconds may be missed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injected:
-    """What a fault has shown: evidence from outside of the injected part, and the seconds until the run worked again."""
+    """The outcome of a fault: evidence from outside the affected part, and the seconds until the run worked again."""
 
     witness: str
     recovered_s: float | None = None  # None if nothing has to recover
 
 
 def server_killed_idle(run: Subject) -> Injected:
-    """SIGKILL of the idle policy server: a rank of the learner is killed first, until no group may be sampled."""
+    """Kills the idle policy server: a rank of the learner is killed first, until no group may be sampled."""
     run.wait_for_step()
     os.kill(run.processes(RANK)[-1], signal.SIGKILL)
     run.wait_for(lambda: len(run.entries()) >= PER_STEP * (run.served() + 1 + STALENESS), "a server without requests", poll_s=0.01)
@@ -39,7 +39,7 @@ def server_killed_idle(run: Subject) -> Injected:
 
 
 def server_killed_in_flight(run: Subject) -> Injected:
-    """SIGKILL of the policy server while a block of groups is sampled."""
+    """Kills the policy server while a block of groups is sampled."""
     run.wait_for_step()
     failed = _attempts_failed(run)
     for _ in range(_TRIES):
@@ -55,7 +55,7 @@ def server_killed_in_flight(run: Subject) -> Injected:
 
 
 def engine_killed(run: Subject) -> Injected:
-    """SIGKILL of the engine behind its API server, whose probe may still answer."""
+    """Kills the engine behind its API server, which may still answer health checks."""
     run.wait_for_step()
     api, engine = _server(run), _engine(run)
     size = run.output_size()
@@ -68,7 +68,7 @@ def engine_killed(run: Subject) -> Injected:
 
 
 def server_killed_in_swap(run: Subject) -> Injected:
-    """SIGKILL of the policy server while it takes new weights."""
+    """Kills the policy server while it loads new weights."""
     for _ in range(_TRIES):
         number = run.served() + 1
         record = run.run_dir / "versions" / f"{number:06d}" / "version.json"
@@ -90,7 +90,7 @@ def server_killed_in_swap(run: Subject) -> Injected:
 
 
 def server_stopped(run: Subject) -> Injected:
-    """SIGSTOP of the engine behind healthy routes. Measures the seconds until it is detected."""
+    """Stops the engine (SIGSTOP) while the server's routes answer. Measures the seconds until it is detected."""
     run.wait_for_step()
     engine, size = _engine(run), run.output_size()
     os.kill(engine, signal.SIGSTOP)
@@ -102,12 +102,12 @@ def server_stopped(run: Subject) -> Injected:
 
 
 def learner_killed_before(run: Subject) -> Injected:
-    """SIGKILL of a rank that waits for groups."""
+    """Kills a learner rank that waits for groups."""
     return _rank_killed(run, lambda step: True, lambda step: not _assigned(run, step), "no group was assigned to the step")
 
 
 def learner_killed_during(run: Subject) -> Injected:
-    """SIGKILL of a rank that computes an update."""
+    """Kills a learner rank that computes an update."""
 
     def computes(step: int) -> bool:
         return _assigned(run, step) and not _part(run, step).exists() and not _checkpoint(run, step).exists()
@@ -116,7 +116,7 @@ def learner_killed_during(run: Subject) -> Injected:
 
 
 def learner_killed_after(run: Subject) -> Injected:
-    """SIGKILL of a rank that has updated the weights and writes its checkpoint."""
+    """Kills a learner rank that has updated the weights and writes its checkpoint."""
 
     def writes(step: int) -> bool:
         return _part(run, step).exists() and not _manifest(run, step).exists()
@@ -125,7 +125,7 @@ def learner_killed_after(run: Subject) -> Injected:
 
 
 def learner_killed_before_rename(run: Subject) -> Injected:
-    """SIGKILL of a rank between the last byte of its checkpoint and the rename."""
+    """Kills a learner rank between the last byte of its checkpoint and the rename."""
 
     def complete(step: int) -> bool:
         return _manifest(run, step).exists()
@@ -134,7 +134,7 @@ def learner_killed_before_rename(run: Subject) -> Injected:
 
 
 def learner_killed_uncommitted(run: Subject) -> Injected:
-    """SIGKILL of a rank between the rename of its checkpoint and the commit in the ledger."""
+    """Kills a learner rank between the rename of its checkpoint and the commit in the ledger."""
 
     def renamed(step: int) -> bool:
         return _checkpoint(run, step).exists()
@@ -143,7 +143,7 @@ def learner_killed_uncommitted(run: Subject) -> Injected:
 
 
 def checkpoint_damaged(run: Subject) -> Injected:
-    """A flipped bit in the newest checkpoint, and SIGKILL of the learner, which must continue from the one before."""
+    """Flips a bit in the newest checkpoint and kills the learner, which must continue from the previous checkpoint."""
     run.wait_for_step()
     run.wait_for(lambda: run.steps_done() > 1, "two checkpoints")
     ranks = run.processes(RANK)
@@ -169,7 +169,7 @@ def checkpoint_damaged(run: Subject) -> Injected:
 
 
 def learner_stopped(run: Subject) -> Injected:
-    """SIGSTOP of a rank. Measures the seconds until it is detected."""
+    """Stops a learner rank (SIGSTOP). Measures the seconds until it is detected."""
     run.wait_for_step()
     rank, size, log = run.processes(RANK)[-1], run.output_size(), _learner_log_size(run)
     os.kill(rank, signal.SIGSTOP)
@@ -179,7 +179,7 @@ def learner_stopped(run: Subject) -> Injected:
 
 
 def sandboxes_killed(run: Subject) -> Injected:
-    """SIGKILL of every open sandbox with the programs in it."""
+    """Kills every open sandbox with the programs in it."""
     served = run.served()
     run.wait_for(lambda: run.served() > served, "a new version, whose groups start", poll_s=0.01)
     run.wait_for(run.sandboxes, "an open sandbox", poll_s=0.005)
@@ -194,7 +194,7 @@ def sandboxes_killed(run: Subject) -> Injected:
 
 
 def _checkpoint(run: Subject, step: int) -> Path:
-    """The folder in which the learner's step, counted from 0, is complete."""
+    """Returns the folder in which the learner's step, counted from 0, is complete."""
     return run.run_dir / "checkpoints" / f"{step + 1:06d}"
 
 
@@ -245,7 +245,7 @@ def _learner_log(run: Subject, start: int) -> str:
 
 
 def _server(run: Subject) -> int:
-    """The process id of the policy server. Raises `ChaosError` if there is none."""
+    """Returns the process id of the policy server. Raises `ChaosError` if there is none."""
     servers = run.processes(SERVER)
     if not servers:
         raise ChaosError(f"the run has no server: {run.last_output()}")
@@ -258,7 +258,7 @@ def _server_processes(run: Subject) -> list[int]:
 
 
 def _engine(run: Subject) -> int:
-    """The largest process below the server's own."""
+    """Returns the largest process below the server's own."""
     api = _server(run)
     below = [pid for pid in process_tree(api) if pid != api]
     if not below:
@@ -284,7 +284,7 @@ def _server_back(run: Subject, witness: str, size: int, began: float) -> Injecte
 
 
 def _health(api: int) -> int | None:
-    """The status with which the server answers its probe; None if it does not."""
+    """Returns the status with which the server answers its probe; None if it does not."""
     words = command_line(api).split()
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{words[words.index('--port') + 1]}/health", timeout=5.0) as answer:
@@ -294,5 +294,5 @@ def _health(api: int) -> int | None:
 
 
 def _attempts_failed(run: Subject) -> int:
-    """Attempts that the driver has counted as faults, in the lines of steps."""
+    """Returns the number of attempts that the driver has counted as faults, from the lines of steps."""
     return int(sum(line.get("attempts_failed", 0) for line in run.metrics()))

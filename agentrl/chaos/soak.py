@@ -1,4 +1,4 @@
-"""Kills random parts of a run, every few seconds, and compares its result with that of a run left alone."""
+"""Kills random parts of a run, every few seconds, and compares its result with that of a run without faults."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _kill_parts(run: Subject, chance: random.Random, *, until: float, most: int,
 
 
 def _pids(run: Subject, part: str) -> list[int]:
-    """The processes that are a part of this kind."""
+    """Returns the processes that are a part of this kind."""
     if part == "driver":
         return [run.pid]
     if part == "learner":

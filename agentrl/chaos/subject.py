@@ -1,4 +1,4 @@
-"""The run under test: a real `agentrl train` in a process of its own, observed through its run folder, its output and `/proc`."""
+"""The run under test: a real `agentrl train` in a separate process, observed through its run folder, its output and `/proc`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ SMALL = (
 """Overrides of the quickstart's recipe: steps of four groups of eight attempts, which take seconds."""
 SERVER, RANK, LAUNCHER = "agentrl.serving.launch", "agentrl.learner.main", "agentrl.learner.launch"
 MARK = "AGENTRL_CHAOS"
-"""Variable in the environment of each process of a run under test, from which the processes that outlive it are known."""
+"""Environment variable of each process of a run under test. It identifies the processes that outlive the run."""
 MOMENT_S = 900.0
-"""Seconds in which a moment or a recovery must come."""
+"""Maximum seconds to wait for an event or a recovery."""
 _POLL_S = 0.05
 
 
@@ -109,7 +109,7 @@ class Subject:
         return None if self._process is None else self._process.poll()
 
     def output(self, start: int | None = None) -> str:
-        """What the newest start has printed, or everything after byte `start` of the log."""
+        """Returns the output of the newest start, or everything after byte `start` of the log."""
         with self.log_path.open("rb") as log:
             log.seek(self._output_start if start is None else start)
             return " ".join(log.read().decode(errors="replace").split())
@@ -138,16 +138,16 @@ class Subject:
             raise ChaosError(f"the run did not end within {timeout_s:.0f} s: {self.last_output()}") from None
 
     def last_output(self) -> str:
-        """The end of the output, for an error."""
+        """Returns the end of the output, for an error."""
         return f"... {self.output()[-1500:]} (all of it: {self.log_path})"
 
     def processes(self, module: str) -> list[int]:
-        """The processes below the driver that run a Python module, the newest last."""
+        """Returns the processes below the driver that run a Python module, the newest last."""
         words = {pid: command_line(pid).split() for pid in process_tree(self.pid)}
         return [pid for pid in words if module in words[pid] and (module == LAUNCHER or LAUNCHER not in words[pid])]
 
     def sandboxes(self) -> set[int]:
-        """The bubblewrap processes of open sandboxes."""
+        """Returns the bubblewrap processes of open sandboxes."""
         return {pid for pid in process_tree(self.pid) if command_line(pid).startswith("bwrap ")}
 
     @property
@@ -158,7 +158,7 @@ class Subject:
         return self._store
 
     def entries(self) -> tuple[LedgerEntry, ...]:
-        """The ledger's entries; none before the first group is stored."""
+        """Returns the ledger's entries; none before the first group is stored."""
         if not (self.run_dir / "experience.sqlite").exists():
             return ()
         with contextlib.suppress(StoreError):  # another process is creating it, or its disk is full
@@ -166,20 +166,20 @@ class Subject:
         return ()
 
     def steps_done(self) -> int:
-        """Learner steps that the ledger has as completed."""
+        """Returns the number of learner steps that the ledger records as completed."""
         return len({entry.step for entry in self.entries() if entry.use is not None})
 
     def wait_for_step(self) -> None:
-        """Returns when the learner has completed one more step, and works: a case that follows another finds a run that has recovered."""
+        """Returns when the learner has completed another step and works, so that the next case starts with a run that has recovered."""
         steps = self.steps_done()
         self.wait_for(lambda: self.steps_done() > steps and self.processes(RANK) and self.processes(SERVER), "another step")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of steps in metrics.jsonl."""
+        """Returns the lines of steps in metrics.jsonl."""
         return [line for line in read_json_lines(self.run_dir / "metrics.jsonl") if "episodes" in line]
 
     def version(self, *states: VersionState) -> PolicyVersion | None:
-        """The newest policy version in one of these states."""
+        """Returns the newest policy version in one of these states."""
         registry = FolderRegistry(self.run_dir / "versions")
         try:
             return registry.latest(*states)
@@ -187,12 +187,12 @@ class Subject:
             registry.close()
 
     def served(self) -> int:
-        """The number of the version that serves; -1 before the first."""
+        """Returns the number of the version that serves; -1 before the first."""
         version = self.version(VersionState.SERVING, VersionState.PROMOTED)
         return -1 if version is None else version.number
 
     def resume_command(self) -> list[str]:
-        """The command that the newest start has printed for its continuation. Raises `ChaosError` if there is none."""
+        """Returns the command that the newest start has printed for its continuation. Raises `ChaosError` if there is none."""
         with self.log_path.open("rb") as log:
             log.seek(self._output_start)
             text = log.read().decode(errors="replace")
@@ -213,7 +213,7 @@ class Subject:
         return marked
 
     def close(self) -> None:
-        """Kills the driver, with which all of its processes end. Idempotent."""
+        """Kills the driver; its other processes end with it. Idempotent."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -223,7 +223,7 @@ class Subject:
 
 
 def command_line(pid: int) -> str:
-    """The command line of a process; empty if it has ended."""
+    """Returns the command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:

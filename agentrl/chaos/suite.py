@@ -24,7 +24,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How a run survived one case, or what was wrong with it in the end."""
+    """The result of one case, or of the verification after all cases."""
 
     case: str
     witness: str = ""
@@ -39,7 +39,7 @@ class Result:
         return not self.problem
 
     def as_data(self) -> dict[str, Any]:
-        """The fields, and `ok`, for JSON."""
+        """Returns the fields, and `ok`, for JSON."""
         return asdict(self) | {"ok": self.ok}
 
 
@@ -124,7 +124,7 @@ def _inject(case: Case, run: Subject) -> Injected:
 
 
 def _after(run: Subject, orphans: frozenset[str]) -> Result:
-    """What must hold after all cases."""
+    """Verifies the run after all cases."""
     try:
         run.wait_for_end()
         wrong = list(problems(run, orphans=orphans))

@@ -29,7 +29,7 @@ class UnreliableVerifier:
         self._folder: Path | None = None
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """Takes the run folder, next to which the fault is requested."""
+        """Stores the run folder. A fault is requested in a file next to it."""
         self._folder = folder
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
@@ -60,12 +60,12 @@ unreliable = UnreliableVerifier()
 
 
 def switch_path(run_dir: Path) -> Path:
-    """The file with the name of the requested fault."""
+    """Returns the file with the name of the requested fault."""
     return run_dir.with_name(f"{run_dir.name}.verifier")
 
 
 def journal_path(run_dir: Path) -> Path:
-    """The file with the calls that a fault has affected."""
+    """Returns the file with the calls that a fault has affected."""
     return run_dir.with_name(f"{run_dir.name}.verifier-calls")
 
 
@@ -116,14 +116,14 @@ def _unscored(run: Subject, fault: str) -> Injected:
 
 
 def _called(run: Subject, fault: str) -> set[str]:
-    """The ids of the episodes on which this fault happened."""
+    """Returns the ids of the episodes on which this fault happened."""
     path = journal_path(run.run_dir)
     lines = path.read_text().splitlines() if path.exists() else []
     return {line.partition(" ")[2] for line in lines if line.startswith(f"{fault} ")}
 
 
 def _affected(run: Subject, fault: str, first: int) -> list[Score]:
-    """The scores of the stored episodes, in groups from `first` on, on which this fault happened."""
+    """Returns the scores of the stored episodes, in groups from `first` on, on which this fault happened."""
     called = _called(run, fault)
     groups = run.store.groups(entry.index for entry in run.store.entries(first=max(first - 8, 0)))
     return [scored.score for group in groups for scored in group.episodes if scored.episode.id in called]

@@ -145,7 +145,7 @@ class ImageFiles:
 
 
 async def image_files(spec: SandboxSpec, sandboxes: SandboxBackend) -> ImageFiles:
-    """All readable files of a fresh sandbox with this spec, page by page. Raises `SandboxError` if the sandbox fails."""
+    """Returns all readable files of a fresh sandbox with this spec, page by page. Raises `SandboxError` if the sandbox fails."""
     sandbox = await sandboxes.open(spec)
     copied, skip = ImageFiles(), 0
     try:

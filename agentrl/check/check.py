@@ -95,7 +95,7 @@ async def check_family(
 
 
 def open_group_judge(source: FamilySource) -> GroupJudgeScorer | None:
-    """The recipe's group judge without other verifiers; None if there is none. Raises `UserError` if it cannot be used."""
+    """Returns the recipe's group judge without other verifiers; None if there is none. Raises `UserError` if it cannot be used."""
     named = source.tasks.group_judge
     if named is None:
         return None
@@ -158,7 +158,7 @@ def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence
 
 
 def backend_names(choice: str) -> list[str]:
-    """The backends of a `--backend` option: names, or a plug-in reference. Raises `UserError`."""
+    """Returns the backends of a `--backend` option: names, or a plug-in reference. Raises `UserError`."""
     if choice == "all":
         return ["docker", "bubblewrap"]
     try:
@@ -274,7 +274,7 @@ class _Prover:
         return CaseResult(task=task.id, case=case, wanted=wanted, value=value, detail=problem[:1000], wall_s=took)
 
     async def _attempt(self, task: Task, case: str) -> tuple[Episode, str]:
-        """The episode of a case, and the error if the gold solution failed."""
+        """Returns the episode of a case, and the error if the gold solution failed."""
         episode = Episode(id="check", task_id=task.id, task_key=task.key, trajectories=())
         if not task.outputs and case != GOLD:
             return replace(episode, answer=None if case == NOTHING else cheats.ANSWERS[case]), ""

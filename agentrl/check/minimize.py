@@ -72,7 +72,7 @@ class MinimizeSearch:
         return self._known[task.key]
 
     async def scores(self, task: Task) -> Sequence[float | None]:
-        """The scores of new attempts at a task."""
+        """Returns the scores of new attempts at a task."""
         self.attempts_used += self.repeats
         return await self.attempt(task, self.repeats)
 
@@ -162,19 +162,19 @@ async def minimize_case(given: PreparedEvaluation, case: Case, family: TaskFamil
 
 
 def message_and_file_parts(task: Task) -> tuple[RemovablePart, ...]:
-    """The messages before the last, which is the question, and the files."""
+    """Returns the messages before the last, which is the question, and the files."""
     messages = (RemovablePart(message=number) for number in range(len(task.prompt) - 1))
     return (*messages, *(RemovablePart(file=path) for path in sorted({*task.files, *task.binary_files})))
 
 
 def line_parts(task: Task) -> tuple[RemovablePart, ...]:
-    """The lines of files with more than one line."""
+    """Returns the lines of files with more than one line."""
     counts = {path: len(text.splitlines()) for path, text in sorted(task.files.items())}
     return tuple(RemovablePart(file=path, line=number) for path, lines in counts.items() if lines > 1 for number in range(lines))
 
 
 def remove_parts(task: Task, gone: Sequence[RemovablePart]) -> Task:
-    """The task without these parts."""
+    """Returns the task without these parts."""
     messages = {part.message for part in gone if part.message is not None}
     files = {part.file for part in gone if part.file and part.line is None}
     lines = {(part.file, part.line) for part in gone if part.line is not None}

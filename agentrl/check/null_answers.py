@@ -156,7 +156,7 @@ def _answers(task: Task) -> list[tuple[str, str | None]]:
 
 
 def _episode(task: Task, answer: str | None, golden: GoldAttempt | None) -> Episode:
-    """An episode of one turn that submits this answer, and writes it to every output file of the gold solution."""
+    """Returns an episode of one turn that submits this answer, and writes it to every output file of the gold solution."""
     call = (ToolCall(name="submit", arguments={"answer": answer}),) if answer is not None and "submit" in task.tools else ()
     turn = Turn(
         prompt_ids=(),
@@ -179,7 +179,7 @@ def _episode(task: Task, answer: str | None, golden: GoldAttempt | None) -> Epis
 
 
 def _findings(results: Sequence[_Result], golden: Mapping[str, GoldAttempt]) -> list[Finding]:
-    """The findings about one verifier."""
+    """Returns the findings about one verifier."""
     if not results:
         return []
     paid = [result for result in results if result.pays and not _is_truth(result, golden)]
@@ -232,7 +232,7 @@ def _ids(results: Sequence[_Result]) -> tuple[str, ...]:
 
 
 def _table(results: Sequence[_Result], verifiers: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """A row for each verifier: its highest score for each kind of answer; `-` if it gave no score."""
+    """Returns a row for each verifier: its highest score for each kind of answer; `-` if it gave no score."""
 
     def cell(verifier: str, kind: str) -> str:
         values = [result.score.value for result in results if (result.verifier, result.kind) == (verifier, kind)]

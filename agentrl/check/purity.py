@@ -52,7 +52,7 @@ class FamilySource:
 
 
 def draw_name(draw: Draw) -> str:
-    """The draw as text, such as "train 3"."""
+    """Returns the draw as text, such as "train 3"."""
     return f"{draw[0]} {draw[1]}"
 
 
@@ -141,7 +141,7 @@ def _differences(first: Mapping[Draw, Drawn], second: Mapping[Draw, Drawn], how:
 
 
 def _first_difference(first: Mapping[str, tuple[str, str]], second: Mapping[str, tuple[str, str]], name: str) -> tuple[str, str]:
-    """A field's two texts, from shortly before their first difference."""
+    """Returns a field's two texts, from shortly before their first difference."""
     old, new = _field_text(first, name), _field_text(second, name)
     same = next((at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     begin = max(0, same - 20)
@@ -153,7 +153,7 @@ def _field_text(drawn: Mapping[str, tuple[str, str]], name: str) -> str:
 
 
 def _by_seed(source: FamilySource, sizes: Mapping[Split, int]) -> list[Finding]:
-    """A note if another seed gives the same training tasks."""
+    """Returns a note if another seed gives the same training tasks."""
     family, other = source.open(), source.open(seed=source.seed + 1)
     known = [size for size in (sizes[Split.TRAIN], other.size(Split.TRAIN), _SEED_TASKS) if size is not None]
     pairs = [(_draw(family, (Split.TRAIN, index)), _draw(other, (Split.TRAIN, index))) for index in range(min(known))]
@@ -167,7 +167,7 @@ def _without_id(drawn: Drawn) -> Drawn:
 
 
 def _draw_in_subprocess(source: FamilySource, draws: Sequence[Draw]) -> list[dict[str, tuple[str, str]] | str]:
-    """The digests of these tasks, or why one cannot be created, computed in another process.
+    """Returns the digests of these tasks, or why one cannot be created, computed in another process.
 
     Raises `RuntimeError` with the end of the process's output if it cannot open the family.
     """

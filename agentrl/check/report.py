@@ -78,13 +78,13 @@ class CheckReport:
         return all(case.ok for case in self.cases) and all(proof.ok for proof in self.proofs)
 
     def to_data(self) -> dict[str, Any]:
-        """The report as JSON data."""
+        """Returns the report as JSON data."""
         proofs = [codec.to_data(proof) | {"ok": proof.ok} for proof in self.proofs]
         return {"ok": self.ok, "cases": list(map(codec.to_data, self.cases)), "proofs": proofs, "not_proven": list(self.not_proven)}
 
 
 def render(report: CheckReport) -> str:
-    """The report as text: what was proven, what is wrong with which task, and what was not proven."""
+    """Returns the report as text: what was proven, what is wrong with which task, and what was not proven."""
     console = Console(width=140, force_terminal=False)
     with console.capture() as captured:
         for line in (*_verdicts(report), ""):
@@ -103,7 +103,7 @@ def render(report: CheckReport) -> str:
 
 
 def _findings(proof: Proof) -> list[str]:
-    """A proof's findings with its name as heading, failures first."""
+    """Returns a proof's findings with its name as heading, failures first."""
     order = ("failure", "warning", "unsafe", "note")
     ordered = sorted(proof.findings, key=lambda finding: order.index(finding.severity))
     lines = [f"  {'FAIL' if finding.severity == 'failure' else finding.severity}: {finding.what}" for finding in ordered]
@@ -154,7 +154,7 @@ def _wrong_cases(cases: Sequence[CaseResult]) -> Table:
 
 
 def _cause(case: CaseResult) -> str:
-    """The message of a case without the task's name and numbers, which differ between tasks."""
+    """Returns the message of a case without the task's name and numbers, which differ between tasks."""
     return re.sub(r"\d[\d.,]*", "#", case.detail.replace(case.task, "*"))
 
 
@@ -164,17 +164,17 @@ def plural(count: int, noun: str) -> str:
 
 
 def join_examples(texts: Sequence[str]) -> str:
-    """The first few texts, and how many more there are."""
+    """Returns the first few texts, and how many more there are."""
     more = f", and {len(texts) - SHOWN:,} more" if len(texts) > SHOWN else ""
     return ", ".join(texts[:SHOWN]) + more
 
 
 def shorten(text: str, limit: int = 60) -> str:
-    """The text on one line, shortened to `limit` characters."""
+    """Returns the text on one line, shortened to `limit` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
 def unique(texts: Iterable[str]) -> tuple[str, ...]:
-    """The texts without duplicates, in order."""
+    """Returns the texts without duplicates, in order."""
     return tuple(dict.fromkeys(texts))

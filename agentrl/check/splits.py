@@ -47,7 +47,7 @@ def prove_splits(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
 
 
 def _draw(family: TaskFamily, split: Split, count: int) -> list[Task]:
-    """The tasks that can be created; the proof of purity reports the others."""
+    """Returns the tasks that can be created; the proof of purity reports the others."""
     tasks: list[Task] = []
     started = time.monotonic()
     for index in range(count):
@@ -71,7 +71,7 @@ def _agent_view_hash(task: Task, root: Path) -> str:
 
 
 def _recipe(path: Path) -> str:
-    """The image recipe's text, so that two folders with the same recipe count as one image."""
+    """Returns the image recipe's text, so that two folders with the same recipe count as one image."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 

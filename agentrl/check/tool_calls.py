@@ -111,7 +111,7 @@ async def _prove_calls(tool: Tool, reference: str, wrong: Sequence[str], task: T
 
 
 async def _fresh(kind: Any) -> Any:
-    """The state of a new tool object that was never called; None if it cannot be opened."""
+    """Returns the state of a new tool object that was never called; None if it cannot be opened."""
     instance = ToolInstance(kind)
     try:
         with user_code.fault_boundary():
@@ -145,7 +145,7 @@ async def _prove_state(reference: str, instance: ToolInstance, fresh: Sequence[A
 
 
 def _wrong_schema(tool: Tool) -> list[str]:
-    """The problems of a tool's declaration."""
+    """Returns the problems of a tool's declaration."""
     wrong: list[str] = []
     if not isinstance(tool.name, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", tool.name):
         wrong.append(f"its name {tool.name!r} is not 1 to 64 letters, digits, _ and -")
@@ -180,7 +180,7 @@ def _wrong_parameters(parameters: Any) -> list[str]:
 
 
 async def _call(tool: Tool, arguments: Mapping[str, Any], sandbox: Sandbox | None, task: Task) -> str:
-    """The problem of a call; empty if it returned an outcome."""
+    """Returns the problem of a call; empty if it returned an outcome."""
     limit = min(task.limits.tool_timeout_s, CALL_S)
     with user_code.fault_boundary() as fault, deadline_alarm(limit + 5.0, _Blocked):
         async with asyncio.timeout(limit + 2.0):

@@ -103,7 +103,7 @@ class LazyGroup(TyperGroup):
     """The commands of `COMMANDS`, each imported when it is used. typer bundles its own click, whose types it does not export."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names of all commands, in the order of the help text."""
+        """Returns the names of all commands, in the order of the help text."""
         return [name for commands in COMMANDS.values() for name in commands]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -114,7 +114,7 @@ class LazyGroup(TyperGroup):
         return super().get_command(ctx, cmd_name)
 
     def get_help(self, ctx: Any) -> str:
-        """The help text. Rendering it with rich would take longer than everything else that `agentrl --help` does."""
+        """Returns the help text. Rendering it with rich would take longer than everything else that `agentrl --help` does."""
         width = max(len(name) for name in (*self.list_commands(ctx), "-h, --help"))
         lines = ["Usage: agentrl COMMAND [ARGS]...", "", f"  {self.help}"]
         for heading, commands in COMMANDS.items():

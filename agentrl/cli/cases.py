@@ -92,7 +92,7 @@ def promote_failures(
 
 
 def _user_parts(verifier: list[str] | None, truths: Path | None, truth_from: str, tools: list[str] | None, image: str) -> UserParts | None:
-    """The parts that turn imported traces into cases; None if no option gives one."""
+    """Returns the parts that turn imported traces into cases; None if no option gives one."""
     from agentrl.failure.promote import UserParts, read_truths
 
     if not (verifier or truths or truth_from or tools or image):
@@ -115,7 +115,7 @@ def _print_promotions(done: Sequence[Promotion], into: Path, *, as_json: bool) -
 
 
 def _none_chosen(run: Path, selected: Sequence[TraceRow]) -> UserError:
-    """The error that explains why none of the selected traces can become a case."""
+    """Returns the error that explains why none of the selected traces can become a case."""
     if not selected:
         return UserError(f"{run} has no trace that matches these filters", fix=f"agentrl failures list {run} shows all traces")
     faults = sum(row.why == "fault" for row in selected)
@@ -218,7 +218,7 @@ async def _make(
 
 
 def render_report(report: PracticeReport, path: Path | None) -> str:
-    """The generated tasks by case, and the rejected ones with reasons."""
+    """Returns the generated tasks by case, and the rejected ones with reasons."""
     lines = [f"{case}: {', '.join(f'{number} {how}' for how, number in how_many.items())}" for case, how_many in report.by_case().items()]
     lines += [f"rejected, {case}: {why}" for case, why in report.rejected[:_REFUSED_SHOWN]]
     if len(report.rejected) > _REFUSED_SHOWN:

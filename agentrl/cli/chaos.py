@@ -25,7 +25,7 @@ chaos_app = typer.Typer(no_args_is_help=True, add_completion=False, context_sett
 
 @chaos_app.command("list", epilog="Example: agentrl chaos list --json")
 def chaos_list(as_json: JsonFlag = False) -> None:
-    """List the cases: what each injects, and within which time the run must recover."""
+    """List the cases, with their faults and the times within which the run must recover."""
     from agentrl.chaos import CASES
 
     if as_json:
@@ -40,11 +40,11 @@ def chaos_list(as_json: JsonFlag = False) -> None:
 def chaos_run(
     numbers: Annotated[list[int] | None, typer.Option("--case", help="Number of a case; may be repeated. Default: all.")] = None,
     minutes: Annotated[float, typer.Option(min=0.0, help="Minutes in which random parts are killed, after the cases. 0: none.")] = 0.0,
-    kills: Annotated[int, typer.Option(min=1, help="Kills after which the random part ends.")] = 100,
+    kills: Annotated[int, typer.Option(min=1, help="Maximum number of random kills.")] = 100,
     seed: Annotated[int, typer.Option(help="Seed of the random kills.")] = 0,
-    work: Annotated[Path | None, typer.Option(help="Folder for the runs, kept. Default: a temporary one.")] = None,
+    work: Annotated[Path | None, typer.Option(help="Folder for the runs, which is kept. Default: a temporary folder.")] = None,
     sandbox: Annotated[str, typer.Option(help="Sandbox backend.")] = "bubblewrap",
-    slack: Annotated[float, typer.Option(min=1.0, help="Factor of every bound, for a machine that does other work.")] = 1.0,
+    slack: Annotated[float, typer.Option(min=1.0, help="Factor that multiplies every bound, for a machine that does other work.")] = 1.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Kill, stop and damage the parts of a small real run, and verify that it loses nothing.
@@ -81,7 +81,7 @@ def chaos_run(
 
 
 def render_results(results: Sequence[Result]) -> str:
-    """The results as a table: case, seconds until recovery, bound, verdict and witness."""
+    """Returns the results as a table: case, seconds until recovery, bound, verdict and witness."""
     lines = [f"{'case':26}{'recovered':>10}{'bound':>8}  {'ok':4}witness"]
     for result in results:
         took = "-" if result.recovered_s is None else f"{result.recovered_s:.1f} s"

@@ -110,7 +110,7 @@ def sandbox_attack(
 
 
 def open_target(target: Path, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig]:
-    """The task family and the sandbox settings of a folder of task folders, or of a recipe file."""
+    """Returns the task family and the sandbox settings of a folder of task folders, or of a recipe file."""
     from agentrl.check.purity import FamilySource
 
     if target.is_dir():

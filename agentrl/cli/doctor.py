@@ -61,7 +61,7 @@ def checks() -> list[Check]:
 
 
 def render(results: list[Check]) -> str:
-    """The results as text: `ok`, `FAIL` (a run needs it) or `note` (optional), with the fix below."""
+    """Returns the results as text: `ok`, `FAIL` (a run needs it) or `note` (optional), with the fix below."""
     width = max(len(check.name) for check in results)
     lines = []
     for check in results:
@@ -75,7 +75,7 @@ def render(results: list[Check]) -> str:
 
 
 def to_json(results: list[Check]) -> str:
-    """The results as a JSON list of objects with the fields of `Check`."""
+    """Returns the results as a JSON list of objects with the fields of `Check`."""
     return json.dumps([asdict(check) for check in results], indent=2)
 
 
@@ -171,7 +171,7 @@ def _loads(library: str) -> bool:
 
 
 def metadata_version(package: str) -> str | None:
-    """The version of an installed distribution, without importing it."""
+    """Returns the version of an installed distribution, without importing it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -211,7 +211,7 @@ def _torch() -> Check:
 
 
 def _torch_cuda() -> str | None:
-    """The CUDA version of the installed torch, read from its version file; None for a CPU build."""
+    """Returns the CUDA version of the installed torch, read from its version file; None for a CPU build."""
     text = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text()
     match = re.search(r"^cuda\s*(?::[^=]*)?=\s*['\"]([^'\"]+)", text, re.MULTILINE)
     return match.group(1) if match else None

@@ -156,7 +156,7 @@ def tag_failures(
 
 
 def _manual_tag(name: str, turn: int | None, trajectory: int, note: str) -> Tag:
-    """The tag of the options --as, --turn, --trajectory and --note. Raises `UserError` for an invalid name."""
+    """Returns the tag of the options --as, --turn, --trajectory and --note. Raises `UserError` for an invalid name."""
     from agentrl.failure.trace import Tag
     from agentrl.failure.triage import check_tag_name
 

@@ -52,7 +52,7 @@ def history(
 
 
 def histories(evaluations: Sequence[tuple[str, SuiteResults]]) -> list[SuiteHistory]:
-    """The history of each suite, in the order of first appearance."""
+    """Returns the history of each suite, in the order of first appearance."""
     from agentrl.observe.evaluations import HistoryRow, SuiteHistory
 
     rows: dict[str, list[HistoryRow]] = {}
@@ -83,7 +83,7 @@ def histories(evaluations: Sequence[tuple[str, SuiteResults]]) -> list[SuiteHist
 
 
 def table(one: SuiteHistory) -> str:
-    """A history as a text table."""
+    """Returns a history as a text table."""
     contents = one.table()
     lines = [(contents.title, *contents.columns), *((name, *cells) for name, cells in contents.rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]

@@ -163,5 +163,5 @@ def table(done: Sequence[SuiteEvaluation], folder: Path) -> str:
 
 
 def name_of(one: CaseOutcome, several: bool) -> str:
-    """The name of a case, prefixed with its suite if there are several."""
+    """Returns the name of a case, prefixed with its suite if there are several."""
     return f"{one_line(one.suite, 60)}/{one.case.id}" if several else one.case.id

@@ -162,7 +162,7 @@ SandboxChoice = Annotated[str | None, typer.Option("--sandbox", help="auto, dock
 
 
 def model_override(model: str | None) -> tuple[str, ...]:
-    """The recipe override for `--model`: a folder, a version of a run (RUN@VERSION), or a model id."""
+    """Returns the recipe override for `--model`: a folder, a version of a run (RUN@VERSION), or a model id."""
     if model is None:
         return ()
     if (version := version_folder(model)) is not None:

@@ -31,15 +31,15 @@ def score(
     part: Annotated[str | None, typer.Argument(help="Name of the pending part.")] = None,
     value: Annotated[float | None, typer.Argument(help="The score. Write -- before a negative number.")] = None,
     by: Annotated[str, typer.Option(help="Who scored it. Default: the user name.")] = "",
-    key: Annotated[str, typer.Option(help="Idempotency key: a repeated score with this key counts once. Default: a hash.")] = "",
-    list_all: Annotated[bool, typer.Option("--list", help="List what can be scored now.")] = False,
+    key: Annotated[str, typer.Option(help="Idempotency key: a repeated score with it counts once. Default: a hash of the score.")] = "",
+    list_all: Annotated[bool, typer.Option("--list", help="List the scores that the run waits for.")] = False,
     import_file: Annotated[
         Path | None, typer.Option("--import", help="Send the scores of a file: one JSON object per line, as for POST /scores.")
     ] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Serve POST /scores and a page for people until ctrl-C.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0: any free port.")] = 8421,
     host: Annotated[str, typer.Option(help="Address of --serve.")] = "127.0.0.1",
-    blind: Annotated[bool, typer.Option("--blind", help="Hide the reference answers on the page.")] = False,
+    blind: Annotated[bool, typer.Option("--blind", help="Hide the true answers on the page.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """List the scores that a run waits for, and send them. Works during the run and after it.

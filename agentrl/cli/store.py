@@ -66,7 +66,7 @@ def store(
     print(audit.token_balance(counts.tokens))
     if counts.groups["parked"]:
         first = f"; the next expires at {datetime.fromtimestamp(min(expiries)).isoformat(' ', 'seconds')}" if expiries else ""
-        print(f"{counts.parts_pending} parts of late scores are to come{first}")
+        print(f"{counts.parts_pending} parts of late scores have not arrived{first}")
     for reason, number in counts.unused.items():
         print(f"  {number:>6} groups without trained tokens: {_one_line(reason)}")
     _print_groups(chosen if list_all else chosen[-_SHOWN:], hidden=0 if list_all else max(0, len(chosen) - _SHOWN))
@@ -80,7 +80,7 @@ def store(
 
 
 def _expiries(opened: ExperienceStore) -> list[float]:
-    """When the parts that are to come expire, in Unix time. The file may have other times than agentrl writes."""
+    """Returns the expiry of each pending part, in Unix time. The file may have other times than agentrl writes."""
     expiries, after = list[float](), ""
     while page := opened.pending_scores(limit=_PAGE, after=after):
         expiries += [min(max(part.expires_at, 0.0), LAST_EXPIRY) for part in page if part.expires_at is not None]

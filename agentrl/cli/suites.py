@@ -135,7 +135,7 @@ class Plan:
     suite_cases: int = 0
 
     def render(self) -> str:
-        """The plan as text."""
+        """Returns the plan as text."""
         points = f"a difference of {100 * abs(self.difference):g} points"
         lines = [f"{points} is detected with {self.chance:.0%} probability (two-sided, alpha {self.alpha:g}) with"]
         for repeats, cases in self.cases.items():
@@ -172,7 +172,7 @@ def planned(known: SuiteResults | None, rate: float | None, difference: float, *
 
 
 def evaluation(named: str) -> Path:
-    """The folder of an evaluation, given its folder, its run folder, or RUN@VERSION. Raises `UserError`."""
+    """Returns the folder of an evaluation, given its folder, its run folder, or RUN@VERSION. Raises `UserError`."""
     run, at, number = named.rpartition("@")
     if at and number.isdecimal() and len(number) < 10 and not Path(named).exists():
         return evaluation_folder(Path(run), int(number))
@@ -181,13 +181,13 @@ def evaluation(named: str) -> Path:
 
 
 def summary(found: SuiteResults) -> dict[str, Any]:
-    """An evaluation as JSON data."""
+    """Returns an evaluation as JSON data."""
     cases = {case: {"scores": list(scores), "task_key": found.task_keys[case]} for case, scores in sorted(found.scores().items())}
     return {"about": dataclasses.asdict(found.about), "figures": dataclasses.asdict(found.figures()), "cases": cases}
 
 
 def table(found: SuiteResults, *, where: Path) -> str:
-    """An evaluation as text: its figures, then the cases that did not always pass."""
+    """Returns an evaluation as text: its figures, then the cases that did not always pass."""
     figures = found.figures()
     lines = [f"{_shown(found.about.suite)}: {found.about.cases} cases, {figures.attempts} attempts", *rates(figures)]
     short = []
@@ -205,14 +205,14 @@ def table(found: SuiteResults, *, where: Path) -> str:
 
 
 def with_judge_costs(table: str, judges: Mapping[str, float]) -> str:
-    """A table followed by the costs of the judges, if any were called."""
+    """Returns a table followed by the costs of the judges, if any were called."""
     from agentrl.judge import JudgeUsage
 
     return f"{table}\njudges  {JudgeUsage.from_figures(judges).summary()}" if judges else table
 
 
 def rates(figures: EvaluationFigures) -> list[str]:
-    """The figures of an evaluation as lines of text."""
+    """Returns the figures of an evaluation as lines of text."""
     lines, rate = [], figures.pass_at_1
     if rate is not None:
         lines.append(f"pass@1  {rate:.3f}  95% interval [{figures.low:.3f}, {figures.high:.3f}]")
@@ -229,7 +229,7 @@ def rates(figures: EvaluationFigures) -> list[str]:
 
 
 def render_comparison(found: Comparison, first: SuiteResults, second: SuiteResults, changed: list[str], *, verdict: bool = True) -> str:
-    """A comparison as text. `verdict`: whether to print a verdict, which is valid only for equal sampling settings."""
+    """Returns a comparison as text. `verdict`: whether to print a verdict, which is valid only for equal sampling settings."""
     names = [f"{_shown(one.about.model)} version {one.about.version} ({_shown(one.about.sha256[:12])})" for one in (first, second)]
     test = "exact" if found.exact else "sampled"
     ways = " and ".join(_sampling(one) for one in (first, second))

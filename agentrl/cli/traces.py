@@ -53,7 +53,7 @@ def open_collection(run: Path) -> Iterator[Collection]:
 
 
 def trace_filter(*, ids: Sequence[str] | None = None, **filters: Any) -> TraceFilter:
-    """The filter of the options of a command."""
+    """Returns the filter of the options of a command."""
     from agentrl.failure.collection import TraceFilter
 
     return TraceFilter(ids=tuple(ids or ()), **filters)
@@ -92,7 +92,7 @@ def user_rules(references: Sequence[str] | None) -> tuple[TriageRule, ...]:
 
 
 def user_name() -> str:
-    """The name of the user, for tags and cases."""
+    """Returns the name of the user, for tags and cases."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a user id without a name

@@ -212,7 +212,7 @@ def _print_rates(results: dict[str, dict[str, Any]]) -> None:
 
 
 def describe(summary: Summary, folder: Path) -> str:
-    """The result of a run as text: success before and after, cost, and where to find report and model."""
+    """Returns the result of a run as text: success before and after, cost, and where to find report and model."""
     lines = []
     from agentrl.experience.audit import token_balance
     from agentrl.judge import JudgeUsage
@@ -307,10 +307,10 @@ def sample(
 def worker(
     run: Annotated[Path, typer.Argument(help="Folder of a run in progress whose recipe sets rollout.workers.", show_default=False)],
 ) -> None:
-    """Sample groups for a run that is in progress, in addition to the workers that it has started.
+    """Start another rollout worker for a run in progress.
 
     Ends with the run, or with ctrl-C: then the run's other workers continue its groups. The worker needs the run folder and the project,
-    and uses as many sandboxes as each of the run's own workers.
+    and uses as many sandboxes as each worker that the run starts.
     """
     with loading():
         from agentrl.run.worker import main
@@ -320,7 +320,7 @@ def worker(
 
 
 def render_result(result: SampleResult, *, group_size: int) -> str:
-    """The result as text: a row for each kind of task, why attempts were excluded, and the next command."""
+    """Returns the result as text: a row for each kind of task, why attempts were excluded, and the next command."""
     rows = [(" ".join(printable(kind, _NAME).split()) or "-", came) for kind, came in result.by_kind.items()]
     rows = [*(rows if len(rows) > 1 else []), ("all", result.totals)]
     wide = max(4, *(len(name) for name, _ in rows))

@@ -18,7 +18,7 @@ from agentrl.cli.terminal import outlasting_terminal
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
-    from agentrl.evaluation.versus import ClearestDifference, VersionDuel
+    from agentrl.evaluation.versus import DifferenceSoFar, VersionDuel
     from agentrl.session.versions import EvaluationDifference, VersionRecord
     from agentrl.version.tensor_diff import TensorChange
 
@@ -178,10 +178,10 @@ def compare_versions(
     sandbox: SandboxChoice = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Let two versions try the same cases until it is clear which is better (A/B test, canary). Run it in the project of the recipe.
+    """Run two versions on the same cases until it is clear which is better (A/B test, canary). Use it in the recipe's project.
 
-    One server changes between their weights. After each block of 16 cases it stops if the 95% interval of the difference, which is valid
-    at any number of cases, excludes 0 (better, worse) or is within --margin (same). Exits with 1 if AFTER is worse.
+    One server switches between their weights. The comparison stops after a block of 16 cases if the 95% interval of the difference, which
+    is valid at any number of cases, excludes 0 (better, worse) or is within --margin (same). Exits with 1 if AFTER is worse.
     """
     from agentrl.evaluation.comparison import ComparisonVerdict
 
@@ -207,7 +207,7 @@ def compare_versions(
         raise typer.Exit(1)
 
 
-def _duel_text(done: ClearestDifference, duel: VersionDuel) -> str:
+def _duel_text(done: DifferenceSoFar, duel: VersionDuel) -> str:
     one, other = duel.numbers
     interval = f"{1 - duel.alpha:.0%} interval [{100 * done.interval.low:+.1f}, {100 * done.interval.high:+.1f}]"
     lines = [
@@ -227,7 +227,7 @@ def _duel_text(done: ClearestDifference, duel: VersionDuel) -> str:
 
 @versions_app.command("promote", epilog="Example: agentrl versions promote runs/quickstart 3")
 def promote_version(run: RunFolder, number: Number) -> None:
-    """Promote a version, and export it to model/ of the run folder unless the run is going on.
+    """Promote a version, and export it to model/ of the run folder unless the run is in progress.
 
     A running gate then compares later versions with it, if it was evaluated. The result of a run that ends later replaces model/.
     """
@@ -248,8 +248,8 @@ def rollback_version(
     """Return server and learner to a version: weights, optimizer, random state and schedule.
 
     The learner does it instead of its next update, in a live run or after --resume, and publishes the old weights under the next number.
-    The versions in between are rolled back and never serve again. The groups of their steps stay consumed, and those of the step of the
-    rollback, which they sampled, are excluded.
+    The versions in between are rolled back and never serve again. The groups of their steps stay consumed. The groups of the rollback's
+    step, which these versions sampled, are excluded.
     """
     from agentrl.session.folder import resume_command
     from agentrl.session.version_changes import cancel_rollback, request_rollback
@@ -270,22 +270,22 @@ def rollback_version(
             f"{'when the run has ended, ' if done.live else ''}continue with: {resume_command(run)}{' steps=N' if done.needs_steps else ''}"
         )
     if done.needs_steps:
-        print("the run has done all its steps: it needs a larger steps=N")
+        print("the run has completed its steps: set a larger steps=N")
 
 
 @versions_app.command("pin", epilog="Example: agentrl versions pin runs/quickstart 4")
 def pin_version(run: RunFolder, number: Number) -> None:
     """Keep the weights of a version and its checkpoint: learner.keep_versions and learner.keep_checkpoints do not apply to it."""
-    from agentrl.session.version_changes import checkpoint_is_there, set_pinned
+    from agentrl.session.version_changes import has_checkpoint, set_pinned
 
     set_pinned(run, number, pinned=True)
-    there = checkpoint_is_there(run, number)
+    there = has_checkpoint(run, number)
     print(f"version {number} is pinned" + ("" if there else "; its checkpoint was deleted, so the run cannot return to it"))
 
 
 @versions_app.command("unpin", epilog="Example: agentrl versions unpin runs/quickstart 4")
 def unpin_version(run: RunFolder, number: Number) -> None:
-    """Let a pinned version be deleted when newer ones replace it."""
+    """Unpin a version, so that it is deleted when newer ones replace it."""
     from agentrl.session.version_changes import set_pinned
 
     set_pinned(run, number, pinned=False)

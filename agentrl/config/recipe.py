@@ -320,5 +320,5 @@ def build(data: Mapping[str, Any]) -> Recipe:
 
 
 def load(path: Path) -> Recipe:
-    """The recipe saved in a run folder (`recipe.json`)."""
+    """Returns the recipe saved in a run folder (`recipe.json`)."""
     return build(json.loads(read_bytes(path, most=_LARGEST, inside=path.parent)))

@@ -53,7 +53,7 @@ class SamplingConfig(Section):
         return self
 
     def distribution(self, *, supports: bool = False) -> Sampling:
-        """The record of this distribution. `supports`: also return the support of every token, which training needs."""
+        """Returns the record of this distribution. `supports`: also return the support of every token, which training needs."""
         return Sampling(**dict(self), supports=supports)
 
 

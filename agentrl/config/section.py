@@ -46,7 +46,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     def but(self, *overrides: str | Mapping[str, Any], **changes: Any) -> Self:
-        """A validated copy with some keys changed: `recipe.but("learner.lr=1e-4", name="mine")`.
+        """Returns a validated copy with some keys changed: `recipe.but("learner.lr=1e-4", name="mine")`.
 
         Args:
             overrides: `a.b=value` as on the command line, or a mapping of such dotted keys to values. Another part replaces the options of
@@ -66,7 +66,7 @@ class Section(BaseModel):
         return build(type(self), data)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy; with `update` like `but`, because pydantic's own `model_copy` does not validate."""
+        """Returns a copy; with `update` like `but`, because pydantic's own `model_copy` does not validate."""
         return self.but(update) if update else super().model_copy(deep=deep)
 
     @model_validator(mode="wrap")
@@ -121,7 +121,7 @@ _RESUMABLE = "resumable"
 
 
 def resumable(default: Any, **bounds: Any) -> Any:
-    """A `Field` that a resumed run may change, with all keys below it: it affects speed, length, machine or reports, not what is
+    """Returns a `Field` that a resumed run may change, with all keys below it: it affects speed, length, machine or reports, not what is
     learned."""
     return Field(default, json_schema_extra={_RESUMABLE: True}, **bounds)
 
@@ -145,7 +145,7 @@ def resumable_keys(kind: type[Section], prefix: str = "") -> list[str]:
 
 
 def key_docs(kind: type[Section]) -> dict[str, str]:
-    """The docstrings of the keys of a section, read from its source.
+    """Returns the docstrings of the keys of a section, read from its source.
 
     pydantic's `use_attribute_docstrings` would read them at each import, which takes a third of the time to load a recipe.
     """
@@ -194,7 +194,7 @@ def build(kind: type[S], data: Mapping[str, Any]) -> S:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section class of a field with this annotation; None for other fields."""
+    """Returns the section class of a field with this annotation; None for other fields."""
     if typing.get_origin(annotation) in (dict, tuple):  # sections by name, or a list of sections
         return None
     for one in (annotation, *typing.get_args(annotation)):
@@ -204,12 +204,12 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 
 def named_section_of(annotation: Any) -> type[Section] | None:
-    """The section class of a field that maps names to sections; None for other fields."""
+    """Returns the section class of a field that maps names to sections; None for other fields."""
     return section_of(typing.get_args(annotation)[1]) if typing.get_origin(annotation) is dict else None
 
 
 def listed_section_of(annotation: Any) -> type[Section] | None:
-    """The section class of a field that is a list of sections; None for other fields."""
+    """Returns the section class of a field that is a list of sections; None for other fields."""
     return section_of(typing.get_args(annotation)[0]) if typing.get_origin(annotation) is tuple else None
 
 
@@ -286,7 +286,7 @@ def _is_below_part(model: type[Section] | None, dotted: object) -> bool:
 
 
 def _with_part_key(current: Any, keys: list[str], value: Any, *, where: str) -> dict[str, Any]:
-    """The data of a part after an override of its `ref`, its `options` or one option."""
+    """Returns the data of a part after an override of its `ref`, its `options` or one option."""
     name, *option = keys
     if name not in PART_KEYS or (name == "ref" and option):
         key = ".".join([where, *keys])
@@ -296,7 +296,7 @@ def _with_part_key(current: Any, keys: list[str], value: Any, *, where: str) -> 
 
 
 def _with_item(current: Any, keys: list[str], value: Any, *, where: str) -> dict[str, Any]:
-    """A mapping with one key set. A dot is part of the key."""
+    """Returns a mapping with one key set. A dot is part of the key."""
     if not isinstance(current or {}, dict):
         raise RecipeError(f"{where}: expected a mapping, got {shortened(current)}")
     return {**(current or {}), ".".join(keys): value}

@@ -206,6 +206,6 @@ def _calls(wanted: Sequence[Any]) -> tuple[RequestedCall, ...]:
 
 
 def _echo(answer: ChatAnswer) -> dict[str, Any]:
-    """The message that repeats a turn of the model in later requests."""
+    """Returns the message that repeats a turn of the model in later requests."""
     calls = [{"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}} for one in answer.calls]
     return {"role": "assistant", "content": answer.text or None, "tool_calls": calls}

@@ -78,7 +78,7 @@ class Comparison:
     verdict: ComparisonVerdict
 
     def cases_needed(self, difference: float, *, chance: float = 0.8) -> int:
-        """The number of similar cases that detect a difference with this chance. Raises `ValueError` for a difference of 0.
+        """Returns the number of similar cases that detect a difference with this chance. Raises `ValueError` for a difference of 0.
 
         Plans without noise if fewer cases flipped than the difference requires.
         """

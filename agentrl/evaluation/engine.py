@@ -66,7 +66,7 @@ async def run_attempts(
 
 
 def evaluation_runner(groups: GroupRunner, sampling: Sampling) -> GroupRunner:
-    """A run's group runner with the sampling of evaluations."""
+    """Returns a run's group runner with the sampling of evaluations."""
     return replace(groups, runner=replace(groups.runner, sampling=sampling))
 
 
@@ -177,12 +177,12 @@ def case_repeats(case: Case, otherwise: int) -> int:
 
 
 def case_thresholds(suite: Suite) -> dict[str, float]:
-    """The cases' own thresholds, if they have any."""
+    """Returns the cases' own thresholds, if they have any."""
     return {case.id: case.threshold for case in suite.cases if case.threshold is not None}
 
 
 def utc_now() -> str:
-    """The current UTC time, in seconds."""
+    """Returns the current UTC time, in seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

@@ -46,7 +46,7 @@ class HeldOutEvaluation:
 
     @classmethod
     def of(cls, run: Run) -> HeldOutEvaluation:
-        """The evaluations of an open run."""
+        """Returns the evaluations of an open run."""
         return cls(
             config=run.recipe.evaluation,
             memory=run.recipe.memory,

@@ -253,7 +253,7 @@ class SuiteTasks:
         self._tasks = [case.task for folder in folders.split("\n") for case in load_suite(Path(folder)).cases]
 
     def size(self, split: Split) -> int:
-        """The number of cases; all are in the training split."""
+        """Returns the number of cases; all are in the training split."""
         return len(self._tasks) if split is Split.TRAIN else 0
 
     def task(self, split: Split, index: int) -> Task:
@@ -296,7 +296,7 @@ def _of_run(run: Path) -> dict[str, Any]:
 
 
 def _room(suites: Sequence[Suite]) -> int:
-    """The context length that the longest case needs."""
+    """Returns the context length that the longest case needs."""
     longest = max(case.task.limits.episode_tokens for suite in suites for case in suite.cases)
     if longest > _LONGEST_CONTEXT:
         raise RecipeError(f"a case needs a context of {longest:,} tokens", fix="set policy.max_model_len=...")
@@ -304,7 +304,7 @@ def _room(suites: Sequence[Suite]) -> int:
 
 
 def _longest(model: Path) -> int:
-    """The maximum context length of a model. The checks before a start report an invalid folder."""
+    """Returns the maximum context length of a model. The checks before a start report an invalid folder."""
     try:
         positions = read_json(model / "config.json").get("max_position_embeddings")
     except (OSError, ValueError):

@@ -115,13 +115,13 @@ class CaseItem(pytest.Item):
             raise CaseNotPassed(self.outcome)
 
     def error_text(self, error: BaseException) -> str:
-        """The text that pytest shows for an error; empty for a bug, for which it shows the stack."""
+        """Returns the text that pytest shows for an error; empty for a bug, for which it shows the stack."""
         if isinstance(error, CaseNotPassed):
             return "\n".join(self._report_lines(error.outcome))
         return f"{type(error).__name__}: {error}" if isinstance(error, AgentRLError) else ""
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        """The case's file and name, for pytest."""
+        """Returns the case's file and name, for pytest."""
         return self.suite.folder / "cases" / f"{self.case.id}.json", 0, f"{one_line(self.suite.name, 60)}: {self.case.id}"
 
     def _report_lines(self, outcome: CaseOutcome) -> Iterator[str]:
@@ -166,7 +166,7 @@ class SuitePlugin:
         config.args = [*(config.args if explicit else []), *further]  # tests run in addition to suites if they are arguments
 
     def pytest_report_header(self) -> str:
-        """The number of suites, and the policy."""
+        """Returns the number of suites, and the policy."""
         return f"agentrl: {len(self._folders)} suite{'s' if len(self._folders) > 1 else ''}, policy {one_line(self._policy.name, 200)}"
 
     def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
@@ -226,7 +226,7 @@ class SuitePlugin:
 
 
 def _policy_of(config: pytest.Config, suites: Sequence[Suite]) -> NamedPolicy:
-    """The policy of the options, or the one recorded in the suites. Raises `UserError` if there is none."""
+    """Returns the policy of the options, or the one recorded in the suites. Raises `UserError` if there is none."""
     option = config.getoption
     requests = RequestOptions.parse(option("agentrl_request"), option("agentrl_header"), option("agentrl_tokens_name"))
     if (policy := option("agentrl_policy")) is None:
@@ -237,7 +237,7 @@ def _policy_of(config: pytest.Config, suites: Sequence[Suite]) -> NamedPolicy:
 
 
 def _selected(items: Sequence[CaseItem]) -> list[Suite]:
-    """The suites with the cases that were not deselected."""
+    """Returns the suites with the cases that were not deselected."""
     selected: dict[Path, list[Case]] = {}
     for item in items:
         selected.setdefault(item.suite.folder, []).append(item.case)

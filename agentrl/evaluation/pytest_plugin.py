@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def suite_arguments(config: pytest.Config) -> list[Path]:
-    """The folders of suites among the arguments."""
+    """Returns the folders of suites among the arguments."""
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
         return []
     folders = [config.invocation_params.dir / argument for argument in config.args]

@@ -152,7 +152,7 @@ class SuiteResults:
 
 
 def same_cases(before: SuiteResults, after: SuiteResults) -> tuple[Scores, Scores, list[str]]:
-    """The scores of both evaluations without cases whose content differs, and the names of those cases."""
+    """Returns the scores of both evaluations without cases whose content differs, and the names of those cases."""
     ones, others = before.task_keys, after.task_keys
     changed = sorted(case for case in ones.keys() & others.keys() if ones[case] != others[case])
     shared = [{case: scores for case, scores in one.scores().items() if case not in changed} for one in (before, after)]
@@ -165,7 +165,7 @@ def attempt_passes(score: float | None, threshold: float) -> bool:
 
 
 def suite_sha256(task_keys: Mapping[str, str]) -> str:
-    """The hash of a suite: of its cases' names and contents."""
+    """Returns the hash of a suite: of its cases' names and contents."""
     return hashlib.sha256("\n".join(f"{case} {key}" for case, key in sorted(task_keys.items())).encode()).hexdigest()
 
 

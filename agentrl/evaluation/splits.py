@@ -81,7 +81,7 @@ class AttemptTotals:
     def evaluation(
         self, by_kind: Mapping[str, AttemptTotals], *, attempts: int, transcripts: Sequence[dict[str, Any]] = ()
     ) -> SplitEvaluation:
-        """The totals as an evaluation, with the totals of each kind of task. `attempts`: per task."""
+        """Returns the totals as an evaluation, with the totals of each kind of task. `attempts`: per task."""
         tries = self.tries
         tokens = [one.tokens for tried in tries for one in tried]
         return SplitEvaluation(
@@ -157,7 +157,7 @@ async def evaluate_split(
 
 
 def _split_tasks(family: TaskFamily, split: Split, count: int, thinking_tokens: int | None) -> list[Task | Failure]:
-    """The tasks, or why they cannot be created. Raises `RecipeError` if the split is empty or a task has no room for the bound."""
+    """Returns the tasks, or why they cannot be created. Raises `RecipeError` if the split is empty or a task has no room for the bound."""
     size = family.size(split)
     tasks = [_create_task(family, split, index) for index in range(count if size is None else min(count, size))]
     if not tasks:

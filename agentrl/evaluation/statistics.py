@@ -108,7 +108,7 @@ def fisher_p_value(passed: int, tries: int, before_passed: int, before_tries: in
 
 
 def holm_rejections(p_values: Sequence[float], alpha: float, *, hypotheses: int) -> tuple[bool, ...]:
-    """The rejected hypotheses, with a chance of at most `alpha` of any false rejection under any dependence (Holm 1979).
+    """Returns the rejected hypotheses, with a chance of at most `alpha` of any false rejection under any dependence (Holm 1979).
 
     Args:
         hypotheses: their number, at least that of the p-values. Those without a p-value count as if it were 1.
@@ -122,7 +122,7 @@ def holm_rejections(p_values: Sequence[float], alpha: float, *, hypotheses: int)
 
 
 def e_value(differences: Sequence[float], *, null: float = 0.0) -> float:
-    """Evidence for a mean below `null` that may be inspected after each new case.
+    """Returns the evidence for a mean below `null`, which may be inspected after each new case.
 
     For a null of 0 it is the mean over stakes of the product over cases of 1 - stake * d. The stakes are 0.05, 0.15, ..., 0.95
     (Waudby-Smith and Ramdas 2024). If the mean of each case, given those before it, is at least `null`, the probability that the value ever
@@ -142,7 +142,7 @@ def e_value(differences: Sequence[float], *, null: float = 0.0) -> float:
 
 
 def anytime_interval(differences: Sequence[float], *, level: float = 0.95) -> Interval:
-    """Interval of the mean difference that holds at every number of cases at once, so that one may stop when it suits.
+    """Returns an interval of the mean difference that is valid at every number of cases at once, so a comparison may stop at any of them.
 
     Contains the means with less than 2 / (1 - level) evidence (`e_value`) for a lower and for a higher one. It excludes 0 exactly if the
     evidence against 0 in one direction reaches that value. Wider than `difference_interval`. [-1, 1] without a case.
@@ -158,7 +158,7 @@ def anytime_interval(differences: Sequence[float], *, level: float = 0.95) -> In
 
 
 def _bound(differences: Sequence[float], enough: float) -> float:
-    """The lowest null at which the evidence for a lower mean reaches `enough`, to 1e-9; 1 if it never does."""
+    """Returns the lowest null at which the evidence for a lower mean reaches `enough`, to 1e-9; 1 if it never does."""
     low, high = -1.0, 1.0
     while high - low > 1e-9:
         middle = (low + high) / 2
@@ -195,7 +195,7 @@ def difference_interval(by_case: Sequence[float], *, level: float = 0.95, made_u
 
 
 def rate_interval(by_case: Sequence[float], tries: int) -> Interval:
-    """The mean of case rates with Wilson's 95% interval for the effective number of independent tries (Kish 1965).
+    """Returns the mean of case rates with Wilson's 95% interval for the effective number of independent tries (Kish 1965).
 
     That number gives a mean of single tries the variance of the case rates. It is between the number of cases, if repeats agree, and
     `tries`, if they are independent.
@@ -216,7 +216,7 @@ def rate_interval(by_case: Sequence[float], tries: int) -> Interval:
 
 
 def pass_at_k(passed: int, tries: int, k: int) -> float:
-    """The unbiased estimate that one of k attempts passes: 1 - C(tries - passed, k) / C(tries, k) (Chen et al. 2021).
+    """Returns the unbiased estimate that one of k attempts passes: 1 - C(tries - passed, k) / C(tries, k) (Chen et al. 2021).
 
     Raises `ValueError` for impossible counts, and for fewer than `k` attempts.
     """
@@ -226,7 +226,7 @@ def pass_at_k(passed: int, tries: int, k: int) -> float:
 
 
 def mean_pass_at_k(cases: Sequence[tuple[int, int]], k: int) -> float | None:
-    """The mean over the cases (passed, tries) with at least `k` tries; None if there is none."""
+    """Returns the mean over the cases (passed, tries) with at least `k` tries; None if there is none."""
     estimates = [pass_at_k(passed, tries, k) for passed, tries in cases if tries >= k]
     return sum(estimates) / len(estimates) if estimates else None
 
@@ -305,7 +305,7 @@ def cases_needed(difference: float, spread: float, *, alpha: float = 0.05, power
 
 
 def smallest_detectable(cases: int, noise: float, *, repeats: int = 1, alpha: float = 0.05, power: float = 0.8) -> float | None:
-    """The smallest difference, in hundredths, that this number of cases detects; None if not even a difference of 1."""
+    """Returns the smallest difference, in hundredths, that this number of cases detects; None if not even a difference of 1."""
     for hundredths in range(1, 101):
         difference = hundredths / 100
         if cases_needed(difference, planned_spread(difference, noise, repeats=repeats), alpha=alpha, power=power) <= cases:
@@ -340,7 +340,7 @@ def _sampled_flips(sizes: Sequence[int], risen: int, seed: int) -> Tails:
 
 
 def _digit_sum(number: int, width: int) -> int:
-    """The sum of the digits in base 2^width if it is below 2^width - 1: the number modulo that, as with nines in base ten."""
+    """Returns the sum of the digits in base 2^width if it is below 2^width - 1: the number modulo that, as with nines in base ten."""
     return number if width == 1 else number % ((1 << width) - 1)
 
 

@@ -175,7 +175,7 @@ class _Evaluation:
 
 
 def _names(suites: Sequence[Suite]) -> dict[Path, str]:
-    """A unique name for each suite, for files and episodes."""
+    """Returns a unique name for each suite, for files and episodes."""
     names: dict[Path, str] = {}
     for suite in suites:
         plain = "".join(c if c.isascii() and (c.isalnum() or c in "_.") else "-" for c in suite.folder.resolve().name).strip("-.")[:60]

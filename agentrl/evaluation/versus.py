@@ -41,7 +41,7 @@ _BLOCK = 16  # cases between two verdicts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClearestDifference:
+class DifferenceSoFar:
     """The difference of two versions after the cases tried so far: mean score of the second minus that of the first, over cases."""
 
     verdict: ComparisonVerdict  # `not enough data` means that no case is left
@@ -57,7 +57,7 @@ class ClearestDifference:
 
 def difference_so_far(
     before: Sequence[SuiteAttempt], after: Sequence[SuiteAttempt], *, alpha: float, margin: float, most: int
-) -> ClearestDifference:
+) -> DifferenceSoFar:
     """Compares the attempts of two versions, each in the order in which the cases were tried.
 
     The verdict is `worse` or `better` if the interval of level 1 - alpha excludes 0, else `same` if it is within the margin. Raises
@@ -79,7 +79,7 @@ def difference_so_far(
     elif -margin < interval.low and interval.high < margin:
         verdict = ComparisonVerdict.SAME
     count = max(1, len(ordered))
-    return ClearestDifference(
+    return DifferenceSoFar(
         verdict=verdict,
         interval=interval,
         before=sum(sum(pair.before) / len(pair.before) for pair in ordered) / count,
@@ -166,8 +166,8 @@ def prepare_duel(
 
 
 async def run_duel(
-    duel: VersionDuel, *, console: bool = True, on_block: Callable[[ClearestDifference], None] = lambda so_far: None
-) -> ClearestDifference:
+    duel: VersionDuel, *, console: bool = True, on_block: Callable[[DifferenceSoFar], None] = lambda so_far: None
+) -> DifferenceSoFar:
     """Runs attempts by both versions until the verdict is clear or no case is left, and stores them in the folder of the comparison.
 
     Args:
@@ -196,9 +196,9 @@ async def try_blocks(
     policy: OpenPolicy,
     pair: tuple[PolicyVersion, PolicyVersion],
     *,
-    on_block: Callable[[ClearestDifference], None] = lambda so_far: None,
-) -> ClearestDifference:
-    """Tries block after block with both versions of an open policy. Each second block starts with the weights that are loaded.
+    on_block: Callable[[DifferenceSoFar], None] = lambda so_far: None,
+) -> DifferenceSoFar:
+    """Tries block after block with both versions of an open policy. Every second block starts with the version that is already loaded.
 
     Args:
         on_block: called with the difference after each block.

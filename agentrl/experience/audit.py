@@ -156,7 +156,7 @@ def _checkpoint_problems(name: str, content: bytes | str, entries: Sequence[Ledg
 
 
 def _checkpoint_uses(content: bytes) -> tuple[int, dict[int, tuple[int, GroupUse]]]:
-    """The completed steps of a checkpoint, and step and use of each group."""
+    """Returns the completed steps of a checkpoint, and step and use of each group."""
     fields = json.loads(content)
     uses = {
         int(index): (int(step), codec.from_json(GroupUse, json.dumps(use)))

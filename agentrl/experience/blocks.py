@@ -37,15 +37,15 @@ class BlockStarts:
         self._newest = -1  # newest block that this process has started
 
     def version_of(self, block: int) -> int:
-        """The version that a started block starts from."""
+        """Returns the version that a started block starts from."""
         return self._versions.get(block, self._usual(block))
 
     def oldest_version(self, block: int) -> int:
-        """The oldest version that a block starts from, or may start from if it has not started."""
+        """Returns the oldest version that a block starts from, or may start from if it has not started."""
         return self.version_of(min(block, self._newest)) if self._newest >= 0 else 0
 
     def needed_version(self, slot: int, *, parked: int) -> int:
-        """The version that must serve before the group in a slot starts. Slots count the groups of all blocks, without extra groups.
+        """Returns the version that must serve before the group in a slot starts. Slots count the groups of all blocks except extra ones.
 
         Args:
             parked: number of parked groups.

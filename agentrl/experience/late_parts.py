@@ -31,7 +31,7 @@ _COLUMNS = "idx, attempt, low, high, expires_at, value, scored_by, key, closed_a
 
 
 class Clock:
-    """Unix time that never jumps: the wall clock at its creation, continued by the clock of the time since boot, suspension included.
+    """Unix time without jumps: the wall clock at creation, plus the time that has passed since then, including suspension.
 
     A deadline is an absolute time, so it continues while no process runs. A wall clock that is changed while a process runs has no effect
     on that process. One that was wrong at its start shifts the deadlines by its error, and is corrected with the next start. An expiry is
@@ -61,7 +61,7 @@ class LatePart:
     closed_at: float | None = None  # when the score arrived or the expiry was recorded; None for an open part
 
     def accept(self, score: LateScore, *, now: float, consumed: bool) -> bool:
-        """Whether to store a score for this part; False if it is stored already. Raises `ScoreRejected`.
+        """Returns whether to store a score for this part; False if it is stored already. Raises `ScoreRejected`.
 
         Args:
             consumed: whether a learner step has consumed the group.
@@ -88,18 +88,18 @@ _FINAL = "a stored score is final; send the same value to repeat a message"
 
 
 def reused_key(score: LateScore) -> ScoreRejected:
-    """The error for an idempotency key that belongs to a score for another part."""
+    """Returns the error for an idempotency key that belongs to a score for another part."""
     return ScoreRejected(
         f"key {score.key!r} belongs to a score of another part", cause="contradictory", fix="send each score with its own key"
     )
 
 
 def unknown_part(score: LateScore) -> ScoreRejected:
-    """The error for a part that no stored group waits for or waited for."""
+    """Returns the error for a part that no stored group waits for or waited for."""
     return ScoreRejected(
         f"no stored group waits for part {score.part!r} of episode {score.episode_id!r}",
         cause="unknown",
-        fix="agentrl score RUN --list shows what can be scored",
+        fix="agentrl score RUN --list shows the parts that wait for a score",
     )
 
 
@@ -174,7 +174,7 @@ def update_counts(db: sqlite3.Connection, groups: Iterable[int], *, read: Callab
 
 
 def closed_parts(db: sqlite3.Connection, groups: Sequence[int]) -> dict[int, dict[tuple[str, str], float | None]]:
-    """The parts of groups that arrived or expired: group -> (episode id, part) -> value, None for an expired part."""
+    """Returns the parts of groups that arrived or expired: group -> (episode id, part) -> value, None for an expired part."""
     closed: dict[int, dict[tuple[str, str], float | None]] = {}
     query = "SELECT idx, episode_id, part, value FROM late_parts WHERE closed_at IS NOT NULL AND idx IN (SELECT value FROM json_each(?))"
     for index, episode_id, part, value in db.execute(query, (json.dumps(groups),)):
@@ -183,7 +183,7 @@ def closed_parts(db: sqlite3.Connection, groups: Sequence[int]) -> dict[int, dic
 
 
 def pending_scores(db: sqlite3.Connection, *, limit: int, after: str) -> tuple[PendingScore, ...]:
-    """The open parts of at most `limit` episodes whose id follows `after`, in ascending order of id."""
+    """Returns the open parts of at most `limit` episodes whose id follows `after`, in ascending order of id."""
     page = "SELECT DISTINCT episode_id FROM late_parts WHERE closed_at IS NULL AND episode_id > ? ORDER BY episode_id LIMIT ?"
     query = (
         "SELECT episode_id, late_parts.idx, attempt, task_id, part, low, high, expires_at FROM late_parts JOIN groups USING (idx)"
@@ -205,5 +205,5 @@ def pending_scores(db: sqlite3.Connection, *, limit: int, after: str) -> tuple[P
 
 
 def parked_groups(db: sqlite3.Connection) -> tuple[int, ...]:
-    """The groups with open parts, in ascending order."""
+    """Returns the groups with open parts, in ascending order."""
     return tuple(row[0] for row in db.execute("SELECT DISTINCT idx FROM late_parts WHERE closed_at IS NULL ORDER BY idx"))

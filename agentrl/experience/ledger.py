@@ -51,7 +51,7 @@ class GroupOrder:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> GroupOrder:
-        """The order that a recipe configures."""
+        """Returns the order that a recipe configures."""
         rollout = recipe.rollout
         return cls(
             per_step=rollout.groups_per_step,
@@ -68,16 +68,16 @@ class GroupOrder:
         return cls(per_step=_FAR, min_group_size=rollout.group.min_size)
 
     def block_of(self, index: int) -> int:
-        """The block of a group. With `in_order` it is also the group's learner step."""
+        """Returns the block of a group. With `in_order` it is also the group's learner step."""
         return index // (self.per_step + self.extra)
 
     def block(self, number: int) -> range:
-        """All groups that a block may have, in the order in which they start."""
+        """Returns all groups that a block may have, in the order in which they start."""
         size = self.per_step + self.extra
         return range(number * size, (number + 1) * size)
 
     def position(self, index: int) -> int:
-        """A group's position in the task schedule. Extra groups have separate positions, so they do not shift the others."""
+        """Returns a group's position in the task schedule. Extra groups have separate positions, so they do not shift the others."""
         number, place = divmod(index, self.per_step + self.extra)
         return number * self.per_step + place if place < self.per_step else _FAR + number * self.extra + place - self.per_step
 

@@ -1,4 +1,4 @@
-"""Groups from rollout workers to the driver through a Redis stream. The ledger in the experience store stays the truth.
+"""Groups from rollout workers to the driver through a Redis stream. The ledger in the experience store stays authoritative.
 
     worker: MULTI, XADD each group, EXEC --(stream)--> driver: XREADGROUP -> one commit of the store -> XACK and XDEL
 
@@ -151,12 +151,12 @@ class RedisTransport:
                 if (fields or {}).get(b"group") != str(group.index).encode():
                     raise ValueError(f"the entry is not for group {group.index}, which it contains")
             except ValueError as error:
-                self._set_aside(name, fields or {}, one_line_error(error))
+                self._move_damaged(name, fields or {}, one_line_error(error))
             else:
                 deliveries.append(Delivery(id=name, group=group))
         return tuple(deliveries)
 
-    def _set_aside(self, identity: str, fields: Mapping[bytes, bytes], reason: str) -> None:
+    def _move_damaged(self, identity: str, fields: Mapping[bytes, bytes], reason: str) -> None:
         """Moves a damaged entry to the stream `damaged`."""
         self.damaged += 1
         log.warning("entry %s of the Redis stream is not a group, and is kept in the stream %s: %s", identity, self._aside, reason[:500])
@@ -183,14 +183,14 @@ class RedisTransport:
             batch.execute()
 
     def _answer(self, call: Callable[[], Any]) -> Any:
-        """The server's answer. Repeats a call while the server is lost, loading or full; other errors are those of redis-py."""
+        """Returns the server's answer. Repeats a call while the server is lost, loading or full; other errors are those of redis-py."""
         deadline, pause_s = time.monotonic() + self._give_up_s, _FIRST_PAUSE_S
         while True:
             try:
                 return call()
             except redis.RedisError as error:
                 if _lacks_readers(error):
-                    self._make_readers()
+                    self._create_readers()
                 elif not _passes(error):
                     raise
                 if time.monotonic() + pause_s > deadline:
@@ -202,7 +202,7 @@ class RedisTransport:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _make_readers(self) -> None:
+    def _create_readers(self) -> None:
         """Creates the stream and its consumer group, which a new server lacks."""
         with suppress(redis.RedisError):  # another reader has created it, or the next call fails in the same way
             self._redis.xgroup_create(self._groups, _READERS, id="0", mkstream=True)

@@ -134,7 +134,7 @@ class SqliteStore:
             return late_parts.add_score(db, score, now=now, read=lambda index: self._group(db, index))
 
     def expire_scores(self, *, now: float) -> tuple[int, ...]:
-        """Ends the waiting for parts that have expired. Returns the groups that they belong to."""
+        """Closes the parts that have expired. Returns the groups that they belong to."""
         with self._reading() as db:
             if not late_parts.has_expired(db, now=now):  # usual, and needs no write lock
                 return ()
@@ -204,7 +204,7 @@ class SqliteStore:
             self._connection.close()
 
     def _group(self, db: sqlite3.Connection, index: int) -> Group:
-        """A stored group with its closed parts, read in a transaction."""
+        """Returns a stored group with its closed parts, read in a transaction."""
         return self._decode(index, self._bodies(db, [index])[index]).with_parts(late_parts.closed_parts(db, [index]).get(index, {}))
 
     def _bodies(self, db: sqlite3.Connection, indices: Sequence[int]) -> dict[int, bytes]:

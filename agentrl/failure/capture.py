@@ -159,7 +159,7 @@ class Capture:
         return replace(trace, tags=tag_by_rules(trace, self._rules))
 
     def _kind(self, task: Task | None) -> str:
-        """The kind of a task, or `OTHERS` beyond `MAX_KINDS` distinct kinds, since tasks may name any number of them."""
+        """Returns the kind of a task, or `OTHERS` beyond `MAX_KINDS` distinct kinds, since tasks may name any number of them."""
         kind = kind_of_task(task)
         if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
             return OTHERS

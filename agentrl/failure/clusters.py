@@ -138,7 +138,7 @@ def _vectors(traces: Sequence[TraceFeatures], embed: Embedding | None) -> Any:
 
 
 def _labels(vectors: Any, alike: float) -> list[int]:
-    """A cluster number for each distinct vector. Those beyond `_MAX_COMPARED` join the cluster of their nearest neighbour."""
+    """Returns a cluster number for each distinct vector. Those beyond `_MAX_COMPARED` join the cluster of their nearest neighbour."""
     compared, rest = vectors[:_MAX_COMPARED], vectors[_MAX_COMPARED:]
     if compared.shape[0] == 1:
         return [0]
@@ -186,7 +186,7 @@ def _features(trace: Trace, timeline: Timeline) -> Iterator[tuple[str, str]]:
 
 
 def _error_lines(timeline: Timeline) -> list[str]:
-    """The last line of each output that failed, or that looks like an error if its success is unknown."""
+    """Returns the last line of each output that failed, or that looks like an error if its success is unknown."""
     errors: list[str] = []
     for step in timeline.steps:
         errors += [error[:400] for error in step.malformed[:1]]

@@ -103,7 +103,7 @@ class TraceFilter:
     ids: tuple[str, ...] = ()
 
     def sql_where(self) -> tuple[str, list[Any]]:
-        """The SQL WHERE clause and its parameters."""
+        """Returns the SQL WHERE clause and its parameters."""
         equal = {"tag": self.tag, "kind": self.kind, "why": self.why, "phase": self.phase}
         terms = [f"{name} = ?" for name, value in equal.items() if value]
         values: list[Any] = [value for value in equal.values() if value]
@@ -115,7 +115,7 @@ class TraceFilter:
 
 
 def count_of_trace(trace: Trace) -> EpisodeCount:
-    """The count of one trace."""
+    """Returns the count of one trace."""
     return EpisodeCount(
         phase=trace.phase,
         step=trace.step,
@@ -211,7 +211,7 @@ class Collection:
             return [TraceRow(**dict(zip(names, self._typed(names, line), strict=True))) for line in lines]
 
     def count_matching(self, wanted: TraceFilter) -> int:
-        """The number of traces that a filter matches."""
+        """Returns the number of traces that a filter matches."""
         where, values = wanted.sql_where()
         with self._query():
             return int(self._db.execute(f"SELECT COUNT(*) FROM traces{where}", values).fetchone()[0])
@@ -287,7 +287,7 @@ class Collection:
         self._sizes.pop(phase, None)
 
     def first_passed_phase(self, task_key: str, *, but: str) -> str:
-        """The first phase in which a task passed, other than `but`; empty if there is none."""
+        """Returns the first phase in which a task passed, other than `but`; empty if there is none."""
         with self._query():
             row = self._db.execute("SELECT phase FROM passed WHERE task_key = ? AND phase != ?", (task_key, but)).fetchone()
         return "" if row is None else str(row[0])
@@ -418,7 +418,7 @@ def _question(trace: Trace) -> str:
 
 
 def _packed(trace: Trace) -> tuple[bytes, int]:
-    """A trace without task and tags as compressed JSON, and its size before compression."""
+    """Returns a trace without task and tags as compressed JSON, and its size before compression."""
     fields = ("id", "why", "source", "episode", "spoken", "tools", "score", "phase", "step", "origin", "missing")
     text = codec.to_json({name: getattr(trace, name) for name in fields} | {"format": FORMAT})
     return (compress(text), len(text)) if len(text) <= MAX_TRACE_BYTES else (b"", len(text))

@@ -81,7 +81,7 @@ def _order(value: Any) -> tuple[int, int, str]:
 
 
 def _examples(collection: Collection, names: list[str]) -> list[dict[str, Any]]:
-    """The newest failure of each of the most frequent tags."""
+    """Returns the newest failure of each of the most frequent tags."""
     examples = []
     for name in names[:_EXAMPLES]:
         for row in collection.rows(TraceFilter(tag=name), most=1, newest=True):
@@ -95,7 +95,7 @@ def _examples(collection: Collection, names: list[str]) -> list[dict[str, Any]]:
 
 
 def example_of(trace: Trace) -> dict[str, Any]:
-    """A trace as the report shows an episode, with its tag."""
+    """Returns a trace as the report shows an episode, with its tag."""
     timeline, tag, task = timeline_of(trace), deciding_tag(trace.tags), trace.task
     return {
         "trace": trace.id,

@@ -137,7 +137,7 @@ class Quarantine:
         return len(self._faults)
 
     def known_fault(self, task_key: str) -> Failure | None:
-        """The fault of a quarantined task, else None. Keys are content hashes, so a repaired task has a new key."""
+        """Returns the fault of a quarantined task, else None. Keys are content hashes, so a repaired task has a new key."""
         message = self._faults.get(task_key)
         return None if message is None else Failure(stage="task", blame=Blame.TASK, kind="quarantined", message=message)
 
@@ -166,5 +166,5 @@ class Quarantine:
 
 
 def count_quarantined(run_dir: Path) -> int:
-    """The number of quarantined tasks of a run."""
+    """Returns the number of quarantined tasks of a run."""
     return len({line["task_key"] for line in read_json_lines(run_dir / QUARANTINE_FILE)})

@@ -43,12 +43,12 @@ class Overlap(StrEnum):
 
 
 def normalize_text(text: str) -> str:
-    """The text without case and extra white space."""
+    """Returns the text without case and extra white space."""
     return " ".join(text.split()).casefold()
 
 
 def normalize_ids(text: str) -> str:
-    """The text without case and extra white space, with ids replaced by `#`."""
+    """Returns the text without case and extra white space, with ids replaced by `#`."""
     return _ID.sub("#", normalize_text(text))
 
 
@@ -84,7 +84,7 @@ class WithheldTasks:
         return len(self.cases)
 
     def match(self, task: Task) -> tuple[Case, Overlap] | None:
-        """The case that is the same as a task, else one that is a twin; None for a task that may be trained on."""
+        """Returns the case that is the same as a task, else one that is a twin; None for a task that may be trained on."""
         twin = None
         for known, case in self._by_prompt.get(_prompt_digest(task), ()) if self._by_prompt else ():
             overlap = overlap_of(known, task)
@@ -123,7 +123,7 @@ class WithholdingLog:
 
 
 def count_withheld(run_dir: Path) -> int:
-    """The number of training tasks that a run withheld."""
+    """Returns the number of training tasks that a run withheld."""
     return len({line["task_key"] for line in read_json_lines(run_dir / FILE)})
 
 
@@ -153,7 +153,7 @@ def _file_lines(task: Task) -> Counter[str]:
 
 
 def _truth(task: Task) -> str:
-    """The answer, or without one all of the task's data, in a form that is equal for twins.
+    """Returns the answer, or without one all of the task's data, in a form that is equal for twins.
 
     An id becomes the number of its first occurrence in prompt and files. An id that does not occur there stays if it is part of an answer,
     because it was computed, as 0x2f is.

@@ -98,7 +98,7 @@ _QUOTES = "`'\"*.!$€ \t\r\n"
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number that a text is, in plain notation with optional thousands commas; None if it is not a number."""
+    """Returns the number that a text is, in plain notation with optional thousands commas; None if it is not a number."""
     return numbers.parse_number(text.strip(_QUOTES + "%").replace(",", "")) if len(text) <= 64 else None
 
 
@@ -130,5 +130,5 @@ def contains_only_answer(truth: str, text: str, tolerance: float) -> bool:
 
 
 def nonblank_lines(text: str) -> list[str]:
-    """The lines of a text that are not blank, stripped."""
+    """Returns the lines of a text that are not blank, stripped."""
     return [line.strip() for line in text.split("\n") if line.strip()]

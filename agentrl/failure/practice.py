@@ -50,7 +50,7 @@ class PracticeTask(Record):
 
 
 def practice_task(case: Case, how: str, task: Task) -> PracticeTask:
-    """A practice task for a case."""
+    """Returns a practice task for a case."""
     return PracticeTask(case=case.id, how=how, task=task, key=task.key)
 
 
@@ -113,11 +113,11 @@ class PracticeSchedule:
             seen[suite] += 1
 
     def practice_groups_before(self, group_index: int) -> int:
-        """The number of practice groups before a group."""
+        """Returns the number of practice groups before a group."""
         return group_index * self.share.numerator // self.share.denominator
 
     def task_of_group(self, group_index: int) -> Task | None:
-        """The practice task of a group; None for a group of the family's schedule."""
+        """Returns the practice task of a group; None for a group of the family's schedule."""
         number = self.practice_groups_before(group_index)
         if self.practice_groups_before(group_index + 1) == number:
             return None
@@ -143,7 +143,7 @@ def open_practice(
 
 
 def gold_without_answer(family: TaskFamily, task: Task) -> str:
-    """The task's gold program, which computes the answer from the files.
+    """Returns the task's gold program, which computes the answer from the files.
 
     Raises `TaskError` if the program depends on the answer, or the task has no answer.
     """

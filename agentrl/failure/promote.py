@@ -39,7 +39,7 @@ class UserParts:
     image: str = ""  # sandbox image, for stubs and verifiers that use a sandbox
 
     def truth_of(self, trace: Trace) -> Any:
-        """The right answer to a trace's task; None if it is unknown."""
+        """Returns the right answer to a trace's task; None if it is unknown."""
         return self.truths.get(trace.id, trace.origin.get(self.truth_from) if self.truth_from else None)
 
 
@@ -104,7 +104,7 @@ def promote(
 
 
 def task_from_trace(trace: Trace, supplied: UserParts) -> Task:
-    """The task of a trace's agent. Raises a `UserError` that lists all missing parts."""
+    """Returns the task of a trace's agent. Raises a `UserError` that lists all missing parts."""
     messages = [one.message for one in trace.spoken]
     first = next((number for number, message in enumerate(messages) if message.role == "assistant"), len(messages))
     roles = ("system", "developer", "user")
@@ -144,7 +144,7 @@ def task_from_trace(trace: Trace, supplied: UserParts) -> Task:
 
 
 def describe_excluded_messages(trace: Trace) -> str:
-    """A note on the user's messages that the task does not include; empty if it includes all of them."""
+    """Returns a note on the user's messages that the task does not include; empty if it includes all of them."""
     roles = [one.message.role for one in trace.spoken]
     later = sum(role == "user" for role in roles[roles.index("assistant") :]) if "assistant" in roles else 0
     return f"{later} later messages of the user are excluded: a case contains only the user's first messages" if later else ""
@@ -197,7 +197,7 @@ def _case_from(trace: Trace, start: EpisodeState | None, supplied: UserParts, ab
 
 
 def _baseline(trace: Trace) -> Baseline | None:
-    """The score of the trace's single attempt; None if it is unscored or several versions sampled it."""
+    """Returns the score of the trace's single attempt; None if it is unscored or several versions sampled it."""
     value = None if trace.score is None else trace.score.value
     if value is None or not math.isfinite(value) or len(trace.versions) > 1:
         return None
@@ -206,7 +206,7 @@ def _baseline(trace: Trace) -> Baseline | None:
 
 
 def _start_tokens(case: Case) -> tuple[tuple[int, ...], ...]:
-    """The tokens that a case starts with; empty if it starts with its task."""
+    """Returns the tokens that a case starts with; empty if it starts with its task."""
     if case.start is None:
         return ()
     return (*(ids for turn in case.start.trajectories[0].turns for ids in (turn.prompt_ids, turn.completion_ids)), *case.start.prompt_ids)
@@ -231,7 +231,7 @@ def _recording(trace: Trace) -> Recording:
 
 
 def _schemas(trace: Trace, calls: Sequence[RecordedCall]) -> list[JsonObject]:
-    """The recorded schemas of the tools. For a tool without a schema, one is derived from its calls."""
+    """Returns the recorded schemas of the tools. For a tool without a schema, one is derived from its calls."""
     schemas: list[JsonObject] = [
         dict(tool) for tool in trace.tools if isinstance(tool.get("function"), dict) and tool["function"].get("name")
     ]

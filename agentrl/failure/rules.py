@@ -330,7 +330,7 @@ def _timed_out(call: TraceCall) -> bool:
 
 
 def _missing_arguments(timeline: Timeline, call: TraceCall) -> str:
-    """The arguments that the tool's schema requires and the call lacks; empty if there are none or the call succeeded."""
+    """Returns the arguments that the tool's schema requires and the call lacks; empty if there are none or the call succeeded."""
     schema: Any = (timeline.offered_tools or {}).get(call.tool)
     required = schema.get("required") if schema and call.ok is not True else None
     if not isinstance(required, list):
@@ -347,6 +347,6 @@ def _repeats_itself(text: str) -> bool:
 
 
 def _line(text: str, *, last: bool = False) -> str:
-    """The first nonblank line of a text, or the last one, where a traceback has its message."""
+    """Returns the first nonblank line of a text, or the last one, where a traceback has its message."""
     lines = nonblank_lines(text)
     return lines[-1 if last else 0][:200] if lines else ""

@@ -104,7 +104,7 @@ _newest: tuple[Trace, Timeline] | None = None
 
 
 def timeline_of(trace: Trace) -> Timeline:
-    """The timeline of a trace. The newest is cached, because each rule asks for it."""
+    """Returns the timeline of a trace. The newest is cached, because each rule asks for it."""
     global _newest
     cached = _newest
     if cached is not None and cached[0] is trace:
@@ -115,7 +115,7 @@ def timeline_of(trace: Trace) -> Timeline:
 
 
 def truncate_middle(text: str, most: int = MAX_CHARS) -> str:
-    """A text of about `most` characters: its head and tail, with the cut marked."""
+    """Returns a text of about `most` characters: its head and tail, with the cut marked."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -139,7 +139,7 @@ def render_trace(trace: Trace) -> str:
 
 
 def one_line(text: str, most: int = _LINE_CHARS) -> str:
-    """A text as one printable line of at most `most` characters."""
+    """Returns a text as one printable line of at most `most` characters."""
     text = " ".join(user_code.printable(text, 4 * most).split())
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

@@ -95,22 +95,22 @@ class Trace(Record):
 
 
 def deciding_tag_name(tags: Sequence[Tag]) -> str:
-    """The tag name under which a trace is counted: a person's newest, else the first; empty without tags."""
+    """Returns the tag name under which a trace is counted: a person's newest, else the first; empty without tags."""
     person = next((tag for tag in reversed(tags) if tag.by.startswith(BY_PERSON)), None)
     return person.name if person is not None else tags[0].name if tags else ""
 
 
 def deciding_tag(tags: Sequence[Tag]) -> Tag | None:
-    """The first tag with the name under which a trace is counted."""
+    """Returns the first tag with the name under which a trace is counted."""
     return next((tag for tag in tags if tag.name == deciding_tag_name(tags)), None)
 
 
 def newest_version(episode: Episode | None) -> int:
-    """The newest policy version that sampled an episode's tokens; -1 if there is none."""
+    """Returns the newest policy version that sampled an episode's tokens; -1 if there is none."""
     turns = (turn for trajectory in (episode.trajectories if episode else ()) for turn in trajectory.turns)
     return max((span.version for turn in turns for span in turn.versions), default=-1)
 
 
 def kind_of_task(task: Task | None) -> str:
-    """The kind of a task, at most 80 characters; empty without a task."""
+    """Returns the kind of a task, at most 80 characters; empty without a task."""
     return "" if task is None else task.kind[:80]

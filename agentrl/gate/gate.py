@@ -80,7 +80,7 @@ class Gate:
 
     @classmethod
     def of(cls, run: Run) -> Gate | None:
-        """The gate of an open run; None if its recipe has none."""
+        """Returns the gate of an open run; None if its recipe has none."""
         if run.recipe.gate is None:
             return None
         assert run.suite is not None, "the preflight checks opened the suite"
@@ -117,19 +117,19 @@ class Gate:
         return version.number != self.recipe.steps and rollback.pending_request(self.folder / "versions", self.registry) is not None
 
     def verdict_for(self, version: PolicyVersion) -> GateVerdict | None:
-        """The verdict on exactly these weights, if there is one."""
+        """Returns the verdict on exactly these weights, if there is one."""
         verdict = read_verdict(self.folder, version.number)
         return verdict if verdict is not None and verdict.sha256 == version.sha256 else None
 
     def due(self, number: int) -> PolicyVersion | None:
-        """The version of this number, if the gate must evaluate it and it was not retracted."""
+        """Returns the version of this number, if the gate must evaluate it and it was not retracted."""
         version = self.registry.get(number)
         if version is None or (number == self.served.version and version.sha256 != self.served.sha256):
             return None
         return version if number % self.config.every == 0 or number == self.recipe.steps else None
 
     def due_versions(self) -> list[PolicyVersion]:
-        """The versions up to the served one that the gate must evaluate, oldest first, starting with the newest that has a verdict.
+        """Returns the versions up to the served one that the gate must evaluate, oldest first, starting with the newest that has a verdict.
 
         After a crash these may be several: versions were served whose evaluation did not finish.
         """
@@ -201,7 +201,7 @@ class Gate:
         )
 
     def _attempt_runner(self) -> GroupRunner:
-        """The runner of evaluations, or one on the gate's own server with its own limit of concurrent episodes."""
+        """Returns the runner of evaluations, or one on the gate's own server with its own limit of concurrent episodes."""
         if self.server is None:
             return self.runner
         policy, rollout = self.server.policy, self.recipe.rollout
@@ -209,7 +209,7 @@ class Gate:
         return replace(self.runner, runner=replace(self.runner.runner, policy=policy, router=policy, pace=Pace()), slots=slots)
 
     def _baseline(self, candidate: PolicyVersion) -> SuiteResults | None:
-        """The evaluation of the last promoted version with attempts at unchanged cases, reduced to these attempts."""
+        """Returns the evaluation of the last promoted version with attempts at unchanged cases, reduced to these attempts."""
         keys = {case.id: case.key for case in self.suite.cases}
         for number in reversed(range(candidate.number)):
             version = self.registry.get(number)
@@ -303,7 +303,7 @@ class Gate:
 
 
 def gate_rule(gate: GateConfig, suite: Suite) -> GateRule:
-    """The rule that a recipe configures, with the thresholds of the suite's cases."""
+    """Returns the rule that a recipe configures, with the thresholds of the suite's cases."""
     return GateRule(
         repeats=gate.repeats,
         margin=gate.margin,
@@ -312,7 +312,7 @@ def gate_rule(gate: GateConfig, suite: Suite) -> GateRule:
 
 
 def first_version_to_serve(registry: VersionRegistry, gate: Gate | None) -> PolicyVersion:
-    """The version that a run starts with: the serving one, or else the newest that was not rolled back.
+    """Returns the version that a run starts with: the serving one, or else the newest that was not rolled back.
 
     With a gate, promoted versions may be older: the newest was blocked and training continued from it, or it was rolled back and its
     successor has not served yet.
@@ -326,7 +326,7 @@ def first_version_to_serve(registry: VersionRegistry, gate: Gate | None) -> Poli
 
 
 def promoted_result(registry: VersionRegistry, folder: Path) -> PolicyVersion | None:
-    """The result of a run with a gate: the last promoted version; None if its weights equal version 0.
+    """Returns the result of a run with a gate: the last promoted version; None if its weights equal version 0.
 
     A rollback to version 0 has its hash; with adapters it has its own hash and changes nothing.
     """

@@ -65,7 +65,7 @@ class GateRule(Record):
         return _SPENT * self.alpha / 2
 
     def suite_alpha(self, before: Scores, now: Scores) -> float:
-        """The part of `alpha` that the suite may spend: all of it if no case can block."""
+        """Returns the part of `alpha` that the suite may spend: all of it if no case can block."""
         return self.case_alpha if _blocking_cases(self, before, now) else 2 * self.case_alpha
 
 
@@ -123,7 +123,7 @@ def can_trigger_retry(before: int, now: int) -> bool:
 
 
 def cases_to_retry(rule: GateRule, before: Scores, now: Scores) -> tuple[str, ...]:
-    """The cases to retry because they look worse, the worst first; empty if no case can block."""
+    """Returns the cases to retry because they look worse, the worst first; empty if no case can block."""
     if not rule.confirm:
         return ()
     drops = [_drop(rule, case, before, now, {}) for case in _blocking_cases(rule, before, now)]
@@ -169,7 +169,7 @@ def apply_rule(rule: GateRule, before: Scores, now: Scores, again: Scores) -> Ru
 
 
 def _blocking_cases(rule: GateRule, before: Scores, now: Scores) -> list[str]:
-    """The cases that can block, by their numbers of attempts."""
+    """Returns the cases that can block, by their numbers of attempts."""
     return [case for case in before.keys() & now.keys() if rule.can_block(len(before), len(before[case]), len(now[case]))]
 
 

@@ -56,7 +56,7 @@ class GateServer:
             await self.policy.load_with_retries(version)
 
     def _newest(self) -> PolicyVersion | None:
-        """The version of a restarted server: the latest requested one, or version 0 if that version's weights are gone."""
+        """Returns the version of a restarted server: the latest requested one, or version 0 if that version's weights are gone."""
         version = self._version
         if version is None or version.number == 0:
             return version

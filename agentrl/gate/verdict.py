@@ -71,12 +71,12 @@ class GateVerdict(Record):
 
 
 def evaluation_folder(run_dir: Path, version: int) -> Path:
-    """The folder of a version's evaluation and verdict."""
+    """Returns the folder of a version's evaluation and verdict."""
     return run_dir / FOLDER / f"{version:06d}"
 
 
 def read_verdict(run_dir: Path, version: int) -> GateVerdict | None:
-    """The verdict on a version, or None without one. Raises `StoreError` if it cannot be read."""
+    """Returns the verdict on a version, or None without one. Raises `StoreError` if it cannot be read."""
     path = evaluation_folder(run_dir, version) / FILE
     try:
         verdict = codec.from_json(GateVerdict, read_bytes(path, most=_MAX_BYTES, inside=run_dir))
@@ -90,7 +90,7 @@ def read_verdict(run_dir: Path, version: int) -> GateVerdict | None:
 
 
 def read_verdicts(run_dir: Path) -> tuple[GateVerdict, ...]:
-    """All verdicts of a run, by version. Raises `StoreError` for one that cannot be read."""
+    """Returns all verdicts of a run, by version. Raises `StoreError` for one that cannot be read."""
     folder = run_dir / FOLDER
     numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
     return tuple(verdict for number in numbers if (verdict := read_verdict(run_dir, number)) is not None)
@@ -99,7 +99,7 @@ def read_verdicts(run_dir: Path) -> tuple[GateVerdict, ...]:
 def case_regressions(
     folder: Path, baseline: SuiteResults, evaluation: SuiteResults, result: RuleResult, attempts: Sequence[SuiteAttempt]
 ) -> tuple[CaseRegression, ...]:
-    """The regressed cases of an evaluation, each with a passing episode of the baseline and a failing one.
+    """Returns the regressed cases of an evaluation, each with a passing episode of the baseline and a failing one.
 
     Args:
         folder: the run folder, which contains the baseline's episodes.
@@ -134,7 +134,7 @@ def _turns(transcript: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _episode(evaluation: SuiteResults, case: str, *, passed: bool) -> str | None:
-    """An attempt at the case that passed, or that did not."""
+    """Returns an attempt at the case that passed, or that did not."""
     threshold = evaluation.about.pass_threshold(case)
     scored = ((one.episode, one.score) for one in evaluation.attempts if one.case == case and one.score is not None)
     return next((episode for episode, score in scored if attempt_passes(score, threshold) is passed), None)

@@ -119,7 +119,7 @@ def model(name: str) -> dict[str, Any]:
 
 
 def _shape(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The JSON schema of the answer, if one is requested."""
+    """Returns the JSON schema of the answer, if one is requested."""
     config = known_fields(value_or(fields.get("output_config"), {}), ("effort", "format"), "output_config")
     check_all(config, {"effort": checks.one_of(*checks.EFFORTS)}, "output_config")
     where = "output_format" if config.get("format") is None else "output_config.format"  # the former is the older one
@@ -164,7 +164,7 @@ def _blocks(answer: Answer, request: CompletionRequest) -> list[dict[str, Any]]:
 
 
 def _pieces(block: dict[str, Any], answer: Answer) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The initial form of a block, and the deltas that complete it."""
+    """Returns the initial form of a block, and the deltas that complete it."""
     if block["type"] == "tool_use":
         arguments = next(called.arguments for called in answer.calls if called.id == block["id"])
         return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
@@ -210,7 +210,7 @@ class _Tools:
 
 
 def _messages(value: Any, where: str, tools: _Tools) -> list[RequestMessage]:
-    """The messages of one message. Each tool result becomes a message, before the text next to it."""
+    """Returns the messages of one message. Each tool result becomes a message, before the text next to it."""
     about = mapping(value, where)
     role, content = about.get("role"), about.get("content")
     if role not in ("user", "assistant", "system"):

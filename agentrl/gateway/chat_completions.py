@@ -120,7 +120,7 @@ def model(name: str) -> dict[str, Any]:
 
 
 def _choice(fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The fields of `CompletionRequest` for a choice of tools, in the current or the legacy form."""
+    """Returns the fields of `CompletionRequest` for a choice of tools, in the current or the legacy form."""
     where = next((name for name in ("tool_choice", "function_call") if fields.get(name) is not None), "tool_choice")
     value = value_or(fields.get(where), "auto")
     if isinstance(value, str):
@@ -134,7 +134,7 @@ def _choice(fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> di
 
 
 def _shape(value: Any) -> Mapping[str, Any] | None:
-    """The JSON schema of the answer, if one is requested."""
+    """Returns the JSON schema of the answer, if one is requested."""
     where = "response_format"
     about = checks.known_fields(value_or(value, {"type": "text"}), ("type", "json_schema"), where)
     if about.get("type") != "json_schema":

@@ -144,7 +144,7 @@ class _Parser:
                 self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
 
     def _head(self) -> bytes:
-        """The head of the request without the offer."""
+        """Returns the head of the request without the offer."""
         lines = [b"%b %b HTTP/%b" % (self._parser.get_method(), self._protocol.url, self._parser.get_http_version().encode())]
         for name, value in self._protocol.headers:
             if name == b"connection":

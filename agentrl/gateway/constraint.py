@@ -59,7 +59,7 @@ def constraint(request: CompletionRequest, chat: Chat) -> str:
 
 
 def _calls(request: CompletionRequest, names: Sequence[str], chat: Chat) -> dict[str, Any]:
-    """The format of one or more calls of these tools."""
+    """Returns the format of one or more calls of these tools."""
     schemas, tags, between = Schemas(), [], ""
     for at, tool in enumerate(request.known_tools):
         function = tool["function"]
@@ -124,7 +124,7 @@ class Schemas:
         return rebuilt
 
     def _keyword(self, key: str, value: Any, where: str, depth: int) -> dict[str, Any]:
-        """The rebuilt form of a keyword."""
+        """Returns the rebuilt form of a keyword."""
         match key:
             case "$ref":
                 reference = _REFERENCE.fullmatch(text(value, where))
@@ -177,7 +177,7 @@ def _among(values: Sequence[Any], known: Sequence[str], where: str) -> list[str]
 
 
 def _plain(key: str, value: Any, where: str) -> Any:
-    """The value of a keyword that does not contain schemas."""
+    """Returns the value of a keyword that does not contain schemas."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if key == "additionalProperties" and isinstance(value, bool):
         return value
@@ -191,7 +191,7 @@ def _plain(key: str, value: Any, where: str) -> Any:
 
 
 def _same_as(name: str, definitions: Mapping[str, Any]) -> set[str]:
-    """The definitions that a definition reaches through `$ref` and `anyOf`, without a value in between."""
+    """Returns the definitions that a definition reaches through `$ref` and `anyOf`, without a value in between."""
     reached: set[str] = set()
     left: list[Any] = [definitions[name]]
     while left:

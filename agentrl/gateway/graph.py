@@ -249,7 +249,7 @@ class ConversationGraph:
         return self._last.get(trajectory.index)
 
     def _last_turn(self, request: CompletionRequest) -> tuple[int, SampledTurn | None, tuple[End, ...]]:
-        """The index of the last message that ends a sampled turn in its original conversation, that turn, and all ends."""
+        """Returns the index of the last message that ends a sampled turn in its original conversation, that turn, and all ends."""
         start = self._by_answer.get(request.after)
         ends = conversation_ends(request.messages) if start is None else conversation_ends(request.messages, start.end, start.call_ids)
         for at in range(len(request.messages), 0, -1):
@@ -260,7 +260,7 @@ class ConversationGraph:
         return 0, start, ends
 
     def _conversation(self, request: CompletionRequest, opening: Opening, context: Context) -> SampledTurn | None:
-        """The newest turn of the conversation that a request continues with a rewritten history.
+        """Returns the newest turn of the conversation that a request continues with a rewritten history.
 
         Such a request has the opening of an earlier context, a mostly identical system message, and more messages or quotes of that
         context. If the text after that opening is exactly an argument of a running call, the request starts a sub-agent instead.
@@ -317,7 +317,7 @@ class ConversationGraph:
         return None
 
     def _started(self, texts: Sequence[str], tools: bool) -> Parent | None:
-        """A call that was answered at once, with only the name of a sub-agent, whose task is a message here.
+        """Returns a call that was answered at once, with only the name of a sub-agent, whose task is a message here.
 
         Programs add reminders before or after the task. Such a message counts only in a request with tools, because a title's prompt quotes
         the task too.
@@ -383,7 +383,7 @@ def _opening(messages: Sequence[RequestMessage]) -> Opening:
 
 
 def _renamed(messages: Sequence[RequestMessage], at: int, turn: SampledTurn) -> tuple[RequestMessage, ...]:
-    """The messages after a sampled turn, with the original ids of its calls if the client uses other ids."""
+    """Returns the messages after a sampled turn, with the original ids of its calls if the client uses other ids."""
     first = next((index for index in range(at, 0, -1) if messages[index - 1].message.role != "assistant"), 0)
     client_ids = tuple(name for message in messages[first:at] for name in message.call_ids)
     ids = turn.call_ids if len(client_ids) == len(turn.call_ids) else client_ids
@@ -421,7 +421,7 @@ def _at_an_end(task: str, text: str) -> bool:
 
 
 def _strings(value: Any) -> list[str]:
-    """All strings in a JSON value."""
+    """Returns all strings in a JSON value."""
     if isinstance(value, str):
         return [value.strip()]
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""An HTTP server within this process, for clients that are not trusted: bounded connections, and no handler of signals."""
+"""An HTTP server within this process, for clients that are not trusted: bounded connections, and no signal handlers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class HttpServer:
             await asyncio.shield(self._task)
 
     async def stop(self) -> None:
-        """Stops serving. Requests in progress have one second."""
+        """Stops serving. Requests in progress get one second to finish."""
         server, task = self._server, self._task
         self._server = self._task = None
         if server is None or task is None:
@@ -100,7 +100,7 @@ class HttpServer:
 
 
 def _quiet_server(config: Any) -> Server:
-    """A uvicorn server that does not handle the process's signals."""
+    """Returns a uvicorn server that does not handle the process's signals."""
     import uvicorn
 
     class Quiet(uvicorn.Server):

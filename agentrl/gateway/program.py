@@ -144,7 +144,7 @@ class ExternalProgram:
         return self._ended(episode, session, result)
 
     def _gateway(self) -> Gateway:
-        """The gateway at this address, which all agents of the process share."""
+        """Returns the gateway at this address, which all agents of the process share."""
         here = _gateways.setdefault(asyncio.get_running_loop(), {})
         return here.setdefault((self._host, self._port), Gateway(host=self._host, port=self._port))
 
@@ -179,7 +179,7 @@ class ExternalProgram:
                 await _cancel(program, over)
 
     def _ended(self, episode: LiveEpisode, session: Session, result: ExecResult | None) -> str:
-        """The stop reason. Raises or records a fault."""
+        """Returns the stop reason. Raises or records a fault."""
         if session.fault is not None:
             raise session.fault
         answered = session.counts["answered"]

@@ -78,7 +78,7 @@ def _choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _options(fields: Mapping[str, Any], shape: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that determine how the answer is written and stored. Also checks options that are objects."""
+    """Returns the options that determine how the answer is written and stored. Also checks options that are objects."""
     check_all(shape, {"verbosity": checks.one_of("low", "medium", "high")}, "text")
     summaries = dict.fromkeys(("summary", "generate_summary"), checks.one_of("auto", "concise", "detailed", "none"))
     reasoning: dict[str, Check] = {"effort": checks.one_of(*checks.EFFORTS), "context": text, **summaries}

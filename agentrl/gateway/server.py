@@ -132,7 +132,7 @@ class Gateway:
         return self._guarded(answer)
 
     def _guarded(self, answer: Callable[[Session, Request], Awaitable[Response]]) -> Callable[[Request], Any]:
-        """A route that requires the key of a session, and counts rejected requests."""
+        """Returns a route that requires the key of a session, and counts rejected requests."""
 
         async def guarded(request: Request) -> Response:
             session: Session | None = None
@@ -177,7 +177,7 @@ class Gateway:
         return Response(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     def _session(self, headers: Mapping[str, str]) -> Session:
-        """The session of a request's key. Raises `RequestError`."""
+        """Returns the session of a request's key. Raises `RequestError`."""
         key = _hash(key_of(headers))
         if key in self._sessions:
             return self._sessions[key]
@@ -222,7 +222,7 @@ class Gateway:
 
 
 def _protocol(request: Request) -> Any:
-    """The protocol of a request, for its errors and for the routes that OpenAI and Anthropic share."""
+    """Returns the protocol of a request, for its errors and for the routes that OpenAI and Anthropic share."""
     anthropic = request.url.path.startswith("/v1/messages") or "anthropic-version" in request.headers
     return anthropic_messages if anthropic else chat_completions
 

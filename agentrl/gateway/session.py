@@ -179,7 +179,7 @@ class Session:
             task.exception()  # mark as retrieved: all clients may have disconnected
 
     def _trajectory(self, request: CompletionRequest, match: ContextMatch) -> tuple[LiveTrajectory, ContextMatch, tuple[int, ...]]:
-        """The trajectory of the request's turn, and the tokens before the completion."""
+        """Returns the trajectory of the request's turn, and the tokens before the completion."""
         before = match.before
         if before is not None:
             try:
@@ -420,7 +420,7 @@ class Session:
                     self._describe(each, AUXILIARY)
 
     def _work(self, roots: Sequence[LiveTrajectory], continued: set[int]) -> set[int]:
-        """The contexts without a parent that belong to the main agent: those with tools or more than one turn.
+        """Returns the contexts without a parent that belong to the main agent: those with tools or more than one turn.
 
         If there are none, the program requests each turn in a separate context, and the contexts that share a system message are the work.
         """

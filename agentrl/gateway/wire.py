@@ -114,7 +114,7 @@ async def bytes_of(request: Request, within_s: float, *, most: int = MAX_BODY) -
 
 
 def _decoded(content: bytes, encoding: str, most: int) -> bytes:
-    """The decompressed body, at most `most` bytes. Raises `RequestError`."""
+    """Returns the decompressed body, at most `most` bytes. Raises `RequestError`."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return content

@@ -83,13 +83,13 @@ class DesignEffects:
 
 
 def design_effect(of: Sequence[tuple[str, float]]) -> float:
-    """The design effect of a share. `of` has the task of each answer, and 1 or 0."""
+    """Returns the design effect of a share. `of` has the task of each answer, and 1 or 0."""
     rate = statistics.fmean(value for _, value in of) if of else 0.0
     return _effect([(task, value - rate) for task, value in of], rate * (1 - rate) * len(of))
 
 
 def _effect(parts: Sequence[tuple[str, float]], alone: float) -> float:
-    """The variance of a sum of terms with mean 0, divided by `alone`, the variance if all terms were independent.
+    """Returns the variance of a sum of terms with mean 0, divided by `alone`, the variance if all terms were independent.
 
     The variance between tasks is that of the linearised sum (Kish 1965). Its uncertainty for few tasks raises the effect by (t / z)^2
     (Korn and Graubard 1998). If no two answers differ, the effect cannot be observed, and the answers to one task count once.
@@ -107,13 +107,13 @@ def _effect(parts: Sequence[tuple[str, float]], alone: float) -> float:
 
 
 def share(part: int, of: int, *, effect: float = 1.0) -> IntervalEstimate:
-    """A share with Wilson's interval. `effect`: design effect."""
+    """Returns a share with Wilson's interval. `effect`: design effect."""
     low, high = wilson_interval(part / of, of / effect)
     return IntervalEstimate(value=part / of, low=low, high=high, n=of)
 
 
 def agreement(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
-    """The share of answers with equal ratings."""
+    """Returns the share of answers with equal ratings."""
     return share(table.right_right + table.wrong_wrong, table.n, effect=effect)
 
 
@@ -155,7 +155,7 @@ def informedness(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstim
 
 
 def corrected_rate(passed: int, total: int, calibration: Calibration) -> IntervalEstimate:
-    """The true success rate behind a judge's rate (Rogan and Gladen 1978): (rate + specificity - 1) / informedness.
+    """Returns the true success rate behind a judge's rate (Rogan and Gladen 1978): (rate + specificity - 1) / informedness.
 
     The interval is that of Lang and Reiczigel (2014, Preventive Veterinary Medicine 113), the delta method on adjusted counts; it
     includes the uncertainty of rate, sensitivity and specificity. It is valid if the judge errs on these answers as on the labelled ones,
@@ -212,7 +212,7 @@ class Bin:
 
 
 def reliability(scores: Sequence[float], labels: Sequence[bool], *, most: int = 10) -> tuple[Bin, ...]:
-    """The reliability curve: one bin for each score if there are at most `most` different ones, else bins of equal width."""
+    """Returns the reliability curve: one bin for each score if there are at most `most` different ones, else bins of equal width."""
     different = sorted(set(scores))
     low, high = different[0], different[-1]
 
@@ -229,7 +229,7 @@ def reliability(scores: Sequence[float], labels: Sequence[bool], *, most: int = 
 
 
 def calibration_error(bins: Sequence[Bin]) -> float:
-    """The mean distance between score and share of right answers, over all answers (Naeini et al. 2015), for scores from 0 to 1."""
+    """Returns the mean distance between score and share of right answers, over all answers (Naeini et al. 2015), for scores from 0 to 1."""
     return sum(bucket.right.n * abs(bucket.score - bucket.right.value) for bucket in bins) / sum(bucket.right.n for bucket in bins)
 
 

@@ -169,7 +169,7 @@ async def _score(judge: Any, answer: LabelledAnswer) -> LabelledVerdict:
 
 
 def _reference_keys(judge: Any) -> set[str]:
-    """The keys of a task's data in which a judge, or the members of an ensemble, look for the reference answer."""
+    """Returns the keys of a task's data in which a judge, or the members of an ensemble, look for the reference answer."""
     members = getattr(judge, "judges", None)
     if isinstance(members, Mapping):
         return {key for member in members.values() for key in _reference_keys(member)}
@@ -192,7 +192,7 @@ async def _compare(judge: Any, first: AnswerItem, second: AnswerItem, label: boo
 
 
 async def _call(judge: Any, code: Callable[[], Any]) -> Any:
-    """The judge's result, or a description of its error."""
+    """Returns the judge's result, or a description of its error."""
     with user_code.fault_boundary() as fault:
         limit = float(getattr(judge, "timeout_s", _TIMEOUT_S))
         return await user_code.call_user_code(code, what="judge", timeout_s=limit)

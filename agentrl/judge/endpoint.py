@@ -57,7 +57,7 @@ class Prices:
             raise UserError(f"prices must be at least 0, got {self.prompt} and {self.completion}", fix="set prices per million tokens")
 
     def of(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """The price of an answer."""
+        """Returns the price of an answer."""
         return (self.prompt * prompt_tokens + self.completion * completion_tokens) / 1e6
 
 
@@ -269,7 +269,7 @@ class Endpoint:
             return _Later(why=_without(key, describe_error(failure)))
 
     def _read(self, content: bytes, messages: Sequence[Mapping[str, Any]]) -> Reply:
-        """The answer in the body of a 200."""
+        """Returns the answer in the body of a 200."""
         return parse_completion(content, self.max_bytes, messages)
 
     def _refusal(self, status: int, headers: Mapping[str, str], text: str, schema: Mapping[str, Any] | None) -> _Later:

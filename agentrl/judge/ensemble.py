@@ -160,7 +160,7 @@ class Ensemble:
         return None if 2 * yes == len(values) else float(2 * yes > len(values))
 
     async def _member_score(self, name: str, task: Task, episode: Episode) -> Score:
-        """A member's score; if it fails, the others still count."""
+        """Returns a member's score; if it fails, the others still count."""
         judge = self.judges[name]
         try:
             return await call_verifier(judge, f"judge {name}", task, episode, None, timeout_s=timeout_of(judge, _TIMEOUT_S))
@@ -169,6 +169,6 @@ class Ensemble:
 
 
 def mean_difference(values: Sequence[float]) -> float:
-    """The mean absolute difference over all pairs (Gini's mean difference); 0 for a single value."""
+    """Returns the mean absolute difference over all pairs (Gini's mean difference); 0 for a single value."""
     pairs = list(itertools.combinations(values, 2))
     return math.fsum(abs(a - b) for a, b in pairs) / len(pairs) if pairs else 0.0

@@ -25,7 +25,7 @@ _MAX_SHOWN = 6000  # characters of one text
 
 
 def labels_file(run: Path, by: str) -> Path:
-    """The file of a labeller's labels of a run. Raises `UserError` for an invalid name."""
+    """Returns the file of a labeller's labels of a run. Raises `UserError` for an invalid name."""
     if not _NAME.fullmatch(by):
         raise UserError(
             f"{printable(by, 80)!r} is not a valid name of a labeller", fix="use letters, digits, dots and dashes, such as --by anna"
@@ -34,7 +34,7 @@ def labels_file(run: Path, by: str) -> Path:
 
 
 def run_answers(run: Path, *, phase: str = "") -> list[AnswerItem]:
-    """The distinct answers of a run, in a random but deterministic order. Raises `UserError` if there are none.
+    """Returns the distinct answers of a run, in a random but deterministic order. Raises `UserError` if there are none.
 
     Args:
         phase: only answers of this phase, such as "after": the name of a file in `episodes/`.
@@ -85,7 +85,7 @@ class LabellingSession:
         show("all answers are labelled")
 
     def render_item(self, item: AnswerItem) -> str:
-        """An answer as text for a terminal, without control characters."""
+        """Returns an answer as text for a terminal, without control characters."""
         number = sum(other.id in self.done for other in self.items) + 1
         parts = [("question", item.question), *_conversation(item)]
         if item.reference is not None and not self.blind:

@@ -50,7 +50,7 @@ class AnswerItem:
     data: Mapping[str, Any] = field(default_factory=dict)  # additional task data for verifiers that need it
 
     def task(self, *, reference_keys: Iterable[str] = ("answer",)) -> Task:
-        """A task for a verifier: the question and the truth, without tools or a sandbox."""
+        """Returns a task for a verifier: the question and the truth, without tools or a sandbox."""
         truth = {} if self.reference is None else dict.fromkeys(reference_keys, self.reference)
         return Task(
             id=self.task_id,
@@ -64,14 +64,14 @@ class AnswerItem:
         )
 
     def episode(self) -> Episode:
-        """An episode with the conversation in `messages`, without tokens, that submitted `answer`."""
+        """Returns an episode with the conversation in `messages`, without tokens, that submitted `answer`."""
         task = self.task()
         turns = tuple(_turns(self.messages))
         trajectories = (Trajectory(agent="main", turns=turns),) if turns else ()
         return Episode(id=self.id, task_id=task.id, task_key=task.key, trajectories=trajectories, answer=self.answer)
 
     def to_line(self) -> dict[str, Any]:
-        """The fields of this answer in a line of labels."""
+        """Returns the fields of this answer in a line of labels."""
         fields = {name: getattr(self, name) for name in ("id", "task_id", "question", "answer", "reference")}
         return {**fields, "messages": list(self.messages), **({"data": dict(self.data)} if self.data else {})}
 
@@ -91,7 +91,7 @@ class LabelledAnswer:
 
 
 def read_labels(paths: Sequence[Path]) -> list[LabelledAnswer]:
-    """The labelled answers of some files, in order. Raises `UserError` with file, line and problem."""
+    """Returns the labelled answers of some files, in order. Raises `UserError` with file, line and problem."""
     items: dict[str, AnswerItem] = {}
     votes: dict[str, dict[str, bool]] = {}
     for path in paths:
@@ -133,7 +133,7 @@ def preference_pairs(labelled: Sequence[LabelledAnswer], shows: Sequence[PromptF
 
 
 def current_labels(path: Path) -> dict[str, str]:
-    """The current label of each answer in a labeller's file; answers with a withdrawn label are missing."""
+    """Returns the current label of each answer in a labeller's file; answers with a withdrawn label are missing."""
     labels: dict[str, str] = {}
     for item, label, _ in _labels(path):
         labels.pop(item.id, None)

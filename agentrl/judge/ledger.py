@@ -73,15 +73,15 @@ class JudgeUsage:
         return cls(**counts, money=figures.get("money", 0.0))
 
     def plus(self, other: JudgeUsage) -> JudgeUsage:
-        """The sum of both."""
+        """Returns the sum of both."""
         return JudgeUsage(**{name: getattr(self, name) + getattr(other, name) for name in _NAMES})
 
     def minus(self, before: JudgeUsage) -> JudgeUsage:
-        """The difference since `before`."""
+        """Returns the difference since `before`."""
         return JudgeUsage(**{name: getattr(self, name) - getattr(before, name) for name in _NAMES})
 
     def summary(self) -> str:
-        """A one-line summary for people."""
+        """Returns a one-line summary for people."""
         money = f", money {self.money:.4g}" if self.money else ""
         lost = ", ".join(f"{getattr(self, name)} {name}" for name in ("abstained", "unreadable", "failed") if getattr(self, name))
         tokens = self.prompt_tokens + self.completion_tokens
@@ -135,7 +135,7 @@ class JudgeLedger:
         self._do(f"INSERT INTO spent ({columns}) VALUES ({marks}) ON CONFLICT (judge) {then}", (judge, *figures.values()))
 
     def cached_answer(self, key: str) -> str | None:
-        """The answer stored under a key; None if there is none."""
+        """Returns the answer stored under a key; None if there is none."""
         row = self._do("SELECT text FROM answers WHERE key = ?", (key,))
         return str(row[0]) if row else None
 

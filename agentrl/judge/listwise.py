@@ -70,7 +70,7 @@ class Listwise(ModelJudge):
         return (self._unscored(answer),) * len(episodes)
 
     async def _rank(self, problem: str, texts: Sequence[str]) -> tuple[list[list[int]] | None, JudgeAnswer]:
-        """The rank of each text in each ranking, 0 being the best; None and the failure if a ranking is missing."""
+        """Returns the rank of each text in each ranking, 0 being the best; None and the failure if a ranking is missing."""
         count = len(texts)
         if count < 2:
             return [[0] * count] * self.orders, JudgeAnswer()

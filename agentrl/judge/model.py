@@ -103,7 +103,7 @@ class ModelJudge(JudgeBase):
         self._state.ready = True
 
     def without_calibration(self, *, ledger: str | None = None) -> Self:
-        """A copy with the same identity that requires no calibration: for measuring it."""
+        """Returns a copy with the same identity that requires no calibration: for measuring it."""
         return replace(self, calibration=None, min_agreement=0.0, min_coverage=0.0, ledger=ledger or self.ledger)
 
     @abstractmethod
@@ -125,6 +125,6 @@ class ModelJudge(JudgeBase):
         return non_answer_reason(episode.answer, question=user_text(task), reference=reference_text(task, self.reference))
 
     def _unscored(self, answer: JudgeAnswer) -> Score:
-        """A score without a value, with the reason, and the model's answer as evidence."""
+        """Returns a score without a value, with the reason, and the model's answer as evidence."""
         blame = Blame.INFRASTRUCTURE if answer.unavailable else None
         return Score(value=None, reason=f"{self.name}: {answer.reason}", evidence=answer.text[:MAX_KEPT], blame=blame)

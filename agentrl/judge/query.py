@@ -36,7 +36,7 @@ class ChatQuery:
     schema: Mapping[str, Any]  # JSON schema of the verdict
 
     def messages(self, nonce: str) -> list[dict[str, Any]]:
-        """The chat messages. Untrusted text appears only between delimiters that contain `nonce`."""
+        """Returns the chat messages. Untrusted text appears only between delimiters that contain `nonce`."""
         names = " and ".join(f"{begin_marker(name, nonce)} ... {end_marker(name, nonce)}" for name in self.data)
         rules = (
             f"{self.instructions}\n\n"
@@ -51,7 +51,7 @@ class ChatQuery:
         return [{"role": "system", "content": rules}, {"role": "user", "content": f"{data}\n\n{last}"}]
 
     def shorter(self) -> ChatQuery | None:
-        """The query with each text shortened in the middle; None if all are already short."""
+        """Returns the query with each text shortened in the middle; None if all are already short."""
         data = {name: truncate_middle(text, max(len(text) // SHORTER, LEAST)) for name, text in self.data.items()}
         return replace(self, data=data) if sum(map(len, data.values())) < sum(map(len, self.data.values())) else None
 
@@ -117,7 +117,7 @@ class JudgeClient:
         await asyncio.to_thread(self.ledger.count, self.judge, **figures)
 
     async def _send(self, query: ChatQuery) -> Reply:
-        """The endpoint's answer. A rejected prompt is shortened, because the judged agent chooses the length of its text."""
+        """Returns the endpoint's answer. A rejected prompt is shortened, because the judged agent chooses the length of its text."""
         for attempt in range(TIMES_SHORTER + 1):
             try:
                 return await self.endpoint.ask(query.messages(new_nonce(query.data)), schema=query.schema)
@@ -139,7 +139,7 @@ def digest(value: Any) -> str:
 
 
 def parse_answer(reply: Reply, read: Callable[[dict[str, Any]], T]) -> JudgeAnswer:
-    """The verdict that `read` parses from a reply, or the reason for a missing verdict."""
+    """Returns the verdict that `read` parses from a reply, or the reason for a missing verdict."""
     text = reply.text[:MAX_KEPT]
     if reply.problem:
         return JudgeAnswer(reason=f"unreadable verdict: {reply.problem}", text=text)

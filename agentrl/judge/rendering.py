@@ -36,19 +36,19 @@ def render_field(name: PromptField, task: Task, episode: Episode, *, reference: 
 
 
 def question_text(task: Task) -> str:
-    """The prompt; with roles if it has several messages."""
+    """Returns the prompt; with roles if it has several messages."""
     if len(task.prompt) == 1:
         return truncate_middle(task.prompt[0].content, MAX_ANSWER)
     return truncate_middle("\n\n".join(f"{message.role}: {message.content}" for message in task.prompt), MAX_ANSWER)
 
 
 def user_text(task: Task) -> str:
-    """The user's part of the prompt."""
+    """Returns the user's part of the prompt."""
     return "\n".join(message.content for message in task.prompt if message.role == "user") or task.prompt[-1].content
 
 
 def answer_text(episode: Episode) -> str:
-    """The submitted answer; empty if there is none."""
+    """Returns the submitted answer; empty if there is none."""
     return truncate_middle(episode.answer or "", MAX_ANSWER)
 
 
@@ -61,13 +61,13 @@ def reference_text(task: Task, key: str) -> str | None:
 
 
 def transcript_text(episode: Episode) -> str:
-    """The agent's messages, tool calls and tool results, in order; sub-agents after the main agent."""
+    """Returns the agent's messages, tool calls and tool results, in order; sub-agents after the main agent."""
     lines = (line for number, trajectory in enumerate(episode.trajectories) for line in _trajectory_lines(trajectory, number))
     return truncate_middle("\n".join(lines) or "(the agent did nothing)", MAX_TRANSCRIPT)
 
 
 def outputs_text(episode: Episode) -> str:
-    """The files that the agent left."""
+    """Returns the files that the agent left."""
     files = list(episode.outputs.items())[:_MAX_FILES]
     parts = [
         f"file {path}, {len(data)} bytes:\n{truncate_middle(data[: 4 * _MAX_FILE].decode(errors='replace'), _MAX_FILE)}"

@@ -15,12 +15,12 @@ from agentrl.judge.calibration import IntervalEstimate
 
 
 def render_report(report: CalibrationReport) -> str:
-    """The report for a terminal."""
+    """Returns the report for a terminal."""
     return "\n".join(_lines(report))
 
 
 def report_data(report: CalibrationReport) -> dict[str, Any]:
-    """The report as JSON data, for the calibration file."""
+    """Returns the report as JSON data, for the calibration file."""
     data = asdict(report)
     del data["calibration"]
     data["reliability"] = data.pop("bins")
@@ -91,7 +91,7 @@ _STYLE = (
 
 
 def render_svg(report: CalibrationReport) -> str:
-    """An SVG: the reliability curve, and the measurements with their intervals."""
+    """Returns an SVG: the reliability curve, and the measurements with their intervals."""
     calibration = report.calibration
     width, height = _EDGE + _SIDE + 60 + _BARS + 20, _SIDE + 2 * _EDGE + 10
     parts = [

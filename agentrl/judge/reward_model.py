@@ -55,7 +55,7 @@ class RewardRecord:
             raise ValueError("offset must be finite, scale and max_tokens must be above 0")
 
     def value(self, number: float) -> float:
-        """The value from 0 to 1 of a number."""
+        """Returns the value from 0 to 1 of a number."""
         steps = (number - self.offset) / self.scale
         return 1 / (1 + math.exp(-steps)) if steps >= 0 else math.exp(max(steps, -700.0)) / (1 + math.exp(max(steps, -700.0)))
 
@@ -85,7 +85,7 @@ def reward_model_text(shows: Sequence[PromptField], task: Task, episode: Episode
 
 
 def episode_tokens(episode: Episode) -> list[int]:
-    """All token ids of an episode with one trajectory, in context order; empty for any other episode."""
+    """Returns all token ids of an episode with one trajectory, in context order; empty for any other episode."""
     (main, *others) = episode.trajectories or (None,)
     if main is None or others:
         return []
@@ -177,7 +177,7 @@ def parse_classification(content: bytes, most: int, *, query_tokens: int) -> Rep
 
 
 def parse_reward(fields: Mapping[str, Any]) -> float:
-    """The number of a reply. Raises `Unreadable`."""
+    """Returns the number of a reply. Raises `Unreadable`."""
     number = fields.get("number")
     if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
         raise Unreadable("has no number")
@@ -194,7 +194,7 @@ class _RewardQuery(ChatQuery):
     content: str | list[int]
 
     def messages(self, nonce: str) -> list[dict[str, Any]]:
-        """The input as one message. Without instructions, data needs no delimiters."""
+        """Returns the input as one message. Without instructions, data needs no delimiters."""
         return [{"role": "user", "content": self.content}]
 
     def shorter(self) -> None:

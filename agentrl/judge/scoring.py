@@ -96,7 +96,7 @@ class Judge(ModelJudge):
         return Score(value=value, parts=parts, evidence=f"{self.name}: {reasons}")
 
     def question(self, task: Task, episode: Episode) -> ChatQuery:
-        """The query about an episode."""
+        """Returns the query about an episode."""
         data: dict[str, str] = {field: render_field(field, task, episode, reference=self.reference) for field in self.form.shows}
         return ChatQuery(instructions=self.form.text, data=data, schema=self.form.schema)
 

@@ -58,7 +58,7 @@ class ServedUrl:
         return _registered[self.name].weights if self.name in _registered else ""
 
     def server(self, *, reward_model: bool) -> JudgeServer:
-        """The registered server. Raises `UserError` if the recipe starts no such server, or one of the other kind."""
+        """Returns the registered server. Raises `UserError` if the recipe starts no such server, or one of the other kind."""
         server = _registered.get(self.name)
         if server is None:
             others = f"; it has {', '.join(_registered)}" if _registered else ""
@@ -79,7 +79,7 @@ _used: set[str] = set()
 
 
 def served(name: str) -> ServedUrl:
-    """The judge server `name` of the recipe's `judge_servers`, as the url of an endpoint."""
+    """Returns the judge server `name` of the recipe's `judge_servers`, as the url of an endpoint."""
     _used.add(name)
     return ServedUrl(name)
 
@@ -91,7 +91,7 @@ def register_servers(servers: Mapping[str, JudgeServer]) -> None:
 
 
 def registered_servers() -> Mapping[str, JudgeServer]:
-    """The registered servers by name. The code that starts them sets `url`, `key` and `refused`."""
+    """Returns the registered servers by name. The code that starts them sets `url`, `key` and `refused`."""
     return _registered
 
 

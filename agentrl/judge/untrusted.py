@@ -51,7 +51,7 @@ def truncate_middle(text: str, most: int) -> str:
 
 
 def new_nonce(texts: Mapping[str, str]) -> str:
-    """A nonce for the delimiters of one call: 128 random bits that do not occur in the texts."""
+    """Returns a nonce for the delimiters of one call: 128 random bits that do not occur in the texts."""
     while True:
         nonce = secrets.token_hex(16)
         if not any(nonce in text for text in texts.values()):
@@ -59,17 +59,17 @@ def new_nonce(texts: Mapping[str, str]) -> str:
 
 
 def delimited(name: str, text: str, *, nonce: str) -> str:
-    """A text between named delimiters."""
+    """Returns a text between named delimiters."""
     return f"{begin_marker(name, nonce)}\n{neutralize(text)}\n{end_marker(name, nonce)}"
 
 
 def begin_marker(name: str, nonce: str) -> str:
-    """The opening delimiter."""
+    """Returns the opening delimiter."""
     return f"<<<BEGIN {name.upper()} {nonce}>>>"
 
 
 def end_marker(name: str, nonce: str) -> str:
-    """The closing delimiter."""
+    """Returns the closing delimiter."""
     return f"<<<END {name.upper()} {nonce}>>>"
 
 

@@ -54,7 +54,7 @@ def json_object(text: str, *, thought_apart: bool = False) -> dict[str, Any]:
 
 
 def _after_thought(text: str) -> str:
-    """The text after the judge's outermost reasoning block. Raises `Unreadable` if the block is not closed, or is only quoted.
+    """Returns the text after the judge's outermost reasoning block. Raises `Unreadable` if the block is not closed, or is only quoted.
 
     The judged text may contain `</think>` and a verdict, and a judge may quote it.
     """
@@ -75,7 +75,7 @@ def _after_thought(text: str) -> str:
 
 
 def whole_number(value: Any, *, low: int, high: int, name: str) -> int:
-    """A whole number within its range; strings, booleans and fractions are invalid. Raises `Unreadable`."""
+    """Returns a whole number within its range; strings, booleans and fractions are invalid. Raises `Unreadable`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Unreadable(f"has no number for {name}")
     if not low <= value <= high:
@@ -86,7 +86,7 @@ def whole_number(value: Any, *, low: int, high: int, name: str) -> int:
 
 
 def numbers(verdict: Mapping[str, Any], wanted: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """The number of each criterion, by name. Raises `Abstained` or `Unreadable`.
+    """Returns the number of each criterion, by name. Raises `Abstained` or `Unreadable`.
 
     Args:
         wanted: lowest and highest number of each.
@@ -99,7 +99,7 @@ def numbers(verdict: Mapping[str, Any], wanted: Mapping[str, tuple[int, int]]) -
 
 
 def choice(verdict: Mapping[str, Any], key: str, among: Sequence[str]) -> str:
-    """The value of `key`, one of `among`. Raises `Abstained` or `Unreadable`."""
+    """Returns the value of `key`, one of `among`. Raises `Abstained` or `Unreadable`."""
     _may_abstain(verdict)
     if verdict.get(key) not in among or not isinstance(verdict[key], str):
         raise Unreadable(f"has none of {', '.join(among)} for {key}")
@@ -107,7 +107,7 @@ def choice(verdict: Mapping[str, Any], key: str, among: Sequence[str]) -> str:
 
 
 def ranking(verdict: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """The numbers 1 to `count`, each once, best first. Raises `Abstained` or `Unreadable`."""
+    """Returns the numbers 1 to `count`, each once, best first. Raises `Abstained` or `Unreadable`."""
     _may_abstain(verdict)
     order = verdict.get("ranking")
     if not isinstance(order, list) or len(order) != count:
@@ -119,13 +119,13 @@ def ranking(verdict: Mapping[str, Any], count: int) -> tuple[int, ...]:
 
 
 def reasoning(verdict: Mapping[str, Any]) -> str:
-    """The reasoning of a verdict; empty if there is none."""
+    """Returns the reasoning of a verdict; empty if there is none."""
     text = verdict.get("reasoning")
     return text[:MAX_REASONING] if isinstance(text, str) else ""
 
 
 def schema(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a verdict. The reasoning comes first, so that it is written before the numbers; abstaining comes last."""
+    """Returns the JSON schema of a verdict. The reasoning comes first, so that it is written before the numbers; abstaining comes last."""
     fields = {"reasoning": {"type": "string"}, **properties, "abstain": {"type": "boolean"}}
     return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
 

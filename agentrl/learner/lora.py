@@ -100,5 +100,5 @@ def _adapted(lm: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _frozen(module: nn.Module) -> set[str]:
-    """All names of the parameters that are not trained; tied ones have several."""
+    """Returns all names of the parameters that are not trained; tied ones have several."""
     return {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}

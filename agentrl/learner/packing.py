@@ -169,7 +169,7 @@ def _predictions(rows: Rows, forest: Forest) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def _numbers(supports: Supports | None, trained: Ints, known: dict[bytes, int]) -> Ints:
-    """The number of each trained token's support; new supports are added to `known`."""
+    """Returns the number of each trained token's support; new supports are added to `known`."""
     if supports is None:
         return np.zeros(len(trained), np.int64)
     sizes = np.frombuffer(supports.sizes, "<u2").astype(np.int64)

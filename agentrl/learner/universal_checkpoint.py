@@ -60,7 +60,7 @@ def read(path: Path) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    """The first relevant line of torch's message, without its advice to load the file with pickle."""
+    """Returns the first relevant line of torch's message, without its advice to load the file with pickle."""
     lines = [line.strip() for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line]
     return (lines or [type(error).__name__])[0][:300]
 

@@ -125,7 +125,7 @@ class Updater:
         return dict(penalties)
 
     def _schedule_step(self, step: int) -> int:
-        """The step number of the learning rate's schedule, which a rollback sets back too."""
+        """Returns the step number of the learning rate's schedule, which a rollback sets back too."""
         return step - self.guard.counts.undone
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
@@ -206,7 +206,7 @@ class Updater:
         return ({"value_loss": fmean(losses)} if losses else {}) | ({"value_grad_norm": fmean(finite)} if finite else {})
 
     def _mask_reach(self, prepared: Plan) -> float:
-        """The `reach` of the second-moment mask, over the tokens of the whole batch; infinite with other presets."""
+        """Returns the `reach` of the second-moment mask, over the tokens of the whole batch; infinite with other presets."""
         if self._objective.off_policy.correction.weights != "second_moment":
             return math.inf
         ratios = [micro.proximal - micro.batch.behaviour for _, micros in prepared for micro in micros if micro.proximal is not None]

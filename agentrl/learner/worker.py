@@ -361,7 +361,7 @@ def _unused(groups: Sequence[Group], reason: str) -> dict[int, GroupUse]:
 
 
 def _tokens(groups: tuple[Group, ...]) -> int:
-    """The number of tokens in all turns of the groups."""
+    """Returns the number of tokens in all turns of the groups."""
     trajectories = (trajectory for group in groups for scored in group.episodes for trajectory in scored.episode.trajectories)
     return sum(len(turn.prompt_ids) + len(turn.completion_ids) for trajectory in trajectories for turn in trajectory.turns)
 

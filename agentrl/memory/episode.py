@@ -17,7 +17,7 @@ NO_NOTES = "no notes"  # result of a search without matches
 
 
 def scope_of(task: Task, by: str) -> str:
-    """The scope of a task's notes. Raises `TaskError` if scopes are projects and the task has none."""
+    """Returns the scope of a task's notes. Raises `TaskError` if scopes are projects and the task has none."""
     if by == "family":
         return f"family:{task.family}"
     project = task.data.get("project")
@@ -40,15 +40,15 @@ class StoreView:
 
     @classmethod
     def of(cls, store: NoteStore, task: Task, version: int) -> StoreView:
-        """The view of a task. Version 0 is empty. Raises `TaskError` as `scope_of`."""
+        """Returns the view of a task. Version 0 is empty. Raises `TaskError` as `scope_of`."""
         return cls(store=store, scope=scope_of(task, store.config.scope), version=version, task_key=task.key)
 
     def begin(self, memo: Memo | None = None) -> EpisodeNotes:
-        """The memory of a new or resumed episode."""
+        """Returns the memory of a new or resumed episode."""
         return EpisodeNotes(self, memo or Memo(scope=self.scope))
 
     def search(self, query: str) -> tuple[NoteMatch, ...]:
-        """The notes that match a query, best first."""
+        """Returns the notes that match a query, best first."""
         return self.store.search(query, scope=self.scope, version=self.version, task_key=self.task_key)
 
 
@@ -92,7 +92,7 @@ class EpisodeNotes:
 
 
 def printable_note(text: str) -> str:
-    """The text, stripped, with replacement characters for what cannot be printed."""
+    """Returns the text, stripped, with replacement characters for what cannot be printed."""
     printable = "".join(
         char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text.replace("\r\n", "\n")
     )
@@ -100,7 +100,7 @@ def printable_note(text: str) -> str:
 
 
 def format_notes(matches: Sequence[NoteMatch]) -> str:
-    """The notes, numbered. All lines of a note but the first are indented, so a line cannot look like another note."""
+    """Returns the notes, numbered. All lines of a note but the first are indented, so a line cannot look like another note."""
     if not matches:
         return NO_NOTES
     return "\n".join(f"{number}. " + "\n   ".join(match.text.split("\n")) for number, match in enumerate(matches, 1))

@@ -55,7 +55,7 @@ class MemoryReport:
         return not self.wrong
 
     def to_data(self) -> dict[str, Any]:
-        """The report as JSON data."""
+        """Returns the report as JSON data."""
         names = ("version", "episodes", "writers", "readers", "evaluated", "evaluated_readers", "wrong")
         scopes = {scope: {"notes": notes, "writers": writers} for scope, (notes, writers) in self.kept.items()}
         lists = {"examples": list(self.examples), "answers": [dict(answer) for answer in self.answers]}

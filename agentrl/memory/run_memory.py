@@ -65,7 +65,7 @@ class RunMemory:
         return store, store.version
 
     def version_of(self, group: int) -> int:
-        """The memory version that a group reads."""
+        """Returns the memory version that a group reads."""
         return self._starts.version_of(self._order.block_of(group))
 
     def view(self, task: Task, group: int | None) -> StoreView:
@@ -85,7 +85,7 @@ class RunMemory:
             self._store.close()
 
     async def _written(self, step: int) -> list[WrittenNotes]:
-        """The notes that a step's episodes wrote and that count."""
+        """Returns the notes that a step's episodes wrote and that count."""
         entries = await self._experience.entries(step=step)
         if not entries:
             raise StoreError(f"the notes of step {step} are missing: the ledger has no groups of this step")
@@ -94,7 +94,7 @@ class RunMemory:
         return notes_to_commit(episodes, min_score=self.config.min_score)
 
     async def _oldest_read(self) -> int:
-        """The oldest version that a group may still read. A late group reads an older one than the groups of the next block."""
+        """Returns the oldest version that a group may still read. A late group reads an older one than the groups of the next block."""
         entries = await self._experience.entries(first=self._order.block(self._open_block).start)
         self._open_block = self._order.first_incomplete_block(entries, start=self._open_block)
         return self._starts.oldest_version(self._open_block)
@@ -153,7 +153,7 @@ class ReplayedMemory:
         return self._answer(RECALL, "query", query)
 
     def _answer(self, name: str, key: str, value: str) -> tuple[bool, str]:
-        """The recorded answer of the first matching call that was not replayed yet; an error if there is none."""
+        """Returns the recorded answer of the first matching call that was not replayed yet; an error if there is none."""
         for number, (call, result) in enumerate(self._left):
             if call.name == name and call.arguments.get(key, "") == value:
                 del self._left[number]

@@ -73,7 +73,7 @@ class NoteMatch:
 
 
 def notes_to_commit(episodes: Iterable[ScoredEpisode], *, min_score: float | None) -> list[WrittenNotes]:
-    """The notes of those episodes that are not excluded and score at least `min_score`, in order."""
+    """Returns the notes of those episodes that are not excluded and score at least `min_score`, in order."""
     return [
         WrittenNotes(episode=scored.episode.id, task_key=scored.episode.task_key, memo=scored.episode.memory)
         for scored in episodes
@@ -137,7 +137,7 @@ class NoteStore:
             return True
 
     def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[NoteMatch, ...]:
-        """The notes of a version and scope that an attempt at a task may see, best first; at most `RESULTS`.
+        """Returns the notes of a version and scope that an attempt at a task may see, best first; at most `RESULTS`.
 
         A note's rank is the sum of log(1 + N / n) over the query's words that it contains, where n of the N visible notes contain the
         word (inverse document frequency). Among equal ranks the newest note comes first. Words match in their English inflections and
@@ -169,7 +169,7 @@ class NoteStore:
             self._db.close()
 
     def _hidden(self, task_key: str) -> set[int]:
-        """The writers who may know the answer to a task: its attempts, and all who read a note of such a writer.
+        """Returns the writers who may know the answer to a task: its attempts, and all who read a note of such a writer.
 
         Cached until the next commit, which may be another process's.
         """
@@ -278,7 +278,7 @@ def _ranked(by_term: Mapping[str, Sequence[int]], total: int) -> list[int]:
 
 
 def _text_values(row: Sequence[object] | None) -> tuple[str, ...]:
-    """The values of a row, which must be texts. Raises `ForeignDatabase` otherwise, because SQLite stores values of any type."""
+    """Returns the values of a row, which must be texts. Raises `ForeignDatabase` otherwise, because SQLite stores values of any type."""
     values = tuple(value for value in row or () if isinstance(value, str))
     if row is None or len(values) < len(row):
         raise ForeignDatabase("a note is not a text, or has no writer")

@@ -134,7 +134,7 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def _same(target: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """The record of a folder that already contains the requested import, undamaged; else None."""
+    """Returns the record of a folder that already contains the requested import, undamaged; else None."""
     try:
         record = json.loads((target / RECORD).read_text(encoding="utf-8"))
         if record["format"] != _FORMAT or record["asked"] != asked:
@@ -239,7 +239,7 @@ def _check_header(header: GgufHeader) -> None:
 
 
 def _check_folder(folder: Path) -> int:
-    """The number of elements in a folder's safetensors files, whose headers `check_model_files` has checked."""
+    """Returns the number of elements in a folder's safetensors files, whose headers `check_model_files` has checked."""
     shapes = [entry["shape"] for path in sorted(folder.glob("*.safetensors")) for entry in read_safetensors_header(path).values()]
     config = read_json(folder / "config.json")
     inner = config.get("text_config") or config

@@ -90,7 +90,7 @@ def _pickled(path: Path) -> UserError:
 
 
 def _of_card(path: Path) -> str:
-    """The licence in the header of a model card."""
+    """Returns the licence in the header of a model card."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             head = file.read(1 << 16)
@@ -136,7 +136,7 @@ def _in_package(text: str) -> Source:
 
 
 def _distribution(name: str) -> Distribution:
-    """An installed distribution by its name, or by that of one of its modules."""
+    """Returns an installed distribution by its name, or by that of one of its modules."""
     try:
         return distribution(name)
     except (PackageNotFoundError, ValueError):
@@ -148,7 +148,7 @@ def _distribution(name: str) -> Distribution:
 
 
 def _inside(package: Distribution, path: str) -> Path:
-    """The path of a package's file. Raises `UserError` for one outside the package's folder."""
+    """Returns the path of a package's file. Raises `UserError` for one outside the package's folder."""
     root = Path(str(package.locate_file(""))).resolve()
     file = Path(str(package.locate_file(path)))
     if PurePosixPath(path).is_absolute() or not file.resolve().is_relative_to(root):

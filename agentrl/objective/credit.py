@@ -128,7 +128,7 @@ def _counterfactual(rollouts: Sequence[CountedEpisode], objective: ObjectiveConf
 
 
 def _per_trajectory(rollout: CountedEpisode, values: Sequence[float | None], name: str) -> Sequence[float | None]:
-    """The score's value for each trajectory. An episode with a single trajectory needs none."""
+    """Returns the score's value for each trajectory. An episode with a single trajectory needs none."""
     if not values and sum(map(_sampled, rollout.trajectories)) > 1:
         raise RecipeError(
             f"objective.credit: the score of episode {rollout.scored.episode.id}, which has several trajectories, has no {name}",
@@ -173,7 +173,7 @@ def _keys(rollout: CountedEpisode) -> dict[tuple[int, int], TurnKey]:
 
 
 def _before(rollout: CountedEpisode, turn: tuple[int, int]) -> tuple[int, int] | None:
-    """The turn that a turn follows, in its trajectory or in that of its parent."""
+    """Returns the turn that a turn follows, in its trajectory or in that of its parent."""
     trajectory, number = turn
     if number:
         return trajectory, number - 1

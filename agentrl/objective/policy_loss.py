@@ -108,7 +108,7 @@ def _mismatch(tokens: TrainedTokens) -> Tensor | None:
 
 
 def _penalty(tokens: TrainedTokens, objective: ObjectiveConfig) -> Tensor:
-    """The KL and entropy terms, [N]."""
+    """Returns the KL and entropy terms, [N]."""
     total = torch.zeros_like(tokens.logprobs)
     if objective.kl in ("k1", "k2", "k3"):
         if tokens.kl_reference is None:

@@ -41,12 +41,12 @@ EXCLUSION_LEVEL = 0.01
 
 
 def drift_alerts(steps: Steps) -> list[str]:
-    """The alerts of the newest step, one sentence each with the rule's name."""
+    """Returns the alerts of the newest step, one sentence each with the rule's name."""
     return [f"drift ({name}): {text}" for name, rule in RULES.items() if (text := rule(steps)) and not rule(steps[:-1])]
 
 
 def limit_alerts(steps: Steps, limits: Sequence[Limit]) -> list[str]:
-    """The alerts of the newest step from `learner.limits` with action=alert: one when a metric starts to violate its limit."""
+    """Returns the alerts of the newest step from `learner.limits` with action=alert: one when a metric starts to violate its limit."""
 
     def violated(step: Mapping[str, float], limit: Limit) -> bool:
         value = step.get(limit.metric)

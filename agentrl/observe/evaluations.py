@@ -70,7 +70,7 @@ class SuiteHistory:
         return _success_chart(f"Success on {self.suite}", rates, several, x_name="version" if self.by_version else "evaluation")
 
     def table(self) -> Table:
-        """A row for each evaluation."""
+        """Returns a row for each evaluation."""
         columns = ("pass@1", "95% interval", "pass@k", "tokens", "turns", "seconds", "attempts", "unscored", "weights", "when", "changed")
         return Table(title="policy", columns=columns, rows=tuple((row.of, _cells(row)) for row in self.rows))
 

@@ -35,7 +35,7 @@ _NO_SAMPLE = {
 
 
 def printable_text(text: str) -> str:
-    """The text with replacement characters for unprintable ones other than newlines, such as terminal control sequences."""
+    """Returns the text with replacement characters for unprintable ones other than newlines, such as terminal control sequences."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -55,7 +55,7 @@ def _reachable(text: str) -> str:
 
 
 def normalize_reason(text: str, *, most: int = LONGEST) -> str:
-    """A reason for counting: one printable line of at most `most` characters, with `*` for names of episodes and sandboxes."""
+    """Returns a reason for counting: one printable line of at most `most` characters, with `*` for names of episodes and sandboxes."""
     line = _NAMES.sub("*", printable_text(" ".join(text[: 4 * LONGEST].split())))
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
@@ -73,7 +73,7 @@ def most_frequent(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def merge_counts(*several: Mapping[str, int]) -> dict[str, int]:
-    """The sum of several counts of reasons."""
+    """Returns the sum of several counts of reasons."""
     total: Counter[str] = Counter()
     for counts in several:
         total.update(counts)
@@ -81,7 +81,7 @@ def merge_counts(*several: Mapping[str, int]) -> dict[str, int]:
 
 
 def format_counts(counts: Mapping[str, int], *, first: int = 3) -> str:
-    """The most frequent reasons with their counts, in one line."""
+    """Returns the most frequent reasons with their counts, in one line."""
     shown = list(most_frequent(counts).items())
     text = "; ".join(f"{count} x {reason}" for reason, count in shown[:first])
     return f"{text}; and {sum(count for _, count in shown[first:])} for other reasons" if len(shown) > first else text

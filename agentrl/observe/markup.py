@@ -38,7 +38,7 @@ def template_file(name: str) -> bytes:
 
 @cache
 def environment() -> Environment:
-    """The Jinja2 environment of the templates."""
+    """Returns the Jinja2 environment of the templates."""
     environment = Environment(
         loader=PackageLoader("agentrl.observe"),
         autoescape=True,
@@ -53,12 +53,12 @@ def environment() -> Environment:
 
 
 def visible(text: str) -> str:
-    """The text with escapes for invisible characters."""
+    """Returns the text with escapes for invisible characters."""
     return text.translate(_VISIBLE)
 
 
 def _shown(value: object) -> object:
-    """The output of an expression in a template: markup of a macro unchanged, anything else as visible text."""
+    """Returns the output of an expression in a template: markup of a macro unchanged, anything else as visible text."""
     return value if isinstance(value, Markup) else visible(str(value))
 
 
@@ -234,7 +234,7 @@ def _y_ticks(low: float, high: float, *, least: float) -> list[float]:
 
 
 def _round_up(value: float) -> float:
-    """The smallest of 1, 2, 2.5, 5 times a power of ten that is at least `value`; 1 if `value` is not positive."""
+    """Returns the smallest of 1, 2, 2.5, 5 times a power of ten that is at least `value`; 1 if `value` is not positive."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))

@@ -161,7 +161,7 @@ def _facts(run: RunData) -> list[str]:
 
 
 def _status(summary: Summary | None) -> tuple[str, str]:
-    """The status of the run, and the style of its chip."""
+    """Returns the status of the run, and the style of its chip."""
     if summary is None:
         return "no summary yet", ""
     if summary.finished:
@@ -172,7 +172,7 @@ def _status(summary: Summary | None) -> tuple[str, str]:
 
 
 def _sessions(summary: Summary) -> list[tuple[str, ...]]:
-    """The starts of a run: number, time, steps done at the start, and how each ended. Empty if there was only one."""
+    """Returns the starts of a run: number, time, steps done at the start, and how each ended. Empty if there was only one."""
     rows: list[tuple[str, ...]] = [
         (str(number), one.began, str(one.step), one.ended, printable_text(one.why)[:_MAX_WHY])
         for number, one in enumerate(summary.sessions, 1)
@@ -189,7 +189,7 @@ def _heads(summary: Summary) -> list[Head]:
 
 
 def _evaluated(run: RunData) -> list[Head]:
-    """The results of `agentrl eval` or `agentrl sample`."""
+    """Returns the results of `agentrl eval` or `agentrl sample`."""
     titles = {"heldout": "Held-out tasks", "heldout_real": "Held-out tasks on real data", "train": "Training tasks"}
     return [Head(title=title, before=None, after=run.evaluated[split]) for split, title in titles.items() if split in run.evaluated]
 
@@ -254,7 +254,7 @@ def _learning(run: RunData) -> Learning | None:
 
 
 def _sampling(run: RunData, name: str) -> str:
-    """The sampling settings of a section of the recipe."""
+    """Returns the sampling settings of a section of the recipe."""
     section = run.recipe.get(name)
     settings = section.get("sampling") if isinstance(section, dict) else None
     if not isinstance(settings, dict) or not isinstance(settings.get("temperature"), int | float):
@@ -386,14 +386,14 @@ def _machinery(run: RunData) -> Iterator[Card]:
 
 
 def _drift_note(run: RunData) -> str:
-    """The note of the audit's chart, with all drift alerts of the run."""
+    """Returns the note of the audit's chart, with all drift alerts of the run."""
     steps = [{key: value for key, value in line.items() if isinstance(value, int | float)} for line in run.metrics]
     alerts = [f"step {line['step']:g}: {text}" for at, line in enumerate(steps) for text in drift_alerts(steps[: at + 1])]
     return ". ".join(["mean training reward, and mean audit score, which is not trained on", *alerts])
 
 
 def _by_server(run: RunData, metric: str) -> dict[str, str]:
-    """The metric of the first servers of a policy with several."""
+    """Returns the metric of the first servers of a policy with several."""
     return {f"replica{n}_{metric}": f"server {n}" for n in range(_MAX_SERIES) if run.series(f"replica{n}_{metric}")}
 
 
@@ -405,7 +405,7 @@ def _excluded(run: RunData) -> list[tuple[str, int, str]]:
 
 
 def _setbacks(run: RunData) -> list[tuple[str, ...]]:
-    """The newest updates and groups that were not trained on, with reasons."""
+    """Returns the newest updates and groups that were not trained on, with reasons."""
     return [
         (
             str(line["step"]),

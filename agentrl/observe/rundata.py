@@ -140,7 +140,7 @@ def _read_episodes(path: Path, notes: list[str]) -> tuple[Line, ...]:
 
 
 def read_lines(path: Path, required: Mapping[str, type], notes: list[str], *, most: int = _MAX_BYTES) -> list[Line]:
-    """The lines of a file with the `required` keys and types; empty if it is missing. `most`: bytes of the file."""
+    """Returns the lines of a file with the `required` keys and types; empty if it is missing. `most`: bytes of the file."""
     lines: list[Line] = []
     bad = 0
     for text in (_text(path, notes, most) or "").split("\n"):
@@ -157,7 +157,7 @@ def read_lines(path: Path, required: Mapping[str, type], notes: list[str], *, mo
 
 
 def _text(path: Path, notes: list[str], most: int) -> str | None:
-    """The text of a file; None if it is missing or cannot be read."""
+    """Returns the text of a file; None if it is missing or cannot be read."""
     try:
         return read_bytes(path, most=most, inside=path.parent).decode("utf-8", "replace")
     except FileNotFoundError:
@@ -171,7 +171,7 @@ def _text(path: Path, notes: list[str], most: int) -> str | None:
 
 
 def parse_object(text: str) -> Line | None:
-    """A JSON object; None for anything else. Very long integers become floats, possibly infinite."""
+    """Returns a JSON object; None for anything else. Very long integers become floats, possibly infinite."""
     try:
         data = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) <= _MAX_DIGITS else float(digits))
     except (ValueError, RecursionError):
@@ -180,12 +180,12 @@ def parse_object(text: str) -> Line | None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """The value if it is a list, else an empty list."""
+    """Returns the value if it is a list, else an empty list."""
     return value if isinstance(value, list) else []
 
 
 def read_object(path: Path, notes: list[str], *, most: int = _MAX_BYTES) -> Line:
-    """The JSON object in a file; empty if it is missing or something else. `most`: bytes of the file."""
+    """Returns the JSON object in a file; empty if it is missing or something else. `most`: bytes of the file."""
     text = _text(path, notes, most)
     content = {} if text is None else parse_object(text)
     if content is None:

@@ -39,7 +39,7 @@ class _Entry:
 
 
 def failures_section(failures: Mapping[str, Any]) -> FailuresSection | None:
-    """The section of `failures/failures.json`; None if there are no failures."""
+    """Returns the section of `failures/failures.json`; None if there are no failures."""
     tags = _counts(failures.get("tags"))
     if not tags:
         return None

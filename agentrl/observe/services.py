@@ -199,12 +199,12 @@ def open_prometheus(run_dir: Path, recipe: Recipe, *, port: int = 9464) -> Prome
 
 
 def _config(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON data; secrets are references in it."""
+    """Returns the recipe as JSON data; secrets are references in it."""
     return recipe.model_dump(mode="json")
 
 
 def _mlflow_name(key: str) -> str:
-    """A metric's name with the characters that MLflow allows."""
+    """Returns a metric's name with the characters that MLflow allows."""
     return re.sub(r"[^\w./ -]", "_", key, flags=re.ASCII)[:250]
 
 
@@ -222,7 +222,7 @@ def _write_id(run_dir: Path, tracker: str, number: str) -> None:
 
 
 def _stored_id(run_dir: Path, tracker: str) -> str:
-    """The id of the service's run, created on first use."""
+    """Returns the id of the service's run, created on first use."""
     number = _read_ids(run_dir).get(tracker) or uuid.uuid4().hex[:12]
     _write_id(run_dir, tracker, number)
     return number

@@ -79,7 +79,7 @@ def format_interval(value: Rate) -> str:
 
 
 def format_optional(value: float | None, form: Format) -> str:
-    """The formatted value; `n/a` for None."""
+    """Returns the formatted value; `n/a` for None."""
     return "n/a" if value is None else form(value)
 
 

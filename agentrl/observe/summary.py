@@ -150,7 +150,7 @@ def record_end(folder: Path, how: Ended, *, why: str = "", figures: Mapping[str,
 
 
 def read_sessions(folder: Path) -> tuple[Session, ...]:
-    """The starts of a run, the oldest first; empty if the file is missing. Invalid lines are ignored."""
+    """Returns the starts of a run, the oldest first; empty if the file is missing. Invalid lines are ignored."""
     sessions: list[Session] = []
     for text in complete_lines(folder / SESSIONS_FILE):
         try:

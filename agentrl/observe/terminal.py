@@ -187,7 +187,7 @@ class TerminalTracker(Tracker):
 
 
 def _figures(metrics: Mapping[str, float]) -> list[str]:
-    """The main metrics of a step, those that exist."""
+    """Returns the main metrics of a step, those that exist."""
     shown: list[str] = []
     if "reward_mean" in metrics:
         shown.append(f"reward {metrics['reward_mean']:.3f}")

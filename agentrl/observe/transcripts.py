@@ -83,7 +83,7 @@ def show_episode(item: Transcript, title: str = "") -> ShownEpisode:
 
 
 def show_failure(item: Transcript) -> ShownEpisode:
-    """A captured failure, with its tag and the turn where it shows first, counted from 1."""
+    """Returns a captured failure, with its tag and the turn where it shows first, counted from 1."""
     turn = item.get("turn")
     where = f", turn {turn + 1}" if isinstance(turn, int) else ""
     shown = show_episode(item)
@@ -141,7 +141,7 @@ def _key(item: Transcript) -> tuple[str, str]:
 
 
 def _value(item: Transcript) -> float:
-    """The score for sorting; an unscored episode comes below all scores."""
+    """Returns the score for sorting; an unscored episode comes below all scores."""
     score = item.get("score")
     return float(score) if isinstance(score, int | float) and not item.get("left_out") else -1.0
 

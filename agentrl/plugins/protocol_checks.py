@@ -60,7 +60,7 @@ def signature_error(function: Callable[..., Any], *given: Any, **named: Any) -> 
 
 
 def _constructor(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The callable behind `function`. A class that inherits `__init__` from a Protocol takes no arguments."""
+    """Returns the callable behind `function`. A class that inherits `__init__` from a Protocol takes no arguments."""
     if inspect.isclass(function) and all(getattr(base, "_is_protocol", base is object) for base in _bases_with_init(function)):
         return lambda: None
     return function
@@ -71,7 +71,7 @@ def _bases_with_init(kind: type) -> list[type]:
 
 
 def _methods(protocol: type) -> dict[str, Callable[..., Any]]:
-    """The public methods of a protocol and its bases, and `__call__`."""
+    """Returns the public methods of a protocol and its bases, and `__call__`."""
     found: dict[str, Callable[..., Any]] = {}
     for base in reversed(protocol.__mro__):
         if getattr(base, "_is_protocol", False):
@@ -134,7 +134,7 @@ class _Raw(str):
 
 
 def _written(name: str, wanted: Callable[..., Any]) -> str:
-    """The first line of a method of the protocol, as in a class body."""
+    """Returns the first line of a method of the protocol, as in a class body."""
     signature = inspect.signature(wanted)
     parameters = [one.replace(annotation=_raw(one.annotation)) for one in signature.parameters.values()]
     shown = signature.replace(parameters=parameters, return_annotation=_raw(signature.return_annotation))
@@ -146,7 +146,7 @@ def _raw(annotation: Any) -> Any:
 
 
 def promised_class(factory: Callable[..., Any]) -> type | None:
-    """The class in the return annotation of a factory; None if there is none or it cannot be resolved."""
+    """Returns the class in the return annotation of a factory; None if there is none or it cannot be resolved."""
     try:
         said = inspect.signature(factory, eval_str=True).return_annotation
     except (NameError, TypeError, ValueError, AttributeError, SyntaxError):

@@ -66,7 +66,7 @@ def add_project_root(root: Path) -> None:
 
 
 def project_root(path: Path) -> Path:
-    """The nearest folder above a path with a pyproject.toml; else the current directory."""
+    """Returns the nearest folder above a path with a pyproject.toml; else the current directory."""
     for folder in path.resolve().parents:
         if (folder / "pyproject.toml").is_file():
             return folder
@@ -74,7 +74,7 @@ def project_root(path: Path) -> Path:
 
 
 def content_root() -> Path:
-    """The folder with the shipped `sandboxes`, `rewards`, `recipes` and `evals`. Raises `UserError` if it is missing."""
+    """Returns the folder with the shipped `sandboxes`, `rewards`, `recipes` and `evals`. Raises `UserError` if it is missing."""
     for root in (PACKAGE / "_project", PACKAGE.parent):
         if all((root / part).exists() for part in CONTENT):
             return root
@@ -82,7 +82,7 @@ def content_root() -> Path:
 
 
 def resolve(reference: str) -> Any:
-    """The object that a reference denotes. Raises `PluginError` with the part that did not resolve.
+    """Returns the object that a reference denotes. Raises `PluginError` with the part that did not resolve.
 
     `pkg.module:attr`   a module on `sys.path` (the project root is on it)
     `./path/file.py:attr`   a file, relative to the current directory
@@ -135,7 +135,7 @@ def _load_file(path_text: str, reference: str) -> ModuleType:
 
 
 def _failed(reference: str, error: BaseException) -> PluginError:
-    """The error for an exception at the import of user-supplied code, with its location. Errors of agentrl keep their fix."""
+    """Returns the error for an exception at the import of user-supplied code, with its location. Errors of agentrl keep their fix."""
     at = raise_location(error) or reference
     if isinstance(error, SyntaxError):
         at = at if error.filename is not None else reference  # for a zero byte, Python reports neither file nor line
@@ -150,7 +150,7 @@ def _failed(reference: str, error: BaseException) -> PluginError:
 
 
 def installed_plugins() -> tuple[str, ...]:
-    """The names of installed entry points in the group `agentrl.plugins`, without importing them."""
+    """Returns the names of installed entry points in the group `agentrl.plugins`, without importing them."""
     return tuple(sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)}))
 
 

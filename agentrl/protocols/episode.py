@@ -45,7 +45,7 @@ class LiveTrajectory(Protocol):
         """Number of tokens in its context, including those of `add_prompt`. At most `LiveEpisode.room`."""
 
     def limit(self) -> str:
-        """The limit that has been reached: `turn_limit`, `wall_limit` or `token_limit`; empty if another turn may be sampled.
+        """Returns the limit that has been reached: `turn_limit`, `wall_limit` or `token_limit`; empty if another turn may be sampled.
 
         Raises `TaskError` if the prompt of the task is too long for even one turn.
         """
@@ -120,7 +120,7 @@ class MemoryView(Protocol):
     """One version of a run's memory, for the attempts at one task."""
 
     def begin(self, memo: Memo | None = None) -> EpisodeMemory:
-        """The memory of one episode. `memo`: the notes up to the state that the episode resumes from."""
+        """Returns the memory of one episode. `memo`: the notes up to the state that the episode resumes from."""
 
 
 class ExternalRequest(Protocol):
@@ -176,7 +176,7 @@ class LiveEpisode(Protocol):
         a model that does not stop is cut off instead of running into a timeout."""
 
     async def sandbox(self) -> Sandbox:
-        """The sandbox of the episode, opened by the first call. Raises `SandboxError`, or `TaskError` for an invalid spec."""
+        """Returns the sandbox of the episode, opened by the first call. Raises `SandboxError`, or `TaskError` for an invalid spec."""
 
     @property
     def sandbox_opened(self) -> bool:

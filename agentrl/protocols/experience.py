@@ -74,7 +74,7 @@ class ExperienceStore(Protocol):
         """
 
     def expire_scores(self, *, now: float) -> tuple[int, ...]:
-        """Ends the waiting for the parts of every episode that has a part with an expiry of at most `now`.
+        """Closes the parts of every episode that has a part with an expiry of at most `now`.
 
         These episodes stay without a score. Returns the indices of their groups.
         """

@@ -17,7 +17,7 @@ class TaskFamily(Protocol):
         """Number of tasks in the split; None if it is endless."""
 
     def task(self, split: Split, index: int) -> Task:
-        """The task at an index of a split."""
+        """Returns the task at an index of a split."""
         ...
 
     def gold(self, task: Task) -> str:

@@ -15,10 +15,10 @@ class VersionRegistry(Protocol):
         """Registers a version."""
 
     def get(self, number: int) -> PolicyVersion | None:
-        """A version; None if it is not registered."""
+        """Returns a version; None if it is not registered."""
 
     def latest(self, *states: VersionState) -> PolicyVersion | None:
-        """The highest-numbered version in one of `states`; in any state if none is given."""
+        """Returns the highest-numbered version in one of `states`; in any state if none is given."""
 
     def set_state(self, number: int, state: VersionState, *, sha256: str | None = None) -> None:
         """Sets the state of a version. Raises `StoreError` if `sha256` is given and its weights differ."""
@@ -36,7 +36,7 @@ class VersionRegistry(Protocol):
         """Protects the weights of this version from `prune` in any process, until another version is held."""
 
     def pinned(self) -> frozenset[int]:
-        """The versions whose weights and checkpoints are kept until they are unpinned."""
+        """Returns the versions whose weights and checkpoints are kept until they are unpinned."""
 
     def prune(self, keep: int) -> tuple[int, ...]:
         """Deletes weights of old versions, except needed ones and the `keep` newest. Returns their numbers."""

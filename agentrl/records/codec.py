@@ -31,5 +31,5 @@ def from_json(kind: type[T], data: bytes | str) -> T:
 
 
 def to_data(record: Any) -> Any:
-    """A record as plain data for JSON."""
+    """Returns a record as plain data for JSON."""
     return _adapter(type(record)).dump_python(record, mode="json")

@@ -69,7 +69,7 @@ def parse_destinations(entries: Iterable[str]) -> tuple[Destination, ...]:
 
 
 def plain_host(text: str) -> str | None:
-    """The canonical form of a host: a lower-case name, or an address as `ipaddress` prints it. None if it is neither.
+    """Returns the canonical form of a host: a lower-case name, or an address as `ipaddress` prints it. None if it is neither.
 
     International names must be in their ASCII form (`xn--...`); IPv6 addresses must be in brackets.
     """
@@ -86,7 +86,7 @@ def plain_host(text: str) -> str | None:
 
 
 def address_literal(host: str) -> Address | None:
-    """The address that `host` denotes; None for a name or a zoned address. An IPv4-mapped IPv6 address becomes the IPv4 address."""
+    """Returns the address that `host` denotes; None for a name or a zoned address. An IPv4-mapped IPv6 address becomes the IPv4 address."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

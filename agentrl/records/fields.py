@@ -42,13 +42,13 @@ Check = Callable[[Any], Any]
 
 
 def text(value: Any) -> str:
-    """The text, with every unpaired surrogate replaced by U+FFFD."""
+    """Returns the text, with every unpaired surrogate replaced by U+FFFD."""
     string = _string(value)
     return string if encodable(string) else _HALF.sub("\N{REPLACEMENT CHARACTER}", string)
 
 
 def name(value: Any) -> str:
-    """The text. Raises `ValueError` for an unpaired surrogate."""
+    """Returns the text. Raises `ValueError` for an unpaired surrogate."""
     string = _string(value)
     if not encodable(string):
         raise ValueError(f"{string[:80]!a} contains half of a surrogate pair, which UTF-8 cannot encode")
@@ -56,7 +56,7 @@ def name(value: Any) -> str:
 
 
 def json_value(value: Any, levels: int = MAX_DEPTH) -> Any:
-    """A copy of a JSON value of at most `levels` levels, so that later changes to the original have no effect."""
+    """Returns a copy of a JSON value of at most `levels` levels, so that later changes to the original have no effect."""
     if isinstance(value, str):
         return name(value)
     if value is None or isinstance(value, bool):
@@ -78,7 +78,7 @@ def json_value(value: Any, levels: int = MAX_DEPTH) -> Any:
 
 
 def json_object(value: Any) -> dict[str, Any]:
-    """A copy of a JSON object. Raises `ValueError` for anything else."""
+    """Returns a copy of a JSON object. Raises `ValueError` for anything else."""
     if not isinstance(value, Mapping):
         raise ValueError(f"must be an object, got {type(value).__name__}")
     return _json_items(value, MAX_DEPTH)
@@ -138,7 +138,7 @@ def _checks(kind: type[Any]) -> tuple[tuple[str, Check], ...]:
 
 
 def _check_of(hint: Any) -> Check:
-    """The check of an annotation. Raises `TypeError` for one that a record cannot have, such as `Any`."""
+    """Returns the check of an annotation. Raises `TypeError` for one that a record cannot have, such as `Any`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         by: _By = inner[1]
@@ -232,7 +232,7 @@ def _whole(value: Any) -> int:
 
 
 def _measured(value: Any) -> float:
-    """The value as a float, NaN included. Raises `ValueError` for text."""
+    """Returns the value as a float, NaN included. Raises `ValueError` for text."""
     if isinstance(value, str | bytes):
         raise ValueError(f"must be a number, got {type(value).__name__}")
     try:

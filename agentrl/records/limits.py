@@ -50,7 +50,7 @@ OPTIONAL_LIMITS = ("tool_calls", "all_tokens", "thinking_tokens")
 
 
 def key_fields(record: Any) -> dict[str, object]:
-    """The fields of a task, or of a record in it, that determine the key of the task. Raises `TypeError` for anything but a record.
+    """Returns the fields of a task, or of a record in it, that determine the key of the task. Raises `TypeError` for anything but a record.
 
     `dataclasses.asdict` would copy all fields first and take several times as long.
     """

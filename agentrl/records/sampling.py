@@ -53,7 +53,7 @@ class Sampling(Record):
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
     def constrained(self) -> Self:
-        """The sampling of constrained tokens. Only the server knows the allowed tokens, so it must report them as supports.
+        """Returns the sampling of constrained tokens. Only the server knows the allowed tokens, so it must report them as supports.
 
         At temperature 0 nothing is trained and no supports are needed.
         """

@@ -72,6 +72,6 @@ class Task(Record):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def contents(self) -> dict[str, bytes]:
-        """The files of the working directory of a new sandbox: relative path -> bytes."""
+        """Returns the files of the working directory of a new sandbox: relative path -> bytes."""
         texts = {path: text.encode() for path, text in self.files.items()}
         return texts | {path: base64.b64decode(text, validate=True) for path, text in self.binary_files.items()}

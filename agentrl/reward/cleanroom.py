@@ -255,7 +255,7 @@ async def _harbor(
 
 
 def parse_reward(txt: str | None, as_json: str | None) -> tuple[float | None, str]:
-    """The reward from 0 to 1 in Harbor's reward.txt or reward.json, and the problem; None if neither file exists.
+    """Returns the reward from 0 to 1 in Harbor's reward.txt or reward.json, and the problem; None if neither file exists.
 
     reward.txt contains a number; reward.json an object with the number. Any program in the sandbox may have written them.
     """
@@ -288,7 +288,7 @@ def _reward_value(text: str | float, file: str) -> tuple[float, str]:
 
 
 def _texts(entries: Mapping[Any, object]) -> dict[str, str]:
-    """The valid entries of a report (test -> error), as text that can be stored."""
+    """Returns the valid entries of a report (test -> error), as text that can be stored."""
     return {
         name.encode("utf-8", "replace").decode(): error.encode("utf-8", "replace").decode()
         for name, error in entries.items()

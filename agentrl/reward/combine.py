@@ -21,19 +21,19 @@ _MAX_MESSAGE = 1000  # characters
 
 
 def named_parts(scores: Mapping[str, Score]) -> dict[str, float]:
-    """The values, and their parts as NAME/PART."""
+    """Returns the values, and their parts as NAME/PART."""
     parts = {name: score.value for name, score in scores.items() if score.value is not None}
     return parts | {f"{name}/{part}": value for name, score in scores.items() for part, value in score.parts.items()}
 
 
 def weighted_turns(weighted: Sequence[tuple[float, Score]]) -> tuple[tuple[float, ...], ...]:
-    """The weighted sum of turn rewards; a score without any counts as zeros. Empty if no score has any."""
+    """Returns the weighted sum of turn rewards; a score without any counts as zeros. Empty if no score has any."""
     scaled = [[[weight * turn for turn in turns] for turns in score.turn_rewards] for weight, score in weighted if score.turn_rewards]
     return tuple(tuple(map(sum, zip(*turns, strict=True))) for turns in zip(*scaled, strict=True))
 
 
 def weighted_pending(weighted: Sequence[tuple[float, Score]]) -> tuple[PendingPart, ...]:
-    """The parts that the scores wait for, with their weights in the combined score."""
+    """Returns the parts that the scores wait for, with their weights in the combined score."""
     return tuple(replace(part, weight=weight * part.weight) for weight, score in weighted for part in score.pending)
 
 

@@ -58,14 +58,14 @@ class ConfiguredVerifier(Section):
             raise TaskError(f"task {task.id}: data.{self.name}: {validation_text(error)}", fix="correct the settings in the task") from None
 
     def truth_of(self, task: Task) -> Any:
-        """The truth, a JSON value. Raises `TaskError` if the task has none."""
+        """Returns the truth, a JSON value. Raises `TaskError` if the task has none."""
         if self.truth not in task.data:
             raise TaskError(f"task {task.id}: data has no {self.truth!r}", fix=f"add the truth, or set truth=... of {self.name}")
         return task.data[self.truth]
 
 
 def answer_of(episode: Episode, *, after: str = "", longest: int = MAX_ANSWER_CHARS) -> tuple[str, str]:
-    """The submitted answer, stripped, and why it is wrong without further checks (empty: it must be checked).
+    """Returns the submitted answer, stripped, and why it is wrong without further checks (empty: it must be checked).
 
     Args:
         after: the answer is the text after the last occurrence of this, such as "Answer:". An answer without it is wrong.
@@ -108,7 +108,7 @@ def strip_code_fence(text: str, *languages: str) -> str:
 
 
 def zero_score(evidence: str, **parts: float) -> Score:
-    """A score of 0 with the reason as evidence."""
+    """Returns a score of 0 with the reason as evidence."""
     return Score(value=0.0, parts=parts, evidence=evidence)
 
 

@@ -68,14 +68,14 @@ class GroupJudgeScorer:
     task_scorer: TaskScorer  # the verifiers of a task, and the audit
 
     async def score_attempt(self, task: Task, episode: Episode) -> Score:
-        """The score of an attempt that has ended; without a value if only the judge scores it."""
+        """Returns the score of an attempt that has ended; without a value if only the judge scores it."""
         if self.weight == 1:
             return Score(value=None, reason=AWAITING_GROUP_JUDGE)
         score = await self.task_scorer(task, episode)
         return Score(value=None, reason="tasks.group_judge cannot wait for late scores: remove one of them") if score.pending else score
 
     async def score_group(self, task: Task, scored: Sequence[ScoredEpisode]) -> tuple[Score, ...]:
-        """The scores of all attempts, in their order. An attempt that the judge does not see keeps its score."""
+        """Returns the scores of all attempts, in their order. An attempt that the judge does not see keeps its score."""
         shown = [index for index, attempt in enumerate(scored) if _is_shown(attempt)]
         scores = [attempt.score for attempt in scored]
         judged = await self._judge(task, [scored[index].episode for index in shown])
@@ -99,7 +99,7 @@ class GroupJudgeScorer:
         return [Score(value=None, reason=reason, blame=Blame.INFRASTRUCTURE)] * len(episodes)
 
     async def _judge_provoked(self, task: Task, episodes: Sequence[Episode], failed: Sequence[Score]) -> Sequence[Score]:
-        """The scores after a failure that the text of an attempt may have provoked. Raises `InfrastructureError` of the judge.
+        """Returns the scores after a failure that the text of an attempt may have provoked. Raises `InfrastructureError` of the judge.
 
         The judge compares each attempt with a control episode. Attempts on which it fails get the lowest value, and the others are
         compared among themselves. If it fails on two control episodes, or on no single attempt, it is broken and there is no value.

@@ -122,7 +122,7 @@ class Rubric:
         return SANDBOX_PART_S if needs_sandboxes(verifier) else timeout_of(verifier, self._part_s)
 
     def _combined(self, scores: Mapping[str, Score]) -> Score:
-        """The score of an episode that meets every required criterion."""
+        """Returns the score of an episode that meets every required criterion."""
         missing = {name: score for name, score in scores.items() if score.value is None}
         if fatal := {name: score for name, score in missing.items() if name not in self._optional}:
             return _unscored(fatal)

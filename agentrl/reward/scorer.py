@@ -156,7 +156,7 @@ class TaskScorer:
         return False
 
     def _lowest_score(self, reference: str, evidence: str, episode: Episode, *values: float) -> Score:
-        """The lowest value of the verifier: its lower bound, or the lowest of 0, `values` and the values that it has returned."""
+        """Returns the lowest value of the verifier: its lower bound, or the lowest of 0, `values` and the values that it has returned."""
         bounds = bounds_of(self._verifiers[reference])
         lowest = min(0.0, *values, self._lowest.get(reference, 0.0)) if bounds is None else bounds[0]
         log.warning("verifier %s on %s: %s", reference, episode.id, evidence)

@@ -46,7 +46,7 @@ class _Data(dict[str, Any]):
 
 
 def with_checked_data(task: Task) -> Task:
-    """A copy of the task for a verifier: `task.data[key]` raises `MissingTaskData`, a KeyError, for a missing key."""
+    """Returns a copy of the task for a verifier: `task.data[key]` raises `MissingTaskData`, a KeyError, for a missing key."""
     if isinstance(task.data, _Data):
         return task
     copied = copy.copy(task)
@@ -55,7 +55,7 @@ def with_checked_data(task: Task) -> Task:
 
 
 def missing_data_error(task: Task, error: BaseException, reader: str) -> TaskError | None:
-    """The error for a task without a key that `reader` reads; None if the cause of `error` is something else."""
+    """Returns the error for a task without a key that `reader` reads; None if the cause of `error` is something else."""
     if (missing := user_code.first_cause(error, MissingTaskData)) is None:
         return None
     key = user_code.printable(repr(missing.args[0]), 80)
@@ -132,7 +132,7 @@ async def call_scoring_code(
 
 
 def _episode_texts(episode: Episode) -> list[Any]:
-    """The texts of an episode that a verifier's error message may repeat."""
+    """Returns the texts of an episode that a verifier's error message may repeat."""
     messages = [turn.message for trajectory in episode.trajectories for turn in trajectory.turns]
     calls = [call.arguments for message in messages for call in message.tool_calls]
     files = [content[:_MAX_FILE].decode(errors="replace") for content in episode.outputs.values()]
@@ -143,7 +143,7 @@ CONTROL_ANSWERS = (None, "", "0")  # control answers: every working verifier can
 
 
 def control_episode(episode: Episode, answer: str | None) -> Episode:
-    """A control episode: the same task, but the agent only submitted `answer`."""
+    """Returns a control episode: the same task, but the agent only submitted `answer`."""
     nothing = (Trajectory(agent="main", turns=(), stop_reason="answered"),)
     return Episode(id=f"{episode.id}.control", task_id=episode.task_id, task_key=episode.task_key, trajectories=nothing, answer=answer)
 
@@ -179,7 +179,7 @@ def needs_sandboxes(verifier: object) -> bool:
 
 
 def timeout_of(verifier: object, default_s: float) -> float:
-    """The deadline of a verifier in seconds: its own `timeout_s` if it has one (`PreparedVerifier`), else `default_s`."""
+    """Returns the deadline of a verifier in seconds: its own `timeout_s` if it has one (`PreparedVerifier`), else `default_s`."""
     declared = getattr(verifier, "timeout_s", None)
     return float(declared) if isinstance(declared, int | float) and 0 < declared < math.inf else default_s
 
@@ -199,6 +199,6 @@ def prepare_verifier(verifier: object, *, root: Path, folder: Path | None) -> No
 
 
 def bounds_of(verifier: object) -> tuple[float, float] | None:
-    """The smallest and largest value that a verifier declares; None means any finite value."""
+    """Returns the smallest and largest value that a verifier declares; None means any finite value."""
     low, high = getattr(verifier, "bounds", None) or (None, None)
     return None if low is None or high is None else (float(low), float(high))

@@ -206,7 +206,7 @@ class _Child:
         return process
 
     def _read(self, process: subprocess.Popen[bytes], within_s: float) -> bytes | None:
-        """The next line of the child; None if it exited or sent no line in time."""
+        """Returns the next line of the child; None if it exited or sent no line in time."""
         assert process.stdout is not None, "it is a pipe"
         until, pieces = time.monotonic() + within_s, bytearray()
         with selectors.DefaultSelector() as waiting:
@@ -223,7 +223,7 @@ class _Child:
         return None
 
     def _ended(self, process: subprocess.Popen[bytes]) -> Exception:
-        """The exception for a process that exited without a reply."""
+        """Returns the exception for a process that exited without a reply."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
         code = process.poll()
@@ -234,7 +234,7 @@ class _Child:
 
 
 def _reference(function: Callable[..., Any]) -> str:
-    """The function's reference for a child: by module, or by file if the module was loaded from a file (`agentrl.plugins`)."""
+    """Returns the function's reference for a child: by module, or by file if the module was loaded from a file (`agentrl.plugins`)."""
     name, module = function.__qualname__, function.__module__
     if "." in name or name.startswith("<"):
         raise ValueError(f"{name} is not a module-level function")
@@ -273,7 +273,7 @@ def _size() -> int:
 
 
 def _answer(function: Callable[[Any], Any], request: Any, number: int, deadline_s: float, full: int) -> str:
-    """The reply, with a flag if the process still uses more than `full` bytes afterwards."""
+    """Returns the reply, with a flag if the process still uses more than `full` bytes afterwards."""
     try:
         set_deadline(deadline_s)
         reply = json.dumps({"number": number, "reply": function(request), "full": _size() > full})

@@ -73,7 +73,7 @@ class ActiveTrajectory:
         self._begun = replace(self._begun, agent=agent, prompt=self._begun.prompt if prompt is None else tuple(prompt))
 
     def limit(self) -> str:
-        """The stop reason of the limit that forbids another turn; empty if none does."""
+        """Returns the stop reason of the limit that forbids another turn; empty if none does."""
         if self._episode.turns_begun >= self._episode.task.limits.turns:
             return "turn_limit"
         if self._episode.out_of_time:
@@ -446,5 +446,5 @@ def _checked(stop_reason: str) -> str:
 
 
 def _inherited(begun: Trajectory, by: str) -> Trajectory:
-    """The trajectory with all of its turns marked as sampled by episode `by`, except those that it already inherited."""
+    """Returns the trajectory with all of its turns marked as sampled by episode `by`, except those that it already inherited."""
     return replace(begun, inherited=(*begun.inherited, *(by,) * len(begun.own_turns)))

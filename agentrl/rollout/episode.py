@@ -146,7 +146,7 @@ class EpisodeRunner:
 
 
 def _out_of_time(episode: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[Failure, ...]]:
-    """The end of an episode without time left: no outputs, and no failure if the policy's programs used the time."""
+    """Returns the end of an episode without time left: no outputs, and no failure if the policy's programs used the time."""
     failure = episode.timeout_failure()
     return WALL_LIMIT, CollectedOutputs(files={}), () if failure is None else (failure,)
 

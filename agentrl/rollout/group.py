@@ -145,7 +145,7 @@ class GroupRunner:
         return Group(index=index, task_id=task.id, task_key=task.key, episodes=_capped(scored), cancelled=race.cancelled)
 
     async def _judged(self, judge: GroupScoring, task: Task, scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
-        """The attempts with their scores from the group's scorer. If it fails, they are unscored."""
+        """Returns the attempts with their scores from the group's scorer. If it fails, they are unscored."""
         with user_code.fault_boundary() as fault, ACTIVITY.doing(SCORING):
             scores = await judge.score_group(task, scored)
         if fault.error is not None:

@@ -277,7 +277,7 @@ class Pace:
         )
 
     def to_data(self) -> dict[str, Any]:
-        """The history as JSON data."""
+        """Returns the history as JSON data."""
         sizes = {str(size): one.to_data() for size, one in self._sizes.items()}
         return {"all": self._all.to_data(), "work": self._work.to_data(), "sizes": sizes}
 

@@ -3,7 +3,7 @@
 A fault after the policy's first turn may be the policy's work. If the next attempt sampled new actions, or if the episode were excluded in
 the end, a policy that provokes faults when its episode goes badly would choose which of its episodes count. So the next attempt repeats the
 completions of the earlier ones as long as its contexts are equal to theirs. A fault of a machine does not depend on the actions: the
-repetition passes it, and the episode has the tokens that were sampled first.
+repetition does not meet it, and the episode has the tokens that were sampled first.
 
 The actions provoked a fault if it ended three attempts of an episode in a row, while the same part worked for at least `MIN_OTHERS`
 episodes of other groups, and hardly any of them met the fault. If faults did not depend on the actions, two repetitions would meet it with
@@ -106,7 +106,7 @@ class FaultHistory:
                 del self._running[group]
 
     def record_use(self, group: str, episode: str, part: str) -> None:
-        """Records that an episode has used a part with success."""
+        """Records that an episode has used a part successfully."""
         self._record((group, episode, part))
 
     def record_fault(self, group: str, episode: str, fault: Failure) -> None:

@@ -43,7 +43,7 @@ class SlowServer(ServingError):
 
 
 def loop_time() -> float:
-    """The time of the event loop, which tests can replace; without a loop, the monotonic clock."""
+    """Returns the time of the event loop, which tests can replace; without a loop, the monotonic clock."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:
@@ -186,7 +186,7 @@ class EpisodeRequests:
         return infrastructure_fault("episode", WALL_LIMIT, f"{message}\n  fix: {ADVICE}", turn=turn)
 
     def _figures(self, reading: Reading) -> str:
-        """The pace of the newest request and the usual pace."""
+        """Returns the pace of the newest request and the usual pace."""
         now_ = "unknown" if reading.tokens is None else f"{reading.tokens / max(reading.seconds, 1e-9):.3g} tokens/s"
         usual = "no history"
         if reading.usual_s is not None and reading.tokens:

@@ -1,4 +1,4 @@
-"""Follows the groups that wait for late scores: counts them, ends the waiting for expired parts, and records their outcomes."""
+"""Follows the groups that wait for late scores: counts them, closes expired parts, and records their outcomes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_order(order: GroupOrder, *late: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateGroups:
-    """The parked groups of one run. `changed` is set when their number changes; who waits for it clears it."""
+    """The parked groups of one run. `changed` is set when their number changes; the caller that waits for it clears it."""
 
     order: GroupOrder
     store: DriverStore
@@ -68,7 +68,7 @@ class LateGroups:
             )
 
     async def watch(self) -> None:
-        """Ends the waiting for expired parts, and follows groups that become ready. Ends only by cancellation or `StoreError`."""
+        """Closes expired parts and records groups that become ready, until it is cancelled. Raises `StoreError`."""
         while True:
             if self._parked:
                 await self.update()

@@ -1,4 +1,4 @@
-"""The pipeline of a run on one page. Rollouts, learner and server meet only in the store, the registry and at the server.
+"""The pipeline of a run on one page. Rollouts, learner and server exchange data only through the store, the registry and the server.
 
     groups --(store)--> learner --(registry)--> swap --(server)--> newer groups ...
 

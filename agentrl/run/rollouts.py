@@ -45,7 +45,7 @@ class Rollouts:
 
     @classmethod
     def of(cls, run: Run) -> Rollouts:
-        """The rollouts of an open run."""
+        """Returns the rollouts of an open run."""
         return cls(
             folder=run.folder,
             max_staleness=run.recipe.max_staleness,

@@ -64,7 +64,7 @@ class StepRecords:
 
     @classmethod
     def of(cls, run: Run) -> StepRecords:
-        """The step records of an open run."""
+        """Returns the step records of an open run."""
         return cls(
             recipe=run.recipe,
             folder=run.folder,
@@ -107,7 +107,7 @@ class StepRecords:
                 await self._record(version, await self._metrics(version, None))
 
     async def unfinished_groups(self) -> tuple[Group, ...]:
-        """The scored groups of steps that are not recorded, and those that no step has taken."""
+        """Returns the scored groups of steps that are not recorded, and those that no step has taken."""
         known, entries = measure.recorded_steps(self.folder), await self.store.entries()
         unfinished = (entry for entry in entries if entry.step is None or entry.step + 1 not in known)
         return await self.store.groups(entry.index for entry in unfinished if not entry.pending)
@@ -130,7 +130,7 @@ class StepRecords:
         return metrics | self.fault_rate.attempt_metrics() | self.served.figures() | workers
 
     async def _queues(self) -> dict[str, float]:
-        """The groups that are running, ready, or assigned to a step that has not completed, now. Earlier blocks have no open groups."""
+        """Counts the groups that are running, ready, or assigned to a step that has not completed. Earlier blocks have no open groups."""
         first = self.order.block(max(0, self.served.version - _OPEN_BLOCKS)).start
         open_ = Counter(entry.state for entry in await self.store.entries(first=first))
         return {"groups_running": ACTIVITY.count(GROUPS), "groups_ready": open_["ready"], "groups_assigned": open_["assigned"]}
@@ -138,7 +138,7 @@ class StepRecords:
     def _group_metrics(
         self, version: PolicyVersion, groups: tuple[Group, ...], report: SwapReport | None, wall_s: float | None
     ) -> dict[str, float]:
-        """The metrics of a step's groups. Records their excluded episodes. Runs in a thread, because a step may have 100 MB of groups."""
+        """Returns the metrics of a step's groups, and records excluded episodes. Runs in a thread: a step may have 100 MB of groups."""
         measure.record_excluded(self.folder, version.number, groups)
         metrics = measure.step_metrics(groups, self.folder / version.folder, report, step=version.number - 1, wall_s=wall_s)
         return metrics | memory_metrics(groups)

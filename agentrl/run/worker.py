@@ -101,7 +101,7 @@ class DriverConnection:
 
 
 def _fault(status: int, answer: bytes) -> ServingError:
-    """The error for a failed request: that of the policy's server, if the driver passes it on."""
+    """Returns the error for a failed request: that of the policy's server, if the driver passes it on."""
     try:
         problem = json.loads(answer)
         return _KINDS.get(problem["kind"], ServingError)(str(problem["error"]))
@@ -140,7 +140,7 @@ class Worker:
         self._alerts.append(message)
 
     def memory_version(self, group: int) -> int | None:
-        """The version of the memory that a leased group reads; None without a memory."""
+        """Returns the version of the memory that a leased group reads; None without a memory."""
         return self._work[group].memory_version
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
@@ -234,7 +234,7 @@ class Worker:
 
 
 def _result(sampling: asyncio.Task[Group], task: Task, index: int, size: int) -> Group:
-    """The sampled group, or an excluded one after an error. Raises `SandboxUnavailable`."""
+    """Returns the sampled group, or an excluded one after an error. Raises `SandboxUnavailable`."""
     if (error := sampling.exception()) is None:
         return sampling.result()
     if (unavailable := user_code.first_cause(error, SandboxUnavailable)) is not None:
@@ -253,7 +253,7 @@ def _content_of(group: Group) -> bytes:
 
 
 def _group_of(request_id: str) -> int:
-    """The group of a request; -1 if it belongs to none."""
+    """Returns the group of a request; -1 if it belongs to none."""
     head = request_id.partition("-")[0]
     return int(head[1:]) if head[:1] == "g" and head[1:].isdecimal() else -1
 
@@ -266,7 +266,7 @@ class _Notes:
         self._store: NoteStore | None = None
 
     def view(self, task: Task, group: int | None) -> StoreView:
-        """The memory that a group's attempts read. The driver commits it before it queues the group."""
+        """Returns the memory that a group's attempts read. The driver commits it before it queues the group."""
         version = None if group is None else self._worker.memory_version(group)
         assert version is not None, "the groups of a run with a memory are leased with its version"
         if self._store is None:
@@ -340,7 +340,7 @@ def read_address(folder: Path) -> tuple[str, str]:
 
 
 def worker_name(pid: int) -> str:
-    """The name of a worker on this machine."""
+    """Returns the name of a worker on this machine."""
     return f"{socket.gethostname()}-{pid}"
 
 

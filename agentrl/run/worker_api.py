@@ -99,7 +99,7 @@ class WorkerApi:
         )
 
     def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """A route that requires the key. An invalid request is answered with 400, and never ends the run."""
+        """Returns a route that requires the key. An invalid request is answered with 400, and never ends the run."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -203,7 +203,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 def _worker(data: Any) -> str:
-    """The name of the worker that sent a request. Raises `ValueError`."""
+    """Returns the name of the worker that sent a request. Raises `ValueError`."""
     name = data["worker"]
     if not isinstance(name, str) or not 0 < len(name) <= _NAME_CHARS:
         raise ValueError("worker must be a name")

@@ -56,7 +56,7 @@ def code(text: object) -> bytes:
 
 
 def session_name(name: object) -> str | None:
-    """The name of a session; None if it is empty."""
+    """Returns the name of a session; None if it is empty."""
     if not isinstance(name, str):
         raise TypeError(f"a session name must be a string, not {type(name).__name__}")
     if name and not _SESSION_NAME.fullmatch(name):

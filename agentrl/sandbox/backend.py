@@ -185,7 +185,7 @@ class ChannelBackend(waiting.ClosesOnce):
         *,
         explain: Callable[[], str] = str,
     ) -> ChannelSandbox:
-        """The sandbox, after its exec server has sent its greeting and handed over the listener. A failure leaves nothing of it.
+        """Returns the sandbox, after its exec server has sent its greeting and handed over the listener. A failure leaves nothing of it.
 
         `end` removes what the backend created; its argument says whether the exec server is known to have ended. `explain` returns
         what else is known about a failure.

@@ -164,7 +164,7 @@ class BubblewrapBackend(ChannelBackend):
         return words
 
     def _options(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
-        """The exec server's options, with the limits that bwrap has no option for."""
+        """Returns the exec server's options, with the limits that bwrap has no option for."""
         options = limits.server_options(name, spec, grouped=self._groups is not None)
         options["tmpfs"] = dict.fromkeys(limits.WRITABLE_FOLDERS, f"nr_inodes={limits.max_inodes(spec)}")
         options["terminals"], options["settings"] = limits.TERMINAL_OPTIONS, limits.NETWORK_SETTINGS

@@ -84,7 +84,7 @@ class BuildContext(BaseModel):
 
 
 def read_build_context(folder: Path) -> BuildContext:
-    """The build context in `folder`. Raises `TaskError` with the file and the bound that it exceeds."""
+    """Returns the build context in `folder`. Raises `TaskError` with the file and the bound that it exceeds."""
     return BuildContext(folder=folder, key=_pack(folder, None))
 
 
@@ -109,7 +109,7 @@ def dockerfile_steps(text: str) -> list[tuple[int, str]]:
 
 
 def _escape(lines: list[str]) -> str:
-    """The character that continues a line: a backslash, unless a parser directive at the top sets another one."""
+    """Returns the character that continues a line: a backslash, unless a parser directive at the top sets another one."""
     for line in lines:
         directive = _DIRECTIVE.fullmatch(line.strip())
         if directive is None:
@@ -147,7 +147,7 @@ def _pack(folder: Path, target: IO[bytes] | None) -> str:
 
 
 def _member(folder: Path, name: str, entry: os.DirEntry[str]) -> tarfile.TarInfo:
-    """The archive member for an entry, without its size."""
+    """Returns the archive member for an entry, without its size."""
     member = tarfile.TarInfo(name)
     mode = entry.stat(follow_symlinks=False).st_mode
     member.mode = 0o755 if mode & 0o111 else 0o644
@@ -161,7 +161,7 @@ def _member(folder: Path, name: str, entry: os.DirEntry[str]) -> tarfile.TarInfo
 
 
 def _opened(entry: os.DirEntry[str]) -> BufferedReader:
-    """A regular file, opened without following a link; an empty one for a folder or a link."""
+    """Returns a regular file, opened without following a link; an empty one for a folder or a link."""
     if not entry.is_file(follow_symlinks=False):
         return open(os.devnull, "rb")
     return open(os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
@@ -344,7 +344,7 @@ def _build(tag: str, context: BuildContext, progress: Progress) -> None:
 
 
 def _failure(context: BuildContext, step: int, message: str, output: deque[str]) -> TaskError:
-    """The error for a Dockerfile that does not build: the line, the daemon's message, and the last output."""
+    """Returns the error for a Dockerfile that does not build: the line, the daemon's message, and the last output."""
     steps = dockerfile_steps(context.dockerfile.read_text(errors="replace"))
     where, instruction = "", ""
     if parse := _PARSE_ERROR.search(message):

@@ -76,7 +76,7 @@ class ChannelSandbox(ClosesOnce):
             raise
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
-        """The bytes of a regular file. Raises `ValueError` for a link anywhere in the path."""
+        """Returns the bytes of a regular file. Raises `ValueError` for a link anywhere in the path."""
         fields = {"path": arguments.plain_path(path), "max_bytes": arguments.size(max_bytes, "max_bytes", arguments.MAX_READ_BYTES)}
         async with self._turn:
             _, body = await self._channel.call("read", fields, schema=frames.CHUNK, max_body=max_bytes, timeout_s=FILE_S)
@@ -94,7 +94,7 @@ class ChannelSandbox(ClosesOnce):
             await self._channel.call("write", {"files": listing}, body=b"".join(contents.values()), timeout_s=FILE_S)
 
     async def snapshot(self) -> bytes:
-        """The working directory as a tar archive: regular files, folders and links, with their modes and times, readable or not.
+        """Returns the working directory as a tar archive: regular files, folders and links, with their modes and times, readable or not.
 
         Programs are stopped meanwhile. Hard links are kept; pipes, sockets and devices are omitted. Raises `ValueError` only if the
         directory is too large: more than `disk_mb`, 20,000 entries, 64 levels or 20 s of work. The archive is hostile data: pass it to

@@ -73,12 +73,12 @@ def prune() -> int:
 
 
 def lease_in_name(name: str) -> str:
-    """The lease in a sandbox's name (`agentrl-<lease>-<number>`)."""
+    """Returns the lease in a sandbox's name (`agentrl-<lease>-<number>`)."""
     return name.removeprefix("agentrl-").rpartition("-")[0]
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    """The folders in `folder`; none if it has just been removed, like a driver's folder with its last sandbox."""
+    """Returns the folders in `folder`; none if it has just been removed, like a driver's folder with its last sandbox."""
     try:
         return [path for path in folder.iterdir() if path.is_dir()]
     except FileNotFoundError:

@@ -217,7 +217,7 @@ class DockerBackend(ChannelBackend):
                 raise
 
     async def _accept(self, listener: socket.socket, name: str) -> socket.socket:
-        """The container's connection. Raises `SandboxError` as soon as it ends without one; the caller sets the deadline."""
+        """Returns the container's connection. Raises `SandboxError` as soon as it ends without one; the caller sets the deadline."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
@@ -258,7 +258,7 @@ class DockerBackend(ChannelBackend):
     # Specifications ---------------------------------------------------------------------------------------------------
 
     def _container(self, spec: SandboxSpec, image: ReadyImage, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-        """The create request of a container for one sandbox, whose exec server gets `options`."""
+        """Returns the create request of a container for one sandbox, whose exec server gets `options`."""
         mounts = {"/agentrl": folder, **limits.write_system_files(folder, options)}
         shares_kernel = spec.runtime in SHARING
         if not shares_kernel:  # another kernel shows its own cores, and has its own terminals and buffers
@@ -279,7 +279,7 @@ class DockerBackend(ChannelBackend):
         return self._request(image, [image.program_path, "connect:/agentrl/link", json.dumps(options)], host)
 
     def _shared_container(self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
-        """The create request of a shared container. Its limits fit all of its sandboxes, each of which has its own.
+        """Returns the create request of a shared container. Its limits fit all of its sandboxes, each of which has its own.
 
         Its keeper may create namespaces and mounts; the processes it starts give that up before they run a program.
         """
@@ -309,7 +309,7 @@ class DockerBackend(ChannelBackend):
         }
 
     def _describe(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
-        """The description of one sandbox for a keeper (see `agentrl.sandbox.inside.isolation`)."""
+        """Returns the description of one sandbox for a keeper (see `agentrl.sandbox.inside.isolation`)."""
         options = limits.server_options(name, spec)
         if spec.network:
             options["network"] = {**options["network"], "link": f"fd:{EGRESS_FD}"}

@@ -35,7 +35,7 @@ State = Literal["answers", "silent", "absent"]
 
 
 def daemon_address() -> str:
-    """The local daemon's socket: `$DOCKER_HOST`, or the default. Raises `SandboxUnavailable` for a daemon on another machine.
+    """Returns the local daemon's socket: `$DOCKER_HOST`, or the default. Raises `SandboxUnavailable` for a daemon on another machine.
 
     Sandboxes reach the driver through a mounted socket, which a remote daemon cannot offer.
     """
@@ -65,7 +65,7 @@ def daemon_answers(timeout_s: float = _PING_S) -> bool:
 
 
 def new_client(timeout_s: float) -> docker.APIClient:
-    """A client of the local daemon, which the caller closes."""
+    """Returns a client of the local daemon, which the caller closes."""
     return docker.APIClient(base_url=daemon_address(), version=API_VERSION, timeout=timeout_s)
 
 

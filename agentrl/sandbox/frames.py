@@ -37,7 +37,7 @@ class FrameError(SandboxError):
 
 
 def encode(header: Mapping[str, Any], body: bytes = b"") -> bytes:
-    """A request frame. Raises `ValueError` if header or body are too large, and `TypeError` for what is not JSON."""
+    """Returns a request frame. Raises `ValueError` if header or body are too large, and `TypeError` for what is not JSON."""
     try:
         text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     except RecursionError:
@@ -58,7 +58,7 @@ def parse_prefix(data: bytes) -> tuple[int, int]:
 
 
 def parse_header(data: bytes) -> dict[str, Any]:
-    """A reply header with an integer `id` and a boolean `ok`. `check_fields` checks its other keys."""
+    """Returns a reply header with an integer `id` and a boolean `ok`. `check_fields` checks its other keys."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -88,7 +88,7 @@ def parse_failure(value: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def parse_result(value: Mapping[str, Any], body: bytes) -> ExecResult:
-    """The result of a program, or of a call in a session, from its reply."""
+    """Returns the result of a program, or of a call in a session, from its reply."""
     checked = check_fields(value, SESSION_RESULT if "ended" in value else RESULT)
     code, reason, wall_s, cut = checked["exit"], checked["reason"], float(checked["wall_s"]), checked["stdout"]
     killed = code is None

@@ -186,7 +186,7 @@ def ensure_rootfs(image: Image, progress: Progress = no_progress) -> Path:
 
 
 def ensure_docker_image(image: Image, progress: Progress = no_progress) -> str:
-    """The image's tag, after making sure that the Docker daemon has it. Blocking; may take minutes the first time."""
+    """Returns the image's tag, after making sure that the Docker daemon has it. Blocking; may take minutes the first time."""
     docker_client.reachable(PREPARE_S)  # raises if it is silent
     with docker_client.connection() as api:
         if builds.has_image(api, image.tag):

@@ -42,12 +42,12 @@ def alive(other: str) -> bool:
 
 
 def sandbox_name() -> str:
-    """A new name, unique on this machine: `agentrl-<lease>-<number>`."""
+    """Returns a new name, unique on this machine: `agentrl-<lease>-<number>`."""
     return f"agentrl-{lease()}-{next(_numbers)}"
 
 
 def runtime_folder() -> Path:
-    """The private folder for sockets of this user's open sandboxes. Its path is short, and it does not survive a reboot."""
+    """Returns the private folder for sockets of this user's open sandboxes. Its path is short, and it does not survive a reboot."""
     if os.geteuid() == 0:
         folder = Path("/run/agentrl")
     else:

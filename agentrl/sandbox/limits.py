@@ -107,7 +107,7 @@ def write_system_files(folder: Path, options: dict[str, Any]) -> dict[str, Path]
 
 
 def cores(spec: SandboxSpec) -> list[int]:
-    """The cores of one sandbox, `ceil(spec.cpus)` at most. Successive calls rotate through the cores that this process may use."""
+    """Returns the cores of one sandbox, `ceil(spec.cpus)` at most. Successive calls rotate through the cores that this process may use."""
     usable = sorted(os.sched_getaffinity(0))
     count = min(len(usable), math.ceil(spec.cpus))
     first = next(_next_core) * count
@@ -127,7 +127,7 @@ def server_capabilities() -> dict[str, int]:
 
 
 def server_options(name: str, spec: SandboxSpec, *, grouped: bool = True) -> dict[str, Any]:
-    """The start options of the exec server of sandbox `name`. `grouped`: the sandbox has a control group for CPU time.
+    """Returns the start options of the exec server of sandbox `name`. `grouped`: the sandbox has a control group for CPU time.
 
     Each sandbox has two user ids, because the kernel counts inotify instances, queued signals and bytes in queues and pipes per user.
     They are derived from a hash of the name; if two sandboxes collide, they only share those counts.
@@ -177,7 +177,7 @@ class ControlGroups(Groups):
 
 
 def find_control_groups() -> ControlGroups | None:
-    """The control groups in which this process can limit memory, processes and CPU time; None if there is none."""
+    """Returns the control groups in which this process can limit memory, processes and CPU time; None if there is none."""
     if os.geteuid() != 0:
         return None
     groups = ControlGroups(str(CGROUPS), _PARENT)

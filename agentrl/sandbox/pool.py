@@ -58,7 +58,7 @@ class WarmPool(ClosesOnce):
         snapshot: bytes | None = None,
         timeout_s: float = OPEN_TIMEOUT_S,
     ) -> Sandbox:
-        """A ready sandbox, or a new one. Raises `SandboxTimeout` after `timeout_s`, waiting for a slot included."""
+        """Returns a ready sandbox, or a new one. Raises `SandboxTimeout` after `timeout_s`, waiting for a slot included."""
         if self._closing is not None:
             raise SandboxError("the sandbox pool is closed")
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -88,7 +88,7 @@ class WarmPool(ClosesOnce):
         await self._backend.close()
 
     async def _take(self, spec: SandboxSpec, files: Mapping[str, bytes], deadline: float) -> Sandbox | None:
-        """A ready sandbox, after writing `files` to it, which shows that it answers. Closes those that do not.
+        """Returns a ready sandbox, after writing `files` to it, which shows that it answers. Closes those that do not.
 
         Each gets half of the remaining time, so that some is left to open a new one.
         """

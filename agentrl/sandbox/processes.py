@@ -44,7 +44,7 @@ class SandboxProcesses:
 
     @classmethod
     def from_options(cls, options: dict[str, Any], top: int) -> SandboxProcesses:
-        """The processes of an exec server with these start options, which runs below the process `top` if this user is not root."""
+        """Returns the processes of an exec server with these start options, which runs below the process `top` if this user is not root."""
         if os.geteuid() == 0 or not top:
             return cls(server=options["server"], agent=options["agent"])
         return cls(server=os.geteuid(), agent=os.geteuid(), top=top)
@@ -98,7 +98,7 @@ _last: tuple[float, list[Process]] = (0.0, [])
 
 
 def _processes(age_s: float) -> list[Process]:
-    """The machine's processes, at most `age_s` ago."""
+    """Returns the machine's processes, at most `age_s` ago."""
     global _last
     called = time.monotonic()
     with _lock:
@@ -112,7 +112,7 @@ def _all() -> list[Process]:
 
 
 def read_process(pid: int) -> Process | None:
-    """The process `pid`. None if it has ended."""
+    """Returns the process `pid`. None if it has ended."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             lines = dict(line.split(":", 1) for line in file if ":" in line)

@@ -168,7 +168,7 @@ def supported() -> bool:
 
 @functools.cache
 def filter_program() -> bytes:
-    """The filter for this machine: an array of `struct sock_filter`, as `seccomp(2)` takes it."""
+    """Returns the filter for this machine: an array of `struct sock_filter`, as `seccomp(2)` takes it."""
     machine = platform.machine()
     column = 0 if machine == "x86_64" else 1
     calls: dict[int, Block] = {}
@@ -185,7 +185,7 @@ def filter_program() -> bytes:
 
 
 def simulate(number: int, *arguments: int, arch: int) -> tuple[int, int]:
-    """The filter's answer to system call `number`, and the steps it takes: for tests, without the kernel."""
+    """Returns the filter's answer to system call `number`, and the steps it takes: for tests, without the kernel."""
     program = list(struct.iter_unpack("=HBBI", filter_program()))
     data = struct.pack("=IIQ6Q", number, arch, 0, *(value % (1 << 64) for value in arguments[:6]), *[0] * (6 - len(arguments)))
     at = accumulator = step = 0
@@ -206,7 +206,7 @@ def simulate(number: int, *arguments: int, arch: int) -> tuple[int, int]:
 
 
 def _conditional() -> dict[str, Block]:
-    """The instructions for calls whose arguments decide."""
+    """Returns the instructions for calls whose arguments decide."""
     no_family, no_protocol = _answer(errno.EAFNOSUPPORT), _answer(errno.EPROTONOSUPPORT)
     kinds = _kinds({socket.SOCK_STREAM: _TCP, socket.SOCK_DGRAM: _UDP}, no_protocol)
     families = {socket.AF_UNIX: _allow(), socket.AF_INET: kinds, socket.AF_INET6: kinds}

@@ -27,7 +27,7 @@ _INSTALL_BUBBLEWRAP = "sudo apt-get install bubblewrap mmdebstrap"
 def select_backend(
     name: str, *, run_label: str, root: Path, progress: images.Progress = images.no_progress
 ) -> DockerBackend | BubblewrapBackend:
-    """The shipped backend `name`. `auto` is Docker if a local daemon answers, or bubblewrap if that works.
+    """Returns the shipped backend `name`. `auto` is Docker if a local daemon answers, or bubblewrap if that works.
 
     Blocks for a moment and never starts a daemon. Raises `UserError` for an unknown name, and `SandboxUnavailable` with the command
     that corrects the problem.
@@ -65,7 +65,7 @@ open_bubblewrap = functools.partial(select_backend, "bubblewrap")
 
 
 def open_backend(config: SandboxConfig, *, run_label: str, root: Path) -> SandboxBackend:
-    """The backend that a recipe names. Raises `SandboxUnavailable`, or `PluginError` for an invalid user-supplied one."""
+    """Returns the backend that a recipe names. Raises `SandboxUnavailable`, or `PluginError` for an invalid user-supplied one."""
     backend: SandboxBackend = parts.make_part(parts.BACKEND, config.backend, run_label=run_label, root=root)
     return backend
 

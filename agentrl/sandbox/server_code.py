@@ -35,7 +35,7 @@ _COMPILE = (
 
 @functools.cache
 def source() -> str:
-    """The exec server as one module: its modules in order, without their imports from each other."""
+    """Returns the exec server as one module: its modules in order, without their imports from each other."""
     texts = ((FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in MODULES)
     return "from __future__ import annotations\n" + "\n\n".join(_IMPORT.sub(r"\1pass", text) for text in texts)
 

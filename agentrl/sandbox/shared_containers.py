@@ -190,7 +190,7 @@ class ContainerPool:
         self._containers: list[Container] = []
 
     async def acquire(self, key: Hashable, start: Callable[[str], Awaitable[KeeperClient]]) -> Container:
-        """A running container with a slot for the caller, who must call `release`. Raises what its start raises."""
+        """Returns a running container with a slot for the caller, who must call `release`. Raises what its start raises."""
         container = next((container for container in self._containers if container.key == key and container.has_free_slot), None)
         if container is None:
             name = sandbox_name()

@@ -56,7 +56,7 @@ class ClosesOnce(abc.ABC):
 
 
 def listen_at(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
-    """A non-blocking listener at `path` for one connection, open to every user who can see the path."""
+    """Returns a non-blocking listener at `path` for one connection, open to every user who can see the path."""
     listener = socket.socket(socket.AF_UNIX, kind)
     try:
         listener.bind(str(path))
@@ -70,7 +70,7 @@ def listen_at(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> socke
 
 
 async def accept(listener: socket.socket) -> socket.socket:
-    """The next connection of a non-blocking listener. The caller sets the deadline."""
+    """Returns the next connection of a non-blocking listener. The caller sets the deadline."""
     await readable(listener)
     link, _ = listener.accept()
     link.setblocking(False)

@@ -71,7 +71,7 @@ def _of_prompt(positions: Any, token_ids: Sequence[int]) -> list[float]:
 
 
 async def _row_answer(server: VLLMServer, token_ids: tuple[int, ...], sampling: Sampling) -> Any:
-    """The server's answer to a row: logprobs of its tokens, at temperature 1 without truncation and prefix cache, and one token
+    """Returns the server's answer to a row: logprobs of its tokens, at temperature 1 without truncation and prefix cache, and one token
     sampled after it as in rollouts, with the most likely others.
     """
     logprobs = {"prompt_logprobs": 0, "logprobs": sampling.top_k + TIES}

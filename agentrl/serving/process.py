@@ -110,7 +110,7 @@ class ServerProcess(ABC):
         return not self.end_reason
 
     async def was_killed(self) -> bool:
-        """Whether SIGKILL ended the process before `stop`: the kernel out of memory, or a person. Waits up to a second for its end."""
+        """Whether the kernel (out of memory) or a person killed the process before `stop`. Waits up to a second for its end."""
         if self._process is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_S):
@@ -178,10 +178,10 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def _command(self, port: int) -> list[str]:
-        """The command to run: `launch_command`."""
+        """Returns the command to run: `launch_command`."""
 
     def _environment(self, scratch: Path) -> dict[str, str]:
-        """The variables that its environment adds to the driver's."""
+        """Returns the variables that its environment adds to the driver's."""
         return server_environment(scratch, cpu_threads=self._threads, gpus=self._gpus)
 
     @abstractmethod

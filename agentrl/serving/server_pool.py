@@ -363,7 +363,7 @@ class ServerPool:
             self._alert(f"{replica.title} is abandoned, and the run continues without it: {error}")
 
     def _newest(self) -> PolicyVersion | None:
-        """The version that a restarted server loads: what the others serve, or if none answers, what a single server would load."""
+        """Returns the version that a restarted server loads: what the others serve, or if none answers, what a single server would load."""
         current = self._registry.get(self.version)
         if any(replica.accepts_requests for replica in self._replicas) and current is not None and current.sha256 == self.sha256:
             return current

@@ -389,7 +389,7 @@ class SupervisedServer:
 
 
 async def _cache_use(server: VLLMServer, reading: int) -> CacheUse | None:
-    """The share of the cache in use; None if the server does not report it."""
+    """Returns the share of the cache in use; None if the server does not report it."""
     try:
         read = await server.control.metrics()
     except ServingError:  # `watch` detects a dead server

@@ -78,7 +78,7 @@ class HttpTransport:
         return h11.Request(method=method.encode(), target=path.encode(), headers=headers)
 
     def _reuse(self) -> _Connection | None:
-        """The most recently used free connection, so that surplus connections become idle and expire."""
+        """Returns the most recently used free connection, so that surplus connections become idle and expire."""
         if self.closed:
             raise self._closed_error()
         oldest = time.monotonic() - IDLE_S

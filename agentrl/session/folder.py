@@ -56,7 +56,7 @@ class RunStart:
 
 
 def _program() -> list[str]:
-    """The program as typed: the console script, with its path if it is not on PATH, or this Python."""
+    """Returns the program as typed: the console script, with its path if it is not on PATH, or this Python."""
     typed = Path(sys.argv[0])
     if typed.name == "agentrl":
         script = shutil.which("agentrl")
@@ -132,12 +132,12 @@ def _names(runs: Path, name: str) -> Iterator[Path]:
 
 
 def recorded_overrides(folder: Path) -> tuple[str, ...]:
-    """The overrides that the run in a folder was started with."""
+    """Returns the overrides that the run in a folder was started with."""
     return tuple(str(item) for item in _started(folder).get("overrides", ()))
 
 
 def resume_command(folder: Path) -> str:
-    """The command that continues the run in a folder, as recorded at its last start. Raises `UserError` if the record is damaged."""
+    """Returns the command that continues the run in a folder, recorded at its last start. Raises `UserError` if the record is damaged."""
     return str(_started(folder).get("resume") or f"agentrl train RECIPE --run-dir {shlex.quote(str(folder))} --resume")
 
 
@@ -191,7 +191,7 @@ def check_resumed_recipe(folder: Path, recipe: Recipe) -> list[str]:
 
 
 def _flat(section: Section | dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a section by dotted key. Each option of a part has a key: `tasks.family.options.size`."""
+    """Returns the values of a section by dotted key. Each option of a part has a key: `tasks.family.options.size`."""
     flat: dict[str, Any] = {}
     for name, value in dict(section).items():
         key = f"{prefix}{name}"

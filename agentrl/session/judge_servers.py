@@ -145,7 +145,7 @@ class JudgeServers:
                 raise error
 
     def pid(self, name: str) -> int | None:
-        """The process id of a running server."""
+        """Returns the process id of a running server."""
         server = self._running.get(name)
         return None if server is None else server.pid
 

@@ -95,7 +95,7 @@ def error_data(error: UserError) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class ImportReport:
-    """What became of the lines of a file. `rejected` has the first 1,000 of them: number of the line, cause, message, fix."""
+    """The result of importing a file. `rejected` has the first 1,000 of them: number of the line, cause, message, fix."""
 
     counts: Counter[str] = field(default_factory=lambda: Counter(accepted=0, repeated=0, rejected=0))
     rejected: list[dict[str, Any]] = field(default_factory=list)

@@ -394,7 +394,7 @@ def judge_costs(folder: Path) -> dict[str, float]:
 
 
 def package_versions() -> dict[str, str]:
-    """The versions of the installed packages that matter for a run."""
+    """Returns the versions of the installed packages that matter for a run."""
     versions: dict[str, str] = {}
     for name in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -403,12 +403,12 @@ def package_versions() -> dict[str, str]:
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:
-    """The last line of every step; a step that a resumed run repeated counts once."""
+    """Returns the last line of every step; a step that a resumed run repeated counts once."""
     return list({line["step"]: line for line in read_json_lines(path) if "episodes" in line}.values())
 
 
 def recorded_steps(folder: Path) -> frozenset[int]:
-    """The steps with a line in `metrics.jsonl`."""
+    """Returns the steps with a line in `metrics.jsonl`."""
     return frozenset(line["step"] for line in _steps(folder / "metrics.jsonl"))
 
 

@@ -190,7 +190,7 @@ class DiskSpace:
 
 
 def required_disk_space(recipe: Recipe, model: Path) -> DiskSpace:
-    """The disk space for a run that starts from `model`, a folder of safetensors. Experience and logs are not included."""
+    """Returns the disk space for a run that starts from `model`, a folder of safetensors. Experience and logs are not included."""
     shapes = [entry["shape"] for path in model.glob("*.safetensors") for entry in read_safetensors_header(path).values()]
     width = 2 if recipe.policy.dtype == "bfloat16" else 4
     learner, weights = recipe.learner, sum(map(math.prod, shapes))

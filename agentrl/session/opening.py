@@ -97,7 +97,7 @@ def save_pace(pace: Pace, recipe: Recipe, folder: Path) -> None:
 
 
 def _settings(recipe: Recipe) -> str:
-    """A hash of the settings that determine a server's pace."""
+    """Returns a hash of the settings that determine a server's pace."""
     serving = recipe.serving.model_dump(mode="json", exclude={"request_timeout_s", "startup_timeout_s", "probe_max_abs_diff"})
     machine = (platform.node(), platform.machine(), os.cpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     parts = [serving, recipe.policy.model_dump(mode="json"), recipe.device, machine]
@@ -200,7 +200,7 @@ async def open_run(
 async def _check_slowly(
     recipe: Recipe, folder: Path, checked: PreflightResult, sandboxes: SandboxBackend, *, root: Path
 ) -> tuple[ChatFormat, RunTools]:
-    """The checks that need sandboxes or the tokenizer. Returns the policy's chat format and the pinned tools."""
+    """Runs the checks that need sandboxes or the tokenizer. Returns the policy's chat format and the pinned tools."""
     await check_snapshots(recipe, checked.family.task(Split.TRAIN, 0), sandboxes)
     base, memory = folder / "versions" / "000000", placeholder_memory(recipe)
     model, template = (base, None) if base.is_dir() else (checked.model, checked.template)  # a resumed run has its template
@@ -308,7 +308,7 @@ def _open_workers(
     memory: RunMemory | None,
     alert: Callable[[str], None],
 ) -> WorkerPool | None:
-    """The rollout workers of a recipe, which are not running yet; None if the driver runs the episodes."""
+    """Returns the rollout workers of a recipe, which are not running yet; None if the driver runs the episodes."""
     if not recipe.rollout.workers:
         return None
     from agentrl.run.worker_pool import WorkerPool  # its worker opens its parts with this module
@@ -379,7 +379,7 @@ async def _open_servers(
 
 
 def fault_rate(recipe: Recipe) -> FaultRate:
-    """The fault rate of all attempts in flight, including those of a gate with its own server, because a dead daemon fails both."""
+    """Returns the fault rate of all attempts in flight, including those of a gate with its own server, because a dead daemon fails both."""
     return FaultRate(concurrency=recipe.max_concurrent_episodes)
 
 

@@ -268,7 +268,7 @@ def open_gate_suite(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite 
 
 
 def measured_suites(recipe: Recipe) -> list[str]:
-    """The suites whose cases must not be trained on."""
+    """Returns the suites whose cases must not be trained on."""
     tasks = recipe.tasks
     gate = [recipe.gate.suite] if recipe.gate is not None else []
     return list(dict.fromkeys([*tasks.withhold, *gate, *tasks.practice]))

@@ -102,7 +102,7 @@ class ScoreServer:
 
     Args:
         run_dir: the run folder, for the transcripts of pending episodes.
-        blind: do not show the reference answers.
+        blind: do not show the true answers.
         user: the suggested name of the person on the page.
     """
 
@@ -134,7 +134,7 @@ class ScoreServer:
         return Identified(app)
 
     def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Any]:
-        """A route that requires the token. Its errors say nothing about the server."""
+        """Returns a route that requires the token. Its errors say nothing about the server."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -195,7 +195,7 @@ class ScoreServer:
         return HTMLResponse(await self._on_store(lambda: self._show(skipped, scored_by)))
 
     def _show(self, skipped: set[str], scored_by: str) -> str:
-        """The HTML of a pending episode, in an order that differs between people; a note if nothing else is pending."""
+        """Returns the HTML of a pending episode, in an order that differs between people; a note if nothing else is pending."""
         part = min(self._candidates(skipped), key=lambda one: _hash(f"{scored_by}/{one['episode_id']}"), default=None)
         if part is None:
             return render("score_episode.html", part=None, skipped=len(skipped))
@@ -206,7 +206,7 @@ class ScoreServer:
         return render("score_episode.html", part=part, target=target, shown=shown, outcome=outcome, user=self.user)
 
     def _candidates(self, skipped: set[str]) -> list[dict[str, Any]]:
-        """The parts of the first page that has an episode which is not skipped."""
+        """Returns the parts of the first page that has an episode which is not skipped."""
         after = ""
         while page := self.store.pending_scores(limit=MAX_SCORES, after=after):
             if wanted := [part for part in pending_data(page, now=self._clock.now()) if part["episode_id"] not in skipped]:

@@ -49,7 +49,7 @@ def transcript(task: Task, scored: ScoredEpisode, *, phase: str, step: int) -> d
 
 
 def _messages(prompt: Sequence[Message], trajectory: Trajectory | None) -> list[dict[str, Any]]:
-    """The prompt of a trajectory, then its turns and tool results."""
+    """Returns the prompt of a trajectory, then its turns and tool results."""
     messages = [_said(message) for message in prompt]
     for turn in trajectory.turns if trajectory is not None else ():
         messages.append(_said(turn.message))

@@ -38,7 +38,7 @@ class Promotion:
 
 
 def known_version(registry: FolderRegistry, number: int) -> PolicyVersion:
-    """A version of a run. Raises `UserError` for an unknown one."""
+    """Returns a version of a run. Raises `UserError` for an unknown one."""
     version = registry.get(number)
     if version is None:
         numbers = [one.number for one in registry.versions()]
@@ -74,7 +74,7 @@ def promote(run_dir: Path, number: int) -> Promotion:
         raise _deleted(run_dir, number)
     registry.verify(version)
     recipe = _recipe(run_dir)
-    if recipe.gate is not None and recipe.gate.rolls_back and not checkpoint_is_there(run_dir, number):
+    if recipe.gate is not None and recipe.gate.rolls_back and not has_checkpoint(run_dir, number):
         raise UserError(
             f"version {number} of {run_dir} has no intact checkpoint, to which the gate could return", fix=_with_checkpoints(run_dir)
         )
@@ -121,7 +121,7 @@ def request_rollback(run_dir: Path, number: int) -> RequestedRollback:
         by_user=True,
     )
     rollback.request_rollback(run_dir / "versions", request)  # first: from now on the learner keeps the checkpoint
-    if not checkpoint_is_there(run_dir, number):
+    if not has_checkpoint(run_dir, number):
         _restore(run_dir, pending)
         raise UserError(f"version {number} of {run_dir} has no intact checkpoint of the learner", fix=_with_checkpoints(run_dir))
     return RequestedRollback(
@@ -154,7 +154,7 @@ def _restore(run_dir: Path, pending: rollback.RollbackRequest | None) -> None:
         rollback.request_rollback(run_dir / "versions", pending)
 
 
-def checkpoint_is_there(run_dir: Path, number: int) -> bool:
+def has_checkpoint(run_dir: Path, number: int) -> bool:
     """Whether the run has an intact checkpoint of a version."""
     return has_intact_files(checkpoint_folder(run_dir, number))
 
@@ -172,10 +172,10 @@ def _deleted(run_dir: Path, number: int) -> UserError:
 
 
 def _with_checkpoints(run_dir: Path) -> str:
-    """The fix of an error about a missing checkpoint."""
+    """Returns the fix of an error about a missing checkpoint."""
     folder = run_dir / "checkpoints"
     numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
-    intact = [str(number) for number in numbers if checkpoint_is_there(run_dir, number)]
+    intact = [str(number) for number in numbers if has_checkpoint(run_dir, number)]
     choose = f"choose a version with a checkpoint: {', '.join(intact)}" if intact else "no version has a checkpoint"
     return f"{choose}; pin versions to keep, or raise learner.keep_checkpoints"
 
@@ -188,7 +188,7 @@ def _recipe(run_dir: Path) -> Recipe:
 
 @contextmanager
 def _stopped(run_dir: Path, verb: str) -> Iterator[None]:
-    """Context in which no other process drives the run. Raises `RunFolderBusy`."""
+    """Locks the run, so that no other process can drive it. Raises `RunFolderBusy`."""
     with drive_folder(run_dir, command=f"agentrl versions {verb} {run_dir}"):
         yield
 

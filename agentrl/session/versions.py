@@ -51,14 +51,14 @@ class EvaluationDifference:
 
 
 def open_registry(run_dir: Path) -> FolderRegistry:
-    """The registry of a run. Raises `UserError` if the folder has no versions."""
+    """Returns the registry of a run. Raises `UserError` if the folder has no versions."""
     if not (run_dir / "versions").is_dir():
         raise UserError(f"{run_dir} has no versions", fix="give the folder of a run, such as runs/quickstart")
     return FolderRegistry(run_dir / "versions")
 
 
 def read_versions(run_dir: Path) -> tuple[VersionRecord, ...]:
-    """All registered versions of a run, oldest first. Works during the run.
+    """Returns all registered versions of a run, oldest first. Works during the run.
 
     Raises `UserError` if the folder has no versions, `StoreError` for a damaged record of a version or verdict. Other records that cannot
     be read count as missing.
@@ -89,12 +89,12 @@ def read_versions(run_dir: Path) -> tuple[VersionRecord, ...]:
 
 
 def checkpoint_folder(run_dir: Path, number: int) -> Path:
-    """The folder of the learner's checkpoint with the weights of a version."""
+    """Returns the folder of the learner's checkpoint with the weights of a version."""
     return run_dir / "checkpoints" / f"{number:06d}"
 
 
 def folder_bytes(folder: Path, *, without: str = "") -> int:
-    """The bytes of all files in a folder. Files that are deleted meanwhile, and links, count as 0."""
+    """Returns the total size of all files in a folder. Files that are deleted meanwhile, and links, count as 0."""
     total = 0
     for directory, _, names in os.walk(folder):
         for name in names:
@@ -135,7 +135,8 @@ def _rate(result: Mapping[str, object]) -> Rate | None:
 
 
 def lineage(versions: Sequence[PolicyVersion], before: int, after: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """How two versions descend from a common one.
+    """Describes how two versions descend from a common one.
+
 
     Returns the newest common ancestor, the versions from there to `before` and those to `after`, each without the ancestor, oldest first.
     """
@@ -147,7 +148,7 @@ def lineage(versions: Sequence[PolicyVersion], before: int, after: int) -> tuple
 
 
 def _ancestors(parents: Mapping[int, int | None], number: int) -> list[int]:
-    """The version and its ancestors, newest first. A parent is always older, which bounds the walk even if a record is damaged."""
+    """Returns the version and its ancestors, newest first. A parent is always older, which bounds the walk even if a record is damaged."""
     way = [number]
     while (parent := parents.get(way[-1])) is not None and parent < way[-1]:
         way.append(parent)
@@ -173,7 +174,7 @@ def evaluation_differences(run_dir: Path, before: VersionRecord, after: VersionR
 
 
 def held_out_scores(run_dir: Path, phase: str) -> Scores:
-    """The scores of a held-out evaluation by task, from its transcripts; None for an excluded attempt."""
+    """Returns the scores of a held-out evaluation by task, from its transcripts; None for an excluded attempt."""
     scores: dict[str, list[float | None]] = {}
     for line in read_lines(run_dir / "episodes" / f"{phase}.jsonl", _TRANSCRIPT, []):
         value = None if line.get("left_out") else line.get("score")

@@ -149,7 +149,7 @@ class TaskDescription(_Table):
         return value
 
     def limits(self) -> Limits:
-        """The limits of an episode."""
+        """Returns the limits of an episode."""
         agent = self.agent
         return Limits(
             turns=agent.turns,
@@ -164,7 +164,7 @@ class TaskDescription(_Table):
         )
 
     def sandbox(self, image: str) -> SandboxSpec:
-        """The spec of the sandbox, with this image."""
+        """Returns the spec of the sandbox, with this image."""
         environment = self.environment
         return SandboxSpec(
             image=image,

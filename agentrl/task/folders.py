@@ -120,7 +120,7 @@ class TaskFolders:
         return len(self._splits[split])
 
     def task(self, split: Split, index: int) -> Task:
-        """The task at an index of the split. Raises `UserError` for an index outside the split."""
+        """Returns the task at an index of the split. Raises `UserError` for an index outside the split."""
         if not 0 <= index < len(self._splits[split]):
             raise UserError(f"{self.name} has {len(self._splits[split])} tasks in split {split}; index {index} is out of range")
         folder_task = self._splits[split][index]
@@ -154,7 +154,7 @@ class TaskFolders:
 
 
 def _draw(tasks: list[FolderTask], *, seed: int, heldout: float) -> dict[Split, list[FolderTask]]:
-    """The tasks of each split, by name. Those without a split are ordered by a seeded hash, and the first ones are held out."""
+    """Returns the tasks of each split, by name. Those without a split are ordered by a seeded hash, and the first ones are held out."""
     free = [task for task in tasks if task.description.split is None]
     free.sort(key=lambda task: hashlib.sha256(f"{seed}:{task.name}".encode()).digest())
     count = min(max(1, round(heldout * len(free))), len(free) - 1) if heldout and len(free) > 1 else 0
@@ -188,7 +188,7 @@ def _load_all(folder: Path) -> list[FolderTask]:
 
 
 def _load(folder: Path) -> FolderTask | list[_Mistake]:
-    """The task of a folder, or all its mistakes."""
+    """Returns the task of a folder, or all its mistakes."""
     check = _Checks()
     check(_check_names, folder)
     description = check(_parsed, TaskDescription, folder, "task.toml", 'write it, with a line such as outputs = ["answer.txt"]')
@@ -274,7 +274,7 @@ def _fits_harbor(folder: Path, description: TaskDescription, grading: Grading, f
 
 
 def _image(folder: Path, description: TaskDescription) -> Path:
-    """The folder with the image's recipe: the task's or the family's."""
+    """Returns the folder with the image's recipe: the task's or the family's."""
     environment = folder / "environment"
     own = [name for name in _IMAGES if (environment / name).is_file()]
     if len(own) == 2:
@@ -392,7 +392,7 @@ def _walk(top: Path) -> Iterator[Path]:
 
 
 def _split_texts(files: Mapping[str, bytes]) -> tuple[dict[str, str], dict[str, str]]:
-    """The text files, and the other files as base64."""
+    """Returns the text files, and the other files as base64."""
     texts: dict[str, str] = {}
     binaries: dict[str, bytes] = {}
     for path, data in files.items():

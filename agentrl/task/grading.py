@@ -124,7 +124,7 @@ class Grading(BaseModel):
         return self
 
     def files(self) -> dict[str, bytes]:
-        """The content of tests/: relative path -> bytes."""
+        """Returns the content of tests/: relative path -> bytes."""
         return {path: base64.b64decode(text) for path, text in self.tests.items()}
 
     def test_names(self) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ def encode_files(files: dict[str, bytes]) -> dict[str, str]:
 
 
 def grading_of(task: Task) -> Grading:
-    """The grading of a task. Raises `TaskError` if it has none."""
+    """Returns the grading of a task. Raises `TaskError` if it has none."""
     try:
         return Grading.model_validate(task.data[GRADING_KEY])
     except (KeyError, ValidationError) as error:

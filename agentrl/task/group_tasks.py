@@ -84,13 +84,13 @@ class GroupTasks:
         append_lines(self._path, [codec.to_json(line.with_scores(group)) + b"\n" for line, group in known if line is not None])
 
     async def _needed_groups(self, entries: Sequence[LedgerEntry]) -> dict[int, Group]:
-        """The groups of a step whose outcome is not recorded, or was recorded before their late scores."""
+        """Returns the groups of a step whose outcome is not recorded, or was recorded before their late scores."""
         assert self._lines is not None, "the file is read first"
         indices = [entry.index for entry in entries if entry.late_parts or entry.index not in self._lines]
         return {group.index: group for group in await self._store.groups(indices)} if indices else {}
 
     def _outcomes(self, entries: Sequence[LedgerEntry], groups: Mapping[int, Group]) -> Iterator[GroupOutcome]:
-        """The outcomes of the groups that a step took. `groups`: those of `_needed_groups`."""
+        """Yields the outcomes of the groups that a step took. `groups`: those of `_needed_groups`."""
         assert self._lines is not None, "the file is read first"
         if not entries:
             raise StoreError(f"the outcomes of step {self._reached} are unknown: the ledger has no groups of this step")
@@ -111,7 +111,7 @@ class GroupTasks:
             del self._weights[version]
 
     def _again(self, group: Group) -> Task | None:
-        """The task of a group without a recorded outcome; None if it had none. Raises `TaskError` if it cannot be created again."""
+        """Returns the task of a group without a recorded outcome; None if it had none. Raises `TaskError` if it cannot be created again."""
         try:
             return self.task(group.index)
         except Exception as error:  # a family may raise anything

@@ -56,7 +56,7 @@ class Leak:
 
 
 def hidden_truths(task: Task, printed: str = "") -> tuple[Truth, ...]:
-    """The texts that must not be readable. `printed`: the gold solution's output, if that is the answer."""
+    """Returns the texts that must not be readable. `printed`: the gold solution's output, if that is the answer."""
     known = [
         Truth(text=text, origin=f"data.{key}") for key, value in task.data.items() if key != GRADING_KEY for text in _answers(key, value)
     ]
@@ -95,7 +95,7 @@ def _hidden(grading: Grading) -> Iterator[Truth]:
 
 
 def _solution(gold: str) -> dict[str, bytes]:
-    """The files of solution/, from a task folder's gold program."""
+    """Returns the files of solution/, from a task folder's gold program."""
     for node in ast.walk(ast.parse(gold or "pass")):
         if isinstance(node, ast.Dict):
             try:
@@ -115,7 +115,7 @@ def _compared(source: str) -> Iterator[str]:
 
 
 def find_leaks(files: Mapping[str, bytes], wanted: Iterable[Truth]) -> list[Leak]:
-    """All truths that can be read in these files, each with its most obvious leak."""
+    """Returns all truths that can be read in these files, each with its most obvious leak."""
     readable: list[Leak] = []
     known = list(wanted)
     for path, data in files.items():

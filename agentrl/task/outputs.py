@@ -108,7 +108,7 @@ def matches_pattern(pattern: str, path: str) -> bool:
 
 
 def _skip(steps: Sequence[str], reached: set[int]) -> set[int]:
-    """The positions in the pattern that are reachable if `**` matches no folder."""
+    """Returns the positions in the pattern that are reachable if `**` matches no folder."""
     positions = set(reached)
     for at, step in enumerate(steps):
         if step == "**" and at in positions:
@@ -117,7 +117,7 @@ def _skip(steps: Sequence[str], reached: set[int]) -> set[int]:
 
 
 def example_path(pattern: str) -> str:
-    """A path that the pattern matches."""
+    """Returns a path that the pattern matches."""
     if pattern == WHOLE_DIRECTORY:
         return "x"
     return "/".join("x" if step == "**" else step.replace("*", "x").replace("?", "x") for step in pattern.split("/"))
@@ -200,12 +200,12 @@ _INVALID_NAME = f"not a valid path: it is not UTF-8, not below the folder, or ha
 
 
 def _printable(name: str) -> str:
-    """The start of an invalid name as valid text, with escapes for undecodable bytes."""
+    """Returns the start of an invalid name as valid text, with escapes for undecodable bytes."""
     return name[:100].encode("utf-8", "backslashreplace").decode()
 
 
 def _root(pattern: str) -> str:
-    """The folder that contains everything a pattern can match; empty for the working directory."""
+    """Returns the folder that contains everything a pattern can match; empty for the working directory."""
     steps = pattern.split("/")[:-1]
     exact = next((count for count, step in enumerate(steps) if not is_exact(step)), len(steps))
     return "/".join(steps[:exact])
@@ -233,7 +233,7 @@ async def _changes(sandbox: Sandbox) -> tuple[list[str], list[str], str]:
 
 
 async def _answer(sandbox: Sandbox, program: str) -> tuple[object, str]:
-    """The parsed output of a listing program, and what is wrong with it."""
+    """Returns the parsed output of a listing program, and what is wrong with it."""
     result = await sandbox.python(program, timeout_s=LISTING_S, output_bytes=LISTING_BYTES)
     if not result.ok or result.truncated:
         return None, f"the working directory cannot be listed: {(result.reason or result.stderr or 'too many names')[-200:]}"
@@ -244,7 +244,7 @@ async def _answer(sandbox: Sandbox, program: str) -> tuple[object, str]:
 
 
 def _names(answer: object) -> list[str] | None:
-    """The answer if it is a list of names, else None."""
+    """Returns the answer if it is a list of names, else None."""
     return answer if isinstance(answer, list) and all(isinstance(name, str) for name in answer) else None
 
 

@@ -28,7 +28,7 @@ class RecordedCall(Record):
 
 
 def arguments_key(arguments: Mapping[str, Any]) -> str:
-    """A text that is equal for equal arguments."""
+    """Returns a text that is equal for equal arguments."""
     return json.dumps(arguments, sort_keys=True)
 
 
@@ -40,13 +40,13 @@ class Recording(Record):
     calls: tuple[RecordedCall, ...]
 
     def data(self) -> dict[str, Any]:
-        """The entry for `Task.data`."""
+        """Returns the entry for `Task.data`."""
         recording: dict[str, Any] = codec.to_data(self)
         return {RECORDED_TOOLS: recording}
 
     @classmethod
     def of(cls, task: Task) -> Recording:
-        """The recording of a task. Raises `TaskError` if its data has none."""
+        """Returns the recording of a task. Raises `TaskError` if its data has none."""
         try:
             return codec.from_json(cls, codec.to_json(task.data[RECORDED_TOOLS]))
         except (KeyError, ValueError) as error:

@@ -89,7 +89,7 @@ def _share(value: object) -> float:
 
 
 def sandbox_specs(family: TaskFamily) -> list[SandboxSpec]:
-    """The specs to prepare before a run: one for each image of the family's tasks; only the first task's for an endless family."""
+    """Returns the specs to prepare before a run: one for each image of the family's tasks; only the first task's for an endless family."""
     if family.size(Split.TRAIN) is None:
         return [family.task(Split.TRAIN, 0).sandbox]
     tasks = (family.task(split, index) for split in Split for index in range(family.size(split) or 0))
@@ -130,11 +130,11 @@ class ReservedGroups(Protocol):
     """Reserves groups for practice tasks; a pure function of the group's index."""
 
     def task_of_group(self, group_index: int) -> Task | None:
-        """The practice task of a group; None if the group is not reserved."""
+        """Returns the practice task of a group; None if the group is not reserved."""
         ...
 
     def practice_groups_before(self, group_index: int) -> int:
-        """The number of reserved groups before this one."""
+        """Returns the number of reserved groups before this one."""
         ...
 
 

@@ -41,7 +41,7 @@ class GroupOutcome:
 
     @classmethod
     def from_group(cls, task: Task, group: Group) -> GroupOutcome:
-        """The outcome of a finished group."""
+        """Returns the outcome of a finished group."""
         kind = task.kind[:MOST_KIND]
         blank = cls(
             group=group.index, task=task.id, key=group.task_key, kind=kind, counted=0, lowest=0.0, mean=0.0, highest=0.0, broken=False
@@ -92,7 +92,7 @@ class Weights:
     kinds: Mapping[str, float]
 
     def weight_of(self, task: Task) -> float:
-        """The weight of a task."""
+        """Returns the weight of a task."""
         weight = self.tasks.get(task.key) if self.tasks else None  # computing a key hashes the full task
         if weight is None:
             weight = self.kinds.get(task.kind[:MOST_KIND], 1.0)
@@ -125,7 +125,7 @@ class TaskHistory:
                     self._tasks.note(outcome.key, outcome)
 
     def weights(self) -> Weights:
-        """The current weights, as a copy."""
+        """Returns the current weights, as a copy."""
         return Weights(self._tasks.weights.copy(), self._kinds.weights.copy())
 
 

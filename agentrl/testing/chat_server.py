@@ -37,7 +37,7 @@ class ScriptedAnswer:
     number: float | None = None  # score of a reward model, instead of text
 
     def content(self) -> bytes:
-        """The body of the response."""
+        """Returns the body of the response."""
         if self.raw is not None:
             return self.raw
         if self.number is not None:
@@ -82,7 +82,7 @@ class ChatServer:
         self._thread.join()
 
     def prompts(self) -> list[str]:
-        """The text of each request's messages."""
+        """Returns the text of each request's messages."""
         return ["\n".join(str(message["content"]) for message in one["body"]["messages"]) for one in self.requests]
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:

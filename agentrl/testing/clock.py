@@ -18,11 +18,11 @@ class JumpingClock:
         self.slept: list[float] = []
 
     def monotonic(self) -> float:
-        """The current time in seconds."""
+        """Returns the current time in seconds."""
         return self.now
 
     def time(self) -> float:
-        """The current time in seconds."""
+        """Returns the current time in seconds."""
         return self.now
 
     async def sleep(self, seconds: float) -> None:
@@ -40,7 +40,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._selected)
 
     def time(self) -> float:
-        """The virtual time in seconds."""
+        """Returns the virtual time in seconds."""
         return self._selected.now
 
     def hold(self, seconds: float) -> None:

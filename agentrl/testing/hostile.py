@@ -13,12 +13,12 @@ MANY_DIGITS = "7" * 5000  # more than Python converts between text and int (sys.
 
 
 def tool_call_text(name: str, /, **arguments: object) -> str:
-    """A well-formed tool call."""
+    """Returns a well-formed tool call."""
     return raw_call(json.dumps({"name": name, "arguments": arguments}))
 
 
 def raw_call(body: str) -> str:
-    """A tool call whose body need not be JSON."""
+    """Returns a tool call whose body need not be JSON."""
     return f"<tool_call>{body}</tool_call>"
 
 

@@ -27,12 +27,12 @@ _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</too
 
 
 def byte_tokenizer() -> Any:
-    """A Hugging Face tokenizer of 256 bytes and the chat's control tokens, built in memory."""
+    """Returns a Hugging Face tokenizer of 256 bytes and the chat's control tokens, built in memory."""
     return byte_level_tokenizer(_TEMPLATE, pad="<|endoftext|>", more=_SPECIAL)
 
 
 def byte_level_tokenizer(template: str, *, pad: str, more: Sequence[str]) -> Any:
-    """A Hugging Face tokenizer of 256 bytes and special tokens: `<|im_end|>`, `pad`, and `more`."""
+    """Returns a Hugging Face tokenizer of 256 bytes and special tokens: `<|im_end|>`, `pad`, and `more`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -115,7 +115,7 @@ class ReplayPolicy:
 
 
 def _completion(ids: Sequence[int], params: SamplingParams, version: int) -> Completion:
-    """The completion of a turn of `ids`, of which the request allows the first `max_tokens`."""
+    """Returns the completion of a turn of `ids`, of which the request allows the first `max_tokens`."""
     taken = tuple(ids[: params.max_tokens])
     spans = (VersionSpan(version=version, start=0, end=len(taken)),)
     finish = "stop" if len(taken) == len(ids) else "length"

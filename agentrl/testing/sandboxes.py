@@ -71,7 +71,7 @@ class ScriptedSandbox:
         self.files[path] = data
 
     async def snapshot(self) -> bytes:
-        """The files as a snapshot."""
+        """Returns the files as a snapshot."""
         return json.dumps({path: data.hex() for path, data in self.files.items()}).encode()
 
     async def pause(self) -> None:

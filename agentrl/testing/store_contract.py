@@ -152,7 +152,7 @@ class StoreContract:
                 assert store.put(make_group(len(entries))), "the store still works"
 
     def _process(self, folder: Path, *what: str) -> subprocess.Popen[str]:
-        """A process that uses the store of a run folder, and has opened it."""
+        """Returns a process that uses the store of a run folder, and has opened it."""
         command = [sys.executable, "-m", __name__, type(self).__module__, type(self).__qualname__, str(folder), *what]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -215,7 +215,7 @@ def _commit(store: ExperienceStore, step: int) -> None:
 
 
 def main(module: str, contract: str, folder: str, what: str, *step: str) -> None:
-    """Uses the store of a run folder as a test demands."""
+    """Uses the store of a run folder as a test requests."""
     contract_class: type[StoreContract] = getattr(importlib.import_module(module), contract)
     with contract_class().opened(Path(folder)) as store:
         print("open", flush=True)

@@ -72,7 +72,7 @@ def token_logprobs(model: Qwen3ForCausalLM, ids: tuple[int, ...], *, temperature
 
 
 def make_probe(model: Qwen3ForCausalLM) -> Probe:
-    """A probe with a model's logprobs of 4 rows of 150 tokens."""
+    """Returns a probe with a model's logprobs of 4 rows of 150 tokens."""
     generator = random.Random(7)
     token_ids = tuple(tuple(generator.randrange(256) for _ in range(150)) for _ in range(4))
     return Probe(token_ids=token_ids, logprobs=tuple(tuple(token_logprobs(model, ids)) for ids in token_ids))

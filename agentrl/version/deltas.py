@@ -227,7 +227,7 @@ def _array(data: bytes) -> NDArray[np.uint8]:
 
 
 def _split(data: NDArray[np.uint8], stride: int) -> NDArray[np.uint8]:
-    """All first bytes of the numbers, then all second ones, and so on; a remainder stays at the end."""
+    """Returns all first bytes of the numbers, then all second ones, and so on; a remainder stays at the end."""
     import numpy as np
 
     whole = len(data) - len(data) % stride
@@ -235,7 +235,7 @@ def _split(data: NDArray[np.uint8], stride: int) -> NDArray[np.uint8]:
 
 
 def _join(data: NDArray[np.uint8], stride: int) -> NDArray[np.uint8]:
-    """The inverse of `_split`."""
+    """Returns the inverse of `_split`."""
     import numpy as np
 
     whole = len(data) - len(data) % stride

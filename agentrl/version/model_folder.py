@@ -79,7 +79,7 @@ def check_growth(path: Path, tokenizer: dict[str, Any]) -> None:
 
 
 def _growth(rule: Any, depth: int) -> float:
-    """The maximum number of characters into which the rule turns one; infinite if it may match the empty text."""
+    """Returns the maximum number of characters into which the rule turns one; infinite if it may match the empty text."""
     if not isinstance(rule, dict):
         return 1
     growth = 1.0
@@ -235,7 +235,7 @@ def _stretched(config: dict[str, Any]) -> bool:
 
 
 def _largest_token(path: Path) -> int | None:
-    """The largest token id in tokenizer.json; None without that file."""
+    """Returns the largest token id in tokenizer.json; None without that file."""
     if not path.is_file():
         return None
     tokenizer = read_json(path)
@@ -259,7 +259,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _value(config: dict[str, Any], key: str, kind: type[T]) -> T | None:
-    """A value of config.json, or None. Raises `UserError` if it has another type."""
+    """Returns a value of config.json, or None. Raises `UserError` if it has another type."""
     value = config.get(key)
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         raise UserError(f"policy.model: config.json: {key} is a {type(value).__name__}, not a {kind.__name__}", fix=_SAVE_AGAIN)

@@ -77,12 +77,12 @@ class FolderRegistry:
             return self._read(number)
 
     def versions(self) -> tuple[PolicyVersion, ...]:
-        """All registered versions, oldest first."""
+        """Returns all registered versions, oldest first."""
         with self._locked(fcntl.LOCK_SH):
             return self._scan()
 
     def latest(self, *states: VersionState) -> PolicyVersion | None:
-        """The newest version in one of these states, or in any state; None if there is none."""
+        """Returns the newest version in one of these states, or in any state; None if there is none."""
         matching = [version for version in self.versions() if not states or version.state in states]
         return matching[-1] if matching else None
 
@@ -107,7 +107,7 @@ class FolderRegistry:
             self._write(replace(version, evals={**version.evals, **evals}))
 
     def path(self, version: PolicyVersion) -> Path:
-        """The folder that contains the version's weights."""
+        """Returns the folder that contains the version's weights."""
         return self.folder.parent / version.folder
 
     def verify(self, version: PolicyVersion) -> None:
@@ -162,7 +162,7 @@ class FolderRegistry:
             self._write_numbers(_PINNED, pins | {number} if pinned else pins - {number})
 
     def pinned(self) -> frozenset[int]:
-        """The pinned versions."""
+        """Returns the pinned versions."""
         with self._locked(fcntl.LOCK_SH):
             return frozenset(self._read_numbers(_PINNED))
 
@@ -212,7 +212,7 @@ class FolderRegistry:
         self._write(replace(version, state=state))
 
     def _read_numbers(self, name: str) -> set[int]:
-        """The version numbers in a file of the registry, one per line; empty without the file."""
+        """Returns the version numbers in a file of the registry, one per line; empty without the file."""
         path = self.folder / name
         try:
             return {int(line) for line in read_bytes(path, most=_LARGEST, inside=self.folder).split()}
@@ -226,7 +226,7 @@ class FolderRegistry:
             write_atomically(self.folder / name, "".join(f"{number}\n" for number in sorted(numbers)), durable=True)
 
     def _rollback_target(self) -> set[int]:
-        """The target of a rollback request (`agentrl.version.rollback`), answered or not."""
+        """Returns the target of a rollback request (`agentrl.version.rollback`), answered or not."""
         request = rollback.read_request(self.folder)
         return set() if request is None else {request.to}
 
@@ -242,7 +242,7 @@ class FolderRegistry:
         return tuple(version for version in read if version is not None)
 
     def _read(self, number: int) -> PolicyVersion | None:
-        """The record, or None if the folder is missing or still being written."""
+        """Returns the record, or None if the folder is missing or still being written."""
         path = self._home(number) / _RECORD
         try:
             data = read_bytes(path, most=_LARGEST, inside=self.folder)

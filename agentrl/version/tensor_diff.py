@@ -76,7 +76,7 @@ def compare_weights(before: Path, after: Path) -> Iterator[TensorChange]:
 
 @contextmanager
 def _complete_weights(folder: Path) -> Iterator[Path]:
-    """The complete weight file of a version: its own, or a temporary one if the version is a delta."""
+    """Yields the complete weight file of a version, which is temporary if the version is a delta."""
     weights = folder / WHOLE_MODEL
     if weights.is_file():
         yield weights
@@ -88,7 +88,7 @@ def _complete_weights(folder: Path) -> Iterator[Path]:
 
 
 def _stored(path: Path | None) -> dict[str, _Stored]:
-    """The tensors of a safetensors file, with offsets checked against its size. Raises `ValueError`."""
+    """Returns the tensors of a safetensors file, with offsets checked against its size. Raises `ValueError`."""
     if path is None:
         return {}
     try:

@@ -240,7 +240,7 @@ def test_the_command_lists_parked_groups_with_their_next_expiry(run: tuple[Path,
     store.add_score(partly, now=time.time())
     done = CliRunner().invoke(app, ["store", str(folder), "--state", "parked", "--verify"])
     assert done.exit_code == 0 and "3 parked, 2 ready," in done.output, "the part that had expired is recorded"
-    assert f"4 parts of late scores are to come; the next expires at {datetime.fromtimestamp(soon):%Y-%m-%d %H:%M:%S}" in done.output
+    assert f"4 parts of late scores have not arrived; the next expires at {datetime.fromtimestamp(soon):%Y-%m-%d %H:%M:%S}" in done.output
     assert [line.split()[:2] for line in done.output.splitlines() if " parked " in line and line.startswith(" ")] == [
         [number, "parked"] for number in "457"
     ]

@@ -180,7 +180,7 @@ async def test_a_full_server_makes_workers_wait_and_loses_nothing(server: RedisS
         client.config_set("maxmemory", 1 << 30)
 
 
-def test_damaged_entries_are_set_aside_with_the_reason(server: RedisServer) -> None:
+def test_damaged_entries_are_moved_with_the_reason(server: RedisServer) -> None:
     client, transport = redis.Redis.from_url(server.url), RedisTransport(server.url)
     good = redis_transport.compress(redis_transport.codec.to_json(make_group(7)))
     torn = good[:-1]

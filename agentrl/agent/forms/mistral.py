@@ -52,7 +52,7 @@ def _each_named(text: str, at: int, collected: Collected) -> None:
 
 
 def _thinking(text: str) -> tuple[str, str]:
-    """The reasoning and the rest of a text. Reasoning that is not closed extends to the end."""
+    """Returns the reasoning and the rest of a text. Reasoning that is not closed extends to the end."""
     if not text.lstrip().startswith(_THINK[0]):
         return "", text
     thought, closed, rest = text.lstrip().removeprefix(_THINK[0]).partition(_THINK[1])
@@ -82,7 +82,7 @@ def _listed_call(call_id: str, item: Any) -> ToolCall:
 
 
 def _parse_head(text: str, at: int) -> tuple[str, str, int]:
-    """The name and id of a call, and the position of its arguments."""
+    """Returns the name and id of a call, and the position of its arguments."""
     end = text.find(ARGS, at, at + _MOST_HEAD)
     head = text[at : max(at, end)]
     if end < 0 or CALLS in head:

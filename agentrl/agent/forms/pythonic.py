@@ -60,7 +60,7 @@ class _Reader:
         self.at = 0
 
     def next(self) -> str:
-        """The next character that is not white space; empty at the end."""
+        """Returns the next character that is not white space; empty at the end."""
         space = _SPACE.match(self.text, self.at)
         self.at = space.end() if space else self.at
         return self.text[self.at : self.at + 1]

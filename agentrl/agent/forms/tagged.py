@@ -77,7 +77,7 @@ def _qwen3_coder(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
 def _value(
     text: str, at: int, kinds: frozenset[str], opening: str, closing: re.Pattern[str], following: re.Pattern[str]
 ) -> tuple[str, int]:
-    """The text up to the closing tag that is followed by an argument or the end of the call, and the position after that tag.
+    """Returns the text up to the closing tag that is followed by an argument or the end of the call, and the position after that tag.
 
     A value that cannot be a string ends where its JSON ends. A string that contains the opening of another argument is an error, because
     its closing tag may be missing.
@@ -105,7 +105,7 @@ def _bounded(start: int, end: int) -> int:
 
 
 def _named(text: str, at: int, opening: str) -> tuple[str, int]:
-    """The name in a tag such as `<function=NAME>`, and the position after the tag."""
+    """Returns the name in a tag such as `<function=NAME>`, and the position after the tag."""
     end = text.find(">", at, at + _MOST_TAG) if text.startswith(opening, at) else -1
     name = text[at + len(opening) : max(end, 0)]
     if not name or "\n" in name or "<" in name:

@@ -98,7 +98,7 @@ def excluded_tools(listed: Sequence[Any]) -> dict[str, str]:
 
 
 def _sorted(listed: Sequence[Any]) -> tuple[dict[str, ListedTool], dict[str, str]]:
-    """The usable tools, and the reasons to exclude the others, both by name. If two tools have one name, neither is usable."""
+    """Returns the usable tools, and the reasons to exclude the others, both by name. If two tools have one name, neither is usable."""
     usable: dict[str, ListedTool] = {}
     reasons: dict[str, str] = {}
     for number, entry in enumerate(listed):
@@ -129,7 +129,7 @@ def tool_difference(pinned: Sequence[ListedTool], listed: Sequence[Any]) -> str:
 
 
 def _edited(value: Any, edit: Callable[[Mapping[str, Any]], Mapping[str, Any]], levels: int = MAX_DEPTH, *, names: bool = False) -> Any:
-    """A copy of a schema with `edit` applied to each schema object in it. `names`: the keys of `value` are names, not keywords."""
+    """Returns a copy of a schema with `edit` applied to each schema object in it. `names`: the keys of `value` are names, not keywords."""
     if levels > 0 and isinstance(value, Mapping):
         return {
             key: item if not names and key in _DATA else _edited(item, edit, levels - 1, names=not names and key in _NAMED)
@@ -139,7 +139,7 @@ def _edited(value: Any, edit: Callable[[Mapping[str, Any]], Mapping[str, Any]], 
 
 
 def _reduced(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema without titles, which repeat names and cost tokens, and without `patternProperties`: their keys are not names.
+    """Returns a schema without titles, which repeat names and cost tokens, and without `patternProperties`: their keys are not names.
 
     An object with `patternProperties` then allows any other properties.
     """
@@ -152,7 +152,7 @@ def _without(schema: Mapping[str, Any], keywords: Sequence[str]) -> Mapping[str,
 
 
 def _checked(value: Any, name: str, levels: int) -> Any:
-    """A copy of a schema with clean texts. Raises `InvalidMessage`."""
+    """Returns a copy of a schema with clean texts. Raises `InvalidMessage`."""
     if levels <= 0:
         raise InvalidMessage(f"the tool {name} with a schema of more than {MAX_DEPTH} levels")
     if isinstance(value, str):

@@ -205,7 +205,7 @@ class HTTPTransport:
         return headers
 
     async def _answer(self, client: httpx.AsyncClient, response: httpx.Response, until: int | None) -> bytes:
-        """The message that answers request `until`. AnswerLiveness requests of the server that arrive before it.
+        """Returns the message that answers request `until`. Answers requests of the server that arrive before it.
 
         Bytes and pieces are bounded, and other tasks may run between two pieces.
         """
@@ -235,7 +235,7 @@ class HTTPTransport:
         raise Unanswered("garbage", "its answer is missing or belongs to another request")
 
     async def _reply(self, client: httpx.AsyncClient, message: bytes) -> None:
-        """AnswerLiveness a request of the server, without a retry."""
+        """Answers a request of the server, without a retry."""
         import httpx
 
         with contextlib.suppress(httpx.HTTPError):
@@ -254,7 +254,7 @@ class HTTPTransport:
 
 
 def _by_status(status: int, *, in_session: bool) -> Unanswered | ServerError:
-    """The error for an HTTP status of 400 or more. Few are the request's fault, because address and key come from the recipe."""
+    """Returns the error for an HTTP status of 400 or more. Few are the request's fault, because address and key come from the recipe."""
     text = f"it answered with status {status}"
     if status == 404 and in_session:  # as the MCP specification defines
         return Unanswered("gone", "its session has ended")
@@ -263,7 +263,7 @@ def _by_status(status: int, *, in_session: bool) -> Unanswered | ServerError:
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """The trusted certificates. Loading them takes longer than most calls."""
+    """Returns the trusted certificates. Loading them takes longer than most calls."""
     return ssl.create_default_context()
 
 
@@ -291,7 +291,7 @@ class Events:
 
 
 def _chosen_revision(answer: bytes) -> str:
-    """The revision of the protocol in the answer to `initialize`; empty if it is not supported."""
+    """Returns the revision of the protocol in the answer to `initialize`; empty if it is not supported."""
     result = stdio.parse_object(answer).get("result")
     revision = result.get("protocolVersion") if isinstance(result, dict) else None
     return revision if revision in REVISIONS else ""
@@ -306,7 +306,7 @@ def _is_json(data: bytes) -> bool:
 
 
 def _unanswered(ending: str, exit_code: Any, stderr: Any, timeout_s: float) -> Unanswered:
-    """The error for an ending, with the program's exit code and the end of its stderr."""
+    """Returns the error for an ending, with the program's exit code and the end of its stderr."""
     texts = {
         "late": f"it gave no answer within {timeout_s:g} s, and was ended",
         "flood": f"its output has more than {MAX_BYTES} bytes, and it was ended",

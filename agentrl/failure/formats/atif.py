@@ -56,7 +56,7 @@ def recognizes(document: Any) -> bool:
 
 
 def parse(document: Any, location: Mapping[str, str]) -> Trace:
-    """The trace of one document. Raises `ValueError` that names the problem."""
+    """Returns the trace of one document. Raises `ValueError` that names the problem."""
     whole = as_object(document, "the document")
     version = whole.get("schema_version")
     match = _VERSION.fullmatch(version) if isinstance(version, str) else None
@@ -223,7 +223,7 @@ def _extra(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def document(trace: Trace) -> dict[str, Any]:
-    """The ATIF document of a trace. A sub-agent's document is inside its caller's and has a unique id."""
+    """Returns the ATIF document of a trace. A sub-agent's document is inside its caller's and has a unique id."""
     conversations = conversations_of(trace)
     if not conversations:
         return {"schema_version": SCHEMA, "agent": {"name": UNKNOWN, "version": UNKNOWN}, "steps": []}
@@ -268,7 +268,7 @@ def _id(trace: Trace, conversation: Conversation, *, first: bool, taken: dict[st
 
 
 def _known(**fields: Any) -> dict[str, Any]:
-    """The fields that have a value: neither None, nor False, nor empty. Zeros are values."""
+    """Returns the fields that have a value: neither None, nor False, nor empty. Zeros are values."""
     return {name: value for name, value in fields.items() if value or (value == 0 and value is not False)}
 
 
@@ -277,7 +277,7 @@ def _with_extra(written: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, 
 
 
 def _trajectory(trace: Trace, conversation: Conversation, id: str | None, ids: Sequence[str | None], *, first: bool) -> dict[str, Any]:
-    """The document of a conversation, without its steps."""
+    """Returns the document of a conversation, without its steps."""
     origin, own, label, continues = trace.origin, trace.episode is not None, conversation.label, conversation.continues
     session = origin.get("session") or (trace.episode.id if trace.episode else "")
     version = origin.get("agent_version") if first else origin.get(f"version:{label}")
@@ -302,7 +302,7 @@ def _trajectory(trace: Trace, conversation: Conversation, id: str | None, ids: S
 
 
 def _trace_fields(trace: Trace) -> dict[str, Any]:
-    """The fields of a trace of an agentrl run that are not messages."""
+    """Returns the fields of a trace of an agentrl run that are not messages."""
     extra: dict[str, Any] = {"trace": trace.id, "why": str(trace.why), "phase": trace.phase, "step": trace.step}
     if trace.task is not None:
         extra["task"] = {"id": trace.task.id, "key": trace.task.key}

@@ -42,7 +42,7 @@ class Conversation:
 
 
 def conversations_of(trace: Trace) -> tuple[Conversation, ...]:
-    """The conversations of a trace, the first agent's first. Parents come before their children."""
+    """Returns the conversations of a trace, the first agent's first. Parents come before their children."""
     if trace.task is not None and trace.episode is not None:
         return _from_episode(trace.task, trace.episode.trajectories)
     if is_single_conversation(trace.spoken):

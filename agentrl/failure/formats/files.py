@@ -49,7 +49,7 @@ class SourceLocation:
         return {"file": self.name} | ({"place": self.position} if self.position else {})
 
     def unreadable(self, error: Exception, *, position: str = "", fix: str) -> UnreadableDocument:
-        """The error about this location. The error's own fix is preferred to `fix`."""
+        """Returns the error about this location. The error's own fix is preferred to `fix`."""
         message = "is nested too deep" if isinstance(error, RecursionError) else getattr(error, "message", "") or str(error)
         where = ", ".join(part for part in (self.position, position) if part)
         return UnreadableDocument(self.path, where, message, fix=getattr(error, "fix", "") or fix)
@@ -85,7 +85,7 @@ def documents(path: Path) -> Iterator[Document | UnreadableDocument]:
 
 
 def decode_document(data: bytes) -> Any:
-    """The JSON value of UTF-8 bytes. Raises `ValueError` or `RecursionError` if they are invalid or take too much memory."""
+    """Returns the JSON value of UTF-8 bytes. Raises `ValueError` or `RecursionError` if they are invalid or take too much memory."""
     if len(data) > LARGEST:
         raise UserError(f"is larger than {LARGEST >> 20} MiB", fix="split it: a document on each line of a .jsonl file is read one by one")
     lists, objects, parts = data.count(b"["), data.count(b"{"), data.count(b",") + data.count(b":")

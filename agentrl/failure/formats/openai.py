@@ -30,7 +30,7 @@ def recognizes(document: Any) -> bool:
 
 
 def parse(document: Any, location: Mapping[str, str]) -> Trace:
-    """The trace of one document. Raises `ValueError` that names the problem."""
+    """Returns the trace of one document. Raises `ValueError` that names the problem."""
     gaps = Gaps()
     whole: dict[str, Any] = {"messages": document} if isinstance(document, list) else as_object(document, "the document")
     request = next((value for key in ("request", "body") if isinstance(value := whole.get(key), dict)), whole)

@@ -227,7 +227,7 @@ class SpanCollector:
             call.tools = values.tool_schemas(tools, call.gaps)
 
     def _entry(self, message: ImportedMessage) -> MessageEntry:
-        """The shared entry of this message."""
+        """Returns the shared entry of this message."""
         self.messages += 1
         entry = MessageEntry.of(message)
         if entry.full_hash not in self.distinct:
@@ -239,7 +239,7 @@ class SpanCollector:
 
 
 def _tool_span(span: Span, name: str, id: str, arguments: Sequence[str], result: str) -> ToolSpan:
-    """The tool call of a span; the arguments are the names of its attributes."""
+    """Returns the tool call of a span; the arguments are the names of its attributes."""
     attributes = span.attributes
     given = decode_json(next((attributes[key] for key in arguments if key in attributes), None))
     return ToolSpan(
@@ -255,12 +255,12 @@ def _tool_span(span: Span, name: str, id: str, arguments: Sequence[str], result:
 
 
 def _first_label(attributes: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """The first of these attributes that is set."""
+    """Returns the first of these attributes that is set."""
     return printable_label(next((attributes[key] for key in keys if attributes.get(key)), None))
 
 
 def _fields(event: Event) -> dict[str, Any]:
-    """The content of an event, from its body, its attributes, or the attribute that holds all of it as JSON."""
+    """Returns the content of an event, from its body, its attributes, or the attribute that holds all of it as JSON."""
     fields: dict[str, Any] = {}
     for content in (event.body, event.attributes.get("gen_ai.event.content")):
         value = decode_json(content)
@@ -318,7 +318,7 @@ def _message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Iterator[Importe
 
 
 def _instructions(value: Any, gaps: Gaps) -> Sequence[ImportedMessage]:
-    """The messages of `gen_ai.system_instructions`."""
+    """Returns the messages of `gen_ai.system_instructions`."""
     parts = decode_json(value)
     if parts is None:
         return ()
@@ -346,7 +346,7 @@ def _indexed_messages(attributes: Mapping[str, Any], lists: tuple[str, ...], rol
 
 
 def _indexed_definitions(attributes: Mapping[str, Any], gaps: Gaps) -> list[dict[str, Any]]:
-    """The schemas of the tools that a call offers."""
+    """Returns the schemas of the tools that a call offers."""
     schemas: list[dict[str, Any]] = []
     for name in _TOOL_LISTS:
         for item in _indexed_items(attributes, name, gaps):
@@ -357,7 +357,7 @@ def _indexed_definitions(attributes: Mapping[str, Any], gaps: Gaps) -> list[dict
 
 
 def _indexed_items(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> list[dict[str, Any]]:
-    """The items of a list whose attributes are called NAME.INDEX.KEY, ordered by index. Unreadable ones are gaps."""
+    """Returns the items of a list whose attributes are called NAME.INDEX.KEY, ordered by index. Unreadable ones are gaps."""
     items: dict[int, dict[str, Any]] = {}
     prefix = f"{name}."
     for key, value in attributes.items():
@@ -389,7 +389,7 @@ def _put(item: dict[str, Any], path: list[str], value: Any, name: str, gaps: Gap
 
 
 def _with_lists(value: Any) -> Any:
-    """The value with a list instead of each object whose keys are indices."""
+    """Returns the value with a list instead of each object whose keys are indices."""
     if not isinstance(value, dict):
         return value
     if value and all(map(_INDEX.fullmatch, value)):
@@ -398,7 +398,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def _chat_message(item: Mapping[str, Any]) -> dict[str, Any]:
-    """The message in the form of the chat completions API."""
+    """Returns the message in the form of the chat completions API."""
     fields = object_or_empty(item.get("message")) or dict(item)
     message = {key: value for key, value in fields.items() if key not in _IGNORED_KEYS}
     if "role" not in message and len(roles := [role for role in _ROLES if isinstance(message.get(role), str)]) == 1:

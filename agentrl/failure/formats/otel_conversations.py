@@ -34,7 +34,7 @@ class MessageEntry:
 
     @classmethod
     def of(cls, one: ImportedMessage) -> MessageEntry:
-        """The entry of a message."""
+        """Returns the entry of a message."""
         message = one.message
         calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
         repeated = [message.role, calls or message.content, one.call_ids, one.answers]
@@ -142,7 +142,7 @@ def join_calls(calls: Iterable[ModelCall]) -> list[DraftConversation]:
 
 
 def trace_of_calls(group: CallGroup, location: Mapping[str, str], parents: Mapping[SpanKey, str]) -> Trace:
-    """The trace of a group of calls. Raises `ValueError` if none of its messages has content."""
+    """Returns the trace of a group of calls. Raises `ValueError` if none of its messages has content."""
     gaps = Gaps()
     callers = _Callers(group, parents, gaps)
     calls_by_agent: dict[SpanKey | None, list[ModelCall]] = {}
@@ -289,7 +289,7 @@ class _SlotMatcher:
                     self._slots.setdefault(key, deque()).append(slot)
 
     def match(self, tool: ToolSpan) -> _Slot | None:
-        """The first unmatched call with the span's id; without an id, with its name and arguments, or else its name."""
+        """Returns the first unmatched call with the span's id; without an id, with its name and arguments, or else its name."""
         keys: list[Any] = [("id", tool.id)] if tool.id else [("both", tool.name, _hash(tool.arguments)), ("name", tool.name)]
         for key in keys:
             waiting = self._slots.get(key, deque())

@@ -77,7 +77,7 @@ def entries(document: Document) -> Iterator[Span | Event | UnreadableDocument]:
 
 
 def any_value(value: Any, levels: int = _MAX_DEPTH) -> Any:
-    """The plain value of an `AnyValue`. Raises `ValueError`."""
+    """Returns the plain value of an `AnyValue`. Raises `ValueError`."""
     if value is None or value == {}:
         return None
     if not isinstance(value, dict):
@@ -145,7 +145,7 @@ def _events(span: Span, events: Any) -> Iterator[Event | UnreadableDocument]:
 
 
 def _record(record: Mapping[str, Any], service: str, location: SourceLocation) -> Event | None:
-    """A log record that concerns generative AI, else None."""
+    """Returns a log record that concerns generative AI, else None."""
     name = record.get("eventName") or _attributes(record.get("attributes")).get("event.name")
     if not isinstance(name, str) or not name.startswith("gen_ai."):
         return None
@@ -161,7 +161,7 @@ def _record(record: Mapping[str, Any], service: str, location: SourceLocation) -
 
 
 def _attributes(attributes: Any, *, every: bool = False) -> dict[str, Any]:
-    """The attributes that concern generative AI, or all of them with `every`."""
+    """Returns the attributes that concern generative AI, or all of them with `every`."""
     selected = {}
     for item in as_objects(attributes, "attributes"):
         key = item.get("key")
@@ -182,7 +182,7 @@ def _time(value: Any) -> int:
 
 
 def _whole_number(value: Any) -> int | None:
-    """A whole number, which OTLP may write as text."""
+    """Returns a whole number, which OTLP may write as text."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
     return int(value) if isinstance(value, int) or _WHOLE_NUMBER.fullmatch(value) else None

@@ -146,7 +146,7 @@ def _parts(document: Document, format: str | None) -> Iterator[Document]:
 
 
 def _format(value: Any, wanted: str | None) -> str:
-    """The format of a document; empty if it is unknown or not the wanted one."""
+    """Returns the format of a document; empty if it is unknown or not the wanted one."""
     kind = "otel" if otlp.recognizes(value) else next((name for name, parser in _PARSERS.items() if parser.recognizes(value)), "")
     return kind if wanted in (None, kind) else ""
 

@@ -44,12 +44,12 @@ class Gaps:
             self.add(description, max(0, times - self._counts[description]))
 
     def descriptions(self) -> tuple[str, ...]:
-        """The descriptions, with their counts above 1."""
+        """Returns the descriptions, with their counts above 1."""
         return tuple(text if times == 1 else f"{text} ({times} times)" for text, times in self._counts.items())
 
 
 def type_name(value: Any) -> str:
-    """The type of a JSON value, for messages: "a text", "an object"."""
+    """Returns the type of a JSON value, for messages: "a text", "an object"."""
     return _TYPE_NAMES.get(type(value), "something else")
 
 
@@ -89,7 +89,7 @@ def object_or_empty(value: Any) -> dict[str, Any]:
 
 
 def printable_label(value: Any) -> str:
-    """A name or id as one bounded, printable line; empty for values other than texts and whole numbers."""
+    """Returns a name or id as one bounded, printable line; empty for values other than texts and whole numbers."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         return ""
     if isinstance(value, int):
@@ -98,7 +98,7 @@ def printable_label(value: Any) -> str:
 
 
 def message_text(value: Any, what: str, gaps: Gaps) -> str:
-    """The text of a message: a text, or the joined texts of a list of parts. Parts without text are gaps."""
+    """Returns the text of a message: a text, or the joined texts of a list of parts. Parts without text are gaps."""
     if value is None or isinstance(value, str):
         return value or ""
     texts = []
@@ -114,7 +114,7 @@ def message_text(value: Any, what: str, gaps: Gaps) -> str:
 
 
 def decode_json(value: Any) -> Any:
-    """The value of JSON text. Any other text or value is returned unchanged."""
+    """Returns the value of JSON text. Any other text or value is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -150,7 +150,7 @@ def build_tool_call(name: Any, arguments: Any, what: str, gaps: Gaps) -> ToolCal
 
 
 def arguments_text(call: ToolCall) -> str:
-    """The arguments of a call as JSON text, or the text that could not be parsed."""
+    """Returns the arguments of a call as JSON text, or the text that could not be parsed."""
     unparsed = call.arguments.get(UNPARSED)
     return unparsed if isinstance(unparsed, str) and len(call.arguments) == 1 else json.dumps(dict(call.arguments), ensure_ascii=False)
 
@@ -184,7 +184,7 @@ def tool_schemas(value: Any, gaps: Gaps) -> tuple[dict[str, Any], ...]:
 
 
 def parse_time(value: Any) -> datetime | None:
-    """A time in ISO 8601, in UTC unless it names a zone; None for any other value."""
+    """Returns a time in ISO 8601, in UTC unless it names a zone; None for any other value."""
     if not isinstance(value, str) or len(value) > 40:
         return None
     try:
@@ -203,5 +203,5 @@ def format_time(start: datetime, seconds: float) -> str | None:
 
 
 def build_origin(**known: Any) -> Mapping[str, str]:
-    """The origin of a trace as labels, without the empty ones."""
+    """Returns the origin of a trace as labels, without the empty ones."""
     return {name: text for name, value in known.items() if (text := printable_label(value))}

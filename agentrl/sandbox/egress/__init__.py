@@ -41,7 +41,7 @@ def socket_mounts(folder: Path, spec: SandboxSpec) -> dict[str, Path]:
 
 
 def proxy_environment(network: tuple[Destination, ...]) -> dict[str, str]:
-    """The proxy variables of programs. Loopback addresses bypass the proxy unless the allow-list contains them."""
+    """Returns the proxy variables of programs. Loopback addresses bypass the proxy unless the allow-list contains them."""
     listed = {destination.host for destination in network}
     proxy, direct = f"http://127.0.0.1:{PORT}", ",".join(name for name in _LOOPBACK if name not in listed)
     variables = {"http_proxy": proxy, "https_proxy": proxy, "no_proxy": direct}

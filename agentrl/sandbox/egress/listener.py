@@ -120,7 +120,7 @@ class EgressListener:
 
 
 def _next(listener: socket.socket) -> socket.socket | None:
-    """The next connection. None once the listener has ended."""
+    """Returns the next connection. None once the listener has ended."""
     while True:
         try:
             return listener.accept()[0]
@@ -133,7 +133,7 @@ def _next(listener: socket.socket) -> socket.socket | None:
 
 
 def _checked(descriptors: list[int]) -> socket.socket:
-    """The listening TCP socket that was sent. Closes anything else and raises `SandboxError`."""
+    """Returns the listening TCP socket that was sent. Closes anything else and raises `SandboxError`."""
     problem = f"{len(descriptors)} descriptors"
     if len(descriptors) == 1:
         try:

@@ -166,7 +166,7 @@ class Proxy:
 
 
 async def _streams(link: socket.socket, limit: int) -> _Streams:
-    """The socket as streams. Closes it on failure."""
+    """Returns the socket as streams. Closes it on failure."""
     try:
         return await asyncio.open_connection(sock=link, limit=limit)
     except BaseException:

@@ -58,7 +58,7 @@ class ProxyRequest:
 
 
 def parse_request(head: bytes) -> ProxyRequest:
-    """The request with this head, which ends with the empty line. Raises `Refusal`."""
+    """Returns the request with this head, which ends with the empty line. Raises `Refusal`."""
     request = _read(head)
     method, target, version = (part.decode("ascii") for part in (request.method, request.target, request.http_version))
     headers = [(name.decode("ascii"), value.decode("latin-1")) for name, value in request.headers]
@@ -83,7 +83,7 @@ def parse_request(head: bytes) -> ProxyRequest:
 
 
 def _read(head: bytes) -> h11.Request:
-    """The request as h11 reads it, if it has no other reading."""
+    """Returns the request as h11 reads it, if it has no other reading."""
     start, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     if len(lines) > _MAX_HEADERS:
         raise Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"more than {_MAX_HEADERS} headers")

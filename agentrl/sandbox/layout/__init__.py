@@ -36,7 +36,7 @@ _RESERVED = ("HOME", "USER", "LOGNAME", "TMPDIR", "PWD", "OLDPWD", "HOSTNAME", "
 
 
 def environment(declared: Sequence[str], workdir: str) -> dict[str, str]:
-    """The variables of a sandbox's programs, from the `NAME=value` lines of an image. Raises `ValueError` if there are too many."""
+    """Returns the variables of a sandbox's programs, from the `NAME=value` lines of an image. Raises `ValueError` if there are too many."""
     pairs = dict(line.partition("=")[::2] for line in declared if "=" in line)
     variables = {name: value for name, value in pairs.items() if name not in _RESERVED and not name.startswith("LD_")}
     if len(variables) > _MAX_VARIABLES or sum(map(len, (*variables, *variables.values()))) > _MAX_CHARACTERS:
@@ -48,7 +48,7 @@ def environment(declared: Sequence[str], workdir: str) -> dict[str, str]:
 
 
 def working_directory(declared: str) -> str:
-    """An image's working directory. Raises `ValueError` for one that a sandbox cannot have."""
+    """Returns an image's working directory. Raises `ValueError` for one that a sandbox cannot have."""
     path = posixpath.normpath(declared or "/")
     if path == "/":
         return DEFAULT
