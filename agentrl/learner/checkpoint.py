@@ -73,7 +73,8 @@ def save(
 ) -> Path:
     """Writes `root/000012` durably, then deletes all but the newest `keep` and those numbered `spare`. Returns the folder.
 
-    All ranks call it. Rank 0 calls `spare` directly before it deletes, because a user may pin a version while a checkpoint is written. Raises `DiskFull` or `LearnerError` on a write error; earlier checkpoints stay.
+    All ranks call it. Rank 0 calls `spare` directly before it deletes, because a user may pin a version while a checkpoint is written.
+    Raises `DiskFull` or `LearnerError` on a write error; earlier checkpoints stay.
     """
     ranks = engine.ranks
     final = root / f"{meta.step:06d}"

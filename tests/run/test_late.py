@@ -87,7 +87,9 @@ async def test_parked_groups_are_replaced_and_trained_when_their_scores_arrive(t
         assert list(verify(tmp_path, run.store.store)) == []
 
 
-async def test_a_resumed_run_repeats_no_stored_group_of_a_block_whose_notes_take_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_resumed_run_repeats_no_stored_group_of_a_block_whose_notes_take_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next block starts meanwhile, and reads what the store has from its own start on."""
     journal, recipe = tmp_path / "journal.jsonl", recipe_of(groups_per_step=2)
     async with driving.opened(tmp_path, Journaled(journal), ScriptedSandboxes(printing("3")), recipe, Family()) as run:
