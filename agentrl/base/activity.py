@@ -1,17 +1,22 @@
-"""Counts the driver's operations in progress, by kind, for the timeline of a run."""
+"""Counts the operations of a driver and its rollout workers in progress, by kind, for the timeline of a run."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+REPORT_S = 5.0
+"""Seconds after which the report of another process no longer counts."""
 
 
 class Activity:
-    """The number of operations in progress, by kind. Use it from one event loop."""
+    """The number of operations in progress, by kind, in this process and those that report theirs. Use it from one event loop."""
 
     def __init__(self) -> None:
         self._running = Counter[str]()
+        self._reports: dict[str, tuple[float, Mapping[str, int]]] = {}  # process -> when it reported, and its operations
 
     @contextmanager
     def doing(self, kind: str) -> Iterator[None]:
@@ -24,10 +29,23 @@ class Activity:
 
     def count(self, kind: str) -> int:
         """Returns the number of operations of a kind in progress."""
-        return self._running[kind]
+        oldest = time.monotonic() - REPORT_S
+        return self._running[kind] + sum(counts.get(kind, 0) for at, counts in self._reports.values() if at > oldest)
+
+    def own(self) -> dict[str, int]:
+        """Returns the operations of this process, by kind."""
+        return dict(self._running)
+
+    def report(self, process: str, counts: Mapping[str, int]) -> None:
+        """Replaces the operations of another process."""
+        self._reports[process] = time.monotonic(), counts
+
+    def drop_reports(self) -> None:
+        """Forgets the operations of other processes."""
+        self._reports.clear()
 
 
 ACTIVITY = Activity()
-"""The operations of this driver."""
-GROUPS, ATTEMPTS, SANDBOXES, SCORING = "groups", "attempts", "sandboxes", "scoring"
-"""Kinds: running groups and attempts; opening a sandbox or a call in one; scoring an episode or a group."""
+"""The operations of this driver and its rollout workers."""
+GROUPS, ATTEMPTS, SANDBOXES, SCORING, REQUESTS = "groups", "attempts", "sandboxes", "scoring", "requests"
+"""Kinds: running groups and attempts; opening a sandbox or a call in one; scoring an episode or a group; requests of workers to the policy."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, NoReturn
 
-from agentrl.base.activity import ACTIVITY, ATTEMPTS, SANDBOXES, SCORING
+from agentrl.base.activity import ACTIVITY, ATTEMPTS, REQUESTS, SANDBOXES, SCORING
 from agentrl.observe.timeline import BUSY, DOWN, WAITING_FOR
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def _server_state(run: Run) -> str:
         return DOWN
     if run.served.loading:
         return f"{WAITING_FOR}weights"
-    return BUSY if run.groups.runner.pace.in_flight else f"{WAITING_FOR}requests"
+    return BUSY if run.groups.runner.pace.in_flight or ACTIVITY.count(REQUESTS) else f"{WAITING_FOR}requests"
 
 
 def _learner_state(alive: bool, work: str) -> str:

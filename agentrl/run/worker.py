@@ -26,6 +26,7 @@ from typing import Any
 
 from agentrl.agent.run_tools import candidate_tasks, declared_tools, pin_tools, with_sub_agent_tools
 from agentrl.base import user_code
+from agentrl.base.activity import ACTIVITY
 from agentrl.base.error_text import main_error
 from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.base.processes import die_with_parent, raise_file_limit, rare_collections
@@ -209,7 +210,7 @@ class Worker:
             attempts = [self._attempts.popleft() for _ in range(min(MAX_EVENTS, len(self._attempts)))]
             alerts = [self._alerts.popleft() for _ in range(len(self._alerts))]
             try:
-                data = {"leases": [work.lease for work in self._work.values()], "alerts": alerts}
+                data = {"leases": [work.lease for work in self._work.values()], "alerts": alerts, "activity": ACTIVITY.own()}
                 ended = [None if failure is None else codec.to_data(failure) for failure in attempts]
                 answer = await self.driver.call("/renew", data | {"attempts": ended}, timeout_s=10.0)
                 self._heard(json.loads(answer))

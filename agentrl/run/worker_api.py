@@ -5,7 +5,7 @@ that were rejected, and a worker needs no address of a server. A worker has no s
 
     GET  /spec            what a worker needs to open the run's parts
     POST /lease           the next group; 204 if none is queued in time
-    POST /renew           a sign of life, ended attempts and alerts; the answer has the leases to abandon
+    POST /renew           a sign of life, ended attempts, alerts and activity; the answer has the leases to abandon
     POST /generate        one request to the policy
     POST /groups/LEASE    the result of a lease
     POST /leave           the worker ends; its groups go to others
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.base import user_code
+from agentrl.base.activity import ACTIVITY, ATTEMPTS, REQUESTS, SANDBOXES, SCORING
 from agentrl.base.files import write_atomically
 from agentrl.errors import ServingError
 from agentrl.gateway.http_server import HttpServer
@@ -80,6 +81,7 @@ class WorkerApi:
         finally:
             (self.folder / ADDRESS_FILE).unlink(missing_ok=True)
             await server.stop()
+            ACTIVITY.drop_reports()
             for lease in list(self._episodes):
                 self._end_episodes(lease)
 
@@ -130,10 +132,12 @@ class WorkerApi:
         data = await body_of(request, _BODY_S)
         worker, leases, attempts = _worker(data), [str(lease) for lease in data["leases"]], list(data["attempts"])[:MAX_EVENTS]
         ended = [None if attempt is None else codec.from_json(Failure, json.dumps(attempt)) for attempt in attempts]
+        activity = {kind: int(data["activity"].get(kind, 0)) for kind in (ATTEMPTS, SANDBOXES, SCORING)}
         for alert in list(data["alerts"])[:MAX_EVENTS]:
             self.alert(f"worker {worker}: {user_code.printable(str(alert), 2000)}")
         for failure in ended:
             self.on_attempt(failure)
+        ACTIVITY.report(worker, activity)
         abandoned = await self.leases.renew(worker, leases)
         self._end_lost_episodes()
         use = self.served.cache_use
@@ -150,7 +154,8 @@ class WorkerApi:
         prompt_ids = [int(token) for token in data["prompt_ids"]]
         sampling = self.served.generate(prompt_ids, params, request_id=name, timeout_s=float(data["timeout_s"]))
         try:
-            return _response(codec.to_json(await _unless_gone(request, sampling)))
+            with ACTIVITY.doing(REQUESTS):
+                return _response(codec.to_json(await _unless_gone(request, sampling)))
         except ServingError as error:
             return json_response({"error": user_code.error_text(error), "kind": type(error).__name__}, 503)
 

@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from agentrl.base import activity
+from agentrl.base.activity import ACTIVITY, ATTEMPTS, REQUESTS
 from agentrl.errors import ServerDied, UserError
 from agentrl.protocols import CacheUse
 from agentrl.records import Completion, Failure, Group, VersionSpan
@@ -241,6 +243,26 @@ async def test_an_alert_during_a_renewal_is_sent_with_the_next(tmp_path: Path, m
         while not any("second" in alert for alert in drive.alerts):
             await asyncio.sleep(0.02)
         assert "first" in drive.alerts[0]
+
+
+async def test_the_driver_counts_what_its_workers_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the timeline of a run with workers shows idle rollouts and an idle server."""
+
+    def elsewhere() -> int:
+        return ACTIVITY.count(ATTEMPTS) - ACTIVITY.own().get(ATTEMPTS, 0)
+
+    async with driving(tmp_path) as drive:
+        drive.served.holds = True
+        waiting = asyncio.create_task(drive.leases.run_group(0, make_task(0)))
+        async with working(drive, "a"), asyncio.timeout(20):
+            while elsewhere() < 3:
+                await asyncio.sleep(0.02)
+            assert ACTIVITY.count(REQUESTS) == 3
+        monkeypatch.setattr(activity, "REPORT_S", 0.0)
+        assert elsewhere() == 0, "of a worker that is gone"
+        monkeypatch.undo()
+        waiting.cancel()
+    assert elsewhere() == 0 == ACTIVITY.count(REQUESTS)
 
 
 async def test_a_damaged_group_is_rejected_and_the_lease_stays(tmp_path: Path) -> None:
