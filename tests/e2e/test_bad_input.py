@@ -87,6 +87,8 @@ def test_no_sandbox_backend_never_means_the_host(tmp_path: Path) -> None:
 
 
 def test_help_has_examples() -> None:
-    for command in ("train", "eval", "check", "doctor", "init", "report", "versions"):
-        done = in_this_process(command, "--help")
+    verbs = ("list", "diff", "compare", "promote", "rollback", "pin")
+    single = ("train", "sample", "worker", "eval", "check", "doctor", "init", "report", "store", "score")
+    for command in (*((name,) for name in single), *(("versions", verb) for verb in verbs), ("chaos", "run")):
+        done = in_this_process(*command, "--help")
         assert done.returncode == 0 and "Example: agentrl" in done.stdout, done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sqlite3
 import threading
@@ -16,7 +17,7 @@ import zstandard
 from agentrl.base import files
 from agentrl.evaluation.held_out import HeldOutEvaluation
 from agentrl.records import PolicyVersion, codec
-from agentrl.run.rollouts import Rollouts
+from agentrl.run.rollouts import Rollouts, RunningGroups
 from agentrl.run.versions import StepRecords
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
@@ -90,7 +91,11 @@ async def test_the_loops_thread_only_coordinates(tmp_path: Path, monkeypatch: py
         served.figures = dict
         for step in range(2):
             watch.start()
-            await Rollouts.of(run).block(step)
+            async with asyncio.TaskGroup() as running:
+                groups = RunningGroups(Rollouts.of(run), running)
+                for slot in range(step * run.order.per_step, (step + 1) * run.order.per_step):
+                    assert run.starts.admit(slot, version=step, parked=0)
+                    await groups.start(slot)
             watch.stop()
             take_step(run.order, run.store.store, step)
         watch.start()

@@ -434,7 +434,7 @@ async def test_cancelled_requests_stop_sampling(task: Task, served: Served) -> N
     slots, before = asyncio.Semaphore(64), await sampled()
     runner = GroupRunner(runner=live_runner(Uneven(served, 3)), scorer=score, slots=slots, group_size=3, spare_attempts=5, max_retries=0)
     group = await runner.run_group(0, long)
-    assert [one.episode.completion_tokens for one in group.episodes] == [8, 8, 8]
+    assert [0 < one.episode.completion_tokens <= 8 for one in group.episodes] == [True] * 3  # random weights may end the turn sooner
     assert len(group.cancelled) == 5 and all(one.begun for one in group.cancelled)
     await asyncio.sleep(1)
     after = await sampled()
