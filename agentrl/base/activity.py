@@ -33,7 +33,7 @@ class Activity:
         return self._running[kind] + sum(counts.get(kind, 0) for at, counts in self._reports.values() if at > oldest)
 
     def own(self) -> dict[str, int]:
-        """Returns the operations of this process, by kind."""
+        """Returns the number of operations of this process, by kind."""
         return dict(self._running)
 
     def report(self, process: str, counts: Mapping[str, int]) -> None:
@@ -48,4 +48,5 @@ class Activity:
 ACTIVITY = Activity()
 """The operations of this driver and its rollout workers."""
 GROUPS, ATTEMPTS, SANDBOXES, SCORING, REQUESTS = "groups", "attempts", "sandboxes", "scoring", "requests"
-"""Kinds: running groups and attempts; opening a sandbox or a call in one; scoring an episode or a group; requests of workers to the policy."""
+"""Kinds: running groups and attempts; opening a sandbox or a call in one; scoring an episode or a group; requests that the driver sends for
+its workers."""
