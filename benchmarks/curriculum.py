@@ -127,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     results.setdefault((kinds, weighting), []).append(result)
                     print(f"seed {seed}, {row(kinds, weighting, [result])}", file=sys.stderr, flush=True)
     print(f"| kinds | `tasks.weighting` | episodes until {options.target:g} | groups with different scores |\n| --- | --- | --- | --- |")
-    for (kinds, weighting), found in results.items():
-        print(row(kinds, weighting, found))
+    for (kinds, weighting), runs in results.items():
+        print(row(kinds, weighting, runs))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Late(ConfiguredVerifier):
     high: float = Field(1.0, allow_inf_nan=False)
     """Smallest and largest valid value."""
     expires_s: float | None = Field(None, gt=0, le=LONGEST_S)
-    """Seconds after the episode until which the value may arrive; then the episode is excluded. None: no limit."""
+    """Seconds after the episode within which the value must arrive, otherwise the episode is excluded. None means no limit."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:

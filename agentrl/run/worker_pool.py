@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 import signal
@@ -25,13 +24,13 @@ from agentrl.rollout import AttemptListener
 from agentrl.rollout.leases import GroupLeases
 from agentrl.run.worker import WorkerSpec, worker_name
 from agentrl.run.worker_api import WorkerApi
+from agentrl.serving.process import end_group
 
 _WATCH_S = 0.25
 _RESTARTS = 5  # of one process, in a row
 _SOUND_S = 120.0  # of work, after which earlier failures no longer count
 _BACKOFF_S = 5.0
 _START_S = 180.0
-_STOP_S = 5.0
 _TAIL_BYTES = 1 << 16
 
 
@@ -101,7 +100,7 @@ class WorkerPool:
                         watching.create_task(self._keep(number))
                     watching.create_task(self._watch_silence())
             finally:
-                await asyncio.gather(*(self._stop(process) for process in self._processes.values()))
+                await asyncio.gather(*(end_group(process) for process in self._processes.values()))
 
     async def _keep(self, number: int) -> None:
         """Restarts one process until it has failed too often in a row."""
@@ -145,16 +144,6 @@ class WorkerPool:
                 for process in self._processes.values():
                     if worker_name(process.pid) == worker and process.returncode is None:
                         process.kill()
-
-    async def _stop(self, process: asyncio.subprocess.Process) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STOP_S):
-                await process.wait()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # and what its verifiers have started
-        await process.wait()
 
     def _cause(self, number: int, code: int) -> str:
         if code < 0:

@@ -48,7 +48,7 @@ def test_a_score_by_command_is_stored_once(run: Path) -> None:
 
 
 REJECTED = {
-    ("nobody", "review", "0.5"): "episode",
+    ("missing", "review", "0.5"): "episode",
     ("g0-0", "nothing", "0.5"): "part",
     ("g0-0", "review", "nan"): "not finite",
     ("g0-0", "review", "1e999"): "not finite",

@@ -48,18 +48,18 @@ def test_a_run_survives_the_loss_of_each_part_and_its_ledger_adds_up(tmp_path: P
 
 def _has_a_summary_and_captured_failures(run: Subject) -> None:
     """Failures of all starts are captured once each and counted in the report, which has one result for all of them."""
-    found, folder = summary(run.run_dir), run.run_dir
-    assert found["finished"] and found["steps"] == run.steps
-    assert found["heldout_after"]["n"] == 4
-    assert len(found["sessions"]) == run.resumes + 2, "the pause on the full disk ended a session too"
+    outcome, folder = summary(run.run_dir), run.run_dir
+    assert outcome["finished"] and outcome["steps"] == run.steps
+    assert outcome["heldout_after"]["n"] == 4
+    assert len(outcome["sessions"]) == run.resumes + 2, "the pause on the full disk ended a session too"
     assert (folder / "model" / "model.safetensors").exists()
     with Collection(folder) as collection:
         traces = list(collection.traces())
     assert len({trace.id for trace in traces}) == len(traces) > 0
     assert all(trace.task is not None and trace.episode is not None and trace.tags for trace in traces)
-    assert sum(found["failures"].values()) >= len(traces) and traces[0].tags[0].name in found["failures"]
+    assert sum(outcome["failures"].values()) >= len(traces) and traces[0].tags[0].name in outcome["failures"]
     report = (folder / "report.html").read_text()
-    assert "<h2>Failures</h2>" in report and all(tag.replace("_", " ") in report for tag in found["failures"])
+    assert "<h2>Failures</h2>" in report and all(tag.replace("_", " ") in report for tag in outcome["failures"])
 
 
 def _what_is_wrong_is_found(run: Subject) -> None:
@@ -75,8 +75,8 @@ def _what_is_wrong_is_found(run: Subject) -> None:
     assert any(f"episode {episodes[number].episode.id} has the score 0.5" in problem for problem in problems(run))
     with closing(sqlite3.connect(path)) as database, database:
         database.execute("DELETE FROM taken WHERE idx = ?", (group.index,))
-    found = list(problems(run))
-    assert any("groups were used, not" in problem for problem in found) and any("do not add up" in problem for problem in found)
+    reported = list(problems(run))
+    assert any("groups were used, not" in problem for problem in reported) and any("do not add up" in problem for problem in reported)
     left = run.spawn(["sleep", "600"], subprocess.DEVNULL)
     try:
         time.sleep(0.2)

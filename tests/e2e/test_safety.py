@@ -55,7 +55,9 @@ def test_rollbacks_run_out_and_the_run_continues_within_other_limits(tmp_path: P
 
     compared = ("versions", "compare", str(run), "2", "6", "rollout.concurrency=16", "--cases", "20")
     code, output = agentrl(*compared, "--run-dir", str(tmp_path / "ab"), "--sandbox", "bubblewrap", "--json", by=forked)
-    told = json.loads(output.splitlines()[-1])
-    assert code == (told["verdict"] == "worse") and told["cases"] + told["unscored"] in (16, 20) and told["most"] == 20, output
-    code, output = agentrl("compare", *told["folders"], "--json")
-    assert code == 0 and json.loads(output)["effect"] == pytest.approx(told["interval"]["value"]), output
+    comparison = json.loads(output.splitlines()[-1])
+    assert (
+        code == (comparison["verdict"] == "worse") and comparison["cases"] + comparison["unscored"] in (16, 20) and comparison["most"] == 20
+    ), output
+    code, output = agentrl("compare", *comparison["folders"], "--json")
+    assert code == 0 and json.loads(output)["effect"] == pytest.approx(comparison["interval"]["value"]), output

@@ -137,11 +137,11 @@ def test_the_e_value_is_the_mean_over_stakes_of_the_product_over_cases(differenc
 @given(st.lists(st.sampled_from([-1.0, -0.5, 0.0, 0.25, 1.0]), max_size=30), st.floats(-0.99, 0.99), st.floats(-0.99, 0.99))
 def test_the_anytime_interval_is_what_the_evidence_does_not_exclude(differences: list[float], one: float, other: float) -> None:
     assert e_value(differences, null=min(one, other)) <= e_value(differences, null=max(one, other)) * (1 + 1e-9)
-    found = anytime_interval(differences, level=0.9)
-    assert -1 <= found.low <= found.value <= found.high <= 1
-    assert (found.high <= 0) == (e_value(differences) >= 20) and (found.low >= 0) == (e_value([-d for d in differences]) >= 20)
-    if abs(one - found.high) > 1e-6 and one > found.value:
-        assert (one > found.high) == (e_value(differences, null=one) >= 20)
+    interval = anytime_interval(differences, level=0.9)
+    assert -1 <= interval.low <= interval.value <= interval.high <= 1
+    assert (interval.high <= 0) == (e_value(differences) >= 20) and (interval.low >= 0) == (e_value([-d for d in differences]) >= 20)
+    if abs(one - interval.high) > 1e-6 and one > interval.value:
+        assert (one > interval.high) == (e_value(differences, null=one) >= 20)
 
 
 @pytest.mark.slow

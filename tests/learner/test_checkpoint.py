@@ -64,12 +64,12 @@ def test_a_torn_checkpoint_is_skipped(tmp_path: Path, what: str) -> None:
     _write(tmp_path, 4)
     folder = _write(tmp_path, 5)
     (tmp_path / ".000006.part" / "state").mkdir(parents=True)  # being written when the power went
-    found = newest(tmp_path)
-    assert found is not None and found.folder == folder and found.meta.step == 5
+    checkpoint = newest(tmp_path)
+    assert checkpoint is not None and checkpoint.folder == folder and checkpoint.meta.step == 5
     TORN[what](folder)
     alerts: list[str] = []
-    found = newest(tmp_path, alert=alerts.append)
-    assert found is not None and found.meta.step == 4
+    checkpoint = newest(tmp_path, alert=alerts.append)
+    assert checkpoint is not None and checkpoint.meta.step == 4
     assert [alert.partition("\n")[0] for alert in alerts] == [f"checkpoint {folder} is damaged: the one before is used"]
     assert numbered(tmp_path, 5) is None and numbered(tmp_path, 6) is None
     TORN[what](tmp_path / "000004")

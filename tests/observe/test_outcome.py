@@ -70,8 +70,8 @@ def test_reasons_that_differ_only_in_names_are_equal() -> None:
 
 @given(st.text(max_size=2000), st.text(max_size=300))
 def test_a_reason_is_one_bounded_printable_line(text: str, kind: str) -> None:
-    for found in (normalize_reason(text), exclusion_reason(failed(Blame.TASK, kind, text)), exclusion_reason(unscored(text or "x"))):
-        assert len(found) <= LONGEST and found.isprintable() and "\n" not in found
+    for reason in (normalize_reason(text), exclusion_reason(failed(Blame.TASK, kind, text)), exclusion_reason(unscored(text or "x"))):
+        assert len(reason) <= LONGEST and reason.isprintable() and "\n" not in reason
 
 
 @given(st.lists(st.dictionaries(st.text(max_size=3), st.integers(1, 50), max_size=60), max_size=4))

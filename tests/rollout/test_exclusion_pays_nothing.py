@@ -418,6 +418,6 @@ def test_the_training_detects_an_exclusion_that_pays(changes: Mapping[str, Any])
     fault = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="SandboxError", message="", turn=1)
     episode = Episode(id="e", task_id="t", task_key="k", trajectories=())
     outcomes = {arm: [ScoredEpisode(episode=episode, score=Score(value=value))] for arm, value in score.items()}
-    outcomes["provoke"] = [ScoredEpisode(episode=replace(episode, failures=(fault,)), score=Score(value=None, reason="left out"))]
+    outcomes["provoke"] = [ScoredEpisode(episode=replace(episode, failures=(fault,)), score=Score(value=None, reason="excluded"))]
     end = trained(outcomes, changes)
     assert end["provoke"] > MUCH * end["fail"]

@@ -68,10 +68,10 @@ async def played(
 
         run.tracker.progress = progress  # type: ignore[method-assign]
         await sample.sample_groups(run, [index for index in range(groups) if not run.store.store.has(index)])
-        found = await sample.sample_result(run, groups)
+        result = await sample.sample_result(run, groups)
         groups_kept = [run.store.store.groups([index])[0] for index in indices(run.store.store)]
-        assert len(select_demonstrations(groups_kept)) == found.totals.solved, "the demonstrations match the report"
-        return found, made
+        assert len(select_demonstrations(groups_kept)) == result.totals.solved, "the demonstrations match the report"
+        return result, made
 
 
 async def test_each_task_is_attempted_and_reported_by_kind(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ async def test_a_group_continues_in_another_worker_from_its_saved_turns(tmp_path
 
 
 async def test_a_worker_that_gets_its_own_lost_group_again_samples_it_once(tmp_path: Path) -> None:
-    """A process that was stopped for longer than its silence may take the next lease before it is told to abandon the lost one."""
+    """A worker that was stopped until its lease was lost may take that group again before a renewal ends the lost lease."""
     async with driving(tmp_path) as drive:
         waiting = asyncio.create_task(drive.leases.run_group(0, make_task(0)))
         drive.served.stall = 2

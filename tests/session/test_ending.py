@@ -45,10 +45,10 @@ def run(tmp_path: Path) -> Path:
 def test_a_bug_in_a_run_is_one_line_with_its_location_and_the_log_has_the_traceback(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error = ExceptionGroup("unhandled errors in a TaskGroup", [raised(KeyError("lost"))])
     assert report_error(error, folder=run, go_on="agentrl train r.py --resume") == 1
-    told = capsys.readouterr().err
-    assert told.splitlines()[0].startswith("failed: KeyError: 'lost' (") and "test_ending.py:" in told
-    assert "continue with: agentrl train r.py --resume" in told and str(run / "logs" / "driver.log") in told
-    assert "Traceback" not in told and len(told.splitlines()) == 3
+    printed = capsys.readouterr().err
+    assert printed.splitlines()[0].startswith("failed: KeyError: 'lost' (") and "test_ending.py:" in printed
+    assert "continue with: agentrl train r.py --resume" in printed and str(run / "logs" / "driver.log") in printed
+    assert "Traceback" not in printed and len(printed.splitlines()) == 3
     assert "KeyError: 'lost'" in (run / "logs" / "driver.log").read_text() and "Traceback" in (run / "logs" / "driver.log").read_text()
 
 

@@ -67,7 +67,7 @@ async def test_the_scores_of_a_group_make_it_ready_and_a_retry_gets_the_receipt(
 
 
 REJECTED = {
-    "unknown episode": ({"episode_id": "nobody"}, 404, "unknown"),
+    "unknown episode": ({"episode_id": "missing"}, 404, "unknown"),
     "unknown part": ({"part": "nothing"}, 404, "unknown"),
     "expired": ({"episode_id": "g1-0", "part": "past"}, 410, "expired"),
     "too high": ({"value": 1.0001}, 422, "out_of_range"),

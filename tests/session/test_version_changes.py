@@ -123,12 +123,12 @@ def test_the_difference_of_two_versions(run: Path) -> None:
     evaluate(run, "after", 4, [0.0] * 8 + [1.0])
     lines = [{"step": step, "episodes": 8, "tokens_trained": 100 * step, "entropy": 1 / step} for step in range(1, 5)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    told = json.loads(said("diff", run, 1, 4, "--json"))
-    assert (told["common"], told["only_after"], told["totals"]["tokens_trained"]) == (1, [2, 3, 4], 900)
-    tensors = {one["name"]: one for one in told["tensors"]}
+    difference = json.loads(said("diff", run, 1, 4, "--json"))
+    assert (difference["common"], difference["only_after"], difference["totals"]["tokens_trained"]) == (1, [2, 3, 4], 900)
+    tensors = {one["name"]: one for one in difference["tensors"]}
     assert tensors["w"]["difference"] == pytest.approx(3 * 8**0.5) and tensors["w"]["relative"] == pytest.approx(3.0)
     assert tensors["same"]["changed"] == 0
-    (evaluation,) = told["evaluations"]
+    (evaluation,) = difference["evaluations"]
     assert evaluation["comparison"]["verdict"] == "worse" and evaluation["comparison"]["p_value"] == pytest.approx(0.0390625)
     assert evaluation["comparison"]["lost"] == [f"heldout/t{index}" for index in range(8)]
     assert evaluation["comparison"]["gained"] == ["heldout/t8"]
