@@ -34,7 +34,7 @@ from agentrl.base.secrets import RedactingFormatter
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.config.recipe import Recipe, build
 from agentrl.config.tools import MemoryConfig
-from agentrl.errors import InfrastructureError, SandboxUnavailable, ServerDied, ServingError, UserError
+from agentrl.errors import InfrastructureError, RequestRefused, SandboxUnavailable, ServerDied, ServingError, UserError
 from agentrl.experience import FolderCheckpoints
 from agentrl.judge.servers import registered_servers
 from agentrl.memory import NoteStore, StoreView
@@ -59,7 +59,7 @@ _PATIENCE_S = 30.0  # without an answer of the driver, before the worker ends
 _REQUEST_S = 60.0  # deadline of a request that does not wait
 _MARGIN_S = 45.0  # of a request to the policy, beyond its own deadline
 _CONNECTIONS = 8192
-_KINDS = {error.__name__: error for error in (ServingError, ServerDied)}
+_KINDS = {error.__name__: error for error in (ServingError, ServerDied, RequestRefused)}  # they decide who is to blame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

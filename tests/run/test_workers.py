@@ -17,9 +17,9 @@ import pytest
 
 from agentrl.base import activity
 from agentrl.base.activity import ACTIVITY, ATTEMPTS, REQUESTS
-from agentrl.errors import ServerDied, UserError
+from agentrl.errors import RequestRefused, ServerDied, UserError
 from agentrl.protocols import CacheUse
-from agentrl.records import Completion, Failure, Group, VersionSpan
+from agentrl.records import Blame, Completion, Failure, Group, VersionSpan
 from agentrl.rollout.leases import GroupLeases
 from agentrl.run import worker as worker_module
 from agentrl.run import worker_api
@@ -45,6 +45,7 @@ class Served(Journaled):
         self.cancelled = asyncio.Event()
         self.fails: BaseException | None = None
         self.holds = False
+        self.refuses = False  # each request after the first turn
 
     @contextlib.contextmanager
     def episode(self, episode_id: str, task_key: str) -> Any:
@@ -59,6 +60,8 @@ class Served(Journaled):
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
+        if self.refuses and not request_id.endswith("-0"):
+            raise RequestRefused("the server rejected the request")
         if self.holds:
             try:
                 await asyncio.sleep(3600)
@@ -176,6 +179,16 @@ async def test_a_fault_of_the_server_is_the_same_fault_in_a_worker(tmp_path: Pat
             while not any(drive.attempts):
                 await asyncio.sleep(0.05)
         assert [failure.kind for failure in drive.attempts if failure is not None] == ["ServerDied"]
+
+
+async def test_a_context_that_the_server_refuses_is_the_policys_fault_in_a_worker_too(tmp_path: Path) -> None:
+    """The policy wrote that context. As a fault of the server it would be excluded, which would pay."""
+    async with driving(tmp_path) as drive, working(drive, "a"):
+        drive.served.refuses = True
+        group = await drive.leases.run_group(0, make_task(0))
+    for scored in group.episodes:
+        assert {failure.blame for failure in scored.episode.failures} == {Blame.POLICY}, scored.episode.failures
+        assert not scored.episode.left_out and scored.score.value is not None
 
 
 async def test_a_request_of_a_worker_that_is_gone_is_cancelled_at_the_server(tmp_path: Path) -> None:
