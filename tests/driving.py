@@ -12,7 +12,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -132,7 +132,14 @@ def make_recipe(**rollout: Any) -> Recipe:
 
 @asynccontextmanager
 async def opened(
-    run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recipe: Recipe, family: Family, *, order: GroupOrder | None = None
+    run_dir: Path,
+    policy: Policy,
+    sandboxes: SandboxBackend,
+    recipe: Recipe,
+    family: Family,
+    *,
+    order: GroupOrder | None = None,
+    scorer: Callable[[Task, Episode], Awaitable[Score]] = one,
 ) -> AsyncIterator[opening.Run]:
     """A `Run` whose rollouts are real; it has neither server nor learner. `order`: that of its groups, if not the recipe's."""
     order = order or GroupOrder.from_recipe(recipe)
@@ -160,7 +167,9 @@ async def opened(
             family=family,
             sandboxes=sandboxes,
             served=cast(Any, AlwaysServed()),
-            groups=opening.build_group_runner(recipe, episodes, cast(Any, one), checkpoints, faults.record_attempt, slots, memory=memory),
+            groups=opening.build_group_runner(
+                recipe, episodes, cast(Any, scorer), checkpoints, faults.record_attempt, slots, memory=memory
+            ),
             group_tasks=tasks,
             order=order,
             starts=starts,

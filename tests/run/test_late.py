@@ -61,10 +61,10 @@ def steps_of(run: opening.Run) -> list[tuple[int, ...]]:
     return steps
 
 
-async def test_parked_groups_are_replaced_and_trained_when_their_scores_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driving, "one", Scores())
+async def test_parked_groups_are_replaced_and_trained_when_their_scores_arrive(tmp_path: Path) -> None:
+    scorer = Scores()
     journal, recipe = tmp_path / "journal.jsonl", recipe_of(groups_per_step=2)
-    async with driving.opened(tmp_path, Journaled(journal), ScriptedSandboxes(printing("3")), recipe, Family()) as run:
+    async with driving.opened(tmp_path, Journaled(journal), ScriptedSandboxes(printing("3")), recipe, Family(), scorer=scorer) as run:
         await loop._roll_out(run)  # version 0 serves, and two blocks may be in flight: all four groups, and two more for the parked ones
         assert [(entry.index, entry.state) for entry in run.store.store.entries()] == [
             *((0, "parked"), (1, "ready"), (2, "parked"), (3, "ready"), (4, "ready"), (5, "ready"))
@@ -77,7 +77,7 @@ async def test_parked_groups_are_replaced_and_trained_when_their_scores_arrive(t
         assert run.late.count == 1 and run.late.changed.is_set() and "task-0" in captured(tmp_path)
         assert [line["highest"] for line in outcomes(tmp_path) if line["task"] == "task-0"] == [0.0, 1.0]
     send_before = indices_sampled(journal)
-    async with driving.opened(tmp_path, Journaled(journal), ScriptedSandboxes(printing("3")), recipe, Family()) as run:
+    async with driving.opened(tmp_path, Journaled(journal), ScriptedSandboxes(printing("3")), recipe, Family(), scorer=scorer) as run:
         await loop._roll_out(run)
         assert indices_sampled(journal) == send_before and run.late.count == 1, "a resumed run repeats nothing"
         send(run, 2)
@@ -116,8 +116,9 @@ async def test_a_resumed_run_repeats_no_stored_group_of_a_block_whose_notes_take
 async def test_expired_scores_exclude_their_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = Scores()
     scores.expires_at = time.time() + 3600.0
-    monkeypatch.setattr(driving, "one", scores)
-    async with driving.opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe_of(), Family()) as run:
+    async with driving.opened(
+        tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe_of(), Family(), scorer=scores
+    ) as run:
         await loop._roll_out(run)
         assert count(run.store.store.entries()).parts_pending == 4
         monkeypatch.setattr(run.late._clock, "now", lambda: scores.expires_at)
@@ -130,14 +131,16 @@ async def test_expired_scores_exclude_their_episodes(tmp_path: Path, monkeypatch
 async def test_a_run_whose_steps_wait_for_their_groups_rejects_late_scores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(driving, "one", Scores())
+    scorer = Scores()
 
     async def never(served: object, number: int) -> None:
         await asyncio.sleep(3600.0)
 
     monkeypatch.setattr(driving.AlwaysServed, "wait_version", never)
     recipe = recipe_of().but(changes)
-    async with driving.opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, Family()) as run:
+    async with driving.opened(
+        tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, Family(), scorer=scorer
+    ) as run:
         with pytest.raises(ExceptionGroup) as error:
             await loop._roll_out(run)
         assert error.group_contains(UserError, match=r"late score 'human' of group [02]: a step of this run waits(.|\n)*fix: use order")

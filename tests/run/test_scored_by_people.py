@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from agentrl.records import Episode, PendingPart, Score, Task
 from agentrl.run import loop
 from agentrl.run.rollouts import Rollouts
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
-from tests import driving
-from tests.driving import Family, Journaled, make_recipe
+from tests.driving import Family, Journaled, make_recipe, opened
 from tests.late import opened_store
 from tests.session.test_score_server import served
 
@@ -24,13 +21,10 @@ async def score_late(task: Task, episode: Episode) -> Score:
     return Score(value=float(episode.id.endswith("-0-a0")))
 
 
-async def test_a_live_run_shows_its_parked_episodes_and_trains_them_when_they_are_scored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driving, "one", score_late)
+async def test_a_live_run_shows_its_parked_episodes_and_trains_them_when_they_are_scored(tmp_path: Path) -> None:
     recipe = make_recipe(group={"size": 2}, groups_per_step=2).but({"steps": 2, "max_staleness": 1, "learner.keep_versions": 3})
     sandboxes = ScriptedSandboxes(printing("3"))
-    async with driving.opened(tmp_path, Journaled(tmp_path / "journal.jsonl"), sandboxes, recipe, Family()) as run:
+    async with opened(tmp_path, Journaled(tmp_path / "journal.jsonl"), sandboxes, recipe, Family(), scorer=score_late) as run:
         await loop._roll_out(run)
         assert transcripts(tmp_path) == ["000000.json", "000002.json"]
         assert run.order.select(0, run.store.store.entries()) == (1, 3), "the step does not wait for people"
