@@ -23,6 +23,7 @@ from safetensors import safe_open
 from agentrl.config import Recipe
 from agentrl.errors import DiskFull, LearnerError, UserError
 from agentrl.experience import SqliteStore
+from agentrl.experience.step_uses import CONSUMED_FILE, read_steps
 from agentrl.learner import LearnerProcess
 from agentrl.records import Blame, Failure, Probe, codec
 from agentrl.rollout import excluded_group
@@ -215,7 +216,8 @@ async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path, host: Pa
         for name in ("model.safetensors", "probe.json", "config.json"):
             assert (files[0] / name).read_bytes() == (files[1] / name).read_bytes(), (number, name)
     kept = sorted(path.name for path in (crashing / "checkpoints").iterdir())
-    assert kept == ["000001", "000002"]
+    assert kept == ["000001", "000002", CONSUMED_FILE]
+    assert [set(uses) for uses in read_steps(crashing / "checkpoints", 9)] == [{0, 1, 2}, {3, 4, 5}], "no step is recorded twice"
 
 
 def _run_until_killed(host: Path, run_dir: Path, point: str) -> int:
