@@ -74,12 +74,12 @@ class Worker:
         self.good = 0
 
     def run(self) -> None:
-        """Repairs the state after a crash, then runs steps until `recipe.steps` or a stop request."""
+        """Repairs the state after a crash, then runs steps until `recipe.step_limit` or a stop request."""
         self.ranks.report_progress("computing version 0's probe")
         write_base_probe(self.run_dir, self.engine)
         self.ranks.report_progress("resuming")
         self._resume()
-        while self.next_step < self.recipe.steps:
+        while self.next_step < self.recipe.step_limit:
             self.ranks.report_progress("waiting for groups")
             groups = self._wait_for_groups(self.next_step)
             if groups is None:
@@ -87,7 +87,7 @@ class Worker:
                 return
             self.ranks.report_progress("assembling a batch", _tokens(groups))
             self._step(groups, self._rejected(self.next_step))
-        log.info("all %d steps are done", self.recipe.steps)
+        log.info("all %d steps are done", self.next_step)
 
     def close(self) -> None:
         """Closes store and registry."""

@@ -189,7 +189,8 @@ async def test_turn_credit_without_turn_rewards_stops_the_learner_and_says_what_
 
 
 async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path, host: Path, make_learner: MakeLearner) -> None:
-    """Killed before the commit of step 0, then before the publication of step 1; the end is that of a run that was left alone."""
+    """Killed before the commit of step 0, then before the publication of step 1, and continued in a copy of the folder at another path: the
+    end is that of a run that was left alone."""
     made = recipe()
     groups = [random_group(index) for index in range(6)]
     crashing, calm = tmp_path / "crashing", tmp_path / "calm"
@@ -205,12 +206,13 @@ async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path, host: Pa
     assert consumed(store) == {index: index // 3 for index in range(6)}
     assert registry.get(1) is not None
     assert registry.get(2) is None
+    store.close()
+    crashing = Path(shutil.move(crashing, tmp_path / "moved"))
 
     learners = [make_learner(run_dir, made) for run_dir in (crashing, calm)]
     for learner in learners:
         await learner.start()
         await learner.wait(timeout_s=600)
-    store.close()
     for number in (1, 2):
         files = [run_dir / "versions" / f"{number:06d}" for run_dir in (crashing, calm)]
         for name in ("model.safetensors", "probe.json", "config.json"):
