@@ -31,6 +31,7 @@ from agentrl.run.late import LateGroups
 from agentrl.sandbox import select_backend
 from agentrl.session import opening
 from agentrl.session.judge_servers import JudgeServers
+from agentrl.session.task_changes import open_changes
 from agentrl.task import GroupSchedule
 from agentrl.task.group_tasks import GroupTasks
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
@@ -151,7 +152,8 @@ async def opened(
     capture = Capture(run_dir, recipe.capture, origin={"run": run_dir.name})
     starts = BlockStarts(order, await store.call(lambda store: store.block_versions()))
     memory = open_memory(recipe, run_dir, store, order, starts)
-    tasks = GroupTasks(recipe, run_dir, store, GroupSchedule(family, recipe.seed), order, starts)
+    changes = open_changes(recipe, run_dir, family, ROOT)
+    tasks = GroupTasks(recipe, run_dir, store, GroupSchedule(family, recipe.seed, changes=changes), order, starts)
     try:
         yield opening.Run(
             recipe=recipe,
@@ -171,12 +173,13 @@ async def opened(
                 recipe, episodes, cast(Any, scorer), checkpoints, faults.record_attempt, slots, memory=memory
             ),
             group_tasks=tasks,
+            task_changes=changes,
             order=order,
             starts=starts,
             late=LateGroups(order=order, store=store, tasks=tasks, capture=capture, tracker=tracker),
             learner=cast(Any, None),
             judges=JudgeServers(recipe, {}, folder=run_dir),
-            progress=opening.Progress(stop_at=recipe.steps),
+            progress=opening.Progress(stop_at=recipe.step_limit),
             memory=memory,
         )
     finally:

@@ -40,7 +40,7 @@ def problems(run: Subject, *, orphans: frozenset[str] = frozenset()) -> Iterator
         yield from asyncio.run(_group_problems(run.store, recipe, run.root))
     except StoreError as error:
         yield str(error)
-    yield from _step_problems(run, recipe.steps)
+    yield from _step_problems(run, run.steps)
     yield from _left(run, orphans)
 
 
@@ -52,10 +52,10 @@ def orphaned_sandboxes() -> frozenset[str]:
 def _ledger_problems(run: Subject, recipe: Recipe) -> Iterator[str]:
     entries, per_step = run.entries(), recipe.rollout.groups_per_step
     indices = [entry.index for entry in entries if entry.use is not None]
-    if indices != list(range(recipe.steps * per_step)):
-        yield f"{len(indices)} groups were used, not {recipe.steps * per_step}; the last is {max(indices, default=-1)}"
+    if indices != list(range(run.steps * per_step)):
+        yield f"{len(indices)} groups were used, not {run.steps * per_step}; the last is {max(indices, default=-1)}"
     uses = Counter(entry.step for entry in entries if entry.use is not None)
-    yield from (f"step {step + 1} used {uses[step]} groups, not {per_step}" for step in range(recipe.steps) if uses[step] != per_step)
+    yield from (f"step {step + 1} used {uses[step]} groups, not {per_step}" for step in range(run.steps) if uses[step] != per_step)
     tokens = count(entries).tokens
     if tokens["open"] or not 0 < tokens["sampled"] == tokens["trained"] + tokens["excluded"]:
         yield f"the tokens do not add up: {tokens}"

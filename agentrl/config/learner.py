@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from agentrl.config.section import Needs, Section, resumable
 
 _ON_GPU = Needs("a learner on a GPU (device=cuda or auto)", lambda recipe, own: recipe.device != "cpu")
-_FALLS = Needs("two steps after the warm-up", lambda recipe, own: recipe.steps > own.warmup_steps + 1)
+_FALLS = Needs("two steps after the warm-up", lambda recipe, own: recipe.step_limit > own.warmup_steps + 1)
 
 _PLAIN = Needs(
     "policy.dtype=float32: in bfloat16 stage 0 is stage 1, whose optimizer keeps the weights in float32",
@@ -77,8 +77,8 @@ class LearnerConfig(Section):
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up from 0."""
-    lr_schedule: Annotated[Literal["constant", "linear", "cosine"], _FALLS] = "constant"
-    """After the warm-up: constant, or decay to nearly 0 at the last step."""
+    lr_schedule: Annotated[Literal["constant", "inverse_sqrt", "linear", "cosine"], _FALLS] = "constant"
+    """After the warm-up. inverse_sqrt: falls with the root of the step. linear, cosine: to nearly 0 at the last step."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices. Vectors do not decay."""
     max_grad_norm: float = Field(1.0, gt=0)

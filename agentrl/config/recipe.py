@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 _LARGEST = 16 << 20  # bytes of a recipe's file
-_LAGS = Needs("a version that can lag that far: set it below steps", lambda recipe, own: own.max_staleness < own.steps)
+_LAGS = Needs("a version that can lag that far: set it below steps", lambda recipe, own: own.max_staleness < own.step_limit)
 _OVERLAPS = Needs("steps that overlap: set max_staleness above 0", lambda recipe, own: own.max_staleness > 0)
 
 
@@ -74,8 +74,8 @@ class Recipe(Section):
     """Name of the run. Its folder is `runs/NAME` unless `--run-dir` is given."""
     seed: int = Field(0, ge=0)
     """Seed of task order, sampler and learner. Sampling is not bitwise repeatable, because batching is asynchronous."""
-    steps: int = resumable(16, ge=1)
-    """Learner steps."""
+    steps: int | None = resumable(16, ge=1)
+    """Learner steps. None: until the run is stopped (ctrl-C or SIGTERM)."""
     max_staleness: Annotated[int, _LAGS] = Field(1, ge=0)
     """Learner versions that an episode may lag behind. 0: on-policy; rollouts wait for each update."""
     pipeline_depth: Annotated[int | None, _OVERLAPS] = Field(None, ge=1)
@@ -156,6 +156,11 @@ class Recipe(Section):
                 f"rollout.extra_groups replaces groups whose attempts score the same; with objective.advantage={self.objective.advantage},"
                 " which compares all attempts of a step, such groups have a training signal too: set it to 0"
             )
+        if self.steps is None and self.learner.lr_schedule in ("linear", "cosine"):
+            yield (
+                f"learner.lr_schedule={self.learner.lr_schedule} decays until the last step, but a run with steps=None has none: set"
+                " constant or inverse_sqrt, or set steps"
+            )
         if self.depth > self.max_staleness + 1:
             yield f"pipeline_depth must be at most max_staleness + 1 = {self.max_staleness + 1}: lower it, or raise max_staleness"
         if self.tasks.weighting and self.objective.advantage.ref in ("reinforce++", "gae"):
@@ -214,6 +219,11 @@ class Recipe(Section):
             )
 
     @property
+    def step_limit(self) -> float:
+        """Number of learner steps; infinite for a run that ends only when it is stopped."""
+        return math.inf if self.steps is None else self.steps
+
+    @property
     def depth(self) -> int:
         """Blocks of groups in flight at once."""
         return self.max_staleness + 1 if self.pipeline_depth is None else self.pipeline_depth
@@ -251,7 +261,7 @@ class Recipe(Section):
             yield "memory works only with built-in agents: a user-supplied agent does not get its tools; remove memory"
         if self.memory.heldout_rounds > max(1, self.evaluation.heldout, self.evaluation.heldout_real):
             yield "memory.heldout_rounds exceeds the number of tasks of every evaluation: lower it to at most that number"
-        if self.steps < self.depth + 1 and self.memory.heldout_rounds == 1:
+        if self.step_limit < self.depth + 1 and self.memory.heldout_rounds == 1:
             yield (
                 "memory does nothing: no step is late enough to read the notes of another; set steps to pipeline_depth + 1 or more, or"
                 " memory.heldout_rounds above 1"

@@ -19,7 +19,7 @@ _EVALUATED = Needs(
     lambda recipe, own: own.heldout or own.heldout_real or recipe.gate is not None or recipe.tasks.family.ref == SUITE_FAMILY,
 )
 _BETWEEN = Needs(
-    "a step between the first and the last to evaluate after: set it below steps", lambda recipe, own: own.every < recipe.steps
+    "a step between the first and the last to evaluate after: set it below steps", lambda recipe, own: own.every < recipe.step_limit
 )
 _COLDEST = 0.01  # vLLM samples at this temperature if a lower one above 0 is requested
 

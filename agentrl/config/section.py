@@ -29,7 +29,7 @@ from agentrl.records.fields import encodable
 class Needs:
     """Annotates a field with the condition under which its key has an effect. A recipe that sets the key without it raises an error.
 
-        every: Annotated[int, Needs("evaluation.every below steps", lambda recipe, own: own.every < recipe.steps)] = 0
+        every: Annotated[int, Needs("evaluation.every below steps", lambda recipe, own: own.every < recipe.step_limit)] = 0
 
     Args:
         what: completes the error message "KEY does nothing without ...".

@@ -11,7 +11,7 @@ from agentrl.plugins.parts import Part
 
 _TAUGHT = Needs(
     "a step late enough to use the results of another: set steps to pipeline_depth + 1 or more",
-    lambda recipe, own: recipe.steps > recipe.depth,
+    lambda recipe, own: recipe.step_limit > recipe.depth,
 )
 _PRACTISED = Needs("practice tasks: set tasks.practice", lambda recipe, own: own.practice)
 

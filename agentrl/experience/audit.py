@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.files import has_intact_files
 from agentrl.base.untrusted_files import open_file, read_bytes
 from agentrl.errors import StoreError, UserError
 from agentrl.experience.ledger import new_entry
+from agentrl.experience.step_uses import CONSUMED_FILE, hash_steps, read_steps
 from agentrl.protocols import ExperienceStore
 from agentrl.records import Group, GroupUse, LedgerEntry, codec
 
@@ -24,7 +26,7 @@ COLUMNS = {
     **{"oldest_version": "int64", "tokens_sampled": "int64", "wall_s": "float64", "episode": "string"},
 }
 """The columns of an exported file, with their Arrow types. `episode` is the JSON of a `ScoredEpisode`."""
-_MAX_META = 64 << 20  # bytes of a checkpoint's record
+_MAX_META = 1 << 20  # bytes of a checkpoint's record
 _MAX_METRICS = 1 << 30  # bytes of metrics.jsonl
 _MAX_LINE = 1 << 20  # bytes of a line of metrics.jsonl; longer ones are skipped
 _SHOWN_CHARS = 200  # of a value in a problem
@@ -32,6 +34,7 @@ _EXPORT_CHARS = 64 << 20  # size of the episodes that are in memory at once
 
 Progress = Callable[[int, int], None]
 """Called with the number of processed groups and the number of all groups."""
+_CheckpointUses = tuple[int, dict[int, tuple[int, GroupUse]]]  # number of completed steps, and group index -> (step, use)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,26 +127,40 @@ def _brief(value: object) -> str:
     return repr(value[:_SHOWN_CHARS] if isinstance(value, str) else value)
 
 
-def _newest_checkpoint(run_dir: Path) -> tuple[str, bytes | str] | None:
-    """Name and record of the newest checkpoint, or why the record cannot be read."""
-    metas = sorted((run_dir / "checkpoints").glob("[0-9]*/meta.json"))
-    if not metas:
-        return None
-    try:
-        return metas[-1].parent.name, read_bytes(metas[-1], most=_MAX_META, inside=run_dir)
-    except (OSError, ValueError) as error:
-        return metas[-1].parent.name, str(error)
+def _newest_checkpoint(run_dir: Path) -> tuple[str, _CheckpointUses | str] | None:
+    """Returns the name of the newest checkpoint, and its uses or why they cannot be read.
+
+    Skips checkpoints that the learner found damaged: it repeats their steps, which are then not in the file of uses.
+    """
+    unread = None
+    for meta in sorted((run_dir / "checkpoints").glob("[0-9]*/meta.json"), reverse=True):
+        try:
+            return meta.parent.name, _checkpoint_uses(run_dir, read_bytes(meta, most=_MAX_META, inside=run_dir))
+        except StoreError as error:
+            unread = unread or (meta.parent.name, str(error)[:_SHOWN_CHARS])
+            if has_intact_files(meta.parent):
+                break
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            return meta.parent.name, str(error)[:_SHOWN_CHARS]
+    return unread
 
 
-def _checkpoint_problems(name: str, content: bytes | str, entries: Sequence[LedgerEntry]) -> Iterator[str]:
+def _checkpoint_uses(run_dir: Path, content: bytes) -> _CheckpointUses:
+    """Returns the number of completed steps of a checkpoint, and step and use of each group. Raises `StoreError` if they are unknown."""
+    fields = json.loads(content)
+    complete, checkpoints = int(fields["step"]), run_dir / "checkpoints"
+    steps = read_steps(checkpoints, complete)
+    if len(steps) != complete or hash_steps(steps) != fields["consumed_sha256"]:
+        raise StoreError(f"{checkpoints / CONSUMED_FILE} does not have its {complete} steps")
+    return complete, {index: (step, use) for step, uses in enumerate(steps) for index, use in uses.items()}
+
+
+def _checkpoint_problems(name: str, uses: _CheckpointUses | str, entries: Sequence[LedgerEntry]) -> Iterator[str]:
     """A checkpoint decides what its steps took. The ledger learns it after the checkpoint is complete, or when the learner resumes."""
-    try:
-        if isinstance(content, str):
-            raise ValueError(content)
-        complete, recorded = _checkpoint_uses(content)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        yield f"checkpoint {name} cannot be read: {str(error)[:_SHOWN_CHARS]}"
+    if isinstance(uses, str):
+        yield f"checkpoint {name} cannot be read: {uses}"
         return
+    complete, recorded = uses
     committed = max((entry.step for entry in entries if entry.use is not None and entry.step is not None), default=-1)
     for entry in entries:
         expected = recorded.pop(entry.index, None)
@@ -153,17 +170,6 @@ def _checkpoint_problems(name: str, content: bytes | str, entries: Sequence[Ledg
             step = expected[0] + 1
             yield f"group {entry.index}: checkpoint {name} has it as consumed by step {step}, but the ledger has it as {entry.state}"
     yield from (f"group {index}: consumed by step {step + 1}, but not in the store" for index, (step, _) in recorded.items())
-
-
-def _checkpoint_uses(content: bytes) -> tuple[int, dict[int, tuple[int, GroupUse]]]:
-    """Returns the completed steps of a checkpoint, and step and use of each group."""
-    fields = json.loads(content)
-    uses = {
-        int(index): (int(step), codec.from_json(GroupUse, json.dumps(use)))
-        for step, groups in fields["consumed"].items()
-        for index, use in groups.items()
-    }
-    return int(fields["step"]), uses
 
 
 def _step_problems(run_dir: Path, entries: Sequence[LedgerEntry]) -> Iterator[str]:

@@ -81,6 +81,11 @@ class GroupOrder:
         number, place = divmod(index, self.per_step + self.extra)
         return number * self.per_step + place if place < self.per_step else _FAR + number * self.extra + place - self.per_step
 
+    def slot(self, index: int) -> int:
+        """Returns a group's number in the order of starts without extra groups; for an extra group that of the first of its block."""
+        number, place = divmod(index, self.per_step + self.extra)
+        return number * self.per_step + (place if place < self.per_step else 0)
+
     def has_preference(self, entry: LedgerEntry) -> bool:
         """Whether a group has at least `min_group_size` counted attempts and their scores differ. Other groups have no advantages."""
         return entry.counted >= self.min_group_size and entry.has_spread

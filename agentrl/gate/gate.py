@@ -9,6 +9,7 @@ without a verdict on exactly its weights is evaluated again.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ from agentrl.version import rollback
 
 if TYPE_CHECKING:
     from agentrl.gate.schedule import GateServer
-    from agentrl.session.opening import Run
+    from agentrl.session.opening import Progress, Run
 
 MAX_ROLLBACKS = 2
 """Rollbacks by the gate over a run. A policy that declines a third time needs other settings, not the same steps again."""
@@ -77,6 +78,7 @@ class Gate:
     capture: Capture
     tracker: Tracker
     server: GateServer | None  # with gate.server=own
+    progress: Progress
 
     @classmethod
     def of(cls, run: Run) -> Gate | None:
@@ -96,6 +98,7 @@ class Gate:
             capture=run.capture,
             tracker=run.tracker,
             server=run.gate_server,
+            progress=run.progress,
         )
 
     async def decide(self, version: PolicyVersion) -> None:
@@ -114,7 +117,7 @@ class Gate:
         """Whether a version is or will be rolled back, so that it need not be evaluated. The last version of a run is always evaluated."""
         if version.state is VersionState.ROLLED_BACK:
             return True
-        return version.number != self.recipe.steps and rollback.pending_request(self.folder / "versions", self.registry) is not None
+        return version.number != self.progress.end and rollback.pending_request(self.folder / "versions", self.registry) is not None
 
     def verdict_for(self, version: PolicyVersion) -> GateVerdict | None:
         """Returns the verdict on exactly these weights, if there is one."""
@@ -126,7 +129,7 @@ class Gate:
         version = self.registry.get(number)
         if version is None or (number == self.served.version and version.sha256 != self.served.sha256):
             return None
-        return version if number % self.config.every == 0 or number == self.recipe.steps else None
+        return version if number % self.config.every == 0 or number == self.progress.end else None
 
     def due_versions(self) -> list[PolicyVersion]:
         """Returns the versions up to the served one that the gate must evaluate, oldest first, starting with the newest that has a verdict.
@@ -144,8 +147,12 @@ class Gate:
     @property
     def is_concluded(self) -> bool:
         """Whether the gate has decided about the last version of the run, so that training is finished."""
-        last = self.registry.get(self.recipe.steps)
+        last = self._last_version()
         return last is not None and self.verdict_for(last) is not None
+
+    def _last_version(self) -> PolicyVersion | None:
+        end = self.progress.end
+        return self.registry.get(int(end)) if math.isfinite(end) else None
 
     async def _evaluate(self, version: PolicyVersion) -> GateVerdict | None:
         """Evaluates a version and stores the verdict. Returns None if the learner retracted the version meanwhile."""
@@ -253,7 +260,7 @@ class Gate:
         if not result.blocked:
             effect = f"{100 * result.effect:+.1f} points on {result.cases} cases"
             return GateOutcome.PROMOTED, f"no worse: {effect} (p = {result.p_value:.2g})"
-        if not self.config.rolls_back or self.registry.get(self.recipe.steps) is not None:  # the learner has ended and cannot roll back
+        if not self.config.rolls_back or self._last_version() is not None:  # the learner has ended and cannot roll back
             return GateOutcome.BLOCKED, result.reason
         rollbacks = sum(one.outcome is GateOutcome.ROLLED_BACK for one in read_verdicts(self.folder))
         if rollbacks >= MAX_ROLLBACKS:

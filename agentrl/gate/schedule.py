@@ -129,7 +129,7 @@ class GateSchedule:
         is_new = gate.verdict_for(version) is None
         await gate.decide(version)
         if is_new:
-            gate.tracker.stage("train", f"{self._progress.stop_at} steps")
+            gate.tracker.stage("train", self._progress.plan)
             self._progress.timeline.restart()
 
     async def _evaluate(self, gate: Gate, server: GateServer, version: PolicyVersion) -> None:

@@ -6,7 +6,8 @@
     meta.json      `CheckpointMeta`
     manifest.json  sha256 of every other file; written last
 
-The newest checkpoint is the one with the highest number whose files match their manifest.
+`consumed.jsonl` next to them records how each step used its groups. The newest checkpoint is the one with the highest number whose files
+match their manifest.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ import torch
 
 from agentrl.base.files import MANIFEST, commit_folder, folder_manifest, has_intact_files, partial_folder
 from agentrl.errors import LearnerError
+from agentrl.experience.step_uses import NO_STEPS
 from agentrl.learner.critic import Critic
 from agentrl.learner.driver_reports import disk_errors_raised
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.universal_checkpoint import layout, layout_of, load_converted, read, tensors_only
 from agentrl.learner.update_guard import FailureCounts
-from agentrl.records import GroupUse, codec
+from agentrl.records import codec
 from agentrl.records.fields import Record
 
 log = logging.getLogger(__name__)
@@ -43,10 +45,10 @@ class CheckpointMeta(Record):
     """The contents of a checkpoint except its tensors."""
 
     step: int  # number of updates made; index of the next one
-    consumed: Mapping[int, Mapping[int, GroupUse]]  # step -> group index -> how the step used the group
     ranks: int
     zero_stage: int
     parent: int  # version that these weights were trained from: the previous one, except after a rollback
+    consumed_sha256: str = NO_STEPS  # hash of what all steps consumed (`agentrl.experience.step_uses`)
     counts: FailureCounts = field(default_factory=FailureCounts)
     good: int = 0  # newest checkpoint whose weights passed every check of an update: the target of a rollback
     rolled_back: tuple[int, ...] = ()  # versions that must never serve again

@@ -46,7 +46,7 @@ class Critic:
         assert recipe.critic is not None, "the recipe has no critic"
         self.ranks = ranks
         self.config: CriticConfig = recipe.critic
-        self._steps = recipe.steps
+        self._steps = recipe.step_limit
         self._learner = recipe.learner.model_copy(update={"lr": self.config.lr})
         self.scorer = ValueScorer(load_model(folder, recipe, ranks.device))
         own = recipe.model_copy(update={"learner": self._learner})

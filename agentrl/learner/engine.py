@@ -77,7 +77,7 @@ class PolicyEngine:
         Returns whether it was applied, and its global norm before clipping. A gradient whose norm is not finite or exceeds `refuse_above`
         is not applied: weights and optimizer state stay unchanged. With `head_alone` only the value head is trained.
         """
-        rate = learning_rate(self.recipe.learner, self.recipe.steps, number)
+        rate = learning_rate(self.recipe.learner, self.recipe.step_limit, number)
         return apply_gradient(self.deepspeed, self.optimizer, rate, head_alone=head_alone, refuse_above=refuse_above)
 
     def parameters(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:

@@ -56,11 +56,13 @@ def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[
     return [{"params": members, "weight_decay": decay} for members, decay in groups if members]
 
 
-def learning_rate(learner: LearnerConfig, steps: int, step: int) -> float:
-    """Returns the rate of step `step` (from 0) of `steps`: a linear rise over `warmup_steps`, then `lr_schedule`."""
+def learning_rate(learner: LearnerConfig, steps: float, step: int) -> float:
+    """Returns the rate of step `step` (from 0) of `steps`, which may be infinite: a linear rise over `warmup_steps`, then `lr_schedule`."""
     warmup = learner.warmup_steps
     if step < warmup:
         return learner.lr * (step + 1) / (warmup + 1)
+    if learner.lr_schedule == "inverse_sqrt":
+        return learner.lr * math.sqrt((warmup + 1) / (step + 1))
     done = (step - warmup) / max(1, steps - warmup)  # below 1, so the last step has a positive rate
     if learner.lr_schedule == "linear":
         return learner.lr * (1.0 - done)

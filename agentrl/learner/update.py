@@ -98,7 +98,7 @@ class Updater:
                 steps.append(self._optimize(minibatch, micro_batches, changed=any(step["applied"] for step in steps), reach=reach))
         wall_s = time.perf_counter() - start
         applied = [step.pop("applied") for step in steps]
-        metrics["lr"] = learning_rate(self._learner, self.engine.recipe.steps, self._schedule_step(batch.step))
+        metrics["lr"] = learning_rate(self._learner, self.engine.recipe.step_limit, self._schedule_step(batch.step))
         metrics["optimizer_steps"] = sum(applied)
         metrics["updates_left_out"] = len(applied) - sum(applied)
         metrics |= combine_steps(steps, [minibatch.denominator for minibatch, _ in prepared[: len(steps)]])

@@ -13,7 +13,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -25,13 +25,13 @@ from agentrl.config import recipe as recipes
 from agentrl.config.gate import GATE
 from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError, LearnerHalted, StoreError
-from agentrl.experience import GroupOrder, open_store
+from agentrl.experience import GroupOrder, open_store, step_uses
 from agentrl.learner import checkpoint as checkpoints
 from agentrl.learner import ranks as processes
 from agentrl.learner.broadcast import Broadcaster
 from agentrl.learner.checkpoint import CheckpointMeta
 from agentrl.learner.critic import Critic
-from agentrl.learner.driver_reports import SILENT, ProgressReporter, UpdateFailureLog
+from agentrl.learner.driver_reports import SILENT, ProgressReporter, UpdateFailureLog, disk_errors_raised
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.publish import publish_version, select_probe_rows, version_folder, write_base_probe
 from agentrl.learner.ranks import Ranks
@@ -54,7 +54,7 @@ class Worker:
     """One rank of a run's learner. No two ranks write to the same file; only rank 0 commits to the store."""
 
     def __init__(self, run_dir: Path, recipe: Recipe, ranks: Ranks) -> None:
-        self.run_dir = run_dir
+        self.run_dir, self.checkpoints = run_dir, run_dir / "checkpoints"
         self.recipe = recipe
         self.ranks = ranks
         self.stopping = False
@@ -67,19 +67,19 @@ class Worker:
         self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer.ref == "nccl" else None
         self.failures = UpdateFailureLog(run_dir)
         self.order = GroupOrder.from_recipe(recipe)
-        self.consumed: dict[int, Mapping[int, GroupUse]] = {}
+        self.consumed_sha256 = step_uses.NO_STEPS
         self._open_block = 0  # first block that is not consumed completely
         self.rolled_back: tuple[int, ...] = ()
         self.next_step = 0
         self.good = 0
 
     def run(self) -> None:
-        """Repairs the state after a crash, then runs steps until `recipe.steps` or a stop request."""
+        """Repairs the state after a crash, then runs steps until `recipe.step_limit` or a stop request."""
         self.ranks.report_progress("computing version 0's probe")
         write_base_probe(self.run_dir, self.engine)
         self.ranks.report_progress("resuming")
         self._resume()
-        while self.next_step < self.recipe.steps:
+        while self.next_step < self.recipe.step_limit:
             self.ranks.report_progress("waiting for groups")
             groups = self._wait_for_groups(self.next_step)
             if groups is None:
@@ -87,7 +87,7 @@ class Worker:
                 return
             self.ranks.report_progress("assembling a batch", _tokens(groups))
             self._step(groups, self._rejected(self.next_step))
-        log.info("all %d steps are done", self.recipe.steps)
+        log.info("all %d steps are done", self.next_step)
 
     def close(self) -> None:
         """Closes store and registry."""
@@ -97,17 +97,21 @@ class Worker:
     def _step(self, groups: tuple[Group, ...], rejected: bool = False) -> None:
         start = time.perf_counter()
         step = self.next_step
-        parent, metrics, self.consumed[step] = self._requested_rollback(step, groups) if rejected else self._train(step, groups)
+        parent, metrics, uses = self._requested_rollback(step, groups) if rejected else self._train(step, groups)
+        self.consumed_sha256 = step_uses.extend_hash(self.consumed_sha256, uses)
         vocabulary = self.engine.lm.config.get_text_config().vocab_size
         rows = select_probe_rows(groups, vocabulary=vocabulary, max_model_len=self.recipe.policy.max_model_len)
         meta = self._meta(step + 1, parent=parent, metrics=metrics, rows=rows)
         saving = time.perf_counter()
         self.ranks.report_progress("writing a checkpoint")
+        if self.ranks.is_first:
+            with disk_errors_raised(f"the uses of step {step} in {self.checkpoints}"):
+                step_uses.append_step(self.checkpoints, uses)
         name = self._save(meta)
         publishing = time.perf_counter()
         self.ranks.report_progress("publishing a version")
         if self.ranks.is_first:
-            self.store.commit(step, self.consumed[step], name)
+            self.store.commit(step, uses, name)
         self._publish(meta)
         self.next_step = step + 1
         end = time.perf_counter()
@@ -183,7 +187,7 @@ class Worker:
         The groups of the undone steps stay consumed. The old weights are published under the next number, so server and rollouts switch
         to them as to any other version.
         """
-        checkpoint = checkpoints.numbered(self.run_dir / "checkpoints", to)
+        checkpoint = checkpoints.numbered(self.checkpoints, to)
         if checkpoint is None:
             raise LearnerHalted(
                 f"step {step}: a rollback is required, but checkpoint {to} is missing or damaged\n"
@@ -200,7 +204,7 @@ class Worker:
     def _meta(self, step: int, *, parent: int, metrics: dict[str, float], rows: tuple[tuple[int, ...], ...]) -> CheckpointMeta:
         return CheckpointMeta(
             step=step,
-            consumed=dict(self.consumed),
+            consumed_sha256=self.consumed_sha256,
             ranks=self.ranks.size,
             zero_stage=self.recipe.learner.zero_stage,
             counts=self.updater.guard.counts,
@@ -213,7 +217,7 @@ class Worker:
 
     def _save(self, meta: CheckpointMeta) -> str:
         learner = self.recipe.learner
-        root, keep = self.run_dir / "checkpoints", learner.keep_checkpoints
+        root, keep = self.checkpoints, learner.keep_checkpoints
         return checkpoints.save(root, self.engine, meta, keep=keep, critic=self.critic, spare=self._spared_checkpoints).name
 
     def _spared_checkpoints(self) -> set[int]:
@@ -241,11 +245,11 @@ class Worker:
 
     def _resume(self) -> None:
         """Loads the newest intact checkpoint and brings store and registry to the same step."""
-        checkpoint = checkpoints.newest(self.run_dir / "checkpoints", alert=self.ranks.report_progress.alert)
+        checkpoint = checkpoints.newest(self.checkpoints, alert=self.ranks.report_progress.alert)
         if checkpoint is not None:
             checkpoints.restore(checkpoint, self.engine, critic=self.critic)
             self.next_step = checkpoint.meta.step
-            self.consumed = dict(checkpoint.meta.consumed)
+            self.consumed_sha256 = checkpoint.meta.consumed_sha256
             self.updater.guard.counts = checkpoint.meta.counts
             self.good, self.rolled_back = checkpoint.meta.good, checkpoint.meta.rolled_back
             log.info("resumed after %d steps from %s", self.next_step, checkpoint.folder)
@@ -256,7 +260,9 @@ class Worker:
             base = self.registry.get(0)
             if self.recipe.learner.lora is not None and base is not None:
                 self.registry.verify(base)  # an adapter needs its base weights
-            self.store.reconcile(self.consumed)
+            steps = step_uses.recorded_steps(self.checkpoints, self.next_step, self.consumed_sha256, self.store.entries())
+            step_uses.rewrite_steps(self.checkpoints, steps)  # without those that will be repeated
+            self.store.reconcile(dict(enumerate(steps)))
             self.registry.reconcile(self.next_step)
             self.failures.remove_from(self.next_step)
             missing = checkpoint is not None and not self._published(self.next_step)

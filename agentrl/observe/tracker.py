@@ -181,7 +181,7 @@ class StageClock(Tracker):
 
 def open_terminal(run_dir: Path, recipe: Recipe) -> TerminalTracker:
     """Opens the tracker `terminal` of a recipe."""
-    return TerminalTracker(run_dir.name, steps=recipe.steps)
+    return TerminalTracker(run_dir.name, steps=recipe.steps or 0)
 
 
 def open_tensorboard(run_dir: Path, recipe: Recipe) -> TensorBoard:
@@ -199,7 +199,7 @@ def open_trackers(run_dir: Path, recipe: Recipe, *, console: bool) -> list[Track
     try:
         for part in recipe.trackers:
             if part.ref == "terminal" and not console:
-                opened.append(TerminalTracker(run_dir.name, steps=recipe.steps, stderr=True))
+                opened.append(TerminalTracker(run_dir.name, steps=recipe.steps or 0, stderr=True))
             elif part.ref in ("terminal", "tensorboard"):
                 opened.append(parts.make_part(parts.TRACKER, part, run_dir, recipe))
             else:

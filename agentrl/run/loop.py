@@ -37,6 +37,7 @@ from agentrl.session.folder import RunStart
 from agentrl.session.models import export_model
 from agentrl.session.opening import Run, open_run
 from agentrl.session.preflight import PreflightResult
+from agentrl.session.task_changes import start_changes
 
 _POLL_S = 0.05
 
@@ -75,7 +76,7 @@ async def _pipeline(run: Run) -> None:
     concluded = gate is not None and gate.is_concluded
     newest = first_version_to_serve(run.registry, gate)
     async with asyncio.TaskGroup() as parts:
-        needed = newest.number < run.recipe.steps and not concluded
+        needed = newest.number < run.progress.end and not concluded
         learning = None
         if needed:  # early, so that an error of the learner ends the start
             learning = parts.create_task(watch_learner(run.learner, run.registry, run.tracker.alert))
@@ -107,7 +108,7 @@ async def _pipeline(run: Run) -> None:
         if gate is not None and gate.is_concluded:
             await serve_result(run.registry, run.served, run.tracker.alert)
             await evaluation.evaluate_once("after", step=run.served.version)
-        elif gate is None and run.served.version >= run.recipe.steps:
+        elif gate is None and run.served.version >= run.progress.end:
             await evaluation.evaluate_once("after", step=run.served.version)
             await asyncio.to_thread(run.registry.set_state, run.served.version, VersionState.PROMOTED)
         for watcher in watchers:
@@ -125,7 +126,7 @@ def _export_result(run: Run) -> None:
 
 async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
     """Runs rollouts, swaps and the learner until version `stop_at` serves. `learning` watches the learner, if one is needed."""
-    run.tracker.stage("train", f"{run.progress.stop_at} steps")
+    run.tracker.stage("train", run.progress.plan)
     run.progress.timeline.restart()
     run.progress.learning = True
     async with asyncio.TaskGroup() as parts:
@@ -136,7 +137,7 @@ async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
     if learning is None:  # resumed after the last step
         return
     learning.cancel()
-    if run.served.version >= run.recipe.steps:
+    if run.served.version >= run.recipe.step_limit:
         with suppress(TimeoutError):  # it has finished its last step and is about to exit
             await run.learner.wait(timeout_s=20.0)
     await run.learner.stop()
@@ -149,7 +150,10 @@ async def _roll_out(run: Run) -> None:
     """
     rollouts, per_step = Rollouts.of(run), run.order.per_step
     await run.late.resume()
-    slot = per_step * run.order.first_incomplete_block(await run.store.entries())
+    entries = await run.store.entries()
+    slot = per_step * run.order.first_incomplete_block(entries)
+    started = [run.order.slot(index) for index in (*(entry.index for entry in entries), *run.checkpoints.groups())]
+    unstarted = max(started, default=-1) + 1  # the first group that no driver has started
     async with asyncio.TaskGroup() as running:
         groups = RunningGroups(rollouts, running)
         while True:
@@ -158,6 +162,7 @@ async def _roll_out(run: Run) -> None:
             if slot < wanted and run.starts.admit(slot, version=run.served.version, parked=run.late.count):
                 for block, version in run.starts.take_unsaved():
                     await run.store.call(partial(_start_block, block=block, version=version))
+                await start_changes(run, max(slot, unstarted))
                 await groups.start(slot)
                 slot += 1
             elif slot < wanted:

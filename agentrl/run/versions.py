@@ -22,7 +22,7 @@ from agentrl.records import Group, PolicyVersion, SwapReport
 from agentrl.rollout import Pace
 from agentrl.serving.supervisor import version_to_serve
 from agentrl.session import measure
-from agentrl.session.opening import save_pace
+from agentrl.session.pace import save_pace
 
 if TYPE_CHECKING:
     from agentrl.run.worker_pool import WorkerPool
@@ -84,9 +84,9 @@ class StepRecords:
         """Records the step that produced `version`, evaluates the version if the recipe says so, and prunes old versions."""
         metrics = await self._metrics(version, report)
         every = self.recipe.evaluation.every
-        if every and version.number % every == 0 and version.number < self.recipe.steps:
+        if every and version.number % every == 0 and version.number < self.progress.end:
             metrics |= await self.evaluation.evaluate_once(f"step{version.number}", step=version.number)
-            self.tracker.stage("train", f"{self.progress.stop_at} steps")
+            self.tracker.stage("train", self.progress.plan)
             if self.progress.timeline.running:
                 self.progress.timeline.restart()
         await self._record(version, metrics)

@@ -48,7 +48,8 @@ from agentrl.run.worker_api import ADDRESS_FILE, LEASE_WAIT_S, MAX_EVENTS, MAX_G
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.transport import HttpTransport
 from agentrl.session.judge_servers import declare_judges
-from agentrl.session.opening import build_episode_runner, build_group_runner, restore_pace
+from agentrl.session.opening import build_episode_runner, build_group_runner
+from agentrl.session.pace import restore_pace
 from agentrl.session.preflight import open_chat, open_group_judge, open_tasks
 
 log = logging.getLogger(__name__)

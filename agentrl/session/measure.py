@@ -323,7 +323,7 @@ def summarize(
     left_out = merge_counts(_left_out(folder, steps), count_exclusions(early))
     sessions = read_sessions(folder)
     broken = tuple(f"the run ended early: {session.why}" for session in sessions[-1:] if session.ended == "failed")
-    finished = len(steps) >= recipe.steps and "after" in phases
+    finished = (recipe.steps is None or len(steps) >= recipe.steps) and "after" in phases
     refused = gate_problems(folder, finished=finished) if recipe.gate is not None else ()
     return Summary(
         name=recipe.name,

@@ -1,16 +1,10 @@
-"""Opens the parts of a run from its recipe, and closes them in reverse order.
-
-Stores the pace of the policy's server in the run folder, so that a resumed run compares the server with earlier sessions.
-"""
+"""Opens the parts of a run from its recipe, and closes them in reverse order."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
-import os
-import platform
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -21,7 +15,7 @@ from typing import TYPE_CHECKING
 from agentrl.agent import ChatFormat
 from agentrl.agent.mcp.servers import RunTools
 from agentrl.agent.run_tools import candidate_tasks, declared_tools, pin_tools, save_tool_offers, with_sub_agent_tools
-from agentrl.base.files import sha256_file, write_atomically
+from agentrl.base.files import sha256_file
 from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.base.processes import raise_file_limit, rare_collections
 from agentrl.cluster import Placement
@@ -62,47 +56,17 @@ from agentrl.session.ending import closing_stack
 from agentrl.session.folder import RunStart, write_start
 from agentrl.session.judge_servers import JudgeServers, running_judge_servers
 from agentrl.session.models import copy_base_version
+from agentrl.session.pace import restore_pace, save_pace
 from agentrl.session.preflight import PreflightResult, check_prompt, check_snapshots, check_thinking, open_chat
 from agentrl.session.run_practice import copy_practice_files
+from agentrl.session.task_changes import open_changes
 from agentrl.task import GroupSchedule, sandbox_specs
+from agentrl.task.changes import TaskChanges
 from agentrl.task.group_tasks import GroupTasks
 from agentrl.version import FolderRegistry
 
 if TYPE_CHECKING:
     from agentrl.run.worker_pool import WorkerPool
-
-PACE_FILE = "pace.json"
-
-
-def restore_pace(recipe: Recipe, folder: Path) -> Pace:
-    """Returns the pace of a run, with the history of its earlier processes if settings and machine are the same."""
-    pace, path = Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas), folder / PACE_FILE
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["of"] == _settings(recipe):
-            pace.restore(data["history"])
-        else:
-            log.warning("the server's usual pace is measured again: machine or settings differ from those of %s", path)
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        log.warning("the server's usual pace is measured again: %s cannot be read (%s)", path, error)
-    return pace
-
-
-def save_pace(pace: Pace, recipe: Recipe, folder: Path) -> None:
-    """Writes the history to the run folder."""
-    if pace.known:
-        write_atomically(folder / PACE_FILE, json.dumps({"of": _settings(recipe), "history": pace.to_data()}))
-
-
-def _settings(recipe: Recipe) -> str:
-    """Returns a hash of the settings that determine a server's pace."""
-    serving = recipe.serving.model_dump(mode="json", exclude={"request_timeout_s", "startup_timeout_s", "probe_max_abs_diff"})
-    machine = (platform.node(), platform.machine(), os.cpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    parts = [serving, recipe.policy.model_dump(mode="json"), recipe.device, machine]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
 
 log = logging.getLogger(__name__)
 
@@ -111,10 +75,19 @@ log = logging.getLogger(__name__)
 class Progress:
     """How far a run is in this session."""
 
-    stop_at: int  # learner step after which the run ends; the first ctrl-C lowers it
+    stop_at: float  # learner step after which the run ends; the first ctrl-C lowers it
+    end: float = field(init=False)  # learner step after which the run is finished: the recipe's last, or where a run without one stops
     learning: bool = False
     interrupted: bool = False
     timeline: Timeline = field(default_factory=Timeline)  # its interval starts with training, and again after each step
+
+    def __post_init__(self) -> None:
+        self.end = self.stop_at
+
+    @property
+    def plan(self) -> str:
+        """When the training ends."""
+        return f"{self.stop_at:.0f} steps" if math.isfinite(self.stop_at) else "until it is stopped"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,6 +110,7 @@ class Run:
     served: PolicyServer
     groups: GroupRunner
     group_tasks: GroupTasks
+    task_changes: TaskChanges
     order: GroupOrder
     starts: BlockStarts
     late: LateGroups
@@ -171,10 +145,13 @@ class Run:
         self.groups.runner.pace.set_idle_token_s(self.served.token_s)
 
     def stop_after_step(self) -> None:
-        """Ends the run after the current step, if there is one."""
+        """Ends the run after the current step, if there is one. That is the regular end of a run without a last step."""
         progress, serving = self.progress, self.served.version
-        progress.interrupted = True
         progress.stop_at = min(progress.stop_at, serving + 1 if progress.learning else max(serving, 0))
+        if progress.learning and math.isinf(progress.end):
+            progress.end = progress.stop_at
+        else:
+            progress.interrupted = True
 
 
 @asynccontextmanager
@@ -247,12 +224,13 @@ async def _open_parts(
     faults = fault_rate(recipe)
     episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace)
     groups = _open_groups(recipe, checked, episodes, served, checkpoints, faults, memory)
-    schedule = GroupSchedule(checked.family, recipe.seed, withheld=WithholdingLog(folder, checked.withheld), practice=checked.practice)
+    changes, withheld = open_changes(recipe, folder, checked.family, root, checked.practice), WithholdingLog(folder, checked.withheld)
+    schedule = GroupSchedule(checked.family, recipe.seed, withheld=withheld, practice=checked.practice, changes=changes)
     tasks, capture = GroupTasks(recipe, folder, store, schedule, order, starts), _open_capture(stack, recipe, folder)
     return Run(
         recipe=recipe,
         folder=folder,
-        progress=Progress(stop_at=recipe.steps),
+        progress=Progress(stop_at=recipe.step_limit),
         tracker=tracker,
         clock=clock,
         store=store,
@@ -266,6 +244,7 @@ async def _open_parts(
         served=served,
         groups=groups,
         group_tasks=tasks,
+        task_changes=changes,
         order=order,
         starts=starts,
         late=LateGroups(order=order, store=store, tasks=tasks, capture=capture, tracker=tracker),
@@ -319,7 +298,7 @@ def _open_workers(
 async def _open_tracker(
     stack: AsyncExitStack, recipe: Recipe, folder: Path, clock: StageClock, chat: ChatFormat, checked: PreflightResult, *, console: bool
 ) -> RunTracker:
-    tracker = RunTracker(folder, [clock, *open_trackers(folder, recipe, console=console)], steps=recipe.steps)
+    tracker = RunTracker(folder, [clock, *open_trackers(folder, recipe, console=console)], steps=recipe.steps or 0)
     stack.callback(tracker.close)
     await stack.enter_async_context(DRIVER_LAG.watched(tracker.alert))
     tracker.stage("prepare", chat.form_summary)

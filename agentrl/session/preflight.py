@@ -215,8 +215,12 @@ def _check_known(kind: str) -> None:
         )
 
 
-def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tuple[TaskFamily, TaskScorer]:
-    """Returns the recipe's task family, and a scorer with the verifiers of its first task. Raises `UserError`, even for a bug in them."""
+def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None, held_out: bool = True) -> tuple[TaskFamily, TaskScorer]:
+    """Returns the recipe's task family, and a scorer with the verifiers of its first task. Raises `UserError`, even for a bug in them.
+
+    Args:
+        held_out: whether the family must have the recipe's held-out tasks.
+    """
     scorer = TaskScorer(root=root, folder=folder, audit=recipe.tasks.audit)
     family_name = recipe.tasks.family.ref
 
@@ -230,7 +234,8 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
     with raising_as(
         lambda error: TaskError(f"the first task of {family_name!r} is broken: {said(error)}", fix=_THERE), but=(AgentRLError,)
     ):
-        _check_sizes(family, recipe)
+        if held_out:
+            _check_sizes(family, recipe)
         first = family.task(Split.TRAIN, 0)
     if not isinstance(first, Task):
         raise TaskError(

@@ -73,7 +73,7 @@ def promote(run_dir: Path, number: int) -> Promotion:
     if not _has_weights(registry, version):
         raise _deleted(run_dir, number)
     registry.verify(version)
-    recipe = _recipe(run_dir)
+    recipe = run_recipe(run_dir)
     if recipe.gate is not None and recipe.gate.rolls_back and not has_checkpoint(run_dir, number):
         raise UserError(
             f"version {number} of {run_dir} has no intact checkpoint, to which the gate could return", fix=_with_checkpoints(run_dir)
@@ -103,7 +103,7 @@ def request_rollback(run_dir: Path, number: int) -> RequestedRollback:
     Raises `UserError` if the version is unknown, was rolled back, has the newest weights already, or has no intact checkpoint.
     """
     registry = open_registry(run_dir)
-    target, versions, steps = known_version(registry, number), registry.versions(), _recipe(run_dir).steps
+    target, versions, steps = known_version(registry, number), registry.versions(), run_recipe(run_dir).step_limit
     newest = next(version for version in reversed(versions) if version.state is not VersionState.ROLLED_BACK)
     if target.state is VersionState.ROLLED_BACK:
         raise UserError(f"version {number} of {run_dir} was rolled back and never serves again", fix="choose an earlier version")
@@ -127,7 +127,7 @@ def request_rollback(run_dir: Path, number: int) -> RequestedRollback:
     return RequestedRollback(
         to=number,
         undone=tuple(one.number for one in versions if one.number > number and one.state is not VersionState.ROLLED_BACK),
-        live=_is_driven(run_dir),
+        live=is_driven(run_dir),
         needs_steps=newest.number >= steps,
         replaced=None if pending is None else pending.to,
     )
@@ -180,7 +180,8 @@ def _with_checkpoints(run_dir: Path) -> str:
     return f"{choose}; pin versions to keep, or raise learner.keep_checkpoints"
 
 
-def _recipe(run_dir: Path) -> Recipe:
+def run_recipe(run_dir: Path) -> Recipe:
+    """Returns the recipe of a run. Raises `UserError` if the folder contains none."""
     if not (run_dir / "recipe.json").is_file():
         raise UserError(f"{run_dir} contains no run", fix="give the folder of a run, such as runs/quickstart")
     return load(run_dir / "recipe.json")
@@ -193,7 +194,8 @@ def _stopped(run_dir: Path, verb: str) -> Iterator[None]:
         yield
 
 
-def _is_driven(run_dir: Path) -> bool:
+def is_driven(run_dir: Path) -> bool:
+    """Whether a driver is running."""
     try:
         with _stopped(run_dir, "rollback"):
             return False

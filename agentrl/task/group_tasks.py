@@ -63,7 +63,7 @@ class GroupTasks:
     def task(self, index: int) -> Task:
         """Returns the task of group `index`. Raises like `GroupSchedule.task`."""
         weights = None if self._record is None else self._weights[self._starts.version_of(self._order.block_of(index))]
-        return self._schedule.task(self._order.position(index), weights)
+        return self._schedule.task(self._order.position(index), weights, slot=self._order.slot(index))
 
     def record(self, task: Task, group: Group) -> None:
         """Records the outcome of a group, unless its task is practice. If some of its scores are late, `record_scores` follows."""

@@ -124,6 +124,7 @@ def _family_name(family: TaskFamily) -> str:
 
 _STRIDE = 1_000_003  # distance between substitutes in an endless split, far from the tasks of neighbouring groups
 _SUBSTITUTES = 256
+_ORDERS = 16  # shuffled epochs in memory
 
 
 class ReservedGroups(Protocol):
@@ -138,12 +139,33 @@ class ReservedGroups(Protocol):
         ...
 
 
+class WeightedTasks(Protocol):
+    """Weights of the tasks of a family; `agentrl.task.changes.TaskMix`."""
+
+    def weight_of(self, task: Task) -> float:
+        """Returns the weight of a task; 0 for one that must not be used."""
+        ...
+
+    def accepts(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
+        """Whether the group uses this task after `turn` skipped ones; deterministic."""
+        ...
+
+
+class ChangingFamilies(Protocol):
+    """Chooses the family of each group; `agentrl.task.changes.TaskChanges`."""
+
+    def draw(self, position: int, group: int) -> tuple[TaskFamily, int, WeightedTasks]:
+        """Returns the family of a group, the position in its schedule, and the weights of its tasks."""
+        ...
+
+
 @dataclass(frozen=True)
 class GroupSchedule:
     """Group index -> training task. A finite split is shuffled in each epoch; an endless one is used in order.
 
     A task in `withheld` is replaced by the next one of the epoch, or by a distant one of an endless split. Groups that `practice`
-    reserves get its tasks; the other groups use the family's tasks as if those groups did not exist.
+    reserves get its tasks; the other groups use the family's tasks as if those groups did not exist. `changes` may add families, and remove
+    tasks or weight them, from a group on.
 
     `task` raises `TaskError` if the family cannot create it, and `RecipeError` if no task may be trained on.
     """
@@ -152,34 +174,43 @@ class GroupSchedule:
     seed: int
     withheld: Container[Task] = ()
     practice: ReservedGroups | None = None
-    _orders: dict[int, list[int]] = field(default_factory=dict, repr=False)
+    changes: ChangingFamilies | None = None
+    _orders: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
 
-    def task(self, group_index: int, weights: Weights | None = None) -> Task:
-        """The task of a group. With `weights`, a task that they skip is replaced by the next one; if they skip all, the first stays."""
+    def task(self, group_index: int, weights: Weights | None = None, *, slot: int | None = None) -> Task:
+        """Returns the task of a group. A task that `weights` skip is replaced by the next one; if they skip all, the first stays.
+
+        Args:
+            group_index: position of the group in the schedule.
+            slot: number of the group for `changes`; None means `group_index`.
+        """
+        slot = group_index if slot is None else slot
         if self.practice is not None:
             if (set_aside := self.practice.task_of_group(group_index)) is not None:
                 return set_aside
             group_index -= self.practice.practice_groups_before(group_index)
-        size = self.family.size(Split.TRAIN)
+        family, position, mix = (self.family, group_index, None) if self.changes is None else self.changes.draw(group_index, slot)
+        size = family.size(Split.TRAIN)
         if size == 0:
-            raise RecipeError(f"task family {_family_name(self.family)!r} has no training tasks")
+            raise RecipeError(f"task family {_family_name(family)!r} has no training tasks")
         first = None
         for turn in range(_SUBSTITUTES if size is None else min(size, _SUBSTITUTES)):
             try:
-                task = self._make(self._index(group_index, turn, size))
+                task = make_task(family, Split.TRAIN, self._index(position, turn, size))
             except Exception:
                 if first is None:
                     raise
                 continue  # a broken substitute does not fail this group
-            if task not in self.withheld:
-                if weights is None or weights.accepts(task, seed=self.seed, group=group_index, turn=turn):
+            if task not in self.withheld and (mix is None or mix.weight_of(task) > 0):
+                draws = [chooser for chooser in (weights, mix) if chooser is not None]
+                if all(chooser.accepts(task, seed=self.seed, group=group_index, turn=turn) for chooser in draws):
                     return task
                 first = first or task
         if first is not None:
             return first
         raise RecipeError(
-            f"task family {_family_name(self.family)!r}: group {group_index} has no training task outside of tasks.withhold",
-            fix="remove the suite from tasks.withhold, or add tasks to the family that are not in it",
+            f"task family {_family_name(family)!r}: group {group_index} has no training task that is neither withheld nor removed",
+            fix="remove the suite from tasks.withhold, add tasks to the family, or see agentrl tasks list RUN",
         )
 
     def is_practice(self, group_index: int) -> bool:
@@ -193,12 +224,11 @@ class GroupSchedule:
         epoch, position = divmod(group_index, size)
         return self._order(epoch, size)[(position + turn) % size]
 
-    def _make(self, index: int) -> Task:
-        return make_task(self.family, Split.TRAIN, index)
-
     def _order(self, epoch: int, size: int) -> list[int]:
-        if epoch not in self._orders:
+        if (epoch, size) not in self._orders:
             order = list(range(size))
             random.Random(f"{self.seed}/{epoch}").shuffle(order)
-            self._orders[epoch] = order
-        return self._orders[epoch]
+            while len(self._orders) >= _ORDERS:
+                self._orders.pop(next(iter(self._orders)), None)
+            self._orders[epoch, size] = order
+        return self._orders[epoch, size]

@@ -264,17 +264,18 @@ def effects(recipe: Recipe, device: str) -> dict[str, Any]:
         judge = JudgeServer(name, config, model=folder, reward_model=False, folder=folder, device=device)
         found[f"judge {name}"] = (judge._command(1), judge._environment(folder))
     found["evaluations"] = list(evaluations(recipe))
-    found["rates"] = [learning_rate(recipe.learner, recipe.steps, step) for step in range(recipe.steps)]
+    found["rates"] = [learning_rate(recipe.learner, recipe.step_limit, step) for step in range(recipe.steps or 16)]
     found["sandboxes"] = recipe.sandbox.max_open
-    found["lag"] = min(recipe.max_staleness, recipe.steps - 1)
+    found["lag"] = min(recipe.max_staleness, recipe.step_limit - 1)
     return found
 
 
 def evaluations(recipe: Recipe) -> Iterator[Any]:
     """The episodes of all evaluations of a run, as they are sampled; a gate samples its cases in the same way."""
     evaluation, sampling = recipe.evaluation, recipe.evaluation.distribution
-    for version in range(recipe.steps + 1):
-        ends = version in (0, recipe.steps)
+    last = recipe.steps or 16
+    for version in range(last + 1):
+        ends = version in (0, last)
         if ends or (evaluation.every and version % evaluation.every == 0):
             for split, count in (("heldout", evaluation.heldout), ("heldout_real", evaluation.heldout_real)):
                 if count:

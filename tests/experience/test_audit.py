@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from agentrl.base.files import folder_manifest
 from agentrl.cli import app
 from agentrl.errors import StoreError, UserError
 from agentrl.experience import SqliteStore, audit, new_entry
 from agentrl.experience.audit import count, export, rows, token_balance, verify
+from agentrl.experience.step_uses import hash_steps, rewrite_steps
 from agentrl.records import GroupUse, LateScore, LedgerEntry, PendingPart, Score, ScoredEpisode, codec
 from agentrl.testing.store_contract import make_group
 from tests.driving import make_recipe
@@ -34,9 +36,7 @@ def run(tmp_path: Path) -> Iterator[tuple[Path, SqliteStore]]:
     for step, used in uses.items():
         store.commit(step, used, f"checkpoints/{step + 1:06d}")
     store.assign(2, [2])
-    folder = tmp_path / "checkpoints" / "000002"
-    folder.mkdir(parents=True)
-    (folder / "meta.json").write_bytes(codec.to_json({"step": 2, "consumed": uses}))
+    _write_checkpoint(tmp_path, uses)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens_trained": 2.0}\n{"step": 2, "tokens_trained": 0.0}\n')
     yield tmp_path, store
     store.close()
@@ -93,8 +93,8 @@ def test_a_difference_is_found(run: tuple[Path, SqliteStore], change: str, probl
 @pytest.mark.parametrize(
     "meta",
     [
-        *(b"{", b"[]", b'{"step": 2}', b'{"step": "x", "consumed": {"0": {"a": {}}}}', b"[" * 100_000),
-        b'{"step": 1e999, "consumed": {}}',
+        *(b"{", b"[]", b'{"step": 2}', b'{"step": "x", "consumed_sha256": ""}', b"[" * 100_000),
+        *(b'{"step": 1e999, "consumed_sha256": ""}', b'{"step": 2, "consumed_sha256": "00"}'),
     ],
 )
 def test_a_damaged_checkpoint_is_a_problem_and_not_a_crash(run: tuple[Path, SqliteStore], meta: bytes) -> None:
@@ -115,9 +115,10 @@ def test_hostile_metrics_are_skipped_and_a_link_out_of_the_folder_is_not_followe
 
 
 def _write_checkpoint(folder: Path, uses: dict[int, dict[int, GroupUse]]) -> None:
-    checkpoint = folder / "checkpoints" / f"{len(uses):06d}"
-    checkpoint.mkdir()
-    (checkpoint / "meta.json").write_bytes(codec.to_json({"step": len(uses), "consumed": uses}))
+    steps, checkpoint = [uses[step] for step in range(len(uses))], folder / "checkpoints" / f"{len(uses):06d}"
+    checkpoint.mkdir(parents=True)
+    rewrite_steps(folder / "checkpoints", steps)
+    (checkpoint / "meta.json").write_bytes(codec.to_json({"step": len(uses), "consumed_sha256": hash_steps(steps)}))
 
 
 USES = {0: {0: GroupUse(tokens_trained=2)}, 1: {1: GroupUse(reason="all_equal")}, 2: {2: GroupUse(tokens_trained=1)}}
@@ -132,6 +133,17 @@ def test_a_checkpoint_that_the_ledger_does_not_know_yet_is_not_a_problem(run: tu
     assert list(verify(folder, store)) == []
     store.assign(0, [3])
     assert any(problem.startswith("group 0: checkpoint") for problem in verify(folder, store))
+
+
+def test_checkpoints_whose_steps_are_repeated_are_skipped_if_they_are_damaged(run: tuple[Path, SqliteStore]) -> None:
+    folder, store = run
+    _write_checkpoint(folder, USES)
+    done = [USES[0], USES[1]]
+    rewrite_steps(folder / "checkpoints", done)  # the learner has resumed from 000002
+    assert list(verify(folder, store)) == []
+    newest = folder / "checkpoints" / "000003"
+    (newest / "manifest.json").write_text(json.dumps(folder_manifest(newest)))
+    assert [problem.partition(":")[0] for problem in verify(folder, store)] == ["checkpoint 000003 cannot be read"]
 
 
 def test_steps_that_complete_during_the_check_are_not_a_problem(run: tuple[Path, SqliteStore]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -38,6 +39,7 @@ from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.run import loop
 from agentrl.run.versions import StepRecords
 from agentrl.session import measure
+from agentrl.session.opening import Progress, Run
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from agentrl.version import FolderRegistry, rollback
@@ -101,7 +103,7 @@ class Player(ScriptedPolicy):
 async def opened(run_dir: Path) -> Any:
     """A run at version 0, which passes every case."""
     run = await plain.opened(run_dir)
-    run.recipe, run.suite, run.progress.stop_at = RECIPE, make_suite(), RECIPE.steps
+    run.recipe, run.suite, run.progress = RECIPE, make_suite(), Progress(stop_at=RECIPE.step_limit)
     run.sandboxes = ScriptedSandboxes(printing(""))
     (run_dir / "versions/000000/model.safetensors").write_text("good")
     run.registry._write(replace(run.registry.get(0), sha256=plain.sha256_file(run_dir / "versions/000000/model.safetensors")))
@@ -163,6 +165,21 @@ async def served_through(run: Any, last: int) -> None:
 
 def states(run: Any) -> list[str]:
     return [str(one.state) for one in run.registry.versions()]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("scripted")
+async def test_the_gate_decides_on_the_version_at_which_a_run_without_a_last_step_is_stopped(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    run.progress = Progress(stop_at=math.inf, learning=True)
+    await serving_the_second(run, "good 1", "good 2")
+    publish(run, 3, 2, "good 3")
+    gate = Gate.of(run)
+    assert gate is not None and gate.due(3) is None
+    Run.stop_after_step(run)
+    assert run.progress.end == run.progress.stop_at == 3 and not run.progress.interrupted and not gate.is_concluded
+    await served_through(run, 3)
+    assert gate.is_concluded and states(run)[3] == "promoted"
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from agentrl.learner.token_scorer import TokenScorer
 from agentrl.learner.ulysses import form_teams
 from agentrl.learner.update import Updater
 from agentrl.objective import assemble, counted_samples
-from agentrl.records import Batch, GroupUse
+from agentrl.records import Batch
 from tests.learner.building import random_group
 from tests.learner.test_forest import _model, _samples
 
@@ -46,7 +46,6 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "rloo": {"advantage": "rloo", "off_policy": {"preset": "truncate"}, "kl": "k2", "kl_coef": 0.2},
 }
 
-USES = dict.fromkeys(range(3), GroupUse(tokens_trained=2))
 SHARED = CriticConfig(trunk="shared", lr=2e-2, warmup_steps=1, gamma=0.97, lam=0.9)
 
 
@@ -141,7 +140,7 @@ class Scenario:
         engine = self.engine(made)
         updater = Updater(engine)
         updater.update(self.batches[0])
-        meta = CheckpointMeta(step=1, parent=0, consumed={0: USES}, ranks=self.ranks.size, zero_stage=stage)
+        meta = CheckpointMeta(step=1, parent=0, ranks=self.ranks.size, zero_stage=stage)
         root = self._root(stage, self.ranks.size, variant)
         save(root, engine, meta, keep=2)
         noise = torch.rand(3)
@@ -186,7 +185,7 @@ class Scenario:
         """What is said of checkpoints that cannot be gone on from: never trained, without a critic, of another model."""
         fresh = self.run_dir / "checkpoints-fresh"
         engine = self.engine(self.with_learner(zero_stage=3, ranks=self.ranks.size))
-        save(fresh, engine, CheckpointMeta(step=1, parent=0, consumed={}, ranks=self.ranks.size, zero_stage=3), keep=1)
+        save(fresh, engine, CheckpointMeta(step=1, parent=0, ranks=self.ranks.size, zero_stage=3), keep=1)
         plain = self.with_learner(zero_stage=stage, ranks=self.ranks.size, weight_decay=0.1)
         separate, shared = self._with_critic(stage, CriticConfig(), weight_decay=0.1), self._with_critic(stage, SHARED, weight_decay=0.1)
         trials = {
@@ -240,7 +239,7 @@ class Scenario:
         before = gather_weights(first)
         metrics = [updater.update(batches[0])]
         warmed = gather_weights(first)
-        meta = CheckpointMeta(step=1, parent=0, consumed={0: USES}, ranks=self.ranks.size, zero_stage=stage)
+        meta = CheckpointMeta(step=1, parent=0, ranks=self.ranks.size, zero_stage=stage)
         root = self.run_dir / f"checkpoints-{config.trunk}-{stage}-{self.ranks.size}" / str(made.learner.minibatches)
         save(root, first, meta, keep=1, critic=critic)
         metrics.append(updater.update(batches[1]))

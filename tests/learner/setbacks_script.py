@@ -87,7 +87,7 @@ class Setbacks(Scenario):
         updater = Updater(engine)
         for step in range(2):
             counts, ranks = FailureCounts(rollbacks=step), self.ranks.size
-            meta = CheckpointMeta(step=step, parent=max(step - 1, 0), consumed={}, ranks=ranks, zero_stage=stage, counts=counts)
+            meta = CheckpointMeta(step=step, parent=max(step - 1, 0), ranks=ranks, zero_stage=stage, counts=counts)
             save(root, engine, meta, keep=1, spare=lambda: {0})
             updater.update(self.batches[step])
         straight = gather_weights(engine)
@@ -109,7 +109,7 @@ class Setbacks(Scenario):
         made = self.with_learner(zero_stage=stage, ranks=self.ranks.size).model_copy(update=changes)
         engine, critic, updater = self._actor_and_critic(made)
         root = self.run_dir / f"undo-critic-{stage}-{self.ranks.size}"
-        save(root, engine, CheckpointMeta(step=0, parent=0, consumed={}, ranks=self.ranks.size, zero_stage=stage), keep=1, critic=critic)
+        save(root, engine, CheckpointMeta(step=0, parent=0, ranks=self.ranks.size, zero_stage=stage), keep=1, critic=critic)
         batch = assemble(0, self.groups[0], made).batch
         found = []
         for _ in range(2):

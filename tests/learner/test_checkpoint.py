@@ -15,11 +15,9 @@ from agentrl.base.files import folder_manifest
 from agentrl.errors import LearnerError
 from agentrl.learner import checkpoint
 from agentrl.learner.checkpoint import CheckpointMeta, newest, numbered
-from agentrl.records import GroupUse, codec
+from agentrl.records import codec
 from tests import strategies
 from tests.strategies import examples
-
-USES = {0: GroupUse(tokens_trained=7), 1: GroupUse(reason="all_equal")}
 
 
 def _write(root: Path, number: int) -> Path:
@@ -32,7 +30,6 @@ def _write(root: Path, number: int) -> Path:
             CheckpointMeta(
                 step=number,
                 parent=max(number - 1, 0),
-                consumed={0: USES},
                 ranks=1,
                 zero_stage=2,
             )
@@ -104,7 +101,7 @@ def test_a_version_that_is_pinned_while_a_checkpoint_is_written_keeps_its_own(tm
 
     ranks = SimpleNamespace(is_first=True, rank=0, barrier=lambda: None, device=SimpleNamespace(type="cpu"))
     engine: Any = SimpleNamespace(ranks=ranks, deepspeed=SimpleNamespace(save_checkpoint=write))
-    meta = CheckpointMeta(step=3, parent=2, consumed={0: USES}, ranks=1, zero_stage=2)
+    meta = CheckpointMeta(step=3, parent=2, ranks=1, zero_stage=2)
     checkpoint.save(tmp_path, engine, meta, keep=1, spare=lambda: frozenset(pinned))
     assert numbered(tmp_path, 1) is not None and numbered(tmp_path, 2) is None and numbered(tmp_path, 3) is not None
 

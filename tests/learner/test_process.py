@@ -23,6 +23,7 @@ from safetensors import safe_open
 from agentrl.config import Recipe
 from agentrl.errors import DiskFull, LearnerError, UserError
 from agentrl.experience import SqliteStore
+from agentrl.experience.step_uses import CONSUMED_FILE, read_steps
 from agentrl.learner import LearnerProcess
 from agentrl.records import Blame, Failure, Probe, codec
 from agentrl.rollout import excluded_group
@@ -188,7 +189,8 @@ async def test_turn_credit_without_turn_rewards_stops_the_learner_and_says_what_
 
 
 async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path, host: Path, make_learner: MakeLearner) -> None:
-    """Killed before the commit of step 0, then before the publication of step 1; the end is that of a run that was left alone."""
+    """Killed before the commit of step 0, then before the publication of step 1, and continued in a copy of the folder at another path: the
+    end is that of a run that was left alone."""
     made = recipe()
     groups = [random_group(index) for index in range(6)]
     crashing, calm = tmp_path / "crashing", tmp_path / "calm"
@@ -204,18 +206,20 @@ async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path, host: Pa
     assert consumed(store) == {index: index // 3 for index in range(6)}
     assert registry.get(1) is not None
     assert registry.get(2) is None
+    store.close()
+    crashing = Path(shutil.move(crashing, tmp_path / "moved"))
 
     learners = [make_learner(run_dir, made) for run_dir in (crashing, calm)]
     for learner in learners:
         await learner.start()
         await learner.wait(timeout_s=600)
-    store.close()
     for number in (1, 2):
         files = [run_dir / "versions" / f"{number:06d}" for run_dir in (crashing, calm)]
         for name in ("model.safetensors", "probe.json", "config.json"):
             assert (files[0] / name).read_bytes() == (files[1] / name).read_bytes(), (number, name)
     kept = sorted(path.name for path in (crashing / "checkpoints").iterdir())
-    assert kept == ["000001", "000002"]
+    assert kept == ["000001", "000002", CONSUMED_FILE]
+    assert [set(uses) for uses in read_steps(crashing / "checkpoints", 9)] == [{0, 1, 2}, {3, 4, 5}], "no step is recorded twice"
 
 
 def _run_until_killed(host: Path, run_dir: Path, point: str) -> int:

@@ -47,8 +47,11 @@ def test_a_limit_that_alerts_rejects_no_update_and_one_beside_it_does() -> None:
         ("constant", [1 / 3, 2 / 3, 1.0, 1.0, 1.0, 1.0]),
         ("linear", [1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25]),
         ("cosine", [1 / 3, 2 / 3, 1.0, 0.8535534, 0.5, 0.1464466]),
+        ("inverse_sqrt", [1 / 3, 2 / 3, 1.0, (3 / 4) ** 0.5, (3 / 5) ** 0.5, (3 / 6) ** 0.5]),
     ],
 )
 def test_the_rate_rises_and_then_follows_its_schedule(schedule: str, expected: list[float]) -> None:
     learner = LearnerConfig.model_validate({"lr": 2.0, "warmup_steps": 2, "lr_schedule": schedule})
     assert [learning_rate(learner, 6, step) / 2.0 for step in range(6)] == pytest.approx(expected)
+    if schedule in ("constant", "inverse_sqrt"):
+        assert [learning_rate(learner, math.inf, step) / 2.0 for step in range(6)] == pytest.approx(expected)

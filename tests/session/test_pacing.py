@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.config import Recipe
 from agentrl.rollout import Pace
-from agentrl.session.opening import PACE_FILE, restore_pace, save_pace
+from agentrl.session.pace import PACE_FILE, restore_pace, save_pace
 from tests.driving import make_recipe
 
 RECIPE = make_recipe()

@@ -1,0 +1,268 @@
+"""Changes to the tasks of a run while it runs: added families, and families, kinds and tasks that are removed or get another weight.
+
+    task_changes.jsonl   a `TaskChange` per line, appended by `agentrl tasks`
+    task_starts.jsonl    a `ChangeStart` for each of them, appended by the driver before the first group with the change starts
+
+So the task of a group stays a pure function of the seed, the group's index and the recorded changes, and a resumed run gives each group the
+same task. A change that cannot be applied is recorded as rejected.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import math
+import os
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import pairwise, zip_longest
+from pathlib import Path
+
+from agentrl.base.files import append_lines, complete_lines
+from agentrl.errors import StoreError, UserError
+from agentrl.protocols import TaskFamily
+from agentrl.records import Task, codec
+from agentrl.records.fields import JsonObject, Record, Text
+
+CHANGES_FILE, STARTS_FILE = "task_changes.jsonl", "task_starts.jsonl"
+MAX_WEIGHT, MIN_WEIGHT = 1000.0, 0.001
+_DENOMINATOR = 1_000_000  # of a weight as a fraction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskChange(Record):
+    """One change to the tasks of a run."""
+
+    action: str  # add, remove or reweight
+    target: str  # family, kind or task
+    name: str  # of the family in this run, the kind, or the id of the task
+    at: str  # when it was requested, UTC, ISO 8601
+    weight: float = 1.0  # relative to other families, or to other tasks of its family; of no effect for remove
+    family: str = ""  # added family: folder of task folders, or plug-in reference
+    options: JsonObject = field(default_factory=dict)  # of an added family
+    seed: int | None = None  # of an added family; None means that of the recipe
+
+    def __post_init__(self) -> None:
+        if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:  # not true of NaN either
+            fix = "" if self.weight else "; to stop using it, remove it"
+            raise ValueError(f"weight {self.weight:g} is not a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}{fix}")
+        Record.__post_init__(self)
+        if self.action not in ("add", "remove", "reweight") or self.target not in ("family", "kind", "task"):
+            raise ValueError(f"unknown change: {self.action} {self.target}")
+
+    @property
+    def text(self) -> str:
+        """The change in words."""
+        done = {"add": "is added with weight", "reweight": "gets weight", "remove": "is removed"}[self.action]
+        return f"{self.target} {self.name} {done}" + ("" if self.action == "remove" else f" {self.weight:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeStart(Record):
+    """From which group on a change applies. Groups are counted in the order in which they start, without extra ones."""
+
+    sha256: str  # of the change's line
+    first: int
+    rejected: Text = ""  # why it does not apply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedChange:
+    """A change of a run, the hash of its line, and its start; None if no driver has seen it."""
+
+    change: TaskChange
+    sha256: str
+    start: ChangeStart | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskMix:
+    """The tasks in use: the families with their shares of the groups, and the weights of kinds and tasks, where 0 means removed."""
+
+    families: Mapping[str, Fraction]
+    kinds: Mapping[str, float] = field(default_factory=dict)
+    tasks: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of_family(cls, name: str) -> TaskMix:
+        """Returns the tasks of a run without changes."""
+        return cls(families={name: Fraction(1)})
+
+    def weight_of(self, task: Task) -> float:
+        """Returns the weight of a task within its family; 0 for a removed one."""
+        return self.kinds.get(task.kind, 1.0) * self.tasks.get(task.id, 1.0)
+
+    def accepts(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
+        """Whether the group uses this task after `turn` skipped ones; deterministic."""
+        if not self.kinds and not self.tasks:
+            return True
+        heaviest = max([1.0, *self.kinds.values()]) * max([1.0, *self.tasks.values()])
+        return random.Random(f"{seed}/{group}/{turn}/mix").random() < self.weight_of(task) / heaviest
+
+    def after(self, change: TaskChange) -> TaskMix:
+        """Returns the tasks in use after a change. Raises `UserError` if it does not fit."""
+        weight = 0.0 if change.action == "remove" else change.weight
+        if change.target != "family":
+            weights = {**(self.kinds if change.target == "kind" else self.tasks), change.name: weight}
+            return replace(self, kinds=weights) if change.target == "kind" else replace(self, tasks=weights)
+        if change.action == "add" and change.name in self.families:
+            raise UserError(f"the run already has a task family {change.name}", fix="give the new one another name: --name NAME")
+        if change.action != "add" and change.name not in self.families:
+            raise UserError(f"the run uses no task family {change.name}", fix=f"choose from {', '.join(self.families)}")
+        families = {name: share for name, share in self.families.items() if name != change.name or weight}
+        if weight:
+            families[change.name] = Fraction(weight).limit_denominator(_DENOMINATOR)
+        if not families:
+            raise UserError(f"{change.name} is the last task family of the run", fix="add another one first: agentrl tasks add RUN FAMILY")
+        return replace(self, families=families)
+
+    def split(self, groups: int) -> Iterator[tuple[str, int, bool]]:
+        """Yields for each family how many of the first `groups` groups are of it, and whether the next one is."""
+        rest, claimed = sum(self.families.values()), False
+        for number, (name, weight) in enumerate(self.families.items(), 1):
+            share = weight / rest if number < len(self.families) else Fraction(1)
+            before, next_one = math.floor(groups * share), not claimed and math.floor((groups + 1) * share) > math.floor(groups * share)
+            yield name, before, next_one
+            claimed, groups, rest = claimed or next_one, groups - before, rest - weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Segment:
+    """Consecutive groups with the same tasks in use."""
+
+    first: int
+    mix: TaskMix
+    used: Mapping[str, int]  # groups of each family before it
+
+
+class TaskChanges:
+    """The tasks in use by each group of a run, and the changes that have not started.
+
+    Args:
+        folder: the run folder.
+        base: the recipe's family, as a change that would add it.
+        open_added: opens the family of a change. Raises `UserError`.
+        position: position in the schedule of the families, given the number of a group: without reserved groups before it.
+
+    Raises `StoreError` if the two files do not belong together.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        base: tuple[TaskChange, TaskFamily],
+        open_added: Callable[[TaskChange], TaskFamily],
+        position: Callable[[int], int] = lambda group: group,
+    ) -> None:
+        self._folder, self._open, self._position = folder, open_added, position
+        self._families = {base[0].name: base[1]}
+        self._changes = {base[0].name: base[0]}  # the families by name
+        self._segments = [_Segment(first=0, mix=TaskMix.of_family(base[0].name), used={})]
+        self._read_size = -1
+        for logged in read_changes(folder):
+            if logged.start is not None and not logged.start.rejected:
+                self._apply(logged.change, logged.start.first)
+
+    @property
+    def mix(self) -> TaskMix:
+        """The tasks that the next group uses."""
+        return self._segments[-1].mix
+
+    def family(self, name: str) -> TaskFamily:
+        """Returns a family that the run has used."""
+        return self._families[name]
+
+    def draw(self, position: int, group: int) -> tuple[TaskFamily, int, TaskMix]:
+        """Returns the family of a group, the position in its schedule, and the weights of its tasks.
+
+        Args:
+            position: of the group in the schedule of the families.
+            group: number of the group; that of the first of its block for an extra group.
+        """
+        segment = self._segments[bisect_right(self._segments, group, key=lambda one: one.first) - 1]
+        for name, before, drawn in segment.mix.split(position - self._position(segment.first)):
+            if drawn:
+                return self._families[name], segment.used.get(name, 0) + before, segment.mix
+        raise AssertionError("one family gets the group")
+
+    def pending(self) -> Sequence[LoggedChange]:
+        """Returns the changes that have not started."""
+        try:
+            size = (self._folder / CHANGES_FILE).stat().st_size
+        except FileNotFoundError:
+            return ()
+        if size == self._read_size:
+            return ()
+        changes = [logged for logged in read_changes(self._folder) if logged.start is None]
+        if not changes:
+            self._read_size = size
+        return changes
+
+    def start(self, logged: LoggedChange, first: int) -> ChangeStart:
+        """Records durably that a change applies from group `first` on, or that it is rejected. Call it in the order of `pending`."""
+        first, rejected = max(first, self._segments[-1].first), ""
+        try:
+            self._apply(logged.change, first)
+        except UserError as error:
+            rejected = str(error)
+        record = ChangeStart(sha256=logged.sha256, first=first, rejected=rejected)
+        append_lines(self._folder / STARTS_FILE, [codec.to_json(record) + b"\n"], durable=True)
+        return record
+
+    def _apply(self, change: TaskChange, first: int) -> None:
+        last = self._segments[-1]
+        mix = last.mix.after(change)
+        if change.action == "add":
+            self._add(change)
+        used = dict(last.used)
+        for name, before, _ in last.mix.split(self._position(first) - self._position(last.first)):
+            used[name] = used.get(name, 0) + before
+        self._segments.append(_Segment(first=first, mix=mix, used=used))
+
+    def _add(self, change: TaskChange) -> None:
+        if (known := self._changes.get(change.name)) is not None:
+            check_same_family(known, change)
+        else:
+            self._families[change.name] = self._open(change)
+            self._changes[change.name] = change
+
+
+def check_same_family(known: TaskChange, change: TaskChange) -> None:
+    """Raises `UserError` if a change adds another family under the name of one that the run has used."""
+    if (known.family, known.options, known.seed) != (change.family, change.options, change.seed):
+        raise UserError(f"the run has used another task family {change.name}", fix="give the new one another name: --name NAME")
+
+
+def read_changes(folder: Path) -> list[LoggedChange]:
+    """Returns the changes of a run in order. Raises `StoreError` for damaged files."""
+    changes, starts = complete_lines(folder / CHANGES_FILE), complete_lines(folder / STARTS_FILE)
+    try:
+        started = [codec.from_json(ChangeStart, line) for line in starts]
+        found = [codec.from_json(TaskChange, line) for line in changes]
+    except ValueError as error:
+        raise StoreError(
+            f"{CHANGES_FILE} or {STARTS_FILE} in {folder} is damaged: {str(error)[:200]}\n  fix: restore both files"
+        ) from error
+    hashes = [_hash(line) for line in changes[: len(started)]]
+    if hashes != [one.sha256 for one in started] or any(b.first < a.first for a, b in pairwise(started)):
+        raise StoreError(f"{CHANGES_FILE} and {STARTS_FILE} in {folder} do not belong together\n  fix: restore both files")
+    return [LoggedChange(change=change, sha256=_hash(line), start=start) for change, line, start in zip_longest(found, changes, started)]
+
+
+@contextmanager
+def changing(folder: Path) -> Iterator[Callable[[TaskChange], None]]:
+    """Context that yields a function which appends a change durably. No other process appends one meanwhile."""
+    handle = os.open(folder / CHANGES_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield lambda change: append_lines(folder / CHANGES_FILE, [codec.to_json(change) + b"\n"], durable=True)
+    finally:
+        os.close(handle)
+
+
+def _hash(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()

@@ -1,0 +1,142 @@
+"""A run without a last step ends when it is stopped, with its evaluation and result, and continues later."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.base.run_lock import drive_folder
+from agentrl.cli import app
+from agentrl.errors import RecipeError
+from agentrl.observe.summary import Summary, record_start
+from agentrl.records import VersionState
+from agentrl.run import loop
+from agentrl.session.folder import finished_summary
+from agentrl.task.changes import read_changes
+from tests.driving import make_recipe
+from tests.run.endless import Numbered, endless_recipe, endless_run, steps_done
+
+
+async def run_until(folder: Path, steps: int) -> tuple[int, Summary]:
+    """Runs the pipeline, stops it after some steps, and returns the version that serves then, and the summary."""
+    recipe = endless_recipe()
+    (folder / "recipe.json").write_text(recipe.model_dump_json())
+    record_start(folder)
+    async with endless_run(folder, recipe) as run:
+        assert run.progress.plan == "until it is stopped"
+        running = asyncio.create_task(loop._pipeline(run))
+        await steps_done(run, steps)
+        run.stop_after_step()
+        await asyncio.wait_for(running, 60)
+        return run.served.version, loop._report(run, (), None)
+
+
+async def test_a_stopped_run_has_its_last_evaluation_and_a_resumed_one_continues(tmp_path: Path) -> None:
+    """The second session continues a copy of the run folder at another path."""
+    first, last = tmp_path / "first", 0
+    (first / "logs").mkdir(parents=True)
+    for steps, folder in ((3, first), (8, tmp_path / "copy")):
+        if folder != first:
+            shutil.copytree(first, folder)
+            shutil.rmtree(first)
+        version, summary = await run_until(folder, steps)
+        assert version in (steps, steps + 1) and version > last, "the step in progress was finished"
+        assert summary.finished and not summary.interrupted and summary.steps == version
+        assert "after" in json.loads((folder / "evaluations.json").read_text())
+        async with endless_run(folder, endless_recipe()) as run:
+            promoted = run.registry.get(version)
+            assert promoted is not None and promoted.state is VersionState.PROMOTED
+        assert finished_summary(folder, endless_recipe()) is None, "--resume trains further"
+        last = version
+
+
+async def test_a_run_that_is_stopped_before_it_trains_is_interrupted(tmp_path: Path) -> None:
+    async with endless_run(tmp_path, endless_recipe()) as run:
+        run.stop_after_step()
+        assert run.progress.interrupted
+        await asyncio.wait_for(loop._pipeline(run), 60)
+        assert run.served.version == 0 and "after" not in json.loads((tmp_path / "evaluations.json").read_text())
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_schedule_that_ends_needs_a_last_step(schedule: str) -> None:
+    with pytest.raises(RecipeError, match="set constant or inverse_sqrt, or set steps"):
+        make_recipe().but("steps=null", f"learner.lr_schedule={schedule}")
+    make_recipe().but("steps=null", "learner.lr_schedule=inverse_sqrt", "learner.warmup_steps=5", "max_staleness=3")
+
+
+def tasks(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["tasks", *map(str, arguments)], catch_exceptions=True)
+    return result.output + str(result.exception or "")
+
+
+async def test_tasks_change_in_a_live_run_and_in_a_stopped_one_and_a_resumed_run_gives_each_group_the_same(tmp_path: Path) -> None:
+    reference = "tests.run.endless:Numbered"
+    recipe, last = endless_recipe(**{"tasks.family": reference}), 0
+    (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
+    (tmp_path / "run.json").write_text(json.dumps({"overrides": [], "resume": "agentrl train mine.py --resume"}))
+    for steps in (3, 12):
+        with drive_folder(tmp_path, command="test"):
+            async with endless_run(tmp_path, recipe, Numbered()) as run:
+                running = asyncio.create_task(loop._pipeline(run))
+                await steps_done(run, steps)
+                if not last:
+                    said = tasks("add", tmp_path, reference, "name=added", "--name", "added", "--weight", "3")
+                    assert "family added is added with weight 3, from the first group on that has not started\nsee: agentrl" in said, said
+                    await steps_done(run, steps + 5)
+                run.stop_after_step()
+                await asyncio.wait_for(running, 60)
+                last = run.served.version
+        if steps == 3:
+            said = tasks("remove", tmp_path, "odd")
+            assert "kind odd is removed" in said and "continue it with: agentrl train mine.py --resume" in said, said
+    async with endless_run(tmp_path, recipe, Numbered()) as run:
+        entries = await run.store.entries()
+        first, removed = (logged.start.first for logged in read_changes(tmp_path) if logged.start is not None)
+        assert 3 <= first < removed < len(entries)
+        assert [entry.task_id for entry in entries] == [run.group_tasks.task(entry.index).id for entry in entries]
+        kinds = [run.group_tasks.task(entry.index).kind for entry in entries]
+        assert not any(entry.task_id.startswith("added") for entry in entries[:first])
+        assert sum(entry.task_id.startswith("added") for entry in entries[first:removed]) >= (removed - first) // 2
+        assert "odd" in kinds[:removed] and set(kinds[removed:]) == {"even"}
+    listed = json.loads(tasks("list", tmp_path, "--json"))
+    assert [(one["name"], one["share"]) for one in listed["families"]] == [("Numbered", 0.25), ("added", 0.75)]
+    states = {(one["kind"], one["state"], one["success"]) for one in listed["tasks"]}
+    assert states == {("even", "in use", 1.0), ("odd", "removed", 1.0)}
+    table = tasks("list", tmp_path)
+    assert "added                       3   75.0%" in table and f"kind odd is removed: from group {removed} on" in table, table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("remove", "oddd"), "has no task family, kind or task 'oddd'; did you mean odd?"),
+        (("remove", "Numbered"), "Numbered is the last task family of the run"),
+        (("reweight", "Numbered", "nan"), "weight nan is not a number from 0.001 to 1000"),
+        (("reweight", "Numbered", "--", "-1"), "weight -1 is not a number from 0.001 to 1000"),
+        (("reweight", "numbered-3", "0"), "to stop using it, remove it"),
+        (("add", "no.such:family"), "no.such"),
+        (("add", "tests.run.endless:Numbered"), "the run already has a task family Numbered"),
+        (("add", "tests.run.endless:Numbered", "name"), "option 'name' is not KEY=VALUE"),
+        (("add", "tests.run.endless:Numbered", "sise=3", "--name", "x"), "sise"),
+    ],
+)
+def test_a_change_that_cannot_work_is_an_error_and_changes_nothing(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    recipe = endless_recipe(**{"tasks.family": "tests.run.endless:Numbered"})
+    (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
+    action, *rest = arguments
+    said = tasks(action, tmp_path, *rest)
+    assert message in said and read_changes(tmp_path) == [], said
+
+
+def test_the_last_kind_of_a_family_cannot_be_removed(tmp_path: Path) -> None:
+    recipe = endless_recipe(**{"tasks.family": "tests.run.endless:Numbered"})
+    (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
+    tasks("remove", tmp_path, "odd")
+    said = tasks("remove", tmp_path, "even")
+    assert "without kind even, task family Numbered would have no task left" in said and len(read_changes(tmp_path)) == 1, said
