@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
@@ -205,18 +206,19 @@ class Worker:
             await asyncio.sleep(RENEW_S)
 
     async def _renew(self) -> None:
-        """Sends signs of life until the driver has not answered for `_PATIENCE_S`."""
+        """Sends signs of life until the driver has not answered for `_PATIENCE_S`. An unanswered report is sent again with its number."""
+        report: dict[str, Any] | None = None
         while True:
-            attempts = [self._attempts.popleft() for _ in range(min(MAX_EVENTS, len(self._attempts)))]
-            alerts = [self._alerts.popleft() for _ in range(len(self._alerts))]
-            try:
-                data = {"leases": [work.lease for work in self._work.values()], "alerts": alerts, "activity": ACTIVITY.own()}
+            if report is None:
+                attempts = [self._attempts.popleft() for _ in range(min(MAX_EVENTS, len(self._attempts)))]
+                alerts = [self._alerts.popleft() for _ in range(len(self._alerts))]
                 ended = [None if failure is None else codec.to_data(failure) for failure in attempts]
-                answer = await self.driver.call("/renew", data | {"attempts": ended}, timeout_s=10.0)
+                report = {"report": time.monotonic_ns(), "attempts": ended, "alerts": alerts}
+            data = {"leases": [work.lease for work in self._work.values()], "activity": ACTIVITY.own()}
+            try:
+                answer, report = await self.driver.call("/renew", data | report, timeout_s=10.0), None
                 self._heard(json.loads(answer))
             except ServingError as error:
-                self._attempts.extendleft(reversed(attempts))
-                self._alerts.extendleft(reversed(alerts))
                 if asyncio.get_running_loop().time() - self._heard_at > _PATIENCE_S:
                     log.warning("this worker ends, because the driver is gone: %s", error)
                     return

@@ -52,8 +52,8 @@ class WorkerPool:
         self.group_size = rollout.group.size
         self.restarts = 0
         self._count, self._folder, self._alert = rollout.workers, folder, alert
-        self._leases = GroupLeases(group_size=rollout.group.size)
         share = math.ceil(rollout.concurrency / rollout.workers)
+        self._leases = GroupLeases(group_size=rollout.group.size, concurrency=share, on_attempt=on_attempt)
         spec = WorkerSpec(
             recipe=recipe.model_dump(mode="json"),
             folder=str(folder.resolve()),
