@@ -27,6 +27,14 @@ _LAUNCH = (
 )
 
 
+def find_program() -> str:
+    """Returns the path of the program `redis-server`. Raises `UserError` if it is not installed."""
+    program = next(filter(None, map(shutil.which, _PROGRAMS)), None)
+    if program is None:
+        raise UserError("the program redis-server is not installed", fix="apt-get install redis-tools, which starts no service")
+    return program
+
+
 class RedisServer:
     """The process `redis-server`. It ends with this process, also if that is killed; the next one finds what was acknowledged.
 
@@ -38,10 +46,7 @@ class RedisServer:
     """
 
     def __init__(self, folder: Path, *, memory_mb: int = 1024) -> None:
-        program = next(filter(None, map(shutil.which, _PROGRAMS)), None)
-        if program is None:
-            raise UserError("the program redis-server is not installed", fix="apt-get install redis-tools, which starts no service")
-        self._program, self._folder, self._memory_mb = program, folder, memory_mb
+        self._program, self._folder, self._memory_mb = find_program(), folder, memory_mb
         self._password = secrets.token_hex(32)
         self._sockets = Path(tempfile.mkdtemp(prefix="agentrl-redis-"))  # the path of a socket has at most 107 bytes
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,13 +2,14 @@
 
 The driver queues groups; workers take them, one lease per group. A worker that is silent or leaves loses its leases, and its groups return
 to the head of the queue. Another worker continues them from their saved episodes (`EpisodeCheckpoints`). Only the newest lease of a group
-may deliver its result, so a worker that was silent and returns cannot deliver a group twice. The attempts that were in flight in a lost
-worker count as infrastructure faults.
+may deliver its result over HTTP, so a worker that was silent and returns cannot deliver a group twice. The attempts that were in flight in
+a lost worker count as infrastructure faults.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections import deque
@@ -21,6 +22,8 @@ from agentrl.records.failure import WORKER_LOST
 from agentrl.rollout.faults import infrastructure_fault
 from agentrl.rollout.group import excluded_group
 from agentrl.rollout.hooks import AttemptListener
+
+log = logging.getLogger(__name__)
 
 SILENT_S = 15.0
 """Seconds without a request after which a worker counts as lost."""
@@ -54,6 +57,15 @@ class _Job:
     worker: str = ""
     leased_at: float = 0.0
 
+    def is_for(self, group: Group) -> bool:
+        return (group.index, group.task_id, group.task_key) == (self.index, self.task.id, self.task.key)
+
+    def accepts(self, group: Group) -> bool:
+        """Whether a complete group that was sampled under another lease may be the result."""
+        episodes = [scored.episode for scored in group.episodes]
+        fresh = all(one.oldest_version is None or one.oldest_version >= self.oldest_version for one in episodes)
+        return self.is_for(group) and fresh and not any(one.left_out for one in episodes)
+
 
 class GroupLeases:
     """The queue of groups and their leases. A `GroupSampler`; use it from one event loop.
@@ -81,6 +93,7 @@ class GroupLeases:
         self._clock = clock
         self._waiting = deque[_Job]()
         self._leased: dict[str, _Job] = {}
+        self._early: dict[int, Group] = {}  # arrived before they were requested
         self._silent_s: dict[str, float] = {}  # worker -> seconds since its newest request, as far as they count
         self._lost = deque[str](maxlen=_LOST)  # workers that have sent no renewal since
         self._looked = clock()
@@ -103,6 +116,8 @@ class GroupLeases:
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
         """Returns the group that a worker sampled. A cancellation withdraws it from the queue or the worker."""
         job = _Job(index, task, oldest_version)
+        if (group := self._early.pop(index, None)) is not None and job.accepts(group):
+            return group
         await self._queue(job)
         try:
             return await job.result
@@ -151,14 +166,40 @@ class GroupLeases:
         job = self._leased.get(lease)
         if job is None:
             return False
-        if (group.index, group.task_id, group.task_key) != (job.index, job.task.id, job.task.key):
+        if not job.is_for(group):
             raise ValueError(
                 f"the lease is for task {job.task.id!r} in group {job.index}, the result for {group.task_id!r} in {group.index}"
             )
-        self._end(job)
+        self._settle(job, group)
+        return True
+
+    async def arrive(self, lease: str, group: Group) -> None:
+        """Delivers a group that a transport carried. A group of a lost lease, or of an earlier driver, is the result if it is the first one
+        of its index and none of its attempts failed: they may have failed because the lease was lost."""
+        if (job := self._leased.get(lease)) is not None:
+            if job.is_for(group):
+                self._settle(job, group)
+            else:
+                log.warning("a worker sent a result for group %d under the lease of group %d", group.index, job.index)
+                await self._requeue([job], failed=True)
+            return
+        open_jobs = [job for job in (*self._waiting, *self._leased.values()) if job.index == group.index]
+        if not open_jobs:
+            self._early[group.index] = group
+        elif open_jobs[0].accepts(group):
+            self._settle(open_jobs[0], group)
+
+    def forget(self, index: int) -> None:
+        """Drops a group that arrived and is not needed, because the store has one of its index."""
+        self._early.pop(index, None)
+
+    def _settle(self, job: _Job, group: Group) -> None:
+        if job.lease in self._leased:
+            self._end(job)
+        else:
+            self._waiting.remove(job)
         if not job.result.done():
             job.result.set_result(group)
-        return True
 
     async def lose(self, worker: str, *, failed: bool = True) -> int:
         """Requeues the groups of a worker that is gone, and returns their number. `failed`: whether it was lost rather than left."""

@@ -45,6 +45,7 @@ from agentrl.protocols import CacheUse
 from agentrl.protocols.serving import MAX_CACHE_USE
 from agentrl.records import Completion, Failure, Group, SamplingParams, Task, codec
 from agentrl.rollout import Admission, GroupRunner, excluded_group, failure_from_error
+from agentrl.run.group_stream import Outbox, open_transport
 from agentrl.run.worker_api import ADDRESS_FILE, LEASE_WAIT_S, MAX_EVENTS, MAX_GROUP_BYTES
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.transport import HttpTransport
@@ -73,6 +74,7 @@ class WorkerSpec:
     concurrency: int  # episodes at once in one worker
     max_open: int  # sandboxes at once in one worker
     token_s: float = 0.0  # see `PolicyServer.token_s`
+    redis: dict[str, Any] = field(default_factory=dict, repr=False)  # see `open_transport`; empty: groups are sent over HTTP
 
 
 class DriverConnection:
@@ -127,8 +129,10 @@ class Worker:
 
     driver: DriverConnection
     lanes: int  # groups at once
+    outbox: Outbox | None = None  # None: groups are sent over HTTP
     cache_use: CacheUse | None = None  # of the policy's servers, as of the last renewal
     _work: dict[int, _Work] = field(default_factory=dict)  # by group index
+    _sent: set[str] = field(default_factory=set)  # leases whose groups are in the stream and not known to the driver
     _attempts: deque[Failure | None] = field(default_factory=deque)
     _alerts: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     _heard_at: float = 0.0
@@ -159,10 +163,11 @@ class Worker:
         self._heard_at = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as working:
             renewing = working.create_task(self._renew())
+            sending = [] if self.outbox is None else [working.create_task(self.outbox.run())]
             lanes = [working.create_task(self._lane(runner)) for _ in range(self.lanes)]
             await renewing
-            for lane in lanes:
-                lane.cancel()
+            for task in sending + lanes:
+                task.cancel()
 
     async def leave(self) -> None:
         """Returns the leases, so that other workers continue their groups at once."""
@@ -198,6 +203,9 @@ class Worker:
                 del self._work[index]
 
     async def _deliver(self, work: _Work, group: Group) -> None:
+        if self.outbox is not None and await self.outbox.send(work.lease, group):
+            self._sent.add(work.lease)
+            return
         content = await asyncio.to_thread(_content_of, group)
         while True:  # ends with the worker if the driver is gone
             with suppress(ServingError):
@@ -214,7 +222,7 @@ class Worker:
                 alerts = [self._alerts.popleft() for _ in range(len(self._alerts))]
                 ended = [None if failure is None else codec.to_data(failure) for failure in attempts]
                 report = {"report": time.monotonic_ns(), "attempts": ended, "alerts": alerts}
-            data = {"leases": [work.lease for work in self._work.values()], "activity": ACTIVITY.own()}
+            data = {"leases": [*(work.lease for work in self._work.values()), *self._sent], "activity": ACTIVITY.own()}
             try:
                 answer, report = await self.driver.call("/renew", data | report, timeout_s=10.0), None
                 self._heard(json.loads(answer))
@@ -231,6 +239,7 @@ class Worker:
         for name, (url, key, refused) in answer["judges"].items():
             if (server := registered_servers().get(name)) is not None:
                 server.url, server.key, server.refused = url, key, refused
+        self._sent.difference_update(answer["abandon"])
         for work in list(self._work.values()):
             if work.lease in answer["abandon"] and work.sampling is not None:
                 work.sampling.cancel()
@@ -292,7 +301,7 @@ async def work(folder: Path, *, worker: str) -> None:
         recipe = build(spec.recipe)
         rollout = recipe.rollout
         lanes = 2 * math.ceil(spec.concurrency / rollout.group.starts_together)  # twice, because ending groups leave slots free
-        one = Worker(driver, lanes)
+        one = Worker(driver, lanes, Outbox(open_transport(spec.redis)) if spec.redis else None)
         await stack.enter_async_context(rare_collections())
         await stack.enter_async_context(DRIVER_LAG.watched(one.alert))
         runner = await _open_runner(stack, recipe, spec, root, one)

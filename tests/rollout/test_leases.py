@@ -16,6 +16,7 @@ from agentrl.records import Failure, Group
 from agentrl.rollout import excluded_group
 from agentrl.rollout.faults import infrastructure_fault
 from agentrl.rollout.leases import MAX_LOSSES, SILENT_S, GroupLeases, Lease
+from agentrl.testing.store_contract import make_group
 from tests.driving import make_task
 
 
@@ -222,3 +223,76 @@ async def test_a_result_that_arrives_while_lost_groups_are_requeued_is_refused()
     assert [(await leases.take("b", wait_s=1)).index for _ in range(3)] == [0, 1, 2]  # type: ignore[union-attr]
     for group in groups:
         group.cancel()
+
+
+def complete(index: int, who: str) -> Group:
+    """A group of one attempt that was scored."""
+    group = make_group(index)
+    task = make_task(index)
+    episodes = tuple(replace(one, episode=replace(one.episode, task_id=task.id, task_key=task.key, answer=who)) for one in group.episodes)
+    return replace(group, task_id=task.id, task_key=task.key, episodes=episodes)
+
+
+@given(st.integers(min_value=0, max_value=2**32), st.integers(min_value=1, max_value=8))
+def test_a_transport_delivers_the_first_complete_group_of_an_index_whoever_sampled_it(seed: int, groups: int) -> None:
+    """Entries arrive late, repeated, under lost leases, and from the worker of an earlier driver."""
+
+    async def play() -> None:
+        choose = random.Random(seed)
+        leases, stream = GroupLeases(group_size=1, concurrency=64), list[tuple[str, Group]]()
+        early = {index for index in range(groups) if choose.random() < 0.3}
+        for index in sorted(early):
+            await leases.arrive("of an earlier driver", complete(index, "earlier"))
+        running = [asyncio.create_task(leases.run_group(index, make_task(index))) for index in range(groups)]
+        await asyncio.sleep(0)
+        assert {index for index in range(groups) if running[index].done()} == early
+        first = dict.fromkeys(early, "earlier")
+        while len(first) < groups:
+            worker = choose.choice("ab")
+            match choose.choice(["take", "send", "fail", "die", "read", "read"]):
+                case "take":
+                    await leases.take(worker, wait_s=0)
+                case "send" if held := [job for job in leases._leased.values() if job.worker == worker]:
+                    job = choose.choice(held)
+                    stream += [(job.lease, complete(job.index, job.lease))] * choose.choice([1, 1, 2])
+                case "fail" if held := [job for job in leases._leased.values() if job.worker == worker]:
+                    job = choose.choice(held)
+                    lease = Lease(id=job.lease, index=job.index, task=job.task, oldest_version=0)
+                    await leases.lose(worker, failed=False)
+                    stream.append((job.lease or lease.id, result_of(lease, "failed, because its lease was lost")))
+                case "die":
+                    await leases.lose(worker, failed=False)
+                case "read" if stream:
+                    lease_id, group = stream.pop(choose.randrange(len(stream)))
+                    await leases.arrive(lease_id, group)
+                    if not group.episodes[0].episode.left_out:
+                        first.setdefault(group.index, lease_id)
+                    await asyncio.sleep(0)
+                case _:
+                    pass
+            await asyncio.sleep(0)
+            assert {index for index in range(groups) if running[index].done()} == set(first)
+        results = await asyncio.gather(*running)
+        assert {group.index: group.episodes[0].episode.answer for group in results} == first
+        assert leases.waiting == 0 and not leases._leased
+        for index in range(groups):
+            leases.forget(index)
+        assert not leases._early
+
+    asyncio.run(play())
+
+
+async def test_a_group_of_another_task_or_of_older_weights_is_not_the_result() -> None:
+    leases = GroupLeases(group_size=1, concurrency=64)
+    other = replace(complete(0, "x"), task_key="0" * 64)
+    await leases.arrive("earlier", complete(0, "old"))
+    waiting = asyncio.create_task(leases.run_group(0, make_task(0), oldest_version=9))
+    await asyncio.sleep(0)
+    await leases.arrive("earlier", complete(0, "old"))
+    await leases.arrive("earlier", other)
+    assert not waiting.done() and leases.waiting == 1
+    lease = await leases.take("a", wait_s=1)
+    assert lease is not None
+    await leases.arrive(lease.id, complete(1, "of another group"))
+    assert not leases.is_valid(lease.id) and leases.waiting == 1 and leases.losses == 1, "else it would wait for ever"
+    waiting.cancel()
