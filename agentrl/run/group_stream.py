@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 BATCH = 16
 """Groups of one transaction."""
 _WATCH_S = 0.25
+_SILENT_S = 20.0
 _RESTARTS = 5  # in a row
 _SOUND_S = 120.0
 _CHECK_S = 10.0  # to reach a server before the run starts
@@ -118,11 +119,16 @@ class GroupStream:
                 await asyncio.to_thread(server.close)
 
     async def _keep(self, server: RedisServer) -> None:
-        """Restarts the run's server until it has failed too often in a row."""
-        restarts = Restarts(sound_s=_SOUND_S)
+        """Restarts the run's server if it ends or is silent, until it has failed too often in a row."""
+        restarts, clock = Restarts(sound_s=_SOUND_S), asyncio.get_running_loop().time
+        answered = clock()
         while True:
             await asyncio.sleep(_WATCH_S)
             if not server.restart_if_dead():
+                if await asyncio.to_thread(server.answers):
+                    answered = clock()
+                elif clock() - answered > _SILENT_S:
+                    server.kill()
                 continue
             restarts.progress()
             self.restarts += 1
@@ -131,6 +137,7 @@ class GroupStream:
             self._alert("the Redis server is replaced; it has the groups that it had accepted")
             await asyncio.to_thread(server.wait_ready)
             restarts.started()
+            answered = clock()
 
     def _prefix(self) -> str:
         """Returns the prefix of the run's keys, which another run in a folder of the same name does not have."""

@@ -60,6 +60,7 @@ RENEW_S = 1.0
 _PATIENCE_S = 30.0  # without an answer of the driver, before the worker ends
 _REQUEST_S = 60.0  # deadline of a request that does not wait
 _MARGIN_S = 45.0  # of a request to the policy, beyond its own deadline
+_SENT_S = 600.0  # in which the driver reads a group from the stream; then the group is sampled again
 _CONNECTIONS = 8192
 _KINDS = {error.__name__: error for error in (ServingError, ServerDied, RequestRefused)}  # they decide who is to blame
 
@@ -132,7 +133,7 @@ class Worker:
     outbox: Outbox | None = None  # None: groups are sent over HTTP
     cache_use: CacheUse | None = None  # of the policy's servers, as of the last renewal
     _work: dict[int, _Work] = field(default_factory=dict)  # by group index
-    _sent: set[str] = field(default_factory=set)  # leases whose groups are in the stream and not known to the driver
+    _sent: dict[str, float] = field(default_factory=dict)  # lease of a group in the stream -> when it counts as lost there
     _attempts: deque[Failure | None] = field(default_factory=deque)
     _alerts: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     _heard_at: float = 0.0
@@ -204,7 +205,7 @@ class Worker:
 
     async def _deliver(self, work: _Work, group: Group) -> None:
         if self.outbox is not None and await self.outbox.send(work.lease, group):
-            self._sent.add(work.lease)
+            self._sent[work.lease] = time.monotonic() + _SENT_S
             return
         content = await asyncio.to_thread(_content_of, group)
         while True:  # ends with the worker if the driver is gone
@@ -222,6 +223,7 @@ class Worker:
                 alerts = [self._alerts.popleft() for _ in range(len(self._alerts))]
                 ended = [None if failure is None else codec.to_data(failure) for failure in attempts]
                 report = {"report": time.monotonic_ns(), "attempts": ended, "alerts": alerts}
+            self._sent = {lease: until for lease, until in self._sent.items() if until > time.monotonic()}
             data = {"leases": [*(work.lease for work in self._work.values()), *self._sent], "activity": ACTIVITY.own()}
             try:
                 answer, report = await self.driver.call("/renew", data | report, timeout_s=10.0), None
@@ -239,7 +241,8 @@ class Worker:
         for name, (url, key, refused) in answer["judges"].items():
             if (server := registered_servers().get(name)) is not None:
                 server.url, server.key, server.refused = url, key, refused
-        self._sent.difference_update(answer["abandon"])
+        for lease in answer["abandon"]:
+            self._sent.pop(lease, None)
         for work in list(self._work.values()):
             if work.lease in answer["abandon"] and work.sampling is not None:
                 work.sampling.cancel()

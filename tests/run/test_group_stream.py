@@ -146,7 +146,13 @@ class Run:
 
 
 @pytest.mark.slow
-async def test_groups_of_workers_pass_a_server_that_is_killed_and_each_is_stored_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_groups_of_workers_pass_a_server_that_dies_or_stops_and_each_is_stored_once(
+    tmp_path: Path, fault: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_stream, "_SILENT_S", 1.0)
+    monkeypatch.setattr(redis_server, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(redis_transport, "_CALL_S", 1.0)
     async with driving(tmp_path) as drive, AsyncExitStack() as stack, asyncio.timeout(60):
         store = await DriverStore.open(partial(SqliteStore, tmp_path / "experience.sqlite"))
         stack.push_async_callback(store.close)
@@ -158,7 +164,7 @@ async def test_groups_of_workers_pass_a_server_that_is_killed_and_each_is_stored
         while not (await store.entries()):
             await asyncio.sleep(0.02)
         pid = int(other._redis.info("server")["process_id"])
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, fault)
         assert [(await group).index for group in groups] == list(range(12))
         async with asyncio.timeout(10):
             while other._redis.xlen(other._groups) or drive.leases._leased:
