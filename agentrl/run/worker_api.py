@@ -62,7 +62,7 @@ class WorkerApi:
     """Serves workers while `serving` is open."""
 
     folder: Path  # the run folder, with the address file
-    spec: dict[str, Any]  # JSON data, see `agentrl.run.worker.WorkerSpec`
+    spec: dict[str, Any] = field(repr=False)  # JSON data, see `agentrl.run.worker.WorkerSpec`; may contain a password
     leases: GroupLeases
     served: PolicyServer
     on_attempt: AttemptListener

@@ -21,6 +21,7 @@ from agentrl.errors import RequestRefused, ServerDied, ServingError, UserError
 from agentrl.protocols import CacheUse
 from agentrl.records import Blame, Completion, Failure, Group, VersionSpan, codec
 from agentrl.rollout import excluded_group, task_fault
+from agentrl.rollout import leases as leases_module
 from agentrl.rollout.leases import GroupLeases
 from agentrl.run import worker as worker_module
 from agentrl.run import worker_api
@@ -333,6 +334,30 @@ async def test_an_alert_during_a_renewal_is_sent_with_the_next(tmp_path: Path, m
         while not any("second" in alert for alert in drive.alerts):
             await asyncio.sleep(0.02)
         assert "first" in drive.alerts[0]
+
+
+async def test_a_group_that_the_stream_loses_is_sampled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its worker would renew the lease for ever."""
+
+    class Lossy:
+        """An outbox whose server is emptied after the first group. Later groups are too large for it, so they are sent over HTTP."""
+
+        async def run(self) -> None:
+            await asyncio.Event().wait()
+
+        async def send(self, lease: str, group: Group) -> bool:
+            lost.append(lease)
+            return len(lost) == 1
+
+    lost = list[str]()
+    monkeypatch.setattr(worker_module, "_SENT_S", 0.2)
+    monkeypatch.setattr(worker_module, "RENEW_S", 0.05)
+    monkeypatch.setattr(leases_module, "_UNHEARD_S", 0.1)
+    async with driving(tmp_path) as drive, working(drive, "a") as worker, asyncio.timeout(20):
+        worker.outbox = Lossy()  # type: ignore[assignment]
+        group = await drive.leases.run_group(0, make_task(0))
+        assert len(lost) == 2 and len(group.episodes) == 3 and drive.leases.losses == 0
+        assert not any(scored.episode.left_out for scored in group.episodes)
 
 
 async def test_the_driver_counts_what_its_workers_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
