@@ -105,5 +105,9 @@ class StoreError(InfrastructureError):
     """The experience store or version registry is unreadable, full or inconsistent."""
 
 
+class GroupTooLarge(StoreError):
+    """A compressed group is larger than the transport's limit."""
+
+
 class DiskFull(InfrastructureError):
     """A disk that the run writes to is full. A restart would not help."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from agentrl.chaos import driver, parts, verifier
+from agentrl.chaos import driver, parts, verifier, workers
 from agentrl.chaos.parts import Injected
 from agentrl.chaos.subject import Subject
 
-SERVER_S, LEARNER_S, SANDBOX_S, DETECTED_S, RESUMED_S = 90.0, 60.0, 2.0, 30.0, 180.0
-"""Bounds in seconds: a killed server, learner or sandbox is replaced; a stopped part is detected; a killed driver's run continues."""
+SERVER_S, LEARNER_S, WORKER_S, SANDBOX_S, DETECTED_S, RESUMED_S = 90.0, 60.0, 5.0, 2.0, 30.0, 180.0
+"""Bounds in seconds: a killed server, learner, worker or sandbox is replaced, a stopped part detected, a killed driver's run resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,7 @@ class Case:
     bound_s: float | None = None  # of `Injected.recovered_s`
     needs_small_disk: bool = False  # mounting one needs root
     needs_bubblewrap: bool = False
+    needs_workers: bool = False  # and Redis: the case is injected into a second run, with both
 
     @property
     def title(self) -> str:
@@ -58,5 +59,10 @@ CASES: tuple[Case, ...] = (
     _case(21, "verifier-hangs", verifier.verifier_hangs),
     _case(21, "verifier-blocks", verifier.verifier_blocks),
     _case(28, "hang-up", driver.hang_up),
+    _case(31, "worker-killed", workers.worker_killed, WORKER_S, needs_workers=True),
+    _case(30, "redis-killed", workers.redis_killed, needs_workers=True),
+    _case(31, "worker-stopped", workers.worker_stopped, DETECTED_S, needs_workers=True),
+    _case(30, "redis-driver-killed", driver.driver_killed, RESUMED_S, needs_bubblewrap=True, needs_workers=True),
+    _case(31, "workers-killed", workers.workers_killed, LEARNER_S, needs_workers=True),
 )
-"""All cases, in the order in which one run meets them."""
+"""All cases, in the order in which a run meets them."""

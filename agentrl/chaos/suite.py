@@ -1,4 +1,4 @@
-"""Runs cases, one after another, in one run, and checks the run afterwards."""
+"""Runs cases, one after another, in one run or two, and checks each run afterwards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from agentrl.chaos.checks import orphaned_sandboxes, problems
 from agentrl.chaos.driver import small_disk
 from agentrl.chaos.parts import Injected
 from agentrl.chaos.subject import SMALL, ChaosError, Subject
+from agentrl.chaos.workers import WORKERS
 
 STEPS_PER_CASE = 4
 _CASE_S = 60.0  # expected, before the first is measured
@@ -53,34 +54,44 @@ def run_cases(
     overrides: Sequence[str] = SMALL,
     examine: Callable[[Subject], None] = lambda run: None,
 ) -> list[Result]:
-    """Injects cases into one run in the folder `work`. Returns a result for each, and one for the run after all of them.
+    """Injects cases into a run in the folder `work`, and those of rollout workers into a second one. Returns a result for each case, and
+    one for each run after its cases.
 
     Args:
         slack: factor of every bound, for a machine that does other work.
         report: called with a line of text for each case.
         overrides: of the quickstart's recipe.
-        examine: called with the run after everything was verified.
+        examine: called with each run after everything was verified.
     """
     with ExitStack() as stack:
         disk = work / "disk"
         mounted = stack.enter_context(small_disk(disk)) if any(case.needs_small_disk for case in cases) else False
         disk.mkdir(parents=True, exist_ok=True)
-        orphans = orphaned_sandboxes()
-        run = Subject(disk / "run", steps=STEPS_PER_CASE * len(cases) + 2, backend=backend, log=work / "run.log", overrides=overrides)
         if mounted:
             stack.callback(shutil.copytree, disk, work / "kept", ignore=shutil.ignore_patterns("filler"))
-        stack.callback(run.close)
-        run.start()
-        results, began = [], time.monotonic()
-        for number, case in enumerate(cases):
-            mean_s = (time.monotonic() - began) / number if number else _CASE_S
-            report(f"{number + 1}/{len(cases)} {case.title}: {case.injects} About {mean_s * (len(cases) - number) / 60:.0f} min left.")
-            results.append(skipped if (skipped := _skip(case, backend, mounted)) else _run_case(case, run, slack))
-            report(_line(results[-1]))
-        report("the run finishes, then its ledger is verified")
-        results.append(_after(run, orphans))
-        examine(run)
+        results = list[Result]()
+        for name, extra in (("run", ()), ("workers", WORKERS)):
+            if chosen := [case for case in cases if case.needs_workers == bool(extra)]:
+                steps, log = STEPS_PER_CASE * len(chosen) + 2, work / f"{name}.log"
+                with closing(Subject(disk / name, steps=steps, backend=backend, log=log, overrides=(*overrides, *extra))) as run:
+                    orphans = orphaned_sandboxes()
+                    results += _inject_all(chosen, run, backend, mounted, slack, report)
+                    report("the run finishes, then its ledger is verified")
+                    results.append(_after(run, orphans))
+                    examine(run)
         return results
+
+
+def _inject_all(cases: Sequence[Case], run: Subject, backend: str, mounted: bool, slack: float, report: Report) -> list[Result]:
+    """Starts a run and injects cases, one after another."""
+    run.start()
+    results, began = list[Result](), time.monotonic()
+    for number, case in enumerate(cases):
+        mean_s = (time.monotonic() - began) / number if number else _CASE_S
+        report(f"{number + 1}/{len(cases)} {case.title}: {case.injects} About {mean_s * (len(cases) - number) / 60:.0f} min left.")
+        results.append(skipped if (skipped := _skip(case, backend, mounted)) else _run_case(case, run, slack))
+        report(_line(results[-1]))
+    return results
 
 
 def _skip(case: Case, backend: str, mounted: bool) -> Result | None:

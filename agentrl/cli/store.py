@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -30,7 +31,8 @@ _SHOWN = 20  # groups or problems printed without --all
 def store(
     run_dir: Annotated[Path, typer.Argument(help="Run folder.")],
     state: Annotated[
-        Literal["parked", "ready", "assigned", "trained", "excluded"] | None, typer.Option(help="List only groups in this state.")
+        Literal["issued", "running", "parked", "ready", "assigned", "trained", "excluded"] | None,
+        typer.Option(help="List only groups in this state."),
     ] = None,
     step: Annotated[int | None, typer.Option(min=1, help="List only groups of this learner step, counted from 1.")] = None,
     list_all: Annotated[bool, typer.Option("--all", help=f"List all groups. Default: the newest {_SHOWN}.")] = False,
@@ -42,8 +44,9 @@ def store(
 ) -> None:
     """List the groups of a run and count its sampled, trained, excluded and open tokens. Works during the run.
 
-    A group is parked (it waits for late scores), ready, assigned to a learner step, trained, or excluded because its step trained none of
-    its tokens. Open tokens belong to parked, ready and assigned groups. Exits with 1 if --verify reports a problem.
+    A group is issued (its block has started), running (an attempt has ended or saved a turn), parked (it waits for late scores), ready,
+    assigned to a learner step, trained, or excluded because its step trained none of its tokens. Open tokens belong to parked, ready and
+    assigned groups. Exits with 1 if --verify reports a problem.
     """
     from agentrl.experience import audit
 
@@ -51,6 +54,7 @@ def store(
         if opened.parked():
             opened.expire_scores(now=time.time())
         entries = opened.entries()
+        unstored = audit.unstored_groups(run_dir, opened, entries)
         expiries = _expiries(opened)
         problems = list(islice(audit.verify(run_dir, opened, progress=bar), audit.MAX_PROBLEMS)) if verify else []
         written = audit.export(opened, export, progress=bar) if export is not None else 0
@@ -59,10 +63,11 @@ def store(
     if as_json:
         groups = [_as_data(entry) for entry in chosen]
         next_expiry = min(expiries, default=None)
-        data = {"counts": asdict(counts), "next_expiry": next_expiry, "groups": groups, "problems": problems, "verified": verify}
-        print(json.dumps(data))
+        data = {"counts": asdict(counts), "unstored": unstored, "next_expiry": next_expiry, "groups": groups}
+        print(json.dumps(data | {"problems": problems, "verified": verify}))
         raise typer.Exit(1 if problems else 0)
-    print(", ".join(f"{number} {name}" for name, number in counts.groups.items()) + f" of {len(entries)} groups")
+    numbers = dict.fromkeys(("issued", "running"), 0) | Counter(unstored.values()) | counts.groups
+    print(", ".join(f"{number} {name}" for name, number in numbers.items()) + f" of {len(entries) + len(unstored)} groups")
     print(audit.token_balance(counts.tokens))
     if counts.groups["parked"]:
         first = f"; the next expires at {datetime.fromtimestamp(min(expiries)).isoformat(' ', 'seconds')}" if expiries else ""
@@ -70,6 +75,8 @@ def store(
     for reason, number in counts.unused.items():
         print(f"  {number:>6} groups without trained tokens: {_one_line(reason)}")
     _print_groups(chosen if list_all else chosen[-_SHOWN:], hidden=0 if list_all else max(0, len(chosen) - _SHOWN))
+    for index in () if step is not None else (index for index, name in unstored.items() if state in (None, name)):
+        print(f"{index:>7}  {unstored[index]}")
     if export is not None:
         print(f"wrote {written} episodes to {export}")
     for problem in problems:
@@ -123,13 +130,14 @@ def open_run_store(run_dir: Path) -> Iterator[ExperienceStore]:
     """Opens the store of a run for one command. Raises `UserError` if the folder contains no run, or no group is stored yet."""
     from agentrl.config import recipe
     from agentrl.experience import open_store
+    from agentrl.plugins.parts import STORE
     from agentrl.plugins.references import add_project_root
 
     if not (run_dir / "recipe.json").is_file():
         raise UserError(f"{run_dir} is not a run folder", fix="give the folder of a run, such as runs/quickstart")
     add_project_root(Path.cwd())  # for a user-supplied store
     loaded = recipe.load(run_dir / "recipe.json")
-    if loaded.store.ref == "sqlite" and not (run_dir / "experience.sqlite").is_file():
+    if loaded.store.ref in STORE.shipped and not (run_dir / "experience.sqlite").is_file():
         raise UserError(
             f"{run_dir} has no stored groups yet", fix="wait until the first group is stored, or give the folder of another run"
         )

@@ -98,7 +98,8 @@ class Recipe(Section):
     """Notes that agents write for later episodes. None disables memory; `{}` uses the defaults."""
     capture: CaptureConfig = resumable(CaptureConfig())
     store: parts.Store = Part("sqlite")
-    """Store of scored groups between rollouts and learner. sqlite: a file in the run folder."""
+    """Store of scored groups between rollouts and learner. sqlite: a file in the run folder. redis: the same, and a Redis
+    stream from rollout workers to it."""
     trackers: tuple[parts.Tracker, ...] = resumable((Part("terminal"), Part("tensorboard")))
     """Receivers of metrics, in addition to `metrics.jsonl`. terminal: progress. tensorboard: event files in logs/tensorboard."""
     sandbox: SandboxConfig = resumable(SandboxConfig())
@@ -170,6 +171,8 @@ class Recipe(Section):
             )
 
     def _resources(self) -> Iterator[str]:
+        if self.store.ref == "redis" and not self.rollout.workers:
+            yield "store=redis carries the groups of rollout workers: set rollout.workers, or store=sqlite"
         if self.serving.replicas > self.rollout.concurrency:
             yield "serving.replicas exceeds rollout.concurrency: an episode uses one server, so some would stay idle; lower replicas"
         if self.serving.weight_transfer.ref == "nccl" and self.device == "cpu":

@@ -12,8 +12,10 @@ from typing import Any
 
 from agentrl.base.files import has_intact_files
 from agentrl.base.untrusted_files import open_file, read_bytes
+from agentrl.config.recipe import load
 from agentrl.errors import StoreError, UserError
-from agentrl.experience.ledger import new_entry
+from agentrl.experience.checkpoints import FolderCheckpoints
+from agentrl.experience.ledger import GroupOrder, new_entry
 from agentrl.experience.step_uses import CONSUMED_FILE, hash_steps, read_steps
 from agentrl.protocols import ExperienceStore
 from agentrl.records import Group, GroupUse, LedgerEntry, codec
@@ -54,6 +56,17 @@ class LedgerCounts:
         """The token counts by name: sampled, trained, excluded and open."""
         sampled, trained, excluded, left = self.tokens_sampled, self.tokens_trained, self.tokens_excluded, self.tokens_open
         return {"sampled": sampled, "trained": trained, "excluded": excluded, "open": left}
+
+
+def unstored_groups(run_dir: Path, store: ExperienceStore, entries: Iterable[LedgerEntry]) -> dict[int, str]:
+    """Returns the groups that have no ledger entry, with their states.
+
+    running: an attempt has ended, or saved a turn, in `running/`. issued: the group's block has started.
+    """
+    order, stored = GroupOrder.from_recipe(load(run_dir / "recipe.json")), {entry.index for entry in entries}
+    started = {index for block in store.block_versions() for index in order.block(block)[: order.per_step]}
+    running = set(FolderCheckpoints(run_dir / "running").groups())
+    return {index: "running" if index in running else "issued" for index in sorted((started | running) - stored)}
 
 
 def token_balance(tokens: Mapping[str, int]) -> str:

@@ -19,12 +19,21 @@ from agentrl.errors import InfrastructureError, UserError
 from agentrl.experience.redis_transport import MAX_ENTRY_BYTES
 
 _READY_S = 60.0  # to start, and to read its file
+_ANSWER_S = 2.0
 _END_S = 10.0
 _PROGRAMS = ("redis-server", "redis-check-rdb")  # one program, whose first argument decides; Debian's redis-tools has only the second name
 _LAUNCH = (
     "import os, sys; from agentrl.base.processes import die_with_parent; die_with_parent(int(sys.argv[1]));"
     " os.execv(sys.argv[2], ['redis-server', '-'])"
 )
+
+
+def find_program() -> str:
+    """Returns the path of the program `redis-server`. Raises `UserError` if it is not installed."""
+    program = next(filter(None, map(shutil.which, _PROGRAMS)), None)
+    if program is None:
+        raise UserError("the program redis-server is not installed", fix="apt-get install redis-tools, which starts no service")
+    return program
 
 
 class RedisServer:
@@ -38,10 +47,7 @@ class RedisServer:
     """
 
     def __init__(self, folder: Path, *, memory_mb: int = 1024) -> None:
-        program = next(filter(None, map(shutil.which, _PROGRAMS)), None)
-        if program is None:
-            raise UserError("the program redis-server is not installed", fix="apt-get install redis-tools, which starts no service")
-        self._program, self._folder, self._memory_mb = program, folder, memory_mb
+        self._program, self._folder, self._memory_mb = find_program(), folder, memory_mb
         self._password = secrets.token_hex(32)
         self._sockets = Path(tempfile.mkdtemp(prefix="agentrl-redis-"))  # the path of a socket has at most 107 bytes
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,6 +77,18 @@ class RedisServer:
                         raise InfrastructureError(f"the Redis server in {self._folder} does not start: {error}\n{log}") from error
                 time.sleep(0.02)
 
+    def answers(self) -> bool:
+        """Whether the server answers within two seconds."""
+        try:
+            with redis.Redis.from_url(self.url, socket_timeout=_ANSWER_S, socket_connect_timeout=_ANSWER_S) as client:
+                return bool(client.ping())
+        except redis.RedisError:
+            return False
+
+    def kill(self) -> None:
+        """Kills the process. Idempotent."""
+        self._process.kill()
+
     def restart_if_dead(self) -> bool:
         """Starts the server again if its process has ended. Returns whether it had."""
         if self._process.poll() is None:
@@ -84,7 +102,7 @@ class RedisServer:
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self.kill()
             self._process.wait()
         shutil.rmtree(self._sockets, ignore_errors=True)
 

@@ -3,8 +3,8 @@
     worker: MULTI, XADD each group, EXEC --(stream)--> driver: XREADGROUP -> one commit of the store -> XACK and XDEL
 
 Each arrow may break and be repeated, so an entry may be delivered twice; the store keeps the first group of an index. An entry is removed
-only after the commit that contains its group. Entries are hostile input: their size is bounded, and one that is no group is moved to the
-stream `damaged`, with the reason.
+only after a commit that contains its group, or another one with that index. Entries are hostile input: their size is bounded, and one that
+is no group is moved to the stream `damaged`, with the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from redis.retry import Retry
 
 from agentrl.base.database import compress, decompress
 from agentrl.base.error_text import one_line_error
-from agentrl.errors import StoreError, UserError
+from agentrl.errors import GroupTooLarge, StoreError, UserError
 from agentrl.experience.driver_store import DriverStore
 from agentrl.protocols import GroupTransport
 from agentrl.protocols.experience import Delivery
@@ -39,6 +39,8 @@ MAX_GROUP_BYTES = 1 << 30
 """Maximum size of a decompressed group."""
 BATCH = 16
 """Groups that are added in one transaction, and read at once."""
+MAX_HELD = 256
+"""Maximum entries that the driver has read and not stored. Further ones stay in the stream, and are read again after `IDLE_S`."""
 IDLE_S = 120.0
 """Entries that were delivered this long ago and not acknowledged are delivered again. Longer than any commit."""
 
@@ -60,19 +62,22 @@ class RedisTransport:
     """A `GroupTransport` in one database of a Redis server. Thread-safe. It connects when it is used, and again after a failure.
 
     Args:
-        url: `redis://:PASSWORD@HOST:PORT/DB` or `unix://:PASSWORD@/PATH?db=DB`.
-        run: name of the run, if the database has groups of several.
+        url: `redis://HOST:PORT/DB` or `unix:///PATH?db=DB`, with or without the password.
+        password: used if the URL has none.
+        run: prefix of the keys, if the database has groups of several runs.
         give_up_s: a call raises `StoreError` if the server has not accepted it for this long. Until then, a server that is lost, is
             loading, or has no memory or disk space left makes the caller wait.
     """
 
-    def __init__(self, url: str, *, run: str = "", give_up_s: float = 300.0) -> None:
+    def __init__(self, url: str, *, password: str = "", run: str = "", give_up_s: float = 300.0) -> None:
         retry = Retry(NoBackoff(), 0)  # `_answer` repeats calls
-        self._redis = redis.Redis.from_url(url, protocol=2, socket_timeout=_CALL_S, socket_connect_timeout=_CALL_S, retry=retry)
+        within: dict[str, Any] = {"socket_timeout": _CALL_S, "socket_connect_timeout": _CALL_S, "retry": retry}
+        self._redis = redis.Redis.from_url(url, password=password or None, protocol=2, **within)
         self._groups, self._aside = f"{run}groups", f"{run}damaged"
         self._give_up_s = give_up_s
         self._reader = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._cursor = b"0-0"  # from this entry on, delivered entries are not taken over yet; empty once all are
+        self._closed = False
         self.damaged = 0
 
     def check_server(self) -> None:
@@ -94,17 +99,22 @@ class RedisTransport:
             commands = "; ".join(f"CONFIG SET {name} {_REQUIRED[name][0]}" for name in wrong)
             raise UserError(f"the Redis server cannot carry groups: {problems}", fix=f"redis-cli: {commands}; CONFIG REWRITE")
 
-    def append(self, groups: Sequence[Group]) -> None:
-        """Adds groups to the stream, all or none. They are on the server's disk when it returns."""
-        bodies = [(group.index, compress(codec.to_json(group))) for group in groups]
-        for index, body in bodies:
+    def append(self, groups: Sequence[Group], *, leases: Sequence[str] = ()) -> None:
+        """Adds groups to the stream, all or none. They are on the server's disk when it returns. Raises `GroupTooLarge`.
+
+        Args:
+            leases: the leases under which the groups were sampled, in their order.
+        """
+        pairs = zip(groups, leases or [""] * len(groups), strict=True)
+        bodies = [(group.index, lease, compress(codec.to_json(group))) for group, lease in pairs]
+        for index, _, body in bodies:
             if len(body) > MAX_ENTRY_BYTES:
-                raise StoreError(f"group {index} has {len(body) >> 20} MiB, but the transport's limit is {MAX_ENTRY_BYTES >> 20} MiB")
+                raise GroupTooLarge(f"group {index} has {len(body) >> 20} MiB, but the transport's limit is {MAX_ENTRY_BYTES >> 20} MiB")
 
         def add() -> None:
             with self._redis.pipeline(transaction=True) as batch:
-                for index, body in bodies:
-                    batch.xadd(self._groups, {"group": index, "body": body})
+                for index, lease, body in bodies:
+                    batch.xadd(self._groups, {"group": index, "lease": lease, "body": body})
                 batch.execute()
 
         self._answer(add)
@@ -123,13 +133,14 @@ class RedisTransport:
         entries = [entry for _, some in answer or () for entry in some]
         return self._decoded(entries or self._take_over(IDLE_S, limit))
 
-    def acknowledge(self, deliveries: Iterable[Delivery]) -> None:
+    def acknowledge(self, ids: Collection[str]) -> None:
         """Removes entries from the stream. Call it after the commit that contains their groups."""
-        if ids := [delivery.id for delivery in deliveries]:
+        if ids:
             self._answer(lambda: self._remove(ids))
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections. Calls in other threads raise `StoreError` at their next failure."""
+        self._closed = True
         self._redis.close()
 
     def _take_over(self, idle_s: float, limit: int) -> list[Any]:
@@ -153,7 +164,8 @@ class RedisTransport:
             except ValueError as error:
                 self._move_damaged(name, fields or {}, one_line_error(error))
             else:
-                deliveries.append(Delivery(id=name, group=group))
+                lease = (fields or {}).get(b"lease", b"").decode(errors="replace")
+                deliveries.append(Delivery(id=name, group=group, lease=lease))
         return tuple(deliveries)
 
     def _move_damaged(self, identity: str, fields: Mapping[bytes, bytes], reason: str) -> None:
@@ -176,7 +188,7 @@ class RedisTransport:
 
         self._answer(move)
 
-    def _remove(self, ids: list[str]) -> None:
+    def _remove(self, ids: Collection[str]) -> None:
         with self._redis.pipeline(transaction=True) as batch:
             batch.xack(self._groups, _READERS, *ids)
             batch.xdel(self._groups, *ids)
@@ -191,8 +203,12 @@ class RedisTransport:
             except redis.RedisError as error:
                 if _lacks_readers(error):
                     self._create_readers()
+                elif isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+                    raise UserError(f"the Redis server rejects the password: {one_line_error(error)}", fix="correct it") from error
                 elif not _passes(error):
                     raise
+                if self._closed:
+                    raise StoreError("the connection to the Redis server is closed") from error
                 if time.monotonic() + pause_s > deadline:
                     raise StoreError(
                         f"the Redis server did not accept groups for {self._give_up_s:g} s: {one_line_error(error)}\n"
@@ -214,8 +230,6 @@ def _lacks_readers(error: redis.RedisError) -> bool:
 
 def _passes(error: redis.RedisError) -> bool:
     """Whether a call may succeed later: the server is lost, loads its file, or has no memory (OOM) or disk space (MISCONF) left."""
-    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
-        return False
     return isinstance(error, redis.ConnectionError | redis.TimeoutError | redis.BusyLoadingError) or _is_full(error)
 
 
@@ -223,18 +237,29 @@ def _is_full(error: redis.RedisError) -> bool:
     return isinstance(error, redis.OutOfMemoryError) or str(error).startswith(("OOM", "MISCONF"))
 
 
-async def receive_groups(transport: GroupTransport, store: DriverStore, on_group: Callable[[Group], None] = lambda group: None) -> None:
-    """Stores the groups that arrive, until it is cancelled. Groups that arrive together are stored in one commit, then acknowledged.
+async def receive_groups(
+    transport: GroupTransport,
+    store: DriverStore,
+    deliver: Callable[[Delivery], Awaitable[None]],
+    forget: Callable[[int], None] = lambda index: None,
+) -> None:
+    """Delivers the groups that arrive, until it is cancelled. An entry is acknowledged once the store has a group of its index.
 
     Args:
-        on_group: called with each group that was stored for the first time.
+        deliver: called once with each entry whose index is not stored. The receiver stores the group, or another one of its index.
+        forget: called with each index of an entry once it is stored.
 
     Raises `StoreError` if the store fails or the transport stays unavailable. Entries that were not acknowledged are delivered again.
     """
+    held: dict[str, int] = {}  # entry -> group index
     while True:
-        deliveries = await asyncio.to_thread(transport.claim)
-        stored = await asyncio.gather(*(store.put(delivery.group) for delivery in deliveries))
-        await asyncio.to_thread(transport.acknowledge, deliveries)
-        for delivery, new in zip(deliveries, stored, strict=True):
-            if new:
-                on_group(delivery.group)
+        for delivery in await asyncio.to_thread(transport.claim):
+            if delivery.id in held or len(held) >= MAX_HELD:
+                continue
+            held[delivery.id] = delivery.group.index
+            if not await store.has(delivery.group.index):
+                await deliver(delivery)
+        stored = [entry for entry, index in held.items() if await store.has(index)]
+        await asyncio.to_thread(transport.acknowledge, stored)
+        for entry in stored:
+            forget(held.pop(entry))

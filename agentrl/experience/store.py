@@ -295,12 +295,13 @@ def _absent(db: sqlite3.Connection, indices: Sequence[int]) -> list[int]:
 
 def open_store(run_dir: Path, recipe: Recipe) -> ExperienceStore:
     """Opens the store that a recipe configures. Raises `PluginError` if the plug-in is invalid, or `StoreError` if the store fails."""
-    store: ExperienceStore = parts.make_part(parts.STORE, recipe.store, run_dir, recipe)
+    part = parts.Part(recipe.store.ref) if recipe.store.ref in parts.STORE.shipped else recipe.store
+    store: ExperienceStore = parts.make_part(parts.STORE, part, run_dir, recipe)
     return store
 
 
 def open_sqlite(run_dir: Path, recipe: Recipe) -> SqliteStore:
-    """Opens the default store: `experience.sqlite` in the run folder."""
+    """Opens the stores `sqlite` and `redis`: `experience.sqlite` in the run folder."""
     return SqliteStore(run_dir / "experience.sqlite")
 
 

@@ -18,6 +18,7 @@ from agentrl.errors import UserError
 from agentrl.experience import GroupOrder, open_store
 from agentrl.memory import NoteStore, notes_to_commit
 from agentrl.memory.run_memory import ANSWERS_FILE, NOTES_FILE
+from agentrl.plugins.parts import STORE
 from agentrl.records import Group
 
 SHOWN = 20  # maximum number of wrong reads in the report; all are counted
@@ -76,7 +77,7 @@ def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done
     if recipe.memory is None:
         raise UserError(f"the run in {run} has no memory", fix="set memory={} in its recipe and start a new run")
     reads = _Reads(recipe)
-    if (run / "experience.sqlite").is_file() or recipe.store.ref != "sqlite":
+    if (run / "experience.sqlite").is_file() or recipe.store.ref not in STORE.shipped:
         store = open_store(run, recipe)
         try:
             entries = store.entries()

@@ -98,9 +98,10 @@ CHANNEL = PartKind(
 STORE = PartKind(
     key="store",
     what="experience store",
-    shipped={"sqlite": "agentrl.experience.store:open_sqlite"},
+    shipped=dict.fromkeys(("sqlite", "redis"), "agentrl.experience.store:open_sqlite"),
     protocol="agentrl.protocols:ExperienceStore",
     given=("run_dir", "recipe"),
+    with_options=frozenset({"redis"}),  # of the transport, see `agentrl.run.group_stream`
 )
 TRACKER = PartKind(
     key="trackers",

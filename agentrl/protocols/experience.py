@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -106,10 +106,11 @@ class GroupCommit(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """A group that a transport has delivered, and the transport's id for it."""
+    """A group that a transport has delivered, the transport's id for it, and the lease under which it was sampled."""
 
     id: str
     group: Group
+    lease: str = ""
 
 
 class GroupTransport(Protocol):
@@ -118,15 +119,15 @@ class GroupTransport(Protocol):
     Every method waits while the transport is unavailable or full, and raises `StoreError` if that lasts too long.
     """
 
-    def append(self, groups: Sequence[Group]) -> None:
-        """Adds groups, all or none. They are durable when it returns."""
+    def append(self, groups: Sequence[Group], *, leases: Sequence[str] = ()) -> None:
+        """Adds groups, all or none, with their leases. They are durable when it returns."""
 
     def claim(self, *, limit: int = 16, wait_s: float = 1.0) -> tuple[Delivery, ...]:
         """Returns up to `limit` groups that were not acknowledged; after `wait_s` seconds none. Excludes damaged entries."""
         ...
 
-    def acknowledge(self, deliveries: Iterable[Delivery]) -> None:
-        """Removes groups that the experience store has."""
+    def acknowledge(self, ids: Collection[str]) -> None:
+        """Removes deliveries whose groups the experience store has."""
 
     def close(self) -> None:
         """Closes the connections."""

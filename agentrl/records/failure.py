@@ -7,6 +7,8 @@ from enum import StrEnum
 
 from agentrl.records.fields import Record, Text
 
+WORKER_LOST = "worker_lost"
+"""`Failure.kind` of an attempt whose rollout worker was lost, and of a group that has lost several (stage `group`)."""
 _SERVER_FAULTS = ("ServerDied", "SlowServer", "slow_server")  # caused by an inference server, whatever the request
 
 
@@ -32,7 +34,10 @@ class Failure(Record):
     @property
     def policy_reachable(self) -> bool:
         """Whether the policy can have provoked a fault that excludes its episode: it came after the policy's first turn, or in scoring, and
-        no server died or was slow. Always False if the policy is blamed, because then the episode is scored."""
+        no server died or was slow; or its group has ended several rollout workers. Always False if the policy is blamed, because then the
+        episode is scored."""
         if self.blame is Blame.POLICY or self.kind in _SERVER_FAULTS:
             return False
+        if self.kind == WORKER_LOST:
+            return self.stage == "group"
         return self.stage == "score" or (self.turn or 0) > 0

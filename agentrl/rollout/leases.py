@@ -2,21 +2,28 @@
 
 The driver queues groups; workers take them, one lease per group. A worker that is silent or leaves loses its leases, and its groups return
 to the head of the queue. Another worker continues them from their saved episodes (`EpisodeCheckpoints`). Only the newest lease of a group
-may deliver its result, so a worker that was silent and returns cannot deliver a group twice.
+may deliver its result over HTTP, so a worker that was silent and returns cannot deliver a group twice. The attempts that were in flight in
+a lost worker count as infrastructure faults.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from agentrl.records import Group, Task
+from agentrl.records import Failure, Group, Task
+from agentrl.records.failure import WORKER_LOST
 from agentrl.rollout.faults import infrastructure_fault
 from agentrl.rollout.group import excluded_group
+from agentrl.rollout.hooks import AttemptListener
+
+log = logging.getLogger(__name__)
 
 SILENT_S = 15.0
 """Seconds without a request after which a worker counts as lost."""
@@ -24,6 +31,7 @@ MAX_LOSSES = 3
 """Workers that may be lost while they sample one group. Then the group is excluded, because it may be what ends them."""
 _LOOK_S = 2.0
 _UNHEARD_S = 10.0  # a worker that does not list a lease of this age never received it
+_LOST = 256  # newest lost workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,22 +57,45 @@ class _Job:
     worker: str = ""
     leased_at: float = 0.0
 
+    def is_for(self, group: Group) -> bool:
+        return (group.index, group.task_id, group.task_key) == (self.index, self.task.id, self.task.key)
+
+    def accepts(self, group: Group) -> bool:
+        """Whether a complete group that was sampled under another lease may be the result."""
+        episodes = [scored.episode for scored in group.episodes]
+        fresh = all(one.oldest_version is None or one.oldest_version >= self.oldest_version for one in episodes)
+        return self.is_for(group) and fresh and not any(one.left_out for one in episodes)
+
 
 class GroupLeases:
     """The queue of groups and their leases. A `GroupSampler`; use it from one event loop.
 
     Args:
         group_size: scored attempts per group.
+        concurrency: maximum attempts in flight in one worker.
+        on_attempt: called with the fault of each attempt that was in flight in a lost worker.
         clock: returns monotonic seconds.
     """
 
-    def __init__(self, *, group_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        group_size: int,
+        concurrency: int,
+        on_attempt: AttemptListener = lambda failure: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.group_size = group_size
         self.losses = 0  # leases that were lost with their workers
+        self.on_end: Callable[[str], None] = lambda lease: None
+        """Called with each lease that is finished, lost or withdrawn."""
+        self._concurrency, self._on_attempt = concurrency, on_attempt
         self._clock = clock
         self._waiting = deque[_Job]()
         self._leased: dict[str, _Job] = {}
+        self._early: dict[int, Group] = {}  # arrived before they were requested
         self._silent_s: dict[str, float] = {}  # worker -> seconds since its newest request, as far as they count
+        self._lost = deque[str](maxlen=_LOST)  # workers that have sent no renewal since
         self._looked = clock()
         self._queued = asyncio.Condition()
 
@@ -85,13 +116,16 @@ class GroupLeases:
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
         """Returns the group that a worker sampled. A cancellation withdraws it from the queue or the worker."""
         job = _Job(index, task, oldest_version)
+        if (group := self._early.pop(index, None)) is not None and job.accepts(group):
+            return group
         await self._queue(job)
         try:
             return await job.result
         finally:
             if job in self._waiting:
                 self._waiting.remove(job)
-            self._leased.pop(job.lease, None)
+            if job.lease in self._leased:
+                self._end(job)
 
     async def take(self, worker: str, *, wait_s: float) -> Lease | None:
         """Returns a lease of the next group; None if no group is queued within `wait_s` seconds, or the worker is lost meanwhile."""
@@ -112,8 +146,14 @@ class GroupLeases:
         """Whether a lease is neither finished nor lost."""
         return lease in self._leased
 
+    def was_lost(self, worker: str) -> bool:
+        """Whether a worker was lost since its last renewal, so that the attempts of which it reports the end are already counted."""
+        return worker in self._lost
+
     async def renew(self, worker: str, leases: Collection[str]) -> list[str]:
         """Records that a worker lives and works on `leases`. Returns those of them that it must abandon."""
+        with suppress(ValueError):
+            self._lost.remove(worker)
         self._silent_s[worker], now = 0.0, self._clock()
         lost = [
             job for job in self._leased.values() if job.worker == worker and job.lease not in leases and now - job.leased_at > _UNHEARD_S
@@ -126,14 +166,40 @@ class GroupLeases:
         job = self._leased.get(lease)
         if job is None:
             return False
-        if (group.index, group.task_id, group.task_key) != (job.index, job.task.id, job.task.key):
+        if not job.is_for(group):
             raise ValueError(
                 f"the lease is for task {job.task.id!r} in group {job.index}, the result for {group.task_id!r} in {group.index}"
             )
-        del self._leased[lease]
+        self._settle(job, group)
+        return True
+
+    async def arrive(self, lease: str, group: Group) -> None:
+        """Delivers a group that a transport carried. A group of a lost lease, or of an earlier driver, is the result if it is the first one
+        of its index and none of its attempts failed: they may have failed because the lease was lost."""
+        if (job := self._leased.get(lease)) is not None:
+            if job.is_for(group):
+                self._settle(job, group)
+            else:
+                log.warning("a worker sent a result for group %d under the lease of group %d", group.index, job.index)
+                await self._requeue([job], failed=True)
+            return
+        open_jobs = [job for job in (*self._waiting, *self._leased.values()) if job.index == group.index]
+        if not open_jobs:
+            self._early[group.index] = group
+        elif open_jobs[0].accepts(group):
+            self._settle(open_jobs[0], group)
+
+    def forget(self, index: int) -> None:
+        """Drops a group that arrived and is not needed, because the store has one of its index."""
+        self._early.pop(index, None)
+
+    def _settle(self, job: _Job, group: Group) -> None:
+        if job.lease in self._leased:
+            self._end(job)
+        else:
+            self._waiting.remove(job)
         if not job.result.done():
             job.result.set_result(group)
-        return True
 
     async def lose(self, worker: str, *, failed: bool = True) -> int:
         """Requeues the groups of a worker that is gone, and returns their number. `failed`: whether it was lost rather than left."""
@@ -141,6 +207,8 @@ class GroupLeases:
         async with self._queued:
             self._queued.notify_all()  # its requests for a lease end without one
         lost = [job for job in self._leased.values() if job.worker == worker]
+        if failed and worker not in self._lost:
+            self._lost.append(worker)
         await self._requeue(lost, failed=failed)
         return len(lost)
 
@@ -159,20 +227,38 @@ class GroupLeases:
         return silent
 
     async def _requeue(self, jobs: list[_Job], *, failed: bool) -> None:
+        faults = [self._record_loss(job) for job in jobs] if failed else []
+        faults.sort(key=lambda fault: not fault.policy_reachable)
+        for fault in [fault for fault in faults for _ in range(self.group_size)][: self._concurrency]:
+            self._on_attempt(fault)
+        for job in jobs:  # all at once: a result may arrive while the first is queued
+            self._end(job)
         for job in sorted(jobs, key=lambda job: -job.index):
-            del self._leased[job.lease]
-            job.lease = job.worker = ""
-            self.losses += failed
-            job.losses += failed
-            if job.losses < MAX_LOSSES:
-                await self._queue(job, first=True)
-            elif not job.result.done():
-                why = f"{job.losses} rollout workers were lost while they sampled this group; it is not sampled again"
-                fault = infrastructure_fault("group", "worker_lost", why)
-                job.result.set_result(excluded_group(job.index, job.task.id, job.task.key, fault, size=self.group_size))
+            await self._queue(job, first=True)
+
+    def _record_loss(self, job: _Job) -> Failure:
+        """Returns the fault of the attempts in a lost lease. The last loss excludes the group."""
+        self.losses += 1
+        job.losses += 1
+        if job.losses < MAX_LOSSES:
+            return infrastructure_fault("worker", WORKER_LOST, f"rollout worker {job.worker} was lost while it sampled this group")
+        why = f"{job.losses} rollout workers were lost while they sampled this group; it is not sampled again"
+        fault = infrastructure_fault("group", WORKER_LOST, why)
+        if not job.result.done():
+            job.result.set_result(excluded_group(job.index, job.task.id, job.task.key, fault, size=self.group_size))
+        return fault
+
+    def _end(self, job: _Job) -> None:
+        """Ends the lease of a group."""
+        lease = job.lease
+        del self._leased[lease]
+        job.lease = job.worker = ""
+        self.on_end(lease)
 
     async def _queue(self, job: _Job, *, first: bool = False) -> None:
         async with self._queued:
+            if job.result.done():  # excluded, or withdrawn meanwhile
+                return
             if first:
                 self._waiting.appendleft(job)
             else:

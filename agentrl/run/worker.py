@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
@@ -44,6 +45,7 @@ from agentrl.protocols import CacheUse
 from agentrl.protocols.serving import MAX_CACHE_USE
 from agentrl.records import Completion, Failure, Group, SamplingParams, Task, codec
 from agentrl.rollout import Admission, GroupRunner, excluded_group, failure_from_error
+from agentrl.run.group_stream import Outbox, open_transport
 from agentrl.run.worker_api import ADDRESS_FILE, LEASE_WAIT_S, MAX_EVENTS, MAX_GROUP_BYTES
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.transport import HttpTransport
@@ -59,6 +61,7 @@ RENEW_S = 1.0
 _PATIENCE_S = 30.0  # without an answer of the driver, before the worker ends
 _REQUEST_S = 60.0  # deadline of a request that does not wait
 _MARGIN_S = 45.0  # of a request to the policy, beyond its own deadline
+_SENT_S = 600.0  # in which the driver reads a group from the stream; then the group is sampled again
 _CONNECTIONS = 8192
 _KINDS = {error.__name__: error for error in (ServingError, ServerDied, RequestRefused)}  # they decide who is to blame
 
@@ -73,6 +76,7 @@ class WorkerSpec:
     concurrency: int  # episodes at once in one worker
     max_open: int  # sandboxes at once in one worker
     token_s: float = 0.0  # see `PolicyServer.token_s`
+    redis: dict[str, Any] = field(default_factory=dict, repr=False)  # see `open_transport`; empty: groups are sent over HTTP
 
 
 class DriverConnection:
@@ -127,8 +131,10 @@ class Worker:
 
     driver: DriverConnection
     lanes: int  # groups at once
+    outbox: Outbox | None = None  # None: groups are sent over HTTP
     cache_use: CacheUse | None = None  # of the policy's servers, as of the last renewal
     _work: dict[int, _Work] = field(default_factory=dict)  # by group index
+    _sent: dict[str, float] = field(default_factory=dict)  # lease of a group in the stream -> when it counts as lost there
     _attempts: deque[Failure | None] = field(default_factory=deque)
     _alerts: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     _heard_at: float = 0.0
@@ -159,10 +165,11 @@ class Worker:
         self._heard_at = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as working:
             renewing = working.create_task(self._renew())
+            sending = [] if self.outbox is None else [working.create_task(self.outbox.run())]
             lanes = [working.create_task(self._lane(runner)) for _ in range(self.lanes)]
             await renewing
-            for lane in lanes:
-                lane.cancel()
+            for task in sending + lanes:
+                task.cancel()
 
     async def leave(self) -> None:
         """Returns the leases, so that other workers continue their groups at once."""
@@ -198,6 +205,9 @@ class Worker:
                 del self._work[index]
 
     async def _deliver(self, work: _Work, group: Group) -> None:
+        if self.outbox is not None and await self.outbox.send(work.lease, group):
+            self._sent[work.lease] = time.monotonic() + _SENT_S
+            return
         content = await asyncio.to_thread(_content_of, group)
         while True:  # ends with the worker if the driver is gone
             with suppress(ServingError):
@@ -206,18 +216,20 @@ class Worker:
             await asyncio.sleep(RENEW_S)
 
     async def _renew(self) -> None:
-        """Sends signs of life until the driver has not answered for `_PATIENCE_S`."""
+        """Sends signs of life until the driver has not answered for `_PATIENCE_S`. An unanswered report is sent again with its number."""
+        report: dict[str, Any] | None = None
         while True:
-            attempts = [self._attempts.popleft() for _ in range(min(MAX_EVENTS, len(self._attempts)))]
-            alerts = [self._alerts.popleft() for _ in range(len(self._alerts))]
-            try:
-                data = {"leases": [work.lease for work in self._work.values()], "alerts": alerts, "activity": ACTIVITY.own()}
+            if report is None:
+                attempts = [self._attempts.popleft() for _ in range(min(MAX_EVENTS, len(self._attempts)))]
+                alerts = [self._alerts.popleft() for _ in range(len(self._alerts))]
                 ended = [None if failure is None else codec.to_data(failure) for failure in attempts]
-                answer = await self.driver.call("/renew", data | {"attempts": ended}, timeout_s=10.0)
+                report = {"report": time.monotonic_ns(), "attempts": ended, "alerts": alerts}
+            self._sent = {lease: until for lease, until in self._sent.items() if until > time.monotonic()}
+            data = {"leases": [*(work.lease for work in self._work.values()), *self._sent], "activity": ACTIVITY.own()}
+            try:
+                answer, report = await self.driver.call("/renew", data | report, timeout_s=10.0), None
                 self._heard(json.loads(answer))
             except ServingError as error:
-                self._attempts.extendleft(reversed(attempts))
-                self._alerts.extendleft(reversed(alerts))
                 if asyncio.get_running_loop().time() - self._heard_at > _PATIENCE_S:
                     log.warning("this worker ends, because the driver is gone: %s", error)
                     return
@@ -230,6 +242,8 @@ class Worker:
         for name, (url, key, refused) in answer["judges"].items():
             if (server := registered_servers().get(name)) is not None:
                 server.url, server.key, server.refused = url, key, refused
+        for lease in answer["abandon"]:
+            self._sent.pop(lease, None)
         for work in list(self._work.values()):
             if work.lease in answer["abandon"] and work.sampling is not None:
                 work.sampling.cancel()
@@ -291,7 +305,7 @@ async def work(folder: Path, *, worker: str) -> None:
         recipe = build(spec.recipe)
         rollout = recipe.rollout
         lanes = 2 * math.ceil(spec.concurrency / rollout.group.starts_together)  # twice, because ending groups leave slots free
-        one = Worker(driver, lanes)
+        one = Worker(driver, lanes, Outbox(open_transport(spec.redis)) if spec.redis else None)
         await stack.enter_async_context(rare_collections())
         await stack.enter_async_context(DRIVER_LAG.watched(one.alert))
         runner = await _open_runner(stack, recipe, spec, root, one)

@@ -18,7 +18,7 @@ import hmac
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ from agentrl.gateway.request import RequestError
 from agentrl.gateway.wire import body_of, bytes_of, check_source, json_response, key_of, watch
 from agentrl.judge.servers import registered_servers
 from agentrl.protocols import PolicyServer
-from agentrl.records import Failure, Group, SamplingParams, codec
+from agentrl.records import Completion, Failure, Group, SamplingParams, codec
 from agentrl.rollout import AttemptListener
 from agentrl.rollout.leases import GroupLeases
 
@@ -54,6 +54,7 @@ MAX_EVENTS = 256
 """Ended attempts, and alerts, of one renewal. Their texts fit into the largest body."""
 _BODY_S = 60.0
 _NAME_CHARS = 100
+_WORKERS = 4096  # whose repeated reports are recognised
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -61,7 +62,7 @@ class WorkerApi:
     """Serves workers while `serving` is open."""
 
     folder: Path  # the run folder, with the address file
-    spec: dict[str, Any]  # JSON data, see `agentrl.run.worker.WorkerSpec`
+    spec: dict[str, Any] = field(repr=False)  # JSON data, see `agentrl.run.worker.WorkerSpec`; may contain a password
     leases: GroupLeases
     served: PolicyServer
     on_attempt: AttemptListener
@@ -69,6 +70,11 @@ class WorkerApi:
     memory_version: Callable[[int], int] | None = None  # group -> version of the memory that it reads; None without a memory
     _key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     _episodes: dict[str, dict[str, AbstractContextManager[object]]] = field(default_factory=dict)  # lease -> episode -> its routing
+    _requests: dict[str, tuple[str, asyncio.Task[Completion]]] = field(default_factory=dict)  # id -> lease, request to the policy
+    _reports: dict[str, int] = field(default_factory=dict)  # worker -> its newest report of events
+
+    def __post_init__(self) -> None:
+        self.leases.on_end = self._end_episodes
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -121,7 +127,7 @@ class WorkerApi:
 
     async def _lease(self, request: Request) -> Response:
         worker = _worker(await body_of(request, _BODY_S))
-        lease = await _unless_gone(request, self.leases.take(worker, wait_s=LEASE_WAIT_S))
+        lease = await _unless_gone(request, asyncio.create_task(self.leases.take(worker, wait_s=LEASE_WAIT_S)))
         if lease is None:
             return _response(b"", 204)
         data = {"id": lease.id, "index": lease.index, "oldest_version": lease.oldest_version, "task": codec.to_data(lease.task)}
@@ -133,13 +139,17 @@ class WorkerApi:
         worker, leases, attempts = _worker(data), [str(lease) for lease in data["leases"]], list(data["attempts"])[:MAX_EVENTS]
         ended = [None if attempt is None else codec.from_json(Failure, json.dumps(attempt)) for attempt in attempts]
         activity = {kind: int(data["activity"].get(kind, 0)) for kind in (ATTEMPTS, SANDBOXES, SCORING)}
-        for alert in list(data["alerts"])[:MAX_EVENTS]:
-            self.alert(f"worker {worker}: {user_code.printable(str(alert), 2000)}")
-        for failure in ended:
-            self.on_attempt(failure)
+        report = int(data["report"])
+        if report > self._reports.pop(worker, 0):  # not repeated after a lost answer
+            for alert in list(data["alerts"])[:MAX_EVENTS]:
+                self.alert(f"worker {worker}: {user_code.printable(str(alert), 2000)}")
+            for failure in () if self.leases.was_lost(worker) else ended:
+                self.on_attempt(failure)
+        self._reports[worker] = report  # last
+        for _ in range(len(self._reports) - _WORKERS):
+            del self._reports[next(iter(self._reports))]
         ACTIVITY.report(worker, activity)
         abandoned = await self.leases.renew(worker, leases)
-        self._end_lost_episodes()
         use = self.served.cache_use
         cache_use = None if use is None else {"reading": use.reading, "shares": use.shares}
         judges = {name: [one.url, one.key, one.refused] for name, one in registered_servers().items()}
@@ -149,15 +159,25 @@ class WorkerApi:
         data = await body_of(request, _BODY_S)
         lease, name, params = str(data["lease"]), str(data["request_id"]), codec.from_json(SamplingParams, json.dumps(data["params"]))
         if not self.leases.is_valid(lease):
-            return json_response({"error": "the lease is lost", "kind": "ServingError"}, 503)
+            return _lost_lease()
+        prompt_ids, timeout_s = [int(token) for token in data["prompt_ids"]], float(data["timeout_s"])
+        if (earlier := self._requests.pop(name, None)) is not None:  # of a lost lease, or of a lost connection
+            earlier[1].cancel()
+            await asyncio.wait({earlier[1]})
+        if not self.leases.is_valid(lease):
+            return _lost_lease()
         self._begin_episode(lease, name.rpartition("-")[0], str(data["task_key"]))
-        prompt_ids = [int(token) for token in data["prompt_ids"]]
-        sampling = self.served.generate(prompt_ids, params, request_id=name, timeout_s=float(data["timeout_s"]))
+        sampling = asyncio.create_task(self.served.generate(prompt_ids, params, request_id=name, timeout_s=timeout_s))
+        self._requests[name] = lease, sampling
         try:
             with ACTIVITY.doing(REQUESTS):
-                return _response(codec.to_json(await _unless_gone(request, sampling)))
+                completion = await _unless_gone(request, sampling)
         except ServingError as error:
             return json_response({"error": user_code.error_text(error), "kind": type(error).__name__}, 503)
+        finally:
+            if self._requests.get(name) == (lease, sampling):
+                del self._requests[name]
+        return _response(codec.to_json(completion)) if self.leases.is_valid(lease) else _lost_lease()
 
     async def _finish(self, request: Request) -> Response:
         lease = request.path_params["lease"]
@@ -165,9 +185,7 @@ class WorkerApi:
             return json_response({"delivered": False})
         content = await bytes_of(request, _BODY_S, most=MAX_GROUP_BYTES)
         group = await asyncio.to_thread(codec.from_json, Group, content)
-        delivered = self.leases.finish(lease, group)
-        self._end_episodes(lease)
-        return json_response({"delivered": delivered})
+        return json_response({"delivered": self.leases.finish(lease, group)})
 
     async def _leave(self, request: Request) -> Response:
         worker = _worker(await body_of(request, _BODY_S))
@@ -179,32 +197,38 @@ class WorkerApi:
         """Registers an episode with the servers' routing, until its lease ends."""
         episodes = self._episodes.setdefault(lease, {})
         if episode not in episodes:
-            self._end_lost_episodes()  # first: a lost lease of the same group has an episode with the same id
             routing = episodes[episode] = self.served.episode(episode, task_key)
             routing.__enter__()
 
-    def _end_lost_episodes(self) -> None:
-        for lease in [lease for lease in self._episodes if not self.leases.is_valid(lease)]:
-            self._end_episodes(lease)
-
     def _end_episodes(self, lease: str) -> None:
+        """Cancels the requests of a lease that has ended."""
+        for of_lease, sampling in self._requests.values():
+            if of_lease == lease:
+                sampling.cancel()
         for routing in self._episodes.pop(lease, {}).values():
             routing.__exit__(None, None, None)
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `work`, which is cancelled if the worker closes its connection. Then it raises `RequestError`."""
-    gone, result = asyncio.Event(), asyncio.create_task(work)
+async def _unless_gone(request: Request, result: asyncio.Task[T]) -> T:
+    """Returns the result of a task, which is cancelled if the worker closes its connection. Then, and if it is cancelled by others, it
+    raises `RequestError`."""
+    gone = asyncio.Event()
     watching, waiting = asyncio.create_task(watch(request, gone)), asyncio.create_task(gone.wait())
     try:
         await asyncio.wait({result, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if not result.done():
             raise RequestError("failed", "the worker has disconnected")
+        if result.cancelled():
+            raise RequestError("failed", "the lease is lost")
         return result.result()
     finally:
         result.cancel()
         watching.cancel()
         waiting.cancel()
+
+
+def _lost_lease() -> Response:
+    return json_response({"error": "the lease is lost", "kind": "ServingError"}, 503)
 
 
 def _worker(data: Any) -> str:

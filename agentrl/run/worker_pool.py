@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from agentrl.protocols import PolicyServer
 from agentrl.records import Group, Task
 from agentrl.rollout import AttemptListener
 from agentrl.rollout.leases import GroupLeases
+from agentrl.run.group_stream import GroupStream
 from agentrl.run.worker import WorkerSpec, worker_name
 from agentrl.run.worker_api import WorkerApi
 from agentrl.serving.process import end_group
@@ -47,13 +49,15 @@ class WorkerPool:
         memory: RunMemory | None,
         on_attempt: AttemptListener,
         alert: Callable[[str], None],
+        stream: GroupStream | None = None,
     ) -> None:
+        """`stream`: carries the groups; None means that workers send them over HTTP."""
         rollout = recipe.rollout
         self.group_size = rollout.group.size
         self.restarts = 0
-        self._count, self._folder, self._alert = rollout.workers, folder, alert
-        self._leases = GroupLeases(group_size=rollout.group.size)
+        self._count, self._folder, self._alert, self._stream = rollout.workers, folder, alert, stream
         share = math.ceil(rollout.concurrency / rollout.workers)
+        self._leases = GroupLeases(group_size=rollout.group.size, concurrency=share, on_attempt=on_attempt)
         spec = WorkerSpec(
             recipe=recipe.model_dump(mode="json"),
             folder=str(folder.resolve()),
@@ -93,7 +97,12 @@ class WorkerPool:
 
     async def watch(self) -> None:
         """Serves workers and keeps the driver's own running, until cancelled. Raises `InfrastructureError` if one cannot work here."""
-        async with self._api.serving():
+        async with AsyncExitStack() as stack:
+            if self._stream is not None:
+                leases = self._leases
+                receiving = self._stream.serving(lambda one: leases.arrive(one.lease, one.group), leases.forget)
+                self._api.spec["redis"] = await stack.enter_async_context(receiving)
+            await stack.enter_async_context(self._api.serving())
             try:
                 async with asyncio.TaskGroup() as watching:
                     for number in range(self._count):

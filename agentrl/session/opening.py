@@ -253,7 +253,7 @@ async def _open_parts(
         suite=checked.suite,
         memory=memory,
         gate_server=gate_server,
-        workers=_open_workers(recipe, folder, root, served, faults, memory, tracker.alert),
+        workers=_open_workers(recipe, folder, root, store, served, faults, memory, tracker.alert),
     )
 
 
@@ -282,6 +282,7 @@ def _open_workers(
     recipe: Recipe,
     folder: Path,
     root: Path,
+    store: DriverStore,
     served: PolicyServer,
     faults: FaultRate,
     memory: RunMemory | None,
@@ -290,9 +291,10 @@ def _open_workers(
     """Returns the rollout workers of a recipe, which are not running yet; None if the driver runs the episodes."""
     if not recipe.rollout.workers:
         return None
-    from agentrl.run.worker_pool import WorkerPool  # its worker opens its parts with this module
+    from agentrl.run.worker_pool import GroupStream, WorkerPool  # its worker opens its parts with this module
 
-    return WorkerPool(recipe, folder, root=root, served=served, memory=memory, on_attempt=faults.record_attempt, alert=alert)
+    stream, listener = GroupStream.of(recipe, folder, store, alert=alert), faults.record_attempt
+    return WorkerPool(recipe, folder, root=root, served=served, memory=memory, on_attempt=listener, alert=alert, stream=stream)
 
 
 async def _open_tracker(

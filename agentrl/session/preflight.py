@@ -189,9 +189,11 @@ def _try_objective(recipe: Recipe) -> None:
 
 
 def _check_installed(recipe: Recipe) -> None:
+    from agentrl.run.group_stream import check_stream
     from agentrl.serving.server import serving_device  # imports an HTTP client
 
     serving_device(recipe)
+    check_stream(recipe)
     if recipe.memory is not None:
         require_full_text_search()
     for package in ("torch", "transformers", "deepspeed"):

@@ -38,6 +38,12 @@ def workers_of(run: Path) -> list[int]:
     return [pid for pid, words in command_lines() if any(words[at : at + 3] == own for at in range(len(words)))]
 
 
+def working_folder(pid: int) -> Path | None:
+    with contextlib.suppress(OSError):
+        return Path(os.readlink(f"/proc/{pid}/cwd"))
+    return None
+
+
 def command_lines() -> Iterator[tuple[int, list[str]]]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
@@ -49,17 +55,22 @@ def command_lines() -> Iterator[tuple[int, list[str]]]:
 def test_sampling_can_be_interrupted_extended_and_used_for_training(tmp_path: Path, forked: tuple[str, ...]) -> None:
     run = tmp_path / "run"
     where = ("--run-dir", str(run), "--sandbox", "bubblewrap")
-    process = start("sample", RECIPE, *SMALL, "rollout.workers=1", "--groups", "200", *where, by=forked)
+    process = start("sample", RECIPE, *SMALL, "rollout.workers=1", "store=redis", "--groups", "200", *where, by=forked)
     wait_for(lambda: bool(workers_of(run)) and (run / "experience.sqlite").exists() and len(stored(run)) >= 1, process, timeout=300)
     [killed] = workers_of(run)
     os.kill(killed, signal.SIGKILL)
     before = len(stored(run))
     wait_for(lambda: len(stored(run)) >= before + 2, process, timeout=120)  # the only worker was replaced
     assert killed not in workers_of(run) and len(workers_of(run)) == 1
+    [server] = [pid for pid, words in command_lines() if words[0].startswith("redis-server") and working_folder(pid) == run / "redis"]
+    os.kill(server, signal.SIGKILL)
+    before = len(stored(run))
+    wait_for(lambda: len(stored(run)) >= before + 2, process, timeout=120)  # its successor has what it had accepted
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output[-4000:]
     assert "rollout worker 0 is replaced: it was killed by signal 9, SIGKILL" in output
+    assert "the Redis server is replaced" in output
     assert "finishing the groups in progress" in output and "interrupted; continue with: " in output and "Traceback" not in output
     first = stored(run)
     assert 2 <= len(first) < 100 and not (run / "model").exists() and not list((run / "checkpoints").iterdir())

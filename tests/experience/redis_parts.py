@@ -22,6 +22,7 @@ import redis
 
 from agentrl.experience import DriverStore, SqliteStore, redis_transport
 from agentrl.experience.redis_transport import BATCH, RedisTransport, receive_groups
+from agentrl.protocols.experience import Delivery
 from agentrl.records import Group
 from agentrl.testing.store_contract import make_group
 
@@ -58,9 +59,13 @@ def die_unanswered(url: str) -> None:
 
 
 async def drive(transport: RedisTransport, path: Path) -> None:
-    store = await DriverStore.open(partial(SqliteStore, path))
+    store, storing = await DriverStore.open(partial(SqliteStore, path)), set[asyncio.Task[bool]]()
+
+    async def deliver(delivery: Delivery) -> None:
+        storing.add(asyncio.create_task(store.put(delivery.group)))
+
     print("driving", flush=True)
-    await receive_groups(transport, store)
+    await receive_groups(transport, store, deliver)
 
 
 def main(what: str, url: str, rest: str) -> None:
@@ -69,7 +74,7 @@ def main(what: str, url: str, rest: str) -> None:
     if what == "unanswered":
         die_unanswered(url)
     if what == "unacknowledged":
-        transport.acknowledge = lambda deliveries: time.sleep(60)  # type: ignore[method-assign]
+        transport.acknowledge = lambda ids: time.sleep(60) if ids else None  # type: ignore[method-assign]
     if what in ("worker", "unanswered"):
         work(transport, int(rest))
     else:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from agentrl.base.files import folder_manifest
 from agentrl.cli import app
 from agentrl.errors import StoreError, UserError
-from agentrl.experience import SqliteStore, audit, new_entry
+from agentrl.experience import FolderCheckpoints, SqliteStore, audit, new_entry
 from agentrl.experience.audit import count, export, rows, token_balance, verify
 from agentrl.experience.step_uses import hash_steps, rewrite_steps
 from agentrl.records import GroupUse, LateScore, LedgerEntry, PendingPart, Score, ScoredEpisode, codec
@@ -226,7 +226,7 @@ def test_the_command_lists_counts_and_verifies(run: tuple[Path, SqliteStore]) ->
     folder, store = run
     done = CliRunner().invoke(app, ["store", str(folder), "--verify"])
     assert done.exit_code == 0, done.output
-    assert "1 ready, 1 assigned, 1 trained, 1 excluded of 4 groups" in done.stdout
+    assert "0 issued, 0 running, 0 parked, 1 ready, 1 assigned, 1 trained, 1 excluded of 4 groups" in done.stdout
     assert "8 tokens sampled = 2 trained + 2 excluded + 4 open" in done.stdout
     assert "ok    the ledger agrees with groups, checkpoint and metrics" in done.stdout
     listed = json.loads(CliRunner().invoke(app, ["store", str(folder), "--state", "trained", "--json"]).stdout)
@@ -274,3 +274,21 @@ def test_a_folder_without_a_run_is_an_error_with_the_fix(tmp_path: Path) -> None
     done = CliRunner().invoke(app, ["store", str(tmp_path)])
     assert isinstance(done.exception, UserError) and "has no stored groups yet" in str(done.exception)
     assert not (tmp_path / "experience.sqlite").exists(), "nothing is created"
+
+
+async def test_groups_that_are_not_stored_are_issued_or_running(run: tuple[Path, SqliteStore]) -> None:
+    folder, store = run
+    per_step = make_recipe().rollout.groups_per_step
+    blocks = 2 + 4 // per_step
+    for block in range(blocks):
+        store.start_block(block, 0)
+    checkpoints = FolderCheckpoints(folder / "running")
+    await checkpoints.save_scored(2, 0, store.groups([2])[0].episodes[0])  # the driver died after it stored the group
+    await checkpoints.save_scored(5, 0, store.groups([2])[0].episodes[0])
+    expected = {index: "running" if index == 5 else "issued" for index in range(4, max(6, blocks * per_step))}
+    data = json.loads(CliRunner().invoke(app, ["store", str(folder), "--json"]).stdout)
+    assert data["unstored"] == {str(index): state for index, state in sorted(expected.items())}
+    assert len(data["groups"]) == 4 and sum(data["counts"]["groups"].values()) == 4, "they are no entries of the ledger"
+    listed = CliRunner().invoke(app, ["store", str(folder), "--state", "running"]).stdout
+    assert f"{len(expected) - 1} issued, 1 running, 0 parked, 1 ready" in listed and listed.splitlines()[-1].split() == ["5", "running"]
+    assert "running" not in CliRunner().invoke(app, ["store", str(folder), "--step", "1"]).stdout.partition("\n")[2]

@@ -20,6 +20,7 @@ from agentrl.errors import StoreError, UserError
 from agentrl.experience import DriverStore, SqliteStore, redis_transport
 from agentrl.experience.redis_server import RedisServer
 from agentrl.experience.redis_transport import BATCH, RedisTransport, receive_groups
+from agentrl.protocols.experience import Delivery
 from agentrl.records import Group
 from agentrl.testing.store_contract import StoreContract, make_group
 from tests.experience.redis_parts import padded_group
@@ -168,7 +169,11 @@ async def test_a_full_server_makes_workers_wait_and_loses_nothing(server: RedisS
         await asyncio.sleep(0.2)
         assert not waiting.done()
         store = DriverStore(lambda: SqliteStore(tmp_path / "experience.sqlite"))
-        receiving = asyncio.create_task(receive_groups(RedisTransport(server.url), store))
+
+        async def deliver(delivery: Delivery) -> None:
+            await store.put(delivery.group)
+
+        receiving = asyncio.create_task(receive_groups(RedisTransport(server.url), store, deliver))
         await waiting
         while len(await store.entries()) < first + BATCH:
             await asyncio.sleep(0.02)
@@ -198,7 +203,7 @@ def test_damaged_entries_are_moved_with_the_reason(server: RedisServer) -> None:
     assert delivery.group == make_group(1) and transport.damaged == 5
     reasons = [fields[b"reason"].decode() for _, fields in client.xrange("damaged")]
     assert len(reasons) == 5 and "the entry is not for group 7" in reasons[3] and "task_id" in reasons[4]
-    transport.acknowledge([delivery])
+    transport.acknowledge([delivery.id])
     assert client.xlen("groups") == 0
     with pytest.raises(redis.RedisError):  # an entry that no driver could hold
         client.xadd("groups", {"group": 1, "body": bytes(redis_transport.MAX_ENTRY_BYTES + 1)})
@@ -240,7 +245,7 @@ def test_a_server_that_may_lose_groups_is_rejected_with_the_fix(server: RedisSer
 
 
 def test_a_wrong_password_and_an_old_server_are_errors_at_once(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(redis.AuthenticationError):
+    with pytest.raises(UserError, match="the Redis server rejects the password"):
         RedisTransport(server.url.replace("unix://:", "unix://:x")).claim()
     monkeypatch.setattr(redis_transport, "_OLDEST", (99, 0))
     with pytest.raises(UserError, match=r"the Redis server has version 7\.") as rejected:
@@ -277,7 +282,7 @@ class RelayedStore(SqliteStore):
             deliveries = self._transport.claim(wait_s=0.05)
             for delivery, stored_now in zip(deliveries, self.put_all([delivery.group for delivery in deliveries]), strict=True):
                 new[delivery.group.index] = stored_now or new.get(delivery.group.index, False)
-            self._transport.acknowledge(deliveries)
+            self._transport.acknowledge([delivery.id for delivery in deliveries])
         return new[group.index]
 
 

@@ -65,7 +65,7 @@ def test_what_ships_fulfils_its_own_protocol_and_is_called_as_anybody_elses(kind
         ),
         ("rollout.agent=turn", r"rollout\.agent: no agent of that name; did you mean turns\?"),
         ("serving.weight_transfer=ncll", r"no weight channel of that name; did you mean nccl\?"),
-        ("store=redis", r"store: no experience store of that name; known here: sqlite.*module:attr"),
+        ("store=rediss", r"store: no experience store of that name; did you mean redis\? known here: sqlite, redis.*module:attr"),
         ('trackers=["terminal", "tensorbord"]', r"trackers\[1\]: no tracker of that name; did you mean tensorboard\?"),
         ("objective.advantage=rlo", r"objective\.advantage: no advantage estimator of that name; did you mean rloo\?"),
         ("objective.loss=gsp", r"objective\.loss: no loss of that name; did you mean gspo"),
@@ -325,7 +325,7 @@ def test_an_entry_point_is_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     made = BASE.but("objective.advantage=best-of-group")
     check_parts(made)
     assert parts.load_part(parts.ADVANTAGE, made.objective.advantage)([[1.0, 0.0]]) == [[0.0, -1.0]]
-    with pytest.raises(RecipeError, match=r"did you mean best-of-group\? known here: sqlite, best-of-group, broken"):
+    with pytest.raises(RecipeError, match=r"did you mean best-of-group\? known here: sqlite, redis, best-of-group, broken"):
         BASE.but("store=best-of-groups")
     with pytest.raises(PluginError, match=r"objective\.loss: .*absent"):
         check_parts(BASE.but("objective.loss=broken"))

@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.records import Group
+from agentrl.errors import InfrastructureError
+from agentrl.failure import FaultRate
+from agentrl.records import Failure, Group
 from agentrl.rollout import excluded_group
 from agentrl.rollout.faults import infrastructure_fault
 from agentrl.rollout.leases import MAX_LOSSES, SILENT_S, GroupLeases, Lease
+from agentrl.testing.store_contract import make_group
 from tests.driving import make_task
 
 
@@ -47,7 +50,9 @@ async def pass_time(leases: GroupLeases, clock: Clock, seconds: float) -> list[s
 def test_each_group_is_delivered_once_whatever_happens_to_its_workers(seed: int, groups: int) -> None:
     async def play() -> None:
         choose, clock = random.Random(seed), Clock()
-        leases, held = GroupLeases(group_size=1, clock=clock), dict[str, list[Lease]]()
+        faults = list[Failure | None]()
+        leases = GroupLeases(group_size=1, concurrency=64, on_attempt=faults.append, clock=clock)
+        held = dict[str, list[Lease]]()
         waiting = [asyncio.create_task(leases.run_group(index, make_task(index))) for index in range(groups)]
         await asyncio.sleep(0)
         delivered = dict[int, str]()
@@ -87,13 +92,16 @@ def test_each_group_is_delivered_once_whatever_happens_to_its_workers(seed: int,
         results = await asyncio.gather(*waiting)
         assert [group.index for group in results] == list(range(groups))
         assert {group.index: sampled_by(group) for group in results} == delivered
+        assert len(faults) == leases.losses, "each lost attempt is a fault, once"
+        excluded = [fault for fault in faults if fault is not None and fault.policy_reachable]
+        assert len(excluded) == sum(who == "worker_lost" for who in delivered.values()), "what ends worker after worker may be the policy"
         assert leases.waiting == 0
 
     asyncio.run(play())
 
 
 async def test_a_group_that_ends_its_workers_is_excluded() -> None:
-    leases = GroupLeases(group_size=4)
+    leases = GroupLeases(group_size=4, concurrency=64)
     waiting = asyncio.create_task(leases.run_group(7, make_task(7)))
     for attempt in range(MAX_LOSSES):
         assert not waiting.done()
@@ -105,7 +113,7 @@ async def test_a_group_that_ends_its_workers_is_excluded() -> None:
 
 
 async def test_leaving_costs_a_group_none_of_its_attempts() -> None:
-    leases = GroupLeases(group_size=1)
+    leases = GroupLeases(group_size=1, concurrency=64)
     waiting = asyncio.create_task(leases.run_group(0, make_task(0)))
     for number in range(3 * MAX_LOSSES):
         assert await leases.take(f"{number}", wait_s=1) is not None
@@ -115,7 +123,7 @@ async def test_leaving_costs_a_group_none_of_its_attempts() -> None:
 
 
 async def test_a_withdrawn_group_is_abandoned_by_its_worker() -> None:
-    leases = GroupLeases(group_size=1)
+    leases = GroupLeases(group_size=1, concurrency=64)
     waiting = asyncio.create_task(leases.run_group(0, make_task(0)))
     assert (lease := await leases.take("a", wait_s=1)) is not None
     waiting.cancel()
@@ -131,7 +139,7 @@ async def test_a_withdrawn_group_is_abandoned_by_its_worker() -> None:
 
 async def test_a_lease_that_never_reached_its_worker_is_given_to_another() -> None:
     clock = Clock()
-    leases = GroupLeases(group_size=1, clock=clock)
+    leases = GroupLeases(group_size=1, concurrency=64, clock=clock)
     waiting = asyncio.create_task(leases.run_group(0, make_task(0)))
     assert await leases.take("a", wait_s=1) is not None  # the answer is lost
     assert await leases.renew("a", []) == [] and leases.waiting == 0, "it may be on its way"
@@ -144,7 +152,7 @@ async def test_a_lease_that_never_reached_its_worker_is_given_to_another() -> No
 
 async def test_a_stopped_driver_loses_no_worker() -> None:
     clock = Clock()
-    leases = GroupLeases(group_size=1, clock=clock)
+    leases = GroupLeases(group_size=1, concurrency=64, clock=clock)
     assert await leases.take("a", wait_s=0) is None
     clock.now += 3600.0  # SIGSTOP of the driver: the requests of its workers are unread
     assert await leases.lose_silent() == [] and leases.workers == 1
@@ -153,7 +161,7 @@ async def test_a_stopped_driver_loses_no_worker() -> None:
 
 async def test_a_worker_that_never_starts_is_lost_after_a_longer_time() -> None:
     clock = Clock()
-    leases = GroupLeases(group_size=1, clock=clock)
+    leases = GroupLeases(group_size=1, concurrency=64, clock=clock)
     leases.expect("a", within_s=60.0)
     leases.expect("b", within_s=60.0)
     assert await pass_time(leases, clock, 59) == []
@@ -163,7 +171,7 @@ async def test_a_worker_that_never_starts_is_lost_after_a_longer_time() -> None:
 
 
 async def test_a_result_for_another_group_is_rejected() -> None:
-    leases = GroupLeases(group_size=1)
+    leases = GroupLeases(group_size=1, concurrency=64)
     waiting = asyncio.create_task(leases.run_group(0, make_task(0)))
     lease = await leases.take("a", wait_s=1)
     assert lease is not None
@@ -171,4 +179,120 @@ async def test_a_result_for_another_group_is_rejected() -> None:
         with pytest.raises(ValueError, match="the lease is for"):
             leases.finish(lease.id, result_of(other, "a"))
     assert not waiting.done() and leases.is_valid(lease.id)
+    waiting.cancel()
+
+
+@pytest.mark.parametrize(("deaths", "pauses"), [(1, False), (12, True)])
+async def test_a_run_pauses_if_its_workers_die_all_the_time(deaths: int, pauses: bool) -> None:
+    """Each death loses all attempts in flight, however many groups were leased; one death among finished groups is no reason."""
+    rate = FaultRate(concurrency=16)
+    leases = GroupLeases(group_size=4, concurrency=8, on_attempt=rate.record_attempt)
+    watching = asyncio.create_task(rate.watch())
+    groups = [asyncio.create_task(leases.run_group(index, make_task(index))) for index in range(8 * deaths)]
+    for number in range(deaths):
+        for _ in range(4):  # twice the concurrency, because ending groups leave slots free
+            assert await leases.take(f"w{number}", wait_s=1) is not None
+        await leases.lose(f"w{number}")
+        lease = await leases.take("sound", wait_s=1)
+        assert lease is not None and leases.finish(lease.id, result_of(lease, "sound"))
+        for _ in range(4):
+            rate.record_attempt(None)
+    assert rate.attempt_metrics()["attempts_failed"] == 8 * deaths
+    await asyncio.sleep(0)
+    assert watching.done() == pauses
+    if pauses:
+        with pytest.raises(InfrastructureError, match=r"the run pauses: .*\n.*worker worker_lost: rollout worker w\d+ was lost while"):
+            await watching
+    watching.cancel()
+    for group in groups:
+        group.cancel()
+
+
+async def test_a_result_that_arrives_while_lost_groups_are_requeued_is_refused() -> None:
+    clock = Clock()
+    leases = GroupLeases(group_size=1, concurrency=64, clock=clock)
+    groups = [asyncio.create_task(leases.run_group(index, make_task(index))) for index in range(3)]
+    held = [await leases.take("a", wait_s=1) for _ in range(3)]
+    clock.now += 60.0
+    async with leases._queued:  # another coroutine queues a group
+        losing = asyncio.create_task(leases.renew("a", []))
+        await asyncio.sleep(0)
+        for lease in held:
+            assert lease is not None and not leases.finish(lease.id, result_of(lease, "a"))
+    assert await losing == [] and leases.waiting == 3
+    assert [(await leases.take("b", wait_s=1)).index for _ in range(3)] == [0, 1, 2]  # type: ignore[union-attr]
+    for group in groups:
+        group.cancel()
+
+
+def complete(index: int, who: str) -> Group:
+    """A group of one attempt that was scored."""
+    group = make_group(index)
+    task = make_task(index)
+    episodes = tuple(replace(one, episode=replace(one.episode, task_id=task.id, task_key=task.key, answer=who)) for one in group.episodes)
+    return replace(group, task_id=task.id, task_key=task.key, episodes=episodes)
+
+
+@given(st.integers(min_value=0, max_value=2**32), st.integers(min_value=1, max_value=8))
+def test_a_transport_delivers_the_first_complete_group_of_an_index_whoever_sampled_it(seed: int, groups: int) -> None:
+    """Entries arrive late, repeated, under lost leases, and from the worker of an earlier driver."""
+
+    async def play() -> None:
+        choose = random.Random(seed)
+        leases, stream = GroupLeases(group_size=1, concurrency=64), list[tuple[str, Group]]()
+        early = {index for index in range(groups) if choose.random() < 0.3}
+        for index in sorted(early):
+            await leases.arrive("of an earlier driver", complete(index, "earlier"))
+        running = [asyncio.create_task(leases.run_group(index, make_task(index))) for index in range(groups)]
+        await asyncio.sleep(0)
+        assert {index for index in range(groups) if running[index].done()} == early
+        first = dict.fromkeys(early, "earlier")
+        while len(first) < groups:
+            worker = choose.choice("ab")
+            match choose.choice(["take", "send", "fail", "die", "read", "read"]):
+                case "take":
+                    await leases.take(worker, wait_s=0)
+                case "send" if held := [job for job in leases._leased.values() if job.worker == worker]:
+                    job = choose.choice(held)
+                    stream += [(job.lease, complete(job.index, job.lease))] * choose.choice([1, 1, 2])
+                case "fail" if held := [job for job in leases._leased.values() if job.worker == worker]:
+                    job = choose.choice(held)
+                    lease = Lease(id=job.lease, index=job.index, task=job.task, oldest_version=0)
+                    await leases.lose(worker, failed=False)
+                    stream.append((job.lease or lease.id, result_of(lease, "failed, because its lease was lost")))
+                case "die":
+                    await leases.lose(worker, failed=False)
+                case "read" if stream:
+                    lease_id, group = stream.pop(choose.randrange(len(stream)))
+                    await leases.arrive(lease_id, group)
+                    if not group.episodes[0].episode.left_out:
+                        first.setdefault(group.index, lease_id)
+                    await asyncio.sleep(0)
+                case _:
+                    pass
+            await asyncio.sleep(0)
+            assert {index for index in range(groups) if running[index].done()} == set(first)
+        results = await asyncio.gather(*running)
+        assert {group.index: group.episodes[0].episode.answer for group in results} == first
+        assert leases.waiting == 0 and not leases._leased
+        for index in range(groups):
+            leases.forget(index)
+        assert not leases._early
+
+    asyncio.run(play())
+
+
+async def test_a_group_of_another_task_or_of_older_weights_is_not_the_result() -> None:
+    leases = GroupLeases(group_size=1, concurrency=64)
+    other = replace(complete(0, "x"), task_key="0" * 64)
+    await leases.arrive("earlier", complete(0, "old"))
+    waiting = asyncio.create_task(leases.run_group(0, make_task(0), oldest_version=9))
+    await asyncio.sleep(0)
+    await leases.arrive("earlier", complete(0, "old"))
+    await leases.arrive("earlier", other)
+    assert not waiting.done() and leases.waiting == 1
+    lease = await leases.take("a", wait_s=1)
+    assert lease is not None
+    await leases.arrive(lease.id, complete(1, "of another group"))
+    assert not leases.is_valid(lease.id) and leases.waiting == 1 and leases.losses == 1, "else it would wait for ever"
     waiting.cancel()

@@ -17,9 +17,11 @@ import pytest
 
 from agentrl.base import activity
 from agentrl.base.activity import ACTIVITY, ATTEMPTS, REQUESTS
-from agentrl.errors import RequestRefused, ServerDied, UserError
+from agentrl.errors import RequestRefused, ServerDied, ServingError, UserError
 from agentrl.protocols import CacheUse
-from agentrl.records import Blame, Completion, Failure, Group, VersionSpan
+from agentrl.records import Blame, Completion, Failure, Group, VersionSpan, codec
+from agentrl.rollout import excluded_group, task_fault
+from agentrl.rollout import leases as leases_module
 from agentrl.rollout.leases import GroupLeases
 from agentrl.run import worker as worker_module
 from agentrl.run import worker_api
@@ -42,6 +44,7 @@ class Served(Journaled):
         self.routed = set[str]()
         self.every = set[str]()
         self.requested = set[str]()
+        self.active = set[str]()
         self.cancelled = asyncio.Event()
         self.fails: BaseException | None = None
         self.holds = False
@@ -57,6 +60,14 @@ class Served(Journaled):
 
     async def generate(self, prompt_ids: Any, params: Any, *, request_id: str, timeout_s: float) -> Completion:
         self.requested.add(request_id)
+        assert request_id not in self.active, "two requests with one id"
+        self.active.add(request_id)
+        try:
+            return await self._answer(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+        finally:
+            self.active.remove(request_id)
+
+    async def _answer(self, prompt_ids: Any, params: Any, *, request_id: str, timeout_s: float) -> Completion:
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
@@ -76,8 +87,8 @@ class Drive:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.served = Served(folder / "journal.jsonl")
-        self.leases = GroupLeases(group_size=3)
         self.attempts: list[Failure | None] = []
+        self.leases = GroupLeases(group_size=3, concurrency=4, on_attempt=self.attempts.append)
         self.alerts: list[str] = []
         self.api = WorkerApi(
             folder=folder,
@@ -203,13 +214,80 @@ async def test_a_request_of_a_worker_that_is_gone_is_cancelled_at_the_server(tmp
         waiting.cancel()
 
 
+def renewal(**data: Any) -> dict[str, Any]:
+    return {"leases": [], "attempts": [], "alerts": [], "activity": {}, "report": 1} | data
+
+
+def request(lease: str) -> dict[str, Any]:
+    """A request for the first turn of group 0."""
+    names = {"lease": lease, "task_key": make_task(0).key, "request_id": "g000000-0-a0-0"}
+    return names | {"prompt_ids": [1], "params": {"max_tokens": 4}, "timeout_s": 5.0}
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+async def test_a_lost_lease_ends_its_requests_and_gets_no_tokens(tmp_path: Path, stubborn: bool) -> None:
+    """Its worker was stopped, so its connection stays open. The next worker sends requests with the same ids."""
+    async with driving(tmp_path) as drive:
+        waiting = asyncio.create_task(drive.leases.run_group(0, make_task(0)))
+        first, second = drive.connect("first"), drive.connect("second")
+        lease = json.loads(await first.call("/lease", {}))["id"]
+        drive.served.holds = True
+        if stubborn:  # a server that answers a request that is being cancelled
+            hold = drive.served._answer
+
+            async def answer(*arguments: Any, **options: Any) -> Completion:
+                with contextlib.suppress(asyncio.CancelledError):
+                    return await hold(*arguments, **options)
+                drive.served.holds = False
+                return await hold(*arguments, **options)
+
+            drive.served._answer = answer  # type: ignore[method-assign]
+        silent = asyncio.create_task(first.call("/generate", request(lease)))
+        async with asyncio.timeout(10):
+            while not drive.served.active:
+                await asyncio.sleep(0.01)
+            await drive.leases.lose("first")
+            drive.served.holds = False
+            other = json.loads(await second.call("/lease", {}))["id"]
+            codec.from_json(Completion, await second.call("/generate", request(other)))
+            with pytest.raises(ServingError, match="lease is lost"):
+                await silent
+            assert drive.served.cancelled.is_set() and not drive.served.active
+            with pytest.raises(ServingError, match="the lease is lost"):
+                await first.call("/generate", request(lease))
+            group = excluded_group(0, make_task(0).id, make_task(0).key, task_fault(ValueError("x")), size=3)
+            answers = [await one.call(f"/groups/{of}", content=codec.to_json(group)) for one, of in ((first, lease), (second, other)) * 2]
+            assert [json.loads(one)["delivered"] for one in answers] == [False, True, False, False], "delivered once, by its newest lease"
+            assert await waiting == group
+        first.close()
+        second.close()
+
+
+async def test_a_repeated_report_and_one_of_a_lost_worker_count_no_attempt_twice(tmp_path: Path) -> None:
+    async with driving(tmp_path) as drive:
+        waiting = [asyncio.create_task(drive.leases.run_group(index, make_task(index))) for index in range(2)]
+        connection = drive.connect("a")
+        leases = [json.loads(await connection.call("/lease", {}))["id"] for _ in range(2)]
+        for report in (7, 7, 6):  # the first answer was lost
+            await connection.call("/renew", renewal(leases=leases, attempts=[None] * 2, alerts=["slow"], report=report))
+        assert drive.attempts == [None] * 2 and len(drive.alerts) == 1
+        await drive.leases.lose("a")
+        assert [failure and failure.kind for failure in drive.attempts[2:]] == ["worker_lost"] * 4, "as many as one worker has in flight"
+        answer = json.loads(await connection.call("/renew", renewal(leases=leases, attempts=[None] * 2, alerts=["slow"], report=8)))
+        assert answer["abandon"] == leases and len(drive.attempts) == 6 and len(drive.alerts) == 2
+        await connection.call("/renew", renewal(attempts=[None], report=9))
+        assert drive.attempts[6:] == [None], "a worker that returns counts again"
+        for one in waiting:
+            one.cancel()
+        connection.close()
+
+
 async def test_tokens_reach_only_the_holder_of_a_lease(tmp_path: Path) -> None:
     async with driving(tmp_path) as drive, working(drive, "a") as worker:
         await drive.leases.run_group(0, make_task(0))
         url, key = read_address(tmp_path)
-        request = {"worker": "a", "lease": "0" * 32, "task_key": "k", "prompt_ids": [1], "request_id": "g000000-0-a0-0", "timeout_s": 1.0}
         async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as client:
-            answer = await client.post("/generate", json=request | {"params": {"max_tokens": 4}})
+            answer = await client.post("/generate", json={"worker": "a"} | request("0" * 32))
         assert answer.status_code == 503 and "lease" in answer.json()["error"]
         assert worker.cache_use == drive.served.cache_use, "a worker limits its episodes by the driver's reading"
 
@@ -256,6 +334,30 @@ async def test_an_alert_during_a_renewal_is_sent_with_the_next(tmp_path: Path, m
         while not any("second" in alert for alert in drive.alerts):
             await asyncio.sleep(0.02)
         assert "first" in drive.alerts[0]
+
+
+async def test_a_group_that_the_stream_loses_is_sampled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its worker would renew the lease for ever."""
+
+    class Lossy:
+        """An outbox whose server is emptied after the first group. Later groups are too large for it, so they are sent over HTTP."""
+
+        async def run(self) -> None:
+            await asyncio.Event().wait()
+
+        async def send(self, lease: str, group: Group) -> bool:
+            lost.append(lease)
+            return len(lost) == 1
+
+    lost = list[str]()
+    monkeypatch.setattr(worker_module, "_SENT_S", 0.2)
+    monkeypatch.setattr(worker_module, "RENEW_S", 0.05)
+    monkeypatch.setattr(leases_module, "_UNHEARD_S", 0.1)
+    async with driving(tmp_path) as drive, working(drive, "a") as worker, asyncio.timeout(20):
+        worker.outbox = Lossy()  # type: ignore[assignment]
+        group = await drive.leases.run_group(0, make_task(0))
+        assert len(lost) == 2 and len(group.episodes) == 3 and drive.leases.losses == 0
+        assert not any(scored.episode.left_out for scored in group.episodes)
 
 
 async def test_the_driver_counts_what_its_workers_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

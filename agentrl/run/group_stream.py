@@ -1,0 +1,200 @@
+"""The Redis stream of a run with `store=redis`: rollout workers add finished groups, and the driver reads them.
+
+Without the option `url` the run starts a server, with its data in `RUN/redis`. Options: `url` (`redis://HOST:PORT/DB`), and `password` as a
+reference (`env:NAME`). The driver passes both to workers in the answer to `GET /spec`, never in a file or an argument.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.base import secrets
+from agentrl.base.files import write_atomically
+from agentrl.base.installation import import_optional
+from agentrl.base.liveness import Restarts
+from agentrl.config.recipe import Recipe
+from agentrl.errors import GroupTooLarge, InfrastructureError, StoreError, UserError
+from agentrl.experience import DriverStore
+from agentrl.protocols import GroupTransport
+from agentrl.protocols.experience import Delivery
+from agentrl.records import Group
+
+if TYPE_CHECKING:
+    from agentrl.experience.redis_server import RedisServer
+    from agentrl.experience.redis_transport import RedisTransport
+
+BATCH = 16
+"""Groups of one transaction."""
+_WATCH_S = 0.25
+_SILENT_S = 20.0
+_RESTARTS = 5  # in a row
+_SOUND_S = 120.0
+_CHECK_S = 10.0  # to reach a server before the run starts
+
+
+def check_stream(recipe: Recipe) -> None:
+    """Raises `UserError`, with the fix, if a package or program is missing, or the server at `url` is unreachable or may lose groups."""
+    if recipe.store.ref != "redis":
+        return
+    import_optional("redis", "redis", needed_for="store=redis")
+    from agentrl.experience.redis_server import find_program
+    from agentrl.experience.redis_transport import RedisTransport
+
+    options = _options(recipe)
+    if not options:
+        find_program()
+        return
+    try:
+        transport = RedisTransport(**options, give_up_s=_CHECK_S)
+    except ValueError as error:
+        raise UserError(f"store.options.url: {error}", fix="use redis://HOST:PORT/DB") from None
+    try:
+        transport.check_server()
+    except StoreError as error:
+        raise UserError(f"store.options.url: {error}", fix="start the server, or remove url: then the run starts one") from error
+    finally:
+        transport.close()
+
+
+def open_transport(options: dict[str, Any]) -> RedisTransport:
+    """Returns a worker's connection to the stream. Raises `UserError` if the package is not installed."""
+    import_optional("redis", "redis", needed_for="store=redis")
+    from agentrl.experience.redis_transport import RedisTransport
+
+    return RedisTransport(**options)
+
+
+class GroupStream:
+    """The driver's end of the stream.
+
+    Args:
+        folder: the run folder.
+        alert: called with a message for the user when the run's server is restarted.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, store: DriverStore, *, alert: Callable[[str], None]) -> None:
+        self.restarts = 0
+        self._folder, self._store, self._alert = folder / "redis", store, alert
+        self._options = _options(recipe)
+
+    @classmethod
+    def of(cls, recipe: Recipe, folder: Path, store: DriverStore, *, alert: Callable[[str], None]) -> GroupStream | None:
+        """Returns the stream of a recipe; None if workers send groups over HTTP."""
+        return cls(recipe, folder, store, alert=alert) if recipe.store.ref == "redis" else None
+
+    @asynccontextmanager
+    async def serving(self, deliver: Callable[[Delivery], Awaitable[None]], forget: Callable[[int], None]) -> AsyncIterator[dict[str, Any]]:
+        """Receives groups during the block. Yields the arguments of `open_transport`.
+
+        Args:
+            deliver, forget: see `agentrl.experience.redis_transport.receive_groups`.
+        """
+        from agentrl.experience.redis_server import RedisServer
+        from agentrl.experience.redis_transport import receive_groups
+
+        server = None if self._options else RedisServer(self._folder)  # in this thread, which lives as long as the run
+        try:
+            if server is not None:
+                await asyncio.to_thread(server.wait_ready)
+            options = (self._options or {"url": server.url if server else ""}) | {"run": self._prefix()}
+            transport = open_transport(options)
+            try:
+                await asyncio.to_thread(transport.check_server)
+                async with asyncio.TaskGroup() as tasks:
+                    receiving = [tasks.create_task(receive_groups(transport, self._store, deliver, forget))]
+                    if server is not None:
+                        receiving.append(tasks.create_task(self._keep(server)))
+                    yield options
+                    for task in receiving:
+                        task.cancel()
+            finally:
+                transport.close()
+        finally:
+            if server is not None:
+                await asyncio.to_thread(server.close)
+
+    async def _keep(self, server: RedisServer) -> None:
+        """Restarts the run's server if it ends or is silent, until it has failed too often in a row."""
+        restarts, clock = Restarts(sound_s=_SOUND_S), asyncio.get_running_loop().time
+        answered = clock()
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if not server.restart_if_dead():
+                if await asyncio.to_thread(server.answers):
+                    answered = clock()
+                elif clock() - answered > _SILENT_S:
+                    server.kill()
+                continue
+            restarts.progress()
+            self.restarts += 1
+            if (failures := restarts.failed()) > _RESTARTS:
+                raise InfrastructureError(f"the Redis server ended {failures} times in a row: see {self._folder / 'redis.log'}")
+            self._alert("the Redis server is replaced; it has the groups that it had accepted")
+            await asyncio.to_thread(server.wait_ready)
+            restarts.started()
+            answered = clock()
+
+    def _prefix(self) -> str:
+        """Returns the prefix of the run's keys, which another run in a folder of the same name does not have."""
+        path = self._folder / "prefix"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, f"agentrl-{uuid.uuid4().hex}-")
+        return path.read_text(encoding="utf-8")
+
+
+class Outbox:
+    """Sends the groups of one worker. Groups that wait together are added in one transaction."""
+
+    def __init__(self, transport: GroupTransport) -> None:
+        self._transport = transport
+        self._waiting: asyncio.Queue[tuple[str, Group, asyncio.Future[bool]]] = asyncio.Queue()
+
+    async def send(self, lease: str, group: Group) -> bool:
+        """Returns whether the group was added, durably; False if it is too large for the stream. Raises `StoreError`."""
+        sent: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.put_nowait((lease, group, sent))
+        return await sent
+
+    async def run(self) -> None:
+        """Adds the groups that wait, until it is cancelled."""
+        while True:
+            batch = [await self._waiting.get()]
+            while len(batch) < BATCH and not self._waiting.empty():
+                batch.append(self._waiting.get_nowait())
+            try:
+                await self._add(batch)
+            except GroupTooLarge:
+                for one in batch:
+                    try:
+                        await self._add([one])
+                    except GroupTooLarge:
+                        _resolve(one[2], False)
+
+    async def _add(self, batch: list[tuple[str, Group, asyncio.Future[bool]]]) -> None:
+        groups, leases = [group for _, group, _ in batch], [lease for lease, _, _ in batch]
+        await asyncio.to_thread(self._transport.append, groups, leases=leases)
+        for _, _, sent in batch:
+            _resolve(sent, True)
+
+
+def _resolve(sent: asyncio.Future[bool], result: bool) -> None:
+    if not sent.done():
+        sent.set_result(result)
+
+
+def _options(recipe: Recipe) -> dict[str, Any]:
+    """Returns `url` and `password` of a server that the run does not start; empty if it starts one. Raises `UserError`."""
+    options = secrets.resolve_options(recipe.store.options)
+    unknown = sorted(set(options) - {"url", "password"})
+    if unknown or not all(isinstance(value, str) for value in options.values()) or ("password" in options and "url" not in options):
+        raise UserError(
+            f"store.options of store=redis: {', '.join(unknown) or 'a value that is no text, or a password without url'}",
+            fix="use store.options.url=redis://HOST:PORT/DB, store.options.password=env:NAME, or no options: then the run starts a server",
+        )
+    return options

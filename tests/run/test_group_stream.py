@@ -1,0 +1,222 @@
+"""The Redis stream of a run: what is checked before the start, and real groups of workers that pass a server which is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import redis
+
+from agentrl.config.recipe import Recipe
+from agentrl.errors import GroupTooLarge, RecipeError, UserError
+from agentrl.experience import DriverStore, SqliteStore, redis_server, redis_transport
+from agentrl.experience.redis_server import RedisServer
+from agentrl.experience.redis_transport import RedisTransport
+from agentrl.records import Group
+from agentrl.run import group_stream
+from agentrl.run.group_stream import GroupStream, Outbox, check_stream, open_transport
+from agentrl.run.worker import Worker
+from agentrl.session import opening
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+from agentrl.testing.store_contract import make_group
+from tests.driving import Family, make_recipe, make_task, opened
+from tests.run.test_workers import Drive, driving
+
+
+def with_stream(**options: str) -> Recipe:
+    store = {"ref": "redis", "options": options} if options else "redis"
+    data = make_recipe().model_dump(mode="json") | {"store": store}
+    return Recipe.model_validate(data | {"rollout": data["rollout"] | {"workers": 2}})
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.close()
+
+
+def address(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Options of a recipe for a server that the run does not start."""
+    password, _, path = server.url.removeprefix("unix://:").partition("@")
+    monkeypatch.setenv("TEST_REDIS_PASSWORD", password)
+    return {"url": f"unix://{path}", "password": "env:TEST_REDIS_PASSWORD"}
+
+
+def test_a_stream_without_workers_is_a_setting_without_effect() -> None:
+    with pytest.raises(ValueError, match=r"store=redis carries the groups of rollout workers: set rollout\.workers, or store=sqlite"):
+        Recipe.model_validate(make_recipe().model_dump(mode="json") | {"store": "redis"})
+
+
+def test_a_password_in_a_recipe_is_an_error_without_the_password() -> None:
+    for options in ({"url": "redis://:hunter2hunter2@example.com:6379/0"}, {"url": "redis://h:1/0", "password": "hunter2hunter2"}):
+        with pytest.raises((RecipeError, ValueError), match=r"store\.options\.(url|password) contains") as rejected:
+            with_stream(**options)
+        assert "hunter2" not in str(rejected.value)
+
+
+def test_a_missing_package_or_program_is_an_error_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_stream(make_recipe())
+    with monkeypatch.context() as patch:
+        patch.setattr(redis_server, "_PROGRAMS", ("no-such-program",))
+        with pytest.raises(UserError, match="the program redis-server is not installed") as missing:
+            check_stream(with_stream())
+        assert "redis-tools" in missing.value.fix
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(UserError, match="store=redis needs the package redis") as missing:
+        check_stream(with_stream())
+    assert "[redis]" in missing.value.fix
+    with pytest.raises(UserError, match="store=redis needs the package redis"):
+        open_transport({"url": "redis://h:1/0"})
+
+
+@pytest.mark.parametrize(
+    "options", [{"host": "h"}, {"password": "env:TEST_REDIS_PASSWORD"}, {"url": "http://h:1"}, {"url": "redis://h:x/0"}]
+)
+def test_options_that_are_no_address_are_an_error_with_an_example(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_REDIS_PASSWORD", "secret-of-the-test")
+    with pytest.raises(UserError, match=r"store\.options") as wrong:
+        check_stream(with_stream(**options))
+    assert "redis://HOST:PORT/DB" in wrong.value.fix and "secret-of-the-test" not in str(wrong.value)
+
+
+@pytest.mark.slow
+def test_a_server_that_may_lose_groups_or_is_away_stops_the_run_before_it_starts(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, client = with_stream(**address(server, monkeypatch)), redis.Redis.from_url(server.url)
+    check_stream(recipe)
+    client.config_set("appendfsync", "everysec")
+    try:
+        with pytest.raises(UserError, match="would be lost if the machine fails") as wrong:
+            check_stream(recipe)
+        assert "CONFIG SET appendfsync always" in wrong.value.fix
+    finally:
+        client.config_set("appendfsync", "always")
+    monkeypatch.setattr(group_stream, "_CHECK_S", 0.1)
+    with pytest.raises(UserError, match=r"store\.options\.url: the Redis server did not accept groups for 0\.1 s") as wrong:
+        check_stream(with_stream(url="unix:///tmp/no-such-socket"))
+    assert "the run starts one" in wrong.value.fix
+    monkeypatch.setenv("TEST_REDIS_PASSWORD", "a-wrong-password")
+    with pytest.raises(UserError, match="password") as wrong:
+        check_stream(recipe)
+    assert "a-wrong-password" not in str(wrong.value)
+
+
+class Run:
+    """The driver of a run whose groups arrive through a stream; it stores what arrives, as `Rollouts` does."""
+
+    def __init__(self, drive: Drive, stack: AsyncExitStack, store: DriverStore, recipe: Recipe) -> None:
+        self.drive, self.stack, self.store, self.recipe = drive, stack, store, recipe
+
+    async def open(self) -> RedisTransport:
+        """Starts to receive; returns another connection to the stream."""
+        leases = self.drive.leases
+        stream = GroupStream(self.recipe, self.drive.folder, self.store, alert=self.drive.alerts.append)
+        self.options = await self.stack.enter_async_context(stream.serving(lambda one: leases.arrive(one.lease, one.group), leases.forget))
+        return open_transport(self.options)
+
+    async def group(self, index: int) -> Group:
+        group = await self.drive.leases.run_group(index, make_task(index))
+        assert await self.store.put(group), "stored once"
+        return group
+
+    async def worker(self, name: str) -> asyncio.Task[None]:
+        connection = self.drive.connect(name)
+        self.stack.callback(connection.close)
+        worker = Worker(connection, 2, Outbox(open_transport(self.options)))
+        recipe, sandboxes = make_recipe(), ScriptedSandboxes(printing("3"))
+        run = await self.stack.enter_async_context(opened(self.drive.folder / name, worker, sandboxes, recipe, Family()))
+        checkpoints = opening.FolderCheckpoints(self.drive.folder / "running")
+        running = asyncio.create_task(worker.run(replace(run.groups, checkpoints=checkpoints, on_attempt=worker.record_attempt)))
+        self.stack.callback(running.cancel)
+        return running
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_groups_of_workers_pass_a_server_that_dies_or_stops_and_each_is_stored_once(
+    tmp_path: Path, fault: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_stream, "_SILENT_S", 1.0)
+    monkeypatch.setattr(redis_server, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(redis_transport, "_CALL_S", 1.0)
+    async with driving(tmp_path) as drive, AsyncExitStack() as stack, asyncio.timeout(60):
+        store = await DriverStore.open(partial(SqliteStore, tmp_path / "experience.sqlite"))
+        stack.push_async_callback(store.close)
+        run = Run(drive, stack, store, with_stream())
+        other = await run.open()
+        await run.worker("a")
+        await run.worker("b")
+        groups = [asyncio.create_task(run.group(index)) for index in range(12)]
+        while not (await store.entries()):
+            await asyncio.sleep(0.02)
+        pid = int(other._redis.info("server")["process_id"])
+        os.kill(pid, fault)
+        assert [(await group).index for group in groups] == list(range(12))
+        async with asyncio.timeout(10):
+            while other._redis.xlen(other._groups) or drive.leases._leased:
+                await asyncio.sleep(0.05)
+        assert other._redis.info("server")["process_id"] != pid
+        assert [alert for alert in drive.alerts if "the Redis server is replaced" in alert]
+        other.append([make_group(3)])  # a worker of an earlier driver returns
+        while other._redis.xlen(other._groups):
+            await asyncio.sleep(0.05)
+        assert len(await store.entries()) == 12 and not drive.leases._early
+        secret = run.options["url"].removeprefix("unix://:").partition("@")[0].encode()
+        assert len(secret) == 64 and not [path for path in tmp_path.rglob("*") if path.is_file() and secret in path.read_bytes()]
+
+
+@pytest.mark.slow
+async def test_a_group_that_an_earlier_driver_did_not_read_is_not_sampled_again(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "redis").mkdir()
+    (tmp_path / "redis" / "prefix").write_text("earlier-")
+    task, group = make_task(0), make_group(0)
+    episodes = tuple(replace(one, episode=replace(one.episode, task_id=task.id, task_key=task.key)) for one in group.episodes)
+    RedisTransport(server.url, run="earlier-").append([replace(group, task_id=task.id, task_key=task.key, episodes=episodes)])
+    async with driving(tmp_path) as drive, AsyncExitStack() as stack, asyncio.timeout(20):
+        store = await DriverStore.open(partial(SqliteStore, tmp_path / "experience.sqlite"))
+        stack.push_async_callback(store.close)
+        run = Run(drive, stack, store, with_stream(**address(server, monkeypatch)))
+        stream = await run.open()
+        assert (await run.group(0)).episodes == episodes and not drive.served.requested
+        while stream._redis.xlen("earlier-groups"):
+            await asyncio.sleep(0.05)
+
+
+async def test_groups_that_wait_together_are_one_transaction_and_one_that_is_too_large_goes_another_way() -> None:
+    class Recorded:
+        def __init__(self) -> None:
+            self.batches: list[list[tuple[int, str]]] = []
+
+        def append(self, groups: list[Group], *, leases: list[str]) -> None:
+            if any(group.index == 5 for group in groups):
+                raise GroupTooLarge("too large")
+            self.batches.append([(group.index, lease) for group, lease in zip(groups, leases, strict=True)])
+
+    transport = Recorded()
+    outbox = Outbox(transport)  # type: ignore[arg-type]
+    sending = [asyncio.create_task(outbox.send(f"lease {index}", make_group(index))) for index in range(20)]
+    await asyncio.sleep(0)
+    running = asyncio.create_task(outbox.run())
+    assert await asyncio.gather(*sending) == [index != 5 for index in range(20)]
+    assert sorted(one for batch in transport.batches for one in batch) == sorted(
+        (index, f"lease {index}") for index in range(20) if index != 5
+    )
+    assert [len(batch) for batch in transport.batches][-1] == 4, "those that waited together"
+    running.cancel()
+    assert redis_transport.BATCH == group_stream.BATCH
