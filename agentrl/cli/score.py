@@ -73,12 +73,9 @@ def _user() -> str:
 def _list(store: ExperienceStore, *, as_json: bool) -> None:
     from agentrl.experience.late_parts import Clock
     from agentrl.observe.stats import format_duration
-    from agentrl.session.late_scores import pending_data
+    from agentrl.session.late_scores import pending_pages
 
-    now, after, parts = Clock().now(), "", list[dict[str, Any]]()
-    while page := store.pending_scores(limit=_PAGE, after=after):
-        parts += pending_data(page, now=now)
-        after = page[-1].episode_id
+    parts = [part for page in pending_pages(store, limit=_PAGE, now=Clock().now()) for part in page]
     if as_json:
         print(json.dumps(parts))
         return

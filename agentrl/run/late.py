@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from agentrl.errors import UserError
 from agentrl.experience import DriverStore, GroupOrder
@@ -13,12 +14,14 @@ from agentrl.experience.blocks import MAX_PARKED_BLOCKS
 from agentrl.experience.late_parts import Clock
 from agentrl.failure import Capture
 from agentrl.protocols import Tracker
-from agentrl.records import Group, Task
+from agentrl.records import Group
+from agentrl.session.transcript import PendingTranscripts
 from agentrl.task.group_tasks import GroupTasks
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_BATCH = 64  # groups in memory at once
 
 
 def check_order(order: GroupOrder, *late: str) -> None:
@@ -32,16 +35,22 @@ def check_order(order: GroupOrder, *late: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateGroups:
-    """The parked groups of one run. `changed` is set when their number changes; the caller that waits for it clears it."""
+    """The parked groups of one run. `changed` is set when their number changes; the caller that waits for it clears it.
 
+    The outcome of a group is recorded once, when its last score has arrived or expired. If no driver runs then, or a driver dies while it
+    records, the next one does it (`resume`).
+    """
+
+    folder: Path
     order: GroupOrder
     store: DriverStore
     tasks: GroupTasks
     capture: Capture
     tracker: Tracker
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    recording: asyncio.Lock = field(default_factory=asyncio.Lock)  # files of lines have one writer at a time
     _clock: Clock = field(default_factory=Clock)
-    _parked: dict[int, Task | None] = field(default_factory=dict)  # a task that an earlier driver sampled is None
+    _parked: set[int] = field(default_factory=set)
 
     @property
     def count(self) -> int:
@@ -49,17 +58,20 @@ class LateGroups:
         return len(self._parked)
 
     async def resume(self) -> None:
-        """Reads the parked groups that an earlier driver has left."""
-        for index in await self.store.call(lambda store: store.parked()):
-            self._parked.setdefault(index, None)
+        """Reads the parked groups that an earlier driver has left, and records those that have become ready since."""
+        parked = set(await self.store.call(lambda store: store.parked()))
+        self._parked.update(parked)
+        unrecorded = await asyncio.to_thread(PendingTranscripts(self.folder).groups) - parked
+        stored = await self.store.call(lambda store: [index for index in sorted(unrecorded) if store.has(index)])
+        await self._record(stored, again=True)
 
     def check(self, group: Group) -> None:
         """Raises `UserError` if scores of the group are late and the run's order accepts none."""
         check_order(self.order, *(f"late score {part.name!r} of group {group.index}" for _, _, part in group.pending))
 
-    def park(self, task: Task | None, group: Group) -> None:
+    def park(self, group: Group) -> None:
         """Counts a stored group that waits for late scores."""
-        self._parked[group.index] = task
+        self._parked.add(group.index)
         self.changed.set()
         if self.count == MAX_PARKED_BLOCKS * self.order.per_step:
             self.tracker.alert(
@@ -80,19 +92,25 @@ class LateGroups:
         if expired := await self.store.call(lambda store: store.expire_scores(now=now)):
             log.info("late scores of groups %s have expired", ", ".join(map(str, expired)))
         known = set(self._parked)  # before the call, because a group may be parked meanwhile
-        ready = sorted(known.difference(await self.store.call(lambda store: store.parked())))
-        if not ready:
-            return
-        groups = await self.store.groups(ready)
-        await asyncio.to_thread(self._record, groups)
-        for group in groups:
-            self.tracker.progress(group.index, group)
-            del self._parked[group.index]
-        self.changed.set()
+        await self._record(sorted(known.difference(await self.store.call(lambda store: store.parked()))))
 
-    def _record(self, groups: Sequence[Group]) -> None:
-        """Writes the outcomes and failures of groups that have their scores, in a thread."""
-        self.tasks.record_scores(groups)
+    async def _record(self, ready: Sequence[int], *, again: bool = False) -> None:
+        """Records the outcomes of groups that have their scores. `again`: an earlier driver may have recorded some of them."""
+        for start in range(0, len(ready), _BATCH):
+            groups = await self.store.groups(ready[start : start + _BATCH])
+            async with self.recording:
+                await asyncio.to_thread(self._write, groups, again=again)
+            for group in groups:
+                self.tracker.progress(group.index, group)
+                self._parked.discard(group.index)
+            self.changed.set()
+
+    def _write(self, groups: Sequence[Group], *, again: bool) -> None:
+        """Writes the outcomes and failures of groups, in a thread. Each step can be repeated, and the last one ends the repetitions."""
+        pending = PendingTranscripts(self.folder)
+        known = [(task, group) for group in groups if (task := pending.task(group.index)) is not None]
+        self.tasks.record_scores(known, again=again)
+        for task, group in known:
+            self.capture.capture_group(task, group, step=self.order.block_of(group.index))
         for group in groups:
-            if (task := self._parked[group.index]) is not None:
-                self.capture.capture_group(task, group, step=self.order.block_of(group.index))
+            pending.remove(group.index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,6 @@ class Rollouts:
     capture: Capture
     tracker: Tracker
     late: LateGroups
-    _recording: asyncio.Lock = field(default_factory=asyncio.Lock)  # files of lines have one writer at a time
 
     @classmethod
     def of(cls, run: Run) -> Rollouts:
@@ -63,7 +62,6 @@ class Rollouts:
 
     async def prepare_block(self, block: int) -> None:
         """Brings notes and task weights up to date for the groups of a block. Call it once the block may start."""
-        await self.store.call(PendingTranscripts(self.folder).remove_scored)
         if self.memory is not None:
             await self.memory.prepare_block(block)
         await self.tasks.prepare_block(block)
@@ -76,17 +74,17 @@ class Rollouts:
         self.late.check(group)
         late = any(group.pending)
         if late and task is not None:
-            async with self._recording:
+            async with self.late.recording:
                 await asyncio.to_thread(self._record_pending, task, group, step)
         group = await self._stored(group)
         if late:
-            self.late.park(task, group)
+            self.late.park(group)
         else:
             self.tracker.progress(index, group)
         try:
             self.quarantine.add(group)
         finally:
-            async with self._recording:
+            async with self.late.recording:
                 alert = await asyncio.to_thread(self._record, task, group, step, late=late)
         if alert:
             self.tracker.alert(alert)
@@ -101,6 +99,7 @@ class Rollouts:
         """Writes what the run folder has about a stored group, in addition to the store, in a thread. Returns an alert, or ""."""
         self.checkpoints.remove_group(group.index)
         if not late:
+            PendingTranscripts(self.folder).remove(group.index)  # of a killed driver, whose attempts were late
             self.capture.capture_group(task, group, step=step)
         if task is None:
             return ""

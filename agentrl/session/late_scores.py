@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from agentrl.base.user_code import printable
 from agentrl.errors import ScoreRejected, UserError
 from agentrl.experience.late_parts import Clock
 from agentrl.protocols import ExperienceStore
-from agentrl.records import LateScore, PendingScore, ScoreReceipt, codec
+from agentrl.records import LateScore, ScoreReceipt, codec
 
 FIELDS = ("episode_id", "part", "value", "scored_by", "key")
 ANONYMOUS = "anonymous"
@@ -81,10 +81,15 @@ def _brief(value: object) -> str:
     return ascii(value)[:80]
 
 
-def pending_data(pending: Iterable[PendingScore], *, now: float) -> list[dict[str, Any]]:
-    """Returns pending parts as JSON data, without those that have expired. `left_s`: remaining seconds; None means no limit."""
-    left = [(part, None if part.expires_at is None else part.expires_at - now) for part in pending]
-    return [{**codec.to_data(part), "left_s": left_s} for part, left_s in left if left_s is None or left_s > 0]
+def pending_pages(store: ExperienceStore, *, limit: int, now: float, after: str = "") -> Iterator[list[dict[str, Any]]]:
+    """Yields the pending parts of `limit` episodes after the other, as JSON data. First records what has expired, also without a driver.
+
+    `left_s`: remaining seconds; None means no limit.
+    """
+    store.expire_scores(now=now)
+    while page := store.pending_scores(limit=limit, after=after):
+        yield [{**codec.to_data(part), "left_s": None if part.expires_at is None else part.expires_at - now} for part in page]
+        after = page[-1].episode_id
 
 
 def error_data(error: UserError) -> dict[str, Any]:

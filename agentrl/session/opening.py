@@ -268,7 +268,7 @@ async def _open_parts(
         group_tasks=tasks,
         order=order,
         starts=starts,
-        late=LateGroups(order=order, store=store, tasks=tasks, capture=capture, tracker=tracker),
+        late=LateGroups(folder=folder, order=order, store=store, tasks=tasks, capture=capture, tracker=tracker),
         learner=learner,
         judges=judges,
         suite=checked.suite,

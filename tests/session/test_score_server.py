@@ -314,14 +314,13 @@ async def test_people_get_different_episodes_first(tmp_path: Path) -> None:
             assert (await client.post("/episode", json={"scored_by": "person 0"})).text == first[0]
 
 
-def test_transcripts_of_scored_groups_are_removed_and_the_others_stay(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", late_group(0, size=1), late_group(1, size=1))
+def test_the_file_of_a_pending_group_has_its_task_and_a_damaged_one_has_none(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", late_group(0), late_group(1))
     transcripts = PendingTranscripts(run)
-    transcripts.write(late_task(2), late_group(2), step=0)  # a driver that was killed before it stored the group
-    transcripts.write(late_task(3), replace(late_group(3), episodes=()), step=0)
-    with opened_store(run) as store:
-        store.add_score(LateScore(episode_id="g0-0", part="review", value=1.0, scored_by="a", key="k"), now=1.0)
-        transcripts.remove_scored(store)
-    assert sorted(path.name for path in (run / "pending").iterdir()) == ["000001.json", "000002.json"]
     shown = transcripts.read(1, 0)
     assert shown is not None and shown["question"] == "How many?" and shown["answer"] == HOSTILE
+    assert transcripts.groups() == {0, 1} and transcripts.task(1) == late_task(1)
+    (run / "pending" / "000001.json").write_text('{"task": "{}"}')
+    transcripts.remove(0)
+    transcripts.remove(0)
+    assert transcripts.groups() == {1} and transcripts.task(1) is transcripts.task(0) is transcripts.read(0, 0) is None
