@@ -32,6 +32,7 @@ def score(
     value: Annotated[float | None, typer.Argument(help="The score. Write -- before a negative number.")] = None,
     by: Annotated[str, typer.Option(help="Who scored it. Default: the user name.")] = "",
     key: Annotated[str, typer.Option(help="Idempotency key: a repeated score with it counts once. Default: a hash of the score.")] = "",
+    replace: Annotated[bool, typer.Option("--replace", help="Correct an earlier score, while its group waits for another one.")] = False,
     list_all: Annotated[bool, typer.Option("--list", help="List the scores that the run waits for.")] = False,
     import_file: Annotated[
         Path | None, typer.Option("--import", help="Send the scores of a file: one JSON object per line, as for POST /scores.")
@@ -44,10 +45,12 @@ def score(
 ) -> None:
     """List the scores that a run waits for, and send them. Works during the run and after it.
 
-    A line of --import: {"episode_id": ..., "part": ..., "value": ..., "scored_by": ..., "key": ...}; the last two are optional. Exits with
-    1 if a line was rejected, and with 2 if a single score was.
+    A line of --import: {"episode_id": ..., "part": ..., "value": ..., "scored_by": ..., "key": ..., "replace": ...}; the last three are
+    optional. Exits with 1 if a line was rejected, and with 2 if a single score was.
     """
     single = (episode, part, value)
+    if replace and value is None:
+        raise UserError("--replace needs EPISODE PART VALUE", fix='in a file or a request, write "replace": true')
     if sum((any(one is not None for one in single), list_all, import_file is not None, serve)) != 1:
         raise UserError("give exactly one of EPISODE PART VALUE, --list, --import and --serve", fix="agentrl score --help has examples")
     with open_run_store(run_dir) as store:
@@ -60,7 +63,8 @@ def score(
         elif any(one is None for one in single):
             raise UserError("EPISODE, PART and VALUE belong together", fix="agentrl score RUN EPISODE PART VALUE")
         else:
-            _send(store, {"episode_id": episode, "part": part, "value": value, "key": key or None}, by or _user(), as_json=as_json)
+            sent = {"episode_id": episode, "part": part, "value": value, "key": key or None, "replace": replace}
+            _send(store, sent, by or _user(), as_json=as_json)
 
 
 def _user() -> str:
@@ -95,6 +99,7 @@ def _send(store: ExperienceStore, data: dict[str, Any], by: str, *, as_json: boo
         print(json.dumps(codec.to_data(receipt)))
         return
     state = "was stored before" if receipt.repeated else "is stored"
+    state += "" if receipt.replaced is None else f" and replaces {receipt.replaced:g}"
     print(f"the score {state}: attempt {receipt.attempt} of group {receipt.group}, which waits for {receipt.remaining} more scores")
 
 

@@ -35,7 +35,7 @@ from agentrl.protocols import ExperienceStore
 from agentrl.records import Group, GroupUse, LateScore, LedgerEntry, PendingScore, ScoreReceipt, codec
 
 _APPLICATION_ID = 0x41475258  # "AGRX", distinguishes these files from other SQLite files
-_SCHEMA_VERSION = 3
+_SCHEMA_VERSION = 4
 _SCHEMA = (
     "CREATE TABLE groups (idx INTEGER PRIMARY KEY, task_id TEXT NOT NULL, stored_at REAL NOT NULL, attempts INTEGER NOT NULL,"
     " counted INTEGER NOT NULL, has_spread INTEGER NOT NULL, oldest_version INTEGER, tokens_sampled INTEGER NOT NULL, body BLOB NOT NULL)",

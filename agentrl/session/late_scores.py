@@ -3,6 +3,7 @@
     {"episode_id": "g12-3", "part": "review", "value": 0.5, "scored_by": "anna", "key": "review-812"}
 
 `scored_by` and `key` are optional. The default key is a hash of the other fields, so a repeated sending of the same score is recognized.
+`"replace": true` corrects an earlier value.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from agentrl.experience.late_parts import Clock
 from agentrl.protocols import ExperienceStore
 from agentrl.records import LateScore, ScoreReceipt, codec
 
-FIELDS = ("episode_id", "part", "value", "scored_by", "key")
+FIELDS = ("episode_id", "part", "value", "scored_by", "key", "replace")
 ANONYMOUS = "anonymous"
 """`LateScore.scored_by` of a score without a sender."""
 MAX_LINE = 64 << 10
@@ -51,13 +52,15 @@ def read_score(data: Any, *, scored_by: str = "") -> LateScore:
         raise ScoreRejected(f"value must be a number, got {type(value).__name__}", cause="malformed", fix=fix)
     if not _is_finite(value):
         raise ScoreRejected("value is not finite", cause="not_finite", fix="send a finite number within the range of the part")
-    names = {name: data[name] for name in FIELDS if name != "value" and data.get(name) is not None}
+    if not isinstance(replace := data.get("replace", False), bool):
+        raise ScoreRejected("replace must be true or false", cause="malformed", fix=fix)
+    names = {name: data[name] for name in FIELDS if name not in ("value", "replace") and data.get(name) is not None}
     if wrong := [name for name, text in names.items() if not isinstance(text, str)]:
         raise ScoreRejected(f"{wrong[0]} must be a string", cause="malformed", fix=fix)
     names.setdefault("scored_by", scored_by or ANONYMOUS)
-    names.setdefault("key", _default_key(names, value))
+    names.setdefault("key", _default_key(names, value, replace=replace))
     try:
-        return LateScore(value=float(value), **names)
+        return LateScore(value=float(value), replace=replace, **names)
     except ValueError as error:
         raise ScoreRejected(printable(str(error), _SHOWN), cause="malformed", fix=fix) from None
 
@@ -72,8 +75,8 @@ def _is_finite(value: float) -> bool:
         return False
 
 
-def _default_key(names: Mapping[str, str], value: float) -> str:
-    content = json.dumps([names["episode_id"], names["part"], float(value), names["scored_by"]])
+def _default_key(names: Mapping[str, str], value: float, *, replace: bool) -> str:
+    content = json.dumps([names["episode_id"], names["part"], float(value), names["scored_by"], *(["replace"] if replace else [])])
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 

@@ -49,12 +49,28 @@ def test_a_score_by_command_is_stored_once(run: Path) -> None:
     first, again = (score(run, "g0-0", "review", "0.5", "--by", "anna", "--key", "k") for _ in range(2))
     assert (first.returncode, again.returncode) == (0, 0)
     assert "is stored: attempt 0 of group 0, which waits for 1 more" in first.stdout and "was stored before" in again.stdout
-    assert json.loads(score(run, "g0-1", "review", "1", "--json").stdout) == {"group": 0, "attempt": 1, "remaining": 0, "repeated": False}
+    assert json.loads(score(run, "g0-1", "review", "1", "--json").stdout) == {
+        "group": 0,
+        "attempt": 1,
+        "remaining": 0,
+        "repeated": False,
+        "replaced": None,
+    }
     with opened_store(run) as store:
         assert [entry.state for entry in store.entries()] == ["ready", "parked"]
 
 
+def test_a_mistyped_score_is_replaced_and_both_values_are_shown(run: Path) -> None:
+    assert score(run, "g0-0", "review", "1").returncode == 0
+    rejected = score(run, "g0-0", "review", "0.25")
+    assert rejected.returncode == 2 and "--replace" in rejected.stderr
+    assert "is stored and replaces 1: attempt 0" in score(run, "g0-0", "review", "0.25", "--replace").stdout
+    with opened_store(run) as store:
+        assert store.groups([0])[0].episodes[0].score.value == 0.25
+
+
 REJECTED = {
+    ("--list", "--replace"): "needs EPISODE",
     ("missing", "review", "0.5"): "episode",
     ("g0-0", "nothing", "0.5"): "part",
     ("g0-0", "review", "nan"): "not finite",

@@ -55,7 +55,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
 
 async def test_the_scores_of_a_group_make_it_ready_and_a_retry_gets_the_receipt(client: httpx.AsyncClient, tmp_path: Path) -> None:
     first = await client.post("/scores", json=SCORE)
-    assert (first.status_code, first.json()) == (200, {"group": 0, "attempt": 0, "remaining": 1, "repeated": False})
+    assert (first.status_code, first.json()) == (200, {"group": 0, "attempt": 0, "remaining": 1, "repeated": False, "replaced": None})
     again = await client.post("/scores", json=SCORE)
     assert (again.status_code, again.json()) == (200, {**first.json(), "repeated": True})
     with opened_store(tmp_path / "run") as store:
@@ -82,6 +82,7 @@ REJECTED = {
     "an empty name": ({"scored_by": ""}, 400, "malformed"),
     "a long key": ({"key": "k" * 201}, 400, "malformed"),
     "half of a character": ({"key": "\ud800"}, 400, "malformed"),
+    "text for a switch": ({"replace": "yes"}, 400, "malformed"),
     "an unknown field": ({"weight": 2}, 400, "malformed"),
 }
 
@@ -106,6 +107,8 @@ async def test_a_second_value_of_a_part_contradicts_the_first_and_after_training
     for changed in (other, {**other, "key": "other"}):
         answer = await client.post("/scores", json=changed)
         assert (answer.status_code, answer.json()["error"]["cause"]) == (409, "contradictory"), answer.text
+    again = {**other, "key": "other", "replace": True}
+    assert (await client.post("/scores", json=again)).json()["error"]["cause"] == "finished", "its group waits for no other score"
     with opened_store(tmp_path / "run") as store:
         store.commit(0, {0: GroupUse(tokens_trained=1)}, "checkpoints/000001")
     answer = await client.post("/scores", json={**other, "key": "later"})
@@ -176,7 +179,13 @@ async def test_a_score_whose_answer_was_lost_is_sent_again_and_gets_its_receipt(
     assert process.exitcode == -signal.SIGKILL
     with opened_store(run) as store:
         async with served(run, store) as client:
-            assert (await client.post("/scores", json=SCORE)).json() == {"group": 0, "attempt": 0, "remaining": 1, "repeated": True}
+            assert (await client.post("/scores", json=SCORE)).json() == {
+                "group": 0,
+                "attempt": 0,
+                "remaining": 1,
+                "repeated": True,
+                "replaced": None,
+            }
 
 
 async def test_pending_scores_come_in_pages(client: httpx.AsyncClient) -> None:

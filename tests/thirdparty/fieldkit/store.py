@@ -27,6 +27,7 @@ class FolderStore:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._taken = self._folder / "taken.json"
         self._late = self._folder / "late.json"  # [episode id, part, state] of each part that has arrived or expired
+        self._replaced = self._folder / "replaced.json"  # key -> state of the part before a score replaced it
         self._blocks = self._folder / "blocks.json"
 
     def put(self, group: Group) -> bool:
@@ -97,14 +98,24 @@ class FolderStore:
             part = closed.get(key) or next((part for group in self._all() for own, part in _parts(group) if own == key), None)
             if part is None:
                 raise unknown_part(score)
-            if any(other.key == score.key for own, other in closed.items() if own != key):
+            replaced = self._read_replaced()
+            if score.key in replaced or any(other.key == score.key for own, other in closed.items() if own != key):
                 raise reused_key(score)
-            new = part.accept(score, now=now, consumed=taken.get(part.group, {}).get("use") is not None)
+            consumed = taken.get(part.group, {}).get("use") is not None
+            new = part.accept(score, now=now, parked=part.group in self.parked(), consumed=consumed)
             if new:
+                if part.key is not None:
+                    self._write(self._replaced, replaced | {part.key: part})
                 closed[key] = replace(part, value=score.value, scored_by=score.scored_by, key=score.key, closed_at=now)
                 self._write(self._late, [[*own, other] for own, other in closed.items()])
             (group,) = self.groups([part.group])
-            return ScoreReceipt(group=part.group, attempt=part.attempt, remaining=len([*group.pending]), repeated=not new)
+            return ScoreReceipt(
+                group=part.group,
+                attempt=part.attempt,
+                remaining=len([*group.pending]),
+                repeated=not new,
+                replaced=part.value if new else None,
+            )
 
     def expire_scores(self, *, now: float) -> tuple[int, ...]:
         with self._changing():
@@ -146,6 +157,9 @@ class FolderStore:
     def _closed(self) -> dict[tuple[str, str], LatePart]:
         known = json.loads(self._late.read_text()) if self._late.exists() else []
         return {(episode, part): LatePart(**state) for episode, part, state in known}
+
+    def _read_replaced(self) -> dict[str, Any]:
+        return dict(json.loads(self._replaced.read_text())) if self._replaced.exists() else {}
 
     def _write(self, path: Path, content: Any) -> None:
         part = path.with_suffix(".part")
