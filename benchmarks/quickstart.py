@@ -2,8 +2,9 @@
 
     python benchmarks/quickstart.py --seeds 0 1 2 3 4 --out docs/results.md
 
-Each seed is one run of `recipes/quickstart.py`, or of another recipe of its family (`--recipe`), in a separate folder under `--runs`. A finished run is read and not repeated, so an
-interrupted benchmark continues. Memory is the largest sum of the proportional set sizes of all processes of the run, sampled every two
+Each seed is one run of `recipes/quickstart.py`, or of another recipe of its family (`--recipe`), in a separate folder under `--runs`. A
+finished run is read and not repeated, so an interrupted benchmark continues. Memory is the largest sum of the proportional set sizes of all
+processes of the run, sampled every two
 seconds.
 """
 

@@ -91,7 +91,7 @@ def _list(store: ExperienceStore, *, as_json: bool) -> None:
 
 def _send(store: ExperienceStore, data: dict[str, Any], by: str, *, as_json: bool) -> None:
     from agentrl.experience.late_parts import Clock
-    from agentrl.records import codec
+    from agentrl.records import codec, sampled_index
     from agentrl.session.late_scores import read_score
 
     receipt = store.add_score(read_score(data, scored_by=by), now=Clock().now())
@@ -100,7 +100,8 @@ def _send(store: ExperienceStore, data: dict[str, Any], by: str, *, as_json: boo
         return
     state = "was stored before" if receipt.repeated else "is stored"
     state += "" if receipt.replaced is None else f" and replaces {receipt.replaced:g}"
-    print(f"the score {state}: attempt {receipt.attempt} of group {receipt.group}, which waits for {receipt.remaining} more scores")
+    group = sampled_index(receipt.group)
+    print(f"the score {state}: attempt {receipt.attempt} of group {group}, which waits for {receipt.remaining} more scores")
 
 
 def _import(store: ExperienceStore, path: Path, by: str, *, as_json: bool) -> None:

@@ -62,9 +62,11 @@ def store(
         data = {"counts": asdict(counts), "next_expiry": next_expiry, "groups": groups, "problems": problems, "verified": verify}
         print(json.dumps(data))
         raise typer.Exit(1 if problems else 0)
-    print(", ".join(f"{number} {name}" for name, number in counts.groups.items()) + f" of {len(entries)} groups")
+    print(", ".join(f"{number} {name}" for name, number in counts.groups.items()) + f" of {sum(counts.groups.values())} groups")
     print(audit.token_balance(counts.tokens))
-    if counts.groups["parked"]:
+    if counts.residuals:
+        print(f"{counts.tokens_residual:,} tokens of {counts.residuals} groups trained again, for late parts (residuals)")
+    if counts.parts_pending:
         first = f"; the next expires at {datetime.fromtimestamp(min(expiries)).isoformat(' ', 'seconds')}" if expiries else ""
         print(f"{counts.parts_pending} parts of late scores have not arrived{first}")
     for reason, number in counts.unused.items():

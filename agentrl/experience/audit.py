@@ -39,11 +39,13 @@ class LedgerCounts:
     """Counts of a ledger's groups and tokens. `tokens_sampled` is always the sum of the other three token counts."""
 
     groups: Mapping[str, int]  # by state
-    parts_pending: int  # parts of scores that parked groups wait for
+    parts_pending: int  # parts of scores that have not arrived
     tokens_sampled: int
     tokens_trained: int
     tokens_excluded: int
     tokens_open: int
+    residuals: int  # groups whose late parts were applied after they were trained
+    tokens_residual: int  # trained for them, in addition to `tokens_trained`
     unused: Mapping[str, int]  # reason without details -> number of excluded groups
 
     @property
@@ -62,15 +64,21 @@ def count(entries: Iterable[LedgerEntry]) -> LedgerCounts:
     """Counts the groups and tokens of ledger entries."""
     groups, unused, tokens, pending = Counter[str](dict.fromkeys(STATES, 0)), Counter[str](), Counter[str](), 0
     for entry in entries:
+        pending += entry.pending
+        if entry.is_residual:
+            groups["residual"] += bool(entry.use and entry.use.tokens_trained)
+            tokens["residual"] += 0 if entry.use is None else entry.use.tokens_trained
+            continue
         groups[entry.state] += 1
         tokens["sampled"] += entry.tokens_sampled
         tokens["excluded"] += entry.tokens_excluded
         tokens["open"] += entry.tokens_open
-        pending += entry.pending
         if entry.use is not None:
             tokens["trained"] += entry.use.tokens_trained
             unused.update([entry.use.reason.partition(":")[0].partition(" ")[0]] if entry.use.reason else [])
     return LedgerCounts(
+        residuals=groups.pop("residual", 0),
+        tokens_residual=tokens["residual"],
         groups=dict(groups),
         parts_pending=pending,
         tokens_sampled=tokens["sampled"],

@@ -26,6 +26,7 @@ class PendingPart(Record):
     high: float = 1.0  # largest valid value
     weight: float = 1.0
     expires_at: float | None = None  # Unix time in seconds; None means never
+    residual: bool = False  # train without the part, and apply it later, instead of waiting (`agentrl.experience.residuals`)
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)

@@ -14,7 +14,7 @@ from agentrl.experience.blocks import MAX_PARKED_BLOCKS
 from agentrl.experience.late_parts import Clock
 from agentrl.failure import Capture
 from agentrl.protocols import Tracker
-from agentrl.records import Group
+from agentrl.records import Group, sampled_index
 from agentrl.session.transcript import PendingTranscripts
 from agentrl.task.group_tasks import GroupTasks
 
@@ -30,6 +30,15 @@ def check_order(order: GroupOrder, *late: str) -> None:
         raise UserError(
             f"{late[0]}: a step of this run waits for its own groups, so no score may be late",
             fix="use order=oldest_first and max_staleness of 1 or more, or a verifier that scores at once",
+        )
+
+
+def check_residuals(order: GroupOrder, *late: str) -> None:
+    """Raises `UserError` if there are late scores to apply as residuals, which the arguments name, and advantages are not linear."""
+    if late and order.nonlinear:
+        raise UserError(
+            f"{late[0]}: a residual needs advantages that are linear in the score, which they are not with {order.nonlinear}",
+            fix="change this setting, or let the groups wait for their scores: residual=false in the verifier",
         )
 
 
@@ -54,23 +63,25 @@ class LateGroups:
 
     @property
     def count(self) -> int:
-        """The number of parked groups, as of the last look at the store."""
-        return len(self._parked)
+        """The number of parked groups, as of the last look at the store, without residuals."""
+        return sum(1 for index in self._parked if index >= 0)
 
     async def resume(self) -> None:
         """Reads the parked groups that an earlier driver has left, and records those that have become ready since."""
         parked = set(await self.store.call(lambda store: store.parked()))
         self._parked.update(parked)
-        unrecorded = await asyncio.to_thread(PendingTranscripts(self.folder).groups) - parked
+        unrecorded = await asyncio.to_thread(PendingTranscripts(self.folder).groups) - set(map(sampled_index, parked))
         stored = await self.store.call(lambda store: [index for index in sorted(unrecorded) if store.has(index)])
-        await self._record(stored, again=True)
+        residual = await self.store.call(lambda store: [-1 - index for index in stored if store.has(-1 - index)])
+        await self._record([index for index in stored if -1 - index not in residual] + residual, again=True)
 
     def check(self, group: Group) -> None:
         """Raises `UserError` if scores of the group are late and the run's order accepts none."""
         check_order(self.order, *(f"late score {part.name!r} of group {group.index}" for _, _, part in group.pending))
+        check_residuals(self.order, *(f"late score {part.name!r} of group {group.index}" for _, _, part in group.pending if part.residual))
 
     def park(self, group: Group) -> None:
-        """Counts a stored group that waits for late scores."""
+        """Counts a stored group, or residual, that waits for late scores."""
         self._parked.add(group.index)
         self.changed.set()
         if self.count == MAX_PARKED_BLOCKS * self.order.per_step:
@@ -90,7 +101,7 @@ class LateGroups:
         """Looks at the store once."""
         now = self._clock.now()
         if expired := await self.store.call(lambda store: store.expire_scores(now=now)):
-            log.info("late scores of groups %s have expired", ", ".join(map(str, expired)))
+            log.info("late scores of groups %s have expired", ", ".join(str(sampled_index(index)) for index in expired))
         known = set(self._parked)  # before the call, because a group may be parked meanwhile
         await self._record(sorted(known.difference(await self.store.call(lambda store: store.parked()))))
 
@@ -101,14 +112,16 @@ class LateGroups:
             async with self.recording:
                 await asyncio.to_thread(self._write, groups, again=again)
             for group in groups:
-                self.tracker.progress(group.index, group)
+                if group.index >= 0:
+                    self.tracker.progress(group.index, group)
                 self._parked.discard(group.index)
             self.changed.set()
 
     def _write(self, groups: Sequence[Group], *, again: bool) -> None:
         """Writes the outcomes and failures of groups, in a thread. Each step can be repeated, and the last one ends the repetitions."""
         pending = PendingTranscripts(self.folder)
-        known = [(task, group) for group in groups if (task := pending.task(group.index)) is not None]
+        sampled = [group for group in groups if group.index >= 0]  # the outcome of a group with a residual was recorded with the group
+        known = [(task, group) for group in sampled if (task := pending.task(group.index)) is not None]
         self.tasks.record_scores(known, again=again)
         for task, group in known:
             self.capture.capture_group(task, group, step=self.order.block_of(group.index))

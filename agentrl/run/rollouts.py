@@ -12,6 +12,7 @@ from agentrl.base import user_code
 from agentrl.base.activity import ACTIVITY, GROUPS
 from agentrl.errors import StoreError, UserError
 from agentrl.experience import DriverStore, FolderCheckpoints, GroupOrder, new_entry
+from agentrl.experience.residuals import split_group
 from agentrl.failure import Capture, Quarantine
 from agentrl.memory.run_memory import RunMemory, record_answer_leaks
 from agentrl.protocols import Tracker
@@ -72,34 +73,36 @@ class Rollouts:
         with ACTIVITY.doing(GROUPS):
             group, task = await self._sample(index, step)
         self.late.check(group)
-        late = any(group.pending)
-        if late and task is not None:
+        if any(group.pending) and task is not None:
             async with self.late.recording:
                 await asyncio.to_thread(self._record_pending, task, group, step)
-        group = await self._stored(group)
-        if late:
-            self.late.park(group)
-        else:
+        group, *residual = split_group(await self._stored(group))
+        late = any(group.pending)
+        for parked in residual or [group] * late:
+            self.late.park(parked)
+        if not late:
             self.tracker.progress(index, group)
         try:
             self.quarantine.add(group)
         finally:
             async with self.late.recording:
-                alert = await asyncio.to_thread(self._record, task, group, step, late=late)
+                alert = await asyncio.to_thread(self._record, task, group, step, late=late, scored=not late and not residual)
         if alert:
             self.tracker.alert(alert)
         return group
 
     def _record_pending(self, task: Task, group: Group, step: int) -> None:
         """Writes what is needed when the group has its scores, in a thread, before it is stored: then its task may no longer be known."""
-        self.tasks.record(task, group)
+        if any(split_group(group)[0].pending):
+            self.tasks.record(task, group)
         PendingTranscripts(self.folder).write(task, group, step=step)
 
-    def _record(self, task: Task | None, group: Group, step: int, *, late: bool) -> str:
+    def _record(self, task: Task | None, group: Group, step: int, *, late: bool, scored: bool) -> str:
         """Writes what the run folder has about a stored group, in addition to the store, in a thread. Returns an alert, or ""."""
         self.checkpoints.remove_group(group.index)
-        if not late:
+        if scored:
             PendingTranscripts(self.folder).remove(group.index)  # of a killed driver, whose attempts were late
+        if not late:
             self.capture.capture_group(task, group, step=step)
         if task is None:
             return ""

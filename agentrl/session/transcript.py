@@ -9,7 +9,7 @@ from typing import Any
 
 from agentrl.base.files import append_lines, json_line, write_atomically
 from agentrl.observe.rundata import read_object
-from agentrl.records import Group, Message, ScoredEpisode, Task, Trajectory, codec
+from agentrl.records import Group, Message, ScoredEpisode, Task, Trajectory, codec, sampled_index
 
 _MAX_BYTES = 256 << 20  # of the transcripts of one group
 
@@ -67,7 +67,7 @@ def append_transcripts(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 
 class PendingTranscripts:
-    """The tasks and transcripts of attempts whose scores are still to come: `pending/000012.json` for group 12.
+    """The tasks and transcripts of attempts whose scores are still to come: `pending/000012.json` for group 12 or its residual.
 
     People who score them read the transcripts. The file of a group is written before the group is stored, and removed after the driver has
     recorded the outcome, so a later driver records what an earlier one has not.
@@ -107,4 +107,4 @@ class PendingTranscripts:
         return read_object(self._path(group), [], most=_MAX_BYTES)
 
     def _path(self, group: int) -> Path:
-        return self._folder / f"{group:06d}.json"
+        return self._folder / f"{sampled_index(group):06d}.json"

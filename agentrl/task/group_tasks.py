@@ -52,7 +52,7 @@ class GroupTasks:
             if self._lines is None:
                 self._lines = await asyncio.to_thread(self._read)
             while self._reached < self._starts.version_of(block):
-                entries = await self._store.entries(step=self._reached)
+                entries = [entry for entry in await self._store.entries(step=self._reached) if not entry.is_residual]
                 self._record.add(self._outcomes(entries, await self._needed_groups(entries)))
                 self._reached += 1
                 self._weights[self._reached] = self._record.weights()

@@ -32,7 +32,7 @@ from agentrl.testing.sandboxes import printing
 from tests import driving
 from tests.driving import Family, Journaled, make_recipe
 from tests.forking import FORKS
-from tests.late import opened_store
+from tests.late import late_group, opened_store
 
 LATE_TASKS = ("task-0", "task-2")
 
@@ -45,10 +45,12 @@ class Scores:
     """Two tasks are scored late, the others at once. The two attempts differ."""
 
     expires_at: float | None = None
+    residual = False
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         if task.id in LATE_TASKS:
-            return Score(value=None, pending=(PendingPart(name="human", expires_at=self.expires_at),))
+            part = PendingPart(name="human", expires_at=self.expires_at, residual=self.residual)
+            return Score(value=None, partial=float(self.residual and episode.id.endswith("-0-a0")), pending=(part,))
         return Score(value=float(episode.id.endswith("-0-a0")))
 
 
@@ -118,6 +120,29 @@ async def test_a_resumed_run_repeats_no_stored_group_of_a_block_whose_notes_take
         assert [entry.index for entry in run.store.store.entries()] == [0, 1, 2, 3]
     requests = indices_sampled(journal)
     assert len(requests) == len(set(requests)) == 2 * len(before), "no group is sampled twice"
+
+
+async def test_a_group_with_a_residual_is_trained_at_once_and_its_residual_in_a_later_step(tmp_path: Path) -> None:
+    scorer, journal = Scores(), Journaled(tmp_path / "journal.jsonl")
+    scorer.residual = True
+    recipe, sandboxes = recipe_of(groups_per_step=2).but({"objective.normalize_std": False}), partial(ScriptedSandboxes, printing("3"))
+    async with driving.opened(tmp_path, journal, sandboxes(), recipe, Family(), scorer=scorer) as run:
+        await loop._roll_out(run)
+        states = {entry.index: entry.state for entry in run.store.store.entries()}
+        assert states == {-3: "parked", -1: "parked", 0: "ready", 1: "ready", 2: "ready", 3: "ready"}, "no group replaces another"
+        assert run.late.count == 0 and len(outcomes(tmp_path)) == 4 and {"task-0", "task-2"} <= captured(tmp_path)
+        before = outcomes(tmp_path), episodes_counted(tmp_path)
+        send(run, 0)
+        await run.late.update()
+        assert [path.name for path in (tmp_path / "pending").iterdir()] == ["000002.json"]
+        send(run, 2)
+    async with driving.opened(tmp_path, journal, sandboxes(), recipe, Family(), scorer=scorer) as run:
+        await loop._roll_out(run)
+        assert (outcomes(tmp_path), episodes_counted(tmp_path)) == before and not any((tmp_path / "pending").iterdir())
+        assert steps_of(run) == [(0, 1), (-1, 2, 3)] and list(verify(tmp_path, run.store.store)) == []
+    async with driving.opened(tmp_path, journal, sandboxes(), recipe_of(), Family(), scorer=scorer) as run:
+        with pytest.raises(UserError, match="division by the standard deviation"):
+            run.late.check(late_group(7, PendingPart(name="human", residual=True)))
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from agentrl.config import Recipe
 from agentrl.errors import StoreError
 from agentrl.experience import new_entry
 from agentrl.experience.late_parts import LatePart, reused_key, unknown_part
+from agentrl.experience.residuals import split_group
 from agentrl.records import Group, GroupUse, LateScore, LedgerEntry, PendingScore, ScoreReceipt, codec
 
 
@@ -31,6 +32,13 @@ class FolderStore:
         self._blocks = self._folder / "blocks.json"
 
     def put(self, group: Group) -> bool:
+        group, *residual = split_group(group)
+        if residual and not self.has(group.index):
+            self._path(residual[0].index).unlink(missing_ok=True)  # of a process that was killed before it stored the group
+            self._link(residual[0])
+        return self._link(group)
+
+    def _link(self, group: Group) -> bool:
         part = self._folder / f".{group.index}.{os.getpid()}.{time.monotonic_ns()}.part"
         with part.open("wb") as file:
             file.write(codec.to_json(group))
@@ -47,7 +55,7 @@ class FolderStore:
     def has(self, index: int) -> bool:
         return self._path(index).exists()
 
-    def entries(self, *, first: int = 0, step: int | None = None) -> tuple[LedgerEntry, ...]:
+    def entries(self, *, first: int | None = None, step: int | None = None) -> tuple[LedgerEntry, ...]:
         taken = self._read()
         indices = self._indices()
         parts = {index: new_entry(self._stored(index)).late_parts for index in indices}
@@ -55,7 +63,7 @@ class FolderStore:
         some = (replace(new_entry(group), late_parts=parts[group.index], **taken.get(group.index, {})) for group in groups)
         if step is not None:
             return tuple(entry for entry in some if entry.step == step)
-        return tuple(entry for entry in some if entry.index >= first or (entry.late_parts and entry.use is None))
+        return tuple(entry for entry in some if first is None or entry.index >= first or (entry.late_parts and entry.use is None))
 
     def assign(self, step: int, indices: Sequence[int]) -> None:
         with self._changing() as taken:
@@ -149,7 +157,7 @@ class FolderStore:
         return codec.from_json(Group, self._path(index).read_bytes())
 
     def _indices(self) -> list[int]:
-        return sorted(int(path.stem) for path in self._folder.glob("[0-9]*.json"))
+        return sorted(int(path.stem) for path in self._folder.glob("*[0-9].json"))
 
     def _all(self) -> Iterator[Group]:
         return map(self._stored, self._indices())
