@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -105,6 +106,8 @@ def figures(outcome: Outcome) -> dict[str, Any]:
 
 def rate(summary: dict[str, Any], key: str) -> str:
     found = summary[key]
+    if found is None:  # evaluation.heldout_real=0
+        return "-"
     return f"{found['value']:.2f} [{found['ci_low']:.2f}, {found['ci_high']:.2f}]"
 
 
@@ -143,7 +146,7 @@ def table(outcomes: list[Outcome]) -> str:
     ]
     keys = ("heldout_before", "heldout_after", "heldout_real_before", "heldout_real_after")
     columns: list[Callable[[Outcome], float]] = [
-        *(lambda o, k=k: o.summary[k]["value"] for k in keys),
+        *(lambda o, k=k: math.nan if o.summary[k] is None else o.summary[k]["value"] for k in keys),
         lambda o: statistics.fmean(o.rewards[:3]),
         lambda o: statistics.fmean(o.rewards[-3:]),
         lambda o: o.wall_s / 60,
