@@ -212,7 +212,7 @@ def _reported_tokens(run_dir: Path) -> Iterator[tuple[int, float]]:
 
 
 def rows(store: ExperienceStore, entries: Sequence[LedgerEntry]) -> Iterator[dict[str, Any]]:
-    """Yields one row (see `COLUMNS`) for each stored episode of these groups."""
+    """Yields one row (see `COLUMNS`) for each stored episode of these groups. The residual of group `i` is group `-1 - i`."""
     for entry, group in zip(entries, store.groups(entry.index for entry in entries), strict=True):
         for attempt, scored in enumerate(group.episodes):
             episode = scored.episode
