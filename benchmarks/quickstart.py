@@ -2,8 +2,9 @@
 
     python benchmarks/quickstart.py --seeds 0 1 2 3 4 --out docs/results.md
 
-Each seed is one run of `recipes/quickstart.py` in a separate folder under `--runs`. A finished run is read and not repeated, so an
-interrupted benchmark continues. Memory is the largest sum of the proportional set sizes of all processes of the run, sampled every two
+Each seed is one run of `recipes/quickstart.py`, or of another recipe of its family (`--recipe`), in a separate folder under `--runs`. A
+finished run is read and not repeated, so an interrupted benchmark continues. Memory is the largest sum of the proportional set sizes of all
+processes of the run, sampled every two
 seconds.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -29,7 +31,6 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import stored  # noqa: E402
 
-RECIPE = ROOT / "recipes" / "quickstart.py"
 TARGETS = (
     "Targets: held-out rises by >= 0.30 and ends >= 0.90 on every seed; real tables end >= 0.75; "
     "<= 6 minutes; < 8 GiB; stall <= 250 ms; probe <= 1e-3."
@@ -52,13 +53,13 @@ class Outcome:
     rewards: tuple[float, ...]  # mean reward of each step's training episodes
 
 
-def run_seed(seed: int, runs: Path, overrides: list[str]) -> Outcome:
+def run_seed(seed: int, recipe: Path, runs: Path, overrides: list[str]) -> Outcome:
     """Runs one seed to its end, or reads its finished run."""
     folder = runs / f"seed{seed}"
     outcome = folder / "benchmark.json"
     if not outcome.exists():
         resume = ["--resume"] if (folder / "recipe.json").exists() else []
-        command = [sys.executable, str(RECIPE), f"seed={seed}", *overrides, "--run-dir", str(folder), *resume]
+        command = [sys.executable, str(recipe), f"seed={seed}", *overrides, "--run-dir", str(folder), *resume]
         wall_s, peak = timed(command)
         outcome.write_text(json.dumps({"wall_s": wall_s, "peak_gib": peak, "resumed": bool(resume)}))
     measured = json.loads(outcome.read_text())
@@ -105,6 +106,8 @@ def figures(outcome: Outcome) -> dict[str, Any]:
 
 def rate(summary: dict[str, Any], key: str) -> str:
     found = summary[key]
+    if found is None:  # evaluation.heldout_real=0
+        return "-"
     return f"{found['value']:.2f} [{found['ci_low']:.2f}, {found['ci_high']:.2f}]"
 
 
@@ -143,7 +146,7 @@ def table(outcomes: list[Outcome]) -> str:
     ]
     keys = ("heldout_before", "heldout_after", "heldout_real_before", "heldout_real_after")
     columns: list[Callable[[Outcome], float]] = [
-        *(lambda o, k=k: o.summary[k]["value"] for k in keys),
+        *(lambda o, k=k: math.nan if o.summary[k] is None else o.summary[k]["value"] for k in keys),
         lambda o: statistics.fmean(o.rewards[:3]),
         lambda o: statistics.fmean(o.rewards[-3:]),
         lambda o: o.wall_s / 60,
@@ -160,13 +163,14 @@ def table(outcomes: list[Outcome]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.py")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "benchmark", help="parent folder of the run folders")
     parser.add_argument("--out", type=Path, help="also write the table to its section of this page, and the figures to docs/results")
     parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
     args = parser.parse_args()
     command = f"python benchmarks/quickstart.py --seeds {' '.join(map(str, args.seeds))} {' '.join(args.overrides)}".strip()
     origin = stored.origin(command, [*stored.LOOP, "recipes/quickstart.py", "sandboxes/tables"], args.seeds)
-    outcomes = [run_seed(seed, args.runs, args.overrides) for seed in args.seeds]
+    outcomes = [run_seed(seed, args.recipe.resolve(), args.runs, args.overrides) for seed in args.seeds]
     versions = ", ".join(f"{name} {number}" for name, number in outcomes[0].summary["versions"].items())
     memory = psutil.virtual_memory().total / 2**30
     python = platform.python_version()

@@ -35,6 +35,9 @@ class Late(ConfiguredVerifier):
     expires_s: float | None = Field(None, gt=0, le=LONGEST_S)
     """Seconds after the episode within which the value must arrive, otherwise the episode is excluded. None means no limit."""
 
+    residual: bool = False
+    """Train the group at once, without the value, and apply it when it has arrived, instead of waiting for it."""
+
     @model_validator(mode="after")
     def _in_order(self) -> Self:
         if self.low >= self.high:
@@ -45,7 +48,8 @@ class Late(ConfiguredVerifier):
         """A score without a value, which waits for the part."""
         rules = self.for_task(task)
         expires_at = None if rules.expires_s is None else time.time() + rules.expires_s
-        return Score(value=None, pending=(PendingPart(name=rules.part, low=rules.low, high=rules.high, expires_at=expires_at),))
+        part = PendingPart(name=rules.part, low=rules.low, high=rules.high, expires_at=expires_at, residual=rules.residual)
+        return Score(value=None, pending=(part,))
 
 
 late = Late()

@@ -176,7 +176,7 @@ async def opened(
             task_changes=changes,
             order=order,
             starts=starts,
-            late=LateGroups(order=order, store=store, tasks=tasks, capture=capture, tracker=tracker),
+            late=LateGroups(folder=run_dir, order=order, store=store, tasks=tasks, capture=capture, tracker=tracker),
             learner=cast(Any, None),
             judges=JudgeServers(recipe, {}, folder=run_dir),
             progress=opening.Progress(stop_at=recipe.step_limit),

@@ -32,6 +32,7 @@ def score(
     value: Annotated[float | None, typer.Argument(help="The score. Write -- before a negative number.")] = None,
     by: Annotated[str, typer.Option(help="Who scored it. Default: the user name.")] = "",
     key: Annotated[str, typer.Option(help="Idempotency key: a repeated score with it counts once. Default: a hash of the score.")] = "",
+    replace: Annotated[bool, typer.Option("--replace", help="Correct an earlier score, while its group waits for another one.")] = False,
     list_all: Annotated[bool, typer.Option("--list", help="List the scores that the run waits for.")] = False,
     import_file: Annotated[
         Path | None, typer.Option("--import", help="Send the scores of a file: one JSON object per line, as for POST /scores.")
@@ -44,10 +45,12 @@ def score(
 ) -> None:
     """List the scores that a run waits for, and send them. Works during the run and after it.
 
-    A line of --import: {"episode_id": ..., "part": ..., "value": ..., "scored_by": ..., "key": ...}; the last two are optional. Exits with
-    1 if a line was rejected, and with 2 if a single score was.
+    A line of --import: {"episode_id": ..., "part": ..., "value": ..., "scored_by": ..., "key": ..., "replace": ...}; the last three are
+    optional. Exits with 1 if a line was rejected, and with 2 if a single score was.
     """
     single = (episode, part, value)
+    if replace and value is None:
+        raise UserError("--replace needs EPISODE PART VALUE", fix='in a file or a request, write "replace": true')
     if sum((any(one is not None for one in single), list_all, import_file is not None, serve)) != 1:
         raise UserError("give exactly one of EPISODE PART VALUE, --list, --import and --serve", fix="agentrl score --help has examples")
     with open_run_store(run_dir) as store:
@@ -60,7 +63,8 @@ def score(
         elif any(one is None for one in single):
             raise UserError("EPISODE, PART and VALUE belong together", fix="agentrl score RUN EPISODE PART VALUE")
         else:
-            _send(store, {"episode_id": episode, "part": part, "value": value, "key": key or None}, by or _user(), as_json=as_json)
+            sent = {"episode_id": episode, "part": part, "value": value, "key": key or None, "replace": replace}
+            _send(store, sent, by or _user(), as_json=as_json)
 
 
 def _user() -> str:
@@ -73,12 +77,9 @@ def _user() -> str:
 def _list(store: ExperienceStore, *, as_json: bool) -> None:
     from agentrl.experience.late_parts import Clock
     from agentrl.observe.stats import format_duration
-    from agentrl.session.late_scores import pending_data
+    from agentrl.session.late_scores import pending_pages
 
-    now, after, parts = Clock().now(), "", list[dict[str, Any]]()
-    while page := store.pending_scores(limit=_PAGE, after=after):
-        parts += pending_data(page, now=now)
-        after = page[-1].episode_id
+    parts = [part for page in pending_pages(store, limit=_PAGE, now=Clock().now()) for part in page]
     if as_json:
         print(json.dumps(parts))
         return
@@ -90,7 +91,7 @@ def _list(store: ExperienceStore, *, as_json: bool) -> None:
 
 def _send(store: ExperienceStore, data: dict[str, Any], by: str, *, as_json: bool) -> None:
     from agentrl.experience.late_parts import Clock
-    from agentrl.records import codec
+    from agentrl.records import codec, sampled_index
     from agentrl.session.late_scores import read_score
 
     receipt = store.add_score(read_score(data, scored_by=by), now=Clock().now())
@@ -98,7 +99,9 @@ def _send(store: ExperienceStore, data: dict[str, Any], by: str, *, as_json: boo
         print(json.dumps(codec.to_data(receipt)))
         return
     state = "was stored before" if receipt.repeated else "is stored"
-    print(f"the score {state}: attempt {receipt.attempt} of group {receipt.group}, which waits for {receipt.remaining} more scores")
+    state += "" if receipt.replaced is None else f" and replaces {receipt.replaced:g}"
+    group = sampled_index(receipt.group)
+    print(f"the score {state}: attempt {receipt.attempt} of group {group}, which waits for {receipt.remaining} more scores")
 
 
 def _import(store: ExperienceStore, path: Path, by: str, *, as_json: bool) -> None:

@@ -67,9 +67,11 @@ def store(
         print(json.dumps(data | {"problems": problems, "verified": verify}))
         raise typer.Exit(1 if problems else 0)
     numbers = dict.fromkeys(("issued", "running"), 0) | Counter(unstored.values()) | counts.groups
-    print(", ".join(f"{number} {name}" for name, number in numbers.items()) + f" of {len(entries) + len(unstored)} groups")
+    print(", ".join(f"{number} {name}" for name, number in numbers.items()) + f" of {sum(numbers.values())} groups")
     print(audit.token_balance(counts.tokens))
-    if counts.groups["parked"]:
+    if counts.residuals:
+        print(f"{counts.tokens_residual:,} tokens of {counts.residuals} groups trained again, for late parts (residuals)")
+    if counts.parts_pending:
         first = f"; the next expires at {datetime.fromtimestamp(min(expiries)).isoformat(' ', 'seconds')}" if expiries else ""
         print(f"{counts.parts_pending} parts of late scores have not arrived{first}")
     for reason, number in counts.unused.items():

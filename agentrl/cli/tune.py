@@ -165,7 +165,7 @@ def _groups(run: Path) -> Iterator[Group]:
     add_project_root(Path.cwd())  # for a user-supplied store
     store = open_store(run, recipe.load(run / "recipe.json"))
     try:
-        for entry in store.entries():
+        for entry in store.entries(first=0):
             yield from store.groups([entry.index])
     finally:
         store.close()

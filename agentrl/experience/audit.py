@@ -44,11 +44,13 @@ class LedgerCounts:
     """Counts of a ledger's groups and tokens. `tokens_sampled` is always the sum of the other three token counts."""
 
     groups: Mapping[str, int]  # by state
-    parts_pending: int  # parts of scores that parked groups wait for
+    parts_pending: int  # parts of scores that have not arrived
     tokens_sampled: int
     tokens_trained: int
     tokens_excluded: int
     tokens_open: int
+    residuals: int  # groups whose late parts were applied after they were trained
+    tokens_residual: int  # trained for them, in addition to `tokens_trained`
     unused: Mapping[str, int]  # reason without details -> number of excluded groups
 
     @property
@@ -78,15 +80,21 @@ def count(entries: Iterable[LedgerEntry]) -> LedgerCounts:
     """Counts the groups and tokens of ledger entries."""
     groups, unused, tokens, pending = Counter[str](dict.fromkeys(STATES, 0)), Counter[str](), Counter[str](), 0
     for entry in entries:
+        pending += entry.pending
+        if entry.is_residual:
+            groups["residual"] += bool(entry.use and entry.use.tokens_trained)
+            tokens["residual"] += 0 if entry.use is None else entry.use.tokens_trained
+            continue
         groups[entry.state] += 1
         tokens["sampled"] += entry.tokens_sampled
         tokens["excluded"] += entry.tokens_excluded
         tokens["open"] += entry.tokens_open
-        pending += entry.pending
         if entry.use is not None:
             tokens["trained"] += entry.use.tokens_trained
             unused.update([entry.use.reason.partition(":")[0].partition(" ")[0]] if entry.use.reason else [])
     return LedgerCounts(
+        residuals=groups.pop("residual", 0),
+        tokens_residual=tokens["residual"],
         groups=dict(groups),
         parts_pending=pending,
         tokens_sampled=tokens["sampled"],
@@ -223,7 +231,7 @@ def _reported_tokens(run_dir: Path) -> Iterator[tuple[int, float]]:
 
 
 def rows(store: ExperienceStore, entries: Sequence[LedgerEntry]) -> Iterator[dict[str, Any]]:
-    """Yields one row (see `COLUMNS`) for each stored episode of these groups."""
+    """Yields one row (see `COLUMNS`) for each stored episode of these groups. The residual of group `i` is group `-1 - i`."""
     for entry, group in zip(entries, store.groups(entry.index for entry in entries), strict=True):
         for attempt, scored in enumerate(group.episodes):
             episode = scored.episode

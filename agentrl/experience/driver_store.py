@@ -84,7 +84,7 @@ class DriverStore:
         """Whether a group is stored."""
         return await self.call(lambda store: store.has(index))
 
-    async def entries(self, *, first: int = 0, step: int | None = None) -> tuple[LedgerEntry, ...]:
+    async def entries(self, *, first: int | None = None, step: int | None = None) -> tuple[LedgerEntry, ...]:
         """See `ExperienceStore.entries`."""
         return await self.call(lambda store: store.entries(first=first, step=step))
 

@@ -7,6 +7,7 @@ computes the group's counts again.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sqlite3
 import time
@@ -17,11 +18,15 @@ from agentrl.errors import ScoreRejected
 from agentrl.experience.ledger import new_entry
 from agentrl.records import Group, LateScore, PendingScore, ScoreReceipt
 
+log = logging.getLogger(__name__)
+
 SCHEMA = (
     # A part is open until `closed_at` is set. It then has a value, or has expired without one.
     "CREATE TABLE late_parts (episode_id TEXT NOT NULL, part TEXT NOT NULL, idx INTEGER NOT NULL, attempt INTEGER NOT NULL,"
     " low REAL NOT NULL, high REAL NOT NULL, expires_at REAL, value REAL, scored_by TEXT, key TEXT UNIQUE, closed_at REAL,"
     " PRIMARY KEY (episode_id, part))",
+    "CREATE TABLE replaced_scores (key TEXT PRIMARY KEY, episode_id TEXT NOT NULL, part TEXT NOT NULL, value REAL NOT NULL,"
+    " scored_by TEXT NOT NULL, scored_at REAL NOT NULL, replaced_at REAL NOT NULL)",
     "CREATE INDEX late_parts_by_group ON late_parts (idx)",
     "CREATE INDEX open_parts ON late_parts (idx) WHERE closed_at IS NULL",
 )
@@ -60,20 +65,23 @@ class LatePart:
     key: str | None = None
     closed_at: float | None = None  # when the score arrived or the expiry was recorded; None for an open part
 
-    def accept(self, score: LateScore, *, now: float, consumed: bool) -> bool:
+    def accept(self, score: LateScore, *, now: float, parked: bool, consumed: bool) -> bool:
         """Returns whether to store a score for this part; False if it is stored already. Raises `ScoreRejected`.
 
         Args:
+            parked: whether the group waits for a part.
             consumed: whether a learner step has consumed the group.
         """
         what = f"part {score.part!r} of episode {score.episode_id!r}"
         if self.value is not None:
             if self.value == score.value and (self.key != score.key or self.scored_by == score.scored_by):
                 return False
-            if consumed:
-                raise ScoreRejected(f"{what} has the score {self.value:g}, and its group has been trained", cause="finished")
-            raise ScoreRejected(f"{what} has the score {self.value:g} by {self.scored_by!r}", cause="contradictory", fix=_FINAL)
-        if self.closed_at is not None or (self.expires_at is not None and now >= self.expires_at):
+            if consumed or (score.replace and not parked):
+                end = "has been trained" if consumed else "waits for no other score"
+                raise ScoreRejected(f"{what} has the score {self.value:g}, and its group {end}", cause="finished", fix=_FINAL)
+            if not score.replace:
+                raise ScoreRejected(f"{what} has the score {self.value:g} by {self.scored_by!r}", cause="contradictory", fix=_REPLACE)
+        if (self.value is None and self.closed_at is not None) or (self.expires_at is not None and now >= self.expires_at):
             raise ScoreRejected(f"{what} has expired", cause="expired", fix="score earlier, or set a later expiry in the verifier")
         if not self.low <= score.value <= self.high:
             raise ScoreRejected(
@@ -84,13 +92,16 @@ class LatePart:
         return True
 
 
-_FINAL = "a stored score is final; send the same value to repeat a message"
+_FINAL = "the score of an episode whose group is complete is final"
+_REPLACE = 'replace it (--replace, or "replace": true), or send the same value to repeat a message'
 
 
 def reused_key(score: LateScore) -> ScoreRejected:
-    """Returns the error for an idempotency key that belongs to a score for another part."""
+    """Returns the error for an idempotency key that belongs to a score for another part, or to one that was replaced."""
     return ScoreRejected(
-        f"key {score.key!r} belongs to a score of another part", cause="contradictory", fix="send each score with its own key"
+        f"key {score.key!r} belongs to a score of another part, or to one that was replaced",
+        cause="contradictory",
+        fix="send each score with its own key",
     )
 
 
@@ -133,21 +144,30 @@ def add_score(db: sqlite3.Connection, score: LateScore, *, now: float, read: Cal
         key=key,
         closed_at=closed_at,
     )
-    others = db.execute(
-        "SELECT 1 FROM late_parts WHERE key = ? AND NOT (episode_id = ? AND part = ?)", (score.key, score.episode_id, score.part)
+    known = (
+        "SELECT 1 FROM late_parts WHERE key = ?1 AND NOT (episode_id = ?2 AND part = ?3)"
+        " UNION ALL SELECT 1 FROM replaced_scores WHERE key = ?1"
     )
-    if others.fetchone():
+    if db.execute(known, (score.key, score.episode_id, score.part)).fetchone():
         raise reused_key(score)
     consumed = db.execute("SELECT 1 FROM taken WHERE idx = ? AND checkpoint IS NOT NULL", (group,)).fetchone() is not None
-    new = part.accept(score, now=now, consumed=consumed)
+    new = part.accept(score, now=now, parked=_open_parts(db, group) > 0, consumed=consumed)
     if new:
+        if part.value is not None:
+            log.info("%s: %g by %r replaces %g by %r", score.episode_id, score.value, score.scored_by, part.value, scored_by)
+            old = (key, score.episode_id, score.part, value, scored_by, closed_at, now)
+            db.execute("INSERT INTO replaced_scores VALUES (?, ?, ?, ?, ?, ?, ?)", old)
         db.execute(
             "UPDATE late_parts SET value = ?, scored_by = ?, key = ?, closed_at = ? WHERE episode_id = ? AND part = ?",
             (score.value, score.scored_by, score.key, now, score.episode_id, score.part),
         )
         update_counts(db, [group], read=read)
-    (remaining,) = db.execute("SELECT count(*) FROM late_parts WHERE idx = ? AND closed_at IS NULL", (group,)).fetchone()
-    return ScoreReceipt(group=group, attempt=attempt, remaining=remaining, repeated=not new)
+    replaced = part.value if new else None
+    return ScoreReceipt(group=group, attempt=attempt, remaining=_open_parts(db, group), repeated=not new, replaced=replaced)
+
+
+def _open_parts(db: sqlite3.Connection, group: int) -> int:
+    return int(db.execute("SELECT count(*) FROM late_parts WHERE idx = ? AND closed_at IS NULL", (group,)).fetchone()[0])
 
 
 def has_expired(db: sqlite3.Connection, *, now: float) -> bool:
@@ -168,7 +188,7 @@ def expire_scores(db: sqlite3.Connection, *, now: float, read: Callable[[int], G
 def update_counts(db: sqlite3.Connection, groups: Iterable[int], *, read: Callable[[int], Group]) -> None:
     """Computes the counts of groups again that wait for no further part."""
     for index in groups:
-        if not db.execute("SELECT 1 FROM late_parts WHERE idx = ? AND closed_at IS NULL", (index,)).fetchone():
+        if not _open_parts(db, index):
             entry = new_entry(read(index))
             db.execute("UPDATE groups SET counted = ?, has_spread = ? WHERE idx = ?", (entry.counted, entry.has_spread, index))
 

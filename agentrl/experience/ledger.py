@@ -12,6 +12,9 @@ The learner selects the groups of a step, and the store records them as assigned
                     longer than `max_staleness` steps to sample, or to score, is trained later. No finished group is discarded. A group
                     without sampled tokens, such as one of a quarantined task, waits for the step of its block, so that it delays no others
 
+Residuals (`agentrl.experience.residuals`) fill no slots. A step also selects those that have their scores, if an earlier step has consumed
+their first group: at most `per_step`, those that the oldest weights sampled.
+
 Both orders select the same number of groups: after `s` steps, as many as `s` blocks need. If no score is late, a run of `steps` blocks
 consumes every group. Otherwise it samples one more group for each that is parked, and ends with as many open groups.
 """
@@ -24,7 +27,8 @@ from dataclasses import dataclass
 
 from agentrl.base.numbers import all_equal
 from agentrl.config.recipe import Recipe, RolloutConfig
-from agentrl.records import Group, LedgerEntry, sampled_tokens
+from agentrl.experience.residuals import why_not_linear
+from agentrl.records import Group, LedgerEntry, sampled_index, sampled_tokens
 
 _FAR = 1 << 30  # schedule position of the first extra group, beyond all other groups of a run
 
@@ -40,6 +44,7 @@ class GroupOrder:
         oldest_first: the order; False means `in_order`.
         depth: blocks of groups in flight at once.
         accepts_late: whether scores may arrive late; only with `oldest_first` and a staleness above 0.
+        nonlinear: why late parts cannot be applied as residuals; empty if they can.
     """
 
     per_step: int
@@ -48,6 +53,7 @@ class GroupOrder:
     oldest_first: bool = True
     depth: int = 2
     accepts_late: bool = True
+    nonlinear: str = ""
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> GroupOrder:
@@ -60,6 +66,7 @@ class GroupOrder:
             oldest_first=recipe.order == "oldest_first",
             depth=recipe.depth,
             accepts_late=recipe.order == "oldest_first" and recipe.max_staleness > 0,
+            nonlinear=why_not_linear(recipe),
         )
 
     @classmethod
@@ -126,12 +133,25 @@ class GroupOrder:
         Args:
             entries: the entries of all blocks from `first_open_block` on, and of earlier groups with late scores.
         """
-        taken = [entry for entry in entries if entry.step is not None and entry.step < step]
-        assigned = [entry for entry in entries if entry.step == step]
-        free = [entry for entry in entries if not entry.pending and (entry.step is None or entry.step >= step)]
-        parked = sum(1 for entry in entries if entry.pending)
+        sampled = [entry for entry in entries if not entry.is_residual]
+        taken = [entry for entry in sampled if entry.step is not None and entry.step < step]
+        assigned = [entry for entry in sampled if entry.step == step]
+        free = [entry for entry in sampled if not entry.pending and (entry.step is None or entry.step >= step)]
+        parked = sum(1 for entry in sampled if entry.pending)
         newest = step + -(-parked // self.per_step)  # the step's own block, after those that only replace parked groups
-        return self._choose(step, taken, assigned, newest) or self._choose(step, taken, free, newest)
+        if chosen := self._choose(step, taken, assigned, newest):
+            return tuple(sorted([*chosen, *(entry.index for entry in entries if entry.is_residual and entry.step == step)]))
+        if chosen := self._choose(step, taken, free, newest):
+            return (*self._residuals(step, entries), *chosen)
+        return None
+
+    def _residuals(self, step: int, entries: Sequence[LedgerEntry]) -> list[int]:
+        """Returns the residuals that a step selects, in ascending order. An entry that is not in `entries` was consumed earlier."""
+        untrained = {entry.index for entry in entries if entry.step is None or entry.step >= step}
+        ready = [entry for entry in entries if entry.is_residual and entry.index in untrained and not entry.pending]
+        ready = [entry for entry in ready if sampled_index(entry.index) not in untrained]
+        ready.sort(key=lambda entry: (entry.oldest_version or 0, -entry.index))
+        return sorted(entry.index for entry in ready[: self.per_step])
 
     def _choose(self, step: int, taken: Sequence[LedgerEntry], free: list[LedgerEntry], newest: int) -> tuple[int, ...] | None:
         fills = _Slots(self)

@@ -30,12 +30,13 @@ from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
 from agentrl.experience import late_parts
 from agentrl.experience.ledger import new_entry
+from agentrl.experience.residuals import split_group
 from agentrl.plugins import parts
 from agentrl.protocols import ExperienceStore
 from agentrl.records import Group, GroupUse, LateScore, LedgerEntry, PendingScore, ScoreReceipt, codec
 
 _APPLICATION_ID = 0x41475258  # "AGRX", distinguishes these files from other SQLite files
-_SCHEMA_VERSION = 3
+_SCHEMA_VERSION = 4
 _SCHEMA = (
     "CREATE TABLE groups (idx INTEGER PRIMARY KEY, task_id TEXT NOT NULL, stored_at REAL NOT NULL, attempts INTEGER NOT NULL,"
     " counted INTEGER NOT NULL, has_spread INTEGER NOT NULL, oldest_version INTEGER, tokens_sampled INTEGER NOT NULL, body BLOB NOT NULL)",
@@ -56,6 +57,7 @@ _ENTRIES = (
     " (SELECT count(*) FROM late_parts WHERE idx = groups.idx AND closed_at IS NULL)"
     " FROM groups LEFT JOIN taken ON groups.idx = taken.idx"
 )
+_LEAST = -(1 << 62)  # below every index
 _QUERY_S = 300.0
 _NAMED = 8  # maximum number of indices in an error message
 
@@ -90,14 +92,15 @@ class SqliteStore:
         return self.put_all((group,))[0]
 
     def put_all(self, groups: Sequence[Group]) -> tuple[bool, ...]:
-        """Stores groups in one commit. Returns for each whether no group with its index existed."""
-        rows = [_row(group) for group in groups]
+        """Stores groups in one commit, with their residuals. Returns for each whether no group with its index existed."""
+        rows = [[(part, _row(part)) for part in split_group(group)] for group in groups]
         with self._transaction() as db:
             query = "INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
             stored = []
-            for group, row in zip(groups, rows, strict=True):
-                stored.append(db.execute(query, row).rowcount == 1)
-                if stored[-1]:
+            for parts in rows:
+                stored.append(db.execute(query, parts[0][1]).rowcount == 1)
+                for group, row in parts if stored[-1] else ():
+                    db.execute(query, row)
                     late_parts.insert_parts(db, group)
             return tuple(stored)
 
@@ -106,11 +109,11 @@ class SqliteStore:
         with self._reading() as db:
             return db.execute("SELECT 1 FROM groups WHERE idx = ?", (index,)).fetchone() is not None
 
-    def entries(self, *, first: int = 0, step: int | None = None) -> tuple[LedgerEntry, ...]:
+    def entries(self, *, first: int | None = None, step: int | None = None) -> tuple[LedgerEntry, ...]:
         """Returns the entries of the groups from index `first` on and of unconsumed late ones, or of one step, by ascending index."""
         late = "SELECT idx FROM late_parts LEFT JOIN taken USING (idx) WHERE idx < ?1 AND checkpoint IS NULL"
         chosen = f"SELECT idx FROM groups WHERE idx >= ?1 UNION {late}"  # not `OR`, which would read all groups
-        where, value = (f"groups.idx IN ({chosen})", first) if step is None else ("taken.step = ?", step)
+        where, value = (f"groups.idx IN ({chosen})", _LEAST if first is None else first) if step is None else ("taken.step = ?", step)
         query = f"{_ENTRIES} WHERE {where} ORDER BY groups.idx"
         try:
             with self._reading() as db:

@@ -84,11 +84,12 @@ class Capture:
         self._lock = threading.Lock()  # held while a thread uses any of the above
 
     def capture_group(self, task: Task | None, group: Group, *, step: int) -> None:
-        """Captures the failures of a training group that was stored."""
+        """Captures the failures of a training group that was stored. A repeated call has no effect, also in a later process."""
+        once = f"group {group.index}"
         if group.fault is None:
-            self._capture(task, group.episodes, phase="train", step=step)
+            self._capture(task, group.episodes, phase="train", step=step, once=once)
         elif group.fault.kind != "quarantined":  # the episodes are empty copies; one is enough
-            self._capture(task, group.episodes[:1], phase="train", step=step)
+            self._capture(task, group.episodes[:1], phase="train", step=step, once=once)
 
     def capture_episode(self, task: Task, scored: ScoredEpisode, *, phase: str, step: int, place: str = "") -> None:
         """Captures an episode of an evaluation if it failed.
@@ -116,7 +117,9 @@ class Capture:
             self._collection.close()
             self._collection = None
 
-    def _capture(self, task: Task | None, episodes: Sequence[ScoredEpisode], *, phase: str, step: int, place: str = "") -> None:
+    def _capture(
+        self, task: Task | None, episodes: Sequence[ScoredEpisode], *, phase: str, step: int, place: str = "", once: str = ""
+    ) -> None:
         if not self._config.keep:
             return
         with self._lock:
@@ -124,11 +127,11 @@ class Capture:
                 self.lost += len(episodes)
                 return
             started = time.thread_time()
-            self._guarded(lambda collection: self._store(collection, task, episodes, phase, step, place), episodes=len(episodes))
+            self._guarded(lambda collection: self._store(collection, task, episodes, phase, step, place, once), episodes=len(episodes))
             self.spent_s += time.thread_time() - started
 
     def _store(
-        self, collection: Collection, task: Task | None, episodes: Sequence[ScoredEpisode], phase: str, step: int, place: str
+        self, collection: Collection, task: Task | None, episodes: Sequence[ScoredEpisode], phase: str, step: int, place: str, once: str
     ) -> None:
         traces: list[Trace] = []
         counts: list[EpisodeCount] = []
@@ -144,7 +147,7 @@ class Capture:
             counts.append(EpisodeCount(phase=phase, step=step, version=version, why=str(reason or ""), tag=tag, kind=self._kind(task), n=1))
             if reason is None and place:
                 passed.append((scored.episode.task_key, place))
-        collection.add(traces, counts=counts, passed=passed)
+        collection.add(traces, counts=counts, passed=passed, once=once)
 
     def _trace(self, collection: Collection, task: Task, scored: ScoredEpisode, phase: str, step: int, place: str) -> Trace | None:
         episode, audit = scored.episode, self._audit(task, scored)

@@ -38,7 +38,7 @@ MAX_TRACE_BYTES = 32 << 20
 """Bytes of JSON of one trace. A larger one is counted and not stored."""
 _MAX_TASK_BYTES = 4 * MAX_TRACE_BYTES
 _APPLICATION_ID = 0x41475254  # "AGRT"
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _QUERY_S = 60.0
 _PERSON_TAG = '%"by":"person:%'  # LIKE pattern for the JSON of tags
 _QUESTION_CHARS = 400
@@ -54,6 +54,7 @@ _SCHEMA = (
     " PRIMARY KEY (phase, step, version, why, tag, kind)) WITHOUT ROWID",
     "CREATE TABLE dropped (phase TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE TABLE passed (task_key TEXT PRIMARY KEY, phase TEXT NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE added (name TEXT PRIMARY KEY) WITHOUT ROWID",
     f"PRAGMA application_id = {_APPLICATION_ID}",
     f"PRAGMA user_version = {_SCHEMA_VERSION}",
 )
@@ -183,15 +184,25 @@ class Collection:
     def __len__(self) -> int:
         return self.count_matching(TraceFilter())
 
-    def add(self, traces: Iterable[Trace], *, counts: Iterable[EpisodeCount] | None = None, passed: Iterable[tuple[str, str]] = ()) -> int:
+    def add(
+        self,
+        traces: Iterable[Trace],
+        *,
+        counts: Iterable[EpisodeCount] | None = None,
+        passed: Iterable[tuple[str, str]] = (),
+        once: str = "",
+    ) -> int:
         """Stores traces in one transaction, replacing those with the same ids. Returns how many were stored.
 
         Args:
             counts: what to add to the counts; None counts each new trace once.
             passed: (task key, phase) of episodes that passed. The first phase of a task is kept.
+            once: a name. If traces were added with it before, nothing is stored or counted.
         """
         traces = list(traces)
         with self._transaction() as db:
+            if once and not db.execute("INSERT OR IGNORE INTO added VALUES (?)", (once,)).rowcount:
+                return 0
             if counts is None:
                 known = "SELECT 1 FROM traces WHERE id = ?"
                 counts = [count_of_trace(trace) for trace in traces if db.execute(known, (trace.id,)).fetchone() is None]

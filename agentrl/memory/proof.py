@@ -80,7 +80,7 @@ def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done
     if (run / "experience.sqlite").is_file() or recipe.store.ref not in STORE.shipped:
         store = open_store(run, recipe)
         try:
-            entries = store.entries()
+            entries = [entry for entry in store.entries() if not entry.is_residual]
             for done, entry in enumerate(entries):
                 telling(done, len(entries))
                 reads.group(store.groups([entry.index])[0], step=entry.step)

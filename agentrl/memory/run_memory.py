@@ -86,7 +86,7 @@ class RunMemory:
 
     async def _written(self, step: int) -> list[WrittenNotes]:
         """Returns the notes that a step's episodes wrote and that count."""
-        entries = await self._experience.entries(step=step)
+        entries = [entry for entry in await self._experience.entries(step=step) if not entry.is_residual]
         if not entries:
             raise StoreError(f"the notes of step {step} are missing: the ledger has no groups of this step")
         groups = await self._experience.groups(entry.index for entry in entries)

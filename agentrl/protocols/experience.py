@@ -18,19 +18,23 @@ class ExperienceStore(Protocol):
     """
 
     def put(self, group: Group) -> bool:
-        """Stores a group. Returns False, and stores nothing, if a group with this index exists."""
+        """Stores a group as `agentrl.experience.residuals.split_group` returns it.
+
+        Returns False, and stores nothing, if a group with this index exists.
+        """
 
     def has(self, index: int) -> bool:
         """Whether a group is stored."""
         ...
 
-    def entries(self, *, first: int = 0, step: int | None = None) -> tuple[LedgerEntry, ...]:
+    def entries(self, *, first: int | None = None, step: int | None = None) -> tuple[LedgerEntry, ...]:
         """Returns the ledger entries of the stored groups, in ascending order of index. Does not read their episodes.
 
         An implementation computes the entry of a new group with `agentrl.experience.new_entry`.
 
         Args:
-            first: smallest index; ignored if `step` is set. Unconsumed groups with late parts are returned whatever their index.
+            first: smallest index; None means all groups. Ignored if `step` is set. Unconsumed groups with late parts, and residuals,
+                are returned whatever their index.
             step: return only the groups of this learner step; None means all groups.
         """
 

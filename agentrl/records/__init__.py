@@ -7,7 +7,7 @@ from agentrl.records.batch import Batch, Sample
 from agentrl.records.chat import Message, ToolCall, ToolResult
 from agentrl.records.episode import MAX_AGENT_STATE_CHARS, OUTPUT_BYTES, OUTPUT_FILES, REMOVED_FILES, Episode, EpisodeState, Memo
 from agentrl.records.failure import Blame, Failure
-from agentrl.records.group import Cancelled, Group, ScoredEpisode, sampled_tokens
+from agentrl.records.group import Cancelled, Group, ScoredEpisode, sampled_index, sampled_tokens
 from agentrl.records.late_score import LateScore, PendingPart, PendingScore, ScoreReceipt
 from agentrl.records.ledger import GroupUse, LedgerEntry
 from agentrl.records.limits import Limits
@@ -66,6 +66,7 @@ __all__ = [
     "VersionSpan",
     "VersionState",
     "check_tree",
+    "sampled_index",
     "sampled_tokens",
     "turn_key",
 ]

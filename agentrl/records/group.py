@@ -44,7 +44,10 @@ class Cancelled(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group(Record):
-    """The attempts at one task that share a baseline. `index` counts the groups of a run from 0; it determines task and step."""
+    """The attempts at one task that share a baseline. `index` counts the groups of a run from 0; it determines the task.
+
+    Index `-1 - i` is the residual of group `i` (`agentrl.experience.residuals`): the same attempts, scored by their late parts alone.
+    """
 
     index: int
     task_id: str
@@ -77,6 +80,11 @@ class Group(Record):
             if key in values and score.pending:  # a part that expired has ended the waiting for the others
                 episodes[attempt] = replace(episodes[attempt], score=score.with_part(part.name, values[key]))
         return replace(self, episodes=tuple(episodes))
+
+
+def sampled_index(index: int) -> int:
+    """Returns the index of the group that sampled the attempts: of a residual that of its first group, else the index."""
+    return max(index, -1 - index)
 
 
 def sampled_tokens(episodes: Iterable[ScoredEpisode]) -> int:

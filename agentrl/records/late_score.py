@@ -26,6 +26,7 @@ class PendingPart(Record):
     high: float = 1.0  # largest valid value
     weight: float = 1.0
     expires_at: float | None = None  # Unix time in seconds; None means never
+    residual: bool = False  # train without the part, and apply it later, instead of waiting (`agentrl.experience.residuals`)
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -38,13 +39,17 @@ class PendingPart(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateScore(Record):
-    """The value of a pending part. `key` is chosen by the sender: a repeated message has the same key and counts once."""
+    """The value of a pending part. `key` is chosen by the sender: a repeated message has the same key and counts once.
+
+    With `replace` it corrects an earlier value, as long as the group waits for another score.
+    """
 
     episode_id: str
     part: str
     value: float
     scored_by: str
     key: str
+    replace: bool = False
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -61,6 +66,7 @@ class ScoreReceipt(Record):
     attempt: int  # index of the episode in its group
     remaining: int  # parts that the group still waits for
     repeated: bool  # whether the same value was stored before
+    replaced: float | None = None  # the value that it corrects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,11 @@ class LedgerEntry(Record):
     use: GroupUse | None = None  # recorded after the checkpoint of that step; None until then
 
     @property
+    def is_residual(self) -> bool:
+        """Whether the group has the late parts of another group's scores. Its tokens are counted in the other group."""
+        return self.index < 0
+
+    @property
     def state(self) -> str:
         """`parked`, `ready`, `assigned`, `trained` or `excluded`. The step of an `excluded` group trained none of its tokens."""
         if self.step is None:

@@ -82,6 +82,11 @@ class TaskScorer:
         """The loaded verifiers that declare, by an attribute `is_late`, that their scores arrive after the episode."""
         return tuple(reference for reference, verifier in self._verifiers.items() if getattr(verifier, "is_late", False))
 
+    @property
+    def residual(self) -> tuple[str, ...]:
+        """The loaded verifiers with a true attribute `residual`, whose late parts are applied after the group was trained."""
+        return tuple(reference for reference in self.late if getattr(self._verifiers[reference], "residual", False))
+
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """Scores the episode, with the audit."""
         references = [*task.verifiers, *self.audit]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from agentrl.errors import UserError
 from agentrl.experience import DriverStore, GroupOrder
@@ -13,12 +14,14 @@ from agentrl.experience.blocks import MAX_PARKED_BLOCKS
 from agentrl.experience.late_parts import Clock
 from agentrl.failure import Capture
 from agentrl.protocols import Tracker
-from agentrl.records import Group, Task
+from agentrl.records import Group, sampled_index
+from agentrl.session.transcript import PendingTranscripts
 from agentrl.task.group_tasks import GroupTasks
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_BATCH = 64  # groups in memory at once
 
 
 def check_order(order: GroupOrder, *late: str) -> None:
@@ -30,36 +33,56 @@ def check_order(order: GroupOrder, *late: str) -> None:
         )
 
 
+def check_residuals(order: GroupOrder, *late: str) -> None:
+    """Raises `UserError` if there are late scores to apply as residuals, which the arguments name, and advantages are not linear."""
+    if late and order.nonlinear:
+        raise UserError(
+            f"{late[0]}: a residual needs advantages that are linear in the score, which they are not with {order.nonlinear}",
+            fix="change this setting, or let the groups wait for their scores: residual=false in the verifier",
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateGroups:
-    """The parked groups of one run. `changed` is set when their number changes; the caller that waits for it clears it."""
+    """The parked groups of one run. `changed` is set when their number changes; the caller that waits for it clears it.
 
+    The outcome of a group is recorded once, when its last score has arrived or expired. If no driver runs then, or a driver dies while it
+    records, the next one does it (`resume`).
+    """
+
+    folder: Path
     order: GroupOrder
     store: DriverStore
     tasks: GroupTasks
     capture: Capture
     tracker: Tracker
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    recording: asyncio.Lock = field(default_factory=asyncio.Lock)  # files of lines have one writer at a time
     _clock: Clock = field(default_factory=Clock)
-    _parked: dict[int, Task | None] = field(default_factory=dict)  # a task that an earlier driver sampled is None
+    _parked: set[int] = field(default_factory=set)
 
     @property
     def count(self) -> int:
-        """The number of parked groups, as of the last look at the store."""
-        return len(self._parked)
+        """The number of parked groups, as of the last look at the store, without residuals."""
+        return sum(1 for index in self._parked if index >= 0)
 
     async def resume(self) -> None:
-        """Reads the parked groups that an earlier driver has left."""
-        for index in await self.store.call(lambda store: store.parked()):
-            self._parked.setdefault(index, None)
+        """Reads the parked groups that an earlier driver has left, and records those that have become ready since."""
+        parked = set(await self.store.call(lambda store: store.parked()))
+        self._parked.update(parked)
+        unrecorded = await asyncio.to_thread(PendingTranscripts(self.folder).groups) - set(map(sampled_index, parked))
+        stored = await self.store.call(lambda store: [index for index in sorted(unrecorded) if store.has(index)])
+        residual = await self.store.call(lambda store: [-1 - index for index in stored if store.has(-1 - index)])
+        await self._record([index for index in stored if -1 - index not in residual] + residual, again=True)
 
     def check(self, group: Group) -> None:
         """Raises `UserError` if scores of the group are late and the run's order accepts none."""
         check_order(self.order, *(f"late score {part.name!r} of group {group.index}" for _, _, part in group.pending))
+        check_residuals(self.order, *(f"late score {part.name!r} of group {group.index}" for _, _, part in group.pending if part.residual))
 
-    def park(self, task: Task | None, group: Group) -> None:
-        """Counts a stored group that waits for late scores."""
-        self._parked[group.index] = task
+    def park(self, group: Group) -> None:
+        """Counts a stored group, or residual, that waits for late scores."""
+        self._parked.add(group.index)
         self.changed.set()
         if self.count == MAX_PARKED_BLOCKS * self.order.per_step:
             self.tracker.alert(
@@ -78,21 +101,29 @@ class LateGroups:
         """Looks at the store once."""
         now = self._clock.now()
         if expired := await self.store.call(lambda store: store.expire_scores(now=now)):
-            log.info("late scores of groups %s have expired", ", ".join(map(str, expired)))
+            log.info("late scores of groups %s have expired", ", ".join(str(sampled_index(index)) for index in expired))
         known = set(self._parked)  # before the call, because a group may be parked meanwhile
-        ready = sorted(known.difference(await self.store.call(lambda store: store.parked())))
-        if not ready:
-            return
-        groups = await self.store.groups(ready)
-        await asyncio.to_thread(self._record, groups)
-        for group in groups:
-            self.tracker.progress(group.index, group)
-            del self._parked[group.index]
-        self.changed.set()
+        await self._record(sorted(known.difference(await self.store.call(lambda store: store.parked()))))
 
-    def _record(self, groups: Sequence[Group]) -> None:
-        """Writes the outcomes and failures of groups that have their scores, in a thread."""
-        self.tasks.record_scores(groups)
+    async def _record(self, ready: Sequence[int], *, again: bool = False) -> None:
+        """Records the outcomes of groups that have their scores. `again`: an earlier driver may have recorded some of them."""
+        for start in range(0, len(ready), _BATCH):
+            groups = await self.store.groups(ready[start : start + _BATCH])
+            async with self.recording:
+                await asyncio.to_thread(self._write, groups, again=again)
+            for group in groups:
+                if group.index >= 0:
+                    self.tracker.progress(group.index, group)
+                self._parked.discard(group.index)
+            self.changed.set()
+
+    def _write(self, groups: Sequence[Group], *, again: bool) -> None:
+        """Writes the outcomes and failures of groups, in a thread. Each step can be repeated, and the last one ends the repetitions."""
+        pending = PendingTranscripts(self.folder)
+        sampled = [group for group in groups if group.index >= 0]  # the outcome of a group with a residual was recorded with the group
+        known = [(task, group) for group in sampled if (task := pending.task(group.index)) is not None]
+        self.tasks.record_scores(known, again=again)
+        for task, group in known:
+            self.capture.capture_group(task, group, step=self.order.block_of(group.index))
         for group in groups:
-            if (task := self._parked[group.index]) is not None:
-                self.capture.capture_group(task, group, step=self.order.block_of(group.index))
+            pending.remove(group.index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from agentrl.base import user_code
 from agentrl.base.activity import ACTIVITY, GROUPS
 from agentrl.errors import StoreError, UserError
 from agentrl.experience import DriverStore, FolderCheckpoints, GroupOrder, new_entry
+from agentrl.experience.residuals import split_group
 from agentrl.failure import Capture, Quarantine
 from agentrl.memory.run_memory import RunMemory, record_answer_leaks
 from agentrl.protocols import Tracker
@@ -41,7 +42,6 @@ class Rollouts:
     capture: Capture
     tracker: Tracker
     late: LateGroups
-    _recording: asyncio.Lock = field(default_factory=asyncio.Lock)  # files of lines have one writer at a time
 
     @classmethod
     def of(cls, run: Run) -> Rollouts:
@@ -63,7 +63,6 @@ class Rollouts:
 
     async def prepare_block(self, block: int) -> None:
         """Brings notes and task weights up to date for the groups of a block. Call it once the block may start."""
-        await self.store.call(PendingTranscripts(self.folder).remove_scored)
         if self.memory is not None:
             await self.memory.prepare_block(block)
         await self.tasks.prepare_block(block)
@@ -74,32 +73,35 @@ class Rollouts:
         with ACTIVITY.doing(GROUPS):
             group, task = await self._sample(index, step)
         self.late.check(group)
-        late = any(group.pending)
-        if late and task is not None:
-            async with self._recording:
+        if any(group.pending) and task is not None:
+            async with self.late.recording:
                 await asyncio.to_thread(self._record_pending, task, group, step)
-        group = await self._stored(group)
-        if late:
-            self.late.park(task, group)
-        else:
+        group, *residual = split_group(await self._stored(group))
+        late = any(group.pending)
+        for parked in residual or [group] * late:
+            self.late.park(parked)
+        if not late:
             self.tracker.progress(index, group)
         try:
             self.quarantine.add(group)
         finally:
-            async with self._recording:
-                alert = await asyncio.to_thread(self._record, task, group, step, late=late)
+            async with self.late.recording:
+                alert = await asyncio.to_thread(self._record, task, group, step, late=late, scored=not late and not residual)
         if alert:
             self.tracker.alert(alert)
         return group
 
     def _record_pending(self, task: Task, group: Group, step: int) -> None:
         """Writes what is needed when the group has its scores, in a thread, before it is stored: then its task may no longer be known."""
-        self.tasks.record(task, group)
+        if any(split_group(group)[0].pending):
+            self.tasks.record(task, group)
         PendingTranscripts(self.folder).write(task, group, step=step)
 
-    def _record(self, task: Task | None, group: Group, step: int, *, late: bool) -> str:
+    def _record(self, task: Task | None, group: Group, step: int, *, late: bool, scored: bool) -> str:
         """Writes what the run folder has about a stored group, in addition to the store, in a thread. Returns an alert, or ""."""
         self.checkpoints.remove_group(group.index)
+        if scored:
+            PendingTranscripts(self.folder).remove(group.index)  # of a killed driver, whose attempts were late
         if not late:
             self.capture.capture_group(task, group, step=step)
         if task is None:

@@ -110,20 +110,23 @@ class StepRecords:
         """Returns the scored groups of steps that are not recorded, and those that no step has taken."""
         known, entries = measure.recorded_steps(self.folder), await self.store.entries()
         unfinished = (entry for entry in entries if entry.step is None or entry.step + 1 not in known)
-        return await self.store.groups(entry.index for entry in unfinished if not entry.pending)
+        return await self.store.groups(entry.index for entry in unfinished if not entry.pending and not entry.is_residual)
 
     async def _metrics(self, version: PolicyVersion, report: SwapReport | None) -> dict[str, float]:
         step, timeline = version.number - 1, self.progress.timeline.take()
         entries = await self.store.entries(step=step)
-        groups = await self.store.groups(entry.index for entry in entries)
+        groups = await self.store.groups(entry.index for entry in entries if not entry.is_residual)
         wall_s = timeline.pop(WALL, None)
         metrics = await asyncio.to_thread(self._group_metrics, version, groups, report, wall_s)
         if self.order.extra:
             metrics["groups_extra"] = len(groups) - self.order.per_step
         late = (entry.oldest_version is not None and step - entry.oldest_version > self.recipe.max_staleness for entry in entries)
         metrics["groups_late"] = sum(late)
-        if parked := len(await self.store.call(lambda store: store.parked())):
-            metrics["groups_parked"] = parked
+        parked = await self.store.call(lambda store: store.parked())
+        counts = {"groups_parked": sum(1 for index in parked if index >= 0), "residuals": len(entries) - len(groups)}
+        metrics |= {name: number for name, number in counts.items() if number}
+        if residuals := [entry for entry in entries if entry.is_residual]:
+            metrics["tokens_residual"] = sum(entry.use.tokens_trained for entry in residuals if entry.use is not None)
         if wall_s is not None:
             metrics |= timeline | DRIVER_LAG.metrics() | await self._queues()
         workers = {} if self.workers is None else self.workers.figures()
@@ -132,7 +135,7 @@ class StepRecords:
     async def _queues(self) -> dict[str, float]:
         """Counts the groups that are running, ready, or assigned to a step that has not completed. Earlier blocks have no open groups."""
         first = self.order.block(max(0, self.served.version - _OPEN_BLOCKS)).start
-        open_ = Counter(entry.state for entry in await self.store.entries(first=first))
+        open_ = Counter(entry.state for entry in await self.store.entries(first=first) if not entry.is_residual)
         return {"groups_running": ACTIVITY.count(GROUPS), "groups_ready": open_["ready"], "groups_assigned": open_["assigned"]}
 
     def _group_metrics(

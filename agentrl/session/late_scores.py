@@ -3,6 +3,7 @@
     {"episode_id": "g12-3", "part": "review", "value": 0.5, "scored_by": "anna", "key": "review-812"}
 
 `scored_by` and `key` are optional. The default key is a hash of the other fields, so a repeated sending of the same score is recognized.
+`"replace": true` corrects an earlier value.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from agentrl.base.user_code import printable
 from agentrl.errors import ScoreRejected, UserError
 from agentrl.experience.late_parts import Clock
 from agentrl.protocols import ExperienceStore
-from agentrl.records import LateScore, PendingScore, ScoreReceipt, codec
+from agentrl.records import LateScore, ScoreReceipt, codec
 
-FIELDS = ("episode_id", "part", "value", "scored_by", "key")
+FIELDS = ("episode_id", "part", "value", "scored_by", "key", "replace")
 ANONYMOUS = "anonymous"
 """`LateScore.scored_by` of a score without a sender."""
 MAX_LINE = 64 << 10
@@ -51,13 +52,15 @@ def read_score(data: Any, *, scored_by: str = "") -> LateScore:
         raise ScoreRejected(f"value must be a number, got {type(value).__name__}", cause="malformed", fix=fix)
     if not _is_finite(value):
         raise ScoreRejected("value is not finite", cause="not_finite", fix="send a finite number within the range of the part")
-    names = {name: data[name] for name in FIELDS if name != "value" and data.get(name) is not None}
+    if not isinstance(replace := data.get("replace", False), bool):
+        raise ScoreRejected("replace must be true or false", cause="malformed", fix=fix)
+    names = {name: data[name] for name in FIELDS if name not in ("value", "replace") and data.get(name) is not None}
     if wrong := [name for name, text in names.items() if not isinstance(text, str)]:
         raise ScoreRejected(f"{wrong[0]} must be a string", cause="malformed", fix=fix)
     names.setdefault("scored_by", scored_by or ANONYMOUS)
-    names.setdefault("key", _default_key(names, value))
+    names.setdefault("key", _default_key(names, value, replace=replace))
     try:
-        return LateScore(value=float(value), **names)
+        return LateScore(value=float(value), replace=replace, **names)
     except ValueError as error:
         raise ScoreRejected(printable(str(error), _SHOWN), cause="malformed", fix=fix) from None
 
@@ -72,8 +75,8 @@ def _is_finite(value: float) -> bool:
         return False
 
 
-def _default_key(names: Mapping[str, str], value: float) -> str:
-    content = json.dumps([names["episode_id"], names["part"], float(value), names["scored_by"]])
+def _default_key(names: Mapping[str, str], value: float, *, replace: bool) -> str:
+    content = json.dumps([names["episode_id"], names["part"], float(value), names["scored_by"], *(["replace"] if replace else [])])
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
@@ -81,10 +84,15 @@ def _brief(value: object) -> str:
     return ascii(value)[:80]
 
 
-def pending_data(pending: Iterable[PendingScore], *, now: float) -> list[dict[str, Any]]:
-    """Returns pending parts as JSON data, without those that have expired. `left_s`: remaining seconds; None means no limit."""
-    left = [(part, None if part.expires_at is None else part.expires_at - now) for part in pending]
-    return [{**codec.to_data(part), "left_s": left_s} for part, left_s in left if left_s is None or left_s > 0]
+def pending_pages(store: ExperienceStore, *, limit: int, now: float, after: str = "") -> Iterator[list[dict[str, Any]]]:
+    """Yields the pending parts of `limit` episodes after the other, as JSON data. First records what has expired, also without a driver.
+
+    `left_s`: remaining seconds; None means no limit.
+    """
+    store.expire_scores(now=now)
+    while page := store.pending_scores(limit=limit, after=after):
+        yield [{**codec.to_data(part), "left_s": None if part.expires_at is None else part.expires_at - now} for part in page]
+        after = page[-1].episode_id
 
 
 def error_data(error: UserError) -> dict[str, Any]:

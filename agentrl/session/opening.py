@@ -48,7 +48,7 @@ from agentrl.reward import TaskScorer
 from agentrl.reward.combine import audit_contradiction
 from agentrl.reward.group_judging import GroupJudgeScorer
 from agentrl.rollout import Admission, AttemptListener, EpisodeRunner, GroupRunner, MemorySource, Pace, RequestRouter
-from agentrl.run.late import LateGroups, check_order
+from agentrl.run.late import LateGroups, check_order, check_residuals
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.server_pool import ServerPool
 from agentrl.serving.supervisor import SupervisedServer
@@ -165,6 +165,7 @@ async def open_run(
     """
     order = order or GroupOrder.from_recipe(recipe)
     check_order(order, *(f"verifier {name}" for name in checked.scorer.late))
+    check_residuals(order, *(f"verifier {name}" for name in checked.scorer.residual))
     raise_file_limit()
     async with rare_collections(), closing_stack(start.folder) as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=start.folder.name, root=root)
@@ -247,7 +248,7 @@ async def _open_parts(
         task_changes=changes,
         order=order,
         starts=starts,
-        late=LateGroups(order=order, store=store, tasks=tasks, capture=capture, tracker=tracker),
+        late=LateGroups(folder=folder, order=order, store=store, tasks=tasks, capture=capture, tracker=tracker),
         learner=learner,
         judges=judges,
         suite=checked.suite,

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -34,7 +34,7 @@ from agentrl.observe.markup import render, template_file
 from agentrl.observe.transcripts import show_episode
 from agentrl.protocols import ExperienceStore
 from agentrl.records import codec
-from agentrl.session.late_scores import error_data, parse, pending_data, read_score
+from agentrl.session.late_scores import error_data, parse, pending_pages, read_score
 from agentrl.session.transcript import PendingTranscripts
 
 if TYPE_CHECKING:
@@ -182,9 +182,8 @@ class ScoreServer:
         limit, after = request.query_params.get("limit", str(MAX_SCORES)), request.query_params.get("after", "")
         if not (limit.isascii() and limit.isdigit() and len(limit) < 10 and 0 < int(limit) <= MAX_SCORES):
             raise RequestError("invalid", f"limit must be a number from 1 to {MAX_SCORES}.")
-        pending = await self._on_store(lambda: self.store.pending_scores(limit=int(limit), after=after))
-        last = pending[-1].episode_id if pending else None
-        return json_response({"pending": pending_data(pending, now=self._clock.now()), "next": last})
+        pending = await self._on_store(lambda: next(self._pages(limit=int(limit), after=after), []))
+        return json_response({"pending": pending, "next": pending[-1]["episode_id"] if pending else None})
 
     async def _episode(self, request: Request) -> Response:
         from starlette.responses import HTMLResponse
@@ -207,12 +206,11 @@ class ScoreServer:
 
     def _candidates(self, skipped: set[str]) -> list[dict[str, Any]]:
         """Returns the parts of the first page that has an episode which is not skipped."""
-        after = ""
-        while page := self.store.pending_scores(limit=MAX_SCORES, after=after):
-            if wanted := [part for part in pending_data(page, now=self._clock.now()) if part["episode_id"] not in skipped]:
-                return wanted
-            after = page[-1].episode_id
-        return []
+        pages = ([part for part in page if part["episode_id"] not in skipped] for page in self._pages(limit=MAX_SCORES))
+        return next(filter(None, pages), [])
+
+    def _pages(self, *, limit: int, after: str = "") -> Iterator[list[dict[str, Any]]]:
+        return pending_pages(self.store, limit=limit, after=after, now=self._clock.now())
 
     async def _on_store(self, work: Callable[[], Any]) -> Any:
         async with self._turns:

@@ -9,8 +9,7 @@ from typing import Any
 
 from agentrl.base.files import append_lines, json_line, write_atomically
 from agentrl.observe.rundata import read_object
-from agentrl.protocols import ExperienceStore
-from agentrl.records import Group, Message, ScoredEpisode, Task, Trajectory
+from agentrl.records import Group, Message, ScoredEpisode, Task, Trajectory, codec, sampled_index
 
 _MAX_BYTES = 256 << 20  # of the transcripts of one group
 
@@ -68,30 +67,44 @@ def append_transcripts(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 
 class PendingTranscripts:
-    """The transcripts of attempts whose scores are still to come, for the people who score them: `pending/000012.json` for group 12."""
+    """The tasks and transcripts of attempts whose scores are still to come: `pending/000012.json` for group 12 or its residual.
+
+    People who score them read the transcripts. The file of a group is written before the group is stored, and removed after the driver has
+    recorded the outcome, so a later driver records what an earlier one has not.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "pending"
 
     def write(self, task: Task, group: Group, *, step: int) -> None:
-        """Writes the transcripts of a group with pending scores. Call it before the group is stored, so that none is missing."""
+        """Writes the file of a group with pending scores."""
         attempts = {attempt: scored for attempt, scored, _ in group.pending}
-        if attempts:
-            shown = {str(attempt): transcript(task, scored, phase="train", step=step) for attempt, scored in attempts.items()}
-            self._folder.mkdir(exist_ok=True)
-            write_atomically(self._path(group.index), json_line(shown))
+        shown = {str(attempt): transcript(task, scored, phase="train", step=step) for attempt, scored in attempts.items()}
+        self._folder.mkdir(exist_ok=True)
+        write_atomically(self._path(group.index), json_line({"task": codec.to_json(task).decode(), **shown}))
 
     def read(self, group: int, attempt: int) -> dict[str, Any] | None:
         """Returns the transcript of an attempt; None if it is missing or damaged."""
-        shown = read_object(self._path(group), [], most=_MAX_BYTES).get(str(attempt))
+        shown = self._read(group).get(str(attempt))
         return shown if isinstance(shown, dict) else None
 
-    def remove_scored(self, store: ExperienceStore) -> None:
-        """Removes the transcripts of stored groups that wait for no score."""
-        written = {int(path.stem): path for path in self._folder.glob("*.json") if path.stem.isdecimal()}
-        for index in written.keys() - store.parked() if written else ():
-            if store.has(index):
-                written[index].unlink(missing_ok=True)
+    def task(self, group: int) -> Task | None:
+        """Returns the task of a group; None if it is missing or damaged."""
+        try:
+            return codec.from_json(Task, str(self._read(group).get("task", "")).encode())
+        except ValueError:
+            return None
+
+    def groups(self) -> set[int]:
+        """Returns the groups whose outcomes are not recorded. A killed driver may have left some that are not stored."""
+        return {int(path.stem) for path in self._folder.glob("*.json") if path.stem.isdecimal()}
+
+    def remove(self, group: int) -> None:
+        """Removes the file of a group, if there is one."""
+        self._path(group).unlink(missing_ok=True)
+
+    def _read(self, group: int) -> dict[str, Any]:
+        return read_object(self._path(group), [], most=_MAX_BYTES)
 
     def _path(self, group: int) -> Path:
-        return self._folder / f"{group:06d}.json"
+        return self._folder / f"{sampled_index(group):06d}.json"

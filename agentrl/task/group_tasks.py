@@ -9,7 +9,7 @@ scores is recorded before it is stored, without them, and again when it has them
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from agentrl.base.files import append_lines, complete_lines
@@ -39,7 +39,6 @@ class GroupTasks:
             by_task = schedule.family.size(Split.TRAIN) is not None
             self._record = TaskHistory(min_group_size=order.min_group_size, by_task=by_task)
         self._lines: dict[int, GroupOutcome] | None = None  # outcomes from the file that are not in the history yet
-        self._unscored: dict[int, GroupOutcome] = {}  # outcomes of groups with late scores, before they arrive
         self._reached = 0  # steps that are in the history
         self._open_block = 0  # first block with groups that these steps have not consumed, other than late ones
         self._weights = {0: self._record.weights()} if self._record is not None else {}  # by version
@@ -53,7 +52,7 @@ class GroupTasks:
             if self._lines is None:
                 self._lines = await asyncio.to_thread(self._read)
             while self._reached < self._starts.version_of(block):
-                entries = await self._store.entries(step=self._reached)
+                entries = [entry for entry in await self._store.entries(step=self._reached) if not entry.is_residual]
                 self._record.add(self._outcomes(entries, await self._needed_groups(entries)))
                 self._reached += 1
                 self._weights[self._reached] = self._record.weights()
@@ -69,19 +68,16 @@ class GroupTasks:
         """Records the outcome of a group, unless its task is practice. If some of its scores are late, `record_scores` follows."""
         if self._schedule.is_practice(self._order.position(group.index)):
             return
-        taught, late = GroupOutcome.from_group(task, group), any(group.pending)
-        append_lines(self._path, [codec.to_json(taught) + b"\n"], durable=late)
+        taught = GroupOutcome.from_group(task, group)
+        append_lines(self._path, [codec.to_json(taught) + b"\n"], durable=any(group.pending))
         if self._lines is not None:
             self._lines[group.index] = taught
-        if late:
-            self._unscored[group.index] = taught
 
-    def record_scores(self, groups: Sequence[Group]) -> None:
-        """Records the outcomes of groups whose late scores have arrived or expired."""
-        if any(group.index not in self._unscored for group in groups):  # an earlier process sampled them
-            self._unscored = self._read() | self._unscored
-        known = [(self._unscored.pop(group.index, None), group) for group in groups]
-        append_lines(self._path, [codec.to_json(line.with_scores(group)) + b"\n" for line, group in known if line is not None])
+    def record_scores(self, scored: Iterable[tuple[Task, Group]], *, again: bool) -> None:
+        """Records the outcomes of groups whose late scores have arrived or expired. `again`: skips those that are recorded."""
+        recorded = self._read() if again else {}
+        taught = [GroupOutcome.from_group(*one) for one in scored if not self._schedule.is_practice(self._order.position(one[1].index))]
+        append_lines(self._path, [codec.to_json(line) + b"\n" for line in taught if line != recorded.get(line.group)])
 
     async def _needed_groups(self, entries: Sequence[LedgerEntry]) -> dict[int, Group]:
         """Returns the groups of a step whose outcome is not recorded, or was recorded before their late scores."""

@@ -38,16 +38,39 @@ def test_pending_scores_are_listed_with_their_ranges_and_the_time_left(run: Path
     assert "g0-0  review 0 to 1  no limit  t0" in text and "left  t1" in text and "3 pending scores" in text and "\x1b" not in text
 
 
-def test_a_score_by_command_is_stored_once(run: Path) -> None:
-    first, again = (score(run, "g0-0", "review", "0.5", "--by", "anna", "--key", "k") for _ in range(2))
-    assert (first.returncode, again.returncode) == (0, 0)
-    assert "is stored: attempt 0 of group 0, which waits for 1 more" in first.stdout and "was stored before" in again.stdout
-    assert json.loads(score(run, "g0-1", "review", "1", "--json").stdout) == {"group": 0, "attempt": 1, "remaining": 0, "repeated": False}
+def test_listing_records_what_has_expired_although_no_driver_runs(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", late_group(0, replace(REVIEW, expires_at=1.0)), late_group(1))
+    assert [item["episode_id"] for item in json.loads(score(run, "--list", "--json").stdout)] == ["g1-0", "g1-1"]
     with opened_store(run) as store:
         assert [entry.state for entry in store.entries()] == ["ready", "parked"]
 
 
+def test_a_score_by_command_is_stored_once(run: Path) -> None:
+    first, again = (score(run, "g0-0", "review", "0.5", "--by", "anna", "--key", "k") for _ in range(2))
+    assert (first.returncode, again.returncode) == (0, 0)
+    assert "is stored: attempt 0 of group 0, which waits for 1 more" in first.stdout and "was stored before" in again.stdout
+    assert json.loads(score(run, "g0-1", "review", "1", "--json").stdout) == {
+        "group": 0,
+        "attempt": 1,
+        "remaining": 0,
+        "repeated": False,
+        "replaced": None,
+    }
+    with opened_store(run) as store:
+        assert [entry.state for entry in store.entries()] == ["ready", "parked"]
+
+
+def test_a_mistyped_score_is_replaced_and_both_values_are_shown(run: Path) -> None:
+    assert score(run, "g0-0", "review", "1").returncode == 0
+    rejected = score(run, "g0-0", "review", "0.25")
+    assert rejected.returncode == 2 and "--replace" in rejected.stderr
+    assert "is stored and replaces 1: attempt 0" in score(run, "g0-0", "review", "0.25", "--replace").stdout
+    with opened_store(run) as store:
+        assert store.groups([0])[0].episodes[0].score.value == 0.25
+
+
 REJECTED = {
+    ("--list", "--replace"): "needs EPISODE",
     ("missing", "review", "0.5"): "episode",
     ("g0-0", "nothing", "0.5"): "part",
     ("g0-0", "review", "nan"): "not finite",

@@ -46,8 +46,8 @@ def waiting(*parts: PendingPart, partial: float = 0.0) -> Score:
     return Score(value=None, pending=parts or (pending(),), partial=partial)
 
 
-def late(episode: str, value: float, *, part: str = "human", key: str = "", by: str = "ann") -> LateScore:
-    return LateScore(episode_id=episode, part=part, value=value, scored_by=by, key=key or f"{episode}/{part}")
+def late(episode: str, value: float, *, part: str = "human", key: str = "", by: str = "ann", replace: bool = False) -> LateScore:
+    return LateScore(episode_id=episode, part=part, value=value, scored_by=by, key=key or f"{episode}/{part}", replace=replace)
 
 
 @pytest.fixture(params=[SqliteStore, FolderStore])
@@ -116,6 +116,34 @@ def test_a_score_that_does_not_fit_is_rejected_and_changes_nothing(
     # The same message again, and another one with the same value, count once.
     for again in (late("g0-2", 1.0), late("g0-2", 1.0, key="other"), late("g1-0", 1.0)):
         assert store.add_score(again, now=now + 9 * HOUR).repeated
+
+
+def test_a_score_is_replaced_only_on_request_and_while_its_group_waits(store: ExperienceStore) -> None:
+    store.put(group(0, waiting(pending(expires_at=NOW + HOUR)), waiting()))
+    store.add_score(late("g0-0", 1.0, key="a"), now=NOW)
+    change = late("g0-0", 0.25, key="b", by="bob", replace=True)
+    assert store.add_score(change, now=NOW) == ScoreReceipt(group=0, attempt=0, remaining=1, repeated=False, replaced=1.0)
+    assert store.add_score(change, now=NOW + 9 * HOUR).repeated and store.groups([0])[0].episodes[0].score.value == 0.25
+    rejected: list[tuple[LateScore, float, str]] = [
+        (late("g0-0", 1.0, key="a"), NOW, "contradictory"),  # a delayed copy of the replaced message
+        (late("g0-0", 1.0, key="a", replace=True), NOW, "contradictory"),
+        (late("g0-1", 1.0, key="a"), NOW, "contradictory"),
+        (late("g0-0", 0.5, key="c"), NOW, "contradictory"),
+        (late("g0-0", 1.5, key="c", replace=True), NOW, "out_of_range"),
+        (late("g0-0", 0.5, key="c", replace=True), NOW + HOUR, "expired"),
+    ]
+    for score, now, cause in rejected:
+        with pytest.raises(ScoreRejected) as error:
+            store.add_score(score, now=now)
+        assert error.value.cause == cause
+    assert store.add_score(late("g0-1", 1.0, key="d", replace=True), now=NOW).replaced is None, "an open part has nothing to replace"
+    before = store.groups([0])
+    for step, end in enumerate(("waits for no other score", "has been trained")):
+        if step:
+            store.commit(0, {0: GroupUse()}, "c")
+        with pytest.raises(ScoreRejected, match=end) as error:
+            store.add_score(late("g0-1", 0.5, key="e", replace=True), now=NOW)
+        assert error.value.cause == "finished" and store.groups([0]) == before
 
 
 def test_an_expired_part_leaves_its_episode_unscored_and_is_final(store: ExperienceStore) -> None:
@@ -203,7 +231,9 @@ def test_the_ledger_always_has_the_counts_of_the_group(data: st.DataObject) -> N
             if data.draw(st.integers(0, 4)):
                 episode, part = f"g0-{data.draw(st.integers(0, 2))}", data.draw(st.sampled_from("ab"))
                 with suppress(ScoreRejected):
-                    store.add_score(late(episode, data.draw(st.sampled_from([0.0, 1.0])), part=part), now=NOW - 1)
+                    value, key = data.draw(st.sampled_from([0.0, 1.0])), data.draw(st.sampled_from("xyz"))
+                    score = late(episode, value, part=part, key=f"{episode}{part}{key}", replace=data.draw(st.booleans()))
+                    store.add_score(score, now=NOW - 1)
             else:
                 store.expire_scores(now=data.draw(st.sampled_from([NOW - 1, NOW, NOW + HOUR])))
             (entry,), (stored,) = store.entries(), store.groups([0])

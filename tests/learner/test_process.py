@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -23,9 +24,10 @@ from safetensors import safe_open
 from agentrl.config import Recipe
 from agentrl.errors import DiskFull, LearnerError, UserError
 from agentrl.experience import SqliteStore
+from agentrl.experience.audit import count
 from agentrl.experience.step_uses import CONSUMED_FILE, read_steps
 from agentrl.learner import LearnerProcess
-from agentrl.records import Blame, Failure, Probe, codec
+from agentrl.records import Blame, Failure, Group, LateScore, PendingPart, Probe, Score, codec
 from agentrl.rollout import excluded_group
 from agentrl.version import FolderRegistry
 from tests.learner import preloaded
@@ -220,6 +222,45 @@ async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path, host: Pa
     kept = sorted(path.name for path in (crashing / "checkpoints").iterdir())
     assert kept == ["000001", "000002", CONSUMED_FILE]
     assert [set(uses) for uses in read_steps(crashing / "checkpoints", 9)] == [{0, 1, 2}, {3, 4, 5}], "no step is recorded twice"
+
+
+async def test_residuals_are_trained_by_the_next_step_and_once_also_by_a_killed_learner(
+    tmp_path: Path, host: Path, make_learner: MakeLearner
+) -> None:
+    """Killed after the checkpoint of the step that trains them; the end is that of a run that was left alone."""
+    made = recipe(objective={"normalize_std": False}).but({"order": "oldest_first", "max_staleness": 1})
+    groups = [random_group(index) for index in range(6)]
+    crashing, calm = tmp_path / "crashing", tmp_path / "calm"
+    for run_dir in (crashing, calm):
+        write_run(run_dir, made, [*map(_with_residual, groups[:3]), *groups[3:]])
+        store = SqliteStore(run_dir / "experience.sqlite")
+        for one in (one for group in groups[:3] for one in group.episodes):
+            value = float(one.episode.id.endswith("0"))
+            store.add_score(LateScore(episode_id=one.episode.id, part="human", value=value, scored_by="a", key=one.episode.id), now=1.0)
+        store.close()
+    assert _run_until_killed(host, crashing, "publish-2") != 0
+    ends = []
+    for run_dir in (crashing, calm):
+        learner = make_learner(run_dir, made)
+        await learner.start()
+        await learner.wait(timeout_s=600)
+        store = SqliteStore(run_dir / "experience.sqlite")
+        assert consumed(store) == {index: max(index // 3, 0) or int(index < 0) for index in range(-3, 6)}
+        counts = count(store.entries())
+        assert counts.residuals == 3 and counts.tokens_sampled == counts.tokens_trained and counts.tokens_residual
+        update = json.loads((run_dir / "versions" / "000002" / "update.json").read_text())
+        step = sum(entry.use.tokens_trained for entry in store.entries(step=1) if entry.use is not None)
+        assert (update["groups_trained"], update["tokens_trained"]) == (6, step)
+        store.close()
+        ends.append((run_dir / "versions" / "000002" / "model.safetensors").read_bytes())
+    assert ends[0] == ends[1]
+
+
+def _with_residual(group: Group) -> Group:
+    """The group with its scores as early parts, and a late part to come."""
+    part = PendingPart(name="human", residual=True)
+    waiting = (replace(one, score=Score(value=None, partial=one.score.value or 0.0, pending=(part,))) for one in group.episodes)
+    return replace(group, episodes=tuple(waiting))
 
 
 def _run_until_killed(host: Path, run_dir: Path, point: str) -> int:

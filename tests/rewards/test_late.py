@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from agentrl.errors import TaskError
 from agentrl.experience import SqliteStore
 from agentrl.records import Episode, Group, PendingPart, ScoredEpisode, Split, Task
+from agentrl.reward import TaskScorer
 from recipes.late_scores import EXPIRES_S, PART, Reviewer
 from rewards.late import Late, late
 from tests.driving import make_task
@@ -31,6 +32,11 @@ async def test_the_settings_of_a_task_determine_the_part() -> None:
     begin = time.time()
     (part,) = (await late(task_of({"part": "review", "low": 1, "high": 5, "expires_s": 60}), EPISODE)).pending
     assert (part.name, part.low, part.high) == ("review", 1.0, 5.0) and begin + 60 <= (part.expires_at or 0.0) <= time.time() + 60
+    scorer = TaskScorer()
+    for given in (late, Late(residual=True)):
+        scorer._verifiers = {"one": given, "two": late}
+        assert scorer.residual == (("one",) if given is not late else ())
+        assert [part.residual for part in (await given(task_of(), EPISODE)).pending] == [given is not late]
     with pytest.raises(TaskError, match="low < high is required"):
         await late(task_of({"low": 1}), EPISODE)
     with pytest.raises(ValidationError):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +17,7 @@ import pytest
 from agentrl.config import Recipe
 from agentrl.errors import UserError
 from agentrl.experience.audit import count, verify
+from agentrl.failure import Capture
 from agentrl.failure.collection import Collection, TraceFilter
 from agentrl.records import Episode, GroupUse, LateScore, PendingPart, Score, Task
 from agentrl.reward import TaskScorer
@@ -21,11 +25,14 @@ from agentrl.run import loop
 from agentrl.run.rollouts import Rollouts
 from agentrl.session import opening
 from agentrl.session.folder import RunStart
+from agentrl.session.transcript import PendingTranscripts
 from agentrl.task.group_tasks import GroupTasks
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests import driving
 from tests.driving import Family, Journaled, make_recipe
+from tests.forking import FORKS
+from tests.late import late_group, opened_store
 
 LATE_TASKS = ("task-0", "task-2")
 
@@ -38,10 +45,12 @@ class Scores:
     """Two tasks are scored late, the others at once. The two attempts differ."""
 
     expires_at: float | None = None
+    residual = False
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         if task.id in LATE_TASKS:
-            return Score(value=None, pending=(PendingPart(name="human", expires_at=self.expires_at),))
+            part = PendingPart(name="human", expires_at=self.expires_at, residual=self.residual)
+            return Score(value=None, partial=float(self.residual and episode.id.endswith("-0-a0")), pending=(part,))
         return Score(value=float(episode.id.endswith("-0-a0")))
 
 
@@ -113,6 +122,78 @@ async def test_a_resumed_run_repeats_no_stored_group_of_a_block_whose_notes_take
     assert len(requests) == len(set(requests)) == 2 * len(before), "no group is sampled twice"
 
 
+async def test_a_group_with_a_residual_is_trained_at_once_and_its_residual_in_a_later_step(tmp_path: Path) -> None:
+    scorer, journal = Scores(), Journaled(tmp_path / "journal.jsonl")
+    scorer.residual = True
+    recipe, sandboxes = recipe_of(groups_per_step=2).but({"objective.normalize_std": False}), partial(ScriptedSandboxes, printing("3"))
+    async with driving.opened(tmp_path, journal, sandboxes(), recipe, Family(), scorer=scorer) as run:
+        await loop._roll_out(run)
+        states = {entry.index: entry.state for entry in run.store.store.entries()}
+        assert states == {-3: "parked", -1: "parked", 0: "ready", 1: "ready", 2: "ready", 3: "ready"}, "no group replaces another"
+        assert run.late.count == 0 and len(outcomes(tmp_path)) == 4 and {"task-0", "task-2"} <= captured(tmp_path)
+        before = outcomes(tmp_path), episodes_counted(tmp_path)
+        send(run, 0)
+        await run.late.update()
+        assert [path.name for path in (tmp_path / "pending").iterdir()] == ["000002.json"]
+        send(run, 2)
+    async with driving.opened(tmp_path, journal, sandboxes(), recipe, Family(), scorer=scorer) as run:
+        await loop._roll_out(run)
+        assert (outcomes(tmp_path), episodes_counted(tmp_path)) == before and not any((tmp_path / "pending").iterdir())
+        assert steps_of(run) == [(0, 1), (-1, 2, 3)] and list(verify(tmp_path, run.store.store)) == []
+    async with driving.opened(tmp_path, journal, sandboxes(), recipe_of(), Family(), scorer=scorer) as run:
+        with pytest.raises(UserError, match="division by the standard deviation"):
+            run.late.check(late_group(7, PendingPart(name="human", residual=True)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["record_scores", "capture_group", "remove"])
+async def test_what_arrives_without_a_driver_is_recorded_once_even_if_the_next_driver_is_killed(tmp_path: Path, step: str) -> None:
+    """The scores of one group arrive, those of another expire. Then a driver dies after a step of recording the first."""
+    scores, recipe = Scores(), recipe_of(groups_per_step=2)
+    scores.expires_at = time.time() + 3600.0
+    sandboxes = partial(ScriptedSandboxes, printing("3"))
+    async with driving.opened(tmp_path, Journaled(tmp_path / "j"), sandboxes(), recipe, Family(), scorer=scores) as run:
+        await loop._roll_out(run)
+    before, counts = len(outcomes(tmp_path)), episodes_counted(tmp_path)
+    with opened_store(tmp_path) as store:
+        for attempt in range(2):
+            late = LateScore(episode_id=f"g000000-{attempt}-a0", part="human", value=float(attempt), scored_by="ann", key=str(attempt))
+            store.add_score(late, now=time.time())
+        assert store.expire_scores(now=scores.expires_at) == (2,)
+    driver = FORKS.Process(target=resume_and_die, args=(str(tmp_path), step))
+    driver.start()
+    driver.join(60)
+    assert driver.exitcode == -signal.SIGKILL
+    for _ in range(2):
+        async with driving.opened(tmp_path, Journaled(tmp_path / "j"), sandboxes(), recipe, Family(), scorer=scores) as run:
+            await run.late.resume()
+            assert run.late.count == 0 and not any((tmp_path / "pending").iterdir())
+        new = {line["task"]: (line["counted"], line["highest"]) for line in outcomes(tmp_path)[before:]}
+        assert new == {"task-0": (2, 1.0)}, "the outcome of the other group is still that it has no scores"
+        assert episodes_counted(tmp_path) == counts + 4, "each episode is counted once"
+        assert {"task-0", "task-2"} <= captured(tmp_path)
+    assert len(outcomes(tmp_path)) == before + 1
+
+
+def resume_and_die(folder: str, step: str) -> None:
+    """A driver that is killed right after it has executed `step` for the first time."""
+    owner: Any = {"record_scores": GroupTasks, "capture_group": Capture, "remove": PendingTranscripts}[step]
+    complete = getattr(owner, step)
+
+    def die(*arguments: Any, **options: Any) -> None:
+        complete(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, step, die)
+
+    async def resume() -> None:
+        path = Path(folder)
+        async with driving.opened(path, Journaled(path / "j"), ScriptedSandboxes(printing("3")), recipe_of(), Family()) as run:
+            await run.late.resume()
+
+    asyncio.run(resume())
+
+
 async def test_expired_scores_exclude_their_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = Scores()
     scores.expires_at = time.time() + 3600.0
@@ -155,6 +236,11 @@ async def test_a_run_whose_steps_wait_for_their_groups_rejects_late_scores(
 def captured(folder: Path) -> set[str]:
     with Collection(folder) as collection:
         return {trace.task.id for trace in collection.traces(TraceFilter(phase="train")) if trace.task is not None}
+
+
+def episodes_counted(folder: Path) -> int:
+    with Collection(folder) as collection:
+        return sum(collection.counts("phase").values())
 
 
 def outcomes(folder: Path) -> list[dict[str, Any]]:

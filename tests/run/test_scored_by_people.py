@@ -6,7 +6,6 @@ from pathlib import Path
 
 from agentrl.records import Episode, PendingPart, Score, Task
 from agentrl.run import loop
-from agentrl.run.rollouts import Rollouts
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.driving import Family, Journaled, make_recipe, opened
@@ -39,7 +38,6 @@ async def test_a_live_run_shows_its_parked_episodes_and_trains_them_when_they_ar
                 assert (await client.post("/scores", json={"scores": scores})).json()["results"][1]["remaining"] == 0
         await run.late.update()
         assert run.order.select(0, run.store.store.entries()) == (0, 1)
-        await Rollouts.of(run).prepare_block(1)
         assert transcripts(tmp_path) == ["000002.json"]
 
 

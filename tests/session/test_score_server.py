@@ -55,7 +55,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
 
 async def test_the_scores_of_a_group_make_it_ready_and_a_retry_gets_the_receipt(client: httpx.AsyncClient, tmp_path: Path) -> None:
     first = await client.post("/scores", json=SCORE)
-    assert (first.status_code, first.json()) == (200, {"group": 0, "attempt": 0, "remaining": 1, "repeated": False})
+    assert (first.status_code, first.json()) == (200, {"group": 0, "attempt": 0, "remaining": 1, "repeated": False, "replaced": None})
     again = await client.post("/scores", json=SCORE)
     assert (again.status_code, again.json()) == (200, {**first.json(), "repeated": True})
     with opened_store(tmp_path / "run") as store:
@@ -82,6 +82,7 @@ REJECTED = {
     "an empty name": ({"scored_by": ""}, 400, "malformed"),
     "a long key": ({"key": "k" * 201}, 400, "malformed"),
     "half of a character": ({"key": "\ud800"}, 400, "malformed"),
+    "text for a switch": ({"replace": "yes"}, 400, "malformed"),
     "an unknown field": ({"weight": 2}, 400, "malformed"),
 }
 
@@ -106,6 +107,8 @@ async def test_a_second_value_of_a_part_contradicts_the_first_and_after_training
     for changed in (other, {**other, "key": "other"}):
         answer = await client.post("/scores", json=changed)
         assert (answer.status_code, answer.json()["error"]["cause"]) == (409, "contradictory"), answer.text
+    again = {**other, "key": "other", "replace": True}
+    assert (await client.post("/scores", json=again)).json()["error"]["cause"] == "finished", "its group waits for no other score"
     with opened_store(tmp_path / "run") as store:
         store.commit(0, {0: GroupUse(tokens_trained=1)}, "checkpoints/000001")
     answer = await client.post("/scores", json={**other, "key": "later"})
@@ -176,7 +179,13 @@ async def test_a_score_whose_answer_was_lost_is_sent_again_and_gets_its_receipt(
     assert process.exitcode == -signal.SIGKILL
     with opened_store(run) as store:
         async with served(run, store) as client:
-            assert (await client.post("/scores", json=SCORE)).json() == {"group": 0, "attempt": 0, "remaining": 1, "repeated": True}
+            assert (await client.post("/scores", json=SCORE)).json() == {
+                "group": 0,
+                "attempt": 0,
+                "remaining": 1,
+                "repeated": True,
+                "replaced": None,
+            }
 
 
 async def test_pending_scores_come_in_pages(client: httpx.AsyncClient) -> None:
@@ -314,14 +323,13 @@ async def test_people_get_different_episodes_first(tmp_path: Path) -> None:
             assert (await client.post("/episode", json={"scored_by": "person 0"})).text == first[0]
 
 
-def test_transcripts_of_scored_groups_are_removed_and_the_others_stay(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", late_group(0, size=1), late_group(1, size=1))
+def test_the_file_of_a_pending_group_has_its_task_and_a_damaged_one_has_none(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", late_group(0), late_group(1))
     transcripts = PendingTranscripts(run)
-    transcripts.write(late_task(2), late_group(2), step=0)  # a driver that was killed before it stored the group
-    transcripts.write(late_task(3), replace(late_group(3), episodes=()), step=0)
-    with opened_store(run) as store:
-        store.add_score(LateScore(episode_id="g0-0", part="review", value=1.0, scored_by="a", key="k"), now=1.0)
-        transcripts.remove_scored(store)
-    assert sorted(path.name for path in (run / "pending").iterdir()) == ["000001.json", "000002.json"]
     shown = transcripts.read(1, 0)
     assert shown is not None and shown["question"] == "How many?" and shown["answer"] == HOSTILE
+    assert transcripts.groups() == {0, 1} and transcripts.task(1) == late_task(1)
+    (run / "pending" / "000001.json").write_text('{"task": "{}"}')
+    transcripts.remove(0)
+    transcripts.remove(0)
+    assert transcripts.groups() == {1} and transcripts.task(1) is transcripts.task(0) is transcripts.read(0, 0) is None

@@ -5,7 +5,7 @@ const RETRY_MS = 15000, ANSWER_MS = 70000, MOST_SKIPPED = 1000;
 const GONE = ["unknown", "finished", "contradictory", "expired"]; // the part needs no score any more
 const byId = (id) => document.getElementById(id);
 const skipped = [];
-let target = null, busy = false, timer = 0;
+let target = null, last = null, busy = false, timer = 0; // last: the newest score, while it can be replaced
 
 if (location.hash.length > 1) {
   sessionStorage.setItem("token", location.hash.slice(1));
@@ -75,16 +75,29 @@ async function show() {
 async function send() {
   if (!target || !byId("verdict").reportValidity()) return;
   localStorage.setItem("who", byId("who").value);
-  const { episode_id, part } = target;
-  const answer = await post("/scores", { episode_id, part, value: Number(byId("value").value), scored_by: byId("who").value });
+  await store(target, Number(byId("value").value), false);
+}
+
+async function replace() {
+  if (!last) return;
+  const value = prompt(`${last.part} of ${last.episode_id}, ${last.low} to ${last.high}`, last.value);
+  if (value !== null && value.trim() !== "") await store(last, Number(value), true);
+}
+
+async function store(scored, value, replace) {
+  const { episode_id, part } = scored;
+  const answer = await post("/scores", { episode_id, part, value, replace, scored_by: localStorage.getItem("who") || undefined });
   if (!answer.ok) {
     const { cause, message, fix } = await problem(answer);
     say(`${message}. ${fix}`, true);
-    if (!GONE.includes(cause)) return;
+    if (replace || !GONE.includes(cause)) return;
   } else {
     const { remaining, repeated } = await answer.json();
+    last = remaining ? { ...scored, value } : null;
+    byId("replace").hidden = !last;
     say(`${repeated ? "This score was stored before" : "Stored"}: ${part}. Scores of this group that are still to come: ${remaining}.`);
   }
+  if (replace) return;
   target = null;
   await show();
 }
@@ -113,6 +126,8 @@ document.addEventListener("keydown", (event) => {
     exclusively(send);
   }
 });
+
+byId("replace").addEventListener("click", () => exclusively(replace));
 
 byId("login").addEventListener("submit", (event) => {
   event.preventDefault();

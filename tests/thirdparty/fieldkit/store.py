@@ -16,6 +16,7 @@ from agentrl.config import Recipe
 from agentrl.errors import StoreError
 from agentrl.experience import new_entry
 from agentrl.experience.late_parts import LatePart, reused_key, unknown_part
+from agentrl.experience.residuals import split_group
 from agentrl.records import Group, GroupUse, LateScore, LedgerEntry, PendingScore, ScoreReceipt, codec
 
 
@@ -27,9 +28,17 @@ class FolderStore:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._taken = self._folder / "taken.json"
         self._late = self._folder / "late.json"  # [episode id, part, state] of each part that has arrived or expired
+        self._replaced = self._folder / "replaced.json"  # key -> state of the part before a score replaced it
         self._blocks = self._folder / "blocks.json"
 
     def put(self, group: Group) -> bool:
+        group, *residual = split_group(group)
+        if residual and not self.has(group.index):
+            self._path(residual[0].index).unlink(missing_ok=True)  # of a process that was killed before it stored the group
+            self._link(residual[0])
+        return self._link(group)
+
+    def _link(self, group: Group) -> bool:
         part = self._folder / f".{group.index}.{os.getpid()}.{time.monotonic_ns()}.part"
         with part.open("wb") as file:
             file.write(codec.to_json(group))
@@ -46,7 +55,7 @@ class FolderStore:
     def has(self, index: int) -> bool:
         return self._path(index).exists()
 
-    def entries(self, *, first: int = 0, step: int | None = None) -> tuple[LedgerEntry, ...]:
+    def entries(self, *, first: int | None = None, step: int | None = None) -> tuple[LedgerEntry, ...]:
         taken = self._read()
         indices = self._indices()
         parts = {index: new_entry(self._stored(index)).late_parts for index in indices}
@@ -54,7 +63,7 @@ class FolderStore:
         some = (replace(new_entry(group), late_parts=parts[group.index], **taken.get(group.index, {})) for group in groups)
         if step is not None:
             return tuple(entry for entry in some if entry.step == step)
-        return tuple(entry for entry in some if entry.index >= first or (entry.late_parts and entry.use is None))
+        return tuple(entry for entry in some if first is None or entry.index >= first or (entry.late_parts and entry.use is None))
 
     def assign(self, step: int, indices: Sequence[int]) -> None:
         with self._changing() as taken:
@@ -97,14 +106,24 @@ class FolderStore:
             part = closed.get(key) or next((part for group in self._all() for own, part in _parts(group) if own == key), None)
             if part is None:
                 raise unknown_part(score)
-            if any(other.key == score.key for own, other in closed.items() if own != key):
+            replaced = self._read_replaced()
+            if score.key in replaced or any(other.key == score.key for own, other in closed.items() if own != key):
                 raise reused_key(score)
-            new = part.accept(score, now=now, consumed=taken.get(part.group, {}).get("use") is not None)
+            consumed = taken.get(part.group, {}).get("use") is not None
+            new = part.accept(score, now=now, parked=part.group in self.parked(), consumed=consumed)
             if new:
+                if part.key is not None:
+                    self._write(self._replaced, replaced | {part.key: part})
                 closed[key] = replace(part, value=score.value, scored_by=score.scored_by, key=score.key, closed_at=now)
                 self._write(self._late, [[*own, other] for own, other in closed.items()])
             (group,) = self.groups([part.group])
-            return ScoreReceipt(group=part.group, attempt=part.attempt, remaining=len([*group.pending]), repeated=not new)
+            return ScoreReceipt(
+                group=part.group,
+                attempt=part.attempt,
+                remaining=len([*group.pending]),
+                repeated=not new,
+                replaced=part.value if new else None,
+            )
 
     def expire_scores(self, *, now: float) -> tuple[int, ...]:
         with self._changing():
@@ -138,7 +157,7 @@ class FolderStore:
         return codec.from_json(Group, self._path(index).read_bytes())
 
     def _indices(self) -> list[int]:
-        return sorted(int(path.stem) for path in self._folder.glob("[0-9]*.json"))
+        return sorted(int(path.stem) for path in self._folder.glob("*[0-9].json"))
 
     def _all(self) -> Iterator[Group]:
         return map(self._stored, self._indices())
@@ -146,6 +165,9 @@ class FolderStore:
     def _closed(self) -> dict[tuple[str, str], LatePart]:
         known = json.loads(self._late.read_text()) if self._late.exists() else []
         return {(episode, part): LatePart(**state) for episode, part, state in known}
+
+    def _read_replaced(self) -> dict[str, Any]:
+        return dict(json.loads(self._replaced.read_text())) if self._replaced.exists() else {}
 
     def _write(self, path: Path, content: Any) -> None:
         part = path.with_suffix(".part")

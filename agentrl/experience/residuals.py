@@ -1,0 +1,56 @@
+"""Residuals: late parts of scores that are applied after their group was trained.
+
+A group whose late parts are all residual (`PendingPart.residual`) is not parked. The store splits it into two groups, in one commit:
+
+- index `i`: the attempts with the parts of their scores that are there. It is trained like any other group.
+- index `-1 - i`, its residual: the same attempts. Each score is the weighted sum of the late parts alone. It is parked until they have
+  arrived or expired, and a step after that of the first group trains it.
+
+The advantages of GRPO and RLOO without division by the standard deviation are linear in the scores, so the two advantages of an episode add
+up to that of its complete score:
+
+    A_i(early + late) = A_i(early) + A_i(late),   A_i(late) = late_i - mean(late)
+
+The residual is trained with the behaviour logprobs of its tokens, and with the ratio, clipping and correction that the recipe configures:
+the policy gradient of the late part under the weights of that step. An episode whose part has expired has no residual and counts in no
+mean. Each sampled token counts once, with its first group; tokens of residuals are reported separately.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from agentrl.config.recipe import Recipe
+from agentrl.records import Group, Score, ScoredEpisode
+
+
+def split_group(group: Group) -> tuple[Group, ...]:
+    """Returns a new group as it is stored: alone, or with its residual if all parts that it waits for are residual."""
+    parts = [part for _, _, part in group.pending]
+    if not parts or not all(part.residual for part in parts):
+        return (group,)
+    late = tuple(ScoredEpisode(episode=one.episode, score=_late_score(one.score)) for one in group.episodes)
+    early = tuple(replace(one, score=_early_score(one.score)) for one in group.episodes)
+    return replace(group, episodes=early), replace(group, index=-1 - group.index, episodes=late, cancelled=())
+
+
+def _early_score(score: Score) -> Score:
+    return replace(score, value=score.partial, partial=0.0, pending=(), reason="") if score.pending else score
+
+
+def _late_score(score: Score) -> Score:
+    if score.pending:
+        return Score(value=None, pending=score.pending)
+    return Score(value=None, reason=score.reason or "no part of the score is late", blame=score.blame)
+
+
+def why_not_linear(recipe: Recipe) -> str:
+    """Returns why advantages are not linear in the scores of a group, so that residuals are invalid; empty if they are linear."""
+    objective = recipe.objective
+    if objective.advantage.ref not in ("grpo", "rloo"):
+        return f"objective.advantage={objective.advantage.ref}"
+    if objective.divides_by_std:
+        return "division by the standard deviation (set objective.normalize_std=false)"
+    if objective.turn_coef or objective.credit != "episode":
+        return "objective.turn_coef and objective.credit"
+    return "objective.kl=k1_reward" if objective.kl == "k1_reward" else ""

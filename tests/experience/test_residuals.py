@@ -1,0 +1,181 @@
+"""Late parts that are applied after their group was trained."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.config import build
+from agentrl.errors import UserError
+from agentrl.experience import GroupOrder, SqliteStore
+from agentrl.experience.audit import count, verify
+from agentrl.experience.residuals import split_group, why_not_linear
+from agentrl.objective import assemble
+from agentrl.objective.advantages import batch_advantages
+from agentrl.objective.aggregate import loss_denominator
+from agentrl.protocols import ExperienceStore
+from agentrl.records import Group, GroupUse, LateScore, PendingPart, Score, sampled_tokens
+from agentrl.run.late import check_residuals
+from tests.driving import make_recipe
+from tests.late import late_group
+from tests.thirdparty.fieldkit.store import FolderStore
+
+LINEAR = {"name": "t", "policy": {"model": "m"}, "tasks": {"family": "a:b"}, "objective": {"normalize_std": False}}
+PART = PendingPart(name="human", weight=0.5, low=-9.0, high=9.0, residual=True)
+values = st.floats(-4, 4, allow_nan=False)
+
+
+def waiting(index: int, *partial: float) -> Group:
+    """A group whose attempts have these parts, and wait for another one."""
+    group = late_group(index, PART, size=len(partial))
+    episodes = tuple(replace(one, score=replace(one.score, partial=value)) for one, value in zip(group.episodes, partial, strict=True))
+    return replace(group, episodes=episodes)
+
+
+@pytest.fixture(params=[SqliteStore, FolderStore])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ExperienceStore]:
+    folder = request.param is FolderStore
+    opened: ExperienceStore = FolderStore(tmp_path, make_recipe()) if folder else SqliteStore(tmp_path / "experience.sqlite")
+    yield opened
+    opened.close()
+
+
+def send(store: ExperienceStore, episode: str, value: float) -> int:
+    late = LateScore(episode_id=episode, part="human", value=value, scored_by="ann", key=episode)
+    return store.add_score(late, now=time.time()).remaining
+
+
+@given(st.lists(st.tuples(values, values), min_size=2, max_size=6), st.sampled_from(["grpo", "rloo"]))
+def test_the_advantages_of_both_parts_add_up_to_those_of_the_complete_score(parts: list[tuple[float, float]], estimator: str) -> None:
+    objective = build(LINEAR | {"objective": {"advantage": estimator, "normalize_std": False}}).objective
+    early, residual = split_group(waiting(0, *(first for first, _ in parts)))
+    arrived = {(one.episode.id, "human"): late for one, (_, late) in zip(residual.episodes, parts, strict=True)}
+    complete = waiting(0, *(first for first, _ in parts)).with_parts(arrived)
+    groups = (early, residual.with_parts(arrived), complete)
+    first, later, total = ([value or 0.0 for value in batch_advantages([group], objective, min_group_size=2)[0].values] for group in groups)
+    assert [a + b for a, b in zip(first, later, strict=True)] == pytest.approx(total, abs=1e-6)
+
+
+def test_a_group_is_ready_at_once_and_its_residual_waits(store: ExperienceStore) -> None:
+    assert store.put(waiting(0, 0.25, 0.75)) and not store.put(waiting(0, 0.0, 0.0))
+    residual, early = store.entries()
+    assert (early.index, early.state, early.late_parts, early.has_spread) == (0, "ready", 0, True)
+    assert (residual.index, residual.state, residual.pending, store.parked()) == (-1, "parked", 2, (-1,))
+    assert [one.score.value for one in store.groups([0])[0].episodes] == [0.25, 0.75]
+    assert [entry.index for entry in store.entries(first=1)] == [-1], "an open residual is never passed over"
+    assert send(store, "g0-0", 1.0) == 1 and send(store, "g0-1", -1.0) == 0
+    assert [one.score.value for one in store.groups([0])[0].episodes] == [0.25, 0.75], "the group itself never changes"
+    assert [one.score.value for one in store.groups([-1])[0].episodes] == [0.5, -0.5]
+    assert [entry.state for entry in store.entries()] == ["ready", "ready"]
+
+
+def test_each_sampled_token_counts_once_and_those_of_residuals_separately(store: ExperienceStore, tmp_path: Path) -> None:
+    group = waiting(0, 0.0, 1.0)
+    tokens = sampled_tokens(group.episodes)
+    store.put(group)
+    assert (count(store.entries()).tokens_open, count(store.entries()).parts_pending) == (tokens, 2)
+    store.commit(0, {0: GroupUse(tokens_trained=tokens)}, "c")
+    for episode in ("g0-0", "g0-1"):
+        send(store, episode, float(episode == "g0-0"))
+    store.assign(1, [-1])
+    store.commit(1, {-1: GroupUse(tokens_trained=tokens)}, "c")
+    counts = count(store.entries())
+    assert counts.tokens == {"sampled": tokens, "trained": tokens, "excluded": 0, "open": 0}
+    assert (counts.residuals, counts.tokens_residual, sum(counts.groups.values())) == (1, tokens, 1)
+    assert list(verify(tmp_path, store)) == [] and [entry.index for entry in store.entries(first=0)] == [0]
+    store.reconcile({0: {0: GroupUse(tokens_trained=tokens)}})  # the checkpoint of step 1 is damaged
+    assert [(entry.index, entry.step, entry.state) for entry in store.entries(step=1)] == [(-1, 1, "assigned")]
+
+
+def test_an_attempt_whose_part_has_expired_counts_in_no_mean(store: ExperienceStore) -> None:
+    group = late_group(0, replace(PART, expires_at=100.0), size=3)
+    store.put(group)
+    for episode, value in (("g0-0", 4.0), ("g0-1", 2.0)):
+        store.add_score(LateScore(episode_id=episode, part="human", value=value, scored_by="ann", key=episode), now=1.0)
+    assert store.expire_scores(now=100.0) == (-1,)
+    (residual,) = store.groups([-1])
+    assert [one.score.value for one in residual.episodes] == [2.0, 1.0, None]
+    (advantages,) = batch_advantages([residual], build(LINEAR).objective, min_group_size=2)
+    assert advantages.values == (0.5, -0.5, None)
+    assert [one.score.value for one in store.groups([0])[0].episodes] == [0.0, 0.0, 0.0], "the early part stays"
+
+
+def test_a_step_selects_residuals_of_trained_groups_in_addition_and_again_after_a_crash(tmp_path: Path) -> None:
+    order, store = GroupOrder(per_step=2), SqliteStore(tmp_path / "experience.sqlite")
+    for index in range(6):
+        store.put(waiting(index, 0.0, 1.0))
+        for attempt in range(2):
+            send(store, f"g{index}-{attempt}", float(attempt))
+
+    def step(number: int) -> tuple[int, ...] | None:
+        chosen = order.select(number, store.entries())
+        if chosen is not None:
+            store.assign(number, chosen)
+        return chosen
+
+    def complete(number: int, chosen: tuple[int, ...]) -> None:
+        store.commit(number, {index: GroupUse(tokens_trained=4) for index in chosen}, "c")
+
+    assert step(0) == (0, 1), "the first step has no trained group"
+    complete(0, (0, 1))
+    assert step(1) == (-2, -1, 2, 3)
+    store.put(waiting(9, 0.0, 1.0))  # the learner dies, and more arrives
+    assert step(1) == (-2, -1, 2, 3)
+    complete(1, (-2, -1, 2, 3))
+    assert step(2) == (-4, -3, 4, 5) and order.first_open_block(store.entries(), before=2) == 2
+    store.close()
+
+
+def test_a_group_waits_if_one_of_its_parts_is_not_residual(tmp_path: Path) -> None:
+    group = late_group(0, PART, PendingPart(name="style"))
+    assert split_group(group) == (group,)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_residuals_do_not_dilute_the_other_groups_of_their_step(aggregation: str) -> None:
+    recipe = build(LINEAR).but({"objective.aggregation": aggregation})
+    residual = split_group(waiting(0, 0.0, 1.0))[1]
+    late = residual.with_parts({(one.episode.id, "human"): float(n) for n, one in enumerate(residual.episodes)})
+    other = split_group(waiting(1, 0.0, 1.0))[0]
+
+    def weights(*groups: Group) -> dict[int, float]:
+        samples = assemble(1, groups, recipe).batch.samples
+        whole = loss_denominator(samples, recipe.objective.aggregation, length=recipe.policy.max_model_len)
+        return {sample.group_index: max(sample.advantages) / whole for sample in samples}
+
+    assert weights(other, late) == pytest.approx(weights(other) | weights(late)), "each as much as in a step of its own"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalize_std": True},
+        {"advantage": "reinforce++"},
+        {"turn_coef": 0.5},
+        {"credit": "branches"},
+        {"kl": "k1_reward", "kl_coef": 0.1},
+    ],
+    ids=str,
+)
+def test_settings_with_which_the_parts_do_not_add_up_are_named(changes: dict[str, object]) -> None:
+    assert not why_not_linear(build(LINEAR))
+    recipe = build(LINEAR | {"objective": {"normalize_std": False} | changes})
+    assert next(iter(changes)) in why_not_linear(recipe)
+    order = GroupOrder.from_recipe(recipe)
+    with pytest.raises(UserError, match="linear in the score"):
+        check_residuals(order, "verifier v")
+    check_residuals(order)
+
+
+def test_a_complete_score_has_no_residual() -> None:
+    group = waiting(0, 0.0, 0.0)
+    mixed = replace(group, episodes=(replace(group.episodes[0], score=Score(value=1.0)), group.episodes[1]))
+    early, residual = split_group(mixed)
+    assert [one.score.value for one in early.episodes] == [1.0, 0.0]
+    assert residual.episodes[0].score.is_absent and residual.episodes[1].score.pending
