@@ -5,6 +5,7 @@ There is no random state to advance, so a resumed run knows which groups are mis
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
@@ -142,8 +143,9 @@ class ReservedGroups(Protocol):
 class GroupSchedule:
     """Group index -> training task. A finite split is shuffled in each epoch; an endless one is used in order.
 
-    A task in `withheld` is replaced by the next one of the epoch, or by a distant one of an endless split. Groups that `practice`
-    reserves get its tasks; the other groups use the family's tasks as if those groups did not exist.
+    A task in `withheld` is replaced by a distant one. In a finite split the distance differs between groups: if all took the next task of
+    the epoch, neighbouring groups would have the same one. Groups that `practice` reserves get its tasks; the other groups use the family's
+    tasks as if those groups did not exist.
 
     `task` raises `TaskError` if the family cannot create it, and `RecipeError` if no task may be trained on.
     """
@@ -155,7 +157,7 @@ class GroupSchedule:
     _orders: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
     def task(self, group_index: int, weights: Weights | None = None) -> Task:
-        """The task of a group. With `weights`, a task that they skip is replaced by the next one; if they skip all, the first stays."""
+        """The task of a group. With `weights`, a task that they skip is replaced; if they skip all, the first stays."""
         if self.practice is not None:
             if (set_aside := self.practice.task_of_group(group_index)) is not None:
                 return set_aside
@@ -191,7 +193,12 @@ class GroupSchedule:
         if size is None:
             return group_index + turn * _STRIDE
         epoch, position = divmod(group_index, size)
-        return self._order(epoch, size)[(position + turn) % size]
+        return self._order(epoch, size)[(position + turn * self._stride(group_index, size)) % size]
+
+    def _stride(self, group_index: int, size: int) -> int:
+        """Distance between a group's substitutes in an epoch's order. Coprime to `size`, so that they are all tasks in turn."""
+        draw = random.Random(f"{self.seed}/{group_index}/stride")
+        return next(stride for stride in iter(lambda: draw.randrange(1, size + 1), 0) if math.gcd(stride, size) == 1)
 
     def _make(self, index: int) -> Task:
         return make_task(self.family, Split.TRAIN, index)
