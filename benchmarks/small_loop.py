@@ -1,6 +1,7 @@
 """A small policy that learns sums on one core: the learner's code and the objective, without server, sandboxes and driver.
 
 A task is a pair of digits; the answer has the digits of their sum, product and difference, and the score is 1 if all of them are right.
+`COPY` is an easy kind whose answer repeats the pair.
 `agentrl.objective.assemble`, `agentrl.learner.update.Updater` and its DeepSpeed engine train a Qwen3 model of 25,000 parameters in this
 process; a second copy of the model samples with the weights of any earlier version.
 """
@@ -23,7 +24,7 @@ from agentrl.learner.update import Updater
 from agentrl.objective import assemble
 from agentrl.records import Episode, Group, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
 
-SUM, REVERSED, IMPOSSIBLE = 10, 11, 12  # tokens of the kinds of tasks; 0 to 9 are digits
+SUM, COPY, IMPOSSIBLE = 10, 11, 12  # tokens of the kinds of tasks; 0 to 9 are digits
 VOCABULARY = 16
 DIGITS = 6
 MAX_SUPERVISED = 3000
@@ -34,8 +35,7 @@ Weights = dict[str, Tensor]
 def answer(prompt: Prompt) -> tuple[int, ...]:
     """The right tokens. No attempt at an impossible task is right."""
     kind, a, b = prompt
-    digits = (*divmod(a + b, 10), *divmod(a * b, 10), abs(a - b))
-    return digits if kind == SUM else digits[::-1]
+    return (a, b, a, b, a) if kind == COPY else (*divmod(a + b, 10), *divmod(a * b, 10), abs(a - b))
 
 
 def prompts_of(kind: int) -> list[Prompt]:

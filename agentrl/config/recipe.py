@@ -81,9 +81,10 @@ class Recipe(Section):
     pipeline_depth: Annotated[int | None, _OVERLAPS] = Field(None, ge=1)
     """Blocks of rollout.groups_per_step groups in flight at once, up to max_staleness + 1, which is the default. A smaller depth lowers the
     mean staleness; rollouts may then wait for updates. Groups that wait for late scores are not in flight."""
-    order: Annotated[Literal["oldest_first", "in_order"], _OVERLAPS] = "oldest_first"
+    order: Annotated[Literal["oldest_first", "in_order", "replay"], _OVERLAPS] = "oldest_first"
     """Which finished groups a learner step takes. oldest_first: those that the oldest weights sampled, as soon as there are enough.
-    in_order: those that started for this step, so it waits for the slowest of them."""
+    in_order: those that started for this step, so it waits for the slowest of them. replay: as oldest_first; a step also trains the groups
+    of the step before again."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of server and learner. auto: cuda if torch finds a GPU, else cpu."""
     policy: PolicyConfig

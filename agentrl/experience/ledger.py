@@ -15,7 +15,10 @@ The learner selects the groups of a step, and the store records them as assigned
 Residuals (`agentrl.experience.residuals`) fill no slots. A step also selects those that have their scores, if an earlier step has consumed
 their first group: at most `per_step`, those that the oldest weights sampled.
 
-Both orders select the same number of groups: after `s` steps, as many as `s` blocks need. If no score is late, a run of `steps` blocks
+    replay          as oldest_first. Step `s` also trains the groups that step `s - 1` trained first, from the same ids and logprobs. They
+                    stay consumed by step `s - 1`, and their tokens are counted separately
+
+All orders select the same number of groups: after `s` steps, as many as `s` blocks need. If no score is late, a run of `steps` blocks
 consumes every group. Otherwise it samples one more group for each that is parked, and ends with as many open groups.
 """
 
@@ -24,6 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from agentrl.base.numbers import all_equal
 from agentrl.config.recipe import Recipe, RolloutConfig
@@ -42,6 +46,7 @@ class GroupOrder:
         extra: maximum number of further groups per block, which replace groups without a preference.
         min_group_size: minimum number of counted attempts of a group with a preference.
         oldest_first: the order; False means `in_order`.
+        replay: whether a step trains the groups of the step before again.
         depth: blocks of groups in flight at once.
         accepts_late: whether scores may arrive late; only with `oldest_first` and a staleness above 0.
         nonlinear: why late parts cannot be applied as residuals; empty if they can.
@@ -51,6 +56,7 @@ class GroupOrder:
     extra: int = 0
     min_group_size: int = 2
     oldest_first: bool = True
+    replay: bool = False
     depth: int = 2
     accepts_late: bool = True
     nonlinear: str = ""
@@ -63,9 +69,10 @@ class GroupOrder:
             per_step=rollout.groups_per_step,
             extra=rollout.extra_groups,
             min_group_size=rollout.group.min_size,
-            oldest_first=recipe.order == "oldest_first",
+            oldest_first=recipe.order != "in_order",
+            replay=recipe.order == "replay",
             depth=recipe.depth,
-            accepts_late=recipe.order == "oldest_first" and recipe.max_staleness > 0,
+            accepts_late=recipe.order != "in_order" and recipe.max_staleness > 0,
             nonlinear=why_not_linear(recipe),
         )
 
@@ -152,6 +159,17 @@ class GroupOrder:
         ready = [entry for entry in ready if sampled_index(entry.index) not in untrained]
         ready.sort(key=lambda entry: (entry.oldest_version or 0, -entry.index))
         return sorted(entry.index for entry in ready[: self.per_step])
+
+    def replayed(self, entries: Sequence[LedgerEntry]) -> tuple[int, ...]:
+        """Returns the groups that a step trains again, in ascending order: those with trained tokens, at most `per_step`.
+
+        A pure function of the ledger, so a repeated step replays the same groups. At least half of the groups of a step are new.
+
+        Args:
+            entries: those of the step before.
+        """
+        trained = (entry.index for entry in entries if self.replay and entry.state == "trained")
+        return tuple(islice(trained, self.per_step))
 
     def _choose(self, step: int, taken: Sequence[LedgerEntry], free: list[LedgerEntry], newest: int) -> tuple[int, ...] | None:
         fills = _Slots(self)

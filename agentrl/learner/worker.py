@@ -42,7 +42,7 @@ from agentrl.objective import AssembledBatch, assemble, counted_samples
 from agentrl.objective.branches import captured_tokens
 from agentrl.plugins import references
 from agentrl.protocols import VersionRegistry
-from agentrl.records import Group, GroupUse, VersionState
+from agentrl.records import Batch, Group, GroupUse, VersionState
 from agentrl.version import FolderRegistry, rollback
 
 log = logging.getLogger("agentrl.learner")
@@ -125,7 +125,8 @@ class Worker:
 
         Returns the parent of the new version, metrics, and how each group was used.
         """
-        assembled, metrics, failures = self._update(step, groups)
+        replayed = self._groups_to_replay(step)
+        assembled, metrics, failures = self._update(step, groups, replayed)
         for index, reason in assembled.drop_reasons.items():
             log.info("step %d: group %d has no samples: %s", step, index, reason)
         if self.updater.guard.start_weights_passed:
@@ -157,14 +158,21 @@ class Worker:
             self.failures.append((setback,))
         return parent, {"rollbacks": 1.0, "weights_changed": 1.0}, _unused(groups, "rolled_back")
 
-    def _update(self, step: int, groups: tuple[Group, ...]) -> tuple[AssembledBatch, dict[str, float], tuple[UpdateFailure, ...]]:
+    def _groups_to_replay(self, step: int) -> tuple[Group, ...]:
+        indices = self.order.replayed(self.store.entries(step=step - 1)) if self.order.replay and step else ()
+        return self.store.groups(indices) if indices else ()
+
+    def _update(
+        self, step: int, groups: tuple[Group, ...], replayed: tuple[Group, ...]
+    ) -> tuple[AssembledBatch, dict[str, float], tuple[UpdateFailure, ...]]:
         """Runs the update of a step, and records setbacks, even if the run halts because of them."""
         guard = self.updater.guard
-        penalized = counted_samples(groups, longest=self.recipe.policy.max_model_len) if self.recipe.objective.kl == "k1_reward" else ()
+        trained = (*groups, *replayed)
+        penalized = counted_samples(trained, longest=self.recipe.policy.max_model_len) if self.recipe.objective.kl == "k1_reward" else ()
         penalties = self.updater.score_penalties(penalized)
-        assembled = assemble(step, groups, self.recipe, penalties=penalties)
+        assembled = assemble(step, trained, self.recipe, penalties=penalties)
         try:
-            excluded = guard.exclude_groups(step, groups, assembled.drop_reasons)
+            excluded = guard.exclude_groups(step, trained, assembled.drop_reasons)
             metrics = self.updater.update(assembled.batch)
         finally:
             setbacks = guard.take_failures()
@@ -179,6 +187,8 @@ class Worker:
         metrics |= {"groups_left_out": float(excluded), "rollbacks": 0.0}
         metrics["weights_changed"] = float(metrics["optimizer_steps"] > 0)
         metrics["tokens_captured"] = float(captured_tokens(groups, assembled.drop_reasons))
+        if self.order.replay:
+            metrics |= _new_and_replayed(assembled.batch, frozenset(group.index for group in replayed))
         return assembled, metrics, setbacks
 
     def _roll_back(self, step: int, to: int) -> int:
@@ -359,6 +369,20 @@ def group_uses(
     return {
         group.index: GroupUse(tokens_trained=0 if reasons.get(group.index) else tokens[group.index], reason=reasons.get(group.index, ""))
         for group in groups
+    }
+
+
+def _new_and_replayed(batch: Batch, replayed: frozenset[int]) -> dict[str, float]:
+    """Returns the counts of a batch's groups and trained tokens, without replayed groups, and the counts of those."""
+    tokens, groups = Counter[bool](), {sample.group_index for sample in batch.samples}
+    for sample in batch.samples:
+        tokens[sample.group_index in replayed] += sum(sample.loss_mask)
+    return {
+        "groups": float(len(set(batch.group_indices) - replayed)),
+        "groups_trained": float(len(groups - replayed)),
+        "groups_replayed": float(len(groups & replayed)),
+        "tokens_trained": float(tokens[False]),
+        "tokens_replayed": float(tokens[True]),
     }
 
 

@@ -5,6 +5,7 @@ There is no random state to advance, so a resumed run knows which groups are mis
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
@@ -163,9 +164,9 @@ class ChangingFamilies(Protocol):
 class GroupSchedule:
     """Group index -> training task. A finite split is shuffled in each epoch; an endless one is used in order.
 
-    A task in `withheld` is replaced by the next one of the epoch, or by a distant one of an endless split. Groups that `practice`
-    reserves get its tasks; the other groups use the family's tasks as if those groups did not exist. `changes` may add families, and remove
-    tasks or weight them, from a group on.
+    A task in `withheld` is replaced by a distant one. In a finite split the distance differs between groups: if all took the next task of
+    the epoch, neighbouring groups would have the same one. Groups that `practice` reserves get its tasks; the other groups use the family's
+    tasks as if those groups did not exist. `changes` may add families, and remove tasks or weight them, from a group on.
 
     `task` raises `TaskError` if the family cannot create it, and `RecipeError` if no task may be trained on.
     """
@@ -178,7 +179,7 @@ class GroupSchedule:
     _orders: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
 
     def task(self, group_index: int, weights: Weights | None = None, *, slot: int | None = None) -> Task:
-        """Returns the task of a group. A task that `weights` skip is replaced by the next one; if they skip all, the first stays.
+        """Returns the task of a group. A task that `weights` skip is replaced by a distant one; if they skip all, the first stays.
 
         Args:
             group_index: position of the group in the schedule.
@@ -222,7 +223,12 @@ class GroupSchedule:
         if size is None:
             return group_index + turn * _STRIDE
         epoch, position = divmod(group_index, size)
-        return self._order(epoch, size)[(position + turn) % size]
+        return self._order(epoch, size)[(position + turn * self._stride(group_index, size)) % size]
+
+    def _stride(self, group_index: int, size: int) -> int:
+        """Distance between a group's substitutes in an epoch's order. Coprime to `size`, so that they are all tasks in turn."""
+        draw = random.Random(f"{self.seed}/{group_index}/stride")
+        return next(stride for stride in iter(lambda: draw.randrange(1, size + 1), 0) if math.gcd(stride, size) == 1)
 
     def _order(self, epoch: int, size: int) -> list[int]:
         if (epoch, size) not in self._orders:

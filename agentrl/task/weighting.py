@@ -1,7 +1,7 @@
 """Task weighting: tasks with different scores among their recent attempts are used more often.
 
 A group with equal scores trains nothing, and a task that is nearly always solved has little left to learn. Both are estimated from the
-task's recent groups, and for an unused task from those of its kind.
+task's recent groups, with the rates of its kind as prior: a few groups of a kind that is never solved are evidence about all its tasks.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from agentrl.base.numbers import is_above
 from agentrl.records import Group, Task, codec
 
 MOST_KIND = 200  # maximum length of a kind's name, in characters
-WINDOW = 8
+TASK_WINDOW, KIND_WINDOW = 8, 64
 """Newest groups, per task and per kind, that determine a weight: few, because the policy changes with every step."""
+PRIOR = 4.0
+"""Number of groups of a task that have as much influence on its weight as the rates of its kind."""
 MIN_WEIGHT = 0.1
 """Minimum probability that a drawn task is accepted: a tenth, so that a kind that was never solved is tried again."""
 
@@ -79,42 +81,63 @@ class GroupOutcome:
             return None
 
 
+class Tally(NamedTuple):
+    """What the newest groups of a task, or of a kind, have shown."""
+
+    groups: int
+    differed: int  # those with different scores
+    headroom: float  # sum over the groups
+
+    def rates(self, prior: tuple[float, float], strength: float) -> tuple[float, float]:
+        """Returns the estimated share of groups with different scores, and the estimated headroom. `strength`: groups that the prior counts
+        for."""
+        total = strength + self.groups
+        return (strength * prior[0] + self.differed) / total, (strength * prior[1] + self.headroom) / total
+
+
+NO_GROUPS = Tally(0, 0, 0.0)
+
+
 @dataclass(frozen=True)
 class Weights:
-    """Weights of tasks, relative to the kind with the largest weight, which has 1. Never below `MIN_WEIGHT`.
+    """Weights of tasks, relative to the kind with the largest weight, which has 1. Between `MIN_WEIGHT` and 1.
 
-    The weight of a task, or of a kind, is (1 + s) / (1 + n) * (1 - m), where s of its n newest groups (at most `WINDOW`) had different
-    scores, and m is their mean score: the probability that its next group teaches something, times what is left to learn. Without groups
-    it is 1.
+    The weight is the probability that the next group has different scores, times what is left to learn. Both are estimated from the n
+    newest groups: (PRIOR * r + s) / (PRIOR + n) for a task, where r is the rate of its kind, and (1 + s) / (1 + n) for a kind.
     """
 
-    tasks: Mapping[str, float]  # `Task.key` -> weight, of the tasks that were used
-    kinds: Mapping[str, float]
+    tasks: Mapping[str, Tally]  # by `Task.key`, of the tasks that were used
+    kinds: Mapping[str, Tally]
 
     def weight_of(self, task: Task) -> float:
         """Returns the weight of a task."""
-        weight = self.tasks.get(task.key) if self.tasks else None  # computing a key hashes the full task
-        if weight is None:
-            weight = self.kinds.get(task.kind[:MOST_KIND], 1.0)
-        return min(1.0, max(MIN_WEIGHT, weight / self._best)) if self._best > 0 else 1.0
+        rates = _kind_rates(self.kinds.get(task.kind[:MOST_KIND], NO_GROUPS))
+        if self.tasks:  # computing a key hashes the full task
+            rates = self.tasks.get(task.key, NO_GROUPS).rates(rates, PRIOR)
+        return min(1.0, max(MIN_WEIGHT, rates[0] * rates[1] / self._best))
 
     @cached_property
     def _best(self) -> float:
-        return max(self.kinds.values(), default=1.0)
+        return max((differed * headroom for differed, headroom in map(_kind_rates, self.kinds.values())), default=1.0)
 
     def accepts(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
         """Whether the group uses this task after `turn` skipped ones; deterministic."""
         return random.Random(f"{seed}/{group}/{turn}/weight").random() < self.weight_of(task)
 
 
+def _kind_rates(tally: Tally) -> tuple[float, float]:
+    """Returns the rates of a kind; 1 for a kind without groups, so that it is tried. Never 0."""
+    return tally.rates((1.0, 1.0), 1.0)
+
+
 class TaskHistory:
-    """The recent groups of each kind, and with `by_task` of each task. `add` them in order of their indices."""
+    """The recent groups of each kind, and with `by_task` of each task. `add` them in order of their steps."""
 
     def __init__(self, *, min_group_size: int, by_task: bool) -> None:
         self._counts = min_group_size
         self._by_task = by_task
-        self._tasks = _RecentGroups()
-        self._kinds = _RecentGroups()
+        self._tasks = _RecentGroups(TASK_WINDOW)
+        self._kinds = _RecentGroups(KIND_WINDOW)
 
     def add(self, groups: Iterable[GroupOutcome]) -> None:
         """Adds groups. Those with fewer scored attempts than the learner needs do not count, except those of broken tasks."""
@@ -126,18 +149,18 @@ class TaskHistory:
 
     def weights(self) -> Weights:
         """Returns the current weights, as a copy."""
-        return Weights(self._tasks.weights.copy(), self._kinds.weights.copy())
+        return Weights(self._tasks.tallies.copy(), self._kinds.tallies.copy())
 
 
 class _RecentGroups:
-    """The newest groups by name, as (different scores, headroom), and their weights."""
+    """The newest groups by name, as (different scores, headroom), and their tallies."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: int) -> None:
+        self._window = window
         self._groups: dict[str, deque[tuple[bool, float]]] = {}
-        self.weights: dict[str, float] = {}
+        self.tallies: dict[str, Tally] = {}
 
     def note(self, name: str, outcome: GroupOutcome) -> None:
-        groups = self._groups.setdefault(name, deque(maxlen=WINDOW))
+        groups = self._groups.setdefault(name, deque(maxlen=self._window))
         groups.append((outcome.has_spread, outcome.headroom))
-        likely = (1 + sum(differed for differed, _ in groups)) / (1 + len(groups))
-        self.weights[name] = likely * sum(headroom for _, headroom in groups) / len(groups)
+        self.tallies[name] = Tally(len(groups), sum(differed for differed, _ in groups), sum(headroom for _, headroom in groups))

@@ -343,3 +343,23 @@ def test_tokens_are_those_that_the_policy_sampled_and_a_shared_turn_counts_once(
     trained = replace(assigned, use=GroupUse(tokens_trained=12))
     assert (trained.state, trained.tokens_open, trained.tokens_excluded) == ("trained", 0, 22)
     assert replace(assigned, use=GroupUse(reason="all_equal")).state == "excluded"
+
+
+@settings(max_examples=examples(50))
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["ready", "assigned", "trained", "excluded"])), max_size=20), st.integers(1, 4)
+)
+def test_a_step_replays_only_groups_that_the_step_before_trained_and_at_most_as_many_as_are_new(
+    groups: list[tuple[int, str]], per_step: int
+) -> None:
+    """So each group is replayed at most once, by the step after its own, and a group without a preference never."""
+    uses = {"trained": GroupUse(tokens_trained=3), "excluded": GroupUse(reason="all_equal")}
+    entries = [
+        replace(new_entry(group(index, 0.0, 1.0)), step=None if state == "ready" else step, use=uses.get(state))
+        for index, (step, state) in enumerate(groups)
+    ]
+    for step in range(4):
+        before = [entry for entry in entries if entry.step == step]
+        replayed = GroupOrder(per_step=per_step, replay=True).replayed(before)
+        assert replayed == tuple(entry.index for entry in before if entry.use == uses["trained"])[:per_step]
+        assert GroupOrder(per_step=per_step).replayed(before) == ()

@@ -37,7 +37,8 @@ def uses(*failures: UpdateFailure, optimizer_steps: float) -> dict[int, GroupUse
     assembled = AssembledBatch(batch=batch, drop_reasons={2: "non_finite: score"})
     metrics = {"optimizer_steps": optimizer_steps, "weights_changed": optimizer_steps}
     worker: Any = object.__new__(Worker)
-    worker.good, worker._update = 0, lambda step, groups: (assembled, metrics, failures)
+    worker.good, worker._update = 0, lambda step, groups, replayed: (assembled, metrics, failures)
+    worker._groups_to_replay = lambda step: ()
     worker.updater = SimpleNamespace(guard=SimpleNamespace(start_weights_passed=True, rolling_back=False))
     _, _, used = Worker._train(worker, 0, GROUPS)
     assert used[2] == GroupUse(reason="non_finite: score")

@@ -192,9 +192,10 @@ async def test_turn_credit_without_turn_rewards_stops_the_learner_and_says_what_
 
 async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path, host: Path, make_learner: MakeLearner) -> None:
     """Killed before the commit of step 0, then before the publication of step 1, and continued in a copy of the folder at another path: the
-    end is that of a run that was left alone."""
-    made = recipe()
-    groups = [random_group(index) for index in range(6)]
+    end is that of a run that was left alone. Step 1 also trains the groups of step 0 again, except one that has no preference.
+    """
+    made = recipe().but("order=replay")
+    groups = [random_group(index, scores=[1.0] * 4 if index == 1 else None) for index in range(6)]
     crashing, calm = tmp_path / "crashing", tmp_path / "calm"
     for run_dir in (crashing, calm):
         write_run(run_dir, made, groups)
@@ -215,6 +216,17 @@ async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path, host: Pa
     for learner in learners:
         await learner.start()
         await learner.wait(timeout_s=600)
+    store = SqliteStore(crashing / "experience.sqlite")
+    entries = store.entries()
+    assert [(entry.index, entry.step, entry.state) for entry in entries] == [
+        (index, index // 3, "excluded" if index == 1 else "trained") for index in range(6)
+    ]
+    trained = [float(sum(entry.use.tokens_trained for entry in entries if entry.use and entry.step == step)) for step in (0, 1)]
+    names = ("groups", "groups_trained", "groups_replayed", "tokens_trained", "tokens_replayed")
+    updates = [json.loads((crashing / "versions" / f"{number:06d}" / "update.json").read_text()) for number in (1, 2)]
+    assert [[update[name] for name in names] for update in updates] == [[3, 2, 0, trained[0], 0], [3, 3, 2, trained[1], trained[0]]]
+    assert updates[1]["staleness_max"] == 1 and count(entries).tokens["trained"] == sum(trained)
+    store.close()
     for number in (1, 2):
         files = [run_dir / "versions" / f"{number:06d}" for run_dir in (crashing, calm)]
         for name in ("model.safetensors", "probe.json", "config.json"):
