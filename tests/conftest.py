@@ -9,7 +9,7 @@ files to one worker:
 
 Groups in `FIRST` start first, because they take longest; otherwise one of them would still run when the other workers have finished.
 
-Hypothesis checks no deadline, because the duration of an example depends on the machine. It draws 50 examples, different ones in each run;
+Hypothesis checks no deadline, because the duration of an example depends on the machine. It draws 30 examples, different ones in each run;
 `make test-unit` uses the profile `quick`, which draws 10.
 """
 
@@ -34,7 +34,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 gc.disable()  # until pytest_collection_finish: collections during imports cost time and free nothing
 
-settings.register_profile("agentrl", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("agentrl", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("agentrl"), max_examples=10)
 settings.load_profile("agentrl")
 

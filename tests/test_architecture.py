@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "agentrl"
 LONGEST_FILE = 600
@@ -155,6 +157,7 @@ print(json.dumps(woken))
 """
 
 
+@pytest.mark.slow
 def test_loading_a_recipe_wakes_nothing_heavy() -> None:
     recipes = sources("recipes")
     done = subprocess.run([sys.executable, "-c", LOADING, *map(str, recipes)], cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -94,9 +94,9 @@ def test_a_recursive_schema_is_checked_in_bounded_time() -> None:
     names = [f"p{number}" for number in range(300)]
     round_ = {"type": "object", "properties": {name: {"$ref": "#/$defs/a"} for name in names}, "required": names}
     many = {"anyOf": [{"$ref": "#/$defs/b"}] * 300}
-    started = time.monotonic()
+    started = time.process_time()
     for first in ("a", "b"):
         schema = HOLDERS[2]({"type": "object", "$ref": f"#/$defs/{first}", "$defs": {"a": round_, "b": many}})
         argument_example(schema)
         argument_errors(schema, json.loads('{"p0": {"p0": {"p0": {"p0": {"p0": {"p0": {"p0": {"p0": {"p0": 1}}}}}}}}}'))
-    assert time.monotonic() - started < 2.0
+    assert time.process_time() - started < 2.0

@@ -147,9 +147,9 @@ def test_a_string_is_never_changed(form: str, schema: Any, text: str) -> None:
 @forms
 def test_a_circular_schema_is_read_in_bounded_time(form: str) -> None:
     round_ = {key: [{"$ref": "#/$defs/a"}] * 300 for key in ("anyOf", "oneOf", "allOf")}
-    started = time.monotonic()
+    started = time.process_time()
     assert read(form, "3.10", {"$ref": "#/$defs/a", "$defs": {"a": round_}}) == 3.1
     assert (
         read(form, "3.10", {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {**round_, "type": ["string", "null"]}}}) == "3.10"
     )
-    assert time.monotonic() - started < 2.0
+    assert time.process_time() - started < 2.0

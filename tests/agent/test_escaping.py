@@ -93,6 +93,7 @@ PIECES = [
 ]
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=40).map("".join))
 def test_a_program_cannot_forge_a_turn_of_the_shipped_model(output: str) -> None:
     shown = ToolResult(name="python", output=output, ok=True).output

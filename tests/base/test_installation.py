@@ -85,6 +85,7 @@ def wrong_in(text: str, *, may: str = "") -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_printed_command_installs_this_project_or_what_it_names() -> None:
     wrong = {}
     for path in pages():

@@ -163,6 +163,7 @@ def test_completions(unit: str) -> None:
     assert_linear(CHAT.parse, lambda size: TOKENIZER.encode(repeated(unit)(size)), large=300_000)
 
 
+@pytest.mark.slow
 @units("<", slow=["a", "\0", "\ud83d", "\n", "\u2028"])
 def test_transcripts_and_the_report(unit: str, tmp_path: Path) -> None:
     def write(scored: ScoredEpisode) -> None:

@@ -118,12 +118,14 @@ def test_what_a_server_does_wrong_is_an_outage_with_every_client(client: Callabl
     assert found.late == (path in ("/hang", "/504"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("client", [*CLIENTS, by_openai])
 def test_a_server_that_is_not_there_is_an_outage(client: Callable[[str], None], nobody: str) -> None:
     assert outage_of(raised(lambda: client(nobody)), {"query": "the weather"}) is not None
     assert outage_of(raised(lambda: client("http://no.such.host.invalid/")), {"query": "the weather"}) is not None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("status", [400, 403, 404, 405, 409, 413, 422])
 def test_a_request_that_a_server_refuses_is_no_outage(client: Callable[[str], None], status: int, server: str) -> None:
@@ -467,6 +469,6 @@ def test_numbers_at_the_end_of_a_line_report_no_outage(number: int, label: str, 
 
 def test_a_text_of_statuses_alone_is_searched_in_linear_time() -> None:
     for text in ("status: 500 " + " " * 20_000, "status 500 " * 2000, '"code": 500, ' * 1600, "HTTP 500 - 5" * 1700):
-        started = time.monotonic()
+        started = time.process_time()
         outage_phrase(text)
-        assert time.monotonic() - started < 1.0
+        assert time.process_time() - started < 1.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from tests.test_architecture import ROOT, imports_and_calls, sources
 
 # Modules whose readers run what they read. marshal is left to the exec server, which reads its parent's own bytes with it.
@@ -54,6 +56,7 @@ def wrong_call(node: ast.Call) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_no_reader_runs_what_it_reads() -> None:
     assert {str(path): said for path in sources(*FOLDERS) if (said := wrong(path))} == {}
 

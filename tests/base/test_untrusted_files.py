@@ -110,6 +110,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("put", STRANGE)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_ends_at_once_whatever_is_in_the_place_of_a_file(

@@ -72,6 +72,7 @@ def search(ask: Any, case: Case | None = None, budget: int = 400) -> MinimizeSea
     )
 
 
+@pytest.mark.slow
 async def test_a_case_becomes_as_small_as_possible_and_stays_solvable() -> None:
     asked = Asked()
     made, told = await search_smaller_case(search(asked), model="m", at="now")

@@ -58,6 +58,7 @@ def test_an_import_that_is_interrupted_leaves_nothing(source: Path, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_wrong_use_is_told_with_what_to_do(tmp_path: Path) -> None:
     for arguments, says in (
         (("package:nobody-has-this", "x"), "is not installed"),

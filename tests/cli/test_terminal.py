@@ -140,6 +140,7 @@ def test_a_full_disk_and_a_forked_child_are_as_without_a_run(tmp_path: Path) -> 
     assert done.returncode != 0 and b"No space left" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_wait_for_the_output_of_its_parent(tmp_path: Path) -> None:
     code = """
         import os, sys
@@ -216,6 +217,7 @@ def test_a_result_that_a_full_disk_loses_is_no_success() -> None:
     assert done.returncode != 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
 def test_the_signal_is_as_it_was_afterwards_and_ignored_under_nohup(before: signal.Handlers) -> None:
     code = f"""

@@ -216,7 +216,7 @@ def read_names() -> frozenset[str]:
     return frozenset(found)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_is_read_and_can_be_set(key: str) -> None:
     name = key.rpartition(".")[2]

@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from agentrl.config import Recipe
 from agentrl.config.section import Section, listed_section_of, named_section_of, section_of
 
@@ -130,6 +132,7 @@ def set_keys() -> frozenset[Key]:
     return frozenset(keys_set)
 
 
+@pytest.mark.slow
 def test_every_key_is_set_by_a_recipe_a_benchmark_an_evaluation_or_an_example() -> None:
     unset = {name for key, name in keys().items() if key not in set_keys()}
     assert not unset, (

@@ -135,6 +135,7 @@ def test_collecting_starts_nothing(project: Path) -> None:
     assert code == 0 and "s::good" in out and not (project / "runs").exists(), out
 
 
+@pytest.mark.slow
 def test_a_pytest_run_without_suites_imports_only_the_entry_point(project: Path) -> None:
     """The entry point is loaded in every pytest run if agentrl is installed."""
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]

@@ -257,7 +257,7 @@ def test_a_locked_file_delays_the_run_once(tmp_path: Path, monkeypatch: pytest.M
     began = time.monotonic()
     for index in range(1, 11):
         capture.capture_group(task(), group(index, episode(0, group=index), episode(1, group=index)), step=0)
-    assert time.monotonic() - began < 1.0 and capture.lost == 20
+    assert time.monotonic() - began < 2.7 and capture.lost == 20  # ten delays take 3 s
     other.execute("ROLLBACK")
     monkeypatch.setattr("agentrl.failure.capture.time", SimpleNamespace(monotonic=lambda: began + 60, thread_time=time.thread_time))
     capture.capture_group(task(), group(11, episode(0, group=11)), step=0)

@@ -43,6 +43,7 @@ def test_each_kind_of_failure_is_a_cluster() -> None:
     assert keyed.tags == (("bad_arguments", 10),) and any("keyerror" in name for name in keyed.about)
 
 
+@pytest.mark.slow
 def test_empty_and_odd_traces_are_clustered() -> None:
     assert cluster_traces([]) == []
     bare = [trace_features(heard()), trace_features(trace()), trace_features(heard(said("assistant", "x" * 90_000)))]

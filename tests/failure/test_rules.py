@@ -194,6 +194,7 @@ def test_a_sub_agents_failure_precedes_its_parents_next_turn() -> None:
     assert (first.name, first.trajectory, first.turn) == ("wrong_tool", 1, 0)
 
 
+@pytest.mark.slow
 def test_rules_take_linear_time() -> None:
     """On texts that would take a backtracking expression exponential time."""
     nasty = ["1" * 15_000 + "x", "1," * 8_000 + "x", "-" * 15_000, "a-" * 7_000, '"' * 15_000, "tool " * 3_000, "(" * 15_000, "\n" * 15_000]

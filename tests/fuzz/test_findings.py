@@ -84,6 +84,7 @@ def nothing_old() -> None:
     gc.freeze()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", FINDINGS)
 def test_a_finding_is_taken_now(what: str, tmp_path: Path, nothing_old: None) -> None:
     name, data = FINDINGS[what]

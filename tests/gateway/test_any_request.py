@@ -116,6 +116,7 @@ def with_other(body: Any, path: tuple[Any, ...], value: Any) -> Any:
     return made
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", CHATS)
 @pytest.mark.parametrize("value", [[], None, 3, "x", {"at": None}, {"at": []}, {"at": {"anyOf": None, "type": {}}}])
 def test_a_schema_with_unusual_properties_is_answered(form: str, value: Any) -> None:
@@ -141,6 +142,7 @@ def test_any_value_in_any_place_of_a_request(number: int, value: Any) -> None:
         check(label, with_other(body, path, value), "qwen3_coder")
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=examples(200))
 def test_any_json_in_any_places_of_a_request(data: st.DataObject) -> None:

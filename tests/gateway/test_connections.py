@@ -70,7 +70,7 @@ async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> N
             await busy[0].read(4096)
             await asyncio.sleep(IDLE_S / 3)
         for took in await asyncio.gather(*ends):
-            assert IDLE_S / 2 <= took < 5
+            assert IDLE_S / 2 <= took < 15
         dripping.cancel()
         for _, writer in (silent, drip, after, busy):
             writer.close()
@@ -143,6 +143,7 @@ async def taken_of(url: str, start: bytes, piece: bytes, total: int = 64 << 20) 
     return sent, answer
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", ENDLESS)
 async def test_bytes_outside_the_body_are_bounded_with_each_parser(parser: str, case: str) -> None:
     gateway: Any = Gateway()

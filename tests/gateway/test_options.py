@@ -231,6 +231,7 @@ async def run(lead: Any, script: Any, program: Any) -> Any:
     return outcome
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", PATHS)
 async def test_supported_options_are_accepted(lead: Any, protocol: str) -> None:
     options = {name: by[protocol] for name, by in TAKEN.items() if protocol in by}
@@ -244,6 +245,7 @@ async def test_supported_options_are_accepted(lead: Any, protocol: str) -> None:
     assert outcome.counts == {"answered": len(options) + 1}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", PATHS)
 async def test_unsupported_options_are_refused_in_the_protocols_format(lead: Any, protocol: str) -> None:
     async def program(http: Http) -> None:

@@ -43,6 +43,7 @@ OFFERS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("offer", OFFERS)
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_an_upgrade_offer_is_answered_in_http(lead: Any, parser: str, offer: str, chunked: bool) -> None:

@@ -165,6 +165,7 @@ def test_reward_model_is_measured_like_any_judge(project: Path) -> None:
         TaskScorer(root=project).load([f"{written(project, server)}:trusted"])
 
 
+@pytest.mark.slow
 def test_required_calibration_must_exist_and_be_good_enough(project: Path) -> None:
     with ChatServer(flipping(0.1)) as server:
         file = written(project, server)

@@ -90,6 +90,7 @@ SOMETHING = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("answer", HOLLOW)
 async def test_answer_without_work_is_wrong_without_calling_the_judge(answer: str) -> None:
     with ChatServer([ScriptedAnswer(RIGHT)] * 8) as server:

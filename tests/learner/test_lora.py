@@ -71,6 +71,7 @@ def test_adapter_gradients_follow_from_the_merged_weights(ranks: int, logits_at_
     }
 
 
+@pytest.mark.slow
 def test_a_disabled_adapter_leaves_the_base_policy() -> None:
     base, model = _model("qwen3", register()), _model("qwen3", register())
     adapted(model)
@@ -88,6 +89,7 @@ def test_a_disabled_adapter_leaves_the_base_policy() -> None:
     assert adapters and all(parameter.grad is not None for parameter in adapters)
 
 
+@pytest.mark.slow
 def test_peft_and_the_merge_read_a_published_adapter_alike(tmp_path: Path) -> None:
     from peft import PeftModel
 

@@ -65,7 +65,7 @@ def test_the_softmax_is_over_the_support_and_so_is_its_gradient(
         torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("logits_at_once", [1, 10**6])
 def test_autograd_agrees_with_finite_differences(logits_at_once: int) -> None:
     torch.manual_seed(1)

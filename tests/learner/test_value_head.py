@@ -47,6 +47,7 @@ def _by_hand(rewards: list[float], values: list[float]) -> tuple[list[float], li
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [10_000, 120])
 def test_one_forward_pass_gives_the_loss_and_gradient_of_the_plain_computation(budget: int) -> None:
     scorer, samples = _scorer(), [replace(sample, advantages=(), rewards=sample.advantages) for sample in _samples(1)]

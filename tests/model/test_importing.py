@@ -54,6 +54,7 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+@pytest.mark.slow
 def test_an_imported_folder_passes_all_checks(source: Path, imported: Path) -> None:
     check_model(imported)
     before, after = load_file(source / "model.safetensors"), load_file(imported / "model.safetensors")

@@ -48,6 +48,7 @@ def test_a_file_in_a_package_is_found_and_the_package_is_not_imported(site: Path
     assert "brought" not in sys.modules
 
 
+@pytest.mark.slow
 def test_a_package_is_found_by_its_modules_name(site: Path) -> None:
     install(site, "brought", {"inner_name/small.gguf": b"GGUF"})
     (site / "brought-1.0.dist-info" / "top_level.txt").write_text("inner_name\n")

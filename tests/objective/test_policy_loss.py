@@ -143,6 +143,7 @@ def by_hand(tokens: TrainedTokens, o: ObjectiveConfig, d: float) -> tuple[float,
     return loss, by_logprob, by_entropy
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("proximal", [True, False])
 @pytest.mark.parametrize("changes", EVERY, ids=str)
 def test_value_and_gradient_against_the_formulas(changes: dict[str, Any], proximal: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from scipy.stats import hypergeom
 
 from agentrl.config.learner import Limit
 from agentrl.observe.drift import WINDOW, drift_alerts, fisher_p_value, limit_alerts
@@ -118,6 +117,8 @@ COUNTS = [(10, 100, 5, 500), (0, 10, 0, 10), (3, 3, 0, 3), (9, 10, 20, 22), (0, 
 
 @pytest.mark.parametrize(("hits", "n", "other_hits", "other_n"), COUNTS)
 def test_the_p_value_against_scipy(hits: int, n: int, other_hits: int, other_n: int) -> None:
+    from scipy.stats import hypergeom  # takes a second, which each test process would pay for
+
     expected = hypergeom.sf(hits - 1, n + other_n, hits + other_hits, n)
     assert fisher_p_value(hits, n, other_hits, other_n) == pytest.approx(float(expected), abs=1e-12)
 

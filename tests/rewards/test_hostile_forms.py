@@ -237,6 +237,7 @@ FILES: list[tuple[str, Any, bytes | None, float]] = [  # kind, truth, what was l
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "truth", "left", "due"), FILES)
 async def test_files_of_every_kind(kind: str, truth: Any, left: bytes | None, due: float) -> None:
     one = task(answer={"out": {kind: truth}}, outputs=("out",))

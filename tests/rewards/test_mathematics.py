@@ -13,7 +13,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from agentrl.records import Message
-from rewards.algebra import literal
 from rewards.mathematics import Mathematics, expression, mathematics, verdict
 from rewards.notation import read
 from rewards.signs import Unreadable
@@ -119,6 +118,8 @@ literals = st.one_of(
 
 
 def known(text: str) -> Fraction | None:
+    from rewards.algebra import literal  # imports sympy
+
     return literal(read(text))
 
 

@@ -91,12 +91,14 @@ def verdict(truth: str, answer: str, script: str = SHOP, **changed: Any) -> dict
     return judge({"truth": truth, "answer": answer, "databases": [script], "ordered": None, "relative": 1e-9} | changed)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("truth", "answer"), WITHOUT_DATA)
 def test_an_answer_that_does_not_use_the_data_is_wrong(truth: str, answer: str) -> None:
     told = verdict(truth, answer)
     assert told["task"] == "" and told["wrong"], answer
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("truth", "answer"), OTHERWISE)
 def test_query_in_another_form_is_right(truth: str, answer: str) -> None:
     assert verdict(truth, answer) == {"task": "", "wrong": ""}

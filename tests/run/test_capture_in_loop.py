@@ -117,6 +117,7 @@ async def test_a_rule_of_the_recipe_is_applied(tmp_path: Path) -> None:
         assert collection.counts("tag") == {("",): 2, ("mine",): 12} and collection.dropped() == {"before": 1, "train": 1, "after": 1}
 
 
+@pytest.mark.slow
 async def test_capture_costs_an_episode_little(tmp_path: Path) -> None:
     """Milliseconds of CPU per failed episode, which took seconds; most of them encode its tokens as JSON."""
     run = await played(tmp_path)

@@ -211,6 +211,7 @@ MALFORMED = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("asked", MALFORMED)
 async def test_ambiguous_request_is_refused(tmp_path, asked):
     async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:

@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from agentrl.errors import SandboxError
 from agentrl.records import ExecResult
 from agentrl.sandbox import select_backend, server_code
+from agentrl.sandbox.inside.users import CHECK_S
 from agentrl.task.outputs import collect_outputs
 from tests.sandbox.building import BOTH, SPEC, holds_open, processes_of
 from tests.sandbox.test_arguments import CALL, TYPED, start_call
+from tests.waiting import until
 
 SOON_S = 20.0
 LOOK = (
@@ -237,23 +239,28 @@ WOKEN = (
     "    assert libc.timer_create(1, event, ctypes.byref(timer)) == 0\n"
     "    assert libc.timer_settime(timer, 0, struct.pack('=qqqq', 0, 0, at // 10**9, at % 10**9), None) == 0\n"
 )
+SLOW_CHECK = {"": "", "after a slow check": "        self.rest_s = MAX_REST_S\n        return over\n"}
 
 
-async def test_program_with_timers_does_not_continue_during_a_pause(backend):
-    sandbox = await backend.open(SPEC)
-    count = (
-        "import os\nfd = os.open('at', os.O_CREAT | os.O_WRONLY)\nbegan = time.monotonic()\n"
-        "while time.monotonic() < began + 8: os.pwrite(fd, b'%8.3f' % (time.monotonic() - began), 0)\n"
-    )
+@pytest.mark.parametrize("rest", SLOW_CHECK)
+async def test_program_with_timers_is_killed_in_a_pause(backend, rest, tmp_path):
+    """A slow check of resources delays the next one, which must not delay the checks of paused programs."""
+    source, end = server_code.source(), "        return over\n"
+    assert source.count(end) == 1
+    server = tmp_path / "exec_server.py"
+    server.write_text(source.replace(end, SLOW_CHECK[rest] or end))
+    sandbox = await backend.open(SPEC, server=server)
+    name = f"at{os.getpid()}{tmp_path.name}"
+    count = f"import os\nfile = open('{name}', 'w')\nwhile True: os.pwrite(file.fileno(), b'%18.3f' % time.monotonic(), 0)\n"
     running = asyncio.create_task(sandbox.exec(["python3", "-c", WOKEN + count], timeout_s=20))
-    async with asyncio.timeout(20):
-        while not any(holds_open(pid, "/at") for pid in processes_of(WOKEN)):  # its timers are set
-            await asyncio.sleep(0.05)
+    await until(lambda: any(holds_open(pid, f"/{name}") for pid in processes_of(name)))  # its timers are set
+    await asyncio.sleep(3 * CHECK_S)  # so that a check of resources precedes the pause
     await sandbox.pause()
-    await asyncio.sleep(3)
+    paused = time.monotonic()
+    await until(lambda: not processes_of(f"open('{name}'"))
     await sandbox.resume()
     result = await running
-    assert result.reason == "killed" and float(await sandbox.read("at", max_bytes=100)) < 3.0
+    assert result.reason == "killed" and float(await sandbox.read(name, max_bytes=100)) < paused + 20 * CHECK_S
     assert (await sandbox.exec(["true"], timeout_s=10)).ok
     await sandbox.close()
 

@@ -72,6 +72,7 @@ def test_numbers_match_the_kernel_headers(arch):
     assert {name for name, number in ours.items() if number is None} & known.keys() == set()
 
 
+@pytest.mark.slow
 def test_every_number_has_the_right_answer():
     expected = dict.fromkeys(range(4096), refused(errno.ENOSYS))
     expected |= dict.fromkeys(numbers(ALLOWED), ALLOW) | dict.fromkeys(numbers(NO_OP), DONE_NOTHING)

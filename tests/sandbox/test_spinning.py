@@ -129,7 +129,7 @@ async def test_late_server_without_programs_is_an_infrastructure_fault(backend, 
     start = time.monotonic()
     with pytest.raises(SandboxTimeout, match="no answer to python"):
         await sandbox.python("print(1)", timeout_s=1)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 @AS_ROOT

@@ -114,6 +114,7 @@ def test_generated_words_belong_to_their_split(split: Split, wild: bool) -> None
     assert 0.15 < sum(belongs(word) is Split.HELDOUT for word in ENGLISH) / len(ENGLISH) < 0.35
 
 
+@pytest.mark.slow
 def test_real_tasks_are_many_and_use_the_tables_names() -> None:
     drawn = tasks(Split.HELDOUT_REAL, REAL_TASKS)
     assert len({(task.prompt[0].content, *task.files.values()) for task in drawn}) >= 200

@@ -68,6 +68,7 @@ async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> S
     return measure.summarize(folder, recipe, {}, backend="scripted", interrupted=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "dead", "left_out", "problem"),
     [

@@ -291,6 +291,7 @@ def test_harbor_folder_is_accepted_unmodified(tmp_path: Path) -> None:
     assert only(tmp_path / "family").key != before, "what the image is built from is a part of what the task is"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("change", "says"), MISTAKES)
 def test_mistake_reports_task_file_field_and_fix(change: Callable[[Path], None], says: list[str], tmp_path: Path) -> None:
     good(tmp_path / "family", "innocent")

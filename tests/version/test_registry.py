@@ -312,6 +312,7 @@ for turn in range(100_000):
 """
 
 
+@pytest.mark.slow
 def test_kill_9_leaves_whole_records_and_a_free_lock(registry: FolderRegistry) -> None:
     for number in range(3):
         publish(registry, number)

@@ -68,7 +68,8 @@ class Server:
         self.link.send({"id": 0, "ok": True, "version": 1})
         left = False
         while True:
-            ready = self.poll.poll(1000 * max(IDLE_CHECK_S, self.watch.rest_s) if left else None)
+            rest_s = self.watch.rest_s if self.pause is None else 0.0
+            ready = self.poll.poll(1000 * max(IDLE_CHECK_S, rest_s) if left else None)
             if not ready and self.pause is not None:
                 self.pause.look()
             elif not ready and self.watch.over_limit():
@@ -251,7 +252,7 @@ class Server:
         return running or any(fd in program.outputs for fd, _ in ready)
 
     def _check_limits(self, program: Program, now: float) -> None:
-        """Kills a program at its deadline, or if its sandbox uses too much. Keeps paused programs stopped."""
+        """Kills a program at its deadline, or if its sandbox uses too much. Keeps paused programs stopped, at a constant interval."""
         if not program.timed_out and self.paused_at is None and now >= program.deadline:
             program.timed_out = True
             kill_everything(signal.SIGKILL)
@@ -259,7 +260,8 @@ class Server:
             program.check_at = now + CHECK_S
             if self.pause is not None:
                 self.pause.look()
-            elif self.watch.over_limit():
+                return
+            if self.watch.over_limit():
                 program.over_limit = True
                 kill_everything(signal.SIGKILL)
             program.check_at = max(program.check_at, time.monotonic() + self.watch.rest_s)
@@ -280,7 +282,9 @@ class Server:
             return
         before = self.paused_at
         self.answer(request)
-        if before is not None and self.paused_at is None:
+        if self.pause is not None:
+            program.check_at = min(program.check_at, time.monotonic() + CHECK_S)
+        elif before is not None:
             program.deadline += time.monotonic() - before
 
     def _reap(self, program: Program | None) -> None:

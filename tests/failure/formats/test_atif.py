@@ -122,6 +122,7 @@ def test_own_episodes_are_read_back_as_messages(tmp_path: Path) -> None:
         write([own()], tmp_path / "x", format="otel")
 
 
+@pytest.mark.slow
 def test_repeated_continuations_stay_at_one_level(tmp_path: Path) -> None:
     task = sample_task()
     contexts = [Trajectory(agent="main", turns=(turn(1),), parent=Parent(trajectory=at - 1, turn=0) if at else None) for at in range(300)]

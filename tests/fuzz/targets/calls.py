@@ -202,7 +202,7 @@ target = Target(
     about="a completion: its tool calls, their arguments, what is shown and stored of them",
     prepare=prepare,
     seeds=seeds,
-    brief=12_000,
+    brief=6_000,
     mutate=_CALLS,
     words=(
         *(b"<tool_call>", b"</tool_call>", b"<|im_end|>", b"<|im_start|>", b"<|endoftext|>", b"<tool_response>", b"</tool_response>"),

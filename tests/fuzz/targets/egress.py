@@ -136,7 +136,7 @@ target = Target(
     about="what a program asks the proxy for; entries of an allow-list",
     prepare=prepare,
     seeds=seeds,
-    brief=140_000,
+    brief=70_000,
     mutate=mutators.labelled({"head": mutators.head_lines, "entry": None}),
     words=(
         *(

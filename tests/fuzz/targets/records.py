@@ -135,7 +135,7 @@ target = Target(
     about="records read back from JSON",
     prepare=prepare,
     seeds=seeds,
-    brief=105_000,
+    brief=50_000,
     mutate=mutators.labelled(dict.fromkeys(KINDS, mutators.json_text)),
     words=(
         b"null",

@@ -82,7 +82,7 @@ target = Target(
     about="what the host asks of an exec server: names, sizes, files",
     prepare=prepare,
     seeds=seeds,
-    brief=30_000,
+    brief=15_000,
     mutate=mutators.json_text,
     words=(b'["write",', b'["read",', b'["exec",', b'["python",', b'"\\ud800"', b'"a/b"', b"\\u0000", b'"../a"'),
 )

@@ -172,7 +172,7 @@ target = Target(
     about="a task folder: task.toml, runs.toml, image.toml, Dockerfile, tests",
     prepare=prepare,
     seeds=seeds,
-    brief=10_000,
+    brief=5_000,
     mutate=mutators.labelled(_MUTATORS),
     words=(
         *(

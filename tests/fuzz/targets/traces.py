@@ -148,7 +148,7 @@ target = Target(
     about="files of somebody else's agents: chat messages, spans, trajectories",
     prepare=prepare,
     seeds=seeds,
-    brief=5_000,
+    brief=2_500,
     mutate=_mutated,
     words=tuple(
         word.encode()
