@@ -62,8 +62,7 @@ def store(
     chosen = [entry for entry in entries if state in (None, entry.state) and (step is None or entry.step == step - 1)]
     if as_json:
         groups = [_as_data(entry) for entry in chosen]
-        next_expiry = min(expiries, default=None)
-        data = {"counts": asdict(counts), "unstored": unstored, "next_expiry": next_expiry, "groups": groups}
+        data = {"counts": asdict(counts), "unstored": unstored, "next_expiry": min(expiries, default=None), "groups": groups}
         print(json.dumps(data | {"problems": problems, "verified": verify}))
         raise typer.Exit(1 if problems else 0)
     numbers = dict.fromkeys(("issued", "running"), 0) | Counter(unstored.values()) | counts.groups
@@ -79,8 +78,7 @@ def store(
     _print_groups(chosen if list_all else chosen[-_SHOWN:], hidden=0 if list_all else max(0, len(chosen) - _SHOWN))
     for index in () if step is not None else (index for index, name in unstored.items() if state in (None, name)):
         print(f"{index:>7}  {unstored[index]}")
-    if export is not None:
-        print(f"wrote {written} episodes to {export}")
+    print(f"wrote {written} episodes to {export}\n" if export is not None else "", end="")
     for problem in problems:
         print(f"FAIL  {_one_line(problem)}")
     if verify and not problems:

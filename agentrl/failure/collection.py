@@ -143,13 +143,7 @@ class Collection:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        keep: int | None = None,
-        keep_bytes: int | None = None,
-        make: bool = False,
-        busy_timeout_s: float = 30.0,
+        self, folder: Path, *, keep: int | None = None, keep_bytes: int | None = None, make: bool = False, busy_timeout_s: float = 30.0
     ) -> None:
         self.folder, self.path = folder, folder / FILE
         self._keep, self._keep_bytes = keep, keep_bytes
