@@ -17,7 +17,7 @@ recipe = Recipe(
     tasks=TasksConfig(family=Part("sandboxes/chores", options={"heldout": 0.3})),
     rollout=RolloutConfig(group=GroupConfig(size=8), groups_per_step=7, concurrency=56),
     evaluation=EvalConfig(heldout=3, heldout_real=0, every=10),
-    serving=ServingConfig(max_num_seqs=64, gpu_memory_utilization=0.35, probe_max_abs_diff=0.15),
+    serving=ServingConfig(max_num_seqs=64, gpu_memory_utilization=0.35),
     learner=LearnerConfig(lr=1e-6, warmup_steps=5, max_tokens_per_microbatch=16384),
 )
 

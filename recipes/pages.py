@@ -38,7 +38,7 @@ recipe = Recipe(
         concurrency=64,
     ),
     evaluation=EvalConfig(heldout=160, heldout_real=0),
-    serving=ServingConfig(max_num_seqs=128, gpu_memory_utilization=0.4, probe_max_abs_diff=0.15),
+    serving=ServingConfig(max_num_seqs=128, gpu_memory_utilization=0.4),
     objective=ObjectiveConfig(credit="verifier", clip_high=0.28),
     learner=LearnerConfig(lr=2e-6, warmup_steps=4, max_tokens_per_microbatch=16384),
 )

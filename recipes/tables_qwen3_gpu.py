@@ -30,9 +30,9 @@ recipe = Recipe(
     tasks=TasksConfig(family=Part("sandboxes.tables:Tables", options={"turn_tokens": 1024, "episode_tokens": 4096})),
     rollout=RolloutConfig(group=GroupConfig(size=8), groups_per_step=32, concurrency=128),
     evaluation=EvalConfig(heldout=256, heldout_real=96, every=20),
-    serving=ServingConfig(max_num_seqs=256, gpu_memory_utilization=0.4, probe_max_abs_diff=0.15),
+    serving=ServingConfig(max_num_seqs=256, gpu_memory_utilization=0.4),
     objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),
-    learner=LearnerConfig(lr=1e-6, warmup_steps=5, zero_stage=2, max_tokens_per_microbatch=16384),
+    learner=LearnerConfig(lr=1e-6, warmup_steps=5, zero_stage=2, kernels="liger", max_tokens_per_microbatch=16384),
 )
 
 if __name__ == "__main__":

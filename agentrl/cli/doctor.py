@@ -28,6 +28,7 @@ from typing import Annotated
 import typer
 
 from agentrl.base.files import sha256_file
+from agentrl.base.installation import DISTRIBUTION
 from agentrl.cli.running import JsonFlag
 from agentrl.errors import SandboxUnavailable, UserError
 from agentrl.plugins.references import content_root
@@ -195,9 +196,9 @@ def _package(package: str, shown: str) -> Check:
 
 def _tested() -> dict[str, str]:
     """Exact versions in the extras of the installed agentrl."""
-    if metadata_version("agentrl") is None:
+    if metadata_version(DISTRIBUTION) is None:
         return {}
-    return dict(re.findall(r"^([A-Za-z0-9_-]+)==([0-9.]+)", "\n".join(metadata.requires("agentrl") or []), re.MULTILINE))
+    return dict(re.findall(r"^([A-Za-z0-9_-]+)==([0-9.]+)", "\n".join(metadata.requires(DISTRIBUTION) or []), re.MULTILINE))
 
 
 def _torch() -> Check:

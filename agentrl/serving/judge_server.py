@@ -7,10 +7,8 @@ from pathlib import Path
 from agentrl.config.recipe import JudgeServerConfig
 from agentrl.errors import ServingError
 from agentrl.serving.control import ControlPlane
-from agentrl.serving.probe import PROBE_FILE, judge_logprob_difference, read_probe
+from agentrl.serving.probe import PROBE_FILE, judge_logprob_difference, probe_limit, read_probe
 from agentrl.serving.process import HOST, WARM_S, ServerProcess, launch_command, thread_count
-
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}  # nats; see `serving.probe_max_abs_diff`
 
 
 class JudgeServer(ServerProcess):
@@ -56,10 +54,11 @@ class JudgeServer(ServerProcess):
         if self.reward_model or (probe := read_probe(self.model)) is None:
             return
         diff = await judge_logprob_difference(control, self.name, probe, max_model_len=self.config.max_model_len, timeout_s=WARM_S)
-        if not diff <= _TOLERANCE[self.config.dtype]:
+        limit = probe_limit(self.config.dtype, gpu=self._threads is None)
+        if not diff <= limit:
             raise ServingError(
                 f"the logprobs of judge server {self.name} differ by {diff:.3g} nats from {self.model / PROBE_FILE}; the limit with"
-                f" dtype={self.config.dtype} is {_TOLERANCE[self.config.dtype]:g}\n  fix: restore the model folder that the run published:"
+                f" dtype={self.config.dtype} is {limit:g}\n  fix: restore the model folder that the run published:"
                 " its weights have changed"
             )
 

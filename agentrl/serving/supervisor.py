@@ -18,8 +18,8 @@ from agentrl.protocols import CacheUse, VersionRegistry, WeightChannel
 from agentrl.records import WHOLE_MODEL, Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
 from agentrl.serving import TokenClient, UnsentError, VLLMServer
 from agentrl.serving.access import announce_server, withdraw_server
-from agentrl.serving.probe import PROBE_FILE, max_logprob_difference, read_probe
-from agentrl.serving.server import server_log_name, server_title
+from agentrl.serving.probe import PROBE_FILE, max_logprob_difference, probe_limit, read_probe
+from agentrl.serving.server import server_log_name, server_title, serves_on_gpu
 from agentrl.version import deltas
 
 log = logging.getLogger(__name__)
@@ -273,7 +273,7 @@ class SupervisedServer:
 
     async def _exchange(self, channel: WeightChannel, version: PolicyVersion, probe: Probe) -> SwapReport:
         folder, serving = self._run_dir / version.folder, self._recipe.serving
-        return await channel.swap(version, folder, probe, max_abs_diff=serving.probe_max_abs_diff, timeout_s=serving.request_timeout_s)
+        return await channel.swap(version, folder, probe, max_abs_diff=self._probe_limit, timeout_s=serving.request_timeout_s)
 
     async def _opened_server(self) -> VLLMServer:
         """Waits until requests may pass; returns the server. Raises `ServingError` if it does not come back in time."""
@@ -363,12 +363,17 @@ class SupervisedServer:
                 diff = await max_logprob_difference(server, version.number, probe)
         except TimeoutError:
             raise ServingError(f"{self.title} returned no logprobs within {serving.request_timeout_s:g} s of its start") from None
-        if not diff <= serving.probe_max_abs_diff:
+        if not diff <= self._probe_limit:
             raise ServingError(
                 f"{self.title} was started with version {version.number}, and its logprobs differ by {diff:.3g} nats from"
-                f" {folder / PROBE_FILE}; the limit is serving.probe_max_abs_diff={serving.probe_max_abs_diff:g}\n  fix: restore the"
-                " published weights, or set policy.dtype to the learner's (bfloat16 needs a limit of about 0.15)"
+                f" {folder / PROBE_FILE}; the limit is {self._probe_limit:g} (serving.probe_max_abs_diff)\n  fix: restore the"
+                " published weights, or set policy.dtype to the learner's"
             )
+
+    @property
+    def _probe_limit(self) -> float:
+        chosen = self._recipe.serving.probe_max_abs_diff
+        return probe_limit(self._recipe.policy.dtype, gpu=serves_on_gpu(self._recipe)) if chosen is None else chosen
 
     async def _stop(self) -> None:
         self._ready.clear()  # a restart may have admitted requests while `fall_back` waited for it

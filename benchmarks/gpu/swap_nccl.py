@@ -27,6 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from agentrl.config import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.records import PolicyVersion, Probe, SamplingParams
 from agentrl.serving import FileWeightChannel, NcclWeightChannel, TokenClient, VLLMServer
+from agentrl.serving.probe import probe_limit
 from agentrl.testing.tiny_model import make_tokenizer
 
 SIZES = {  # hidden, layers, heads, mlp: as in the published Qwen3 configurations
@@ -36,7 +37,6 @@ SIZES = {  # hidden, layers, heads, mlp: as in the published Qwen3 configuration
 }
 IN_FLIGHT = 64
 MASTER_PORT = 29555
-BF16_TOLERANCE = 0.15
 
 
 def make_model(size: str) -> Qwen3ForCausalLM:
@@ -59,9 +59,9 @@ def make_model(size: str) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def publish(run_dir: Path, number: int, model: Qwen3ForCausalLM) -> tuple[PolicyVersion, Probe]:
-    """Changes the weights slightly, as an update does, and writes them with a new probe."""
+    """Changes the weights slightly, back and forth, and writes them with a new probe."""
     for parameter in model.parameters():
-        parameter.mul_(1.0 + 0.02 * number)
+        parameter.mul_(1.02 if number % 2 else 1 / 1.02)
     folder = run_dir / "versions" / str(number)
     model.save_pretrained(folder, max_shard_size="100GB")
     make_tokenizer().save_pretrained(folder)
@@ -154,7 +154,7 @@ async def measure(options: argparse.Namespace, server: VLLMServer, run_dir: Path
         version, probe = publish(run_dir, number, model)
         sending = asyncio.create_task(asyncio.to_thread(send, number)) if send else None
         folder = run_dir / version.folder
-        reports.append(await channel.swap(version, folder, probe, max_abs_diff=BF16_TOLERANCE, timeout_s=120))
+        reports.append(await channel.swap(version, folder, probe, max_abs_diff=probe_limit("bfloat16", gpu=True), timeout_s=120))
         if sending:
             await sending
     stalls = sorted(report.stall_ms for report in reports)

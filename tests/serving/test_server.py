@@ -70,6 +70,29 @@ class Small(ServerProcess):
         self.warmed.append(tokens)
 
 
+DISTURBED = """
+import pathlib, sys
+starts = pathlib.Path({starts!r})
+starts.open("a").write("start ")
+if len(starts.read_text().split()) <= {disturbances}:
+    raise AssertionError("Error in memory profiling. Initial free memory 87.67 GiB, current free memory 133.94 GiB.")
+"""
+
+
+@pytest.mark.parametrize(("disturbances", "starts"), [(2, 3), (9, 3)])
+async def test_a_server_that_is_disturbed_while_it_measures_gpu_memory_starts_again(tmp_path: Path, disturbances: int, starts: int) -> None:
+    counted = tmp_path / "starts"
+    server = Small(tmp_path, DISTURBED.format(starts=str(counted), disturbances=disturbances) + ANSWERS)
+    if disturbances < starts:
+        await server.start()
+        assert await server.alive()
+        await server.stop()
+    else:
+        with pytest.raises(ServingError, match="Initial free memory"):
+            await server.start()
+    assert len(counted.read_text().split()) == starts
+
+
 async def test_what_every_server_process_has_in_common(tmp_path: Path) -> None:
     server = Small(tmp_path, ANSWERS)
     await server.start()
