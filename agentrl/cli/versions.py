@@ -178,7 +178,7 @@ def compare_versions(
     sandbox: SandboxChoice = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Run two versions on the same cases until it is clear which is better (A/B test, canary). Use it in the recipe's project.
+    """Run two versions on the same cases until it is clear which is better (A/B test, canary). Run this in the recipe's project.
 
     One server switches between their weights. The comparison stops after a block of 16 cases if the 95% interval of the difference, which
     is valid at any number of cases, excludes 0 (better, worse) or is within --margin (same). Exits with 1 if AFTER is worse.

@@ -147,7 +147,7 @@ class GroupLeases:
         return lease in self._leased
 
     def was_lost(self, worker: str) -> bool:
-        """Whether a worker was lost since its last renewal, so that the attempts of which it reports the end are already counted."""
+        """Whether a worker was lost since its last renewal. The attempts that it then reports as ended are already counted."""
         return worker in self._lost
 
     async def renew(self, worker: str, leases: Collection[str]) -> list[str]:

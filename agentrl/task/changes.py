@@ -56,7 +56,7 @@ class TaskChange(Record):
 
     @property
     def text(self) -> str:
-        """The change in words."""
+        """The change as a phrase, such as `family chores is added with weight 2`."""
         done = {"add": "is added with weight", "reweight": "gets weight", "remove": "is removed"}[self.action]
         return f"{self.target} {self.name} {done}" + ("" if self.action == "remove" else f" {self.weight:g}")
 
