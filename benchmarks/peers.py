@@ -26,8 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # as the command line does: recipes and families are imported from the project root
 
+from agentrl.base.installation import package_versions  # noqa: E402
 from agentrl.errors import InfrastructureError, UserError  # noqa: E402
-from agentrl.session.measure import package_versions  # noqa: E402
 from benchmarks import stored  # noqa: E402
 from benchmarks.contest import comparison, ours, tables, trl  # noqa: E402
 from benchmarks.contest.comparison import Comparison  # noqa: E402

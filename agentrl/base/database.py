@@ -6,6 +6,7 @@ A run folder may come from a third party, so its files count as hostile: open th
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sqlite3
 import time
@@ -94,6 +95,12 @@ def check_files(path: Path) -> None:
                 raise ForeignDatabase(f"{path.name}{end} is a link to a file that does not exist") from None
         except ValueError as error:
             raise ForeignDatabase(f"{path.name}{end} {error}") from None
+
+
+def is_read_only(path: Path) -> bool:
+    """Whether a file is complete and its folder cannot be written to, so that SQLite must not create files next to it."""
+    wal = path.with_name(f"{path.name}-wal")
+    return not os.access(path.parent, os.W_OK) and not (wal.exists() and wal.stat().st_size)
 
 
 def restrict_connection(db: sqlite3.Connection, schema: Sequence[str], *, longest: int = 1 << 30) -> None:

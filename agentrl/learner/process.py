@@ -31,7 +31,7 @@ _GONE_S = 60.0
 
 
 class LearnerProcess:
-    """torchrun with `recipe.learner.ranks` workers (`agentrl.learner.main`), in its own process group.
+    """A launcher with `recipe.learner.ranks` workers (`agentrl.learner.main`), in its own process group.
 
     Its progress has a deadline (`liveness`): a learner without progress is killed and counts as failed. Output is appended to
     `run_dir/logs/learner.log`. The processes die with the driver, even if it is killed. Call `start` from a thread that lives as long as
@@ -137,7 +137,7 @@ class LearnerProcess:
         if self._process is None:
             return
         if self.alive:
-            # Signal the workers, not torchrun, which would kill them after 30 s.
+            # Signal the workers, not the launcher: torchrun would kill them after 30 s.
             for worker in _children(self._process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGTERM)
@@ -171,8 +171,7 @@ class LearnerProcess:
         return tail_bytes(self.log_path, most=_TAIL_BYTES, start=self._log_start)
 
     def _command(self) -> list[str]:
-        torchrun = ["--nnodes=1", f"--nproc-per-node={self.recipe.learner.ranks}", "-m"]
-        return [sys.executable, "-m", "agentrl.learner.launch", str(os.getpid()), *torchrun, *self._worker()]
+        return [sys.executable, "-m", "agentrl.learner.launch", str(os.getpid()), str(self.recipe.learner.ranks), *self._worker()]
 
     def _worker(self) -> list[str]:
         root = [] if self.root is None else ["--root", str(self.root)]

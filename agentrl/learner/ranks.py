@@ -85,7 +85,7 @@ def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cu
 
 
 def join(device: Literal["auto", "cpu", "cuda"]) -> Ranks:
-    """Joins the processes that torchrun started. It sets RANK, WORLD_SIZE, LOCAL_RANK and the rendezvous address."""
+    """Joins the processes that the launcher started. It sets RANK, WORLD_SIZE, LOCAL_RANK and, for several, the rendezvous address."""
     kind = resolve_device(device)
     # Otherwise DeepSpeed guesses its accelerator on import.
     os.environ["DS_ACCELERATOR"] = kind
@@ -98,7 +98,10 @@ def join(device: Literal["auto", "cpu", "cuda"]) -> Ranks:
     # DeepSpeed's shared-memory collectives compile for minutes, and a killed process leaves files in /dev/shm.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    deepspeed.init_distributed(dist_backend="nccl" if kind == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    if os.environ["WORLD_SIZE"] == "1":
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # listens nowhere
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
     own = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert control is not None

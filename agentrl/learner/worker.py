@@ -397,7 +397,7 @@ def _tokens(groups: tuple[Group, ...]) -> int:
 
 
 def run_worker(run_dir: Path, *, root: Path | None = None, progress: str | None = None) -> None:
-    """Runs this rank of the learner of `run_dir`, under torchrun, until all steps are done or SIGTERM arrives.
+    """Runs this rank of the learner of `run_dir` until all steps are done or SIGTERM arrives.
 
     Args:
         root: project root, for a user-supplied store, estimator and loss.

@@ -12,7 +12,8 @@ and by at least the rule's least difference. A rule alerts at the first step whe
     sample-size         few tokens determine the update: the effective sample size (`ess`) is below `LEAST_ESS`
                         (VCPO, arXiv:2602.17616). It misses collapses; see docs/results.md
 
-The rule for exclusions compares the attempts of the newest `WINDOW` steps with all earlier attempts of the run by Fisher's exact test, one
+The rule for exclusions compares the attempts of the newest `WINDOW` steps with all earlier attempts of the newest
+`HISTORY` steps by Fisher's exact test, one
 sided. Test t of a run has the level `EXCLUSION_LEVEL` / (t (t + 1)); the levels add up to `EXCLUSION_LEVEL`, so that a run of any length
 with a constant share alerts with at most that probability (union bound). Attempts count as independent: an outage, which fails many at
 once, alerts too.
@@ -30,6 +31,8 @@ Steps = Sequence[Mapping[str, float]]
 """The metrics of finished steps, the oldest first."""
 
 WINDOW = 6
+HISTORY = 128
+"""Newest steps that the rules read, so that a step of a long run costs no more than one of a short run."""
 SPREADS = 4.0
 LEAST = 0.03  # of a score or a share
 JUMP = 2  # steps on either side of a jump
@@ -103,15 +106,18 @@ def few_tokens_act(steps: Steps) -> str:
 
 
 def exclusions_rose(steps: Steps) -> str:
-    """Alerts if the share of policy-reachable faults is higher in the newest steps than earlier in the run."""
+    """Alerts if the share of policy-reachable faults is higher in the newest steps than before."""
     known = [
         (step["excluded_policy_reachable"], step["attempts_ended"]) for step in steps if step.get("excluded_policy_reachable") is not None
     ]
     counts = [(round(share * ended), int(ended)) for share, ended in known]
-    tests = len(counts) - WINDOW
-    if tests < 1:
+    newest = len(counts) - WINDOW
+    if newest < 1:
         return ""
-    (faults, attempts), (earlier_faults, earlier) = (tuple(map(sum, zip(*part, strict=True))) for part in (counts[tests:], counts[:tests]))
+    (faults, attempts), (earlier_faults, earlier) = (
+        tuple(map(sum, zip(*part, strict=True))) for part in (counts[newest:], counts[:newest])
+    )
+    tests = max(newest, int(steps[-1].get("step", 0)) - WINDOW)  # of the run so far
     if fisher_p_value(faults, attempts, earlier_faults, earlier) > EXCLUSION_LEVEL / (tests * (tests + 1)):
         return ""
     return (

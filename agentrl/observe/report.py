@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import write_atomically
-from agentrl.observe.drift import drift_alerts
+from agentrl.observe.drift import HISTORY, drift_alerts
 from agentrl.observe.evaluations import read_gate_section
 from agentrl.observe.exclusions import printable_text
 from agentrl.observe.markup import Chart, Series, line_chart, render
@@ -388,7 +388,9 @@ def _machinery(run: RunData) -> Iterator[Card]:
 def _drift_note(run: RunData) -> str:
     """Returns the note of the audit's chart, with all drift alerts of the run."""
     steps = [{key: value for key, value in line.items() if isinstance(value, int | float)} for line in run.metrics]
-    alerts = [f"step {line['step']:g}: {text}" for at, line in enumerate(steps) for text in drift_alerts(steps[: at + 1])]
+    alerts = [
+        f"step {line['step']:g}: {text}" for at, line in enumerate(steps) for text in drift_alerts(steps[max(0, at + 1 - HISTORY) : at + 1])
+    ]
     return ". ".join(["mean training reward, and mean audit score, which is not trained on", *alerts])
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rich.console import Console, RenderableType
@@ -19,6 +20,7 @@ from agentrl.protocols import Interval, Tracker
 from agentrl.records import Group
 
 _REASONS_REPORTED = 5  # reasons for exclusion that are reported when they first occur; the summary counts all
+_SHOWN_STEPS = 256  # newest steps for the curve and the estimated time
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPLITS = {"heldout": "held-out", "heldout_real": "real"}
 
@@ -42,17 +44,17 @@ class Progress:
     swaps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     heldout: dict[str, float] = field(default_factory=dict)
-    rewards: list[float] = field(default_factory=list)
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_SHOWN_STEPS))
     began: float = field(default_factory=time.monotonic)
     training: bool = False
     first_step: int = 0  # first step of this driver
-    step_times: list[float] = field(default_factory=list)  # start of training, then the end of each step of this driver
+    step_times: deque[float] = field(default_factory=lambda: deque(maxlen=_SHOWN_STEPS))  # start of training, then the ends of steps
 
     def begin_stage(self, name: str, detail: str) -> None:
         """Starts a stage."""
         self.stage, self.detail, self.counted = name, detail, None
         if name == "train" and not self.training:
-            self.training, self.step_times = True, [time.monotonic()]
+            self.training, self.step_times = True, deque([time.monotonic()], maxlen=_SHOWN_STEPS)
 
     def finished_group(self, group: Group) -> list[str]:
         """Counts a group. Returns the reasons for exclusion that occur for the first time."""
@@ -73,7 +75,7 @@ class Progress:
             if not self.first_step:
                 self.first_step = step
                 if step > 1:  # the groups of a resumed run's first step may have been finished before
-                    del self.step_times[0]
+                    self.step_times.popleft()
         self.swaps += "swap_stall_ms" in metrics
         if "reward_mean" in metrics:
             self.rewards.append(metrics["reward_mean"])
@@ -93,7 +95,7 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds for the remaining steps, from the mean of those done; None before the first."""
+        """Estimated seconds for the remaining steps, from the mean of the newest; None before the first."""
         done = len(self.step_times) - 1
         if done < 1 or not self.steps or self.step >= self.steps:
             return None
@@ -212,8 +214,8 @@ def _bar(done: int, total: int) -> RenderableType:
     return row
 
 
-def _sparkline(values: list[float], width: int = 40) -> str:
-    shown = values[-width:]
+def _sparkline(values: Iterable[float], width: int = 40) -> str:
+    shown = list(values)[-width:]
     low, high = min(shown), max(shown)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_SPARKS[round((value - low) * scale)] for value in shown)

@@ -18,6 +18,7 @@ from agentrl.base.liveness import Restarts
 from agentrl.base.run_lock import hold_shared_lock
 from agentrl.config.recipe import Recipe
 from agentrl.errors import InfrastructureError
+from agentrl.experience import DriverStore
 from agentrl.memory.run_memory import RunMemory
 from agentrl.protocols import PolicyServer
 from agentrl.records import Group, Task
@@ -45,17 +46,17 @@ class WorkerPool:
         folder: Path,
         *,
         root: Path,
+        store: DriverStore,
         served: PolicyServer,
         memory: RunMemory | None,
         on_attempt: AttemptListener,
         alert: Callable[[str], None],
-        stream: GroupStream | None = None,
     ) -> None:
-        """`stream`: carries the groups; None means that workers send them over HTTP."""
         rollout = recipe.rollout
         self.group_size = rollout.group.size
         self.restarts = 0
-        self._count, self._folder, self._alert, self._stream = rollout.workers, folder, alert, stream
+        self._count, self._folder, self._alert = rollout.workers, folder, alert
+        self._stream = GroupStream.of(recipe, folder, store, alert=alert)  # None: workers send their groups over HTTP
         share = math.ceil(rollout.concurrency / rollout.workers)
         self._leases = GroupLeases(group_size=rollout.group.size, concurrency=share, on_attempt=on_attempt)
         spec = WorkerSpec(

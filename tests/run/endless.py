@@ -130,7 +130,9 @@ async def endless_run(folder: Path, recipe: Recipe, family: Any = None) -> Async
     """A run whose `_pipeline` can be called."""
     policy = ScriptedPolicy.saying(shared_tokenizer(), "42")
     policy.prompts = cast(Any, deque(maxlen=1))
-    async with opened(folder, policy, ScriptedSandboxes(printing("")), recipe, family or Family()) as run:
+    sandboxes = ScriptedSandboxes(printing(""))
+    sandboxes.opened = cast(Any, deque(maxlen=1))
+    async with opened(folder, policy, sandboxes, recipe, family or Family()) as run:
         run.registry = registry = FolderRegistry(folder / "versions")
         if registry.get(0) is None:
             registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256="0" * 64))

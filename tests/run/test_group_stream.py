@@ -55,11 +55,6 @@ def address(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> dict[str, s
     return {"url": f"unix://{path}", "password": "env:TEST_REDIS_PASSWORD"}
 
 
-def test_a_stream_without_workers_is_a_setting_without_effect() -> None:
-    with pytest.raises(ValueError, match=r"store=redis carries the groups of rollout workers: set rollout\.workers, or store=sqlite"):
-        Recipe.model_validate(make_recipe().model_dump(mode="json") | {"store": "redis"})
-
-
 def test_a_password_in_a_recipe_is_an_error_without_the_password() -> None:
     for options in ({"url": "redis://:hunter2hunter2@example.com:6379/0"}, {"url": "redis://h:1/0", "password": "hunter2hunter2"}):
         with pytest.raises((RecipeError, ValueError), match=r"store\.options\.(url|password) contains") as rejected:

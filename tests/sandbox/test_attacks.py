@@ -113,7 +113,10 @@ class SharedContainerOnTheHostsNetwork(DockerBackend):
         return on_the_hosts_network(super()._shared_container(*arguments))
 
 
+SINGLE = (WithTheDaemonsTerminals, ContainerOnTheHostsNetwork)  # one sandbox in each container
 WEAK = [
+    pytest.param(WithTheDaemonsTerminals, "terminals", "gets no terminal", marks=docker),
+    pytest.param(ContainerOnTheHostsNetwork, "host_loopback", "connected to", marks=docker),
     pytest.param(OnTheHostsNetwork, "host_loopback", "connected to", marks=bubblewrap),
     pytest.param(WithSharedInodes, "watch_the_neighbours", "accesses by other sandboxes", marks=bubblewrap),
     pytest.param(WithTheHostsFiles, "host_through_proc", "a file of the host", marks=bubblewrap),
@@ -139,23 +142,9 @@ if os.geteuid() == 0:  # bubblewrap without root does not promise these
 
 @pytest.mark.parametrize(("weak", "name", "evidence"), WEAK)
 async def test_weak_backend_is_detected(weak, name, evidence, root):
-    backend = weak(run_label="test", root=root)
+    backend, spec = weak(run_label="test", root=root), replace(SPEC, runtime="runc" if weak in SINGLE else "")
     try:
-        (result,) = await run_attacks(backend, SPEC, only=name)
-    finally:
-        await backend.close()
-    assert result.verdict == "ESCAPED" and evidence in result.evidence, result
-
-
-@docker
-@pytest.mark.parametrize(
-    ("weak", "name", "evidence"),
-    [(WithTheDaemonsTerminals, "terminals", "gets no terminal"), (ContainerOnTheHostsNetwork, "host_loopback", "connected to")],
-)
-async def test_weak_container_of_a_single_sandbox_is_detected(weak, name, evidence, root):
-    backend = weak(run_label="test", root=root)
-    try:
-        (result,) = await run_attacks(backend, replace(SPEC, runtime="runc"), only=name)
+        (result,) = await run_attacks(backend, spec, only=name)
     finally:
         await backend.close()
     assert result.verdict == "ESCAPED" and evidence in result.evidence, result

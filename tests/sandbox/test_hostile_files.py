@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 
 from agentrl.errors import SandboxError
 from agentrl.records import ExecResult
-from agentrl.sandbox import select_backend, server_code
+from agentrl.sandbox import server_code
 from agentrl.sandbox.inside.users import CHECK_S
 from agentrl.task.outputs import collect_outputs
-from tests.sandbox.building import BOTH, SPEC, holds_open, processes_of
+from tests.sandbox.building import SPEC, holds_open, processes_of
 from tests.sandbox.test_arguments import CALL, TYPED, start_call
 from tests.waiting import until
 
@@ -64,14 +64,6 @@ LEASE = (
     "    time.sleep(600)\n"
     "while not os.path.exists('ready'): time.sleep(0.01)\n"
 )
-
-
-@pytest.fixture(params=BOTH)
-async def backend(request, root):
-    backend = select_backend(request.param, run_label="test", root=root)
-    await backend.prepare(SPEC)
-    yield backend
-    await backend.close()
 
 
 async def in_time(work):

@@ -16,19 +16,11 @@ from agentrl.sandbox import channel, channel_sandbox, processes, select_backend,
 from agentrl.sandbox.processes import Process, SandboxProcesses
 from agentrl.sandbox.shared_containers import KeeperClient
 from benchmarks.sandbox_spin import KINDS, SCORED, spun
-from tests.sandbox.building import ALONE, BOTH, SPEC, processes_of
+from tests.sandbox.building import ALONE, SPEC, processes_of
 from tests.waiting import until
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can stop another user's exec server")
 SPIN = "import os\nos.fork()\nwhile True: pass\n"
-
-
-@pytest.fixture(params=BOTH)
-async def backend(request, root):
-    backend = select_backend(request.param, run_label="test", root=root)
-    await backend.prepare(SPEC)
-    yield backend
-    await backend.close()
 
 
 async def server_of(sandbox):

@@ -9,10 +9,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agentrl.base.files import folder_manifest, sha256_file
 from agentrl.errors import StoreError
@@ -20,6 +25,7 @@ from agentrl.protocols import VersionRegistry
 from agentrl.records import ADAPTER, WHOLE_MODEL, PolicyVersion, VersionState
 from agentrl.version import FolderRegistry, rollback
 from tests.forking import FORKS
+from tests.strategies import examples
 
 CANDIDATE, SERVING, SERVED = VersionState.CANDIDATE, VersionState.SERVING, VersionState.SERVED
 PROMOTED, ROLLED_BACK = VersionState.PROMOTED, VersionState.ROLLED_BACK
@@ -363,3 +369,33 @@ def test_forgetting_versions_never_revives_one_that_was_rolled_back(registry: Fo
     registry.set_state(3, SERVING)
     registry.reconcile(2)
     assert states(registry) == {0: CANDIDATE, 1: PROMOTED, 2: ROLLED_BACK}, "a promoted one serves without losing its promotion"
+
+
+OPERATIONS = st.lists(st.sampled_from(["publish", "publish", "serve", "promote", "pin", "unpin", "retract"]), min_size=4, max_size=14)
+
+
+@given(operations=OPERATIONS, chosen=st.randoms(use_true_random=False))
+@settings(max_examples=examples(20))
+def test_a_long_lived_process_that_reads_only_recent_versions_prunes_as_a_new_one(operations: list[str], chosen: Any) -> None:
+    with tempfile.TemporaryDirectory() as work, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentrl.version.registry._RECENT", 3)
+        registry = FolderRegistry(Path(work) / "versions")
+        publish(registry, 0)
+        for operation in operations:
+            numbers = [version.number for version in registry.versions()]
+            number = chosen.choice(numbers)
+            with suppress(StoreError):
+                if operation == "publish":
+                    publish(registry, numbers[-1] + 1)
+                elif operation == "serve":
+                    registry.set_state(number, SERVING)
+                elif operation == "promote":
+                    registry.set_state(number, PROMOTED)
+                elif operation == "retract":
+                    registry.reconcile(numbers[-1] - 1 if numbers[-1] else 0)
+                else:
+                    registry.pin(number, pinned=operation == "pin")
+            assert list(states(registry).values()).count(SERVING) <= 1
+            spared = {0, *registry.pinned(), *[version.number for version in registry.versions()][-2:]}
+            assert not spared & {*registry.prune(keep=2)}
+            assert FolderRegistry(registry.folder).prune(keep=2) == (), operation
