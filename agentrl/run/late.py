@@ -63,7 +63,7 @@ class LateGroups:
 
     @property
     def count(self) -> int:
-        """The number of parked groups, as of the last look at the store, without residuals."""
+        """The number of parked groups, without residuals, when the store was last read."""
         return sum(1 for index in self._parked if index >= 0)
 
     async def resume(self) -> None:

@@ -146,7 +146,7 @@ class TaskChanges:
         folder: the run folder.
         base: the recipe's family, as a change that would add it.
         open_added: opens the family of a change. Raises `UserError`.
-        position: position in the schedule of the families, given the number of a group: without reserved groups before it.
+        position: maps the number of a group to its position in the families' schedule, which skips groups reserved for practice.
 
     Raises `StoreError` if the two files do not belong together.
     """
