@@ -94,7 +94,7 @@ class GroupLeases:
         self._waiting = deque[_Job]()
         self._leased: dict[str, _Job] = {}
         self._early: dict[int, Group] = {}  # arrived before they were requested
-        self._silent_s: dict[str, float] = {}  # worker -> seconds since its newest request, as far as they count
+        self._silent_s: dict[str, float] = {}  # worker -> counted seconds since its newest request
         self._lost = deque[str](maxlen=_LOST)  # workers that have sent no renewal since
         self._looked = clock()
         self._queued = asyncio.Condition()

@@ -1,4 +1,4 @@
-"""Lists and changes the tasks of a run, live or stopped. `agentrl.task.changes` has the files, and `start_changes` the driver's part."""
+"""Lists and changes the tasks of a run, live or stopped. See `agentrl.task.changes` for the files. The driver calls `start_changes`."""
 
 from __future__ import annotations
 

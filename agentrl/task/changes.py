@@ -41,7 +41,7 @@ class TaskChange(Record):
     target: str  # family, kind or task
     name: str  # of the family in this run, the kind, or the id of the task
     at: str  # when it was requested, UTC, ISO 8601
-    weight: float = 1.0  # relative to other families, or to other tasks of its family; of no effect for remove
+    weight: float = 1.0  # relative to other families, or to other tasks of its family; ignored for remove
     family: str = ""  # added family: folder of task folders, or plug-in reference
     options: JsonObject = field(default_factory=dict)  # of an added family
     seed: int | None = None  # of an added family; None means that of the recipe

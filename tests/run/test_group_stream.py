@@ -165,7 +165,7 @@ async def test_groups_of_workers_pass_a_server_that_dies_or_stops_and_each_is_st
             while other._redis.xlen(other._groups) or drive.leases._leased:
                 await asyncio.sleep(0.05)
         assert other._redis.info("server")["process_id"] != pid
-        assert [alert for alert in drive.alerts if "the Redis server is replaced" in alert]
+        assert [alert for alert in drive.alerts if "the Redis server was restarted" in alert]
         other.append([make_group(3)])  # a worker of an earlier driver returns
         while other._redis.xlen(other._groups):
             await asyncio.sleep(0.05)
