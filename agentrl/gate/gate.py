@@ -117,7 +117,7 @@ class Gate:
         """Whether a version is or will be rolled back, so that it need not be evaluated. The last version of a run is always evaluated."""
         if version.state is VersionState.ROLLED_BACK:
             return True
-        return version.number != self.progress.end and rollback.pending_request(self.folder / "versions", self.registry) is not None
+        return version.number != self._end and rollback.pending_request(self.folder / "versions", self.registry) is not None
 
     def verdict_for(self, version: PolicyVersion) -> GateVerdict | None:
         """Returns the verdict on exactly these weights, if there is one."""
@@ -129,7 +129,7 @@ class Gate:
         version = self.registry.get(number)
         if version is None or (number == self.served.version and version.sha256 != self.served.sha256):
             return None
-        return version if number % self.config.every == 0 or number == self.progress.end else None
+        return version if number % self.config.every == 0 or number == self._end else None
 
     def due_versions(self) -> list[PolicyVersion]:
         """Returns the versions up to the served one that the gate must evaluate, oldest first, starting with the newest that has a verdict.
@@ -150,8 +150,12 @@ class Gate:
         last = self._last_version()
         return last is not None and self.verdict_for(last) is not None
 
+    @property
+    def _end(self) -> float:
+        return self.progress.end if self.recipe.steps is None else self.recipe.steps
+
     def _last_version(self) -> PolicyVersion | None:
-        end = self.progress.end
+        end = self._end
         return self.registry.get(int(end)) if math.isfinite(end) else None
 
     async def _evaluate(self, version: PolicyVersion) -> GateVerdict | None:

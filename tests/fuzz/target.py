@@ -36,7 +36,7 @@ class Target:
     words: tuple[bytes, ...] = ()
     """What libFuzzer puts into inputs besides: names and marks that chance would not spell."""
     brief: int = 10_000
-    """Inputs of a brief run. It reaches at least 98% of the branches that twice as many inputs reach."""
+    """Inputs of a brief run. It reaches about 98% of the branches that twice as many inputs reach."""
 
 
 def one_in(count: int, data: bytes) -> bool:

@@ -171,7 +171,7 @@ def states(run: Any) -> list[str]:
 @pytest.mark.usefixtures("scripted")
 async def test_the_gate_decides_on_the_version_at_which_a_run_without_a_last_step_is_stopped(tmp_path: Path) -> None:
     run = await opened(tmp_path)
-    run.progress = Progress(stop_at=math.inf, learning=True)
+    run.recipe, run.progress = RECIPE.but(steps=None), Progress(stop_at=math.inf, learning=True)
     await serving_the_second(run, "good 1", "good 2")
     publish(run, 3, 2, "good 3")
     gate = Gate.of(run)

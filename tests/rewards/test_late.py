@@ -34,7 +34,7 @@ async def test_the_settings_of_a_task_determine_the_part() -> None:
     assert (part.name, part.low, part.high) == ("review", 1.0, 5.0) and begin + 60 <= (part.expires_at or 0.0) <= time.time() + 60
     scorer = TaskScorer()
     for given in (late, Late(residual=True)):
-        scorer._verifiers = {"one": given, "two": late}
+        scorer._verifiers.update(one=given, two=late)
         assert scorer.residual == (("one",) if given is not late else ())
         assert [part.residual for part in (await given(task_of(), EPISODE)).pending] == [given is not late]
     with pytest.raises(TaskError, match="low < high is required"):
