@@ -5,7 +5,7 @@
 
 The reviewer is a thread next to the run that knows the right answers. It writes what it will send to `reviews.jsonl` in the run folder, so
 that a resumed run gets the scores of episodes that an earlier session sampled. Held-out tasks are scored at once. With
-`tasks.verifiers=["rewards.tables:exact_answer"]` every score comes at once; docs/results.md compares both curves.
+`tasks.verifiers=["rewards.tables:exact_answer"]` every score is immediate; docs/results.md compares both curves.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Late(ConfiguredVerifier):
     """Seconds after the episode within which the value must arrive, otherwise the episode is excluded. None means no limit."""
 
     residual: bool = False
-    """Train the group at once, without the value, and apply it when it has arrived, instead of waiting for it."""
+    """Train the group at once without the value, and apply the value when it has arrived."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:

@@ -161,7 +161,7 @@ def _wrong(answer: str, database: _Database, where: str, ordered: bool, relative
 
 
 def _does_not_follow(truth: str, answer: str, databases: Sequence[_Database], relative: float) -> str:
-    """Why an answer that is right on all databases does not depend on their data as the truth does; empty if it does.
+    """Returns why an answer that is right on all databases is not computed from their data like the truth; empty if it is.
 
     A wrong query may also return no rows, or only 0, NULL and empty texts. So such true results count only if there are no others.
     """

@@ -1,6 +1,6 @@
 """Units of measurement: the value of a text such as "km/h" or "kg m^2/s^2" in SI base units, and its dimension.
 
-This is a small table instead of a package, because the text comes from an agent: what it may mean should be limited and known. Values are
+This is a small table instead of a package, because the text comes from an agent, so its possible meanings must be few and known. Values are
 exact by definition (SI brochure, 9th edition, 2019; international yard and pound agreement, 1959), except the electronvolt's, which is
 CODATA's exact value of 2018. Two readings differ from the SI: an angle is a dimension, so 1 rad/s is not 1 Hz; and bytes have no prefixes
 below one, so dB is not a decibyte.

@@ -262,7 +262,7 @@ def test_the_gate_example_loads(project: Path) -> None:
 @pytest.mark.slow
 def test_the_verifier_example_works_in_a_new_project(project: Path) -> None:
     tests = write_examples("verifiers.md", project)
-    assert "16 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    assert "9 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
     used = """
 from pathlib import Path
 from agentrl.cli.check import open_target
@@ -274,6 +274,18 @@ family, scorer = open_tasks(recipe, root=root)
 print(*(one.task(split, 3).verifiers for one in (family, open_target(Path("recipes/close.py"), None)[0].open()) for split in Split))
 """
     assert run(project, "-c", used).split() == ["('rewards.close:close_number',)"] * 6, "by train, eval and check, in every split"
+    scored = """
+import asyncio
+from agentrl.records import Episode, Message, SandboxSpec, Split, Task
+from rewards.mine import total
+prompt, sandbox = (Message(role="user", content="How far is it?"),), SandboxSpec(image="sandboxes/tables")
+given = dict(tools=("submit",), sandbox=sandbox, verifiers=("rewards.mine:total",), data={"answer": "1200 m"}, split=Split.TRAIN)
+task = Task(id="t", family="demo", prompt=prompt, **given)
+for answer in ("1.2 km", "1200", "1200 m", "1200 kg", "1 km", ":", None):
+    episode = Episode(id="e", task_id=task.id, task_key=task.key, trajectories=(), answer=answer)
+    print(asyncio.run(total(task, episode)).value)
+"""
+    assert run(project, "-c", scored).split() == ["1.0"] * 3 + ["0.0"] * 4, "the rubric"
 
 
 @pytest.mark.slow

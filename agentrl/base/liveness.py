@@ -78,12 +78,12 @@ class Liveness:
 
     @property
     def work(self) -> str:
-        """The current work; empty at rest."""
+        """The current work; empty if idle."""
         return "" if self._current is None else self._current[0]
 
     @property
     def deadline_s(self) -> float:
-        """Seconds of silence that are allowed now; infinite at rest."""
+        """Seconds of silence that are allowed now; infinite if idle."""
         if self._current is None:
             return float("inf")
         least_s = max(self._least_s, DEADLINE_FACTOR * self.needs_s)

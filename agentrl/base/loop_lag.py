@@ -70,7 +70,7 @@ class LoopLag:
 
     @asynccontextmanager
     async def watched(self, alert: Callable[[str], None]) -> AsyncIterator[None]:
-        """Measures the lag of the running loop during the block. `alert` is called once, at the first stall for which an episode waits."""
+        """Measures the lag of the running loop during the block. `alert` is called once, at the first stall that delays an episode."""
         task = asyncio.create_task(self._watch(alert), name="lag of the event loop")
         try:
             yield

@@ -167,7 +167,7 @@ def _reports(text: str) -> Iterator[str]:
 
 
 def is_outage_name(error_type: str) -> bool:
-    """Whether the name of an exception's type, or an HTTP status in its place, reports an outage: `httpx.ConnectTimeout`, `503`."""
+    """Whether an exception's type name, or an HTTP status given instead, reports an outage: `httpx.ConnectTimeout`, `503`."""
     name = error_type.strip().rpartition(".")[2]
     if name.isdigit():
         return name in ("401", "408", "429") or (len(name) == 3 and name.startswith("5"))

@@ -1,4 +1,4 @@
-"""Runs cases, one after another, in one run or two, and checks each run afterwards."""
+"""Injects cases, one after another, into one or two runs, and checks each run afterwards."""
 
 from __future__ import annotations
 

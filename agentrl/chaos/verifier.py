@@ -101,7 +101,7 @@ def verifier_blocks(run: Subject) -> Injected:
 
 
 def _unscored(run: Subject, fault: str) -> Injected:
-    """Requests a fault until a stored group shows it, and returns the number of its episodes, all without a score."""
+    """Injects a fault until a stored group has it. Returns the number of that group's episodes, all without a score."""
     first = len(run.entries())
     switch_path(run.run_dir).write_text(fault)
     try:

@@ -11,7 +11,7 @@ from agentrl.chaos.parts import Injected
 from agentrl.chaos.subject import ChaosError, Subject, command_line, ended, send
 
 WORKERS = ("rollout.workers=2", "rollout.checkpoint_turns=true", "store=redis")
-"""Overrides of the run."""
+"""Overrides of the second run, which has workers."""
 _MODULE = "agentrl.run.worker"
 
 
@@ -54,7 +54,9 @@ def redis_killed(run: Subject) -> Injected:
     after = _servers(run)
     if len(after) != 1 or after == [pid]:
         raise ChaosError(f"the Redis server was not replaced: {after}")
-    return Injected(witness=f"Redis server {pid} is gone with signal 9, {after[0]} has its data", recovered_s=time.monotonic() - began)
+    return Injected(
+        witness=f"Redis server {pid} was killed by signal 9; server {after[0]} has its data", recovered_s=time.monotonic() - began
+    )
 
 
 def _sampling(run: Subject) -> list[int]:
@@ -77,7 +79,7 @@ def _next_group(run: Subject) -> None:
 def _gone(run: Subject, pids: list[int], evidence: str) -> str:
     """Waits for the end of workers and returns the witness."""
     run.wait_for(lambda: all(ended(pid) for pid in pids), "the end of the workers", poll_s=0.01)
-    return f"worker {', '.join(map(str, pids))} is gone with signal 9; {evidence}"
+    return f"worker {', '.join(map(str, pids))} was killed by signal 9; {evidence}"
 
 
 def _servers(run: Subject) -> list[int]:

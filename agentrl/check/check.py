@@ -76,7 +76,7 @@ async def check_family(
             bar = progress.add_task("tasks and splits", total=None)
             proofs = [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
             tasks = list(_tasks(family, wanted))
-            telling = partial(progress.update, bar)
+            on_progress = partial(progress.update, bar)
             tools = await pin_tools(declared_tools(source.mcp, source.tools, source.root), tasks, sandboxes, every=False)
             together = open_group_judge(source)
             cases, more = await prove_tasks(
@@ -85,7 +85,7 @@ async def check_family(
                 sandboxes,
                 root=source.root,
                 parallel=parallel,
-                telling=telling,
+                on_progress=on_progress,
                 tools=tools,
                 audit=source.tasks.audit,
                 together=together,
@@ -111,7 +111,7 @@ async def prove_tasks(
     *,
     root: Path,
     parallel: int = 8,
-    telling: Callable[..., None] = lambda **progress: None,
+    on_progress: Callable[..., None] = lambda **progress: None,
     tools: ToolSource | None = None,
     audit: Sequence[str] = (),
     together: GroupJudgeScorer | None = None,
@@ -121,18 +121,18 @@ async def prove_tasks(
     Args:
         tools: the recipe's tools, including those of its MCP servers.
         audit, together: the recipe's audit verifiers and group judge; answers without work must not score with them either.
-        telling: receives `description`, `total` and `advance`, like `rich.progress.Progress.update`.
+        on_progress: receives `description`, `total` and `advance`, like `rich.progress.Progress.update`.
     """
     scorer = TaskScorer(sandboxes=sandboxes, root=root)
     prover = _Prover(family=family, sandboxes=sandboxes, scorer=scorer, parallel=parallel, tools=tools)
     prover.scorer.load(sorted({*audit, *(name for task in tasks for name in task.verifiers)}))
-    telling(description=f"images on {sandboxes.name}")
+    on_progress(description=f"images on {sandboxes.name}")
     cases = await _prepare(tasks, sandboxes)
     without = {result.task for result in cases}
     good = [task for task in tasks if task.id not in without]
-    telling(description=f"{len(tasks)} tasks on {sandboxes.name}", total=sum(len(_cases(task)) for task in good))
-    cases += await prover.cases(good, lambda: telling(advance=1))
-    telling(description="verifiers, tools and files", total=None)
+    on_progress(description=f"{len(tasks)} tasks on {sandboxes.name}", total=sum(len(_cases(task)) for task in good))
+    cases += await prover.cases(good, lambda: on_progress(advance=1))
+    on_progress(description="verifiers, tools and files", total=None)
     proofs = [
         await prove_verifiers(good, prover.golden, prover.scorer, parallel=parallel),
         await prove_null_answers(good, prover.golden, prover.scorer, parallel=parallel, audit=audit, together=together),

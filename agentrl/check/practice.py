@@ -78,7 +78,7 @@ async def generate_practice(
         progress.update(bar, total=None)
         tasks = [one.task for one in drawn]
         cases, proofs = await prove_tasks(
-            family, tasks, sandboxes, root=root, parallel=parallel, telling=lambda **update: progress.update(bar, **update)
+            family, tasks, sandboxes, root=root, parallel=parallel, on_progress=lambda **update: progress.update(bar, **update)
         )
     problems = _problems(drawn, cases, proofs)
     rejected += [(one.case, f"{one.how} {one.task.id}: {problems[one.task.id]}") for one in drawn if one.task.id in problems]

@@ -75,7 +75,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
     },
     "Inspect": {
         "report": Command("runs:report", "Write report.html from the files of a run folder.", "report runs/quickstart"),
-        "tasks": Command("tasks:tasks_app", "List the tasks of a run; add, remove and re-weight them, also while it trains."),
+        "tasks": Command("tasks:tasks_app", "List, add, remove and re-weight the tasks of a run, also while it trains."),
         "versions": Command("versions:versions_app", "List, compare, promote and pin the policy versions of a run, or return to one."),
         "store": Command("store:store", "List, count, verify and export the sampled groups of a run.", "store runs/quickstart --verify"),
         "memory": Command(

@@ -38,7 +38,7 @@ def calibrate(
     judge: Annotated[str, typer.Argument(help="The judge, or any verifier: module:attr or ./file.py:attr.")],
     labels: Annotated[list[Path], typer.Argument(help="Label files of agentrl label. With several labellers the majority counts.")],
     out: Annotated[Path | None, typer.Option(help="File to write, for Judge(calibration=...). A plot is written next to it.")] = None,
-    threshold: Annotated[float, typer.Option(help="Lowest score that means right.")] = 0.5,
+    threshold: Annotated[float, typer.Option(help="Lowest score that counts as right.")] = 0.5,
     parallel: Annotated[int, typer.Option(min=1, help="Number of answers at a time.")] = 8,
     cache: Annotated[str | None, typer.Option(help="File that caches the answers of the judge.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="Recipe with the judge server that the judge needs; the server is started.")] = None,

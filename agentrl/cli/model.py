@@ -51,7 +51,7 @@ def import_(
             step()
             print(f"{time.monotonic() - began:5.1f} s  {stage}", file=sys.stderr, flush=True)
 
-        imported = import_model(source, folder, chat_template=chat_template, dtype=dtype, force=force, tell=report)
+        imported = import_model(source, folder, chat_template=chat_template, dtype=dtype, force=force, on_stage=report)
     record = imported.record
     if as_json:
         print(json.dumps({"folder": str(imported.folder), "fresh": imported.fresh, **record}))

@@ -45,7 +45,7 @@ def memory(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_json
 
     with Progress(console=Console(stderr=True), transient=True, disable=as_json or not sys.stderr.isatty()) as progress:
         bar = progress.add_task("groups", total=None)
-        report = audit_memory(run_dir, telling=lambda done, total: progress.update(bar, completed=done, total=total))
+        report = audit_memory(run_dir, on_progress=lambda done, total: progress.update(bar, completed=done, total=total))
     if as_json:
         print(json.dumps(report.to_data()))
         raise typer.Exit(0 if report.ok else 1)

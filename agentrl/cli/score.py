@@ -32,7 +32,9 @@ def score(
     value: Annotated[float | None, typer.Argument(help="The score. Write -- before a negative number.")] = None,
     by: Annotated[str, typer.Option(help="Who scored it. Default: the user name.")] = "",
     key: Annotated[str, typer.Option(help="Idempotency key: a repeated score with it counts once. Default: a hash of the score.")] = "",
-    replace: Annotated[bool, typer.Option("--replace", help="Correct an earlier score, while its group waits for another one.")] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace an earlier score. Possible while the group waits for another score.")
+    ] = False,
     list_all: Annotated[bool, typer.Option("--list", help="List the scores that the run waits for.")] = False,
     import_file: Annotated[
         Path | None, typer.Option("--import", help="Send the scores of a file: one JSON object per line, as for POST /scores.")

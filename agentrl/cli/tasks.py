@@ -73,9 +73,9 @@ def add_command(
     weight: Annotated[float, typer.Option(help="Share of the groups relative to other families. The recipe's family has 1.")] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the family. Default: the recipe's.")] = None,
 ) -> None:
-    """Add a task family to a run. Use it in the recipe's project.
+    """Add a task family to a run. Run this in the recipe's project.
 
-    Its training tasks get a share of the groups that have not started yet. Held-out evaluations stay those of the recipe.
+    Its training tasks get a share of the groups that have not started yet. Evaluations still use the held-out tasks of the recipe's family.
     """
     with loading():
         from agentrl.session.task_changes import family_label
@@ -86,7 +86,7 @@ def add_command(
 
 @tasks_app.command("remove", epilog="Example: agentrl tasks remove runs/quickstart join")
 def remove_command(run: RunFolder, name: Name) -> None:
-    """Remove a task family, a kind of task or one task from the groups that have not started yet. Use it in the recipe's project."""
+    """Remove a task family, a kind of task or one task from the groups that have not started yet. Run this in the recipe's project."""
     _request(run, "remove", name)
 
 
@@ -94,9 +94,11 @@ def remove_command(run: RunFolder, name: Name) -> None:
 def reweight_command(
     run: RunFolder,
     name: Name,
-    weight: Annotated[float, typer.Argument(help="Of a family: relative to the other families. Of a kind or task: relative to 1.")],
+    weight: Annotated[
+        float, typer.Argument(help="For a family: relative to the other families. For a kind or task: relative to 1, the default.")
+    ],
 ) -> None:
-    """Sample a family, a kind of task or one task more or less often. Use it in the recipe's project."""
+    """Sample a family, a kind of task or one task more or less often. Run this in the recipe's project."""
     _request(run, "reweight", name, weight=weight)
 
 
@@ -113,7 +115,7 @@ def _request(run: Path, action: str, name: str, **settings: Any) -> None:
         raise UserError(str(error), fix=f"agentrl tasks {action} --help") from None
     done = request_change(run, change)
     live = is_driven(run)
-    print(f"requested: {_line(done.text)}, from the first group on that has not started")
+    print(f"requested: {_line(done.text)}, starting with the next group")
     print(f"see: agentrl tasks list {run}" if live else f"the run is stopped; continue it with: {resume_command(run)}")
 
 

@@ -53,7 +53,7 @@ def open_collection(run: Path) -> Iterator[Collection]:
 
 
 def trace_filter(*, ids: Sequence[str] | None = None, **filters: Any) -> TraceFilter:
-    """Returns the filter of the options of a command."""
+    """Returns the trace filter that the options of a command describe."""
     from agentrl.failure.collection import TraceFilter
 
     return TraceFilter(ids=tuple(ids or ()), **filters)

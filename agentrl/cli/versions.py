@@ -18,7 +18,7 @@ from agentrl.cli.terminal import outlasting_terminal
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
-    from agentrl.evaluation.versus import DifferenceSoFar, VersionDuel
+    from agentrl.evaluation.versus import DifferenceSoFar, VersionComparison
     from agentrl.session.versions import EvaluationDifference, VersionRecord
     from agentrl.version.tensor_diff import TensorChange
 
@@ -178,7 +178,7 @@ def compare_versions(
     sandbox: SandboxChoice = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Run two versions on the same cases until it is clear which is better (A/B test, canary). Use it in the recipe's project.
+    """Run two versions on the same cases until it is clear which is better (A/B test, canary). Run this in the recipe's project.
 
     One server switches between their weights. The comparison stops after a block of 16 cases if the 95% interval of the difference, which
     is valid at any number of cases, excludes 0 (better, worse) or is within --margin (same). Exits with 1 if AFTER is worse.
@@ -187,34 +187,38 @@ def compare_versions(
 
     given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
     with loading():
-        from agentrl.evaluation.versus import prepare_duel, run_duel
+        from agentrl.evaluation.versus import prepare_comparison, run_comparison
         from agentrl.failure.case import load_suite
         from agentrl.session.ending import ended_by_user, report_error
 
     loaded = None if suite is None else load_suite(suite)
-    with prepare_duel(
+    with prepare_comparison(
         run, (before, after), loaded, overrides=given, cases=cases, repeats=repeats, alpha=alpha, margin=margin, folder=run_dir
-    ) as duel:
+    ) as comparison:
         try:
             with outlasting_terminal():
-                done = asyncio.run(run_duel(duel, console=not as_json))
+                done = asyncio.run(run_comparison(comparison, console=not as_json))
         except BaseException as error:
             if ended_by_user(error):
                 raise
-            raise typer.Exit(report_error(error, folder=duel.given.start.folder)) from None
-        print(json.dumps(asdict(done) | {"folders": [str(folder) for folder in duel.folders]}) if as_json else _duel_text(done, duel))
+            raise typer.Exit(report_error(error, folder=comparison.given.start.folder)) from None
+        print(
+            json.dumps(asdict(done) | {"folders": [str(folder) for folder in comparison.folders]})
+            if as_json
+            else _comparison_text(done, comparison)
+        )
     if done.verdict is ComparisonVerdict.WORSE:
         raise typer.Exit(1)
 
 
-def _duel_text(done: DifferenceSoFar, duel: VersionDuel) -> str:
-    one, other = duel.numbers
-    interval = f"{1 - duel.alpha:.0%} interval [{100 * done.interval.low:+.1f}, {100 * done.interval.high:+.1f}]"
+def _comparison_text(done: DifferenceSoFar, comparison: VersionComparison) -> str:
+    one, other = comparison.numbers
+    interval = f"{1 - comparison.alpha:.0%} interval [{100 * done.interval.low:+.1f}, {100 * done.interval.high:+.1f}]"
     lines = [
         f"before  {done.before:.3f}  version {one}",
         f"after   {done.after:.3f}  version {other}",
         f"effect  {100 * done.interval.value:+.1f} points  {interval}, valid at any number of cases",
-        f"verdict {done.verdict}  ({done.cases} of at most {done.most} cases, margin {100 * duel.margin:g} points)",
+        f"verdict {done.verdict}  ({done.cases} of at most {done.most} cases, margin {100 * comparison.margin:g} points)",
     ]
     if done.unscored:
         lines.append(f"excluded {done.unscored} pairs of attempts with only one score")
@@ -222,7 +226,7 @@ def _duel_text(done: DifferenceSoFar, duel: VersionDuel) -> str:
         if named:
             more = f", and {len(named) - _CASES_SHOWN} more" if len(named) > _CASES_SHOWN else ""
             lines.append(f"{what}: {', '.join(map(_line, named[:_CASES_SHOWN]))}{more}")
-    return "\n".join([*lines, *(f"attempts {folder}" for folder in duel.folders)])
+    return "\n".join([*lines, *(f"attempts {folder}" for folder in comparison.folders)])
 
 
 @versions_app.command("promote", epilog="Example: agentrl versions promote runs/quickstart 3")

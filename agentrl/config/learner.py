@@ -78,7 +78,7 @@ class LearnerConfig(Section):
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up from 0."""
     lr_schedule: Annotated[Literal["constant", "inverse_sqrt", "linear", "cosine"], _FALLS] = "constant"
-    """After the warm-up. inverse_sqrt: falls with the root of the step. linear, cosine: to nearly 0 at the last step."""
+    """Rate after the warm-up. inverse_sqrt: proportional to 1 / sqrt(step). linear, cosine: decays to nearly 0 at the last step."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices. Vectors do not decay."""
     max_grad_norm: float = Field(1.0, gt=0)

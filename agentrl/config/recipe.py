@@ -75,7 +75,7 @@ class Recipe(Section):
     seed: int = Field(0, ge=0)
     """Seed of task order, sampler and learner. Sampling is not bitwise repeatable, because batching is asynchronous."""
     steps: int | None = resumable(16, ge=1)
-    """Learner steps. None: until the run is stopped (ctrl-C or SIGTERM)."""
+    """Learner steps. None: the run trains until it is stopped (ctrl-C or SIGTERM)."""
     max_staleness: Annotated[int, _LAGS] = Field(1, ge=0)
     """Learner versions that an episode may lag behind. 0: on-policy; rollouts wait for each update."""
     pipeline_depth: Annotated[int | None, _OVERLAPS] = Field(None, ge=1)
@@ -83,8 +83,8 @@ class Recipe(Section):
     mean staleness; rollouts may then wait for updates. Groups that wait for late scores are not in flight."""
     order: Annotated[Literal["oldest_first", "in_order", "replay"], _OVERLAPS] = "oldest_first"
     """Which finished groups a learner step takes. oldest_first: those that the oldest weights sampled, as soon as there are enough.
-    in_order: those that started for this step, so it waits for the slowest of them. replay: as oldest_first; a step also trains the groups
-    of the step before again."""
+    in_order: those that started for this step, so it waits for the slowest of them. replay: as oldest_first, and each step trains the
+    groups of the previous step a second time."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of server and learner. auto: cuda if torch finds a GPU, else cpu."""
     policy: PolicyConfig
@@ -99,8 +99,8 @@ class Recipe(Section):
     """Notes that agents write for later episodes. None disables memory; `{}` uses the defaults."""
     capture: CaptureConfig = resumable(CaptureConfig())
     store: parts.Store = Part("sqlite")
-    """Store of scored groups between rollouts and learner. sqlite: a file in the run folder. redis: the same, and a Redis
-    stream from rollout workers to it."""
+    """Store of scored groups between rollouts and learner. sqlite: a file in the run folder. redis: the same file, to which
+    a Redis stream carries the groups of rollout workers."""
     trackers: tuple[parts.Tracker, ...] = resumable((Part("terminal"), Part("tensorboard")))
     """Receivers of metrics, in addition to `metrics.jsonl`. terminal: progress. tensorboard: event files in logs/tensorboard."""
     sandbox: SandboxConfig = resumable(SandboxConfig())
@@ -224,7 +224,7 @@ class Recipe(Section):
 
     @property
     def step_limit(self) -> float:
-        """Number of learner steps; infinite for a run that ends only when it is stopped."""
+        """Number of learner steps; infinite if the run ends only when it is stopped."""
         return math.inf if self.steps is None else self.steps
 
     @property

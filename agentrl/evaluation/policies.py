@@ -104,7 +104,7 @@ def _json_or_text(text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedPolicy:
-    """A policy that a user named."""
+    """A policy as the user specified it."""
 
     source: PolicySource
     name: str  # as typed

@@ -172,7 +172,7 @@ def suite_sha256(task_keys: Mapping[str, str]) -> str:
 def save_results(
     folder: Path, results: SuiteResults, episodes: Iterable[Mapping[str, Any]], *, more: Mapping[str, bytes] | None = None
 ) -> None:
-    """Writes an evaluation's folder atomically, replacing an existing one. `more` has further files by name."""
+    """Writes an evaluation's folder atomically, replacing an existing one. `more`: additional files, by name."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = partial_folder(folder)
     (part / ABOUT).write_bytes(codec.to_json(results.about) + b"\n")

@@ -100,7 +100,7 @@ def _scores(attempts: Sequence[SuiteAttempt]) -> Scores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VersionDuel:
+class VersionComparison:
     """Two versions of a run to compare, and the evaluation in which they are tried."""
 
     run: Path
@@ -122,7 +122,7 @@ class VersionDuel:
 
 
 @contextmanager
-def prepare_duel(
+def prepare_comparison(
     run: Path,
     numbers: tuple[int, int],
     suite: Suite | None,
@@ -133,7 +133,7 @@ def prepare_duel(
     alpha: float,
     margin: float,
     folder: Path | None = None,
-) -> Iterator[VersionDuel]:
+) -> Iterator[VersionComparison]:
     """Claims a folder for the comparison and runs all cheap checks.
 
     Args:
@@ -162,11 +162,11 @@ def prepare_duel(
     elif cases is not None:
         suite = dataclasses.replace(suite, cases=suite.cases[:cases])
     with prepare_evaluation(policy, [suite], overrides=overrides, repeats=repeats, run_dir=folder, own=own) as given:
-        yield VersionDuel(run=run, numbers=numbers, given=given, alpha=alpha, margin=margin)
+        yield VersionComparison(run=run, numbers=numbers, given=given, alpha=alpha, margin=margin)
 
 
-async def run_duel(
-    duel: VersionDuel, *, console: bool = True, on_block: Callable[[DifferenceSoFar], None] = lambda so_far: None
+async def run_comparison(
+    comparison: VersionComparison, *, console: bool = True, on_block: Callable[[DifferenceSoFar], None] = lambda so_far: None
 ) -> DifferenceSoFar:
     """Runs attempts by both versions until the verdict is clear or no case is left, and stores them in the folder of the comparison.
 
@@ -175,24 +175,24 @@ async def run_duel(
 
     Raises `InfrastructureError` if the server is lost for good, and `SwapError` if it rejects a version.
     """
-    async with open_policy(duel.given, console=console) as policy:
+    async with open_policy(comparison.given, console=console) as policy:
         assert policy.run is not None, "versions are served here"
-        registry, folder = policy.run.registry, duel.given.start.folder
+        registry, folder = policy.run.registry, comparison.given.start.folder
         pair = []
-        for place, number in enumerate(duel.numbers, 1):
-            source = known_version(open_registry(duel.run), number)
+        for place, number in enumerate(comparison.numbers, 1):
+            source = known_version(open_registry(comparison.run), number)
             target = f"versions/{place:06d}"
-            copy_version(duel.run / source.folder, folder / target, weights=source.weights)
+            copy_version(comparison.run / source.folder, folder / target, weights=source.weights)
             pair.append(dataclasses.replace(source, number=place, parent=0, folder=target, state=VersionState.CANDIDATE))
             registry.add(pair[-1])
-        decided = await try_blocks(duel, policy, (pair[0], pair[1]))
-    with warn_on_error(duel.given.start.folder, "the digest of failures"):
-        write_digest(duel.given.start.folder)
+        decided = await try_blocks(comparison, policy, (pair[0], pair[1]))
+    with warn_on_error(comparison.given.start.folder, "the digest of failures"):
+        write_digest(comparison.given.start.folder)
     return decided
 
 
 async def try_blocks(
-    duel: VersionDuel,
+    comparison: VersionComparison,
     policy: OpenPolicy,
     pair: tuple[PolicyVersion, PolicyVersion],
     *,
@@ -204,39 +204,39 @@ async def try_blocks(
         on_block: called with the difference after each block.
     """
     began = time.monotonic()
-    cases = list(duel.suite.cases)
+    cases = list(comparison.suite.cases)
     attempts: tuple[list[SuiteAttempt], list[SuiteAttempt]] = [], []
-    random.Random(duel.given.recipe.seed).shuffle(cases)
-    decided = difference_so_far((), (), alpha=duel.alpha, margin=duel.margin, most=len(cases))
+    random.Random(comparison.given.recipe.seed).shuffle(cases)
+    decided = difference_so_far((), (), alpha=comparison.alpha, margin=comparison.margin, most=len(cases))
     for block in range(0, len(cases), _BLOCK):
         for side in (0, 1) if block // _BLOCK % 2 == 0 else (1, 0):
-            attempts[side].extend(await _attempts(duel, policy, pair[side], cases[block : block + _BLOCK], side))
-        decided = difference_so_far(attempts[0], attempts[1], alpha=duel.alpha, margin=duel.margin, most=len(cases))
+            attempts[side].extend(await _attempts(comparison, policy, pair[side], cases[block : block + _BLOCK], side))
+        decided = difference_so_far(attempts[0], attempts[1], alpha=comparison.alpha, margin=comparison.margin, most=len(cases))
         on_block(decided)
         if decided.verdict is not ComparisonVerdict.NOT_ENOUGH:
             break
     for side in (0, 1):
-        _save(duel, side, pair[side], attempts[side], began)
+        _save(comparison, side, pair[side], attempts[side], began)
     return decided
 
 
-def _save(duel: VersionDuel, side: int, version: PolicyVersion, attempts: Sequence[SuiteAttempt], began: float) -> None:
-    given, number = duel.given, duel.numbers[side]
-    repeats = given.repeats or duel.suite.repeats
-    info = evaluation_info(given.recipe, duel.suite, version, repeats=repeats, threshold=given.threshold, began=began)
-    info = dataclasses.replace(info, model=f"{duel.run}@{number}", version=number)
+def _save(comparison: VersionComparison, side: int, version: PolicyVersion, attempts: Sequence[SuiteAttempt], began: float) -> None:
+    given, number = comparison.given, comparison.numbers[side]
+    repeats = given.repeats or comparison.suite.repeats
+    info = evaluation_info(given.recipe, comparison.suite, version, repeats=repeats, threshold=given.threshold, began=began)
+    info = dataclasses.replace(info, model=f"{comparison.run}@{number}", version=number)
     evaluation = SuiteResults(about=info, attempts=tuple(one.attempt for one in attempts))
-    results.save_results(duel.folders[side], evaluation, [one.transcript for one in attempts])
+    results.save_results(comparison.folders[side], evaluation, [one.transcript for one in attempts])
 
 
 async def _attempts(
-    duel: VersionDuel, policy: OpenPolicy, version: PolicyVersion, cases: Sequence[Case], side: int
+    comparison: VersionComparison, policy: OpenPolicy, version: PolicyVersion, cases: Sequence[Case], side: int
 ) -> tuple[SuiteAttempt, ...]:
     assert policy.run is not None, "versions are served here"
     if (policy.run.served.version, policy.run.served.sha256) != (version.number, version.sha256):
         await policy.run.served.swap(version)
-    policy.tracker.stage("evaluate", f"version {duel.numbers[side]}: {len(cases)} cases")
-    capture, phase, step = policy.capture.capture_episode, _PHASES[side], duel.numbers[side]
+    policy.tracker.stage("evaluate", f"version {comparison.numbers[side]}: {len(cases)} cases")
+    capture, phase, step = policy.capture.capture_episode, _PHASES[side], comparison.numbers[side]
 
     async def record(task: Task, scored: ScoredEpisode) -> None:
         await asyncio.to_thread(capture, task, scored, phase=phase, step=step)
@@ -244,7 +244,7 @@ async def _attempts(
     return await run_cases(
         policy.groups,
         cases,
-        lambda case: range(duel.given.repeats_of(duel.suite, case)),
+        lambda case: range(comparison.given.repeats_of(comparison.suite, case)),
         phase=phase,
         version=version.number,
         broken=policy.broken,

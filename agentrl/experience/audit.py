@@ -172,7 +172,7 @@ def _checkpoint_uses(run_dir: Path, content: bytes) -> _CheckpointUses:
     complete, checkpoints = int(fields["step"]), run_dir / "checkpoints"
     steps = read_steps(checkpoints, complete)
     if len(steps) != complete or hash_steps(steps) != fields["consumed_sha256"]:
-        raise StoreError(f"{checkpoints / CONSUMED_FILE} does not have its {complete} steps")
+        raise StoreError(f"{checkpoints / CONSUMED_FILE} does not match the {complete} steps of the checkpoint")
     return complete, {index: (step, use) for step, uses in enumerate(steps) for index, use in uses.items()}
 
 

@@ -92,7 +92,7 @@ class LatePart:
         return True
 
 
-_FINAL = "the score of an episode whose group is complete is final"
+_FINAL = "scores are final once their group has all of them"
 _REPLACE = 'replace it (--replace, or "replace": true), or send the same value to repeat a message'
 
 

@@ -40,7 +40,8 @@ MAX_GROUP_BYTES = 1 << 30
 BATCH = 16
 """Groups that are added in one transaction, and read at once."""
 MAX_HELD = 256
-"""Maximum entries that the driver has read and not stored. Further ones stay in the stream, and are read again after `IDLE_S`."""
+"""Maximum number of entries that the driver has read but not stored. Further entries stay in the stream and are
+read again after `IDLE_S`."""
 IDLE_S = 120.0
 """Entries that were delivered this long ago and not acknowledged are delivered again. Longer than any commit."""
 

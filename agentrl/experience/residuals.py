@@ -2,7 +2,7 @@
 
 A group whose late parts are all residual (`PendingPart.residual`) is not parked. The store splits it into two groups, in one commit:
 
-- index `i`: the attempts with the parts of their scores that are there. It is trained like any other group.
+- index `i`: the attempts with the known parts of their scores. It is trained like any other group.
 - index `-1 - i`, its residual: the same attempts. Each score is the weighted sum of the late parts alone. It is parked until they have
   arrived or expired, and a step after that of the first group trains it.
 

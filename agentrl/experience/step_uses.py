@@ -76,7 +76,7 @@ def recorded_steps(checkpoints: Path, count: int, sha256: str, entries: Iterable
     steps = ledger_steps(entries, count)
     if hash_steps(steps) != sha256:
         path = checkpoints / CONSUMED_FILE
-        raise StoreError(f"{path} and the ledger both differ from the steps of checkpoint {count}\n  fix: restore {path}")
+        raise StoreError(f"{path} and the ledger both differ from the steps of checkpoint {count}\n  fix: restore {path} from a backup")
     return steps
 
 

@@ -191,7 +191,7 @@ class Collection:
         Args:
             counts: what to add to the counts; None counts each new trace once.
             passed: (task key, phase) of episodes that passed. The first phase of a task is kept.
-            once: a name. If traces were added with it before, nothing is stored or counted.
+            once: an idempotency key. If traces were added with it before, nothing is stored or counted.
         """
         traces = list(traces)
         with self._transaction() as db:

@@ -373,7 +373,7 @@ def group_uses(
 
 
 def _new_and_replayed(batch: Batch, replayed: frozenset[int]) -> dict[str, float]:
-    """Returns the counts of a batch's groups and trained tokens, without replayed groups, and the counts of those."""
+    """Returns metrics of a batch: its groups and trained tokens, counted separately for new and for replayed groups."""
     tokens, groups = Counter[bool](), {sample.group_index for sample in batch.samples}
     for sample in batch.samples:
         tokens[sample.group_index in replayed] += sum(sample.loss_mask)

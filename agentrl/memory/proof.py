@@ -63,8 +63,8 @@ class MemoryReport:
         return {"ok": self.ok, "kept": scopes, **{name: getattr(self, name) for name in names}, **lists}
 
 
-def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done, total: None) -> MemoryReport:
-    """Examines every episode of a run with a memory. `telling` is called with the numbers of finished and of all groups.
+def audit_memory(run: Path, *, on_progress: Callable[[int, int], None] = lambda done, total: None) -> MemoryReport:
+    """Examines every episode of a run with a memory. `on_progress` is called with the numbers of finished and of all groups.
 
     Raises `UserError` for a folder without such a run, and `StoreError`.
     """
@@ -82,7 +82,7 @@ def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done
         try:
             entries = [entry for entry in store.entries() if not entry.is_residual]
             for done, entry in enumerate(entries):
-                telling(done, len(entries))
+                on_progress(done, len(entries))
                 reads.group(store.groups([entry.index])[0], step=entry.step)
         finally:
             store.close()

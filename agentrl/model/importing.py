@@ -63,20 +63,20 @@ def import_model(
     dtype: Dtype = "float32",
     force: bool = False,
     root: Path | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    on_stage: Callable[[str], None] = lambda _: None,
 ) -> Imported:
     """Writes the model folder `target` from `source`: a Hugging Face folder, a GGUF file, or `package:NAME[/FILE]`.
 
     Args:
         chat_template: name of a built-in template, or a file relative to `root` (default: the current folder). None keeps the model's.
         force: whether to replace an existing model folder.
-        tell: called with the name of each stage.
+        on_stage: called with the name of each stage.
 
     Raises `UserError` if the model cannot be served or trained exactly, a package is missing, the disk is too small, a folder is in the
     way, or another import is writing it.
     """
     try:
-        return _import(source, target, chat_template, dtype, force, root or Path.cwd(), tell)
+        return _import(source, target, chat_template, dtype, force, root or Path.cwd(), on_stage)
     except OSError as error:
         if disk_full_error(error) is not None:
             raise
@@ -85,7 +85,7 @@ def import_model(
 
 
 def _import(
-    source: str, target: Path, chat_template: str | None, dtype: Dtype, force: bool, root: Path, tell: Callable[[str], None]
+    source: str, target: Path, chat_template: str | None, dtype: Dtype, force: bool, root: Path, on_stage: Callable[[str], None]
 ) -> Imported:
     origin = find_source(source)
     text = None if chat_template is None else read_template(chat_template, root)
@@ -102,7 +102,7 @@ def _import(
     with _alone(target):
         part = files.partial_folder(target)
         try:
-            record = _make(origin, part, text, chat_template, dtype, tell) | {"asked": asked}
+            record = _make(origin, part, text, chat_template, dtype, on_stage) | {"asked": asked}
             record["files"] = files.folder_manifest(part)
             files.write_atomically(part / RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
             _check_target(target, origin, force=force)  # minutes have passed
@@ -177,7 +177,7 @@ def _check_installed(source: Source) -> None:
         raise UserError("the package gguf is not installed", fix=install_command("models"))
 
 
-def _make(source: Source, part: Path, text: str | None, named: str | None, dtype: Dtype, tell: Callable[[str], None]) -> dict[str, Any]:
+def _make(source: Source, part: Path, text: str | None, named: str | None, dtype: Dtype, on_stage: Callable[[str], None]) -> dict[str, Any]:
     """Fills `part`; returns the record of it."""
     if text is not None and source.is_gguf:
         probe_template(text)
@@ -195,19 +195,19 @@ def _make(source: Source, part: Path, text: str | None, named: str | None, dtype
             check_model_files(folder, chat_template=False)
             check_model(folder)
             values = _check_folder(folder)
-        tell("loading the libraries")
+        on_stage("loading the libraries")
         from agentrl.model import loading
 
         file = source.path.name if header is not None else None
         _quiet()
-        tell(f"reading {source.name}")
+        on_stage(f"reading {source.name}")
         config = loading.read_config(folder, file, header)
         parameters = loading.check_size(config, values=values, exact=header is not None)
         _check_disk(part, parameters * _BYTES[dtype])
         template = _save_tokenizer(folder, header, part, text, config)
-        tell(f"loading {parameters:,} parameters as {dtype}")
+        on_stage(f"loading {parameters:,} parameters as {dtype}")
         prints = loading.save_model(loading.load_model(folder, config, dtype, file=file), config, part)
-    tell("checking what was written: the same bits, scored as the learner will")
+    on_stage("checking what was written: the same bits, scored as the learner will")
     check_model_files(part)
     check_model(part)
     loading.check_saved(part, dtype, prints)

@@ -18,7 +18,7 @@ class ExperienceStore(Protocol):
     """
 
     def put(self, group: Group) -> bool:
-        """Stores a group as `agentrl.experience.residuals.split_group` returns it.
+        """Stores a group, and its residual if `agentrl.experience.residuals.split_group` returns one.
 
         Returns False, and stores nothing, if a group with this index exists.
         """
@@ -124,7 +124,7 @@ class GroupTransport(Protocol):
     """
 
     def append(self, groups: Sequence[Group], *, leases: Sequence[str] = ()) -> None:
-        """Adds groups, all or none, with their leases. They are durable when it returns."""
+        """Adds groups with their leases, all or none. They are durable when it returns."""
 
     def claim(self, *, limit: int = 16, wait_s: float = 1.0) -> tuple[Delivery, ...]:
         """Returns up to `limit` groups that were not acknowledged; after `wait_s` seconds none. Excludes damaged entries."""

@@ -34,8 +34,8 @@ class Failure(Record):
     @property
     def policy_reachable(self) -> bool:
         """Whether the policy can have provoked a fault that excludes its episode: it came after the policy's first turn, or in scoring, and
-        no server died or was slow; or its group has ended several rollout workers. Always False if the policy is blamed, because then the
-        episode is scored."""
+        no server died or was slow; or several rollout workers were lost while they sampled its group. Always False if the policy is blamed,
+        because then the episode is scored."""
         if self.blame is Blame.POLICY or self.kind in _SERVER_FAULTS:
             return False
         if self.kind == WORKER_LOST:

@@ -66,7 +66,7 @@ class ScoreReceipt(Record):
     attempt: int  # index of the episode in its group
     remaining: int  # parts that the group still waits for
     repeated: bool  # whether the same value was stored before
-    replaced: float | None = None  # the value that it corrects
+    replaced: float | None = None  # the value that it replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,7 +88,7 @@ class Rubric:
         return sum(map(self._limit, self._minimums)) + rest + user_code.GRACE_S
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """Prepares the parts that need it, such as judges. Raises `UserError` if one cannot be used."""
+        """Prepares the verifiers that need it, such as judges. Raises `UserError` if one of them cannot be used."""
         for verifier in self._verifiers.values():
             prepare_verifier(verifier, root=root, folder=folder)
 

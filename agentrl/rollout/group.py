@@ -195,11 +195,11 @@ class GroupRunner:
         on_turn: TurnListener | None,
         scorer: EpisodeScorer,
         *,
-        tell: bool = True,
+        final: bool = True,
         always: bool = False,
         slot: GroupAttempt | None = None,
     ) -> ScoredEpisode:
-        """See `run_episode`. `tell`: whether the score is final, so that `on_attempt` is called with it; a group scorer may still change
+        """See `run_episode`. `final`: whether the score is final, so that `on_attempt` is called for it; a group scorer may still change
         it. `slot`: the attempt's entry in its group's schedule; None outside of groups. A fault is not retried if the group can do without
         the attempt and the policy cannot have provoked it."""
         continued = start is not None and start.episode_id == f"{name}-a{start.attempt}"
@@ -211,7 +211,7 @@ class GroupRunner:
             start = start if always else None
             if score is not None:
                 unscored = infrastructure_fault("score", "unscored", score.reason) if score.is_absent else None
-                if tell:
+                if final:
                     self.on_attempt(unscored)
                 return ScoredEpisode(episode=episode, score=score)
             failure = next(one for one in reversed(episode.failures) if one.blame is not Blame.POLICY)
@@ -307,7 +307,7 @@ class GroupRunner:
                 stored = await member.fork.state
             on_turn = None if fork is None and self.checkpoints is None else self._watching(member, task)
             scorer, alone = (self.scorer, True) if self.group_scoring is None else (self.group_scoring.score_attempt, False)
-            scored = await self._episode(task, member.name, stored, on_turn, scorer, tell=alone, slot=slot)
+            scored = await self._episode(task, member.name, stored, on_turn, scorer, final=alone, slot=slot)
         if fault.error is not None:
             scored = excluded_attempt(member.name, task.id, task.key, failure_from_error(fault.error, stage="group"))
         broken = next((failure for failure in scored.episode.failures if failure.blame is Blame.TASK), None)

@@ -94,7 +94,7 @@ class GroupLeases:
         self._waiting = deque[_Job]()
         self._leased: dict[str, _Job] = {}
         self._early: dict[int, Group] = {}  # arrived before they were requested
-        self._silent_s: dict[str, float] = {}  # worker -> seconds since its newest request, as far as they count
+        self._silent_s: dict[str, float] = {}  # worker -> counted seconds since its newest request
         self._lost = deque[str](maxlen=_LOST)  # workers that have sent no renewal since
         self._looked = clock()
         self._queued = asyncio.Condition()
@@ -147,7 +147,7 @@ class GroupLeases:
         return lease in self._leased
 
     def was_lost(self, worker: str) -> bool:
-        """Whether a worker was lost since its last renewal, so that the attempts of which it reports the end are already counted."""
+        """Whether a worker was lost since its last renewal. The attempts that it then reports as ended are already counted."""
         return worker in self._lost
 
     async def renew(self, worker: str, leases: Collection[str]) -> list[str]:

@@ -28,8 +28,8 @@ def thinking_bound(task: Task, thinking: Thinking | None) -> tuple[int, Thinking
     if thinking is None:
         raise TaskError(
             f"task {task.id!r}: limits.thinking_tokens={most} needs a chat template with <think> and </think>, and an agent that ends"
-            " thinking, as those that ship do",
-            fix="leave the limit out, or use another model or agent",
+            " thinking, as the built-in agents do",
+            fix="remove the limit, or use another model or agent",
         )
     return most, thinking
 

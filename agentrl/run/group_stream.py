@@ -134,7 +134,7 @@ class GroupStream:
             self.restarts += 1
             if (failures := restarts.failed()) > _RESTARTS:
                 raise InfrastructureError(f"the Redis server ended {failures} times in a row: see {self._folder / 'redis.log'}")
-            self._alert("the Redis server is replaced; it has the groups that it had accepted")
+            self._alert("the Redis server was restarted; it has all groups that it had accepted")
             await asyncio.to_thread(server.wait_ready)
             restarts.started()
             answered = clock()
@@ -194,7 +194,7 @@ def _options(recipe: Recipe) -> dict[str, Any]:
     unknown = sorted(set(options) - {"url", "password"})
     if unknown or not all(isinstance(value, str) for value in options.values()) or ("password" in options and "url" not in options):
         raise UserError(
-            f"store.options of store=redis: {', '.join(unknown) or 'a value that is no text, or a password without url'}",
+            f"store.options of store=redis: {'unknown ' + ', '.join(unknown) if unknown else 'a value is not text, or url is missing'}",
             fix="use store.options.url=redis://HOST:PORT/DB, store.options.password=env:NAME, or no options: then the run starts a server",
         )
     return options

@@ -37,7 +37,7 @@ def check_residuals(order: GroupOrder, *late: str) -> None:
     """Raises `UserError` if there are late scores to apply as residuals, which the arguments name, and advantages are not linear."""
     if late and order.nonlinear:
         raise UserError(
-            f"{late[0]}: a residual needs advantages that are linear in the score, which they are not with {order.nonlinear}",
+            f"{late[0]}: residual scores need advantages that are linear in the score; they are not linear with {order.nonlinear}",
             fix="change this setting, or let the groups wait for their scores: residual=false in the verifier",
         )
 
@@ -63,7 +63,7 @@ class LateGroups:
 
     @property
     def count(self) -> int:
-        """The number of parked groups, as of the last look at the store, without residuals."""
+        """The number of parked groups, without residuals, when the store was last read."""
         return sum(1 for index in self._parked if index >= 0)
 
     async def resume(self) -> None:

@@ -101,7 +101,7 @@ async def sample(
     Args:
         groups: None means as many as before, or `DEFAULT_GROUPS`. Raises `UserError` for fewer than before.
     """
-    requested = _asked(start.folder, groups)
+    requested = _requested_groups(start.folder, groups)
     async with open_run(recipe, start, checked, root=root, console=console, order=GroupOrder.single_block(recipe.rollout)) as run:
         write_atomically(start.folder / SAMPLE_FILE, json.dumps({"groups": requested}) + "\n")
         with measure.handle_interrupts(run.stop_after_step, in_hand="the groups"):
@@ -116,7 +116,7 @@ async def sample(
     return result
 
 
-def _asked(folder: Path, groups: int | None) -> int:
+def _requested_groups(folder: Path, groups: int | None) -> int:
     path = folder / SAMPLE_FILE
     before = int(json.loads(path.read_text(encoding="utf-8"))["groups"]) if path.exists() else 0
     wanted = groups or before or DEFAULT_GROUPS
@@ -168,28 +168,30 @@ async def sample_groups(run: Run, indices: Sequence[int]) -> None:
             running.create_task(work())
 
 
-async def sample_result(run: Run, asked: int) -> SampleResult:
-    """Returns the result of the first `asked` groups. Writes their transcripts to `episodes/train.jsonl`."""
+async def sample_result(run: Run, requested: int) -> SampleResult:
+    """Returns the result of the first `requested` groups. Writes their transcripts to `episodes/train.jsonl`."""
     totals, kinds = SampleTotals(), defaultdict[str, SampleTotals](SampleTotals)
     path = run.folder / "episodes" / "train.jsonl"
     path.unlink(missing_ok=True)  # from a killed process
     size, stored = run.recipe.rollout.group.min_size, 0
-    async for group, task in _stored(run, asked):
+    async for group, task in _stored(run, requested):
         stored += 1
         for counted in (totals, kinds[task.kind if task is not None else ""]):
             counted.add_group(group, min_group_size=size)
         if task is not None:
             await asyncio.to_thread(_append_transcripts, path, task, group)
-    return SampleResult(folder=run.folder, requested=asked, totals=totals, by_kind=dict(sorted(kinds.items())), unfinished=stored < asked)
+    return SampleResult(
+        folder=run.folder, requested=requested, totals=totals, by_kind=dict(sorted(kinds.items())), unfinished=stored < requested
+    )
 
 
 def _append_transcripts(path: Path, task: Task, group: Group) -> None:
     append_transcripts(path, (transcript(task, one, phase="train", step=0) for one in group.episodes))
 
 
-async def _stored(run: Run, asked: int) -> AsyncIterator[tuple[Group, Task | None]]:
+async def _stored(run: Run, requested: int) -> AsyncIterator[tuple[Group, Task | None]]:
     """The stored groups with their tasks; None for a task that cannot be created."""
-    for index in range(asked):
+    for index in range(requested):
         if await run.store.has(index):
             try:
                 task = run.group_tasks.task(index)

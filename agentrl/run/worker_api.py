@@ -210,8 +210,10 @@ class WorkerApi:
 
 
 async def _unless_gone(request: Request, result: asyncio.Task[T]) -> T:
-    """Returns the result of a task, which is cancelled if the worker closes its connection. Then, and if it is cancelled by others, it
-    raises `RequestError`."""
+    """Returns the result of a task. Cancels the task if the worker closes its connection.
+
+    Raises `RequestError` if the task was cancelled.
+    """
     gone = asyncio.Event()
     watching, waiting = asyncio.create_task(watch(request, gone)), asyncio.create_task(gone.wait())
     try:

@@ -146,7 +146,7 @@ class WorkerPool:
             os.close(part)
 
     async def _watch_silence(self) -> None:
-        """Takes the groups of silent workers, and kills those that the driver has started, which are then replaced."""
+        """Requeues the groups of silent workers. Kills such workers if the driver started them; they are then replaced."""
         while True:
             await asyncio.sleep(_WATCH_S)
             for worker in await self._leases.lose_silent():

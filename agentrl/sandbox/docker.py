@@ -233,7 +233,7 @@ class DockerBackend(ChannelBackend):
             await self._discard(name)
 
     async def _leave(self, name: str) -> None:
-        """Leaves the removal to the daemon. Every `_SWEEP_AT` calls, removes by force what it has not removed in time."""
+        """Leaves the removal to the daemon. Every `_SWEEP_AT` calls, forces the removal of containers that are overdue."""
         now = time.monotonic()
         self._leaving[name] = now
         if len(self._leaving) >= _SWEEP_AT:

@@ -212,7 +212,7 @@ class ServerProcess(ABC):
     async def _begin(self, *, timeout_s: float) -> None:
         """Starts the process on a free port of the loopback address and returns when it is ready.
 
-        On a GPU that it shares, a server ends if another process frees memory while it measures what is free. It is then started again.
+        On a shared GPU, a server ends if another process frees memory while the server measures what is free. It is then restarted.
 
         Raises `ServingError`, with the cause from the log, if the process dies or `timeout_s` passes.
         """
@@ -222,7 +222,7 @@ class ServerProcess(ABC):
             except ServingError as error:
                 if not tries_left or _DISTURBED not in str(error):
                     raise
-                log.warning("%s starts again: another process freed GPU memory while it measured what is free", self._what)
+                log.warning("%s is restarted: another process freed GPU memory while it measured what is free", self._what)
 
     async def _begin_once(self, *, timeout_s: float) -> None:
         self._port = ReservedPort()

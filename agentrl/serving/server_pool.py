@@ -43,9 +43,9 @@ class _Placed:
 class EpisodeRouter:
     """Tracks which episode is on which replica. It does no I/O, so a choice and its record are atomic.
 
-    An episode stays on its replica while that is able. Otherwise it goes to a replica that has an episode of the same task, whose prompt is
-    cached there, unless that one is ahead of the least loaded replica by more than `apart` contexts of this length. A replica's load is the
-    tokens of the longest context of each of its episodes, including those that wait for tools.
+    An episode stays on its replica while the replica can serve. Otherwise it goes to a replica that has an episode of the same task, whose
+    prompt is cached there, unless that one is ahead of the least loaded replica by more than `apart` contexts of this length. A replica's
+    load is the tokens of the longest context of each of its episodes, including those that wait for tools.
     """
 
     def __init__(self, replicas: int, *, apart: int) -> None:

@@ -164,7 +164,7 @@ def _started(folder: Path) -> dict[str, Any]:
 
 
 def finished_summary(folder: Path, recipe: Recipe) -> Summary | None:
-    """Returns the summary of a run that has finished under this recipe; else None, as for one without a last step."""
+    """Returns the summary of a run that has finished under this recipe; None if it has not, or has no last step."""
     starts = read_sessions(folder)
     if not starts or starts[-1].ended != "finished" or check_resumed_recipe(folder, recipe) or recipe.steps is None:
         return None

@@ -85,7 +85,7 @@ def _brief(value: object) -> str:
 
 
 def pending_pages(store: ExperienceStore, *, limit: int, now: float, after: str = "") -> Iterator[list[dict[str, Any]]]:
-    """Yields the pending parts of `limit` episodes after the other, as JSON data. First records what has expired, also without a driver.
+    """Yields pages of pending parts as JSON data, `limit` episodes per page. First records expiries, which works without a driver too.
 
     `left_s`: remaining seconds; None means no limit.
     """

@@ -76,7 +76,9 @@ class Progress:
     """How far a run is in this session."""
 
     stop_at: float  # learner step after which the run ends; the first ctrl-C lowers it
-    end: float = field(init=False)  # learner step after which the run is finished: the recipe's last, or where a run without one stops
+    end: float = field(
+        init=False
+    )  # learner step after which the run is finished: the recipe's last one, or that at which an endless run is stopped
     learning: bool = False
     interrupted: bool = False
     timeline: Timeline = field(default_factory=Timeline)  # its interval starts with training, and again after each step

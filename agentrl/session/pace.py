@@ -18,7 +18,7 @@ PACE_FILE = "pace.json"
 
 
 def restore_pace(recipe: Recipe, folder: Path) -> Pace:
-    """Returns the pace of a run, with the history of its earlier processes if settings and machine are the same."""
+    """Returns the pace of a run, with the history of its earlier sessions if settings and machine are the same."""
     pace, path = Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas), folder / PACE_FILE
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Lists and changes the tasks of a run, live or stopped. `agentrl.task.changes` has the files, and `start_changes` the driver's part."""
+"""Lists and changes the tasks of a run, live or stopped. See `agentrl.task.changes` for the files. The driver calls `start_changes`."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def open_changes(recipe: Recipe, folder: Path, family: TaskFamily, root: Path, p
 
 
 def planned_mix(recipe: Recipe, logged: Iterable[LoggedChange]) -> TaskMix:
-    """Returns the tasks in use once all changes have started that are not rejected."""
+    """Returns the tasks in use after all changes that were not rejected."""
     mix = TaskMix.of_family(family_label(recipe.tasks.family.ref))
     for one in logged:
         if one.start is None or not one.start.rejected:
@@ -130,7 +130,7 @@ def _outcomes(run_dir: Path) -> Iterator[GroupOutcome]:
 
 
 def request_change(run_dir: Path, change: TaskChange) -> TaskChange:
-    """Logs a change, which applies from the first group that has not started. Returns it with what its name stands for.
+    """Logs a change, which applies from the next group to start. Returns it with its target: family, kind or task.
 
     For remove and reweight the name is that of a family, a kind or a task. Raises `UserError` for an unknown one, for a family that is used
     already or cannot be opened, and if no task would remain.
@@ -163,7 +163,7 @@ def _tasks(family: TaskFamily, most: int) -> Iterator[Task]:
 
 
 def _target(name: str, mix: TaskMix, run_dir: Path, opened: Callable[[str], TaskFamily]) -> str:
-    """Returns whether a name is that of a kind or a task, used or not. Raises `UserError` for an unknown one."""
+    """Returns `kind` or `task`: what a name refers to, used or not. Raises `UserError` for an unknown name."""
     kinds, tasks = set(mix.kinds), set(mix.tasks)
     for outcome in _outcomes(run_dir):
         kinds.add(outcome.kind)

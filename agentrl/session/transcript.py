@@ -96,7 +96,7 @@ class PendingTranscripts:
             return None
 
     def groups(self) -> set[int]:
-        """Returns the groups whose outcomes are not recorded. A killed driver may have left some that are not stored."""
+        """Returns the groups whose outcomes are not recorded. Some may not be stored, if their driver was killed."""
         return {int(path.stem) for path in self._folder.glob("*.json") if path.stem.isdecimal()}
 
     def remove(self, group: int) -> None:

@@ -41,7 +41,7 @@ class TaskChange(Record):
     target: str  # family, kind or task
     name: str  # of the family in this run, the kind, or the id of the task
     at: str  # when it was requested, UTC, ISO 8601
-    weight: float = 1.0  # relative to other families, or to other tasks of its family; of no effect for remove
+    weight: float = 1.0  # relative to other families, or to other tasks of its family; ignored for remove
     family: str = ""  # added family: folder of task folders, or plug-in reference
     options: JsonObject = field(default_factory=dict)  # of an added family
     seed: int | None = None  # of an added family; None means that of the recipe
@@ -56,7 +56,7 @@ class TaskChange(Record):
 
     @property
     def text(self) -> str:
-        """The change in words."""
+        """The change as a phrase, such as `family chores is added with weight 2`."""
         done = {"add": "is added with weight", "reweight": "gets weight", "remove": "is removed"}[self.action]
         return f"{self.target} {self.name} {done}" + ("" if self.action == "remove" else f" {self.weight:g}")
 
@@ -146,7 +146,7 @@ class TaskChanges:
         folder: the run folder.
         base: the recipe's family, as a change that would add it.
         open_added: opens the family of a change. Raises `UserError`.
-        position: position in the schedule of the families, given the number of a group: without reserved groups before it.
+        position: maps the number of a group to its position in the families' schedule, which skips groups reserved for practice.
 
     Raises `StoreError` if the two files do not belong together.
     """

@@ -1,7 +1,7 @@
-"""The contents of a `task.toml`: Harbor's keys (see `agentrl.task.harbor`) and ours. Any other key is an error.
+"""The contents of a `task.toml`: Harbor's keys (see `agentrl.task.harbor`) and agentrl's. Any other key is an error.
 
 version = "1.0"
-outputs = ["report.json"]         # ours: the files that are graded, as patterns of agentrl.task.outputs
+outputs = ["report.json"]         # agentrl's key: the files to grade, as patterns of agentrl.task.outputs
 [metadata]                        # free-form; evaluations are grouped by `category`
 [agent]                           # limits of an episode
 [environment]                     # its sandbox

@@ -151,7 +151,7 @@ def test_an_address_that_the_arguments_hold_was_chosen_by_the_agent(client: Call
     assert outage_of(dead, {"path": "report.csv", "query": "who is http"}) is not None, "a file's name is no address"
 
 
-def test_a_backend_with_a_name_is_told_from_an_address_in_the_arguments() -> None:
+def test_a_backend_with_a_name_is_distinguished_from_an_address_in_the_arguments() -> None:
     request = httpx.Request("GET", "http://search.internal:9200/_search")
     dead = httpx.ConnectError("All connection attempts failed", request=request)
     assert outage_of(dead, {"query": "what is https://example.com about"}) is not None
@@ -240,7 +240,7 @@ def test_errors_of_the_standard_library_by_what_raises_them(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE, errno.EIO, errno.EDQUOT])
-def test_a_machine_that_is_full_is_an_outage_whatever_address_was_asked_for(number: int) -> None:
+def test_a_machine_that_is_full_is_an_outage_whatever_address_was_requested(number: int) -> None:
     assert outage_of(OSError(number, os.strerror(number)), {"url": "https://example.com/large"}) is not None
 
 

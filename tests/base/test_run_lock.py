@@ -166,14 +166,14 @@ def test_a_folder_removed_between_opening_and_locking_is_made_again(tmp_path: Pa
         assert json.loads((run / DRIVER).read_text())["command"] == "mine" and len(seen) == 2
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be used as a run folder"), drive_folder(tmp_path / "file" / "run", command="mine"):
         pass
 
 
 @pytest.mark.parametrize(("folder", "why"), [("/proc/no-such-run", "No such file"), ("/tmp/\udcff", "not UTF-8")])
-def test_a_folder_that_cannot_be_made_or_named_is_refused(folder: str, why: str) -> None:
+def test_a_folder_that_cannot_be_created_or_named_is_an_error(folder: str, why: str) -> None:
     with pytest.raises(UserError, match=why) as error, drive_folder(Path(folder), command="mine"):
         pytest.fail("there is no such folder")
     assert str(error.value).isascii()

@@ -24,7 +24,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_trials")
-def test_a_model_is_imported_and_told_of(source: Path, tmp_path: Path) -> None:
+def test_a_model_is_imported_and_reported(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "made"
     first = agentrl("model", "import", str(source), str(target))
     assert first.returncode == 0, first.stderr
@@ -59,7 +59,7 @@ def test_an_import_that_is_interrupted_leaves_nothing(source: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_wrong_use_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_wrong_use_is_reported_with_a_fix(tmp_path: Path) -> None:
     for arguments, says in (
         (("package:nobody-has-this", "x"), "is not installed"),
         (("absent.gguf", "x"), "absent.gguf does not exist"),

@@ -38,7 +38,7 @@ def test_pending_scores_are_listed_with_their_ranges_and_the_time_left(run: Path
     assert "g0-0  review 0 to 1  no limit  t0" in text and "left  t1" in text and "3 pending scores" in text and "\x1b" not in text
 
 
-def test_listing_records_what_has_expired_although_no_driver_runs(tmp_path: Path) -> None:
+def test_listing_records_expiries_without_a_driver(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", late_group(0, replace(REVIEW, expires_at=1.0)), late_group(1))
     assert [item["episode_id"] for item in json.loads(score(run, "--list", "--json").stdout)] == ["g1-0", "g1-1"]
     with opened_store(run) as store:

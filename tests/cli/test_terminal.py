@@ -71,7 +71,7 @@ def test_a_reader_that_leaves_changes_neither_the_run_nor_its_exit_code(end: str
 
 
 @pytest.mark.slow
-def test_a_run_without_a_result_still_exits_with_1_when_nobody_reads(tmp_path: Path) -> None:
+def test_a_run_without_a_result_still_exits_with_1_if_its_output_is_not_read(tmp_path: Path) -> None:
     shell = 'set -o pipefail; "$@" | true'
     args = command(tmp_path / "run", pause=0.01, problems=("nothing was scored",))
     assert subprocess.run(["bash", "-c", shell, "bash", *args], capture_output=True, timeout=120).returncode == 1

@@ -230,7 +230,7 @@ def test_every_key_is_read_and_can_be_set(key: str) -> None:
 
 @pytest.mark.sampled(30)
 @pytest.mark.parametrize("key", [key for key, conditions in CONDITIONS.items() if conditions])
-def test_a_key_that_is_declared_to_be_idle_somewhere_is_refused_there_by_name(key: str) -> None:
+def test_a_key_without_effect_in_a_recipe_is_an_error_that_names_it(key: str) -> None:
     field, name = KEYS[key], key.rpartition(".")[2]
     for needs, declared in CONDITIONS[key]:
         refused = 0

@@ -70,7 +70,7 @@ def test_sampling_can_be_interrupted_extended_and_used_for_training(tmp_path: Pa
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output[-4000:]
     assert "rollout worker 0 is replaced: it was killed by signal 9, SIGKILL" in output
-    assert "the Redis server is replaced" in output
+    assert "the Redis server was restarted" in output
     assert "finishing the groups in progress" in output and "interrupted; continue with: " in output and "Traceback" not in output
     first = stored(run)
     assert 2 <= len(first) < 100 and not (run / "model").exists() and not list((run / "checkpoints").iterdir())

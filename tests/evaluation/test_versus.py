@@ -16,7 +16,7 @@ from agentrl.evaluation.engine import SuiteAttempt
 from agentrl.evaluation.open_policy import OpenPolicy
 from agentrl.evaluation.results import CaseAttempt, load_results
 from agentrl.evaluation.statistics import e_value
-from agentrl.evaluation.versus import VersionDuel, difference_so_far, try_blocks
+from agentrl.evaluation.versus import VersionComparison, difference_so_far, try_blocks
 from agentrl.failure.case import Case, Suite
 from agentrl.records import PolicyVersion
 from tests.gate import test_gate as gated
@@ -30,7 +30,7 @@ def suite(size: int) -> Suite:
     return Suite(folder=Path("x"), name="x", repeats=1, cases=tuple(Case(id=f"c{number:02d}", task=task) for number in range(size)))
 
 
-async def duel_of(tmp_path: Path, weights: str, *, size: int = 64, margin: float = 0.05) -> tuple[VersionDuel, OpenPolicy, Any]:
+async def comparison_of(tmp_path: Path, weights: str, *, size: int = 64, margin: float = 0.05) -> tuple[VersionComparison, OpenPolicy, Any]:
     """Version 1 passes every case. Version 2 has these weights."""
     run = await gated.opened(tmp_path / "run")
     pair = [plain.publish(run.registry, number, 0, text.encode()) for number, text in ((1, "good"), (2, weights))]
@@ -38,29 +38,29 @@ async def duel_of(tmp_path: Path, weights: str, *, size: int = 64, margin: float
         suites=(suite(size),), recipe=run.recipe, repeats=None, threshold=1.0, start=SimpleNamespace(folder=tmp_path / "ab"),
         repeats_of=lambda suite, case: 1,
     )  # fmt: skip
-    duel = VersionDuel(run=Path("runs/x"), numbers=(4, 9), given=given, alpha=0.05, margin=margin)  # type: ignore[arg-type]
+    comparison = VersionComparison(run=Path("runs/x"), numbers=(4, 9), given=given, alpha=0.05, margin=margin)  # type: ignore[arg-type]
     policy = OpenPolicy(
         groups=run.groups, sandboxes=run.sandboxes, capture=run.capture, tracker=run.tracker, version=run.base_version,
         sampled_by=None, broken={}, run=run,
     )  # fmt: skip
-    return duel, policy, pair
+    return comparison, policy, pair
 
 
-async def tried(duel: VersionDuel, policy: OpenPolicy, pair: list[PolicyVersion]) -> tuple[Any, list[int]]:
+async def tried(comparison: VersionComparison, policy: OpenPolicy, pair: list[PolicyVersion]) -> tuple[Any, list[int]]:
     after_blocks: list[int] = []
-    done = await try_blocks(duel, policy, (pair[0], pair[1]), on_block=lambda so_far: after_blocks.append(so_far.cases))
+    done = await try_blocks(comparison, policy, (pair[0], pair[1]), on_block=lambda so_far: after_blocks.append(so_far.cases))
     await plain.close(policy.run)
     return done, after_blocks
 
 
 @pytest.mark.usefixtures("scripted")
 async def test_a_worse_version_is_stopped_after_the_first_block(tmp_path: Path) -> None:
-    duel, policy, pair = await duel_of(tmp_path, "awful")
-    done, blocks = await tried(duel, policy, pair)
+    comparison, policy, pair = await comparison_of(tmp_path, "awful")
+    done, blocks = await tried(comparison, policy, pair)
     assert (done.verdict, blocks, done.cases, done.most) == (ComparisonVerdict.WORSE, [16], 16, 64)
     assert (done.before, done.after, done.interval.value) == (1.0, 0.0, -1.0) and done.interval.high <= 0
     assert len(done.lost) == 16 and not done.gained
-    before, after = (load_results(folder) for folder in duel.folders)
+    before, after = (load_results(folder) for folder in comparison.folders)
     assert (before.about.version, after.about.version, after.about.sha256) == (4, 9, pair[1].sha256)
     assert before.task_keys == after.task_keys and len(before.attempts) == 16
     assert {one.versions for one in after.attempts} == {(2,)}
@@ -68,8 +68,8 @@ async def test_a_worse_version_is_stopped_after_the_first_block(tmp_path: Path) 
 
 @pytest.mark.usefixtures("scripted")
 async def test_an_equal_version_is_tried_on_every_case_with_few_swaps(tmp_path: Path) -> None:
-    duel, policy, pair = await duel_of(tmp_path, "good still", margin=0.01)
-    done, blocks = await tried(duel, policy, pair)
+    comparison, policy, pair = await comparison_of(tmp_path, "good still", margin=0.01)
+    done, blocks = await tried(comparison, policy, pair)
     assert (done.verdict, blocks) == (ComparisonVerdict.NOT_ENOUGH, [16, 32, 48, 64])
     assert done.interval.low < 0 < done.interval.high and not done.lost
     assert [number for number, _ in plain.RecordingChannel.swapped] == [1, 2, 1, 2, 1], (

@@ -68,7 +68,7 @@ def test_a_group_is_ready_at_once_and_its_residual_waits(store: ExperienceStore)
     assert (early.index, early.state, early.late_parts, early.has_spread) == (0, "ready", 0, True)
     assert (residual.index, residual.state, residual.pending, store.parked()) == (-1, "parked", 2, (-1,))
     assert [one.score.value for one in store.groups([0])[0].episodes] == [0.25, 0.75]
-    assert [entry.index for entry in store.entries(first=1)] == [-1], "an open residual is never passed over"
+    assert [entry.index for entry in store.entries(first=1)] == [-1], "an open residual is always returned"
     assert send(store, "g0-0", 1.0) == 1 and send(store, "g0-1", -1.0) == 0
     assert [one.score.value for one in store.groups([0])[0].episodes] == [0.25, 0.75], "the group itself never changes"
     assert [one.score.value for one in store.groups([-1])[0].episodes] == [0.5, -0.5]
@@ -163,7 +163,7 @@ def test_residuals_do_not_dilute_the_other_groups_of_their_step(aggregation: str
     ],
     ids=str,
 )
-def test_settings_with_which_the_parts_do_not_add_up_are_named(changes: dict[str, object]) -> None:
+def test_settings_under_which_the_parts_do_not_add_up_are_reported(changes: dict[str, object]) -> None:
     assert not why_not_linear(build(LINEAR))
     recipe = build(LINEAR | {"objective": {"normalize_std": False} | changes})
     assert next(iter(changes)) in why_not_linear(recipe)

@@ -93,7 +93,7 @@ def test_a_finding_is_taken_now(what: str, tmp_path: Path, nothing_old: None) ->
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 3000, "{a=" * 3000])
-def test_toml_that_python_does_not_read_is_told_as_the_authors_mistake(value: str, tmp_path: Path) -> None:
+def test_toml_that_python_does_not_read_is_reported_as_the_authors_mistake(value: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is (not TOML|nested too deep)"):
         parse_toml(TaskDescription, f"version = {value}")
     (tmp_path / "image.toml").write_text(f"suite = {value}")

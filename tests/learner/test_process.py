@@ -387,4 +387,4 @@ def test_no_process_survives_a_killed_driver(tmp_path: Path) -> None:
     wait_until(lambda: sum("agentrl.learner.main" in line and str(tmp_path) in line for line in _command_lines()) >= 2)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    wait_until(lambda: not any(str(tmp_path) in line for line in _command_lines()))  # they would run for ever
+    wait_until(lambda: not any(str(tmp_path) in line for line in _command_lines()))  # they would run forever

@@ -131,7 +131,7 @@ def test_a_concurrent_import_into_the_same_folder_raises(source: Path, tmp_path:
             import_model(str(source), tmp_path / "model", dtype="bfloat16")
         refused.append(error)
 
-    assert import_model(str(source), tmp_path / "model", tell=another).fresh and len(refused) >= 3
+    assert import_model(str(source), tmp_path / "model", on_stage=another).fresh and len(refused) >= 3
     assert [path.name for path in tmp_path.iterdir()] == ["model"], "neither a part nor a lock is left"
 
 

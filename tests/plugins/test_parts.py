@@ -92,7 +92,7 @@ class Part(SqliteStore):
 """
 
 
-def test_a_store_of_somebodys_is_opened_with_the_run_folder_the_recipe_and_its_options(written: Any, tmp_path: Path) -> None:
+def test_a_user_supplied_store_is_opened_with_the_run_folder_the_recipe_and_its_options(written: Any, tmp_path: Path) -> None:
     made = BASE.but(store=Part(written(STORE), options={"name": "mine.sqlite"}))
     check_parts(made)
     store = parts.make_part(parts.STORE, made.store, tmp_path, made)
@@ -172,7 +172,7 @@ UNFIT: list[tuple[str, str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("key", "code", "options", "said", "fix"), UNFIT)
-def test_what_does_not_fulfil_the_protocol_is_refused_with_what_to_write(
+def test_what_does_not_fulfil_the_protocol_is_an_error_with_what_to_write(
     key: str, code: str, options: dict[str, Any], said: str, fix: str, written: Any
 ) -> None:
     reference = written(code)
@@ -183,7 +183,7 @@ def test_what_does_not_fulfil_the_protocol_is_refused_with_what_to_write(
     assert fix in error.value.fix, error.value.fix
 
 
-def test_everything_that_is_wrong_is_told_at_once(written: Any) -> None:
+def test_all_problems_are_reported_at_once(written: Any) -> None:
     reference = written("x = 1", "absent")
     with pytest.raises(PluginError) as error:
         check_parts(BASE.but(f"store={reference}", "objective.loss=nowhere.at_all:loss", f'trackers=["{reference}"]'))
@@ -251,7 +251,7 @@ def test_a_factory_that_breaks_its_word_is_found_out_when_it_is_called(written: 
         parts.make_part(parts.STORE, Part(reference), tmp_path, BASE)
 
 
-def test_what_a_factory_raises_is_told_with_its_place(written: Any, tmp_path: Path) -> None:
+def test_what_a_factory_raises_is_reported_with_its_location(written: Any, tmp_path: Path) -> None:
     reference = written(STORE + "        raise KeyError('REDIS_URL')\n")
     with pytest.raises(PluginError, match=r"store .* could not be opened: KeyError: 'REDIS_URL' \(.*theirs\.py:6\)"):
         parts.make_part(parts.STORE, Part(reference), tmp_path, BASE)

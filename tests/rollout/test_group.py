@@ -103,7 +103,7 @@ async def test_slots_bound_the_episodes_in_flight(tokenizer: Any, task: Task, ma
             nonlocal running, peak
             running += 1
             peak = max(peak, running)
-            await two.wait()  # with one slot, it would wait for ever
+            await two.wait()  # with one slot, it would wait forever
             for _ in range(20):  # lets other tasks run
                 await asyncio.sleep(0)
             running -= 1

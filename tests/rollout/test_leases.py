@@ -183,7 +183,7 @@ async def test_a_result_for_another_group_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(("deaths", "pauses"), [(1, False), (12, True)])
-async def test_a_run_pauses_if_its_workers_die_all_the_time(deaths: int, pauses: bool) -> None:
+async def test_a_run_pauses_if_its_workers_keep_dying(deaths: int, pauses: bool) -> None:
     """Each death loses all attempts in flight, however many groups were leased; one death among finished groups is no reason."""
     rate = FaultRate(concurrency=16)
     leases = GroupLeases(group_size=4, concurrency=8, on_attempt=rate.record_attempt)
@@ -208,7 +208,7 @@ async def test_a_run_pauses_if_its_workers_die_all_the_time(deaths: int, pauses:
         group.cancel()
 
 
-async def test_a_result_that_arrives_while_lost_groups_are_requeued_is_refused() -> None:
+async def test_a_result_that_arrives_while_lost_groups_are_requeued_is_rejected() -> None:
     clock = Clock()
     leases = GroupLeases(group_size=1, concurrency=64, clock=clock)
     groups = [asyncio.create_task(leases.run_group(index, make_task(index))) for index in range(3)]
@@ -294,5 +294,5 @@ async def test_a_group_of_another_task_or_of_older_weights_is_not_the_result() -
     lease = await leases.take("a", wait_s=1)
     assert lease is not None
     await leases.arrive(lease.id, complete(1, "of another group"))
-    assert not leases.is_valid(lease.id) and leases.waiting == 1 and leases.losses == 1, "else it would wait for ever"
+    assert not leases.is_valid(lease.id) and leases.waiting == 1 and leases.losses == 1, "else it would wait forever"
     waiting.cancel()

@@ -87,7 +87,7 @@ async def test_tasks_change_in_a_live_run_and_in_a_stopped_one_and_a_resumed_run
                 await steps_done(run, steps)
                 if not last:
                     said = tasks("add", tmp_path, reference, "name=added", "--name", "added", "--weight", "3")
-                    assert "family added is added with weight 3, from the first group on that has not started\nsee: agentrl" in said, said
+                    assert "family added is added with weight 3, starting with the next group\nsee: agentrl" in said, said
                     await steps_done(run, steps + 5)
                 run.stop_after_step()
                 await asyncio.wait_for(running, 60)

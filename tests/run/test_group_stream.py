@@ -80,7 +80,7 @@ def test_a_missing_package_or_program_is_an_error_with_the_fix(monkeypatch: pyte
 @pytest.mark.parametrize(
     "options", [{"host": "h"}, {"password": "env:TEST_REDIS_PASSWORD"}, {"url": "http://h:1"}, {"url": "redis://h:x/0"}]
 )
-def test_options_that_are_no_address_are_an_error_with_an_example(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_are_not_an_address_are_an_error_with_an_example(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_REDIS_PASSWORD", "secret-of-the-test")
     with pytest.raises(UserError, match=r"store\.options") as wrong:
         check_stream(with_stream(**options))
@@ -88,7 +88,7 @@ def test_options_that_are_no_address_are_an_error_with_an_example(options: dict[
 
 
 @pytest.mark.slow
-def test_a_server_that_may_lose_groups_or_is_away_stops_the_run_before_it_starts(
+def test_a_server_that_may_lose_groups_or_is_unreachable_stops_the_run_before_it_starts(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, client = with_stream(**address(server, monkeypatch)), redis.Redis.from_url(server.url)
@@ -165,7 +165,7 @@ async def test_groups_of_workers_pass_a_server_that_dies_or_stops_and_each_is_st
             while other._redis.xlen(other._groups) or drive.leases._leased:
                 await asyncio.sleep(0.05)
         assert other._redis.info("server")["process_id"] != pid
-        assert [alert for alert in drive.alerts if "the Redis server is replaced" in alert]
+        assert [alert for alert in drive.alerts if "the Redis server was restarted" in alert]
         other.append([make_group(3)])  # a worker of an earlier driver returns
         while other._redis.xlen(other._groups):
             await asyncio.sleep(0.05)
@@ -193,7 +193,7 @@ async def test_a_group_that_an_earlier_driver_did_not_read_is_not_sampled_again(
             await asyncio.sleep(0.05)
 
 
-async def test_groups_that_wait_together_are_one_transaction_and_one_that_is_too_large_goes_another_way() -> None:
+async def test_groups_that_wait_together_are_one_transaction_and_one_that_is_too_large_is_declined() -> None:
     class Recorded:
         def __init__(self) -> None:
             self.batches: list[list[tuple[int, str]]] = []

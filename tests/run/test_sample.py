@@ -147,11 +147,11 @@ async def test_a_recipe_is_sampled_unchanged(given: list[str], tmp_path: Path) -
 
 
 def test_more_groups_may_be_requested_but_not_fewer(tmp_path: Path) -> None:
-    assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 5)) == (sample.DEFAULT_GROUPS, 5)
+    assert (sample._requested_groups(tmp_path, None), sample._requested_groups(tmp_path, 5)) == (sample.DEFAULT_GROUPS, 5)
     (tmp_path / sample.SAMPLE_FILE).write_text('{"groups": 8}')
-    assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 12)) == (8, 12)
+    assert (sample._requested_groups(tmp_path, None), sample._requested_groups(tmp_path, 12)) == (8, 12)
     with pytest.raises(UserError, match="an earlier command requested 8 groups") as error:
-        sample._asked(tmp_path, 7)
+        sample._requested_groups(tmp_path, 7)
     assert "--groups 8 or more" in error.value.fix
 
 

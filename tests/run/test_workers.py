@@ -337,7 +337,7 @@ async def test_an_alert_during_a_renewal_is_sent_with_the_next(tmp_path: Path, m
 
 
 async def test_a_group_that_the_stream_loses_is_sampled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise its worker would renew the lease for ever."""
+    """Otherwise its worker would renew the lease forever."""
 
     class Lossy:
         """An outbox whose server is emptied after the first group. Later groups are too large for it, so they are sent over HTTP."""

@@ -80,7 +80,7 @@ if len(starts.read_text().split()) <= {disturbances}:
 
 
 @pytest.mark.parametrize(("disturbances", "starts"), [(2, 3), (9, 3)])
-async def test_a_server_that_is_disturbed_while_it_measures_gpu_memory_starts_again(tmp_path: Path, disturbances: int, starts: int) -> None:
+async def test_a_server_that_is_disturbed_while_it_measures_gpu_memory_is_restarted(tmp_path: Path, disturbances: int, starts: int) -> None:
     counted = tmp_path / "starts"
     server = Small(tmp_path, DISTURBED.format(starts=str(counted), disturbances=disturbances) + ANSWERS)
     if disturbances < starts:

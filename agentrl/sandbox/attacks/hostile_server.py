@@ -59,7 +59,7 @@ def answer(number: int, body: bytes = b"", /, **fields: object) -> bytes:
 
 
 def replies(number: int) -> dict[str, bytes]:
-    """What the tricks that send some bytes send in reply to request `number`."""
+    """Returns the bytes that each attack of this kind sends in reply to request `number`."""
     text = json.dumps({"id": number, "ok": True}).encode()
     types = {
         "__class__": "os.system",
