@@ -239,7 +239,7 @@ def check_same_family(known: TaskChange, change: TaskChange) -> None:
 
 def read_changes(folder: Path) -> list[LoggedChange]:
     """Returns the changes of a run in order. Raises `StoreError` for damaged files."""
-    changes, starts = complete_lines(folder / CHANGES_FILE), complete_lines(folder / STARTS_FILE)
+    starts, changes = complete_lines(folder / STARTS_FILE), complete_lines(folder / CHANGES_FILE)  # each start follows its change
     try:
         started = [codec.from_json(ChangeStart, line) for line in starts]
         found = [codec.from_json(TaskChange, line) for line in changes]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from agentrl.errors import StoreError, UserError
 from agentrl.records import Task
 from agentrl.task import GroupSchedule
+from agentrl.task import changes as task_changes
 from agentrl.task.changes import CHANGES_FILE, STARTS_FILE, ChangeStart, TaskChange, TaskChanges, changing
 from tests.run.endless import Numbered
 
@@ -126,6 +127,23 @@ def test_files_that_do_not_belong_together_stop_a_resumed_run(tmp_path: Path, da
         (tmp_path / STARTS_FILE).write_bytes(starts[1] + starts[0])
     with pytest.raises(StoreError, match="do not belong together"):
         changes_of(tmp_path)
+
+
+def test_a_change_that_is_requested_and_started_while_the_files_are_read_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, read = changes_of(tmp_path), task_changes.complete_lines
+
+    def read_slowly(path: Path) -> list[bytes]:
+        lines = read(path)
+        with monkeypatch.context() as patch:
+            patch.setattr(task_changes, "complete_lines", read)
+            if "two" not in changes.mix.families:
+                apply(tmp_path, changes, change("add", "two"), 5)
+        return lines
+
+    monkeypatch.setattr(task_changes, "complete_lines", read_slowly)
+    assert [logged.change.name for logged in task_changes.read_changes(tmp_path)] == ["two"]
 
 
 def test_a_removed_family_continues_where_it_was_and_its_name_stays_its_own(tmp_path: Path) -> None:
