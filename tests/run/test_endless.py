@@ -134,6 +134,14 @@ def test_a_change_that_cannot_work_is_an_error_and_changes_nothing(tmp_path: Pat
     assert message in said and read_changes(tmp_path) == [], said
 
 
+@pytest.mark.parametrize(("order", "accepted"), [("in_order", False), ("oldest_first", True)])
+def test_a_family_with_late_scores_is_added_only_to_a_run_that_accepts_them(tmp_path: Path, order: str, accepted: bool) -> None:
+    recipe = endless_recipe(**{"tasks.family": "tests.run.endless:Numbered", "order": order, "max_staleness": 1})
+    (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
+    said = tasks("add", tmp_path, "tests.run.endless:Numbered", "late=true", "--name", "late")
+    assert ("no score may be late" in said) is not accepted and len(read_changes(tmp_path)) == accepted, said
+
+
 def test_the_last_kind_of_a_family_cannot_be_removed(tmp_path: Path) -> None:
     recipe = endless_recipe(**{"tasks.family": "tests.run.endless:Numbered"})
     (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
