@@ -110,7 +110,7 @@ def test_a_weight_is_a_positive_number(weight: float) -> None:
         change("reweight", "base", weight=weight)
 
 
-@pytest.mark.parametrize("damage", ["changed", "lost", "swapped", "torn"])
+@pytest.mark.parametrize("damage", ["changed", "lost", "moved", "rejected", "swapped", "torn"])
 def test_files_that_do_not_belong_together_stop_a_resumed_run(tmp_path: Path, damage: str) -> None:
     changes = changes_of(tmp_path)
     apply(tmp_path, changes, change("add", "two"), 5)
@@ -120,6 +120,9 @@ def test_files_that_do_not_belong_together_stop_a_resumed_run(tmp_path: Path, da
         path.unlink()
     elif damage == "changed":
         path.write_bytes(path.read_bytes().replace(b'"three"', b'"thrEE"'))
+    elif damage in ("moved", "rejected"):
+        path, old, new = tmp_path / STARTS_FILE, *{"moved": (b":5", b":7"), "rejected": (b'""', b'"x"')}[damage]
+        path.write_bytes(path.read_bytes().replace(old, new, 1))
     elif damage == "torn":
         path.write_bytes(path.read_bytes()[:-9])
     else:
