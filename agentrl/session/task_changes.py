@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -100,11 +101,11 @@ def open_changes(recipe: Recipe, folder: Path, family: TaskFamily, root: Path, p
 
 
 def planned_mix(recipe: Recipe, logged: Iterable[LoggedChange]) -> TaskMix:
-    """Returns the tasks in use once all changes have started that are not rejected."""
+    """Returns the tasks in use once all changes have started that are not rejected, and will not be, because an earlier one was."""
     mix = TaskMix.of_family(family_label(recipe.tasks.family.ref))
     for one in logged:
-        if one.start is None or not one.start.rejected:
-            mix = mix.after(one.change)
+        with suppress(UserError):
+            mix = mix if one.start is not None and one.start.rejected else mix.after(one.change)
     return mix
 
 
