@@ -169,6 +169,8 @@ class RedisTransport:
                 group = codec.from_json(Group, decompress(body, most=MAX_GROUP_BYTES))
                 if (fields or {}).get(b"group") != str(group.index).encode():
                     raise ValueError(f"the entry is not for group {group.index}, which it contains")
+                if group.index < 0:
+                    raise ValueError(f"a worker samples no group {group.index}: residuals are made by the store")
             except ValueError as error:
                 self._move_damaged(name, fields or {}, one_line_error(error))
             else:
