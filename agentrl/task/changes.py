@@ -224,6 +224,8 @@ class TaskChanges:
         used = dict(last.used)
         for name, before, _ in last.mix.split(self._position(first) - self._position(last.first)):
             used[name] = used.get(name, 0) + before
+        if first == last.first:
+            self._segments.pop()  # no group used it, and each has all weights
         self._segments.append(_Segment(first=first, mix=mix, used=used))
 
     def _add(self, change: TaskChange) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -147,6 +148,17 @@ def test_a_change_that_is_requested_and_started_while_the_files_are_read_is_no_d
 
     monkeypatch.setattr(task_changes, "complete_lines", read_slowly)
     assert [logged.change.name for logged in task_changes.read_changes(tmp_path)] == ["two"]
+
+
+def test_many_changes_at_one_group_take_the_memory_of_one(tmp_path: Path) -> None:
+    changes = changes_of(tmp_path)
+    tracemalloc.start()
+    for number in range(1000):
+        changes._apply(change("reweight", f"base-{number}", "task", 2.0), 3)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 4 << 20 and len(changes.mix.tasks) == 1000
+    assert schedule(changes).task(2) == schedule(changes_of(tmp_path)).task(2)
 
 
 def test_a_removed_family_continues_where_it_was_and_its_name_stays_its_own(tmp_path: Path) -> None:
