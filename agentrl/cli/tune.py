@@ -166,7 +166,8 @@ def _groups(run: Path) -> Iterator[Group]:
     store = open_store(run, recipe.load(run / "recipe.json"))
     try:
         for entry in store.entries(first=0):
-            yield from store.groups([entry.index])
+            if not entry.is_residual:  # its scores are only the late parts
+                yield from store.groups([entry.index])
     finally:
         store.close()
 

@@ -197,7 +197,7 @@ def _step_problems(run_dir: Path, entries: Sequence[LedgerEntry]) -> Iterator[st
     trained, skipped = Counter[int](), set[int]()
     for entry in entries:
         if entry.use is not None and entry.step is not None:
-            trained[entry.step] += entry.use.tokens_trained
+            trained[entry.step] += 0 if entry.is_residual else entry.use.tokens_trained
             if entry.use.reason in ("update_skipped", "critic_warmup", "rolled_back"):
                 skipped.add(entry.step)  # metrics.jsonl has the tokens of the batch even if its update was skipped
     reported: dict[int, float] = {}  # a resumed run may repeat a step

@@ -81,6 +81,8 @@ class LatePart:
                 raise ScoreRejected(f"{what} has the score {self.value:g}, and its group {end}", cause="finished", fix=_FINAL)
             if not score.replace:
                 raise ScoreRejected(f"{what} has the score {self.value:g} by {self.scored_by!r}", cause="contradictory", fix=_REPLACE)
+            if self.key == score.key:  # a repeated message would look like the replaced one
+                raise reused_key(score)
         if (self.value is None and self.closed_at is not None) or (self.expires_at is not None and now >= self.expires_at):
             raise ScoreRejected(f"{what} has expired", cause="expired", fix="score earlier, or set a later expiry in the verifier")
         if not self.low <= score.value <= self.high:
@@ -97,9 +99,9 @@ _REPLACE = 'replace it (--replace, or "replace": true), or send the same value t
 
 
 def reused_key(score: LateScore) -> ScoreRejected:
-    """Returns the error for an idempotency key that belongs to a score for another part, or to one that was replaced."""
+    """Returns the error for an idempotency key that belongs to a score for another part, or to one that was or would be replaced."""
     return ScoreRejected(
-        f"key {score.key!r} belongs to a score of another part, or to one that was replaced",
+        f"key {score.key!r} belongs to a score of another part, or to one that is replaced",
         cause="contradictory",
         fix="send each score with its own key",
     )

@@ -27,7 +27,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from agentrl.base.numbers import all_equal
 from agentrl.config.recipe import Recipe, RolloutConfig
@@ -161,15 +160,18 @@ class GroupOrder:
         return sorted(entry.index for entry in ready[: self.per_step])
 
     def replayed(self, entries: Sequence[LedgerEntry]) -> tuple[int, ...]:
-        """Returns the groups that a step trains again, in ascending order: those with trained tokens, at most `per_step`.
+        """Returns the groups that a step trains again, in ascending order: those with trained tokens, at most `per_step`, and residuals.
 
-        A pure function of the ledger, so a repeated step replays the same groups. At least half of the groups of a step are new.
+        A pure function of the ledger, so a repeated step replays the same groups. At least half of the sampled groups of a step are new.
+        Residuals are trained as often as their first groups, so that both parts of a score have the same weight; a step has at most
+        `per_step` of them.
 
         Args:
             entries: those of the step before.
         """
-        trained = (entry.index for entry in entries if self.replay and entry.state == "trained")
-        return tuple(islice(trained, self.per_step))
+        trained = [entry.index for entry in entries if self.replay and entry.state == "trained"]
+        residuals = sum(index < 0 for index in trained)
+        return tuple(trained[: residuals + self.per_step])
 
     def _choose(self, step: int, taken: Sequence[LedgerEntry], free: list[LedgerEntry], newest: int) -> tuple[int, ...] | None:
         fills = _Slots(self)

@@ -48,6 +48,7 @@ IDLE_S = 120.0
 _READERS = "driver"  # consumer group
 _KEPT_DAMAGED = 1000  # newest damaged entries
 _KEPT_BYTES = 1 << 20  # of each
+_SHOWN_CHARS = 200  # of an answer in an error
 _OLDEST = (7, 0)  # version of the server; XAUTOCLAIM deletes trimmed entries from 7.0 on
 _CALL_S = 10.0  # a server that does not answer for this long is lost; the call is repeated
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
@@ -82,19 +83,26 @@ class RedisTransport:
         self.damaged = 0
 
     def check_server(self) -> None:
-        """Raises `UserError`, with the commands that fix it, unless the server keeps what it has accepted."""
-        version = str(self._answer(lambda: self._redis.info("server"))["redis_version"])
-        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-            raise UserError(f"the Redis server has version {version}", fix="install Redis 7.0 or newer")
+        """Raises `UserError`, with the commands that fix it, unless the server keeps what it has accepted. `StoreError` if it is away."""
         try:
+            version = str(self._answer(lambda: self._redis.info("server"))["redis_version"])
+            if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+                raise UserError(f"the Redis server has version {version[:_SHOWN_CHARS]}", fix="install Redis 7.0 or newer")
             settings = {name: self._answer(lambda name=name: self._redis.config_get(name)).get(name) for name in _REQUIRED}  # type: ignore[misc]
+            wrong = {
+                name: str(value)[:_SHOWN_CHARS]
+                for name, value in settings.items()
+                if (int(value or 0) > MAX_ENTRY_BYTES if name == "proto-max-bulk-len" else value != _REQUIRED[name][0])
+            }
         except redis.ResponseError as error:
-            raise UserError(f"the settings of the Redis server cannot be read: {error}", fix="allow its user CONFIG GET") from error
-        wrong = {
-            name: value
-            for name, value in settings.items()
-            if (int(value or 0) > MAX_ENTRY_BYTES if name == "proto-max-bulk-len" else value != _REQUIRED[name][0])
-        }
+            raise UserError(
+                f"the settings of the Redis server cannot be read: {error}", fix="allow its user INFO and CONFIG GET"
+            ) from error
+        except UserError:
+            raise
+        except (LookupError, ValueError, TypeError, AttributeError) as error:
+            why = one_line_error(error)[:_SHOWN_CHARS]
+            raise UserError(f"the server does not answer like a Redis server: {why}", fix="correct the address") from error
         if wrong:
             problems = "; ".join(f"{name} is {value}, so {_REQUIRED[name][1]}" for name, value in wrong.items())
             commands = "; ".join(f"CONFIG SET {name} {_REQUIRED[name][0]}" for name in wrong)
@@ -162,6 +170,8 @@ class RedisTransport:
                 group = codec.from_json(Group, decompress(body, most=MAX_GROUP_BYTES))
                 if (fields or {}).get(b"group") != str(group.index).encode():
                     raise ValueError(f"the entry is not for group {group.index}, which it contains")
+                if group.index < 0:
+                    raise ValueError(f"a worker samples no group {group.index}: residuals are made by the store")
             except ValueError as error:
                 self._move_damaged(name, fields or {}, one_line_error(error))
             else:
@@ -201,11 +211,15 @@ class RedisTransport:
         while True:
             try:
                 return call()
+            except RecursionError as error:  # in the client's parser
+                raise StoreError("the server does not answer like a Redis server: an answer has too many levels") from error
             except redis.RedisError as error:
                 if _lacks_readers(error):
                     self._create_readers()
                 elif isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
                     raise UserError(f"the Redis server rejects the password: {one_line_error(error)}", fix="correct it") from error
+                elif isinstance(error, redis.InvalidResponse):
+                    raise StoreError(f"the server does not answer like a Redis server: {one_line_error(error)[:_SHOWN_CHARS]}") from error
                 elif not _passes(error):
                     raise
                 if self._closed:

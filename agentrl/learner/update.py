@@ -20,6 +20,7 @@ from agentrl.learner.engine import PolicyEngine, kl_reference_for
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch, build_micro_batch, check_vocabulary, plan_micro_batches, split_minibatches
 from agentrl.learner.update_guard import UpdateGuard
+from agentrl.objective import scale_beside_residuals
 from agentrl.objective.aggregate import loss_denominator
 from agentrl.objective.losses import second_moment_reach, sequence_penalty
 from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, combine_steps, summarize
@@ -82,7 +83,8 @@ class Updater:
         """
         start = time.perf_counter()
         self.guard.begin_step()
-        parts = split_minibatches(batch, self._learner.minibatches)
+        recipe = self.engine.recipe
+        parts = [scale_beside_residuals(part, recipe) for part in split_minibatches(batch, self._learner.minibatches)]
         prepared = self._prepare(parts)
         metrics = _batch_metrics(batch)
         warming_up = self.critic is not None and batch.step < self.critic.config.warmup_steps

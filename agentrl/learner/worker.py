@@ -186,9 +186,9 @@ class Worker:
         metrics |= {f"groups_{reason}": float(count) for reason, count in reasons.items()}
         metrics |= {"groups_left_out": float(excluded), "rollbacks": 0.0}
         metrics["weights_changed"] = float(metrics["optimizer_steps"] > 0)
-        metrics["tokens_captured"] = float(captured_tokens(groups, assembled.drop_reasons))
-        if self.order.replay:
-            metrics |= _new_and_replayed(assembled.batch, frozenset(group.index for group in replayed))
+        metrics["tokens_captured"] = float(captured_tokens(trained, assembled.drop_reasons))
+        counts = _new_and_replayed(assembled.batch, frozenset(group.index for group in replayed))
+        metrics |= counts if self.order.replay else {name: counts[name] for name in ("groups", "groups_trained", "tokens_trained")}
         return assembled, metrics, setbacks
 
     def _roll_back(self, step: int, to: int) -> int:
@@ -373,16 +373,17 @@ def group_uses(
 
 
 def _new_and_replayed(batch: Batch, replayed: frozenset[int]) -> dict[str, float]:
-    """Returns metrics of a batch: its groups and trained tokens, counted separately for new and for replayed groups."""
-    tokens, groups = Counter[bool](), {sample.group_index for sample in batch.samples}
+    """Returns the counts of a batch's groups and trained tokens, without residuals and replayed groups, and the counts of the latter."""
+    tokens, groups = Counter[int](), {sample.group_index for sample in batch.samples}
     for sample in batch.samples:
-        tokens[sample.group_index in replayed] += sum(sample.loss_mask)
+        tokens[sample.group_index] += sum(sample.loss_mask)
+    new = {index for index in batch.group_indices if index >= 0} - replayed
     return {
-        "groups": float(len(set(batch.group_indices) - replayed)),
-        "groups_trained": float(len(groups - replayed)),
+        "groups": float(len(new)),
+        "groups_trained": float(len(groups & new)),
         "groups_replayed": float(len(groups & replayed)),
-        "tokens_trained": float(tokens[False]),
-        "tokens_replayed": float(tokens[True]),
+        "tokens_trained": float(sum(tokens[index] for index in new)),
+        "tokens_replayed": float(sum(tokens[index] for index in replayed)),
     }
 
 

@@ -54,7 +54,6 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
         samples.extend(_with_rollout_tokens(own))
         if reason:
             dropped[group.index] = reason
-    samples = _with_residuals(samples, recipe)
     batch = Batch(
         step=step,
         samples=tuple(samples),
@@ -64,22 +63,24 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
     return AssembledBatch(batch=batch, drop_reasons=dropped)
 
 
-def _with_residuals(samples: list[Sample], recipe: Recipe) -> list[Sample]:
-    """Scales the advantages of a batch with residuals, so that the tokens of other groups are not diluted.
+def scale_beside_residuals(batch: Batch, recipe: Recipe) -> Batch:
+    """Returns the batch of one optimizer step with scaled advantages, so that residuals do not dilute the tokens of other groups.
 
-    The loss divides by D, which counts tokens or rollouts of all samples. Each of them was counted in the step of its first group already.
-    The scaled loss divides by the larger of the two shares of D instead: that of the residuals, and that of the others.
+    The loss divides by D, which counts tokens or rollouts of all samples. Those of residuals were counted in the step of their first group
+    already. The scaled loss divides by the larger of the two shares of D instead: that of the residuals, and that of the others.
     """
+    samples = batch.samples
     residual = [sample for sample in samples if sample.group_index < 0]
     if not residual:
-        return samples
+        return batch
     from agentrl.objective.aggregate import loss_denominator  # imports torch
 
     others = [sample for sample in samples if sample.group_index >= 0]
     aggregation, length = recipe.objective.aggregation, recipe.policy.max_model_len
     every, *shares = (loss_denominator(some, aggregation, length=length) for some in (samples, residual, others))
     factor = every / max(shares)
-    return [replace(sample, advantages=tuple(factor * value for value in sample.advantages)) for sample in samples]
+    scaled = (replace(sample, advantages=tuple(factor * value for value in sample.advantages)) for sample in samples)
+    return replace(batch, samples=tuple(scaled))
 
 
 def counted_samples(groups: Sequence[Group], *, longest: int | None = None) -> tuple[Sample, ...]:

@@ -120,8 +120,8 @@ class StepRecords:
         metrics = await asyncio.to_thread(self._group_metrics, version, groups, report, wall_s)
         if self.order.extra:
             metrics["groups_extra"] = len(groups) - self.order.per_step
-        late = (entry.oldest_version is not None and step - entry.oldest_version > self.recipe.max_staleness for entry in entries)
-        metrics["groups_late"] = sum(late)
+        oldest = [entry.oldest_version for entry in entries if entry.oldest_version is not None and not entry.is_residual]
+        metrics["groups_late"] = sum(step - version > self.recipe.max_staleness for version in oldest)
         parked = await self.store.call(lambda store: store.parked())
         counts = {"groups_parked": sum(1 for index in parked if index >= 0), "residuals": len(entries) - len(groups)}
         metrics |= {name: number for name, number in counts.items() if number}

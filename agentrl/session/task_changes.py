@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,12 @@ from agentrl.base.error_text import did_you_mean
 from agentrl.base.files import complete_lines
 from agentrl.config.recipe import Recipe
 from agentrl.errors import InfrastructureError, UserError
+from agentrl.experience import GroupOrder
 from agentrl.failure.faults import Quarantine
 from agentrl.plugins.references import project_root
 from agentrl.protocols import TaskFamily
 from agentrl.records import Split, Task
+from agentrl.run.late import check_order, check_residuals
 from agentrl.session.preflight import open_tasks
 from agentrl.session.version_changes import run_recipe
 from agentrl.task import GroupOutcome, sandbox_specs
@@ -76,10 +79,17 @@ def _base(recipe: Recipe) -> TaskChange:
 
 
 def open_added_family(change: TaskChange, recipe: Recipe, root: Path, folder: Path) -> TaskFamily:
-    """Opens the family of a change and checks its first training task, with its verifiers and tools. Raises `UserError`."""
+    """Opens the family of a change and checks its first training task, with its verifiers and tools. Raises `UserError`.
+
+    Also for a verifier whose scores are late in a run that accepts none: the first group would end the run, and each resumed run.
+    """
     part: dict[str, Any] = {"ref": change.family, "options": dict(change.options)}
     changed = recipe.but({"tasks.family": part, "seed": recipe.seed if change.seed is None else change.seed})
-    return open_tasks(changed, root=root, folder=folder, held_out=False)[0]
+    family, scorer = open_tasks(changed, root=root, folder=folder, held_out=False)
+    order = GroupOrder.from_recipe(recipe)
+    check_order(order, *(f"verifier {name}" for name in scorer.late))
+    check_residuals(order, *(f"verifier {name}" for name in scorer.residual))
+    return family
 
 
 def open_changes(recipe: Recipe, folder: Path, family: TaskFamily, root: Path, practice: ReservedGroups | None = None) -> TaskChanges:
@@ -91,11 +101,11 @@ def open_changes(recipe: Recipe, folder: Path, family: TaskFamily, root: Path, p
 
 
 def planned_mix(recipe: Recipe, logged: Iterable[LoggedChange]) -> TaskMix:
-    """Returns the tasks in use after all changes that were not rejected."""
+    """Returns the tasks in use once all changes have started that are not rejected, and will not be, because an earlier one was."""
     mix = TaskMix.of_family(family_label(recipe.tasks.family.ref))
     for one in logged:
-        if one.start is None or not one.start.rejected:
-            mix = mix.after(one.change)
+        with suppress(UserError):
+            mix = mix if one.start is not None and one.start.rejected else mix.after(one.change)
     return mix
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 
 from agentrl.base.files import append_lines, complete_lines
@@ -65,7 +65,7 @@ class TaskChange(Record):
 class ChangeStart(Record):
     """From which group on a change applies. Groups are counted in the order in which they start, without extra ones."""
 
-    sha256: str  # of the change's line
+    sha256: str  # of the record before, the change's line and the other fields
     first: int
     rejected: Text = ""  # why it does not apply
 
@@ -162,8 +162,9 @@ class TaskChanges:
         self._families = {base[0].name: base[1]}
         self._changes = {base[0].name: base[0]}  # the families by name
         self._segments = [_Segment(first=0, mix=TaskMix.of_family(base[0].name), used={})]
-        self._read_size = -1
+        self._read_size, self._newest = -1, ""
         for logged in read_changes(folder):
+            self._newest = self._newest if logged.start is None else logged.start.sha256
             if logged.start is not None and not logged.start.rejected:
                 self._apply(logged.change, logged.start.first)
 
@@ -209,7 +210,9 @@ class TaskChanges:
             self._apply(logged.change, first)
         except UserError as error:
             rejected = str(error)
-        record = ChangeStart(sha256=logged.sha256, first=first, rejected=rejected)
+        record = ChangeStart(sha256="", first=first, rejected=rejected)
+        record = replace(record, sha256=_chain(self._newest, logged.sha256, record))
+        self._newest = record.sha256
         append_lines(self._folder / STARTS_FILE, [codec.to_json(record) + b"\n"], durable=True)
         return record
 
@@ -221,6 +224,8 @@ class TaskChanges:
         used = dict(last.used)
         for name, before, _ in last.mix.split(self._position(first) - self._position(last.first)):
             used[name] = used.get(name, 0) + before
+        if first == last.first:
+            self._segments.pop()  # no group used it, and each has all weights
         self._segments.append(_Segment(first=first, mix=mix, used=used))
 
     def _add(self, change: TaskChange) -> None:
@@ -239,16 +244,17 @@ def check_same_family(known: TaskChange, change: TaskChange) -> None:
 
 def read_changes(folder: Path) -> list[LoggedChange]:
     """Returns the changes of a run in order. Raises `StoreError` for damaged files."""
-    changes, starts = complete_lines(folder / CHANGES_FILE), complete_lines(folder / STARTS_FILE)
     try:
+        starts, changes = complete_lines(folder / STARTS_FILE), complete_lines(folder / CHANGES_FILE)  # each start follows its change
         started = [codec.from_json(ChangeStart, line) for line in starts]
         found = [codec.from_json(TaskChange, line) for line in changes]
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise StoreError(
             f"{CHANGES_FILE} or {STARTS_FILE} in {folder} is damaged: {str(error)[:200]}\n  fix: restore both files"
         ) from error
-    hashes = [_hash(line) for line in changes[: len(started)]]
-    if hashes != [one.sha256 for one in started] or any(b.first < a.first for a, b in pairwise(started)):
+    before = ["", *(one.sha256 for one in started)]
+    hashes = [_chain(last, _hash(line), start) for last, line, start in zip(before, changes, started, strict=False)]
+    if hashes != before[1:]:
         raise StoreError(f"{CHANGES_FILE} and {STARTS_FILE} in {folder} do not belong together\n  fix: restore both files")
     return [LoggedChange(change=change, sha256=_hash(line), start=start) for change, line, start in zip_longest(found, changes, started)]
 
@@ -262,6 +268,11 @@ def changing(folder: Path) -> Iterator[Callable[[TaskChange], None]]:
         yield lambda change: append_lines(folder / CHANGES_FILE, [codec.to_json(change) + b"\n"], durable=True)
     finally:
         os.close(handle)
+
+
+def _chain(before: str, line: str, start: ChangeStart) -> str:
+    """Returns the hash of a start: a damaged one would give groups other tasks."""
+    return _hash(codec.to_json(replace(start, sha256=f"{before} {line}")))
 
 
 def _hash(line: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from typer.testing import CliRunner
 from agentrl.cli import tune
 from agentrl.cli.tune import tune_app
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
+from agentrl.experience import SqliteStore
+from tests.late import REVIEW, late_group
 
 
 @pytest.mark.parametrize(("way", "option"), [("dpo", "--beta"), ("dpo", "--lr"), ("sft", "--lr"), ("reward", "--lr")])
@@ -31,3 +34,14 @@ def test_what_is_tuned_keeps_the_template_of_the_episodes(tmp_path: Path) -> Non
         (tmp_path / "run" / "recipe.json").write_text(named.model_dump_json())
         tune._done(tmp_path / "run", out, 0.5)
         assert (out / "chat_template.jinja").read_text() == kept
+
+
+def test_a_model_is_tuned_on_complete_groups_not_on_residuals(tmp_path: Path) -> None:
+    (tmp_path / "recipe.json").write_text(
+        Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F")).model_dump_json()
+    )
+    store = SqliteStore(tmp_path / "experience.sqlite")
+    store.put(late_group(0, replace(REVIEW, residual=True)))
+    assert [entry.index for entry in store.entries()] == [-1, 0]
+    store.close()
+    assert [group.index for group in tune._groups(tmp_path)] == [0]

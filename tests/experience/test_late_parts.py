@@ -121,6 +121,8 @@ def test_a_score_that_does_not_fit_is_rejected_and_changes_nothing(
 def test_a_score_is_replaced_only_on_request_and_while_its_group_waits(store: ExperienceStore) -> None:
     store.put(group(0, waiting(pending(expires_at=NOW + HOUR)), waiting()))
     store.add_score(late("g0-0", 1.0, key="a"), now=NOW)
+    with pytest.raises(ScoreRejected, match="send each score with its own key"):
+        store.add_score(late("g0-0", 0.25, key="a", replace=True), now=NOW)
     change = late("g0-0", 0.25, key="b", by="bob", replace=True)
     assert store.add_score(change, now=NOW) == ScoreReceipt(group=0, attempt=0, remaining=1, repeated=False, replaced=1.0)
     assert store.add_score(change, now=NOW + 9 * HOUR).repeated and store.groups([0])[0].episodes[0].score.value == 0.25

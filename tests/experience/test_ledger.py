@@ -352,14 +352,16 @@ def test_tokens_are_those_that_the_policy_sampled_and_a_shared_turn_counts_once(
 def test_a_step_replays_only_groups_that_the_step_before_trained_and_at_most_as_many_as_are_new(
     groups: list[tuple[int, str]], per_step: int
 ) -> None:
-    """So each group is replayed at most once, by the step after its own, and a group without a preference never."""
+    """So each group is replayed at most once, by the step after its own, and a group without a preference never. Residuals displace no
+    sampled group."""
     uses = {"trained": GroupUse(tokens_trained=3), "excluded": GroupUse(reason="all_equal")}
     entries = [
         replace(new_entry(group(index, 0.0, 1.0)), step=None if state == "ready" else step, use=uses.get(state))
-        for index, (step, state) in enumerate(groups)
+        for index, (step, state) in enumerate(groups, start=-4)
     ]
     for step in range(4):
         before = [entry for entry in entries if entry.step == step]
         replayed = GroupOrder(per_step=per_step, replay=True).replayed(before)
-        assert replayed == tuple(entry.index for entry in before if entry.use == uses["trained"])[:per_step]
+        trained = [entry.index for entry in before if entry.use == uses["trained"]]
+        assert list(replayed) == [index for index in trained if index < 0] + [index for index in trained if index >= 0][:per_step]
         assert GroupOrder(per_step=per_step).replayed(before) == ()

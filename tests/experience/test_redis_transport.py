@@ -194,15 +194,17 @@ def test_damaged_entries_are_moved_with_the_reason(server: RedisServer) -> None:
         {"group": 0, "body": os.urandom(500)},
         {"group": 7, "body": torn},
         {"group": 8, "body": good},
+        {"group": -2, "body": redis_transport.compress(redis_transport.codec.to_json(make_group(-2)))},
     ]
     for body in bodies:
         client.xadd("groups", body)
     client.xadd("groups", {"group": 7, "body": redis_transport.compress(b'{"index": 7}')})
     transport.append([make_group(1)])
     (delivery,) = transport.claim()
-    assert delivery.group == make_group(1) and transport.damaged == 5
+    assert delivery.group == make_group(1) and transport.damaged == 6
     reasons = [fields[b"reason"].decode() for _, fields in client.xrange("damaged")]
-    assert len(reasons) == 5 and "the entry is not for group 7" in reasons[3] and "task_id" in reasons[4]
+    assert len(reasons) == 6 and "the entry is not for group 7" in reasons[3] and "task_id" in reasons[5]
+    assert "no group -2" in reasons[4], "it would pass for a residual, or be held for ever"
     transport.acknowledge([delivery.id])
     assert client.xlen("groups") == 0
     with pytest.raises(redis.RedisError):  # an entry that no driver could hold

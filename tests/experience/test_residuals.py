@@ -16,7 +16,8 @@ from agentrl.errors import UserError
 from agentrl.experience import GroupOrder, SqliteStore
 from agentrl.experience.audit import count, verify
 from agentrl.experience.residuals import split_group, why_not_linear
-from agentrl.objective import assemble
+from agentrl.learner.packing import split_minibatches
+from agentrl.objective import assemble, scale_beside_residuals
 from agentrl.objective.advantages import batch_advantages
 from agentrl.objective.aggregate import loss_denominator
 from agentrl.protocols import ExperienceStore
@@ -142,14 +143,19 @@ def test_residuals_do_not_dilute_the_other_groups_of_their_step(aggregation: str
     recipe = build(LINEAR).but({"objective.aggregation": aggregation})
     residual = split_group(waiting(0, 0.0, 1.0))[1]
     late = residual.with_parts({(one.episode.id, "human"): float(n) for n, one in enumerate(residual.episodes)})
-    other = split_group(waiting(1, 0.0, 1.0))[0]
+    others = [split_group(waiting(index, 0.0, 1.0))[0] for index in (1, 2)]
 
-    def weights(*groups: Group) -> dict[int, float]:
-        samples = assemble(1, groups, recipe).batch.samples
-        whole = loss_denominator(samples, recipe.objective.aggregation, length=recipe.policy.max_model_len)
-        return {sample.group_index: max(sample.advantages) / whole for sample in samples}
+    def weights(*groups: Group, minibatches: int = 1) -> dict[int, float]:
+        largest = dict[int, float]()
+        for part in split_minibatches(assemble(1, groups, recipe).batch, minibatches):
+            samples = scale_beside_residuals(part, recipe).samples
+            whole = loss_denominator(samples, recipe.objective.aggregation, length=recipe.policy.max_model_len)
+            largest |= {sample.group_index: max(sample.advantages) / whole for sample in samples}
+        return largest
 
-    assert weights(other, late) == pytest.approx(weights(other) | weights(late)), "each as much as in a step of its own"
+    assert weights(others[0], late) == pytest.approx(weights(others[0]) | weights(late)), "each as much as in a step of its own"
+    expected = weights(others[0]) | weights(late) | weights(others[1])
+    assert weights(late, others[1], others[0], minibatches=2) == pytest.approx(expected), "also without a residual in a minibatch"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from agentrl.config import Recipe
 from agentrl.errors import DiskFull, LearnerError, UserError
 from agentrl.experience import SqliteStore
-from agentrl.experience.audit import count
+from agentrl.experience.audit import count, verify
 from agentrl.experience.step_uses import CONSUMED_FILE, read_steps
 from agentrl.learner import LearnerProcess
 from agentrl.records import Blame, Failure, Group, LateScore, PendingPart, Probe, Score, codec
@@ -225,6 +225,7 @@ async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path, host: Pa
     names = ("groups", "groups_trained", "groups_replayed", "tokens_trained", "tokens_replayed")
     updates = [json.loads((crashing / "versions" / f"{number:06d}" / "update.json").read_text()) for number in (1, 2)]
     assert [[update[name] for name in names] for update in updates] == [[3, 2, 0, trained[0], 0], [3, 3, 2, trained[1], trained[0]]]
+    assert all(update["tokens_captured"] == update["tokens_delivered"] for update in updates), "or the run has no result"
     assert updates[1]["staleness_max"] == 1 and count(entries).tokens["trained"] == sum(trained)
     store.close()
     for number in (1, 2):
@@ -239,8 +240,9 @@ async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path, host: Pa
 async def test_residuals_are_trained_by_the_next_step_and_once_also_by_a_killed_learner(
     tmp_path: Path, host: Path, make_learner: MakeLearner
 ) -> None:
-    """Killed after the checkpoint of the step that trains them; the end is that of a run that was left alone."""
-    made = recipe(objective={"normalize_std": False}).but({"order": "oldest_first", "max_staleness": 1})
+    """Killed after the checkpoint of the step that trains them, which also trains their first groups again. The end is that of a run that
+    was left alone."""
+    made = recipe(objective={"normalize_std": False}).but({"order": "replay", "max_staleness": 1})
     groups = [random_group(index) for index in range(6)]
     crashing, calm = tmp_path / "crashing", tmp_path / "calm"
     for run_dir in (crashing, calm):
@@ -261,8 +263,13 @@ async def test_residuals_are_trained_by_the_next_step_and_once_also_by_a_killed_
         counts = count(store.entries())
         assert counts.residuals == 3 and counts.tokens_sampled == counts.tokens_trained and counts.tokens_residual
         update = json.loads((run_dir / "versions" / "000002" / "update.json").read_text())
-        step = sum(entry.use.tokens_trained for entry in store.entries(step=1) if entry.use is not None)
-        assert (update["groups_trained"], update["tokens_trained"]) == (6, step)
+        new, residual = (
+            sum(entry.tokens_sampled for entry in store.entries(step=1) if entry.is_residual == late) for late in (False, True)
+        )
+        assert (update["groups_trained"], update["groups_replayed"]) == (3, 3) and counts.tokens_residual == residual
+        assert (update["tokens_trained"], update["tokens_replayed"]) == (new, residual), "tokens of residuals are in neither"
+        assert update["tokens_delivered"] == update["tokens_captured"] == new + 2 * residual
+        assert list(verify(run_dir, store)) == []
         store.close()
         ends.append((run_dir / "versions" / "000002" / "model.safetensors").read_bytes())
     assert ends[0] == ends[1]

@@ -30,16 +30,17 @@ def endless_recipe(**changes: Any) -> Recipe:
 
 
 class Numbered:
-    """Tasks NAME-0, NAME-1, ... of the kinds even and odd."""
+    """Tasks NAME-0, NAME-1, ... of the kinds even and odd. With `late`, their scores arrive late."""
 
-    def __init__(self, *, seed: int = 0, name: str = "numbered", size: int | None = None) -> None:
-        self.name, self._size = name, size
+    def __init__(self, *, seed: int = 0, name: str = "numbered", size: int | None = None, late: bool = False) -> None:
+        self.name, self._size, self._late = name, size, late
 
     def size(self, split: Split) -> int | None:
         return self._size
 
     def task(self, split: Split, index: int) -> Task:
-        return replace(make_task(index), id=f"{self.name}-{index}", data={"kind": "odd" if index % 2 else "even"})
+        task = replace(make_task(index), id=f"{self.name}-{index}", data={"kind": "odd" if index % 2 else "even"})
+        return replace(task, verifiers=("rewards.late:late",)) if self._late else task
 
     def gold(self, task: Task) -> str:
         return ""

@@ -12,12 +12,13 @@ from typer.testing import CliRunner
 
 from agentrl.base.run_lock import drive_folder
 from agentrl.cli import app
-from agentrl.errors import RecipeError
+from agentrl.errors import RecipeError, UserError
 from agentrl.observe.summary import Summary, record_start
+from agentrl.protocols import TaskFamily
 from agentrl.records import VersionState
 from agentrl.run import loop
 from agentrl.session.folder import finished_summary
-from agentrl.task.changes import read_changes
+from agentrl.task.changes import TaskChange, TaskChanges, read_changes
 from tests.driving import make_recipe
 from tests.run.endless import Numbered, endless_recipe, endless_run, steps_done
 
@@ -132,6 +133,33 @@ def test_a_change_that_cannot_work_is_an_error_and_changes_nothing(tmp_path: Pat
     action, *rest = arguments
     said = tasks(action, tmp_path, *rest)
     assert message in said and read_changes(tmp_path) == [], said
+
+
+def test_a_request_that_depends_on_a_rejected_one_does_not_stop_later_requests(tmp_path: Path) -> None:
+    reference = "tests.run.endless:Numbered"
+    recipe = endless_recipe(**{"tasks.family": reference})
+    (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
+    tasks("add", tmp_path, reference, "--name", "added")
+    tasks("reweight", tmp_path, "added", "2")
+
+    def broken(change: TaskChange) -> TaskFamily:
+        raise UserError("broken since it was requested", fix="repair it")
+
+    added, reweighted = read_changes(tmp_path)
+    base = TaskChange(action="add", target="family", name="Numbered", at="", family=reference)
+    assert "broken since" in TaskChanges(tmp_path, (base, Numbered()), broken).start(added, 0).rejected
+    assert reweighted.start is None and [one["name"] for one in json.loads(tasks("list", tmp_path, "--json"))["families"]][:1] == [
+        "Numbered"
+    ]
+    assert "requested: kind odd is removed" in tasks("remove", tmp_path, "odd")
+
+
+@pytest.mark.parametrize(("order", "accepted"), [("in_order", False), ("oldest_first", True)])
+def test_a_family_with_late_scores_is_added_only_to_a_run_that_accepts_them(tmp_path: Path, order: str, accepted: bool) -> None:
+    recipe = endless_recipe(**{"tasks.family": "tests.run.endless:Numbered", "order": order, "max_staleness": 1})
+    (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
+    said = tasks("add", tmp_path, "tests.run.endless:Numbered", "late=true", "--name", "late")
+    assert ("no score may be late" in said) is not accepted and len(read_changes(tmp_path)) == accepted, said
 
 
 def test_the_last_kind_of_a_family_cannot_be_removed(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socketserver
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -108,6 +110,33 @@ def test_a_server_that_may_lose_groups_or_is_unreachable_stops_the_run_before_it
     with pytest.raises(UserError, match="password") as wrong:
         check_stream(recipe)
     assert "a-wrong-password" not in str(wrong.value)
+
+
+ANSWERS = {
+    "http": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "text": b"+OK\r\n",
+    "version": b"$24\r\nredis_version:7.banana\r\n\r\n",
+    "levels": b"*1\r\n" * 100_000,
+    "bytes": b"\xff\xfe\0\r\n",
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_an_address_of_another_server_is_an_error_before_the_run_starts(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_stream, "_CHECK_S", 1.0)
+
+    class Other(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            while request := self.request.recv(4096):
+                self.request.sendall(answer if b"INFO" in request else b"+OK\r\n" * request.count(b"*"))
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, args=(0.01,)).start()
+        try:
+            with pytest.raises(UserError, match="does not answer like a Redis server"):
+                check_stream(with_stream(url=f"redis://127.0.0.1:{other.server_address[1]}/0"))
+        finally:
+            other.shutdown()
 
 
 class Run:

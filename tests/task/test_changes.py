@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from agentrl.errors import StoreError, UserError
 from agentrl.records import Task
 from agentrl.task import GroupSchedule
+from agentrl.task import changes as task_changes
 from agentrl.task.changes import CHANGES_FILE, STARTS_FILE, ChangeStart, TaskChange, TaskChanges, changing
 from tests.run.endless import Numbered
 
@@ -109,7 +111,7 @@ def test_a_weight_is_a_positive_number(weight: float) -> None:
         change("reweight", "base", weight=weight)
 
 
-@pytest.mark.parametrize("damage", ["changed", "lost", "swapped", "torn"])
+@pytest.mark.parametrize("damage", ["changed", "lost", "moved", "rejected", "swapped", "torn"])
 def test_files_that_do_not_belong_together_stop_a_resumed_run(tmp_path: Path, damage: str) -> None:
     changes = changes_of(tmp_path)
     apply(tmp_path, changes, change("add", "two"), 5)
@@ -119,6 +121,9 @@ def test_files_that_do_not_belong_together_stop_a_resumed_run(tmp_path: Path, da
         path.unlink()
     elif damage == "changed":
         path.write_bytes(path.read_bytes().replace(b'"three"', b'"thrEE"'))
+    elif damage in ("moved", "rejected"):
+        path, old, new = tmp_path / STARTS_FILE, *{"moved": (b":5", b":7"), "rejected": (b'""', b'"x"')}[damage]
+        path.write_bytes(path.read_bytes().replace(old, new, 1))
     elif damage == "torn":
         path.write_bytes(path.read_bytes()[:-9])
     else:
@@ -126,6 +131,34 @@ def test_files_that_do_not_belong_together_stop_a_resumed_run(tmp_path: Path, da
         (tmp_path / STARTS_FILE).write_bytes(starts[1] + starts[0])
     with pytest.raises(StoreError, match="do not belong together"):
         changes_of(tmp_path)
+
+
+def test_a_change_that_is_requested_and_started_while_the_files_are_read_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, read = changes_of(tmp_path), task_changes.complete_lines
+
+    def read_slowly(path: Path) -> list[bytes]:
+        lines = read(path)
+        with monkeypatch.context() as patch:
+            patch.setattr(task_changes, "complete_lines", read)
+            if "two" not in changes.mix.families:
+                apply(tmp_path, changes, change("add", "two"), 5)
+        return lines
+
+    monkeypatch.setattr(task_changes, "complete_lines", read_slowly)
+    assert [logged.change.name for logged in task_changes.read_changes(tmp_path)] == ["two"]
+
+
+def test_many_changes_at_one_group_take_the_memory_of_one(tmp_path: Path) -> None:
+    changes = changes_of(tmp_path)
+    tracemalloc.start()
+    for number in range(1000):
+        changes._apply(change("reweight", f"base-{number}", "task", 2.0), 3)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 4 << 20 and len(changes.mix.tasks) == 1000
+    assert schedule(changes).task(2) == schedule(changes_of(tmp_path)).task(2)
 
 
 def test_a_removed_family_continues_where_it_was_and_its_name_stays_its_own(tmp_path: Path) -> None:
