@@ -113,7 +113,8 @@ class BubblewrapBackend(ChannelBackend):
             output = stack.enter_context(open(start.folder / "log", "wb"))
             server = ["python3", "-I", image.program_path, f"fd:{link}", json.dumps(options)]
             process = subprocess.Popen(
-                [shutil.which("bwrap") or "bwrap", "--args", str(args_read), *server],  # `env` has no PATH
+                ["bwrap", "--args", str(args_read), *server],
+                executable=shutil.which("bwrap"),  # `env` has no PATH
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
