@@ -136,7 +136,12 @@ async def test_running_processes_are_killed_before_outputs_are_collected(backend
     sandbox = await left(backend, busy)
     collected = await in_time(collect_outputs(sandbox, ["*"]))
     assert len(collected.files) == 256
-    count = "import os; print([p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())])"
+    count = (  # on a busy machine a killed process takes a while to end
+        "import os, time\nbegan = time.monotonic()\n"
+        "others = lambda: [p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]\n"
+        "while others() and time.monotonic() < began + 10: time.sleep(0.05)\n"
+        "print(others())\n"
+    )
     assert (await sandbox.python(count, timeout_s=20)).stdout == "[]\n"
 
 
