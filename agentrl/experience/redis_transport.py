@@ -41,6 +41,8 @@ BATCH = 16
 """Groups that are added in one transaction, and read at once."""
 MAX_HELD = 256
 """Maximum entries that the driver has read and not stored. Further ones stay in the stream, and are read again after `IDLE_S`."""
+STALLED_S = 600.0
+"""Seconds for which that many entries may be held while none is stored. A run has the groups of a resumed stream in seconds."""
 IDLE_S = 120.0
 """Entries that were delivered this long ago and not acknowledged are delivered again. Longer than any commit."""
 
@@ -263,9 +265,11 @@ async def receive_groups(
         deliver: called once with each entry whose index is not stored. The receiver stores the group, or another one of its index.
         forget: called with each index of an entry once it is stored.
 
-    Raises `StoreError` if the store fails or the transport stays unavailable. Entries that were not acknowledged are delivered again.
+    Raises `StoreError` if the store fails, the transport stays unavailable, or groups that the run does not sample leave no
+    room for others. Entries that were not acknowledged are delivered again.
     """
     held: dict[str, int] = {}  # entry -> group index
+    roomy = time.monotonic()  # when there was room for another entry
     while True:
         for delivery in await asyncio.to_thread(transport.claim):
             if delivery.id in held or len(held) >= MAX_HELD:
@@ -277,3 +281,9 @@ async def receive_groups(
         await asyncio.to_thread(transport.acknowledge, stored)
         for entry in stored:
             forget(held.pop(entry))
+        roomy = time.monotonic() if stored or len(held) < MAX_HELD else roomy
+        if time.monotonic() - roomy > STALLED_S:
+            raise StoreError(
+                f"the Redis stream has {len(held)} groups that this run does not sample, such as group {next(iter(held.values()))}, and no"
+                " other group can be read\n  fix: empty the stream (redis-cli XTRIM), then continue with --resume: groups are sampled again"
+            )
