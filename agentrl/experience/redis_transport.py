@@ -41,8 +41,6 @@ BATCH = 16
 """Groups that are added in one transaction, and read at once."""
 MAX_HELD = 256
 """Maximum entries that the driver has read and not stored. Further ones stay in the stream, and are read again after `IDLE_S`."""
-STALLED_S = 600.0
-"""Seconds for which that many entries may be held while none is stored. A run has the groups of a resumed stream in seconds."""
 IDLE_S = 120.0
 """Entries that were delivered this long ago and not acknowledged are delivered again. Longer than any commit."""
 
@@ -51,6 +49,7 @@ _KEPT_DAMAGED = 1000  # newest damaged entries
 _KEPT_BYTES = 1 << 20  # of each
 _SHOWN_CHARS = 200  # of an answer in an error
 _OLDEST = (7, 0)  # version of the server; XAUTOCLAIM deletes trimmed entries from 7.0 on
+_STALLED_S = 600.0  # for which MAX_HELD entries may be held while none is stored; a run needs seconds for those of a resumed stream
 _CALL_S = 10.0  # a server that does not answer for this long is lost; the call is repeated
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _REQUIRED = {
@@ -282,7 +281,7 @@ async def receive_groups(
         for entry in stored:
             forget(held.pop(entry))
         roomy = time.monotonic() if stored or len(held) < MAX_HELD else roomy
-        if time.monotonic() - roomy > STALLED_S:
+        if time.monotonic() - roomy > _STALLED_S:
             raise StoreError(
                 f"the Redis stream has {len(held)} groups that this run does not sample, such as group {next(iter(held.values()))}, and no"
                 " other group can be read\n  fix: empty the stream (redis-cli XTRIM), then continue with --resume: groups are sampled again"

@@ -302,7 +302,7 @@ async def test_entries_of_groups_that_the_run_does_not_sample_end_it_instead_of_
     server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_transport, "MAX_HELD", 3)
-    monkeypatch.setattr(redis_transport, "STALLED_S", 0.5)
+    monkeypatch.setattr(redis_transport, "_STALLED_S", 0.5)
     monkeypatch.setattr(redis_transport, "IDLE_S", 0.1)
     transport, store = RedisTransport(server.url), await DriverStore.open(partial(SqliteStore, tmp_path / "experience.sqlite"))
     monkeypatch.setattr(transport, "claim", partial(transport.claim, wait_s=0.01))
