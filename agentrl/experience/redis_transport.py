@@ -50,6 +50,7 @@ _KEPT_DAMAGED = 1000  # newest damaged entries
 _KEPT_BYTES = 1 << 20  # of each
 _SHOWN_CHARS = 200  # of an answer in an error
 _OLDEST = (7, 0)  # version of the server; XAUTOCLAIM deletes trimmed entries from 7.0 on
+_STALLED_S = 600.0  # for which MAX_HELD entries may be held while none is stored; a run needs seconds for those of a resumed stream
 _CALL_S = 10.0  # a server that does not answer for this long is lost; the call is repeated
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _REQUIRED = {
@@ -264,9 +265,11 @@ async def receive_groups(
         deliver: called once with each entry whose index is not stored. The receiver stores the group, or another one of its index.
         forget: called with each index of an entry once it is stored.
 
-    Raises `StoreError` if the store fails or the transport stays unavailable. Entries that were not acknowledged are delivered again.
+    Raises `StoreError` if the store fails, the transport stays unavailable, or groups that the run does not sample leave no
+    room for others. Entries that were not acknowledged are delivered again.
     """
     held: dict[str, int] = {}  # entry -> group index
+    roomy = time.monotonic()  # when there was room for another entry
     while True:
         for delivery in await asyncio.to_thread(transport.claim):
             if delivery.id in held or len(held) >= MAX_HELD:
@@ -278,3 +281,9 @@ async def receive_groups(
         await asyncio.to_thread(transport.acknowledge, stored)
         for entry in stored:
             forget(held.pop(entry))
+        roomy = time.monotonic() if stored or len(held) < MAX_HELD else roomy
+        if time.monotonic() - roomy > _STALLED_S:
+            raise StoreError(
+                f"the Redis stream has {len(held)} groups that this run does not sample, such as group {next(iter(held.values()))}, and no"
+                " other group can be read\n  fix: empty the stream (redis-cli XTRIM), then continue with --resume: groups are sampled again"
+            )

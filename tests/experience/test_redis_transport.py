@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -295,3 +296,24 @@ class TestRelayedStore(StoreContract):
     @pytest.fixture(autouse=True)
     def _with_server(self, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TEST_REDIS_URL", server.url)
+
+
+async def test_entries_of_groups_that_the_run_does_not_sample_end_it_instead_of_stalling_it(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_transport, "MAX_HELD", 3)
+    monkeypatch.setattr(redis_transport, "_STALLED_S", 0.5)
+    monkeypatch.setattr(redis_transport, "IDLE_S", 0.1)
+    transport, store = RedisTransport(server.url), await DriverStore.open(partial(SqliteStore, tmp_path / "experience.sqlite"))
+    monkeypatch.setattr(transport, "claim", partial(transport.claim, wait_s=0.01))
+
+    async def deliver(delivery: Delivery) -> None:
+        if delivery.group.index < 9:
+            await store.put(delivery.group)
+
+    transport.append([make_group(index) for index in (0, 1, *range(9_000, 9_005))])
+    with pytest.raises(StoreError, match="3 groups that this run does not sample, such as group 9000"):
+        async with asyncio.timeout(30):
+            await receive_groups(transport, store, deliver)
+    assert [entry.index for entry in await store.entries()] == [0, 1]
+    await store.close()
