@@ -229,6 +229,7 @@ _OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "weight": st.sampled_from([0.5, 1e-300]),
         "expires_at": st.none() | st.sampled_from([0.0, 1.8e9]),
     },
+    "Cancelled": {"tokens": st.integers(0, 2**40)},  # the ledger adds them up
     "LateScore": {name: _names for name in ("episode_id", "part", "scored_by", "key")} | {"value": st.floats(-1e300, 1e300)},
     "Probe": {
         "token_ids": st.just(((1, 2), (3, 4, 5))),

@@ -35,7 +35,7 @@ def split_group(group: Group) -> tuple[Group, ...]:
 
 
 def _early_score(score: Score) -> Score:
-    return replace(score, value=score.partial, partial=0.0, pending=(), reason="") if score.pending else score
+    return replace(score, value=score.partial, partial=0.0, pending=(), reason="", blame=None) if score.pending else score
 
 
 def _late_score(score: Score) -> Score:
