@@ -247,7 +247,7 @@ def read_changes(folder: Path) -> list[LoggedChange]:
     try:
         starts, changes = complete_lines(folder / STARTS_FILE), complete_lines(folder / CHANGES_FILE)  # each start follows its change
         started = [codec.from_json(ChangeStart, line) for line in starts]
-        found = [codec.from_json(TaskChange, line) for line in changes]
+        requested = [codec.from_json(TaskChange, line) for line in changes]
     except (OSError, ValueError) as error:
         raise StoreError(
             f"{CHANGES_FILE} or {STARTS_FILE} in {folder} is damaged: {str(error)[:200]}\n  fix: restore both files"
@@ -256,7 +256,9 @@ def read_changes(folder: Path) -> list[LoggedChange]:
     hashes = [_chain(last, _hash(line), start) for last, line, start in zip(before, changes, started, strict=False)]
     if hashes != before[1:]:
         raise StoreError(f"{CHANGES_FILE} and {STARTS_FILE} in {folder} do not belong together\n  fix: restore both files")
-    return [LoggedChange(change=change, sha256=_hash(line), start=start) for change, line, start in zip_longest(found, changes, started)]
+    return [
+        LoggedChange(change=change, sha256=_hash(line), start=start) for change, line, start in zip_longest(requested, changes, started)
+    ]
 
 
 @contextmanager

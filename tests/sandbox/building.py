@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from agentrl.records import SandboxSpec
+from agentrl.sandbox import limits, list_open
 from agentrl.sandbox.lease import lease
 
 IMAGE = 'suite = "bookworm"\npackages = ["python3"]\n'
@@ -35,6 +36,13 @@ def holds_open(pid, end):
     with contextlib.suppress(OSError):
         return any(os.readlink(fd).endswith(end) for fd in Path(f"/proc/{pid}/fd").iterdir())
     return False
+
+
+def left():
+    """Everything that exists of this process's sandboxes."""
+    control_groups = limits.find_control_groups()
+    groups = control_groups.names() if control_groups is not None else []
+    return [name for name in [*groups, *(sandbox.name for sandbox in list_open())] if lease() in name]
 
 
 def our_processes():

@@ -3,7 +3,7 @@
 import pytest
 
 from agentrl.sandbox import select_backend
-from tests.sandbox.building import BOTH, IMAGE, SPEC
+from tests.sandbox.building import BOTH, IMAGE, SPEC, left
 
 
 @pytest.fixture
@@ -11,6 +11,13 @@ def root(tmp_path):
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "image.toml").write_text(IMAGE)
     return tmp_path
+
+
+@pytest.fixture
+def nothing_is_left():
+    """Fails a test after which a sandbox or control group of this process exists, once its backend is closed."""
+    yield
+    assert left() == []
 
 
 @pytest.fixture(params=BOTH)

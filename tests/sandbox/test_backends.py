@@ -19,16 +19,7 @@ from agentrl.sandbox.lease import lease, runtime_folder
 from tests.sandbox.building import BOTH, SPEC, inner_pid, lease_of_process, our_processes, processes_of
 from tests.waiting import until
 
-
-@pytest.fixture(params=BOTH)
-async def backend(request, root):
-    backend = select_backend(request.param, run_label="test", root=root)
-    await backend.prepare(SPEC)
-    yield backend
-    await backend.close()
-    assert [sandbox for sandbox in list_open() if lease() in sandbox.name] == []
-    control_groups = limits.find_control_groups()
-    assert control_groups is None or [name for name in control_groups.names() if lease() in name] == []
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 async def test_conformance(backend):

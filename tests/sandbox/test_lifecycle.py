@@ -14,8 +14,8 @@ import pytest
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.sandbox import BubblewrapBackend, WarmPool, images, limits, list_open, prune, select_backend
-from agentrl.sandbox.lease import lease, runtime_folder
-from tests.sandbox.building import BOTH, IMAGE, SPEC
+from agentrl.sandbox.lease import runtime_folder
+from tests.sandbox.building import IMAGE, SPEC, left
 
 LISTED = replace(SPEC, network=("127.0.0.1:9",))
 
@@ -23,20 +23,7 @@ DEAD = "00000000-1-1"
 """The lease of a driver before the last start of the machine."""
 
 
-@pytest.fixture(params=BOTH)
-async def backend(request, root):
-    backend = select_backend(request.param, run_label="test", root=root)
-    await backend.prepare(SPEC)
-    yield backend
-    await backend.close()
-    assert left() == []
-
-
-def left():
-    """Everything that exists of this process's sandboxes."""
-    control_groups = limits.find_control_groups()
-    groups = control_groups.names() if control_groups is not None else []
-    return [name for name in [*groups, *(sandbox.name for sandbox in list_open())] if lease() in name]
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 async def steps(count):
