@@ -79,11 +79,15 @@ class Subject:
             self._process = self.spawn((*self.command, *(["--resume"] if resume else [])), log.fileno())
 
     def spawn(self, command: Sequence[str], output: int) -> subprocess.Popen[bytes]:
-        """Starts a command of the project with this run's mark, and with the default handler of ctrl-C. It dies with this process."""
+        """Starts a command of the project with this run's mark, and with the default handlers of ctrl-C and of a closing terminal.
+
+        It dies with this process.
+        """
         parent = os.getpid()
 
         def prepare() -> None:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            for number in (signal.SIGINT, signal.SIGHUP):  # shells and nohup may have let this process ignore them
+                signal.signal(number, signal.SIG_DFL)
             die_with_parent(parent)
 
         return subprocess.Popen(

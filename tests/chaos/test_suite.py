@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -104,3 +105,15 @@ def _driver(suite_pid: int) -> int | None:
             except OSError:
                 continue
     return None
+
+
+def test_a_run_hears_its_terminal_close_although_the_suite_runs_under_nohup(tmp_path: Path) -> None:
+    run, (reader, writer) = Subject(tmp_path / "run", steps=1, backend="bubblewrap", log=tmp_path / "log"), os.pipe()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        child = run.spawn((sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGHUP).name)"), writer)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+        os.close(writer)
+    with open(reader) as output:
+        assert output.read() == "SIG_DFL\n" and child.wait() == 0
