@@ -18,7 +18,7 @@ from agentrl.base.liveness import Restarts
 from agentrl.base.run_lock import hold_shared_lock
 from agentrl.config.recipe import Recipe
 from agentrl.errors import InfrastructureError
-from agentrl.experience import DriverStore
+from agentrl.experience import DriverStore, FolderCheckpoints
 from agentrl.memory.run_memory import RunMemory
 from agentrl.protocols import PolicyServer
 from agentrl.records import Group, Task
@@ -28,6 +28,7 @@ from agentrl.run.group_stream import GroupStream
 from agentrl.run.worker import WorkerSpec, worker_name
 from agentrl.run.worker_api import WorkerApi
 from agentrl.serving.process import end_group
+from agentrl.session.pace import history_of, restore_pace
 
 _WATCH_S = 0.25
 _RESTARTS = 5  # of one process, in a row
@@ -49,6 +50,7 @@ class WorkerPool:
         store: DriverStore,
         served: PolicyServer,
         memory: RunMemory | None,
+        checkpoints: FolderCheckpoints,
         on_attempt: AttemptListener,
         alert: Callable[[str], None],
     ) -> None:
@@ -71,7 +73,9 @@ class WorkerPool:
             spec=asdict(spec),
             leases=self._leases,
             served=served,
-            memory_version=None if memory is None else memory.version_of,
+            memory=memory,
+            checkpoints=checkpoints,
+            pace=lambda: history_of(restore_pace(recipe, folder)),
             on_attempt=on_attempt,
             alert=alert,
         )

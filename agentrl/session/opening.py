@@ -254,7 +254,7 @@ async def _open_parts(
         suite=checked.suite,
         memory=memory,
         gate_server=gate_server,
-        workers=_open_workers(recipe, folder, root, store, served, faults, memory, tracker.alert),
+        workers=_open_workers(recipe, folder, root, store, served, faults, memory, checkpoints, tracker.alert),
     )
 
 
@@ -287,6 +287,7 @@ def _open_workers(
     served: PolicyServer,
     faults: FaultRate,
     memory: RunMemory | None,
+    checkpoints: FolderCheckpoints,
     alert: Callable[[str], None],
 ) -> WorkerPool | None:
     """Returns the rollout workers of a recipe, which are not running yet; None if the driver runs the episodes."""
@@ -295,7 +296,9 @@ def _open_workers(
     from agentrl.run.worker_pool import WorkerPool  # its worker opens its parts with this module
 
     listener = faults.record_attempt
-    return WorkerPool(recipe, folder, root=root, store=store, served=served, memory=memory, on_attempt=listener, alert=alert)
+    return WorkerPool(
+        *(recipe, folder), root=root, store=store, served=served, memory=memory, checkpoints=checkpoints, on_attempt=listener, alert=alert
+    )
 
 
 async def _open_tracker(
