@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from agentrl.cluster.device import serving_device
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
 
@@ -77,8 +78,6 @@ def _too_few(recipe: Recipe, *, needed: int, found: int, ranks: int, beside: boo
 
 
 def _on_gpus(recipe: Recipe) -> bool:
-    from agentrl.serving.server import serving_device  # imports an HTTP client
-
     return serving_device(recipe) == "cuda"
 
 

@@ -40,7 +40,9 @@ class PartCommand:
     log: str
     """File for the output, relative to the run folder. The driver's run folder has it, wherever the part runs."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Added to the host's own environment, from which secrets are removed."""
+    """Added to the host's own environment."""
+    secrets: bool = False
+    """Whether the part keeps the variables of the host's environment that contain secrets."""
     stdin: str = field(default="", repr=False)
     """The complete standard input, for secrets that must not be in arguments or files."""
     scratch: str = ""
@@ -63,8 +65,16 @@ class PartHandle(Protocol):
         """The port that was reserved for it; 0 if its command has no slot for one."""
 
     @property
+    def folder(self) -> str:
+        """The path of the run folder on its host."""
+
+    @property
+    def scratch(self) -> str:
+        """The path of its folder `SCRATCH` on its host; empty if it has none."""
+
+    @property
     def node(self) -> str:
-        """The name of its machine for messages; empty on the driver's machine."""
+        """The host name of its machine, for messages; empty if the part is on the driver's machine."""
 
     @property
     def pid(self) -> int:
@@ -118,6 +128,10 @@ class PartHandle(Protocol):
 
 class Launcher(Protocol):
     """Starts the parts of one run."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all parts are on the driver's machine, so that nothing needs to be reachable from another one."""
 
     @property
     def shared_folder(self) -> bool:

@@ -355,9 +355,9 @@ def read_address(folder: Path) -> tuple[str, str]:
         ) from None
 
 
-def worker_name(pid: int) -> str:
-    """Returns the name of a worker on this machine."""
-    return f"{socket.gethostname()}-{pid}"
+def worker_name(pid: int, *, node: str = "") -> str:
+    """Returns the name of a worker. `node`: host name of its machine; empty for this one."""
+    return f"{node or socket.gethostname()}-{pid}"
 
 
 def main(folder: Path, *, parent: int | None = None) -> int:

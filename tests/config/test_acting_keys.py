@@ -259,10 +259,10 @@ def effects(recipe: Recipe, device: str) -> dict[str, Any]:
     server = VLLMServer(recipe=recipe, model=folder, version=0, run_dir=folder)
     serving = recipe.serving
     server._threads = (serving.threads or 7) if device == "cpu" else None
-    found["server"] = (server._command(1), server._environment(folder), serving.replicas)
+    found["server"] = (server._command(), server._environment(), serving.replicas)
     for name, config in recipe.judge_servers.items():
         judge = JudgeServer(name, config, model=folder, reward_model=False, folder=folder, device=device)
-        found[f"judge {name}"] = (judge._command(1), judge._environment(folder))
+        found[f"judge {name}"] = (judge._command(), judge._environment())
     found["evaluations"] = list(evaluations(recipe))
     found["rates"] = [learning_rate(recipe.learner, recipe.step_limit, step) for step in range(recipe.steps or 16)]
     found["sandboxes"] = recipe.sandbox.max_open
