@@ -18,7 +18,7 @@ from agentrl.agent.run_tools import candidate_tasks, declared_tools, pin_tools, 
 from agentrl.base.files import sha256_file
 from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.base.processes import raise_file_limit, rare_collections
-from agentrl.cluster import Placement
+from agentrl.cluster import ClusterPlan
 from agentrl.config.recipe import Recipe
 from agentrl.evaluation.replay import check_start_tokens
 from agentrl.experience import BlockStarts, DriverStore, FolderCheckpoints, GroupOrder, open_store
@@ -313,7 +313,7 @@ async def _open_tracker(
 def _open_learner(
     stack: AsyncExitStack, recipe: Recipe, folder: Path, checked: PreflightResult, root: Path, *, alert: Callable[[str], None]
 ) -> LearnerProcess:
-    learner = LearnerProcess(folder, recipe, gpus=checked.gpus.learner, root=root, alert=alert)
+    learner = LearnerProcess(folder, recipe, gpus=checked.plan.devices.get("learner"), root=root, alert=alert)
     stack.push_async_callback(learner.kill)
     return learner
 
@@ -350,13 +350,14 @@ async def _open_servers(
     if registry.get(0) is None:
         weights = folder / "versions" / "000000" / "model.safetensors"
         registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
-    served = open_policy_server(recipe, folder, registry, checked.gpus, alert=alert)
+    served = open_policy_server(recipe, folder, registry, checked.plan, alert=alert)
     stack.push_async_callback(served.close)
     gate_server = None
     if recipe.gate_has_server:
-        gate_server = GateServer(recipe, folder, registry, gpus=checked.gpus.gate, alert=alert)
+        gate_server = GateServer(recipe, folder, registry, gpus=checked.plan.devices.get("gate"), alert=alert)
         stack.push_async_callback(gate_server.policy.close)
-    starting = running_judge_servers(recipe, checked.judges, folder=folder, gpus=checked.gpus.judges, alert=alert)
+    judge_gpus = {name: checked.plan.devices.get(f"judge-{name}") for name in recipe.judge_servers}
+    starting = running_judge_servers(recipe, checked.judges, folder=folder, gpus=judge_gpus, alert=alert)
     return registry, served, gate_server, await stack.enter_async_context(starting)
 
 
@@ -366,12 +367,13 @@ def fault_rate(recipe: Recipe) -> FaultRate:
 
 
 def open_policy_server(
-    recipe: Recipe, run_dir: Path, registry: VersionRegistry, gpus: Placement, *, alert: Callable[[str], None] = log.warning
+    recipe: Recipe, run_dir: Path, registry: VersionRegistry, plan: ClusterPlan, *, alert: Callable[[str], None] = log.warning
 ) -> PolicyServer:
     """Opens the policy's server, or a pool of several. `alert`: called with a message for the user when a server is restarted."""
     if recipe.serving.replicas == 1:
-        return SupervisedServer(recipe, run_dir, registry, gpus=gpus.server, alert=alert)
-    return ServerPool(recipe, run_dir, registry, gpus=gpus.replicas, alert=alert)
+        return SupervisedServer(recipe, run_dir, registry, gpus=plan.devices.get("server"), alert=alert)
+    gpus = [plan.devices[name] for number in range(recipe.serving.replicas) if (name := f"server-{number}") in plan.devices]
+    return ServerPool(recipe, run_dir, registry, gpus=gpus, alert=alert)
 
 
 def build_episode_runner(

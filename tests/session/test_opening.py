@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from agentrl.cluster import Placement
+from agentrl.cluster import ClusterPlan
 from agentrl.records import Blame, Failure
 from agentrl.serving.server_pool import ServerPool
 from agentrl.serving.supervisor import SupervisedServer
@@ -14,9 +14,10 @@ from tests.driving import make_recipe
 
 def test_a_run_gets_as_many_servers_as_its_recipe_says_each_with_its_gpu(tmp_path: Path) -> None:
     recipe, registry = make_recipe(), FolderRegistry(tmp_path / "versions")
-    alone = open_policy_server(recipe, tmp_path, registry, Placement(server="3"))
+    alone = open_policy_server(recipe, tmp_path, registry, ClusterPlan(parts=(), devices={"server": "3"}))
     assert isinstance(alone, SupervisedServer) and (alone._gpus, alone._name, alone.figures()) == ("3", "", {})
-    several = open_policy_server(recipe.but("serving.replicas=3"), tmp_path, registry, Placement(replicas=("4", "5", "6")))
+    plan = ClusterPlan(parts=(), devices={"server-0": "4", "server-1": "5", "server-2": "6"})
+    several = open_policy_server(recipe.but("serving.replicas=3"), tmp_path, registry, plan)
     assert isinstance(several, ServerPool)
     assert [(one._gpus, one._name) for one in several._replicas] == [("4", "0"), ("5", "1"), ("6", "2")]
 

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.cli.running import load_recipe, run_folder
-from agentrl.cluster import Placement
 from agentrl.config import Part, PolicyConfig, Recipe, SamplingConfig, TasksConfig
 from agentrl.errors import UserError
 from agentrl.serving import server
@@ -339,4 +338,4 @@ def test_without_training_the_gates_own_server_needs_no_gpu(verb: str, tmp_path:
         wanted,
         run_folder(root, Path("recipes/quickstart.py"), written, given, tmp_path / "run", verb=verb) as (_, _, checked),
     ):
-        assert checked.gpus == Placement()
+        assert checked.plan.devices == {}
