@@ -14,7 +14,9 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from agentrl.base.processes import process_group, process_tree, read_stat
 from agentrl.base.run_lock import hold_shared_lock
@@ -29,6 +31,7 @@ _GONE_S = 60.0
 _LOOK_S = 0.01  # between two checks for killed processes
 _POLL_S = 0.05  # between two checks of a process, on a kernel without pidfd_open
 _REASON_BYTES = 1 << 20
+NO_DEVICES: Mapping[str, str] = MappingProxyType({})
 _PIPE_BYTES = 1 << 20  # more than the pipe holds
 
 
@@ -41,14 +44,13 @@ class ProcessHost:
 
     def __init__(self, folder: Path, *, root: Path | None = None, host: str = LOOPBACK, locked: bool = True) -> None:
         """`folder`: the run folder. `root`: the project. `host`: address for servers. `locked`: whether processes hold the lock."""
-        self.folder, self.root, self.host = folder, root, host
-        self._locked = locked
+        self._folder, self._root, self._host, self._locked = folder, root, host, locked
         self._running: list[HostedProcess] = []
 
     def start(self, command: PartCommand) -> HostedProcess:
         """Starts a part and returns at once. Raises `LaunchError` if no port is free, and `OSError` if the program cannot be executed."""
         self._running = [one for one in self._running if not one.cleaned]
-        process = HostedProcess(command, self.folder, root=self.root, host=self.host, locked=self._locked)
+        process = HostedProcess(command, self._folder, root=self._root, host=self._host, locked=self._locked)
         self._running.append(process)
         return process
 
@@ -209,9 +211,9 @@ class LocalLauncher:
 
     is_local, shared_folder, driver_host = True, True, LOOPBACK
 
-    def __init__(self, folder: Path, *, root: Path | None = None) -> None:
-        """`folder`: the run folder. `root`: the project."""
-        self._host = ProcessHost(folder, root=root)
+    def __init__(self, folder: Path, *, root: Path | None = None, devices: Mapping[str, str] = NO_DEVICES) -> None:
+        """`folder`: the run folder. `root`: the project. `devices`: CUDA_VISIBLE_DEVICES by part; others inherit that of the driver."""
+        self._host, self._devices = ProcessHost(folder, root=root), devices
 
     def cores(self, name: str) -> int | None:
         """Returns None: all parts share this machine."""
@@ -219,6 +221,8 @@ class LocalLauncher:
 
     async def start(self, command: PartCommand) -> HostedProcess:
         """Starts a part. Raises as `ProcessHost.start` does."""
+        if (device := self._devices.get(command.name)) is not None:
+            command = replace(command, environment={**command.environment, "CUDA_VISIBLE_DEVICES": device})
         return self._host.start(command)
 
     async def close(self) -> None:

@@ -36,16 +36,13 @@ class GateServer:
         run_dir: Path,
         registry: VersionRegistry,
         *,
-        gpus: str | None = None,
         launcher: Launcher | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`gpus`: CUDA_VISIBLE_DEVICES of the server; None inherits its host's. `launcher`, `alert`: as for `SupervisedServer`."""
+        """`launcher`, `alert`: as for `SupervisedServer`."""
         self._run_dir, self._registry = run_dir, registry
         self._version: PolicyVersion | None = None
-        self.policy = SupervisedServer(
-            recipe, run_dir, registry, gpus=gpus, name="gate", newest=self._newest, launcher=launcher, alert=alert
-        )
+        self.policy = SupervisedServer(recipe, run_dir, registry, name="gate", newest=self._newest, launcher=launcher, alert=alert)
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
         """Starts it with the weights of a version. Raises as `SupervisedServer.start` does."""

@@ -42,17 +42,15 @@ class LearnerProcess:
         run_dir: Path,
         recipe: Recipe,
         *,
-        gpus: str | None = None,
         root: Path | None = None,
         launcher: Launcher | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`gpus`: CUDA_VISIBLE_DEVICES of the workers; None inherits that of their host. `root`: project root, for user-supplied parts.
+        """`root`: project root, for user-supplied parts.
         `launcher`: None starts it on this machine. `alert`: called with messages of the learner for the user.
         """
         self.run_dir = run_dir
         self.recipe = recipe
-        self.gpus = gpus
         self.root = root
         self._launcher = launcher or LocalLauncher(run_dir, root=root)
         self._alert = alert
@@ -164,7 +162,6 @@ class LearnerProcess:
         learner = self.recipe.learner
         threads = learner.threads or max(1, (os.cpu_count() or 1) // learner.ranks)
         return {
-            **({"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus is not None else {}),
             # If server and learner compute at the same time, spinning threads make a step 2 to 9 times longer (measured).
             **openmp_environment(threads, alone=self.recipe.max_staleness == 0),
             "TOKENIZERS_PARALLELISM": "false",

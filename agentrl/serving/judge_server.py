@@ -24,15 +24,14 @@ class JudgeServer(ServerProcess):
         reward_model: bool,
         folder: Path,
         device: str,
-        gpus: str | None = None,
         launcher: Launcher | None = None,
     ) -> None:
         """`name`: served model name; the log is `folder`/logs/judge-NAME.log. `reward_model`: whether it returns numbers instead of text.
-        `gpus`, `launcher`: as for `ServerProcess`.
+        `launcher`: as for `ServerProcess`.
         """
         folder, part, scratch = folder.resolve(), f"judge-{name}", f"{folder.resolve()}\n{name}"
         what, log = f"the judge's server {name}", f"{part}.log"
-        super().__init__(what, folder=folder, name=part, log=log, scratch=scratch, gpus=gpus, launcher=launcher)
+        super().__init__(what, folder=folder, name=part, log=log, scratch=scratch, launcher=launcher)
         self.name = name
         self.config = config
         self.model = model.resolve()

@@ -50,15 +50,13 @@ class ServerProcess(ABC):
     It and its engine die with the driver. Start it from a thread that lives as long as the server.
     """
 
-    def __init__(
-        self, what: str, *, folder: Path, name: str, log: str, scratch: str, gpus: str | None = None, launcher: Launcher | None = None
-    ) -> None:
-        """`what`: the server's name in errors. `name`, `scratch`: as for `PartCommand`. `log`: file name in `folder`/logs/. `gpus`:
-        CUDA_VISIBLE_DEVICES of the server; None inherits that of its host. `launcher`: None starts it on this machine.
+    def __init__(self, what: str, *, folder: Path, name: str, log: str, scratch: str, launcher: Launcher | None = None) -> None:
+        """`what`: the server's name in errors. `name`, `scratch`: as for `PartCommand`. `log`: file name in `folder`/logs/.
+        `launcher`: None starts it on this machine.
         """
         self.log_path = folder / "logs" / log
         self.key = access.new_key()
-        self._what, self._name, self._scratch_of, self._gpus = what, name, scratch, gpus
+        self._what, self._name, self._scratch_of = what, name, scratch
         self._launcher = launcher or LocalLauncher(folder)
         self._threads: int | None = None  # of the engine on CPU; None means a GPU
         self._process: PartHandle | None = None
@@ -176,7 +174,7 @@ class ServerProcess(ABC):
 
     def _environment(self) -> dict[str, str]:
         """Returns the variables that its environment adds to that of its host."""
-        return server_environment(SCRATCH, cpu_threads=self._threads, gpus=self._gpus)
+        return server_environment(SCRATCH, cpu_threads=self._threads)
 
     @abstractmethod
     async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:
@@ -290,11 +288,11 @@ def launch_command(
     return [*launch, "--", *(part for pair in {**arguments, **common}.items() for part in pair), *options]
 
 
-def server_environment(scratch: str, *, cpu_threads: int | None, alone: bool = False, gpus: str | None = None) -> dict[str, str]:
+def server_environment(scratch: str, *, cpu_threads: int | None, alone: bool = False) -> dict[str, str]:
     """Returns the variables that a vLLM server's environment adds to that of its host.
 
     `scratch`: path of an empty folder. `cpu_threads`: of the engine on CPU; None means a GPU. `alone`: no other process computes at the
-    same time. `gpus`: CUDA_VISIBLE_DEVICES.
+    same time.
     """
     common = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -308,7 +306,7 @@ def server_environment(scratch: str, *, cpu_threads: int | None, alone: bool = F
         "PYTHONUNBUFFERED": "1",
     }
     if cpu_threads is None:
-        return common if gpus is None else common | {"CUDA_VISIBLE_DEVICES": gpus}
+        return common
     return common | {
         # The worker runs in the engine's process: no second spawn, no shared-memory queue to poll.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

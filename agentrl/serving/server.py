@@ -34,11 +34,10 @@ class VLLMServer(ServerProcess):
         model: Path,
         version: int,
         run_dir: Path,
-        gpus: str | None = None,
         name: str = "",
         launcher: Launcher | None = None,
     ) -> None:
-        """`model`: folder of policy version `version`. `name`: of one of a run's several servers; empty for the only one. `gpus`,
+        """`model`: folder of policy version `version`. `name`: of one of a run's several servers; empty for the only one.
         `launcher`: as for `ServerProcess`.
         """
         self.run_dir = run_dir.resolve()
@@ -49,7 +48,6 @@ class VLLMServer(ServerProcess):
             name=name if name == "gate" else f"server-{name}" if name else "server",
             log=server_log_name(name),
             scratch=scratch,
-            gpus=gpus,
             launcher=launcher,
         )
         self.recipe = recipe
@@ -104,7 +102,7 @@ class VLLMServer(ServerProcess):
 
     def _environment(self) -> dict[str, str]:
         alone = self.recipe.max_staleness == 0 and self.recipe.serving.replicas == 1 and not self.recipe.gate_has_server
-        common = server_environment(SCRATCH, cpu_threads=self._threads, alone=alone, gpus=self._gpus)
+        common = server_environment(SCRATCH, cpu_threads=self._threads, alone=alone)
         return common | {"VLLM_SERVER_DEV_MODE": "1"}  # the control routes
 
     async def _prepare(self, control: ControlPlane) -> None:

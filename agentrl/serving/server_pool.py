@@ -125,11 +125,10 @@ class ServerPool:
         run_dir: Path,
         registry: VersionRegistry,
         *,
-        gpus: Sequence[str] = (),
         launcher: Launcher | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`gpus`: CUDA_VISIBLE_DEVICES of each server; empty inherits its host's. `launcher`, `alert`: as for `SupervisedServer`."""
+        """`launcher`, `alert`: as for `SupervisedServer`."""
         count = recipe.serving.replicas
         self.version = -1
         self.sha256 = ""
@@ -139,7 +138,6 @@ class ServerPool:
                 recipe,
                 run_dir,
                 registry,
-                gpus=gpus[number] if gpus else None,
                 name=str(number),
                 newest=self._newest,
                 launcher=launcher,

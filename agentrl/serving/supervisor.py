@@ -60,20 +60,19 @@ class SupervisedServer:
         run_dir: Path,
         registry: VersionRegistry,
         *,
-        gpus: str | None = None,
         name: str = "",
         newest: Callable[[], PolicyVersion | None] | None = None,
         launcher: Launcher | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`gpus`, `name`, `launcher`: as for `VLLMServer`; the learner gets the address of an unnamed server. `newest`: returns the version
+        """`name`, `launcher`: as for `VLLMServer`; the learner gets the address of an unnamed server. `newest`: returns the version
         that a restarted server loads; None uses `version_to_serve`. `alert`: called with a message for the user when a server is restarted.
         """
         self.version = -1
         self.sha256 = ""  # of its weights: a resumed learner may publish the same number again
         self._restarts = Restarts()
         self.cache_use: CacheUse | None = None
-        self._recipe, self._run_dir, self._registry, self._gpus = recipe, run_dir, registry, gpus
+        self._recipe, self._run_dir, self._registry = recipe, run_dir, registry
         self._name, self._newest, self._alert = name, newest or (lambda: version_to_serve(registry)), alert
         self.title, self._launcher = server_title(name), launcher
         self._nccl = recipe.serving.weight_transfer.ref == "nccl"
@@ -105,7 +104,6 @@ class SupervisedServer:
             model=model,
             version=base.number,
             run_dir=self._run_dir,
-            gpus=self._gpus,
             name=self._name,
             launcher=self._launcher,
         )

@@ -113,7 +113,6 @@ class JudgeServers:
         folders: Mapping[str, Path],
         *,
         folder: Path,
-        gpus: Mapping[str, str | None] | None = None,
         launcher: Launcher | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
@@ -121,12 +120,11 @@ class JudgeServers:
         Args:
             folders: model folders by server name.
             folder: the run folder, for logs.
-            gpus: CUDA_VISIBLE_DEVICES by name.
             launcher: starts the servers; None starts them on this machine.
             alert: called with a message for the user when a server is restarted or given up.
         """
         self._restarts = {name: Restarts() for name in folders}
-        self._recipe, self._models, self._folder, self._gpus, self._alert = recipe, folders, folder, gpus or {}, alert
+        self._recipe, self._models, self._folder, self._alert = recipe, folders, folder, alert
         self._launcher = launcher
         self._watching: list[asyncio.Task[None]] = []
         self._first = {name: asyncio.Event() for name in folders}
@@ -193,7 +191,6 @@ class JudgeServers:
             reward_model=known.reward_model,
             folder=self._folder,
             device=serving_device(self._recipe),
-            gpus=self._gpus.get(name),
             launcher=self._launcher,
         )
         self._running[name] = server
@@ -218,12 +215,11 @@ async def running_judge_servers(
     folders: Mapping[str, Path],
     *,
     folder: Path,
-    gpus: Mapping[str, str | None] | None = None,
     launcher: Launcher | None = None,
     alert: Callable[[str], None] = log.warning,
 ) -> AsyncIterator[JudgeServers]:
     """Starts the servers, and stops them when the block ends."""
-    servers = JudgeServers(recipe, folders, folder=folder, gpus=gpus, launcher=launcher, alert=alert)
+    servers = JudgeServers(recipe, folders, folder=folder, launcher=launcher, alert=alert)
     servers.start()
     try:
         yield servers

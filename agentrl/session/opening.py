@@ -18,7 +18,6 @@ from agentrl.agent.run_tools import candidate_tasks, declared_tools, pin_tools, 
 from agentrl.base.files import sha256_file
 from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.base.processes import raise_file_limit, rare_collections
-from agentrl.cluster import Placement
 from agentrl.cluster.process_host import LocalLauncher
 from agentrl.config.recipe import Recipe
 from agentrl.evaluation.replay import check_start_tokens
@@ -223,7 +222,7 @@ async def _open_parts(
     folder, clock = start.folder, StageClock(began=start.began)
     tracker = await _open_tracker(stack, recipe, folder, clock, chat, checked, console=console)
     store, starts, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
-    launcher = LocalLauncher(folder, root=root)
+    launcher = LocalLauncher(folder, root=root, devices=checked.plan.devices)
     stack.push_async_callback(launcher.close)
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, launcher, alert=tracker.alert)
     learner, faults = _open_learner(stack, recipe, folder, checked, root, launcher, alert=tracker.alert), fault_rate(recipe)
@@ -334,7 +333,7 @@ def _open_learner(
     *,
     alert: Callable[[str], None],
 ) -> LearnerProcess:
-    learner = LearnerProcess(folder, recipe, gpus=checked.gpus.learner, root=root, launcher=launcher, alert=alert)
+    learner = LearnerProcess(folder, recipe, root=root, launcher=launcher, alert=alert)
     stack.push_async_callback(learner.kill)
     return learner
 
@@ -371,14 +370,13 @@ async def _open_servers(
     if registry.get(0) is None:
         weights = folder / "versions" / "000000" / "model.safetensors"
         registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
-    served = open_policy_server(recipe, folder, registry, checked.gpus, launcher=launcher, alert=alert)
+    served = open_policy_server(recipe, folder, registry, launcher=launcher, alert=alert)
     stack.push_async_callback(served.close)
     gate_server = None
     if recipe.gate_has_server:
-        gate_server = GateServer(recipe, folder, registry, gpus=checked.gpus.gate, launcher=launcher, alert=alert)
+        gate_server = GateServer(recipe, folder, registry, launcher=launcher, alert=alert)
         stack.push_async_callback(gate_server.policy.close)
-    gpus = checked.gpus.judges
-    starting = running_judge_servers(recipe, checked.judges, folder=folder, gpus=gpus, launcher=launcher, alert=alert)
+    starting = running_judge_servers(recipe, checked.judges, folder=folder, launcher=launcher, alert=alert)
     return registry, served, gate_server, await stack.enter_async_context(starting)
 
 
@@ -391,15 +389,14 @@ def open_policy_server(
     recipe: Recipe,
     run_dir: Path,
     registry: VersionRegistry,
-    gpus: Placement,
     *,
     launcher: Launcher | None = None,
     alert: Callable[[str], None] = log.warning,
 ) -> PolicyServer:
     """Opens the policy's server, or a pool of several. `launcher`, `alert`: as for `SupervisedServer`."""
     if recipe.serving.replicas == 1:
-        return SupervisedServer(recipe, run_dir, registry, gpus=gpus.server, launcher=launcher, alert=alert)
-    return ServerPool(recipe, run_dir, registry, gpus=gpus.replicas, launcher=launcher, alert=alert)
+        return SupervisedServer(recipe, run_dir, registry, launcher=launcher, alert=alert)
+    return ServerPool(recipe, run_dir, registry, launcher=launcher, alert=alert)
 
 
 def build_episode_runner(

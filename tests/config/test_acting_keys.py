@@ -88,7 +88,8 @@ POOL: dict[str, Mapping[str, Any]] = {
     "group judge": {"tasks.group_judge": "rewards.mine:ranked"},
     "practice": {"tasks.practice": {"evals/a": 1}},
     "weighting": {"tasks.weighting": True},
-    "no capture": {"capture.keep": 0},
+    "cluster": {"cluster.address": "auto"},
+    "cluster with resources": {"cluster.address": "head:6379", "cluster.resources": {"server": {"cpus": 2}}},
     "program in the sandbox": {"mcp": {"far": {"command": ["server"]}}},
     "program on the host": {"mcp": {"far": {"host_command": ["server"]}}},
 }
