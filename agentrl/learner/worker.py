@@ -404,7 +404,7 @@ def run_worker(run_dir: Path, *, root: Path | None = None, progress: str | None 
 
     Args:
         root: project root, for a user-supplied store, estimator and loss.
-        progress: `agentrl.learner.driver_reports.ProgressPipe.address` of the driver; None disables reports.
+        progress: path of the pipe for `ProgressReporter`; None disables reports.
         driver: address and key of the driver, if `run_dir` is a mirror of the run folder.
 
     Raises `PluginError` for a user-supplied part that does not resolve or fulfil its protocol, `RecipeError` for an invalid recipe, and

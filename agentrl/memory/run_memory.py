@@ -98,7 +98,7 @@ class RunMemory:
             raise StoreError(f"the notes of step {step} are missing: the ledger has no groups of this step")
         groups = await self._experience.groups(entry.index for entry in entries)
         episodes = [one for group in groups for one in group.episodes]
-        return notes_to_commit(episodes, min_score=self.config.min_score)
+        return notes_to_commit(episodes)
 
     async def _oldest_read(self) -> int:
         """Returns the oldest version that a group may still read. A late group reads an older one than the groups of the next block."""
@@ -126,7 +126,7 @@ class EvaluationNotes:
 
     def end_round(self, scored: Sequence[ScoredEpisode]) -> None:
         """Ends a round and commits its notes."""
-        self._store.commit(self._part, notes_to_commit(scored, min_score=self._config.min_score))
+        self._store.commit(self._part, notes_to_commit(scored))
         self._part += 1
 
     def close(self) -> None:

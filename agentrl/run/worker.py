@@ -357,9 +357,9 @@ async def _open_runner(
     )
 
 
-def worker_name(pid: int) -> str:
-    """Returns the name of a worker on this machine."""
-    return f"{socket.gethostname()}-{pid}"
+def worker_name(pid: int, *, node: str = "") -> str:
+    """Returns the name of a worker. `node`: host name of its machine; empty for this one."""
+    return f"{node or socket.gethostname()}-{pid}"
 
 
 def main(open_access: Callable[[AsyncExitStack], WorkerAccess], *, parent: int | None = None) -> int:
