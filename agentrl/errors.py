@@ -101,6 +101,10 @@ class PromptRefusedError(JudgeError):
     """A judge's endpoint rejected one request, which may be longer than its model's context."""
 
 
+class LaunchError(InfrastructureError):
+    """A host cannot start or end a part of the run, or does not answer."""
+
+
 class StoreError(InfrastructureError):
     """The experience store or version registry is unreadable, full or inconsistent."""
 

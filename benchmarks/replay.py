@@ -45,14 +45,14 @@ class Changed(VLLMServer):
     arguments: Mapping[str, str]
     variables: Mapping[str, str]
 
-    def _command(self, port: int) -> list[str]:
-        words = super()._command(port)
+    def _command(self) -> list[str]:
+        words = super()._command()
         for name, value in self.arguments.items():
             words[words.index(name) + 1] = value
         return words
 
-    def _environment(self, scratch: Path) -> dict[str, str]:
-        return {**super()._environment(scratch), **self.variables}
+    def _environment(self) -> dict[str, str]:
+        return {**super()._environment(), **self.variables}
 
 
 async def play(server: VLLMServer, recipe: Recipe, episode: Episode, salt: str) -> None:

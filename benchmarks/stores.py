@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from agentrl.cluster.process_host import LocalLauncher
 from agentrl.experience import DriverStore, SqliteStore, driver_store
 from agentrl.experience.redis_server import RedisServer
 from agentrl.experience.redis_transport import RedisTransport
@@ -98,7 +99,8 @@ def time_sqlite(folder: Path, groups: Sequence[Group], *, callers: int) -> tuple
 
 def time_redis(folder: Path, groups: Sequence[Group]) -> float:
     """Groups per second that a worker adds in transactions of `BATCH`, each on the server's disk when it is acknowledged."""
-    server = RedisServer(folder / f"redis-{time.monotonic_ns()}")
+    server = RedisServer(LocalLauncher(folder), folder / f"redis-{time.monotonic_ns()}")
+    asyncio.run(server.start())
     try:
         server.wait_ready()
         transport, began = RedisTransport(server.url), time.perf_counter()
@@ -106,7 +108,7 @@ def time_redis(folder: Path, groups: Sequence[Group]) -> float:
             transport.append(groups[first : first + BATCH])
         return len(groups) / (time.perf_counter() - began)
     finally:
-        server.close()
+        asyncio.run(server.close())
 
 
 def main() -> None:

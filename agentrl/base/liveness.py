@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from weakref import WeakSet
 
@@ -110,8 +110,8 @@ class Liveness:
 class StoppedProcesses:
     """Detects that a signal such as SIGSTOP has stopped a process of a part. The kernel reports it, so no history is needed."""
 
-    def __init__(self, what: str, *, states: Callable[[int], dict[int, str]], clock: Callable[[], float] = time.monotonic) -> None:
-        """`what`: the part's name in messages. `states`: `agentrl.base.processes.process_tree`. `clock`: seconds of a monotonic clock."""
+    def __init__(self, what: str, *, states: Callable[[int], Mapping[int, str]], clock: Callable[[], float] = time.monotonic) -> None:
+        """`what`: the part's name in messages. `states`: like `base.processes.process_tree`. `clock`: seconds of a monotonic clock."""
         self.what = what
         self.least_s = STOPPED_S
         self._states, self._clock = states, clock

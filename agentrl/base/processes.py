@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 COLLECT_EVERY_S = 300.0
@@ -81,16 +82,44 @@ def process_tree(root: int) -> dict[int, str]:
 
     Linux only; empty on other systems, and if there is no such process.
     """
-    states: dict[int, str] = {}
+    stats = {pid: read_stat(pid) for pid in [*_processes(), os.getpid()]}
     below: dict[int, list[int]] = {}
-    for pid in [*_processes(), os.getpid()]:
-        with contextlib.suppress(OSError):  # it has ended; the program's name, in parentheses, may contain anything
-            states[pid], parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            below.setdefault(int(parent), []).append(pid)
-    tree = [root] if root in states else []
+    for pid, one in stats.items():
+        below.setdefault(one.parent, []).append(pid)
+    tree = [root] if stats.get(root, GONE).state else []
     for pid in tree:
         tree += below.get(pid, ())
-    return {pid: states[pid] for pid in tree}
+    return {pid: state for pid in tree if (state := stats[pid].state)}
+
+
+def process_group(group: int) -> list[int]:
+    """Returns the ids of the processes of a group that have not ended. Linux only; empty on other systems."""
+    return [pid for pid in _processes() if (stat := read_stat(pid)).group == group and not stat.has_ended]
+
+
+class ProcessStat(NamedTuple):
+    """What `proc(5)` reports about a process. `started` and the process id together identify it, because ids are reused."""
+
+    state: str = ""  # empty if it does not exist
+    parent: int = 0
+    group: int = 0
+    started: int = 0  # ticks since boot
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it no longer runs: it does not exist, or its parent has not read its exit code."""
+        return self.state in ("", "Z", "X")
+
+
+GONE = ProcessStat()
+
+
+def read_stat(pid: int) -> ProcessStat:
+    """Returns what is known of a process; `GONE` if it does not exist. Linux only."""
+    with contextlib.suppress(OSError):  # the program's name, in parentheses, may contain anything
+        state, parent, group, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return ProcessStat(state, int(parent), int(group), int(rest[16]))
+    return GONE
 
 
 def _processes() -> list[int]:
@@ -182,9 +211,5 @@ def openmp_environment(threads: int, *, alone: bool) -> dict[str, str]:
 
 def process_age_s() -> float:
     """Seconds since this process was started, to a hundredth (`proc(5)`); 0 without /proc."""
-    try:
-        # The program's name, in parentheses, may hold anything; of what follows, the 20th field is the start, in ticks since boot.
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-    except FileNotFoundError:
-        return 0.0
-    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 0.0)
+    stat = read_stat(os.getpid())
+    return 0.0 if stat is GONE else max(time.clock_gettime(time.CLOCK_BOOTTIME) - stat.started / os.sysconf("SC_CLK_TCK"), 0.0)

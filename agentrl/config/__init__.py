@@ -2,6 +2,7 @@
 
 from agentrl.config.recipe import (
     CaptureConfig,
+    ClusterConfig,
     CriticConfig,
     DelegationConfig,
     EvalConfig,
@@ -32,6 +33,7 @@ from agentrl.config.recipe import (
 
 __all__ = [
     "CaptureConfig",
+    "ClusterConfig",
     "CriticConfig",
     "DelegationConfig",
     "EvalConfig",

@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 from agentrl.base import secrets
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.config import section
+from agentrl.config.cluster import ClusterConfig, resource_errors
 from agentrl.config.failures import CaptureConfig
 from agentrl.config.gate import GateConfig
 from agentrl.config.learner import LearnerConfig, Limit, LoraConfig
@@ -34,6 +35,7 @@ from agentrl.plugins.parts import Part
 
 __all__ = [
     "CaptureConfig",
+    "ClusterConfig",
     "CriticConfig",
     "DelegationConfig",
     "EvalConfig",
@@ -98,6 +100,7 @@ class Recipe(Section):
     memory: MemoryConfig | None = None
     """Notes that agents write for later episodes. None disables memory; `{}` uses the defaults."""
     capture: CaptureConfig = resumable(CaptureConfig())
+    cluster: ClusterConfig = resumable(ClusterConfig())
     store: parts.Store = Part("sqlite")
     """Store of scored groups between rollouts and learner. sqlite: a file in the run folder. redis: the same file, to which
     a Redis stream carries the groups of rollout workers."""
@@ -127,6 +130,7 @@ class Recipe(Section):
         checks = (
             self._combinations,
             self._resources,
+            self._parts_are_started,
             self._every_key_acts,
             self._equal_scores_teach_nothing,
             self._one_restart_policy,
@@ -190,6 +194,9 @@ class Recipe(Section):
         if self.learner.minibatches > self.rollout.groups_per_step:
             yield "learner.minibatches must not exceed rollout.groups_per_step"
 
+    def _parts_are_started(self) -> Iterator[str]:
+        yield from resource_errors(self.cluster.resources, list(self.part_counts), ranks=self.learner.ranks)
+
     def _every_key_acts(self) -> Iterator[str]:
         yield from section.keys_without_effect(self)
 
@@ -231,6 +238,14 @@ class Recipe(Section):
     def depth(self) -> int:
         """Blocks of groups in flight at once."""
         return self.max_staleness + 1 if self.pipeline_depth is None else self.pipeline_depth
+
+    @property
+    def part_counts(self) -> dict[str, int]:
+        """The parts that a training run starts, with the number of each. Without `url`, store=redis starts a server."""
+        counts = {"server": self.serving.replicas, "learner": self.cluster.learner_nodes, "worker": self.rollout.workers}
+        counts |= {"gate": int(self.gate_has_server), "redis": int(self.store.ref == "redis" and "url" not in self.store.options)}
+        counts |= {f"judge-{name}": 1 for name in self.judge_servers}
+        return {name: count for name, count in counts.items() if count}
 
     @property
     def gate_has_server(self) -> bool:

@@ -99,7 +99,5 @@ class MemoryConfig(Section):
     """Tasks that share notes. family: those of one family. project: those with the same `project` in their data."""
     notes: int = Field(4, ge=1, le=64)
     """Notes per episode, over all its agents."""
-    min_score: float | None = None
-    """Minimum score of the episodes whose notes can be found. None: all."""
     heldout_rounds: int = Field(1, ge=1, le=1000)
     """Rounds of an evaluation. An episode finds notes of earlier rounds of the same evaluation and split. 1: none."""

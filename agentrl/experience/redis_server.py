@@ -1,13 +1,9 @@
-"""A Redis server of one run: reachable through a socket file of this user, with a password, and with its data in the run folder."""
+"""A Redis server of one run, with a password, and with its data in the run folder."""
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from urllib.parse import quote
@@ -17,10 +13,13 @@ import redis
 from agentrl.base.files import tail_bytes
 from agentrl.errors import InfrastructureError, UserError
 from agentrl.experience.redis_transport import MAX_ENTRY_BYTES
+from agentrl.protocols import Launcher, PartCommand, PartHandle
+from agentrl.protocols.cluster import HOST, PARENT, PORT, PYTHON, RUN, SCRATCH
 
 _READY_S = 60.0  # to start, and to read its file
 _ANSWER_S = 2.0
 _END_S = 10.0
+LOG = "redis.log"
 _PROGRAMS = ("redis-server", "redis-check-rdb")  # one program, whose first argument decides; Debian's redis-tools has only the second name
 _LAUNCH = (
     "import os, sys; from agentrl.base.processes import die_with_parent; die_with_parent(int(sys.argv[1]));"
@@ -37,31 +36,57 @@ def find_program() -> str:
 
 
 class RedisServer:
-    """The process `redis-server`. It ends with this process, also if that is killed; the next one finds what was acknowledged.
+    """The process `redis-server`. It ends with the process that starts it, also if that is killed; the next one has what was acknowledged.
 
+    Processes on this machine reach it through a socket file of this user. If parts of the run are on other machines, it also has a port.
     Start it in a thread that lives as long as the run. Raises `UserError` if the program is not installed.
 
     Args:
-        folder: its files and log; created if absent.
+        folder: for its files and log, in the run folder; created if absent.
         memory_mb: maximum memory of the entries that the driver has not stored. A full server makes workers wait.
     """
 
-    def __init__(self, folder: Path, *, memory_mb: int = 1024) -> None:
+    def __init__(self, launcher: Launcher, folder: Path, *, memory_mb: int = 1024) -> None:
         self._program, self._folder, self._memory_mb = find_program(), folder, memory_mb
+        self._launcher, self._shared = launcher, ""
         self._password = secrets.token_hex(32)
-        self._sockets = Path(tempfile.mkdtemp(prefix="agentrl-redis-"))  # the path of a socket has at most 107 bytes
-        folder.mkdir(parents=True, exist_ok=True)
-        self._process = self._start()
+        self._process: PartHandle | None = None
+        self._port = "0" if launcher.is_local else PORT  # a restarted server keeps the port, which workers know
+
+    async def start(self) -> None:
+        """Starts the process and returns at once."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._process = await self._launcher.start(
+            PartCommand(
+                name="redis",
+                argv=(PYTHON, "-c", _LAUNCH, PARENT, self._program),
+                stdin=self._settings(),  # not a file, which would have the password
+                log=f"{self._folder.name}/{LOG}",
+                scratch=str(self._folder.resolve()),
+            )
+        )
+        if self._process.port:
+            self._port, self._shared = str(self._process.port), f"redis://:{self._password}@{self._process.host}:{self._process.port}"
 
     @property
     def url(self) -> str:
-        """The address for `RedisTransport`, with the password."""
-        return f"unix://:{self._password}@{quote(str(self._sockets / 'socket'))}"
+        """The address for `RedisTransport` on this machine, with the password."""
+        return f"unix://:{self._password}@{quote(self._part.scratch + '/socket')}"
+
+    @property
+    def shared_url(self) -> str:
+        """The address for `RedisTransport` on every machine of the run, with the password."""
+        return self._shared or self.url
 
     @property
     def pid(self) -> int:
         """The process id of the running or last server."""
-        return self._process.pid
+        return self._part.pid
+
+    @property
+    def _part(self) -> PartHandle:
+        assert self._process is not None, "start() comes first"
+        return self._process
 
     def wait_ready(self) -> None:
         """Returns when the server answers. Raises `InfrastructureError` with the end of its log if it does not start."""
@@ -72,8 +97,8 @@ class RedisServer:
                     client.ping()
                     return
                 except redis.RedisError as error:
-                    if self._process.poll() is not None or time.monotonic() > deadline:
-                        log = tail_bytes(self._folder / "redis.log", most=2000)
+                    if self._part.returncode is not None or time.monotonic() > deadline:
+                        log = tail_bytes(self._folder / LOG, most=2000)
                         raise InfrastructureError(f"the Redis server in {self._folder} does not start: {error}\n{log}") from error
                 time.sleep(0.02)
 
@@ -86,45 +111,28 @@ class RedisServer:
             return False
 
     def kill(self) -> None:
-        """Kills the process. Idempotent."""
-        self._process.kill()
+        """Kills the process, without waiting for its end. Idempotent."""
+        self._part.send_kill()
 
-    def restart_if_dead(self) -> bool:
+    async def restart_if_dead(self) -> bool:
         """Starts the server again if its process has ended. Returns whether it had."""
-        if self._process.poll() is None:
+        if self._part.returncode is None:
             return False
-        self._process = self._start()
+        await self._part.kill()  # releases its port
+        await self.start()
         return True
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Ends the server. Its data stays in the folder."""
-        self._process.terminate()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            self._process.wait()
-        shutil.rmtree(self._sockets, ignore_errors=True)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        log = (self._folder / "redis.log").open("ab")
-        with log:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCH, str(os.getpid()), self._program],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                cwd=self._folder,
-            )
-        assert process.stdin is not None
-        process.stdin.write(self._settings().encode())  # not a file, which would have the password
-        process.stdin.close()
-        return process
+        if self._process is not None:
+            await self._process.terminate(grace_s=_END_S)
 
     def _settings(self) -> str:
         settings = {
-            "port": "0",
-            "unixsocket": f'"{self._sockets / "socket"}"',
+            "port": self._port,
+            "bind": HOST,
+            "dir": f'"{RUN}/{self._folder.name}"',
+            "unixsocket": f'"{SCRATCH}/socket"',
             "unixsocketperm": "700",
             "requirepass": self._password,
             "appendonly": "yes",

@@ -32,7 +32,8 @@ MAX_KINDS = 200
 OTHERS = "others"
 PASSES = 1.0
 """Score from which an episode passes; below it, it is captured as failed."""
-_KEEP_BYTES = 256 << 20  # compressed traces per phase: 500 of half a MiB, far above the usual 4 KiB, so `capture.keep` decides
+KEPT = 500  # traces per phase
+_KEEP_BYTES = 256 << 20  # compressed traces per phase: 500 of half a MiB, far above the usual 4 KiB, so `KEPT` decides
 _BUSY_S = 2.0  # longest wait for another process's write
 _SLOW_S, _PAUSE_FACTOR = 0.2, 50  # after a slow failure, such as a locked file, capture pauses for 50 times its duration
 _TIMEOUTS, _LIMITS = ("wall_limit", "tool_timeout"), ("turn_limit", "token_limit")
@@ -76,8 +77,8 @@ class Capture:
     def __init__(self, run_dir: Path, config: CaptureConfig, *, origin: dict[str, str], audit: Audit = lambda task, scored: "") -> None:
         self.spent_s = 0.0  # CPU seconds
         self.lost = 0  # episodes that were neither captured nor counted because of errors
-        self._run_dir, self._config, self._origin, self._audit = run_dir, config, origin, audit
-        self._rules: tuple[TriageRule, ...] = load_rules(config.rules) if config.keep else ()
+        self._run_dir, self._origin, self._audit = run_dir, origin, audit
+        self._rules: tuple[TriageRule, ...] = load_rules(config.rules)
         self._collection: Collection | None = None
         self._kinds: set[str] = set()
         self._paused_until = 0.0  # monotonic
@@ -101,9 +102,8 @@ class Capture:
 
     def reset_phase(self, phase: str, *, step: int | None = None, place: str = "") -> None:
         """Deletes the traces and counts of a phase, or of one step of it, before an evaluation (re)starts."""
-        if self._config.keep:
-            with self._lock:
-                self._guarded(lambda collection: collection.clear_phase(phase, step=step, place=place), episodes=0)
+        with self._lock:
+            self._guarded(lambda collection: collection.clear_phase(phase, step=step, place=place), episodes=0)
 
     def close(self) -> None:
         """Closes the file and logs how many episodes were lost."""
@@ -120,8 +120,6 @@ class Capture:
     def _capture(
         self, task: Task | None, episodes: Sequence[ScoredEpisode], *, phase: str, step: int, place: str = "", once: str = ""
     ) -> None:
-        if not self._config.keep:
-            return
         with self._lock:
             if time.monotonic() < self._paused_until:
                 self.lost += len(episodes)
@@ -188,7 +186,7 @@ class Capture:
 
     def _open(self) -> Collection:
         if self._collection is None:
-            self._collection = Collection(self._run_dir, keep=self._config.keep, keep_bytes=_KEEP_BYTES, make=True, busy_timeout_s=_BUSY_S)
+            self._collection = Collection(self._run_dir, keep=KEPT, keep_bytes=_KEEP_BYTES, make=True, busy_timeout_s=_BUSY_S)
             self._kinds = {kind for (kind,) in self._collection.counts("kind")}
         return self._collection
 

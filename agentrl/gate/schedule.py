@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError, SwapError
 from agentrl.gate.gate import Gate
-from agentrl.protocols import VersionRegistry
+from agentrl.protocols import Launcher, VersionRegistry
 from agentrl.records import PolicyVersion
 from agentrl.serving.supervisor import SupervisedServer
 
@@ -36,13 +36,13 @@ class GateServer:
         run_dir: Path,
         registry: VersionRegistry,
         *,
-        gpus: str | None = None,
+        launcher: Launcher | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`gpus`: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's. `alert`: as for `SupervisedServer`."""
+        """`launcher`, `alert`: as for `SupervisedServer`."""
         self._run_dir, self._registry = run_dir, registry
         self._version: PolicyVersion | None = None
-        self.policy = SupervisedServer(recipe, run_dir, registry, gpus=gpus, name="gate", newest=self._newest, alert=alert)
+        self.policy = SupervisedServer(recipe, run_dir, registry, name="gate", newest=self._newest, launcher=launcher, alert=alert)
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
         """Starts it with the weights of a version. Raises as `SupervisedServer.start` does."""

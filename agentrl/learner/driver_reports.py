@@ -1,4 +1,5 @@
 """Reports from the learner to its driver: progress through a pipe on which neither side blocks, and the exit reason through memory.
+Both are on the learner's host (`agentrl.protocols.cluster`).
 
 Rank 0 reports progress for all ranks: it waits for the others in collectives, so one stuck rank stops its reports. The exit reason
 arrives even if the disk is full.
@@ -13,7 +14,6 @@ import json
 import math
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -64,35 +64,24 @@ class ExitReason:
         return LearnerError(f"{message}\n  all of its output: {log}")
 
 
-class Mailbox:
-    """Memory of the driver to which the learner's processes write their exit reasons, through the path `address`."""
+def best_reason(lines: bytes) -> ExitReason | None:
+    """Returns the most informative reason, if any: when one rank fails, the others only report that it is missing."""
+    reasons = list(_reasons(lines))
+    for kinds in (("user", "halted", "disk"), ("failed",)):
+        for reason in reasons:
+            if reason.kind in kinds:
+                return reason
+    return next(iter(reasons), None)
 
-    def __init__(self) -> None:
-        self._handle = os.memfd_create("agentrl-learner")
-        weakref.finalize(self, os.close, self._handle)
-        self.address = f"/proc/{os.getpid()}/fd/{self._handle}"
 
-    def discard(self) -> None:
-        """Deletes all reasons."""
-        os.ftruncate(self._handle, 0)
-
-    def best(self) -> ExitReason | None:
-        """Returns the most informative reason, if any: when one rank fails, the others only report that it is missing."""
-        reasons = list(self._reasons())
-        for kinds in (("user", "halted", "disk"), ("failed",)):
-            for reason in reasons:
-                if reason.kind in kinds:
-                    return reason
-        return next(iter(reasons), None)
-
-    def _reasons(self) -> Iterator[ExitReason]:
-        for line in os.pread(self._handle, 1 << 20, 0).splitlines():
-            with contextlib.suppress(ValueError, TypeError):
-                yield ExitReason(**json.loads(line))
+def _reasons(lines: bytes) -> Iterator[ExitReason]:
+    for line in lines.splitlines():
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            yield ExitReason(**json.loads(line))
 
 
 def send_exit_reason(address: str | None, reason: ExitReason) -> None:
-    """Sends a reason to a `Mailbox.address`. Delivery failures are ignored, because the log has the reason too."""
+    """Appends a reason to the file at `address` (`agentrl.protocols.cluster.REASONS`). Errors are ignored: the log has the reason too."""
     line = json.dumps(asdict(reason))
     if len(line) > _LONGEST:
         line = json.dumps(asdict(ExitReason(kind=reason.kind, message=reason.message[: _LONGEST // 8], fix=reason.fix[: _LONGEST // 8])))
@@ -107,11 +96,11 @@ def send_exit_reason(address: str | None, reason: ExitReason) -> None:
 
 _WORK_CHARACTERS = 80
 _ALERT_CHARACTERS = 400
-_READ_BYTES = 1 << 20  # more than the pipe holds
 
 
 class ProgressReporter:
-    """The learner's end: `report("computing a micro-batch", tokens)`. `address` is `ProgressPipe.address`; None disables reports."""
+    """The learner's end: `report("computing a micro-batch", tokens)`. `address` is that of a pipe
+    (`agentrl.protocols.cluster.PROGRESS`); None disables reports."""
 
     def __init__(self, address: str | None = None) -> None:
         self._pipe: int | None = None
@@ -135,24 +124,21 @@ class ProgressReporter:
 SILENT = ProgressReporter()
 
 
-class ProgressPipe:
-    """The driver's end. `address` is valid in all processes of this machine while this object exists."""
+class ProgressLines:
+    """The driver's end: the lines of one learner, which arrive in pieces."""
 
     def __init__(self) -> None:
-        self._read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        for end in (self._read, write):
-            weakref.finalize(self, os.close, end)
-        self.address = f"/proc/{os.getpid()}/fd/{write}"
         self._rest = b""
 
-    def discard(self) -> None:
-        """Discards the reports of a learner that has ended."""
-        self._lines()
-        self._rest = b""
+    def forward(self, data: bytes, liveness: Liveness, alert: Callable[[str], None], *, offset_s: float = 0.0) -> None:
+        """Forwards the reports in `data` to `liveness`, and alerts to `alert`. Malformed lines are ignored.
 
-    def forward(self, liveness: Liveness, alert: Callable[[str], None]) -> None:
-        """Forwards the reports since the last call to `liveness`, and alerts to `alert`. Malformed lines are ignored."""
-        for line in self._lines():
+        Args:
+            offset_s: added to the times of the reports, which are those of the learner's machine.
+        """
+        *lines, rest = (self._rest + data).split(b"\n")
+        self._rest = rest[:_LONGEST]
+        for line in lines:
             with contextlib.suppress(ValueError, TypeError, RecursionError):
                 report = json.loads(line)
                 if isinstance(report, str):
@@ -160,15 +146,7 @@ class ProgressPipe:
                     continue
                 at, size, work = report
                 if isinstance(work, str) and math.isfinite(at) and math.isfinite(size):
-                    liveness.progress(work[:_WORK_CHARACTERS], float(size), at=float(at))
-
-    def _lines(self) -> list[bytes]:
-        try:
-            data = os.read(self._read, _READ_BYTES)
-        except BlockingIOError:
-            return []
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return lines
+                    liveness.progress(work[:_WORK_CHARACTERS], float(size), at=float(at) + offset_s)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The learner as a child process of the driver."""
+"""The learner as a part of the run: its start, its progress and its end."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from agentrl.base.error_text import cause_in_log
 from agentrl.base.files import tail_bytes
 from agentrl.base.liveness import Liveness, StoppedProcesses
-from agentrl.base.processes import openmp_environment, process_tree
-from agentrl.base.run_lock import hold_shared_lock
-from agentrl.base.secrets import child_environment
+from agentrl.base.processes import openmp_environment
+from agentrl.cluster.process_host import LocalLauncher
 from agentrl.config.recipe import Recipe
-from agentrl.errors import LearnerError
-from agentrl.learner.driver_reports import Mailbox, ProgressPipe
+from agentrl.errors import LaunchError, LearnerError
+from agentrl.learner.driver_reports import ProgressLines, best_reason
+from agentrl.protocols import Launcher, PartCommand, PartHandle
+from agentrl.protocols.cluster import PARENT, PROGRESS, PYTHON, REASONS, ROOT, RUN
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +27,10 @@ _TAIL_BYTES = 1 << 18
 _FIRST_S = 1800.0
 """Deadline for the learner's first work of a kind: loading the model, compiling for the first batch, writing the first checkpoint."""
 _POLL_S = 0.5
-_GONE_S = 60.0
 
 
 class LearnerProcess:
-    """A launcher with `recipe.learner.ranks` workers (`agentrl.learner.main`), in its own process group.
+    """`recipe.learner.ranks` workers (`agentrl.learner.main`) and the process that starts them.
 
     Its progress has a deadline (`liveness`): a learner without progress is killed and counts as failed. Output is appended to
     `run_dir/logs/learner.log`. The processes die with the driver, even if it is killed. Call `start` from a thread that lives as long as
@@ -43,24 +42,23 @@ class LearnerProcess:
         run_dir: Path,
         recipe: Recipe,
         *,
-        gpus: str | None = None,
         root: Path | None = None,
+        launcher: Launcher | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`gpus`: CUDA_VISIBLE_DEVICES of the workers; None inherits the driver's. `root`: project root, for user-supplied parts.
-        `alert`: called with messages of the learner for the user.
+        """`root`: project root, for user-supplied parts.
+        `launcher`: None starts it on this machine. `alert`: called with messages of the learner for the user.
         """
         self.run_dir = run_dir
         self.recipe = recipe
-        self.gpus = gpus
         self.root = root
+        self._launcher = launcher or LocalLauncher(run_dir, root=root)
         self._alert = alert
         self.log_path = run_dir / "logs" / "learner.log"
         self.liveness = Liveness("the learner", first_s=_FIRST_S)
-        self.stopped = StoppedProcesses("the learner", states=process_tree)
-        self._process: asyncio.subprocess.Process | None = None
-        self._mailbox = Mailbox()
-        self._reports = ProgressPipe()
+        self.stopped = StoppedProcesses("the learner", states=lambda _: self._process.processes() if self._process else {})
+        self._process: PartHandle | None = None
+        self._progress = ProgressLines()
         self._log_start = 0  # bytes in the log before this start
 
     @property
@@ -74,28 +72,21 @@ class LearnerProcess:
         return None if self._process is None else self._process.returncode
 
     async def start(self) -> None:
-        """Starts the processes and returns at once. Raises `LearnerError` if they already run."""
+        """Starts the processes and returns at once. Raises `LearnerError` if they already run or no host can start them."""
         if self.alive:
             raise LearnerError("the learner is already running")
-        self._mailbox.discard()
-        self._reports.discard()
+        self._progress = ProgressLines()
         self.liveness.begin()
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        part = hold_shared_lock(self.run_dir)
+        with contextlib.suppress(FileNotFoundError):
+            self._log_start = self.log_path.stat().st_size
         try:
-            with self.log_path.open("ab") as output:
-                self._log_start = output.tell()
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._command(),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=asyncio.subprocess.STDOUT,
-                    env=self._environment(),
-                    start_new_session=True,
-                    pass_fds=(part,),
+            self._process = await self._launcher.start(
+                PartCommand(
+                    name="learner", argv=tuple(self._command()), environment=self._environment(), log="logs/learner.log", exclusive=True
                 )
-        finally:
-            os.close(part)
+            )
+        except LaunchError as error:
+            raise LearnerError(f"the learner does not start: {error}") from error
 
     async def wait(self, *, timeout_s: float | None = None) -> None:
         """Waits until the learner ends, and kills it if it makes no progress.
@@ -109,23 +100,25 @@ class LearnerProcess:
             await self._ended(self._process)
         self.check()
 
-    async def _ended(self, process: asyncio.subprocess.Process) -> None:
+    async def _ended(self, process: PartHandle) -> None:
         while process.returncode is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_S):
                     await process.wait()
-            self._reports.forward(self.liveness, self._alert)
+            self._progress.forward(process.read_progress(), self.liveness, self._alert, offset_s=process.clock_offset_s)
             if process.returncode is None and (stuck := self.liveness.overdue() or self.stopped.overdue(process.pid)):
                 await self.kill()
                 raise LearnerError(f"{stuck}; it was killed\n  all of its output: {self.log_path}")
 
     def check(self) -> None:
         """Raises as `wait` does if the learner has failed."""
-        code = self.returncode
-        if code in (None, 0):
+        process, code = self._process, self.returncode
+        if process is None or code in (None, 0):
             return
-        if (reason := self._mailbox.best()) is not None:
+        if (reason := best_reason(process.reasons())) is not None:
             raise reason.to_error(self.log_path)
+        if process.lost:
+            raise LearnerError(f"the learner is lost: {process.lost}")
         cause, fix = cause_in_log(self.log_tail())  # it sent no reason: it was killed or failed early
         advice = f"\n  fix: {fix}" if fix else ""
         raise LearnerError(
@@ -138,68 +131,39 @@ class LearnerProcess:
             return
         if self.alive:
             # Signal the workers, not the launcher: torchrun would kill them after 30 s.
-            for worker in _children(self._process.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker, signal.SIGTERM)
-            try:
+            await self._process.signal_children(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), grace_s)
-            except TimeoutError:
-                await self.kill()
+        await self.kill()
 
     async def kill(self) -> None:
         """Kills the learner and returns when none of its processes is left. Idempotent.
 
         Raises `LearnerError` if a process has not ended within a minute: a new learner must not write at the same time.
         """
-        if self._process is None or not self.alive:
-            return
-        workers = _children(self._process.pid)
-        self._process.kill()
-        await self._process.wait()  # the workers die with the launcher
-        try:
-            async with asyncio.timeout(_GONE_S):
-                while left := [pid for pid in workers if _stat(pid)[0] not in ("", "Z")]:
-                    await asyncio.sleep(0.01)
-        except TimeoutError:
-            raise LearnerError(
-                f"process {left[0]} of the learner does not end after SIGKILL: a disk or GPU does not respond\n"
-                "  fix: check the disk and the GPU, and wait for the process to end before you resume"
-            ) from None
+        if self._process is not None:
+            try:
+                await self._process.kill()
+            except LaunchError as error:
+                raise LearnerError(str(error)) from error
 
     def log_tail(self) -> str:
         """Returns the end of the log since the last start."""
         return tail_bytes(self.log_path, most=_TAIL_BYTES, start=self._log_start)
 
     def _command(self) -> list[str]:
-        return [sys.executable, "-m", "agentrl.learner.launch", str(os.getpid()), str(self.recipe.learner.ranks), *self._worker()]
+        return [PYTHON, "-m", "agentrl.learner.launch", PARENT, str(self.recipe.learner.ranks), *self._worker()]
 
     def _worker(self) -> list[str]:
-        root = [] if self.root is None else ["--root", str(self.root)]
-        addresses = ["--mailbox", self._mailbox.address, "--progress", self._reports.address]
-        return ["agentrl.learner.main", "--run-dir", str(self.run_dir), *addresses, *root]
+        root = [] if self.root is None else ["--root", ROOT]
+        return ["agentrl.learner.main", "--run-dir", RUN, "--mailbox", REASONS, "--progress", PROGRESS, *root]
 
     def _environment(self) -> dict[str, str]:
         learner = self.recipe.learner
         threads = learner.threads or max(1, (os.cpu_count() or 1) // learner.ranks)
         return {
-            **child_environment(os.environ),
-            **({"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus is not None else {}),
             # If server and learner compute at the same time, spinning threads make a step 2 to 9 times longer (measured).
             **openmp_environment(threads, alone=self.recipe.max_staleness == 0),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         }
-
-
-def _stat(pid: int) -> tuple[str, int]:
-    """State and parent of a process; ("", 0) if it does not exist."""
-    try:  # the program's name, in parentheses, may contain anything
-        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return "", 0
-    return state, int(parent)
-
-
-def _children(parent: int) -> list[int]:
-    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
-    return [pid for pid in pids if _stat(pid)[1] == parent]

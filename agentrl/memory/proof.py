@@ -111,13 +111,12 @@ class _Reads:
         self.wrong: list[str] = []
         self._order = GroupOrder.from_recipe(recipe)
         self._behind = recipe.max_staleness
-        self._min_score = None if recipe.memory is None else recipe.memory.min_score
         self._authors: dict[str, _Author] = {}
 
     def group(self, group: Group, *, step: int | None) -> None:
         """Adds a training group and the learner step that took it, if any."""
         version = max(0, self._order.block_of(group.index) - self._behind)
-        count = {scored.episode for scored in notes_to_commit(group.episodes, min_score=self._min_score)}
+        count = {scored.episode for scored in notes_to_commit(group.episodes)}
         for scored in group.episodes:
             episode, memo = scored.episode, scored.episode.memory
             self.episodes += 1

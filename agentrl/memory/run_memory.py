@@ -20,6 +20,7 @@ from agentrl.config.tools import MemoryConfig
 from agentrl.errors import StoreError
 from agentrl.experience import BlockStarts, DriverStore, GroupOrder
 from agentrl.memory import NoteStore, StoreView, WrittenNotes, notes_to_commit
+from agentrl.memory.store import NoteMatch
 from agentrl.protocols import EpisodeMemory
 from agentrl.records import Group, ScoredEpisode, Task, Turn
 from agentrl.records.episode import Memo
@@ -78,6 +79,12 @@ class RunMemory:
             raise StoreError(f"group {group} would read version {version} of the memory, which does not exist yet")
         return StoreView.of(self._store, task, version)
 
+    def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[NoteMatch, ...]:
+        """Returns matching notes for a rollout worker on another host. Raises `StoreError` for a version that does not exist yet."""
+        if self._store is None or version > self._version:
+            raise StoreError(f"version {version} of the memory does not exist yet")
+        return self._store.search(query, scope=scope, version=version, task_key=task_key)
+
     def close(self) -> None:
         """Closes the stores."""
         self._nothing.close()
@@ -91,7 +98,7 @@ class RunMemory:
             raise StoreError(f"the notes of step {step} are missing: the ledger has no groups of this step")
         groups = await self._experience.groups(entry.index for entry in entries)
         episodes = [one for group in groups for one in group.episodes]
-        return notes_to_commit(episodes, min_score=self.config.min_score)
+        return notes_to_commit(episodes)
 
     async def _oldest_read(self) -> int:
         """Returns the oldest version that a group may still read. A late group reads an older one than the groups of the next block."""
@@ -119,7 +126,7 @@ class EvaluationNotes:
 
     def end_round(self, scored: Sequence[ScoredEpisode]) -> None:
         """Ends a round and commits its notes."""
-        self._store.commit(self._part, notes_to_commit(scored, min_score=self._config.min_score))
+        self._store.commit(self._part, notes_to_commit(scored))
         self._part += 1
 
     def close(self) -> None:

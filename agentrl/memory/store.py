@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.database import ForeignDatabase, connect, enter_wal, is_damaged, make_tables, query_deadline, read_pragma, transaction
-from agentrl.base.numbers import is_at_least
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import StoreError, UserError
 from agentrl.records import ScoredEpisode
@@ -72,15 +71,13 @@ class NoteMatch:
     episode: str
 
 
-def notes_to_commit(episodes: Iterable[ScoredEpisode], *, min_score: float | None) -> list[WrittenNotes]:
-    """Returns the notes of those episodes that are not excluded and score at least `min_score`, in order."""
+def notes_to_commit(episodes: Iterable[ScoredEpisode]) -> list[WrittenNotes]:
+    """Returns the notes of those episodes that are scored and not excluded, in order."""
     return [
         WrittenNotes(episode=scored.episode.id, task_key=scored.episode.task_key, memo=scored.episode.memory)
         for scored in episodes
         if scored.episode.memory is not None and scored.episode.memory.notes
-        if not scored.episode.left_out
-        and scored.score.value is not None
-        and (min_score is None or is_at_least(scored.score.value, min_score))
+        if not scored.episode.left_out and scored.score.value is not None
     ]
 
 

@@ -3,6 +3,7 @@
 Every wait takes a deadline in seconds and raises a typed error (`agentrl.errors`) after it.
 """
 
+from agentrl.protocols.cluster import Launcher, PartCommand, PartHandle
 from agentrl.protocols.episode import Agent, EpisodeMemory, ExternalRequest, LiveEpisode, LiveTrajectory, MemoryView, ToolSource
 from agentrl.protocols.experience import Delivery, EpisodeCheckpoints, ExperienceStore, GroupCommit, GroupTransport
 from agentrl.protocols.learning import AdvantageEstimator, Loss, LossTokens
@@ -25,11 +26,14 @@ __all__ = [
     "GroupCommit",
     "GroupTransport",
     "Interval",
+    "Launcher",
     "LiveEpisode",
     "LiveTrajectory",
     "Loss",
     "LossTokens",
     "MemoryView",
+    "PartCommand",
+    "PartHandle",
     "Policy",
     "PolicyServer",
     "PreparedVerifier",

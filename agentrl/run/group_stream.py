@@ -20,7 +20,7 @@ from agentrl.base.liveness import Restarts
 from agentrl.config.recipe import Recipe
 from agentrl.errors import GroupTooLarge, InfrastructureError, StoreError, UserError
 from agentrl.experience import DriverStore
-from agentrl.protocols import GroupTransport
+from agentrl.protocols import GroupTransport, Launcher
 from agentrl.protocols.experience import Delivery
 from agentrl.records import Group
 
@@ -77,19 +77,22 @@ class GroupStream:
         alert: called with a message for the user when the run's server is restarted.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, store: DriverStore, *, alert: Callable[[str], None]) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, store: DriverStore, *, launcher: Launcher, alert: Callable[[str], None]) -> None:
         self.restarts = 0
+        self._launcher = launcher
         self._folder, self._store, self._alert = folder / "redis", store, alert
         self._options = _options(recipe)
 
     @classmethod
-    def of(cls, recipe: Recipe, folder: Path, store: DriverStore, *, alert: Callable[[str], None]) -> GroupStream | None:
+    def of(
+        cls, recipe: Recipe, folder: Path, store: DriverStore, *, launcher: Launcher, alert: Callable[[str], None]
+    ) -> GroupStream | None:
         """Returns the stream of a recipe; None if workers send groups over HTTP."""
-        return cls(recipe, folder, store, alert=alert) if recipe.store.ref == "redis" else None
+        return cls(recipe, folder, store, launcher=launcher, alert=alert) if recipe.store.ref == "redis" else None
 
     @asynccontextmanager
     async def serving(self, deliver: Callable[[Delivery], Awaitable[None]], forget: Callable[[int], None]) -> AsyncIterator[dict[str, Any]]:
-        """Receives groups during the block. Yields the arguments of `open_transport`.
+        """Receives groups during the block. Yields the arguments of `open_transport` for workers on all machines.
 
         Args:
             deliver, forget: see `agentrl.experience.redis_transport.receive_groups`.
@@ -97,26 +100,27 @@ class GroupStream:
         from agentrl.experience.redis_server import RedisServer
         from agentrl.experience.redis_transport import receive_groups
 
-        server = None if self._options else RedisServer(self._folder)  # in this thread, which lives as long as the run
+        server = None if self._options else RedisServer(self._launcher, self._folder)
         try:
             if server is not None:
+                await server.start()
                 await asyncio.to_thread(server.wait_ready)
-            options = (self._options or {"url": server.url if server else ""}) | {"run": self._prefix()}
-            transport = open_transport(options)
+            options, run = self._options or {"url": server.shared_url if server else ""}, {"run": self._prefix()}
+            transport = open_transport(options | run | ({"url": server.url} if server else {}))
             try:
                 await asyncio.to_thread(transport.check_server)
                 async with asyncio.TaskGroup() as tasks:
                     receiving = [tasks.create_task(receive_groups(transport, self._store, deliver, forget))]
                     if server is not None:
                         receiving.append(tasks.create_task(self._keep(server)))
-                    yield options
+                    yield options | run
                     for task in receiving:
                         task.cancel()
             finally:
                 transport.close()
         finally:
             if server is not None:
-                await asyncio.to_thread(server.close)
+                await server.close()
 
     async def _keep(self, server: RedisServer) -> None:
         """Restarts the run's server if it ends or is silent, until it has failed too often in a row."""
@@ -124,7 +128,7 @@ class GroupStream:
         answered = clock()
         while True:
             await asyncio.sleep(_WATCH_S)
-            if not server.restart_if_dead():
+            if not await server.restart_if_dead():
                 if await asyncio.to_thread(server.answers):
                     answered = clock()
                 elif clock() - answered > _SILENT_S:

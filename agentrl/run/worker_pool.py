@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict
@@ -15,19 +13,19 @@ from pathlib import Path
 from agentrl.base.error_text import cause_in_log
 from agentrl.base.files import tail_bytes
 from agentrl.base.liveness import Restarts
-from agentrl.base.run_lock import hold_shared_lock
 from agentrl.config.recipe import Recipe
-from agentrl.errors import InfrastructureError
-from agentrl.experience import DriverStore
+from agentrl.errors import InfrastructureError, LaunchError
+from agentrl.experience import DriverStore, FolderCheckpoints
 from agentrl.memory.run_memory import RunMemory
-from agentrl.protocols import PolicyServer
+from agentrl.protocols import Launcher, PartCommand, PartHandle, PolicyServer
+from agentrl.protocols.cluster import PARENT, PYTHON, RUN
 from agentrl.records import Group, Task
 from agentrl.rollout import AttemptListener
 from agentrl.rollout.leases import GroupLeases
 from agentrl.run.group_stream import GroupStream
 from agentrl.run.worker import WorkerSpec, worker_name
 from agentrl.run.worker_api import WorkerApi
-from agentrl.serving.process import end_group
+from agentrl.session.pace import history_of, restore_pace
 
 _WATCH_S = 0.25
 _RESTARTS = 5  # of one process, in a row
@@ -35,6 +33,7 @@ _SOUND_S = 120.0  # of work, after which earlier failures no longer count
 _BACKOFF_S = 5.0
 _START_S = 180.0
 _TAIL_BYTES = 1 << 16
+_END_S = 10.0  # for a worker to end, before it is killed
 
 
 class WorkerPool:
@@ -49,14 +48,16 @@ class WorkerPool:
         store: DriverStore,
         served: PolicyServer,
         memory: RunMemory | None,
+        checkpoints: FolderCheckpoints,
+        launcher: Launcher,
         on_attempt: AttemptListener,
         alert: Callable[[str], None],
     ) -> None:
         rollout = recipe.rollout
         self.group_size = rollout.group.size
         self.restarts = 0
-        self._count, self._folder, self._alert = rollout.workers, folder, alert
-        self._stream = GroupStream.of(recipe, folder, store, alert=alert)  # None: workers send their groups over HTTP
+        self._count, self._folder, self._alert, self._launcher = rollout.workers, folder, alert, launcher
+        self._stream = GroupStream.of(recipe, folder, store, launcher=launcher, alert=alert)  # None: workers send their groups over HTTP
         share = math.ceil(rollout.concurrency / rollout.workers)
         self._leases = GroupLeases(group_size=rollout.group.size, concurrency=share, on_attempt=on_attempt)
         spec = WorkerSpec(
@@ -71,11 +72,13 @@ class WorkerPool:
             spec=asdict(spec),
             leases=self._leases,
             served=served,
-            memory_version=None if memory is None else memory.version_of,
+            memory=memory,
+            checkpoints=checkpoints,
+            pace=lambda: history_of(restore_pace(recipe, folder)),
             on_attempt=on_attempt,
             alert=alert,
         )
-        self._processes: dict[int, asyncio.subprocess.Process] = {}  # by number
+        self._processes: dict[int, PartHandle] = {}  # by number
 
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
         """Returns the group that a worker sampled. See `GroupLeases`."""
@@ -110,40 +113,38 @@ class WorkerPool:
                         watching.create_task(self._keep(number))
                     watching.create_task(self._watch_silence())
             finally:
-                await asyncio.gather(*(end_group(process) for process in self._processes.values()))
+                await asyncio.gather(*(process.terminate(grace_s=_END_S) for process in self._processes.values()))
 
     async def _keep(self, number: int) -> None:
         """Restarts one process until it has failed too often in a row."""
         restarts = Restarts(sound_s=_SOUND_S)
         while True:
-            process = self._processes[number] = await self._start(number)
-            self._leases.expect(worker_name(process.pid), within_s=_START_S)
-            restarts.started()
-            code = await process.wait()
-            restarts.progress()
-            await self._leases.lose(worker_name(process.pid))
+            try:
+                cause = await self._run(number, restarts)
+            except LaunchError as error:
+                cause = str(error)
             self.restarts += 1
             if (failures := restarts.failed()) > _RESTARTS:
-                raise InfrastructureError(f"rollout worker {number} ended {failures} times in a row: {self._cause(number, code)}")
-            self._alert(f"rollout worker {number} is replaced: {self._cause(number, code)}; its groups continue in another worker")
+                raise InfrastructureError(f"rollout worker {number} ended {failures} times in a row: {cause}")
+            self._alert(f"rollout worker {number} is replaced: {cause}; its groups continue in another worker")
             await asyncio.sleep(min(_BACKOFF_S, 0.1 * 4 ** (failures - 1)) if failures > 1 else 0.0)
 
-    async def _start(self, number: int) -> asyncio.subprocess.Process:
-        log = self._log(number)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        part = hold_shared_lock(self._folder)
-        try:
-            with log.open("ab") as output:
-                return await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "agentrl.run.worker", str(self._folder), str(os.getpid())),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    pass_fds=(part,),
-                )
-        finally:
-            os.close(part)
+    async def _run(self, number: int, restarts: Restarts) -> str:
+        """Runs one process until its end. Returns the cause. Raises `LaunchError` if it does not start."""
+        process = self._processes[number] = await self._start(number)
+        name = worker_name(process.pid, node=process.node)
+        self._leases.expect(name, within_s=_START_S)
+        restarts.started()
+        code = await process.wait()
+        restarts.progress()
+        await self._leases.lose(name)
+        await process.kill()  # what it has started
+        return process.lost or self._cause(number, code)
+
+    async def _start(self, number: int) -> PartHandle:
+        command = (PYTHON, "-m", "agentrl.run.worker", RUN, PARENT)
+        log = f"logs/{self._log(number).name}"
+        return await self._launcher.start(PartCommand(name=f"worker-{number}", argv=command, log=log, secrets=True))
 
     async def _watch_silence(self) -> None:
         """Requeues the groups of silent workers. Kills such workers if the driver started them; they are then replaced."""
@@ -152,8 +153,8 @@ class WorkerPool:
             for worker in await self._leases.lose_silent():
                 self._alert(f"rollout worker {worker} is silent; its groups continue in another worker")
                 for process in self._processes.values():
-                    if worker_name(process.pid) == worker and process.returncode is None:
-                        process.kill()
+                    if worker_name(process.pid, node=process.node) == worker:
+                        process.send_kill()
 
     def _cause(self, number: int, code: int) -> str:
         if code < 0:

@@ -1,4 +1,4 @@
-"""A vLLM server for a judge: a chat model or a reward model, on loopback. Its weights never change."""
+"""A vLLM server for a judge: a chat model or a reward model. Its weights never change."""
 
 from __future__ import annotations
 
@@ -6,27 +6,37 @@ from pathlib import Path
 
 from agentrl.config.recipe import JudgeServerConfig
 from agentrl.errors import ServingError
+from agentrl.protocols import Launcher
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.probe import PROBE_FILE, judge_logprob_difference, probe_limit, read_probe
-from agentrl.serving.process import HOST, WARM_S, ServerProcess, launch_command, thread_count
+from agentrl.serving.process import WARM_S, ServerProcess, launch_command, thread_count
 
 
 class JudgeServer(ServerProcess):
     """One server, from `start` to `stop`."""
 
     def __init__(
-        self, name: str, config: JudgeServerConfig, *, model: Path, reward_model: bool, folder: Path, device: str, gpus: str | None = None
+        self,
+        name: str,
+        config: JudgeServerConfig,
+        *,
+        model: Path,
+        reward_model: bool,
+        folder: Path,
+        device: str,
+        launcher: Launcher | None = None,
     ) -> None:
         """`name`: served model name; the log is `folder`/logs/judge-NAME.log. `reward_model`: whether it returns numbers instead of text.
-        `gpus`: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's.
+        `launcher`: as for `ServerProcess`.
         """
-        folder = folder.resolve()
-        super().__init__(f"the judge's server {name}", folder=folder, log=f"judge-{name}.log", scratch=f"{folder}\n{name}", gpus=gpus)
+        folder, part, scratch = folder.resolve(), f"judge-{name}", f"{folder.resolve()}\n{name}"
+        what, log = f"the judge's server {name}", f"{part}.log"
+        super().__init__(what, folder=folder, name=part, log=log, scratch=scratch, launcher=launcher)
         self.name = name
         self.config = config
         self.model = model.resolve()
         self.reward_model = reward_model
-        self.url = ""  # http://127.0.0.1:PORT, once started
+        self.url = ""  # http://HOST:PORT, once started
         self._threads = thread_count(config.threads) if device == "cpu" else None
 
     async def start(self) -> None:
@@ -35,13 +45,11 @@ class JudgeServer(ServerProcess):
         await self._begin(timeout_s=self.config.startup_timeout_s)
         self.url = self.control.url
 
-    def _command(self, port: int) -> list[str]:
+    def _command(self) -> list[str]:
         config = self.config
         arguments = {
             "--model": str(self.model),
             "--served-model-name": self.name,
-            "--host": HOST,
-            "--port": str(port),
             "--dtype": config.dtype,
             "--max-model-len": str(config.max_model_len),
         }

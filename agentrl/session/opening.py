@@ -18,7 +18,7 @@ from agentrl.agent.run_tools import candidate_tasks, declared_tools, pin_tools, 
 from agentrl.base.files import sha256_file
 from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.base.processes import raise_file_limit, rare_collections
-from agentrl.cluster import Placement
+from agentrl.cluster.process_host import LocalLauncher
 from agentrl.config.recipe import Recipe
 from agentrl.evaluation.replay import check_start_tokens
 from agentrl.experience import BlockStarts, DriverStore, FolderCheckpoints, GroupOrder, open_store
@@ -33,6 +33,7 @@ from agentrl.observe import RunTracker, StageClock, open_trackers
 from agentrl.observe.timeline import Timeline
 from agentrl.plugins import parts
 from agentrl.protocols import (
+    Launcher,
     Policy,
     PolicyServer,
     SandboxBackend,
@@ -221,8 +222,10 @@ async def _open_parts(
     folder, clock = start.folder, StageClock(began=start.began)
     tracker = await _open_tracker(stack, recipe, folder, clock, chat, checked, console=console)
     store, starts, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
-    registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, alert=tracker.alert)
-    learner, faults = _open_learner(stack, recipe, folder, checked, root, alert=tracker.alert), fault_rate(recipe)
+    launcher = LocalLauncher(folder, root=root, devices=checked.plan.devices)
+    stack.push_async_callback(launcher.close)
+    registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, launcher, alert=tracker.alert)
+    learner, faults = _open_learner(stack, recipe, folder, checked, root, launcher, alert=tracker.alert), fault_rate(recipe)
     episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=_open_pace(stack, recipe, folder))
     groups = _open_groups(recipe, checked, episodes, served, checkpoints, faults, memory)
     changes, withheld = open_changes(recipe, folder, checked.family, root, checked.practice), WithholdingLog(folder, checked.withheld)
@@ -254,7 +257,7 @@ async def _open_parts(
         suite=checked.suite,
         memory=memory,
         gate_server=gate_server,
-        workers=_open_workers(recipe, folder, root, store, served, faults, memory, tracker.alert),
+        workers=_open_workers(recipe, folder, root, store, served, faults, memory, checkpoints, launcher, tracker.alert),
     )
 
 
@@ -287,6 +290,8 @@ def _open_workers(
     served: PolicyServer,
     faults: FaultRate,
     memory: RunMemory | None,
+    checkpoints: FolderCheckpoints,
+    launcher: Launcher,
     alert: Callable[[str], None],
 ) -> WorkerPool | None:
     """Returns the rollout workers of a recipe, which are not running yet; None if the driver runs the episodes."""
@@ -294,8 +299,18 @@ def _open_workers(
         return None
     from agentrl.run.worker_pool import WorkerPool  # its worker opens its parts with this module
 
-    listener = faults.record_attempt
-    return WorkerPool(recipe, folder, root=root, store=store, served=served, memory=memory, on_attempt=listener, alert=alert)
+    return WorkerPool(
+        recipe,
+        folder,
+        root=root,
+        store=store,
+        served=served,
+        memory=memory,
+        checkpoints=checkpoints,
+        launcher=launcher,
+        on_attempt=faults.record_attempt,
+        alert=alert,
+    )
 
 
 async def _open_tracker(
@@ -311,9 +326,16 @@ async def _open_tracker(
 
 
 def _open_learner(
-    stack: AsyncExitStack, recipe: Recipe, folder: Path, checked: PreflightResult, root: Path, *, alert: Callable[[str], None]
+    stack: AsyncExitStack,
+    recipe: Recipe,
+    folder: Path,
+    checked: PreflightResult,
+    root: Path,
+    launcher: Launcher,
+    *,
+    alert: Callable[[str], None],
 ) -> LearnerProcess:
-    learner = LearnerProcess(folder, recipe, gpus=checked.gpus.learner, root=root, alert=alert)
+    learner = LearnerProcess(folder, recipe, root=root, launcher=launcher, alert=alert)
     stack.push_async_callback(learner.kill)
     return learner
 
@@ -342,7 +364,7 @@ async def _open_experience(
 
 
 async def _open_servers(
-    stack: AsyncExitStack, recipe: Recipe, folder: Path, checked: PreflightResult, *, alert: Callable[[str], None]
+    stack: AsyncExitStack, recipe: Recipe, folder: Path, checked: PreflightResult, launcher: Launcher, *, alert: Callable[[str], None]
 ) -> tuple[FolderRegistry, PolicyServer, GateServer | None, JudgeServers]:
     """Opens the registry, in which version 0 is registered, and the servers. Only the judges' servers start here."""
     registry = FolderRegistry(folder / "versions")
@@ -350,13 +372,13 @@ async def _open_servers(
     if registry.get(0) is None:
         weights = folder / "versions" / "000000" / "model.safetensors"
         registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
-    served = open_policy_server(recipe, folder, registry, checked.gpus, alert=alert)
+    served = open_policy_server(recipe, folder, registry, launcher=launcher, alert=alert)
     stack.push_async_callback(served.close)
     gate_server = None
     if recipe.gate_has_server:
-        gate_server = GateServer(recipe, folder, registry, gpus=checked.gpus.gate, alert=alert)
+        gate_server = GateServer(recipe, folder, registry, launcher=launcher, alert=alert)
         stack.push_async_callback(gate_server.policy.close)
-    starting = running_judge_servers(recipe, checked.judges, folder=folder, gpus=checked.gpus.judges, alert=alert)
+    starting = running_judge_servers(recipe, checked.judges, folder=folder, launcher=launcher, alert=alert)
     return registry, served, gate_server, await stack.enter_async_context(starting)
 
 
@@ -366,12 +388,17 @@ def fault_rate(recipe: Recipe) -> FaultRate:
 
 
 def open_policy_server(
-    recipe: Recipe, run_dir: Path, registry: VersionRegistry, gpus: Placement, *, alert: Callable[[str], None] = log.warning
+    recipe: Recipe,
+    run_dir: Path,
+    registry: VersionRegistry,
+    *,
+    launcher: Launcher | None = None,
+    alert: Callable[[str], None] = log.warning,
 ) -> PolicyServer:
-    """Opens the policy's server, or a pool of several. `alert`: called with a message for the user when a server is restarted."""
+    """Opens the policy's server, or a pool of several. `launcher`, `alert`: as for `SupervisedServer`."""
     if recipe.serving.replicas == 1:
-        return SupervisedServer(recipe, run_dir, registry, gpus=gpus.server, alert=alert)
-    return ServerPool(recipe, run_dir, registry, gpus=gpus.replicas, alert=alert)
+        return SupervisedServer(recipe, run_dir, registry, launcher=launcher, alert=alert)
+    return ServerPool(recipe, run_dir, registry, launcher=launcher, alert=alert)
 
 
 def build_episode_runner(

@@ -17,7 +17,8 @@ from agentrl.base import error_text
 from agentrl.base.error_text import one_line_error
 from agentrl.base.installation import install_command
 from agentrl.base.user_code import raising_as
-from agentrl.cluster import Placement, place_parts
+from agentrl.cluster import ClusterPlan, plan_here
+from agentrl.cluster.device import serving_device
 from agentrl.config.recipe import EvalConfig, PolicyConfig, Recipe
 from agentrl.errors import AgentRLError, PluginError, RecipeError, TaskError, UserError
 from agentrl.evaluation.splits import with_thinking_bound
@@ -62,7 +63,7 @@ class PreflightResult:
     template: str | None  # a chat template that replaces the model's own, in a new run
     family: TaskFamily
     scorer: TaskScorer  # has loaded the verifiers of the first task
-    gpus: Placement
+    plan: ClusterPlan  # which parts start, and their GPUs
     suite: Suite | None = None  # suite of the gate, if the recipe has a gate
     withheld: WithheldTasks = field(default_factory=lambda: WithheldTasks(()))  # tasks that are never trained on
     practice: PracticeSchedule | None = None  # tasks generated from cases, if the recipe has any
@@ -99,7 +100,7 @@ def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = 
     check_judge_servers_used()
     check_reward_model_vocabulary(model)
     load_rules(recipe.capture.rules)
-    gpus = place_parts(recipe, training=training)
+    plan = plan_here(recipe, training=training)
     _check_installed(recipe)
     _try_objective(recipe)
     return PreflightResult(
@@ -107,7 +108,7 @@ def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = 
         template=template,
         family=family,
         scorer=scorer,
-        gpus=gpus,
+        plan=plan,
         suite=suite,
         withheld=kept_away,
         practice=practice,
@@ -190,7 +191,6 @@ def _try_objective(recipe: Recipe) -> None:
 
 def _check_installed(recipe: Recipe) -> None:
     from agentrl.run.group_stream import check_stream
-    from agentrl.serving.server import serving_device  # imports an HTTP client
 
     serving_device(recipe)
     check_stream(recipe)

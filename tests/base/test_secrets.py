@@ -21,6 +21,7 @@ from agentrl.base.files import is_private, make_private, write_atomically
 from agentrl.config import MCPConfig, Part, Recipe
 from agentrl.errors import RecipeError, UserError
 from agentrl.learner.process import LearnerProcess
+from agentrl.protocols.cluster import PYTHON
 from agentrl.reward.worker import SubprocessWorker
 from tests.serving.test_server import Small
 
@@ -195,6 +196,13 @@ def environment_of(request: Any) -> dict[str, str]:
     return dict(os.environ)
 
 
+class ShowingLearner(LearnerProcess):
+    """A learner that prints its environment."""
+
+    def _command(self) -> list[str]:
+        return [PYTHON, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+
+
 @pytest.mark.slow
 async def test_servers_learners_and_workers_get_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", PLANTED)
@@ -207,7 +215,10 @@ async def test_servers_learners_and_workers_get_none(tmp_path: Path, monkeypatch
         await server.stop()
     served = json.loads(line)
     assert served["AGENTRL_SERVER_KEY"] == server.key and "PATH" in served
-    learner = LearnerProcess(tmp_path, RECIPE)._environment()
+    started = ShowingLearner(tmp_path, RECIPE)
+    await started.start()
+    await started.wait(timeout_s=60)
+    learner = json.loads(started.log_tail())
     worker = SubprocessWorker(environment_of)
     try:
         judged = worker.call_blocking(None)

@@ -88,7 +88,8 @@ POOL: dict[str, Mapping[str, Any]] = {
     "group judge": {"tasks.group_judge": "rewards.mine:ranked"},
     "practice": {"tasks.practice": {"evals/a": 1}},
     "weighting": {"tasks.weighting": True},
-    "no capture": {"capture.keep": 0},
+    "cluster": {"cluster.address": "auto"},
+    "cluster with resources": {"cluster.address": "head:6379", "cluster.resources": {"server": {"cpus": 2}}},
     "program in the sandbox": {"mcp": {"far": {"command": ["server"]}}},
     "program on the host": {"mcp": {"far": {"host_command": ["server"]}}},
 }
@@ -259,10 +260,10 @@ def effects(recipe: Recipe, device: str) -> dict[str, Any]:
     server = VLLMServer(recipe=recipe, model=folder, version=0, run_dir=folder)
     serving = recipe.serving
     server._threads = (serving.threads or 7) if device == "cpu" else None
-    found["server"] = (server._command(1), server._environment(folder), serving.replicas)
+    found["server"] = (server._command(), server._environment(), serving.replicas)
     for name, config in recipe.judge_servers.items():
         judge = JudgeServer(name, config, model=folder, reward_model=False, folder=folder, device=device)
-        found[f"judge {name}"] = (judge._command(1), judge._environment(folder))
+        found[f"judge {name}"] = (judge._command(), judge._environment())
     found["evaluations"] = list(evaluations(recipe))
     found["rates"] = [learning_rate(recipe.learner, recipe.step_limit, step) for step in range(recipe.steps or 16)]
     found["sandboxes"] = recipe.sandbox.max_open

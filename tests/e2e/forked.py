@@ -50,7 +50,7 @@ def hosting(folder: Path) -> Iterator[tuple[Path, Path]]:
     from agentrl.serving.process import server_environment
 
     with (
-        preloaded.hosting(folder / "servers", "servers", server_environment(folder, cpu_threads=1)) as servers,
+        preloaded.hosting(folder / "servers", "servers", server_environment(str(folder), cpu_threads=1)) as servers,
         preloaded.hosting(folder / "learners") as learners,
     ):
         yield servers, learners

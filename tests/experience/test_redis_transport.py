@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import redis
 
+from agentrl.cluster.process_host import LocalLauncher
 from agentrl.errors import StoreError, UserError
 from agentrl.experience import DriverStore, SqliteStore, redis_transport
 from agentrl.experience.redis_server import RedisServer
@@ -39,7 +40,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 @pytest.fixture
 def server(shared: RedisServer) -> RedisServer:
     """A server without entries. The tests kill it, so it is started if it is dead."""
-    shared.restart_if_dead()
+    asyncio.run(shared.restart_if_dead())
     shared.wait_ready()
     with redis.Redis.from_url(shared.url) as client:
         client.flushall()
@@ -47,12 +48,13 @@ def server(shared: RedisServer) -> RedisServer:
 
 
 def _running(folder: Path) -> Iterator[RedisServer]:
-    server = RedisServer(folder)
+    server = RedisServer(LocalLauncher(folder), folder / "redis")
+    asyncio.run(server.start())
     try:
         server.wait_ready()
         yield server
     finally:
-        server.close()
+        asyncio.run(server.close())
 
 
 @contextmanager
@@ -115,7 +117,7 @@ def test_a_part_that_dies_loses_and_doubles_nothing(server: RedisServer, tmp_pat
                 worker = start("worker", server.url, str(groups))
             elif fault == "server":
                 os.kill(server.pid, signal.SIGKILL)
-                wait_until(server.restart_if_dead)
+                wait_until(lambda: asyncio.run(server.restart_if_dead()))
             elif fault == "driver":
                 driver.kill()
                 os.kill(worker.pid, signal.SIGSTOP)  # until the next driver reads
@@ -258,8 +260,10 @@ def test_a_wrong_password_and_an_old_server_are_errors_at_once(server: RedisServ
 
 def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from agentrl.experience.redis_server import RedisServer\n"
-        "server = RedisServer(Path(sys.argv[1])); server.wait_ready(); print(server.pid, flush=True); time.sleep(60)"
+        "import asyncio, sys, time; from pathlib import Path; from agentrl.cluster.process_host import LocalLauncher\n"
+        "from agentrl.experience.redis_server import RedisServer\n"
+        "folder = Path(sys.argv[1]); server = RedisServer(LocalLauncher(folder), folder / 'redis'); asyncio.run(server.start())\n"
+        "server.wait_ready(); print(server.pid, flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     pid = int(read_line(owner))

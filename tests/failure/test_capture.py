@@ -224,13 +224,6 @@ def test_a_full_disk_loses_the_trace_and_does_not_stop_the_run(tmp_path: Path) -
     assert capture.lost == 1
 
 
-def test_keep_0_captures_nothing(tmp_path: Path) -> None:
-    capture = opened(tmp_path, keep=0)
-    capture.capture_group(task(), group(0, episode(0)), step=0)
-    capture.reset_phase("before")
-    assert not (tmp_path / "failures").exists() and capture.lost == 0
-
-
 @settings(max_examples=examples(25))
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=24), st.integers(1, 6))
 def test_counts_include_traces_that_are_not_stored(

@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from agentrl.base.liveness import Liveness
+from agentrl.base.processes import read_stat
 from agentrl.config import Part
 from agentrl.errors import LearnerError
 from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
-from agentrl.learner.process import _stat
 from agentrl.run import supervise
 from agentrl.version import FolderRegistry
 from tests.learner.building import random_group, recipe, write_run
@@ -103,8 +103,8 @@ async def test_a_stuck_learner_is_restarted_and_each_group_is_trained_once(
                 await asyncio.sleep(0.05)
                 assert not watching.done() or not watching.exception()
             if ranks == 1:  # the host of preloaded processes kills its ranks within a moment
-                await until(lambda: all(_stat(pid)[0] in ("", "Z") for pid in live.stopped))
-            assert live.stopped and all(_stat(pid)[0] in ("", "Z") for pid in live.stopped), "no successor runs next to it"
+                await until(lambda: all(read_stat(pid).has_ended for pid in live.stopped))
+            assert live.stopped and all(read_stat(pid).has_ended for pid in live.stopped), "no successor runs next to it"
             (said,) = run.tracker.said
             assert "the learner has made no progress for" in said and "it was killed" in said and "restart 1 of at most 3" in said
             store = SqliteStore(tmp_path / "experience.sqlite")

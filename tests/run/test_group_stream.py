@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from agentrl.cluster.process_host import LocalLauncher
 from agentrl.config.recipe import Recipe
 from agentrl.errors import GroupTooLarge, RecipeError, UserError
 from agentrl.experience import DriverStore, SqliteStore, redis_server, redis_transport
@@ -42,12 +43,14 @@ def with_stream(**options: str) -> Recipe:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    folder = tmp_path_factory.mktemp("run")
+    server = RedisServer(LocalLauncher(folder), folder / "redis")
+    asyncio.run(server.start())
     try:
         server.wait_ready()
         yield server
     finally:
-        server.close()
+        asyncio.run(server.close())
 
 
 def address(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
@@ -148,7 +151,8 @@ class Run:
     async def open(self) -> RedisTransport:
         """Starts to receive; returns another connection to the stream."""
         leases = self.drive.leases
-        stream = GroupStream(self.recipe, self.drive.folder, self.store, alert=self.drive.alerts.append)
+        folder, launcher = self.drive.folder, LocalLauncher(self.drive.folder)
+        stream = GroupStream(self.recipe, folder, self.store, launcher=launcher, alert=self.drive.alerts.append)
         self.options = await self.stack.enter_async_context(stream.serving(lambda one: leases.arrive(one.lease, one.group), leases.forget))
         return open_transport(self.options)
 

@@ -77,7 +77,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
 def server_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The address of a process that has imported what servers need."""
     folder = tmp_path_factory.mktemp("servers")
-    with preloaded.hosting(folder, "servers", server_environment(folder, cpu_threads=1)) as host:
+    with preloaded.hosting(folder, "servers", server_environment(str(folder), cpu_threads=1)) as host:
         yield host
 
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from agentrl.errors import ServingError
+from agentrl.protocols.cluster import HOST, PORT, SCRATCH
 from agentrl.serving import access
 from agentrl.serving.control import ControlPlane
 from tests.serving.conftest import Served
@@ -118,9 +119,10 @@ def test_children_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.vllm
 @pytest.mark.asyncio(loop_scope="session")
 async def test_a_real_server_requires_the_key_on_every_route(served: Served) -> None:
-    arguments = served.server._command(1)
+    arguments = [text.replace(HOST, "127.0.0.1").replace(PORT, "1") for text in served.server._command()]
     command = [sys.executable, "-c", ROUTES, *arguments[arguments.index("--") + 1 :]]
-    variables = {**os.environ, **served.server._environment(Path("/tmp")), access.KEY_VARIABLE: "another"}
+    own = {name: text.replace(SCRATCH, "/tmp") for name, text in served.server._environment().items()}
+    variables = {**os.environ, **own, access.KEY_VARIABLE: "another"}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     routes = [tuple(one) for one in json.loads(done.stdout.partition("ROUTES")[2])]

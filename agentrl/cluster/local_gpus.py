@@ -1,0 +1,85 @@
+"""The GPUs of one machine: which of them learner, servers, gate and judges get. nvidia-smi lists them, so that this process does not
+initialize CUDA."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+
+from agentrl.config.recipe import Recipe
+from agentrl.errors import UserError
+
+_QUERY_S = 30.0
+
+
+def _has_separate_gpus(recipe: Recipe, on_gpus: bool) -> bool:
+    """Whether the policy's servers use other GPUs than the learner. NCCL allows one member of a group per GPU, and several servers on one
+    GPU would only compete."""
+    return recipe.serving.weight_transfer.ref == "nccl" or (recipe.serving.replicas > 1 and on_gpus)
+
+
+def has_own_gpus(recipe: Recipe, *, training: bool, on_gpus: bool) -> bool:
+    """Returns whether some part gets GPUs of its own. Otherwise all parts inherit what the driver sees."""
+    return _has_separate_gpus(recipe, on_gpus) or (training and recipe.gate_has_server and on_gpus)
+
+
+def share_gpus(recipe: Recipe, visible: Sequence[str], *, training: bool, on_gpus: bool) -> dict[str, str]:
+    """Returns CUDA_VISIBLE_DEVICES by part: "learner", "server" or "server-0", "gate", "judge-NAME". A missing one inherits the driver's.
+
+    With `serving.weight_transfer=nccl` or several `serving.replicas`, the learner's ranks get the first GPUs, and each server of the policy
+    gets one of the next. With `gate.server=own`, the gate's server gets the next one. Judges' servers use the remaining GPUs in turn, or
+    share those of the policy's servers if none is left. Without `training`, learner and gate server do not start and are not counted.
+
+    Raises `UserError` if there are too few GPUs.
+    """
+    serving, separate = recipe.serving, _has_separate_gpus(recipe, on_gpus)
+    with_gate = training and recipe.gate_has_server and on_gpus
+    ranks = recipe.learner.ranks if training else 0
+    policy = ranks + serving.replicas if separate else ranks  # GPUs of learner and policy
+    if len(visible) < policy + with_gate:
+        raise _too_few(recipe, needed=policy + with_gate, visible=len(visible), ranks=ranks, with_gate=with_gate)
+    servers, left = visible[ranks:policy] if separate else visible[:1], visible[policy + with_gate :]
+    devices = {"learner": ",".join(visible[:ranks])} if ranks else {}
+    devices |= {f"server-{number}" if serving.replicas > 1 else "server": gpu for number, gpu in enumerate(servers)}
+    if with_gate:
+        devices["gate"] = visible[policy]
+    shared = left or servers
+    return devices | {f"judge-{name}": shared[number % len(shared)] for number, name in enumerate(recipe.judge_servers)}
+
+
+def check_shared_memory(recipe: Recipe, *, on_gpus: bool) -> None:
+    """Raises `UserError` if the servers of policy and judges share a GPU and need more than its memory."""
+    shared = [recipe.serving.gpu_memory_utilization, *(judge.gpu_memory_utilization for judge in recipe.judge_servers.values())]
+    if not _has_separate_gpus(recipe, on_gpus) and recipe.judge_servers and recipe.device == "cuda" and sum(shared) > 1:
+        raise UserError(
+            f"the servers of policy and judges share a GPU and together need {sum(shared):g} of its memory",
+            fix="lower serving.gpu_memory_utilization or judge_servers.NAME.gpu_memory_utilization",
+        )
+
+
+def _too_few(recipe: Recipe, *, needed: int, visible: int, ranks: int, with_gate: bool) -> UserError:
+    serving, keys = recipe.serving, []
+    fix = "set serving.weight_transfer=file: learner and server then share a GPU"
+    if serving.weight_transfer.ref == "nccl":
+        keys.append("serving.weight_transfer=nccl")
+    if serving.replicas > 1:
+        keys.append(f"serving.replicas={serving.replicas}")
+        fix = "lower serving.replicas" + ("; with 1, learner and server share a GPU" if ranks else "")
+    if with_gate:
+        keys.append("gate.server=own")
+        fix = "set gate.server=shared: the policy's servers then also run the gate's attempts"
+    learner = f" with learner.ranks={ranks}" if ranks else ""
+    return UserError(f"{' and '.join(keys)}{learner} needs {needed} GPUs, {visible} are visible here", fix=fix)
+
+
+def visible_gpus() -> list[str]:
+    """Returns the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip() and name.strip() != "-1"]
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_QUERY_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [str(number) for number in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]

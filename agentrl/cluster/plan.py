@@ -1,0 +1,158 @@
+"""The plan of a run: which parts start, how many of each, what each reserves, and whether that fits a cluster.
+
+It does not import Ray. Only `plan_here` looks at this machine; everything else is a function of its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.cluster.device import serves_on_gpu
+from agentrl.cluster.local_gpus import check_shared_memory, has_own_gpus, share_gpus, visible_gpus
+from agentrl.config.recipe import Recipe
+
+GIB = 1 << 30
+_NUMBERED = ("worker",)  # parts with a number in their name even if there is one
+_SANDBOX_GIB = 0.0625  # of a small sandbox
+_REDIS_GIB = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """What one process group of a part reserves on one node."""
+
+    name: str  # as that of its `PartCommand`: "server", or "server-0" of several, "learner", "worker-3", "judge-small"
+    cpus: float
+    gpus: float = 0.0
+    memory: int = 0  # bytes
+    custom: Mapping[str, float] = field(default_factory=dict)  # amounts of the cluster's custom resources
+    labels: Mapping[str, str] = field(default_factory=dict)  # that the node must have
+
+    def amounts(self) -> dict[str, float]:
+        """Returns what it reserves by Ray's names: CPU, GPU, memory (bytes) and custom resources, without zeros."""
+        amounts = {"CPU": self.cpus, "GPU": self.gpus, "memory": float(self.memory), **self.custom}
+        return {name: amount for name, amount in amounts.items() if amount}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPart:
+    """A part of the run: `count` equal bundles."""
+
+    name: str  # as in `cluster.resources`: "server", "learner", "worker", "gate", "redis", "judge-NAME", or "driver"
+    count: int
+    bundle: Bundle  # of each; its name is that of the part
+    with_driver: bool = False  # it runs on the machine of the driver, which starts it without a reservation
+
+    def bundles(self) -> Iterator[Bundle]:
+        """Yields the bundles with their own names."""
+        for number in range(self.count):
+            yield self._named(f"{self.name}-{number}" if self.count > 1 or self.name in _NUMBERED else self.name)
+
+    def _named(self, name: str) -> Bundle:
+        one = self.bundle
+        return Bundle(name=name, cpus=one.cpus, gpus=one.gpus, memory=one.memory, custom=one.custom, labels=one.labels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """All parts of a run."""
+
+    parts: tuple[PlannedPart, ...]
+    address: str = "local"
+    devices: Mapping[str, str] = field(default_factory=dict)
+    """CUDA_VISIBLE_DEVICES of the bundles that start on this machine. One that is missing inherits the driver's."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all parts start on this machine."""
+        return self.address == "local"
+
+    def part(self, name: str) -> PlannedPart | None:
+        """Returns a part by its name; None if the run does not start it."""
+        return next((part for part in self.parts if part.name == name), None)
+
+    def bundles(self) -> list[Bundle]:
+        """Returns the bundles that a cluster has to reserve, part by part. Those next to the driver are not among them."""
+        return [bundle for part in self.parts if not part.with_driver for bundle in part.bundles()]
+
+    def as_data(self) -> dict[str, Any]:
+        """Returns the plan as JSON data."""
+        rows = [
+            {"part": part.name, "count": part.count, "with_driver": part.with_driver, "cpus": part.bundle.cpus, "gpus": part.bundle.gpus}
+            | {"memory": part.bundle.memory, "custom": dict(part.bundle.custom), "labels": dict(part.bundle.labels)}
+            for part in self.parts
+        ]
+        return {"address": self.address, "parts": rows, "devices": dict(self.devices)}
+
+
+def plan_parts(recipe: Recipe, *, training: bool = True, on_gpus: bool = False, visible: Sequence[str] = ()) -> ClusterPlan:
+    """Returns the plan of a recipe.
+
+    On one machine servers and learner share GPUs by the rules of `agentrl.cluster.local_gpus.share_gpus`. On a cluster each rank of the
+    learner and each server gets a GPU, or the share that `cluster.resources` sets.
+
+    Args:
+        training: whether learner, gate and workers start. An evaluation starts servers only.
+        on_gpus: whether servers and learner compute on GPUs.
+        visible: with `cluster.address=local`, the GPUs of this machine as CUDA_VISIBLE_DEVICES names them.
+
+    Raises `UserError` if this machine has too few GPUs.
+    """
+    counts = (
+        recipe.part_counts if training else {name: n for name, n in recipe.part_counts.items() if name.startswith(("server", "judge-"))}
+    )
+    driver = Bundle(name="driver", cpus=1, memory=2 * GIB)
+    parts = [PlannedPart(name="driver", count=1, bundle=driver, with_driver=True)]
+    for name, count in counts.items():
+        bundle = _with_settings(_default_bundle(recipe, name, on_gpus), recipe.cluster.resources.get(name, {}))
+        parts.append(PlannedPart(name=name, count=count, bundle=bundle, with_driver=name == "redis"))
+    local = recipe.cluster.is_local and has_own_gpus(recipe, training=training, on_gpus=on_gpus)
+    devices = share_gpus(recipe, visible, training=training, on_gpus=on_gpus) if local else {}
+    return ClusterPlan(parts=tuple(parts), address=recipe.cluster.address, devices=devices)
+
+
+def plan_here(recipe: Recipe, *, training: bool = True) -> ClusterPlan:
+    """Returns the plan with the GPUs of this machine. On a cluster, `device=auto` means the device of the vLLM build installed here.
+
+    Raises `UserError` if this machine has too few GPUs, or too little of their memory for the servers that share one.
+    """
+    on_gpus = recipe.device == "cuda" if recipe.device != "auto" and not recipe.cluster.is_local else serves_on_gpu(recipe)
+    visible: Sequence[str] = ()
+    if recipe.cluster.is_local:
+        check_shared_memory(recipe, on_gpus=on_gpus)
+        visible = visible_gpus() if has_own_gpus(recipe, training=training, on_gpus=on_gpus) else ()
+    return plan_parts(recipe, training=training, on_gpus=on_gpus, visible=visible)
+
+
+def _default_bundle(recipe: Recipe, name: str, on_gpus: bool) -> Bundle:
+    """What a part reserves if `cluster.resources` does not set it. The memory of models is an estimate, because no file is read here."""
+    if name == "redis":
+        return Bundle(name=name, cpus=0.5, memory=int(_REDIS_GIB * GIB))
+    if name == "worker":
+        episodes = -(-recipe.rollout.concurrency // max(1, recipe.rollout.workers))
+        return Bundle(name=name, cpus=1, memory=int((0.5 + episodes * _SANDBOX_GIB) * GIB))
+    if name == "learner":
+        ranks, threads = recipe.learner.ranks // recipe.cluster.learner_nodes, max(1, recipe.learner.threads)
+        if on_gpus:
+            return Bundle(name=name, cpus=2 * ranks, gpus=ranks, memory=16 * GIB * ranks)
+        return Bundle(name=name, cpus=threads * ranks, memory=3 * GIB * ranks)
+    server = recipe.judge_servers[name.removeprefix("judge-")] if name.startswith("judge-") else recipe.serving
+    if on_gpus:
+        return Bundle(name=name, cpus=2, gpus=1, memory=8 * GIB)
+    return Bundle(name=name, cpus=max(1, server.threads), memory=int((2 + server.kv_cache_gb) * GIB))
+
+
+def _with_settings(default: Bundle, settings: Mapping[str, float | str]) -> Bundle:
+    """Returns the bundle with the recipe's entries in place of the defaults."""
+    numbers = {name: amount for name, amount in settings.items() if not isinstance(amount, str)}
+    fixed = {name: numbers.pop(name) for name in ("cpus", "gpus", "memory_gib", "nodes") if name in numbers}
+    return Bundle(
+        name=default.name,
+        cpus=fixed.get("cpus", default.cpus),
+        gpus=fixed.get("gpus", default.gpus),
+        memory=int(fixed["memory_gib"] * GIB) if "memory_gib" in fixed else default.memory,
+        custom=numbers,
+        labels={name: text for name, text in settings.items() if isinstance(text, str)},
+    )

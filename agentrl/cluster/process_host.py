@@ -1,0 +1,293 @@
+"""Starts and ends the processes of a run on one machine. On a cluster, each node has one `ProcessHost`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from agentrl.base.processes import process_group, process_tree, read_stat
+from agentrl.base.run_lock import hold_shared_lock
+from agentrl.base.secrets import child_environment
+from agentrl.cluster.ports import ReservedPort
+from agentrl.errors import LaunchError
+from agentrl.protocols.cluster import HOST, PARENT, PORT, PROGRESS, PYTHON, REASONS, ROOT, RUN, SCRATCH, PartCommand
+
+LOOPBACK = "127.0.0.1"
+_SLOT = re.compile(r"\{agentrl:[a-z]+\}")
+_GONE_S = 60.0
+_LOOK_S = 0.01  # between two checks for killed processes
+_POLL_S = 0.05  # between two checks of a process, on a kernel without pidfd_open
+_REASON_BYTES = 1 << 20
+NO_DEVICES: Mapping[str, str] = MappingProxyType({})
+_PIPE_BYTES = 1 << 20  # more than the pipe holds
+
+
+class ProcessHost:
+    """Starts processes that die with the calling thread, and knows them until they have ended.
+
+    Each leads its own session, so a terminal's ctrl-C does not reach it, and holds the shared lock of the run folder: the next driver waits
+    for its end.
+    """
+
+    def __init__(self, folder: Path, *, root: Path | None = None, host: str = LOOPBACK, locked: bool = True) -> None:
+        """`folder`: the run folder. `root`: the project. `host`: address for servers. `locked`: whether processes hold the lock."""
+        self._folder, self._root, self._host, self._locked = folder, root, host, locked
+        self._running: list[HostedProcess] = []
+
+    def start(self, command: PartCommand) -> HostedProcess:
+        """Starts a part and returns at once. Raises `LaunchError` if no port is free, and `OSError` if the program cannot be executed."""
+        self._running = [one for one in self._running if not one.cleaned]
+        process = HostedProcess(command, self._folder, root=self._root, host=self._host, locked=self._locked)
+        self._running.append(process)
+        return process
+
+    async def close(self) -> None:
+        """Kills the processes that still run, and returns when none is left. Raises `LaunchError` as `HostedProcess.kill` does."""
+        await asyncio.gather(*(one.kill() for one in self._running))
+        self._running.clear()
+
+
+class HostedProcess:
+    """One part on this machine: a `PartHandle`."""
+
+    node, lost, clock_offset_s = "", "", 0.0
+
+    def __init__(self, command: PartCommand, folder: Path, *, root: Path | None, host: str, locked: bool) -> None:
+        self.name, self.host, self.folder = command.name, host, str(folder)
+        self.cleaned = False  # no process, scratch folder or port is left
+        self.scratch = str(scratch_folder(command.scratch)) if command.scratch else ""
+        self._reports = _Reports()
+        self._port = ReservedPort(host) if any(PORT in text for text in _texts(command)) else None
+        self.port = 0 if self._port is None else self._port.number
+        self._slots = {
+            PYTHON: sys.executable,
+            PARENT: str(os.getpid()),
+            RUN: str(folder),
+            ROOT: "" if root is None else str(root),
+            HOST: host,
+            PORT: str(self.port),
+            SCRATCH: self.scratch,
+            PROGRESS: self._reports.progress_path,
+            REASONS: self._reports.reasons_path,
+        }
+        try:
+            self._popen = self._start(command, folder, locked=locked)
+        except BaseException:
+            self._clean()
+            raise
+
+    def _start(self, command: PartCommand, folder: Path, *, locked: bool) -> subprocess.Popen[bytes]:
+        log = folder / command.log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        lock = hold_shared_lock(folder) if locked else None
+        own = os.environ if command.secrets else child_environment(os.environ)
+        try:
+            with log.open("ab") as output:
+                process = subprocess.Popen(
+                    [self._fill(text) for text in command.argv],
+                    env={**own, **{name: self._fill(value) for name, value in command.environment.items()}},
+                    stdin=subprocess.PIPE if command.stdin else subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    pass_fds=() if lock is None else (lock,),
+                )
+        finally:
+            if lock is not None:
+                os.close(lock)
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended, and its log has the reason
+                process.stdin.write(self._fill(command.stdin).encode())
+        return process
+
+    def _fill(self, text: str) -> str:
+        return _SLOT.sub(lambda slot: self._slots.get(slot[0], slot[0]), text)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._popen.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, -N after signal N; None while it runs."""
+        return self._popen.poll()
+
+    async def wait(self) -> int:
+        """Returns the exit code after the end of the first process."""
+        while (code := self._popen.poll()) is None:
+            await _ended(self._popen.pid)
+        return code
+
+    def send_kill(self) -> None:
+        """Kills all processes of the part, without waiting for their end."""
+        if not self.cleaned:
+            _kill(self._members(), group=self.pid)
+
+    async def kill(self) -> None:
+        """Kills all processes of the part and returns when none is left. Idempotent.
+
+        Raises `LaunchError` if a process has not ended within a minute.
+        """
+        await self._kill(self._members())
+
+    async def terminate(self, *, grace_s: float) -> None:
+        """Sends SIGTERM to the first process, waits `grace_s` for its end, then continues as `kill`. Idempotent."""
+        members = self._members()
+        if self.returncode is None:
+            self._popen.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self.wait()
+        await self._kill(members | self._members())
+
+    async def _kill(self, members: Mapping[int, int]) -> None:
+        if self.cleaned:
+            return
+        left = dict(members)
+        try:
+            async with asyncio.timeout(_GONE_S):
+                _kill(left, group=self.pid)
+                await self.wait()
+                while left := _living(left | self._members()):
+                    _kill(left, group=self.pid)
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            raise LaunchError(
+                f"process {next(iter(left))} of {self.name} does not end after SIGKILL: a disk or GPU does not respond\n"
+                "  fix: check the disk and the GPU, and wait for the process to end before you resume"
+            ) from None
+        self._clean()
+
+    async def signal_children(self, number: int) -> None:
+        """Sends a signal to the children of the first process."""
+        for pid in self.processes():
+            if read_stat(pid).parent == self.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def processes(self) -> dict[int, str]:
+        """Its process ids with their states; empty after the end of the first one, whose id the kernel may reuse."""
+        return process_tree(self.pid) if self.returncode is None else {}
+
+    def read_progress(self) -> bytes:
+        """Returns what the part has written to `PROGRESS` since the last call."""
+        return self._reports.read_progress()
+
+    def reasons(self) -> bytes:
+        """Returns what the part has appended to `REASONS`, at most 1 MiB."""
+        return self._reports.read_reasons()
+
+    async def fetch(self, *paths: str) -> None:
+        """Does nothing: the run folder is here."""
+
+    def _members(self) -> dict[int, int]:
+        """The processes of the part, with the times of their starts: some may have their own group, others may have lost their parent."""
+        return {} if self.cleaned else {pid: read_stat(pid).started for pid in (*self.processes(), *process_group(self.pid))}
+
+    def _clean(self) -> None:
+        self.cleaned = True
+        if self.scratch:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        if self._port is not None:
+            self._port.release()
+
+
+class LocalLauncher:
+    """Starts all parts of a run on this machine: a `Launcher`."""
+
+    is_local, shared_folder, driver_host = True, True, LOOPBACK
+
+    def __init__(self, folder: Path, *, root: Path | None = None, devices: Mapping[str, str] = NO_DEVICES) -> None:
+        """`folder`: the run folder. `root`: the project. `devices`: CUDA_VISIBLE_DEVICES by part; others inherit that of the driver."""
+        self._host, self._devices = ProcessHost(folder, root=root), devices
+
+    def cores(self, name: str) -> int | None:
+        """Returns None: all parts share this machine."""
+        return None
+
+    async def start(self, command: PartCommand) -> HostedProcess:
+        """Starts a part. Raises as `ProcessHost.start` does."""
+        if (device := self._devices.get(command.name)) is not None:
+            command = replace(command, environment={**command.environment, "CUDA_VISIBLE_DEVICES": device})
+        return self._host.start(command)
+
+    async def close(self) -> None:
+        """Kills the parts that still run."""
+        await self._host.close()
+
+
+class _Reports:
+    """A pipe and a file in memory, which processes of this machine open by their paths while this object exists."""
+
+    def __init__(self) -> None:
+        self._read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._memory = os.memfd_create("agentrl-reasons")
+        for end in (self._read, write, self._memory):
+            weakref.finalize(self, os.close, end)
+        self.progress_path = f"/proc/{os.getpid()}/fd/{write}"
+        self.reasons_path = f"/proc/{os.getpid()}/fd/{self._memory}"
+
+    def read_progress(self) -> bytes:
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self._read, _PIPE_BYTES)
+        return b""
+
+    def read_reasons(self) -> bytes:
+        return os.pread(self._memory, _REASON_BYTES, 0)
+
+
+def scratch_folder(of: str) -> Path:
+    """Creates an empty folder for a server's sockets. The path is short, as sockets require, and stable, so it is reused after a kill."""
+    folder = Path(tempfile.gettempdir()) / f"agentrl-serving-{hashlib.sha256(of.encode()).hexdigest()[:12]}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def _texts(command: PartCommand) -> Iterable[str]:
+    return (*command.argv, *command.environment.values(), command.stdin)
+
+
+def _living(members: Mapping[int, int]) -> dict[int, int]:
+    """Those of some processes that have not ended."""
+    stats = {pid: read_stat(pid) for pid in members}
+    return {pid: started for pid, started in members.items() if not stats[pid].has_ended and stats[pid].started == started}
+
+
+def _kill(members: Mapping[int, int], *, group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    for pid in _living(members):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+async def _ended(pid: int) -> None:
+    """Returns when a child of this process has ended, or earlier."""
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:  # it has just ended, or the kernel has no such call
+        await asyncio.sleep(_POLL_S)
+        return
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(handle, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)

@@ -1,0 +1,105 @@
+"""What a host guarantees about the processes that it starts. `tests/cluster/test_launchers.py` has what is the same on a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.base.processes import process_group, read_stat
+from agentrl.base.run_lock import PARTS, drive_folder
+from agentrl.cluster import process_host
+from agentrl.cluster.process_host import ProcessHost
+from agentrl.errors import LaunchError, UserError
+from agentrl.protocols.cluster import PARENT, PYTHON, PartCommand
+from tests.waiting import until
+
+IGNORES = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+# A process in a session of its own, like a rank that torchrun starts.
+DETACHED = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {IGNORES!r}], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def command(program: str, *arguments: str, name: str = "part") -> PartCommand:
+    return PartCommand(name=name, argv=(PYTHON, "-c", program, *arguments), log=f"logs/{name}.log")
+
+
+async def output(folder: Path, lines: int = 1, name: str = "part") -> list[str]:
+    log = folder / "logs" / f"{name}.log"
+    await until(lambda: log.exists() and log.read_text().count("\n") >= lines)
+    return log.read_text().splitlines()
+
+
+async def test_a_process_that_ignores_sigterm_and_its_detached_child_are_killed(tmp_path: Path) -> None:
+    part = ProcessHost(tmp_path).start(command(DETACHED))
+    child, _ = await output(tmp_path, 2)
+    assert not read_stat(int(child)).has_ended and int(child) not in process_group(part.pid)
+    await part.terminate(grace_s=0.1)
+    assert part.returncode == -signal.SIGTERM and read_stat(int(child)).has_ended
+    await part.kill()
+
+
+async def test_what_a_dead_process_leaves_in_its_group_is_killed(tmp_path: Path) -> None:
+    part = ProcessHost(tmp_path).start(command("import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True)"))
+    (child,) = await output(tmp_path)
+    assert await part.wait() == 0 and not read_stat(int(child)).has_ended and not part.processes()
+    await part.kill()
+    assert read_stat(int(child)).has_ended
+
+
+async def test_a_process_that_does_not_end_after_sigkill_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = ProcessHost(tmp_path)
+    part = host.start(command("import time; time.sleep(600)"))
+    monkeypatch.setattr(process_host, "_GONE_S", 0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(process_host, "_kill", lambda members, group: None)
+        with pytest.raises(LaunchError, match=rf"process {part.pid} of part does not end after SIGKILL: a disk or GPU .*\n  fix: "):
+            await part.kill()
+    await host.close()
+    assert part.returncode == -signal.SIGKILL
+
+
+async def test_the_next_driver_waits_for_the_processes_of_the_last_one(tmp_path: Path) -> None:
+    host = ProcessHost(tmp_path)
+    host.start(command("import time; time.sleep(600)"))
+    with pytest.raises(UserError, match="still run after 0 s"), drive_folder(tmp_path, command="next", wait_s=0.0):
+        pass
+    await host.close()
+    with drive_folder(tmp_path, command="next", wait_s=0.0):
+        assert (tmp_path / PARTS).exists()
+
+
+@pytest.mark.slow
+def test_processes_die_with_a_killed_host(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, time; from agentrl.base.processes import die_with_parent; die_with_parent(int(sys.argv[1]))\n"
+        "print(os.getpid(), flush=True); time.sleep(600)"
+    )
+    owner = (
+        "import sys, time; from pathlib import Path; from agentrl.cluster.process_host import ProcessHost\n"
+        "from tests.cluster.test_process_host import command; from agentrl.protocols.cluster import PARENT\n"
+        f"ProcessHost(Path(sys.argv[1])).start(command({program!r}, PARENT)); time.sleep(600)"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", owner, str(tmp_path)], cwd=Path(__file__).resolve().parents[2])
+    pid = int(asyncio.run(output(tmp_path))[0])
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    deadline = time.monotonic() + 10
+    while not read_stat(pid).has_ended:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_slot_of_the_parent_is_this_process(tmp_path: Path) -> None:
+    part = ProcessHost(tmp_path).start(command("import sys; sys.exit(int(sys.argv[1]) != __import__('os').getppid())", PARENT))
+    assert asyncio.run(part.wait()) == 0
