@@ -5,7 +5,7 @@ that were rejected, and a worker needs no address of a server. A worker has no s
 
     GET  /spec            what a worker needs to open the run's parts
     POST /lease           the next group; 204 if none is queued in time
-    POST /renew           a sign of life, ended attempts, alerts and activity; the answer has the leases to abandon
+    POST /renew           a sign of life, ended attempts, alerts, events and activity; the answer has the leases to abandon
     POST /generate        one request to the policy
     POST /groups/LEASE    the result of a lease
     POST /leave           the worker ends; its groups go to others
@@ -23,7 +23,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,6 +39,8 @@ from agentrl.gateway.request import RequestError
 from agentrl.gateway.wire import body_of, bytes_of, json_response, watch
 from agentrl.judge.servers import registered_servers
 from agentrl.memory.run_memory import RunMemory
+from agentrl.observe.events import EPISODE_EVENTS, decode
+from agentrl.observe.run_events import Record
 from agentrl.protocols import PolicyServer
 from agentrl.records import Completion, Failure, Group, SamplingParams, codec
 from agentrl.rollout import AttemptListener
@@ -58,6 +60,8 @@ LEASE_WAIT_S = 20.0
 MAX_GROUP_BYTES = 512 << 20
 MAX_EVENTS = 256
 """Ended attempts, and alerts, of one renewal. Their texts fit into the largest body."""
+MAX_STREAMED = 2000
+"""Events of episodes, for the run's stream, of one renewal."""
 _BODY_S = 60.0
 _NAME_CHARS = 100
 _MEMBERS = 1 << 20
@@ -80,6 +84,7 @@ class WorkerApi:
     memory: RunMemory | None = None
     checkpoints: FolderCheckpoints | None = None  # None: workers have the run folder
     pace: Callable[[], dict[str, Any] | None] = lambda: None  # returns the history of the servers' pace
+    record_event: Record = lambda event: None
     service: RunService = field(default_factory=RunService)
     _episodes: dict[str, dict[str, AbstractContextManager[object]]] = field(default_factory=dict)  # lease -> episode -> its routing
     _requests: dict[str, tuple[str, asyncio.Task[Completion]]] = field(default_factory=dict)  # id -> lease, request to the policy
@@ -143,6 +148,10 @@ class WorkerApi:
                 self.alert(f"worker {worker}: {user_code.printable(str(alert), 2000)}")
             for failure in () if self.leases.was_lost(worker) else ended:
                 self.on_attempt(failure)
+            for line in list(data["events"])[:MAX_STREAMED]:
+                with suppress(ValueError):
+                    if isinstance(event := decode(str(line).encode()), EPISODE_EVENTS):
+                        self.record_event(event)
         self._reports[worker] = report  # last
         for _ in range(len(self._reports) - _WORKERS):
             del self._reports[next(iter(self._reports))]

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from agentrl.base.error_text import cause_in_log
 from agentrl.base.files import tail_bytes
-from agentrl.base.liveness import Restarts
+from agentrl.base.liveness import RestartAlert, Restarts
 from agentrl.config.recipe import Recipe
 from agentrl.errors import InfrastructureError, LaunchError
 from agentrl.experience import DriverStore, FolderCheckpoints
 from agentrl.memory.run_memory import RunMemory
+from agentrl.observe.run_events import Record
 from agentrl.protocols import Launcher, PartCommand, PartHandle, PolicyServer
 from agentrl.protocols.cluster import PARENT, PYTHON, RUN
 from agentrl.records import Group, Task
@@ -52,6 +53,7 @@ class WorkerPool:
         launcher: Launcher,
         on_attempt: AttemptListener,
         alert: Callable[[str], None],
+        record_event: Record,
     ) -> None:
         rollout = recipe.rollout
         self.group_size = rollout.group.size
@@ -77,6 +79,7 @@ class WorkerPool:
             pace=lambda: history_of(restore_pace(recipe, folder)),
             on_attempt=on_attempt,
             alert=alert,
+            record_event=record_event,
         )
         self._processes: dict[int, PartHandle] = {}  # by number
 
@@ -126,7 +129,8 @@ class WorkerPool:
             self.restarts += 1
             if (failures := restarts.failed()) > _RESTARTS:
                 raise InfrastructureError(f"rollout worker {number} ended {failures} times in a row: {cause}")
-            self._alert(f"rollout worker {number} is replaced: {cause}; its groups continue in another worker")
+            why = f"rollout worker {number} is replaced: {cause}; its groups continue in another worker"
+            self._alert(RestartAlert("rollout worker", why))
             await asyncio.sleep(min(_BACKOFF_S, 0.1 * 4 ** (failures - 1)) if failures > 1 else 0.0)
 
     async def _run(self, number: int, restarts: Restarts) -> str:
