@@ -33,6 +33,7 @@ from agentrl.observe import RunTracker, StageClock, open_trackers
 from agentrl.observe.timeline import Timeline
 from agentrl.plugins import parts
 from agentrl.protocols import (
+    EpisodeCheckpoints,
     Launcher,
     Policy,
     PolicyServer,
@@ -60,6 +61,7 @@ from agentrl.session.models import copy_base_version
 from agentrl.session.pace import restore_pace, save_pace
 from agentrl.session.preflight import PreflightResult, check_prompt, check_snapshots, check_thinking, open_chat
 from agentrl.session.run_practice import copy_practice_files
+from agentrl.session.run_services import RunServices, open_services
 from agentrl.session.task_changes import open_changes
 from agentrl.task import GroupSchedule, sandbox_specs
 from agentrl.task.changes import TaskChanges
@@ -225,7 +227,8 @@ async def _open_parts(
     launcher = LocalLauncher(folder, root=root, devices=checked.plan.devices)
     stack.push_async_callback(launcher.close)
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, launcher, alert=tracker.alert)
-    learner, faults = _open_learner(stack, recipe, folder, checked, root, launcher, alert=tracker.alert), fault_rate(recipe)
+    services, faults = await open_services(stack, folder, store, launcher), fault_rate(recipe)
+    learner = _open_learner(stack, recipe, folder, services, root, launcher, alert=tracker.alert)
     episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=_open_pace(stack, recipe, folder))
     groups = _open_groups(recipe, checked, episodes, served, checkpoints, faults, memory)
     changes, withheld = open_changes(recipe, folder, checked.family, root, checked.practice), WithholdingLog(folder, checked.withheld)
@@ -257,7 +260,7 @@ async def _open_parts(
         suite=checked.suite,
         memory=memory,
         gate_server=gate_server,
-        workers=_open_workers(recipe, folder, root, store, served, faults, memory, checkpoints, launcher, tracker.alert),
+        workers=_open_workers(recipe, folder, root, store, served, faults, memory, checkpoints, launcher, services, tracker.alert),
     )
 
 
@@ -292,6 +295,7 @@ def _open_workers(
     memory: RunMemory | None,
     checkpoints: FolderCheckpoints,
     launcher: Launcher,
+    services: RunServices,
     alert: Callable[[str], None],
 ) -> WorkerPool | None:
     """Returns the rollout workers of a recipe, which are not running yet; None if the driver runs the episodes."""
@@ -308,6 +312,7 @@ def _open_workers(
         memory=memory,
         checkpoints=checkpoints,
         launcher=launcher,
+        service=services.service,
         on_attempt=faults.record_attempt,
         alert=alert,
     )
@@ -329,13 +334,13 @@ def _open_learner(
     stack: AsyncExitStack,
     recipe: Recipe,
     folder: Path,
-    checked: PreflightResult,
+    services: RunServices,
     root: Path,
     launcher: Launcher,
     *,
     alert: Callable[[str], None],
 ) -> LearnerProcess:
-    learner = LearnerProcess(folder, recipe, root=root, launcher=launcher, alert=alert)
+    learner = LearnerProcess(folder, recipe, root=root, launcher=launcher, sessions=services.sessions, alert=alert)
     stack.push_async_callback(learner.kill)
     return learner
 
@@ -429,7 +434,7 @@ def build_group_runner(
     recipe: Recipe,
     episodes: EpisodeRunner,
     scorer: TaskScorer,
-    checkpoints: FolderCheckpoints,
+    checkpoints: EpisodeCheckpoints,
     on_attempt: AttemptListener,
     slots: Admission,
     *,
