@@ -77,8 +77,7 @@ def notes_to_commit(episodes: Iterable[ScoredEpisode]) -> list[WrittenNotes]:
         WrittenNotes(episode=scored.episode.id, task_key=scored.episode.task_key, memo=scored.episode.memory)
         for scored in episodes
         if scored.episode.memory is not None and scored.episode.memory.notes
-        if not scored.episode.left_out
-        and scored.score.value is not None
+        if not scored.episode.left_out and scored.score.value is not None
     ]
 
 
