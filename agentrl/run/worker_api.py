@@ -67,6 +67,7 @@ class WorkerApi:
     served: PolicyServer
     on_attempt: AttemptListener
     alert: Callable[[str], None]
+    host: str = "127.0.0.1"  # the address at which workers reach the driver
     memory_version: Callable[[int], int] | None = None  # group -> version of the memory that it reads; None without a memory
     _key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     _episodes: dict[str, dict[str, AbstractContextManager[object]]] = field(default_factory=dict)  # lease -> episode -> its routing
@@ -78,8 +79,8 @@ class WorkerApi:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Listens on a free port of the loopback address during the block. Raises `InfrastructureError` if that fails."""
-        server = HttpServer(app=self._app(), name="interface for rollout workers", host="127.0.0.1", connections=MAX_CONNECTIONS)
+        """Listens on a free port of `host` during the block. Raises `InfrastructureError` if that fails."""
+        server = HttpServer(app=self._app(), name="interface for rollout workers", host=self.host, connections=MAX_CONNECTIONS)
         await server.start()
         write_atomically(self.folder / ADDRESS_FILE, json.dumps({"url": server.url, "key": self._key}), private=True)
         try:

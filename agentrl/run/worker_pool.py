@@ -73,6 +73,7 @@ class WorkerPool:
             memory_version=None if memory is None else memory.version_of,
             on_attempt=on_attempt,
             alert=alert,
+            host=launcher.driver_host,
         )
         self._processes: dict[int, PartHandle] = {}  # by number
 
