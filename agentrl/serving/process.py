@@ -58,6 +58,7 @@ class ServerProcess(ABC):
         self.key = access.new_key()
         self._what, self._name, self._scratch_of = what, name, scratch
         self._launcher = launcher or LocalLauncher(folder)
+        self._cores = self._launcher.cores(name) or 0  # that are reserved for it; 0 means that it shares the driver's machine
         self._threads: int | None = None  # of the engine on CPU; None means a GPU
         self._process: PartHandle | None = None
         self._control: ControlPlane | None = None

@@ -70,7 +70,8 @@ class VLLMServer(ServerProcess):
         if self._process is not None:
             raise ServingError("the inference server is already started")
         serving = self.recipe.serving
-        self._threads = thread_count(serving.threads, servers=serving.replicas) if serving_device(self.recipe) == "cpu" else None
+        if serving_device(self.recipe) == "cpu":
+            self._threads = thread_count(serving.threads or self._cores, servers=serving.replicas)
         check_model_files(self.model)
         await self._begin(timeout_s=serving.startup_timeout_s)
 

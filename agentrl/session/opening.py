@@ -18,6 +18,7 @@ from agentrl.agent.run_tools import candidate_tasks, declared_tools, pin_tools, 
 from agentrl.base.files import sha256_file
 from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.base.processes import raise_file_limit, rare_collections
+from agentrl.cluster import ClusterPlan
 from agentrl.cluster.process_host import LocalLauncher
 from agentrl.config.recipe import Recipe
 from agentrl.evaluation.replay import check_start_tokens
@@ -173,11 +174,22 @@ async def open_run(
     check_residuals(order, *(f"verifier {name}" for name in checked.scorer.residual))
     raise_file_limit()
     async with rare_collections(), closing_stack(start.folder) as stack:
+        launcher = await open_launcher(checked.plan, start.folder, root=root)
+        stack.push_async_callback(launcher.close)
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=start.folder.name, root=root)
         stack.push_async_callback(sandboxes.close)
         chat, tools = await _check_slowly(recipe, start.folder, checked, sandboxes, root=root)
         _write_folder(recipe, start, checked, tools, root=root)
-        yield await _open_parts(stack, recipe, start, checked, sandboxes, chat, tools, root, console, order)
+        yield await _open_parts(stack, recipe, start, checked, launcher, sandboxes, chat, tools, root, console, order)
+
+
+async def open_launcher(plan: ClusterPlan, folder: Path, *, root: Path) -> Launcher:
+    """Returns what starts the parts of a plan. Raises `UserError` if the cluster does not answer, or has no room for the plan."""
+    if plan.is_local:
+        return LocalLauncher(folder, root=root, devices=plan.devices)
+    from agentrl.cluster.ray_launcher import RayLauncher  # Ray may not be installed
+
+    return await RayLauncher.open(plan, folder, root=root)
 
 
 async def _check_slowly(
@@ -214,6 +226,7 @@ async def _open_parts(
     recipe: Recipe,
     start: RunStart,
     checked: PreflightResult,
+    launcher: Launcher,
     sandboxes: SandboxBackend,
     chat: ChatFormat,
     tools: RunTools,
@@ -224,8 +237,6 @@ async def _open_parts(
     folder, clock = start.folder, StageClock(began=start.began)
     tracker = await _open_tracker(stack, recipe, folder, clock, chat, checked, console=console)
     store, starts, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
-    launcher = LocalLauncher(folder, root=root, devices=checked.plan.devices)
-    stack.push_async_callback(launcher.close)
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, launcher, alert=tracker.alert)
     services, faults = await open_services(stack, folder, store, launcher), fault_rate(recipe)
     learner = _open_learner(stack, recipe, folder, services, root, launcher, alert=tracker.alert)
