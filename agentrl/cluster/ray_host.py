@@ -196,7 +196,9 @@ class NodeHost:
             folder, root = Path(settings.folder), Path(settings.root)
             if driver is None:
                 if not folder.is_dir():
-                    raise LaunchError(f"{folder} does not exist on {socket.gethostname()}\n  fix: mount its disk on every node, or on none")
+                    raise LaunchError(
+                        f"{folder} does not exist on {socket.gethostname()}\n  fix: mount the run folder's disk on every node"
+                    )
                 self._host = ProcessHost(folder, root=root, host=self._address)
             else:
                 if not root.is_dir():
