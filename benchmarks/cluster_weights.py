@@ -96,7 +96,10 @@ def measure(megabytes: int, counts: Sequence[int], mbit: float) -> None:
             with driving(folder / "run", host=source.address, within=source.enter) as driver:
                 version = driver.folder / NAME
                 version.mkdir(parents=True)
-                (version / "model.safetensors").write_bytes(random.Random(megabytes).randbytes(size))
+                with (version / "model.safetensors").open("wb") as file:
+                    rng = random.Random(megabytes)
+                    for _ in range(megabytes):
+                        file.write(rng.randbytes(1_000_000))
                 driver.files.index.list_folder(version)  # the driver hashes a version once
                 one = distribute(driver, source, targets, folder / "hosts")
         alone = alone or one.seconds

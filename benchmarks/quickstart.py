@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,60 +103,34 @@ def figures(outcome: Outcome) -> dict[str, Any]:
     return {"seed": outcome.seed, "minutes": outcome.wall_s / 60, "peak_gib": outcome.peak_gib, **rates}
 
 
-def rate(summary: dict[str, Any], key: str) -> str:
-    found = summary[key]
-    if found is None:  # evaluation.heldout_real=0
-        return "-"
-    return f"{found['value']:.2f} [{found['ci_low']:.2f}, {found['ci_high']:.2f}]"
+def spread(values: Sequence[float], form: str) -> str:
+    """Returns median and range."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Returns a Markdown table with one row per seed, then medians and range."""
-    head = [
-        "seed",
-        "held-out before",
-        "held-out after",
-        "real before",
-        "real after",
-        "reward, first 3 steps",
-        "last 3 steps",
-        "minutes",
-        "peak GiB",
-        "stall ms p50",
-        "probe max",
-        "excluded",
-    ]
-    rows = [
-        [
-            str(o.seed),
-            rate(o.summary, "heldout_before"),
-            rate(o.summary, "heldout_after"),
-            rate(o.summary, "heldout_real_before"),
-            rate(o.summary, "heldout_real_after"),
-            f"{statistics.fmean(o.rewards[:3]):.2f}",
-            f"{statistics.fmean(o.rewards[-3:]):.2f}",
-            f"{o.wall_s / 60:.1f}",
-            f"{o.peak_gib:.1f}",
-            f"{o.summary['swap_stall_ms_p50']:.0f}",
-            f"{o.summary['swap_probe_max_abs_diff']:.1e}",
-            f"{o.summary['episodes_left_out']} of {o.summary['episodes']}",
-        ]
-        for o in outcomes
-    ]
-    keys = ("heldout_before", "heldout_after", "heldout_real_before", "heldout_real_after")
-    columns: list[Callable[[Outcome], float]] = [
-        *(lambda o, k=k: math.nan if o.summary[k] is None else o.summary[k]["value"] for k in keys),
-        lambda o: statistics.fmean(o.rewards[:3]),
-        lambda o: statistics.fmean(o.rewards[-3:]),
-        lambda o: o.wall_s / 60,
-        lambda o: o.peak_gib,
-    ]
-    spread = []
-    for column in columns:
-        values = [column(o) for o in outcomes]
-        spread.append(f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
-    rows.append(["median (range)", *spread, "", "", ""])
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+    """Returns a Markdown table of medians and ranges over the seeds."""
+    summaries = [one.summary for one in outcomes]
+    measured = {
+        name: [summary[key]["value"] for summary in summaries if summary[key] is not None]  # None: evaluation.heldout_real=0
+        for name, key in (
+            ("held-out before", "heldout_before"),
+            ("held-out after", "heldout_after"),
+            ("real before", "heldout_real_before"),
+            ("real after", "heldout_real_after"),
+        )
+    }
+    measured["reward, first 3 steps"] = [statistics.fmean(one.rewards[:3]) for one in outcomes]
+    measured["reward, last 3 steps"] = [statistics.fmean(one.rewards[-3:]) for one in outcomes]
+    measured["minutes"] = [one.wall_s / 60 for one in outcomes]
+    measured["peak GiB"] = [one.peak_gib for one in outcomes]
+    rows = [[name, spread(values, ".2f")] for name, values in measured.items() if values]
+    rows.append(["stall of a swap, ms, p50", spread([summary["swap_stall_ms_p50"] for summary in summaries], ".0f")])
+    rows.append(["largest difference of a probe", f"{max(summary['swap_probe_max_abs_diff'] for summary in summaries):.1e}"])
+    left_out, episodes = (sum(summary[key] for summary in summaries) for key in ("episodes_left_out", "episodes"))
+    rows.append(["excluded episodes", f"{left_out} of {episodes}"])
+    head = [["figure", f"median (range) of {len(outcomes)} seeds"], ["---", "---"]]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [*head, *rows])
 
 
 def main() -> None:
@@ -179,7 +152,7 @@ def main() -> None:
     text = "\n\n".join(
         [
             f"Command: `{command}`. Machine: {machine}; sandbox: {backend}. {versions}.",
-            "Before and after are success rates on held-out tasks with 95% Wilson intervals, one greedy attempt a task. Rewards are "
+            "Before and after are success rates on held-out tasks, one greedy attempt a task. Rewards are "
             "means over training episodes, sampled at temperature 1.",
             table(outcomes),
             TARGETS,

@@ -250,7 +250,6 @@ def figures(found: Sequence[Measured]) -> Figures:
 
 def lists(measured: Figures) -> str:
     """Returns the lists of available and of excluded datasets in Markdown."""
-    subjects = sorted({one["subject"] for one in measured.values()})
     frequent = max(measured, key=lambda name: measured[name]["most_frequent_answer"])
     paid = max(measured, key=lambda name: measured[name]["highest_mark_without_work"])
     reasons: dict[str, list[str]] = {}
@@ -258,11 +257,8 @@ def lists(measured: Figures) -> str:
         reasons.setdefault(reason, []).append(name)
     return "\n".join(
         [
-            f"{len(measured)} datasets are available:",
-            "",
-            *(f"- {subject}: {_names(name for name, one in measured.items() if one['subject'] == subject)}" for subject in subjects),
-            "",
-            f"Without levels: {_names(name for name, one in measured.items() if not one['levels'])}.",
+            f"{len(measured)} datasets are available (`docs/reasoning-datasets.json`)."
+            f" Without levels: {_names(name for name, one in measured.items() if not one['levels'])}.",
             f"With a program for solved problems: {_names(name for name, one in measured.items() if one['program'])}.",
             f"The most frequent answer is right in at most {measured[frequent]['most_frequent_answer']:.0%} of the problems"
             f" (`{frequent}`). The highest mark of a scorer for an answer without work is"

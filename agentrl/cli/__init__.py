@@ -98,6 +98,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
             "check:check", "Check a task family in real sandboxes before training on it.", "check sandboxes/chores --backend bubblewrap"
         ),
         "chaos": Command("chaos:chaos_app", "Kill parts of a small real run and verify that it loses nothing."),
+        "cluster": Command("cluster:cluster_app", "Show what a run needs and whether a cluster has it; write Kubernetes manifests."),
         "sandbox": Command("sandboxes:sandbox_app", "Check and attack sandbox backends, list and remove sandboxes."),
         "model": Command("model:model_app", "Import a model from a folder, a GGUF file or a package."),
     },

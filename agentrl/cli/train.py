@@ -19,12 +19,14 @@ import typer
 from agentrl.cli.regressions import evaluate_recipe, evaluate_suites_command
 from agentrl.cli.running import JsonFlag, SandboxChoice, load_recipe, loading, model_override, run_folder
 from agentrl.cli.suites import evaluate_suite, open_suite
+from agentrl.config.recipe import apply_overrides
 from agentrl.errors import UserError
 from agentrl.evaluation.policies import RequestOptions, find_policy
 from agentrl.session.ending import is_disk_full, pause_until_room
-from agentrl.session.folder import finished_summary
+from agentrl.session.folder import claim_run_folder, finished_summary
 
 if TYPE_CHECKING:
+    from agentrl.config.recipe import Recipe
     from agentrl.evaluation.policies import NamedPolicy
     from agentrl.observe import Summary
 import shlex
@@ -45,6 +47,12 @@ def train(
     run_dir: Annotated[Path | None, typer.Option(help="Run folder. Default: the first free one of runs/NAME, runs/NAME-2, ...")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the run folder.")] = False,
     sandbox: SandboxChoice = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Start the parts on a Ray cluster: auto, HOST:PORT or ray://HOST:PORT. local: on this machine.")
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Restart the driver up to N times in a row if it is killed or fails, and continue the run.")
+    ] = 0,
     as_json: JsonFlag = False,
 ) -> None:
     """Fine-tune an agent with reinforcement learning.
@@ -55,7 +63,10 @@ def train(
     reference to your own: module:attr, ./file.py:attr, or an entry point of the group agentrl.plugins.
     """
     root, written = load_recipe(recipe, [])
-    given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
+    chosen = [f"sandbox.backend={sandbox}"] * bool(sandbox) + [f"cluster.address={json.dumps(cluster)}"] * bool(cluster)
+    given = (*(overrides or []), *chosen)
+    if restarts:
+        raise typer.Exit(_train_supervised(root, recipe, written, given, run_dir, resume=resume, restarts=restarts, as_json=as_json))
     with run_folder(root, recipe, written, given, run_dir, resume=resume) as (start, loaded, checked):
         summary = finished_summary(start.folder, loaded) if resume else None
         if summary is not None:
@@ -78,6 +89,27 @@ def train(
             raise typer.Exit(130)
         if summary.problems:
             raise typer.Exit(1)
+
+
+def _train_supervised(
+    root: Path,
+    recipe: Path,
+    written: Recipe,
+    given: tuple[str, ...],
+    run_dir: Path | None,
+    *,
+    resume: bool,
+    restarts: int,
+    as_json: bool,
+) -> int:
+    """Runs the command in another process, which is restarted. Returns the exit code."""
+    from agentrl.cli.supervised import supervise
+
+    name = (written if resume else apply_overrides(written, list(given))).name
+    with claim_run_folder(run_dir, root / "runs", name, resume=resume, command=f"agentrl train {recipe}") as folder:
+        pass  # the next command in this folder is the driver
+    options = ["--run-dir", str(folder), *["--resume"] * resume, *["--json"] * as_json]
+    return supervise([sys.executable, "-m", "agentrl", "train", str(recipe), *given, *options], folder, restarts=restarts)
 
 
 def evaluate(

@@ -167,7 +167,7 @@ async def call_once(calls: dict[str, asyncio.Task[Any]], name: str, call: Callab
     """
     task = calls.get(name)
     if task is None:
-        task = calls[name] = asyncio.ensure_future(call())  # type: ignore[arg-type]
+        task = calls[name] = asyncio.ensure_future(call())
         for old in list(calls)[: max(0, len(calls) - keep)]:
             if calls[old].done():
                 del calls[old]

@@ -173,6 +173,11 @@ class LearnerSessions:
     def __init__(self, service: RunService, files: FileService) -> None:
         self._service, self._files = service, files
 
+    @property
+    def url(self) -> str:
+        """The address of the driver."""
+        return self._service.url
+
     async def start(self) -> str:
         """Returns the key of the learner that starts now. Requests of earlier learners are refused from now on, with status 409."""
         self._service.revoke(LEARNER)

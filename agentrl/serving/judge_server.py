@@ -37,7 +37,7 @@ class JudgeServer(ServerProcess):
         self.model = model.resolve()
         self.reward_model = reward_model
         self.url = ""  # http://HOST:PORT, once started
-        self._threads = thread_count(config.threads) if device == "cpu" else None
+        self._threads = thread_count(config.threads or self._cores) if device == "cpu" else None
 
     async def start(self) -> None:
         """Starts the process and returns when it has answered a request. Raises `ServingError`."""

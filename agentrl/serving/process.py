@@ -58,6 +58,7 @@ class ServerProcess(ABC):
         self.key = access.new_key()
         self._what, self._name, self._scratch_of = what, name, scratch
         self._launcher = launcher or LocalLauncher(folder)
+        self._cores = self._launcher.cores(name) or 0  # that are reserved for it; 0 means that it shares the driver's machine
         self._threads: int | None = None  # of the engine on CPU; None means a GPU
         self._process: PartHandle | None = None
         self._control: ControlPlane | None = None
@@ -172,6 +173,10 @@ class ServerProcess(ABC):
     def _command(self) -> list[str]:
         """Returns the command to run, with slots: `launch_command`."""
 
+    def _needs(self) -> tuple[str, ...]:
+        """Returns the folders of the run that its host must have before the start."""
+        return ()
+
     def _environment(self) -> dict[str, str]:
         """Returns the variables that its environment adds to that of its host."""
         return server_environment(SCRATCH, cpu_threads=self._threads)
@@ -242,6 +247,7 @@ class ServerProcess(ABC):
             environment={**self._environment(), access.KEY_VARIABLE: self.key},
             log=f"logs/{self.log_path.name}",
             scratch=self._scratch_of,
+            needs=self._needs(),
         )
 
     async def _make_ready(self, process: PartHandle, control: ControlPlane) -> None:

@@ -18,6 +18,7 @@ from agentrl.agent.run_tools import candidate_tasks, declared_tools, pin_tools, 
 from agentrl.base.files import sha256_file
 from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.base.processes import raise_file_limit, rare_collections
+from agentrl.cluster import ClusterPlan
 from agentrl.cluster.process_host import LocalLauncher
 from agentrl.config.recipe import Recipe
 from agentrl.evaluation.replay import check_start_tokens
@@ -36,6 +37,7 @@ from agentrl.observe.run_events import EpisodeEvents, EventTracker, Record
 from agentrl.observe.timeline import Timeline
 from agentrl.plugins import parts
 from agentrl.protocols import (
+    EpisodeCheckpoints,
     EpisodeListener,
     Launcher,
     Policy,
@@ -65,6 +67,7 @@ from agentrl.session.models import copy_base_version
 from agentrl.session.pace import restore_pace, save_pace
 from agentrl.session.preflight import PreflightResult, check_prompt, check_snapshots, check_thinking, open_chat
 from agentrl.session.run_practice import copy_practice_files
+from agentrl.session.run_services import RunServices, open_services
 from agentrl.session.task_changes import open_changes
 from agentrl.task import GroupSchedule, sandbox_specs
 from agentrl.task.changes import TaskChanges
@@ -176,11 +179,22 @@ async def open_run(
     check_residuals(order, *(f"verifier {name}" for name in checked.scorer.residual))
     raise_file_limit()
     async with rare_collections(), closing_stack(start.folder) as stack:
+        launcher = await open_launcher(checked.plan, start.folder, root=root)
+        stack.push_async_callback(launcher.close)
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=start.folder.name, root=root)
         stack.push_async_callback(sandboxes.close)
         chat, tools = await _check_slowly(recipe, start.folder, checked, sandboxes, root=root)
         _write_folder(recipe, start, checked, tools, root=root)
-        yield await _open_parts(stack, recipe, start, checked, sandboxes, chat, tools, root, console, order)
+        yield await _open_parts(stack, recipe, start, checked, launcher, sandboxes, chat, tools, root, console, order)
+
+
+async def open_launcher(plan: ClusterPlan, folder: Path, *, root: Path) -> Launcher:
+    """Returns what starts the parts of a plan. Raises `UserError` if the cluster does not answer, or has no room for the plan."""
+    if plan.is_local:
+        return LocalLauncher(folder, root=root, devices=plan.devices)
+    from agentrl.cluster.ray_launcher import RayLauncher  # Ray may not be installed
+
+    return await RayLauncher.open(plan, folder, root=root)
 
 
 async def _check_slowly(
@@ -217,6 +231,7 @@ async def _open_parts(
     recipe: Recipe,
     start: RunStart,
     checked: PreflightResult,
+    launcher: Launcher,
     sandboxes: SandboxBackend,
     chat: ChatFormat,
     tools: RunTools,
@@ -227,10 +242,9 @@ async def _open_parts(
     folder, clock = start.folder, StageClock(began=start.began)
     tracker, record_event = await _open_tracker(stack, recipe, folder, clock, chat, checked, console=console)
     store, starts, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
-    launcher = LocalLauncher(folder, root=root, devices=checked.plan.devices)
-    stack.push_async_callback(launcher.close)
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, launcher, alert=tracker.alert)
-    learner, faults = _open_learner(stack, recipe, folder, checked, root, launcher, alert=tracker.alert), fault_rate(recipe)
+    services, faults = await open_services(stack, folder, store, launcher), fault_rate(recipe)
+    learner = _open_learner(stack, recipe, folder, services, root, launcher, alert=tracker.alert)
     pace, listener = _open_pace(stack, recipe, folder), EpisodeEvents(record_event)
     episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace, listener=listener)
     groups = _open_groups(recipe, checked, episodes, served, checkpoints, faults, memory)
@@ -263,7 +277,9 @@ async def _open_parts(
         suite=checked.suite,
         memory=memory,
         gate_server=gate_server,
-        workers=_open_workers(recipe, folder, root, store, served, faults, memory, checkpoints, launcher, tracker.alert, record_event),
+        workers=_open_workers(
+            recipe, folder, root, store, served, faults, memory, checkpoints, launcher, services, tracker.alert, record_event
+        ),
     )
 
 
@@ -298,6 +314,7 @@ def _open_workers(
     memory: RunMemory | None,
     checkpoints: FolderCheckpoints,
     launcher: Launcher,
+    services: RunServices,
     alert: Callable[[str], None],
     record_event: Record,
 ) -> WorkerPool | None:
@@ -315,6 +332,7 @@ def _open_workers(
         memory=memory,
         checkpoints=checkpoints,
         launcher=launcher,
+        service=services.service,
         on_attempt=faults.record_attempt,
         alert=alert,
         record_event=record_event,
@@ -348,13 +366,13 @@ def _open_learner(
     stack: AsyncExitStack,
     recipe: Recipe,
     folder: Path,
-    checked: PreflightResult,
+    services: RunServices,
     root: Path,
     launcher: Launcher,
     *,
     alert: Callable[[str], None],
 ) -> LearnerProcess:
-    learner = LearnerProcess(folder, recipe, root=root, launcher=launcher, alert=alert)
+    learner = LearnerProcess(folder, recipe, root=root, launcher=launcher, sessions=services.sessions, alert=alert)
     stack.push_async_callback(learner.kill)
     return learner
 
@@ -450,7 +468,7 @@ def build_group_runner(
     recipe: Recipe,
     episodes: EpisodeRunner,
     scorer: TaskScorer,
-    checkpoints: FolderCheckpoints,
+    checkpoints: EpisodeCheckpoints,
     on_attempt: AttemptListener,
     slots: Admission,
     *,

@@ -11,12 +11,11 @@ from agentrl.base.files import write_atomically
 from agentrl.errors import UserError
 from benchmarks import stored
 from benchmarks.contest.comparison import Comparison, published
-from benchmarks.contest.outcome import PARTS, Outcome, Point
+from benchmarks.contest.outcome import PARTS, Outcome
 
 BEGIN, END = "<!-- made by benchmarks/peers.py --markdown: begin -->", "<!-- made by benchmarks/peers.py --markdown: end -->"
 NAMES = {"ours": "agentrl", "trl": "TRL as it ships", "trl-together": "TRL, calls concurrent"}
-_RUNS = ["seed", "", "minutes to target", "steps", "held-out, first", "last", "of the model it wrote", "tokens sampled", "trained"]
-_RUNS += ["peak GiB", "excluded", "GFLOPS", "load", "cores busy before"]
+_RUNS = ["median (range)", "minutes to target", "steps", "held-out of the model it wrote", "tokens trained", "peak GiB", "load"]
 
 
 def page(path: Path, results: Path) -> None:
@@ -30,7 +29,7 @@ def page(path: Path, results: Path) -> None:
 
 
 def tables(results: Path) -> str:
-    """Markdown: the ratios of all comparisons, then for each its runs, its seconds and the settings that were tried."""
+    """Markdown: the ratios of all comparisons, then for each the medians of its runs and its seconds."""
     found = published(results)
     if not found:
         return "No comparison that follows these rules is stored yet."
@@ -65,33 +64,34 @@ def group(name: str, comparison: Comparison) -> str:
     parts = [
         f"### {name}",
         intro,
-        _table(_RUNS, [_run(one) for one in runs]),
+        _table(_RUNS, [_runs(NAMES[side], comparison.of(side)) for side in comparison.sides]),
         _where(comparison),
         f"`{comparison.origin['command']}` at commit {comparison.origin['commit'] or 'unknown'}, in one go on "
         f"{stored.shown(one.machine for one in runs)}, Python {comparison.origin['machine']['python']}; {versions}. "
-        f"TRL with {_options(comparison.options)}.",
-        *([_tried(comparison)] if comparison.tried else []),
+        f"TRL with {_options(comparison.options)}. `docs/peers/{name}.json` has each run, the state of the machine, and the settings of TRL"
+        " that were timed.",
     ]
     return "\n\n".join(parts)
 
 
-def _run(one: Outcome) -> list[str]:
-    arrived = f"{one.arrived_s / 60:.1f}" if one.arrived_s is not None else f"not in {one.clock_s / 60:.1f}"
-    first, last = (one.curve[0], one.curve[-1]) if one.curve else (None, None)
+def _runs(name: str, runs: Sequence[Outcome]) -> list[str]:
+    """The medians of one side's runs. One that did not reach the target counts with the time after which it was cut off."""
+    late = sum(one.arrived_s is None for one in runs)
     return [
-        str(one.seed),
-        NAMES[one.side],
-        arrived,
-        str(one.steps),
-        _rate(first) + ("" if first is None or first.step == 0 else f" at step {first.step}"),
-        _rate(last),
-        _rate(one.after),
-        f"{one.tokens_sampled:,}",
-        f"{one.tokens_trained:,}",
-        f"{one.peak_gib:.1f}",
-        f"{one.faults} of {one.episodes}",
-        *(str(one.machine[name]) for name in ("gflops", "load", "busy_cores")),
+        name,
+        _spread([one.took_s / 60 for one in runs], ".1f") + (f", {late} of {len(runs)} not reached" if late else ""),
+        _spread([one.steps for one in runs], ".0f"),
+        _spread([one.after.value for one in runs if one.after is not None], ".2f"),
+        _spread([one.tokens_trained for one in runs], ",.0f"),
+        _spread([one.peak_gib for one in runs], ".1f"),
+        _spread([float(one.machine["load"]) for one in runs], ".1f"),
     ]
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    if not values:
+        return "-"
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def _where(comparison: Comparison) -> str:
@@ -109,21 +109,8 @@ def _where(comparison: Comparison) -> str:
     return _table(head, rows)
 
 
-def _tried(comparison: Comparison) -> str:
-    """One sentence: the seconds of a step with each setting of TRL that was timed."""
-    settings = []
-    for one in comparison.tried:
-        seconds = f"{one['seconds_a_step']:.1f}" if one["seconds_a_step"] is not None else f"failed ({one.get('failed', '')[:120]})"
-        settings.append(f"{_options(one['change'])}: {seconds}")
-    return f"Seconds a step of TRL's settings, timed before on the same machine with small steps and without waits: {'; '.join(settings)}."
-
-
 def _options(options: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items() if value != "" and name != "rollouts")
-
-
-def _rate(point: Point | None) -> str:
-    return f"{point.value:.2f} [{point.ci_low:.2f}, {point.ci_high:.2f}]" if point is not None else "-"
 
 
 def _table(head: list[str], rows: Sequence[Sequence[str]]) -> str:

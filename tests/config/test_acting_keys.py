@@ -147,6 +147,8 @@ GIVEN: dict[str, tuple[Any, ...]] = {
     "gate": ({"suite": "s"},),
     "tasks.practice": ({"evals/b": 2},),
     "learner.ranks": (8, 2),
+    "cluster.address": ("auto", "head:6379"),
+    "cluster.resources": ({"server": {"cpus": 3}},),
     "learner.limits": (({"metric": "ess", "at": 0.5},),),
 }
 

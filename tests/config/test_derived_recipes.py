@@ -42,9 +42,9 @@ def test_one_item_of_a_mapping_is_changed_and_the_others_stay() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"stesp": 3}, r"^stesp: unknown key; did you mean steps\? known here: capture, critic, device, "),
+    ({"stesp": 3}, r"^stesp: unknown key; did you mean steps\? known here: capture, cluster, critic, device, "),
     ({"learner.lrr": 1.0}, r"^learner\.lrr: unknown key; did you mean lr\? known here: "),
-    ({"lerner.lr": 1.0}, r"^lerner: unknown section; did you mean learner\? known here: capture, critic, evaluation, "),
+    ({"lerner.lr": 1.0}, r"^lerner: unknown section; did you mean learner\? known here: capture, cluster, critic, evaluation, "),
     ({"steps": 1.5}, r"^steps: Input should be a valid integer"),
     ({"steps.x": 1}, r"^steps\.x: steps has no keys of its own\n  fix: set the key itself: steps=VALUE"),
     ({"learner": 3, "learner.lr": 1.0}, r"^learner: expected a section, got 3"),
@@ -73,7 +73,7 @@ def test_a_copy_of_a_section_is_validated_too(changes: dict[str, Any], told: str
 def test_a_key_that_a_recipe_file_misspells_is_told_with_the_one_that_was_meant() -> None:
     with pytest.raises(ValidationError) as error:
         Recipe(name="x", stesp=3, seed=-1, policy={"modle": "m"}, tasks=TasksConfig(family="f:F"))  # type: ignore[call-arg, arg-type]
-    assert "unknown key; did you mean steps? known here: capture, critic, " in str(error.value)
+    assert "unknown key; did you mean steps? known here: capture, cluster, critic, " in str(error.value)
     told = validation_text(error.value).splitlines()
     assert told[:3] == [
         "seed: Input should be greater than or equal to 0 (got -1)",
@@ -81,7 +81,7 @@ def test_a_key_that_a_recipe_file_misspells_is_told_with_the_one_that_was_meant(
         "policy.modle: unknown key; did you mean model? known here: chat_template, dtype, max_model_len, model,"
         " rewritten_context, tool_format",
     ]
-    assert told[3].startswith("stesp: unknown key; did you mean steps? known here: capture, critic, ") and len(told) == 4
+    assert told[3].startswith("stesp: unknown key; did you mean steps? known here: capture, cluster, critic, ") and len(told) == 4
     with pytest.raises(ValidationError) as error:
         LearnerConfig(lrr=3)  # type: ignore[call-arg]
     assert validation_text(error.value).startswith("LearnerConfig.lrr: unknown key; did you mean lr? known here: gradient_checkpointing, ")

@@ -69,7 +69,8 @@ def hosting(folder: Path, kind: str = "learners", given: Mapping[str, str] | Non
 
 
 def ask(address: str, ranks: str, module: str, *arguments: str) -> int:
-    """Requests the ranks from the host, waits for their end and returns the exit code."""
+    """Requests the ranks from the host, waits for their end and returns the exit code. Dies with its parent, as its ranks then do."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     wanted = {"ranks": int(ranks), "module": module, "arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
     wanted["mounts"] = f"/proc/{os.getpid()}/ns/mnt"
     with socket.socket(socket.AF_UNIX) as link:

@@ -21,6 +21,7 @@ from agentrl.errors import RecipeError, ServingError, UserError
 from agentrl.judge import Endpoint, Judge, served, servers
 from agentrl.judge.reward_model import save_record
 from agentrl.judge.scoring import CORRECT
+from agentrl.protocols.cluster import PORT, PYTHON
 from agentrl.serving.judge_server import JudgeServer
 from agentrl.session.judge_servers import (
     check_judge_servers_used,
@@ -66,7 +67,7 @@ def undeclared() -> Iterator[None]:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(JudgeServer, "_command", lambda self, port: [sys.executable, "-c", ANSWERS, str(port)])
+    monkeypatch.setattr(JudgeServer, "_command", lambda self: [PYTHON, "-c", ANSWERS, PORT])
     monkeypatch.setattr("agentrl.session.judge_servers.serving_device", lambda recipe: "cpu")
     monkeypatch.setattr(judge_servers_module, "_WATCH_S", 0.05)
     monkeypatch.setattr(judge_servers_module, "_MAX_RESTARTS", 1)

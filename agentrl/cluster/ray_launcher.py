@@ -1,0 +1,310 @@
+"""Starts the parts of a run on the nodes of a Ray cluster. Ray is imported when a cluster is used.
+
+Ray reserves the plan of the run, and one actor for each part hosts its processes (`agentrl.cluster.ray_host`). Actors and processes end
+with the driver. A part counts as lost if its host does not answer, never because of what Ray reports about the actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import agentrl
+from agentrl.base.files import write_atomically
+from agentrl.base.installation import import_optional
+from agentrl.base.user_code import printable
+from agentrl.cluster.fit import ClusterNode, fit_plan, no_fit_error
+from agentrl.cluster.plan import Bundle, ClusterPlan
+from agentrl.cluster.process_host import HostedProcess, ProcessHost
+from agentrl.cluster.ray_host import ID_FILE, LEASE_S, HostSettings, HostState, NodeHost, PartState
+from agentrl.cluster.ray_nodes import list_nodes
+from agentrl.cluster.ray_part import FETCH_S, PartPoller, RayPart
+from agentrl.errors import LaunchError, RunFolderBusy, UserError
+from agentrl.protocols.cluster import PartCommand
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 25.0
+"""Deadline for reading the nodes of the cluster."""
+RESERVE_S = 25.0
+"""Deadline for the reservation of the plan."""
+START_S = 60.0
+"""Deadline for a start, in which a lost host may be replaced."""
+_RETRY_S = 0.5
+_DESCRIBE_S = 5.0
+_OTHER_DRIVER_S = 3.0  # in which a driver that is alive polls its hosts
+_CLOSE_S = 20.0
+_QUIET = {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
+
+
+class RayLauncher:
+    """A `Launcher` on a Ray cluster. Create it with `open`; close it in the same process."""
+
+    is_local = False
+
+    def __init__(self, ray: Any, plan: ClusterPlan, folder: Path, *, root: Path, nodes: list[ClusterNode]) -> None:
+        self._ray, self._plan, self._nodes = ray, plan, nodes
+        self._bundles = {bundle.name: bundle for bundle in plan.bundles()}
+        self.driver_host = _own_address(ray, plan.address)
+        self._here = ProcessHost(folder, root=root, host=self.driver_host)  # of parts that are next to the driver
+        self._session = secrets.token_hex(8)
+        self._settings = HostSettings(
+            folder=str(folder.resolve()),
+            root=str(root.resolve()),
+            working_folder=os.getcwd(),
+            driver=f"process {os.getpid()} on {socket.gethostname()}",
+            session=self._session,
+            run=_run_id(folder),
+            version=agentrl.__version__,
+        )
+        self._folder = folder
+        self.shared_folder = True  # all nodes with parts see the run folder; `open` checks it
+        self._driver: tuple[str, str] | None = None  # address and key for mirrors
+        self._group: Any = None  # placement group
+        self._actors: dict[str, Any] = {}  # by name of the part
+        self._parts: dict[str, RayPart] = {}  # the newest of each name
+        self._poller = PartPoller(ray)
+
+    @classmethod
+    async def open(cls, plan: ClusterPlan, folder: Path, *, root: Path) -> RayLauncher:
+        """Connects to the cluster of a plan, ends what an earlier driver of the run has left, and reserves the plan.
+
+        Raises `UserError` within about 30 s if no cluster of this version answers, or the plan does not fit, and `RunFolderBusy` if another
+        driver of this run uses the cluster.
+        """
+        ray = import_optional("ray", "cluster", needed_for=f"cluster.address={plan.address}")
+        nodes = await asyncio.to_thread(list_nodes, plan.address, wait_s=CONNECT_S)
+        if problems := fit_plan(plan, nodes).problems:
+            raise no_fit_error(plan, nodes, problems)
+        worker: Any = import_module("ray._private.worker")
+        worker.print_to_stdstream = _log_message  # it would print to the command's output
+        with _own_signals():
+            ray.init(address=plan.address, namespace=f"agentrl-{_run_id(folder)}", **_QUIET)
+        launcher = cls(ray, plan, folder, root=root, nodes=nodes)
+        try:
+            await launcher._end_earlier_session()
+            await launcher._reserve()
+            launcher.shared_folder = await launcher._all_see_folder()
+        except BaseException:
+            await launcher.close()
+            raise
+        return launcher
+
+    def cores(self, name: str) -> int | None:
+        """Returns the CPU cores that the plan reserves for the part; None for one next to the driver."""
+        bundle = self._bundles.get(name)
+        return None if bundle is None else max(1, int(bundle.cpus))
+
+    async def start(self, command: PartCommand) -> RayPart | HostedProcess:
+        """Starts a part on the node of its bundle, or next to the driver. A lost host is replaced by Ray, if a node has room.
+
+        Raises `LaunchError` after a minute, with the plan next to the nodes, if no node has room.
+        """
+        if command.name not in self._bundles:
+            return self._here.start(command)
+        earlier = self._parts.get(command.name)
+        if command.exclusive and earlier is not None and earlier.lost:
+            await self._wait_for_lease(earlier)
+        actor, start = self._actor(command.name), uuid.uuid4().hex
+        if self._driver is not None and command.needs:
+            fetching = partial(actor.fetch.remote, self._driver, command.needs)
+            if failure := await self._retry(command.name, fetching, timeout_s=FETCH_S):
+                raise LaunchError(f"{command.name} does not start: {failure}")
+        state = await self._retry(command.name, lambda: actor.start.remote(start, command, self._driver), timeout_s=START_S)
+        if not isinstance(state, PartState):
+            raise LaunchError(f"{command.name} does not start on a node of {self._plan.address}: {state}")
+        log = None if self.shared_folder else self._folder / command.log
+        if log is not None:
+            log.parent.mkdir(exist_ok=True)
+        part = self._parts[command.name] = RayPart(self._ray, actor, start, command.name, state, log=log, driver=self._driver)
+        self._poller.add(part)
+        return part
+
+    async def use_driver(self, url: str, key: str) -> None:
+        """Makes hosts work in mirrors of the run folder, with files from this address."""
+        self._driver = url, key
+
+    async def _all_see_folder(self) -> bool:
+        """Whether every host has the run folder. Starts the hosts. Raises `LaunchError`."""
+        names = list(self._bundles)
+        seen = await asyncio.gather(*(self._retry(name, self._actor(name).sees_folder.remote, timeout_s=START_S) for name in names))
+        return all(seen)
+
+    async def close(self) -> None:
+        """Ends all parts and releases the cluster. Idempotent."""
+        self._poller.close()
+        ends = [part.kill() for part in self._parts.values() if part.returncode is None]
+        self._parts.clear()
+        try:
+            await self._here.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await asyncio.gather(*ends, return_exceptions=True)
+        finally:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await asyncio.to_thread(self._disconnect)
+
+    def _disconnect(self) -> None:
+        ray = self._ray
+        if not ray.is_initialized():
+            return
+        with contextlib.suppress(ray.exceptions.RayError):
+            for actor in self._actors.values():
+                ray.kill(actor)
+            if self._group is not None:
+                ray.util.remove_placement_group(self._group)
+        self._actors.clear()
+        ray.shutdown()
+
+    def _actor(self, name: str) -> Any:
+        if name not in self._actors:
+            number = list(self._bundles).index(name)
+            strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+            options = {
+                **_actor_options(self._bundles[name]),
+                "name": f"{self._session}-{name}",
+                "max_restarts": -1,
+                "max_task_retries": 0,
+                "scheduling_strategy": strategy(placement_group=self._group, placement_group_bundle_index=number),
+            }
+            self._actors[name] = self._ray.remote(NodeHost).options(**options).remote(self._settings)
+        return self._actors[name]
+
+    async def _retry(self, name: str, call: Callable[[], Any], *, timeout_s: float) -> Any:
+        """Returns the answer of an idempotent call to a host, which Ray may be replacing. Raises `LaunchError` after `timeout_s`."""
+        deadline, reason = time.monotonic() + timeout_s, "its host does not answer"
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                return await answer_of(call(), timeout_s=left_s)
+            except TimeoutError:
+                break
+            except self._ray.exceptions.RayTaskError as error:
+                raise LaunchError(f"{name} does not start: {error}") from error
+            except self._ray.exceptions.RayError as error:
+                reason = f"its host is lost: {error}".partition("\n")[0]
+                if "ModuleNotFoundError" in str(error) or "ImportError" in str(error):
+                    fix = f"install agentrl {agentrl.__version__} in the environment of every node"
+                    raise UserError(f"a node of {self._plan.address} cannot import agentrl: {reason}", fix=fix) from error
+            await asyncio.sleep(_RETRY_S)
+        nodes = await asyncio.to_thread(self._current_nodes)
+        raise LaunchError(
+            f"{name} did not start on {self._plan.address} within {timeout_s:g} s ({reason}): a node may be lost, and no other has room\n"
+            f"{no_fit_error(self._plan, nodes, [f'{name}: no node has room'])}"
+        )
+
+    def _current_nodes(self) -> list[ClusterNode]:
+        with contextlib.suppress(UserError):
+            return list_nodes(self._plan.address, wait_s=CONNECT_S)
+        return self._nodes
+
+    async def _reserve(self) -> None:
+        """Reserves the plan. Raises `UserError` with the plan next to the nodes if other jobs leave no room."""
+        bundles = list(self._bundles.values())
+        if not bundles:
+            return
+        labels = [dict(bundle.labels) for bundle in bundles]
+        self._group = self._ray.util.placement_group(
+            [bundle.amounts() for bundle in bundles],
+            strategy="PACK",
+            bundle_label_selector=labels if any(labels) else None,
+        )
+        try:
+            await answer_of(self._group.ready(), timeout_s=RESERVE_S)
+        except TimeoutError:
+            nodes = await asyncio.to_thread(self._current_nodes)
+            problems = fit_plan(self._plan, nodes, now=True).problems or ("other jobs use the cluster",)
+            raise no_fit_error(self._plan, nodes, problems) from None
+
+    async def _end_earlier_session(self) -> None:
+        """Ends the hosts of an earlier driver of this run. Raises `RunFolderBusy` if that driver is alive: it polls its hosts."""
+        ray, before = self._ray, dict[str, HostState]()
+        names = [name for name in await asyncio.to_thread(ray.util.list_named_actors) if not name.startswith(self._session)]
+        if not names:
+            return
+        for name in names:
+            if (state := await self._described(name)) is not None:
+                before[name] = state
+        await asyncio.sleep(_OTHER_DRIVER_S if before else 0.0)
+        for name, earlier in before.items():
+            if (state := await self._described(name)) is not None and state.calls > earlier.calls:
+                raise RunFolderBusy(
+                    f"the run in {self._settings.folder} is driven by another agentrl on this cluster: {state.driver}",
+                    fix="stop it, or choose another --run-dir",
+                )
+        for name in names:
+            with contextlib.suppress(ValueError, ray.exceptions.RayError):
+                ray.kill(ray.get_actor(name))
+        log.warning("ended %d parts of an earlier driver of this run", len(names))
+
+    async def _described(self, name: str) -> HostState | None:
+        """The state of a host of another session; None if it does not answer."""
+        try:
+            state = await answer_of(self._ray.get_actor(name).describe.remote(), timeout_s=_DESCRIBE_S)
+        except (ValueError, TimeoutError, self._ray.exceptions.RayError):
+            return None
+        return state if isinstance(state, HostState) else None
+
+    async def _wait_for_lease(self, part: RayPart) -> None:
+        """Waits until a lost host has ended its processes, in case that it is only unreachable."""
+        await asyncio.sleep(max(0.0, part.answered_at + LEASE_S + 2.0 - time.monotonic()))
+
+
+async def answer_of(reference: Any, *, timeout_s: float) -> Any:
+    """Returns the result of a Ray call. Raises `TimeoutError`, and the errors of Ray."""
+    async with asyncio.timeout(timeout_s):
+        return await asyncio.wrap_future(reference.future())
+
+
+def _actor_options(bundle: Bundle) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_cpus": bundle.cpus, "num_gpus": bundle.gpus, "resources": dict(bundle.custom)}
+    return options | ({"memory": bundle.memory} if bundle.memory else {})
+
+
+def _log_message(data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
+    """Logs the first line of a message of the cluster, such as that of a lost node."""
+    for message in data["lines"]:
+        log.info("Ray: %s", printable(str(message).partition("\n")[0], 500))
+
+
+def _run_id(folder: Path) -> str:
+    """Returns the id of a run, which a copy of its folder shares and another folder of the same name does not."""
+    path = folder / ID_FILE
+    if not path.exists():
+        write_atomically(path, uuid.uuid4().hex)
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _own_address(ray: Any, address: str) -> str:
+    """Returns the address at which the nodes of the cluster reach this machine."""
+    if not address.startswith("ray://"):
+        return str(ray.util.get_node_ip_address())
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Restores the handlers of signals, which `ray.init` replaces."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            with contextlib.suppress(ValueError):  # not in the main thread, where Ray replaces none
+                signal.signal(number, handler)

@@ -1,0 +1,262 @@
+"""The driver's side of the parts on a Ray cluster: handles, and the thread that polls their hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentrl.cluster.ray_host import LEASE_S, PartState
+from agentrl.errors import LaunchError
+
+SILENT_S = LEASE_S + 5.0
+"""Seconds without an answer after which a part counts as lost: its host has ended it by then."""
+REFUSED_S = 5.0
+"""Seconds in which all calls fail, after which a part counts as lost: its host, or the machine, has ended."""
+_POLL_S = 0.5
+_ANSWER_S = 5.0
+_END_S = 70.0  # for a host to kill a part, which it gives up after a minute
+FETCH_S = 1860.0
+"""Deadline for a host to fetch files; longer than that of its mirror."""
+_PROGRESS_BYTES = 1 << 20
+
+
+class RayPart:
+    """A part on a node: a `PartHandle`. `PartPoller` updates it from another thread."""
+
+    def __init__(
+        self,
+        ray: Any,
+        actor: Any,
+        start: str,
+        name: str,
+        state: PartState,
+        *,
+        log: Path | None = None,
+        driver: tuple[str, str] | None = None,
+    ) -> None:
+        """`log`, `driver`: of a part in a mirror, the file for its output, and the address and key of the driver."""
+        self.name, self.start, self._log, self._driver = name, start, log, driver
+        self.node, self.host, self.port, self.pid = state.node, state.host, state.port, state.pid
+        self.folder, self.scratch, self.node_id = state.folder, state.scratch, state.node_id
+        self.lost = ""
+        self.returncode: int | None = None
+        self.answered_at = time.monotonic()  # the last answer of the host
+        self.refused_at: float | None = None  # the first of the calls that have failed since
+        self.clock_offset_s = 0.0
+        self._ray, self._actor = ray, actor
+        self._tree: Mapping[int, str] = {}
+        self._progress, self._reasons = b"", b""
+        self._lock = threading.Lock()
+        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        self._watching = asyncio.create_task(self._watch_host(state.watch_port), name=f"host of {name}")
+        self.answered(state)
+
+    async def wait(self) -> int:
+        """Returns the exit code after the end of the part."""
+        await self._ended.wait()
+        assert self.returncode is not None, "an ended part has an exit code"
+        return self.returncode
+
+    async def _watch_host(self, port: int) -> None:
+        """Notices the end of the host by that of a connection: Ray reports it much later. A network may permit no such connection."""
+        with contextlib.suppress(TimeoutError, OSError):
+            while self.returncode is None:
+                async with asyncio.timeout(_ANSWER_S):
+                    reader, writer = await asyncio.open_connection(self.host, port)
+                try:
+                    with contextlib.suppress(ConnectionError):
+                        await reader.read(1)
+                    await asyncio.sleep(_POLL_S)
+                    async with asyncio.timeout(_ANSWER_S):
+                        _, second = await asyncio.open_connection(self.host, port)
+                    second.close()
+                except ConnectionRefusedError:
+                    self.lose(f"its host on node {self.node} ended")
+                finally:
+                    writer.close()
+
+    def send_kill(self) -> None:
+        """Kills all processes of the part, without waiting for their end."""
+        if self.returncode is None:
+            self._actor.end.remote(self.start, 0.0)
+
+    async def kill(self) -> None:
+        """Kills all processes of the part and returns when none is left. A lost part is ended by its host, or with it.
+
+        Raises `LaunchError` if a process does not end.
+        """
+        await self._end(0.0)
+
+    async def terminate(self, *, grace_s: float) -> None:
+        """Sends SIGTERM to the first process, waits `grace_s` for its end, then continues as `kill`."""
+        await self._end(grace_s)
+
+    async def _end(self, grace_s: float) -> None:
+        """Ends the part, or returns when it is lost."""
+        if self.lost:
+            return
+        ending = asyncio.wrap_future(self._actor.end.remote(self.start, grace_s).future())
+        lost = asyncio.create_task(self._ended.wait())
+        try:
+            async with asyncio.timeout(grace_s + _END_S):
+                await asyncio.wait([ending, lost] if self.returncode is None else [ending], return_when=asyncio.FIRST_COMPLETED)
+                if not self.lost:
+                    state = await ending
+                    if isinstance(state, str):
+                        raise LaunchError(f"{state}, on {self.node}")
+                    self.answered(state)
+        except (TimeoutError, self._ray.exceptions.RayError) as error:
+            self.lose(f"node {self.node} does not answer: {type(error).__name__}")
+        finally:
+            lost.cancel()
+
+    async def signal_children(self, number: int) -> None:
+        """Sends a signal to the children of the first process."""
+        if self.returncode is None:
+            with contextlib.suppress(TimeoutError, self._ray.exceptions.RayError):  # the poller detects a loss
+                async with asyncio.timeout(_ANSWER_S):
+                    await asyncio.wrap_future(self._actor.signal_children.remote(self.start, number).future())
+
+    def processes(self) -> Mapping[int, str]:
+        """Its process ids with their states, as of the last poll."""
+        return self._tree if self.returncode is None else {}
+
+    def read_progress(self) -> bytes:
+        """Returns what the part has written to `PROGRESS` since the last call."""
+        with self._lock:
+            data, self._progress = self._progress, b""
+        return data
+
+    def reasons(self) -> bytes:
+        """Returns what the part has appended to `REASONS`, once it has ended."""
+        return self._reasons
+
+    async def fetch(self, *paths: str) -> None:
+        """Returns when the node has these files of the run. Raises `LaunchError`."""
+        if self._driver is None:  # it has the run folder
+            return
+        try:
+            async with asyncio.timeout(FETCH_S):
+                failure = await asyncio.wrap_future(self._actor.fetch.remote(self._driver, paths).future())
+        except (TimeoutError, self._ray.exceptions.RayError) as error:
+            failure = f"node {self.node} does not answer: {type(error).__name__}"
+        if failure:
+            raise LaunchError(failure)
+
+    def poll(self) -> Any:
+        """Requests the state; returns the reference of Ray's call."""
+        return self._actor.poll.remote(self.start)
+
+    def answered(self, state: PartState | None) -> None:
+        """Records an answer of the host. None: the host has been restarted, so the part is gone."""
+        self.answered_at, self.refused_at = time.monotonic(), None
+        if state is None:
+            self.lose(f"its host on node {self.node} ended")
+            return
+        if self._log is not None and state.log:
+            with contextlib.suppress(OSError), self._log.open("ab") as log:
+                log.write(state.log)
+        self.clock_offset_s, self._tree = self.answered_at - state.clock, state.processes
+        with self._lock:
+            self._progress = (self._progress + state.progress)[-_PROGRESS_BYTES:]
+        self._reasons = state.reasons or self._reasons
+        if state.returncode is not None:
+            self._finish(state.returncode)
+
+    def refused(self) -> None:
+        """Records that a call failed."""
+        self.refused_at = self.refused_at or time.monotonic()
+
+    def check_silence(self, *, node_is_dead: bool) -> None:
+        """Marks the part as lost if its host has been silent for too long."""
+        now = time.monotonic()
+        if node_is_dead:
+            self.lose(f"node {self.node} is gone")
+        elif self.refused_at is not None and now - self.refused_at > REFUSED_S:
+            self.lose(f"its host on node {self.node} is gone")
+        elif now - self.answered_at > SILENT_S:
+            self.lose(f"node {self.node} has not answered for {SILENT_S:g} s")
+
+    def lose(self, reason: str) -> None:
+        """Marks the part as lost."""
+        if self.returncode is None:
+            self.lost = reason
+            self._finish(-signal.SIGKILL)
+
+    def _finish(self, code: int) -> None:
+        if self.returncode is None:
+            self.returncode = int(code)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._ended.set)
+                self._loop.call_soon_threadsafe(self._watching.cancel)
+
+
+class PartPoller:
+    """A thread that polls the hosts of all parts, so that leases are renewed while the driver's event loop is busy."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._parts: set[RayPart] = set()
+        self._waiting: dict[Any, RayPart] = {}  # reference of a poll -> its part
+        self._changed, self._closed = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, part: RayPart) -> None:
+        """Polls a part until its end."""
+        with self._changed:
+            self._parts.add(part)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="agentrl cluster")
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stops the thread. Idempotent."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(_ANSWER_S)
+
+    def _run(self) -> None:
+        while not self._closed.wait(_POLL_S):
+            with self._changed:
+                self._parts = {part for part in self._parts if part.returncode is None}
+                parts = list(self._parts)
+            waiting = set(self._waiting.values())
+            for part in parts:
+                if part not in waiting:
+                    self._waiting[part.poll()] = part
+            self._receive()
+            dead = self._dead_nodes(parts)
+            for part in parts:
+                part.check_silence(node_is_dead=part.node_id in dead)
+
+    def _receive(self) -> None:
+        """Passes on the answers that have arrived, after waiting for them briefly."""
+        if not self._waiting:
+            return
+        references = list(self._waiting)
+        arrived, _ = self._ray.wait(references, num_returns=len(references), timeout=_POLL_S)
+        for reference in arrived:
+            part = self._waiting.pop(reference)
+            try:
+                part.answered(self._ray.get(reference))
+            except self._ray.exceptions.RayError:
+                part.refused()
+        for reference, part in list(self._waiting.items()):
+            if part.returncode is not None:
+                del self._waiting[reference]
+
+    def _dead_nodes(self, parts: list[RayPart]) -> set[str]:
+        """The nodes that Ray reports as dead. Requested only while a host does not answer."""
+        now = time.monotonic()
+        if all(part.refused_at is None and now - part.answered_at < _ANSWER_S for part in parts):
+            return set()
+        try:
+            return {node["NodeID"] for node in self._ray.nodes() if not node["Alive"]}
+        except self._ray.exceptions.RayError:
+            return set()

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from agentrl.cluster import dockerfile as module
+from agentrl.cluster.dockerfile import dockerfile, project_requirement
+from agentrl.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def steps(text: str) -> list[tuple[str, str]]:
+    """The instructions of a Dockerfile."""
+    joined = re.sub(r"\\\n", "", re.sub(r"(?m)^#.*\n", "", text))
+    return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in joined.splitlines()]
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_every_step_is_valid_shell_and_the_last_user_is_not_root(device: str) -> None:
+    text = dockerfile(device, project_requirement(ROOT, device), ["sandboxes/a b", "sandboxes/$(x)"])  # type: ignore[arg-type]
+    found = steps(text)
+    assert {name for name, _ in found} <= {"ARG", "FROM", "ENV", "RUN", "WORKDIR", "COPY", "USER", "CMD"}
+    for name, command in found:
+        if name == "RUN":
+            subprocess.run(["sh", "-n", "-c", command], check=True)
+    assert [content for name, content in found if name == "USER"] == ["1000"]
+    assert ("torch==" in text) == (device == "cpu"), "on a GPU the upstream build is what pip installs"
+    built = next(command for name, command in found if "ensure_rootfs" in command)
+    assert {"sandboxes/a b", "sandboxes/$(x)"} <= set(shlex.split(built))
+
+
+def test_the_versions_are_those_of_the_project() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert f"torch=={module._TORCH}" in extras["cpu"]
+    assert set(module._EXTRAS.split(",")) | {"cpu", "gpu"} <= set(extras)
+    needed = re.findall(r"(?m)^need (\S+)", (ROOT / "scripts" / "setup_system.sh").read_text())
+    outside_pods = {"docker.io", "crun"}
+    assert set(needed) - outside_pods <= set(module._PACKAGES), "packages that a machine needs"
+
+
+def test_a_project_installs_agentrl_from_where_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert project_requirement(ROOT, "cpu") == ".[cpu,cluster,redis,rewards,gateway]"
+    with pytest.raises(UserError, match="from a folder of this machine"):
+        project_requirement(tmp_path, "cpu")
+    monkeypatch.setattr(module, "requirement", lambda: "agentrl-posttraining==0.1.0")
+    assert project_requirement(tmp_path, "gpu") == "agentrl-posttraining[gpu,cluster,redis,rewards,gateway]==0.1.0"
+    given = project_requirement(tmp_path, "cpu", "agentrl-posttraining @ git+https://host/a@1")
+    assert given == "agentrl-posttraining[cpu,cluster,redis,rewards,gateway] @ git+https://host/a@1"
+    with pytest.raises(UserError, match="quotes or control characters"):
+        project_requirement(tmp_path, "cpu", "x'; rm -rf /; '")

@@ -1,0 +1,187 @@
+"""Parts on a Ray cluster whose nodes, drivers and hosts are lost. The nodes are processes of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.base.processes import read_stat
+from agentrl.cluster import ray_launcher
+from agentrl.cluster.plan import ClusterPlan
+from agentrl.cluster.ray_launcher import RayLauncher
+from agentrl.cluster.run_service import HOST
+from agentrl.errors import LaunchError, RunFolderBusy, UserError
+from agentrl.protocols.cluster import PARENT, RUN
+from tests.cluster import serving
+from tests.cluster.ray_nodes import RayNodes, plan_of
+from tests.cluster.test_launchers import SLEEPS, command
+from tests.waiting import until
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+LONG_S = 60.0
+# Like the parts of a run, it dies with its parent.
+BOUND = "import sys; from agentrl.base.processes import die_with_parent; die_with_parent(int(sys.argv[1])); " + SLEEPS
+
+
+def on_spare_nodes(address: str, *names: str) -> ClusterPlan:
+    """A plan whose parts need a node each, of those that a test has added."""
+    return plan_of(address, *names, custom={"spare": 1})
+
+
+def node_of(part: Any, nodes: list[Any]) -> Any:
+    return next(node for node in nodes if node.node_id == part.node_id)
+
+
+async def test_a_part_of_a_killed_node_is_lost_within_seconds_and_restarts_on_another(
+    ray_nodes: RayNodes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    nodes = [ray_nodes.add(spare=1), ray_nodes.add(spare=1)]
+    try:
+        async with ray_nodes.launcher(on_spare_nodes(ray_nodes.address, "learner"), tmp_path) as launcher:
+            part = await launcher.start(command(BOUND, PARENT, name="learner"))
+            ray_nodes.kill(node_of(part, nodes))
+            killed = time.monotonic()
+            async with asyncio.timeout(LONG_S):
+                assert await part.wait() == -signal.SIGKILL
+            assert time.monotonic() - killed < 10.0 and part.lost.startswith(("its host on node", "node"))
+            await until(lambda: read_stat(part.pid).has_ended)
+            await part.kill()
+            again = await launcher.start(command(BOUND, PARENT, name="learner"))
+            assert again.node_id != part.node_id and again.returncode is None and again.pid != part.pid
+            for node in nodes:
+                ray_nodes.kill(node)
+            await again.wait()
+            assert not capfd.readouterr().out, "the output of a command is for its result"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ray_launcher, "START_S", 3.0)
+                with pytest.raises(LaunchError, match=r"learner did not start on .*\n(.*\n)*part +count +CPUs(.*\n)*.*node +CPUs"):
+                    await launcher.start(command(SLEEPS, name="learner"))
+    finally:
+        for node in nodes:
+            ray_nodes.remove(node)
+
+
+async def test_a_killed_host_process_loses_its_part_only(ray_nodes: RayNodes, tmp_path: Path) -> None:
+    async with ray_nodes.launcher(plan_of(ray_nodes.address, "server", "worker-0"), tmp_path) as launcher:
+        part, other = [await launcher.start(command(BOUND, PARENT, name=name)) for name in ("server", "worker-0")]
+        os.kill(read_stat(part.pid).parent, signal.SIGKILL)
+        async with asyncio.timeout(LONG_S):
+            await part.wait()
+        assert part.lost and other.returncode is None
+        again = await launcher.start(command(BOUND, PARENT, name="server"))
+        assert again.returncode is None and read_stat(part.pid).has_ended
+
+
+async def test_a_host_that_its_driver_does_not_call_ends_its_part(ray_nodes: RayNodes, tmp_path: Path) -> None:
+    """The driver, which cannot reach the host, may have restarted the part elsewhere."""
+    async with ray_nodes.launcher(plan_of(ray_nodes.address, "part"), tmp_path) as launcher:
+        launcher._settings = replace(launcher._settings, lease_s=5.0)
+        part = await launcher.start(command(SLEEPS))
+        await asyncio.sleep(8.0)
+        assert not read_stat(part.pid).has_ended, "polls renew the lease"
+        launcher._poller.close()
+        await until(lambda: read_stat(part.pid).has_ended)
+
+
+DRIVER = """
+import asyncio, sys
+from pathlib import Path
+from agentrl.cluster.ray_launcher import RayLauncher
+from tests.cluster.ray_nodes import plan_of
+from tests.cluster.test_launchers import SLEEPS, command
+async def drive():
+    folder = Path(sys.argv[2])
+    launcher = await RayLauncher.open(plan_of(sys.argv[1], "part"), folder, root=folder)
+    print((await launcher.start(command(SLEEPS))).pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(drive())
+"""
+
+
+async def test_a_run_has_one_driver_and_the_next_ends_what_a_killed_one_has_left(ray_nodes: RayNodes, tmp_path: Path) -> None:
+    plan = plan_of(ray_nodes.address, "part")
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, ray_nodes.address, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert driver.stdout is not None
+        pid = int(await asyncio.to_thread(driver.stdout.readline))
+        with pytest.raises(RunFolderBusy, match=rf"driven by another agentrl on this cluster: process {driver.pid} on "):
+            await RayLauncher.open(plan, tmp_path, root=tmp_path)
+        assert not read_stat(pid).has_ended
+    finally:
+        driver.kill()
+        driver.communicate()
+    async with ray_nodes.launcher(plan, tmp_path) as launcher:
+        part = await launcher.start(command(SLEEPS))
+        assert read_stat(pid).has_ended and part.returncode is None
+
+
+async def test_a_plan_that_does_not_fit_is_an_error_next_to_what_exists(
+    ray_nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"1 x learner \(.*64 CPU.*\): room for 0\n(.*\n)*node +CPUs"):
+        await RayLauncher.open(plan_of(ray_nodes.address, "learner", cpus=64), tmp_path, root=tmp_path)
+    node = ray_nodes.add(spare=1)
+    try:
+        async with ray_nodes.launcher(on_spare_nodes(ray_nodes.address, "server"), tmp_path) as first:
+            monkeypatch.setattr(ray_launcher, "RESERVE_S", 2.0)
+            group, first._group = first._group, None  # one process can use one cluster once: another job holds the node
+            with pytest.raises(UserError, match=r"room for 0"):
+                await first._reserve()
+            first._ray.util.remove_placement_group(first._group)
+            first._group = group
+    finally:
+        ray_nodes.remove(node)
+
+
+def with_settings(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
+    """Changes the settings of hosts that start from now on."""
+    settings = ray_launcher.HostSettings
+    monkeypatch.setattr(ray_launcher, "HostSettings", lambda **given: settings(**{**given, **changes}))
+
+
+async def test_another_version_of_agentrl_on_a_node_is_an_error(
+    ray_nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_settings(monkeypatch, version="9.9.9")
+    async with ray_nodes.launcher(plan_of(ray_nodes.address, "part"), tmp_path) as launcher:
+        with pytest.raises(LaunchError, match=r"has agentrl \S+, the driver 9\.9\.9\n  fix: install the same version on every node"):
+            await launcher.start(command(SLEEPS))
+
+
+async def test_a_node_without_the_run_folder_works_in_a_mirror_and_sends_its_log(
+    ray_nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    for number in (0, 1):
+        (run / "versions" / f"{number:06d}").mkdir(parents=True)
+        (run / "versions" / f"{number:06d}" / "model.safetensors").write_text(f"weights {number}")
+    (run / "project").mkdir()
+    with_settings(monkeypatch, folder=str(disk))
+    program = "import pathlib, sys, time; print(*sorted(pathlib.Path(sys.argv[1]).rglob('*.safetensors')), flush=True); " + SLEEPS
+    with serving.driving(run) as driver:
+        async with ray_nodes.launcher(plan_of(ray_nodes.address, "part"), run) as launcher:
+            assert not launcher.shared_folder
+            await launcher.use_driver(driver.url, driver.service.new_key(HOST))
+            part = await launcher.start(replace(command(program, RUN), needs=("versions/000000",)))
+            log, found = run / "logs" / "part.log", str(disk / "versions" / "000000" / "model.safetensors")
+            await until(lambda: log.exists() and found in log.read_text(), 20.0)
+            await part.fetch("versions/000001")
+            assert (disk / "versions" / "000001" / "model.safetensors").read_text() == "weights 1" and part.folder == str(disk)
+            with pytest.raises(LaunchError, match="versions/000007 does not exist"):
+                await part.fetch("versions/000007")
+
+
+async def test_the_signal_handlers_of_the_driver_stay(ray_nodes: RayNodes, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    async with ray_nodes.launcher(plan_of(ray_nodes.address, "part"), tmp_path):
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
