@@ -45,11 +45,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "rollout": LOW | {"task"},
     "reward": LOW | {"task"},
     "sandbox": LOW | {"task", "gateway"},  # the attacks try the gateway from inside a sandbox
-    "cluster": LOW,
+    "cluster": LOW | {"gateway"},
     "serving": LOW | {"version", "cluster"},
     "memory": LOW | {"agent", "experience", "rollout", "task"},
     "judge": LOW | {"reward", "failure"},
-    "learner": LOW | {"experience", "objective", "version", "serving", "cluster"},
+    "learner": LOW | {"experience", "objective", "version", "serving", "cluster", "gateway"},
     "supervised": LOW | {"objective", "judge"},
     "model": LOW | {"agent", "learner", "version"},
     **dict.fromkeys(RUN, LOW | BELOW_RUN | RUN),

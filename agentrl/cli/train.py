@@ -337,18 +337,29 @@ def sample(
 
 
 def worker(
-    run: Annotated[Path, typer.Argument(help="Folder of a run in progress whose recipe sets rollout.workers.", show_default=False)],
+    run: Annotated[
+        str,
+        typer.Argument(help="Folder of a run in progress with rollout.workers, or its driver's address.", show_default=False),
+    ],
+    key_file: Annotated[
+        Path | None, typer.Option(help="With an address: a copy of workers.json from the run folder. Default: AGENTRL_DRIVER_KEY.")
+    ] = None,
 ) -> None:
     """Start another rollout worker for a run in progress.
 
-    Ends with the run, or with ctrl-C: then the run's other workers continue its groups. The worker needs the run folder and the project,
-    and uses as many sandboxes as each worker that the run starts.
+    Ends with the run, or with ctrl-C: then the run's other workers continue its groups. On another machine, give the driver's address and
+    run the command in a copy of the project. The worker uses as many sandboxes as each worker that the run starts.
     """
     with loading():
+        from agentrl.cluster.link import take_key
         from agentrl.run.worker import main
+        from agentrl.run.worker_access import WorkerAccess, read_key
 
     print(f"sampling for {run}; ctrl-C ends this worker, not the run", file=sys.stderr)
-    raise typer.Exit(main(run))
+    if not run.startswith("http://"):
+        raise typer.Exit(main(lambda stack: WorkerAccess.local(Path(run))))
+    key, root = take_key() if key_file is None else read_key(key_file), Path.cwd()
+    raise typer.Exit(main(lambda stack: WorkerAccess.remote(run, key, stack=stack, root=root)))
 
 
 def render_result(result: SampleResult, *, group_size: int) -> str:

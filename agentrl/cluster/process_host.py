@@ -225,6 +225,9 @@ class LocalLauncher:
             command = replace(command, environment={**command.environment, "CUDA_VISIBLE_DEVICES": device})
         return self._host.start(command)
 
+    async def use_driver(self, url: str, key: str) -> None:
+        """Does nothing: the run folder is here."""
+
     async def close(self) -> None:
         """Kills the parts that still run."""
         await self._host.close()

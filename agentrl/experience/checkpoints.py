@@ -27,6 +27,19 @@ MAX_BYTES = 2 * MAX_SNAPSHOT_BYTES
 """Maximum bytes of a file's content: a snapshot as base64, and the turns."""
 
 
+def encode_checkpoint(record: EpisodeState | ScoredEpisode) -> bytes:
+    """Returns the content of a file. Raises `OSError` if the record is too large."""
+    data = codec.to_json(record)
+    if len(data) > MAX_BYTES:
+        raise OSError(f"{len(data) >> 20} MiB exceed the limit of {MAX_BYTES >> 20} MiB")
+    return zstandard.ZstdCompressor(level=1, write_checksum=True).compress(data)
+
+
+def decode_checkpoint(kind: type[T], body: bytes) -> T:
+    """Returns the record of a file. Raises `ValueError` if it is damaged."""
+    return codec.from_json(kind, decompress(body, most=MAX_BYTES))
+
+
 class FolderCheckpoints:
     """An `EpisodeCheckpoints` in one folder. `000012/3.state` and `000012/3.scored` belong to attempt 3 of group 12."""
 
@@ -46,6 +59,19 @@ class FolderCheckpoints:
     async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
         """Returns the newest state of an attempt, or its scored episode once it has ended; None if neither is stored and intact."""
         return await asyncio.to_thread(self._find, group, member)
+
+    def receive(self, group: int, member: int, kind: str, body: bytes) -> None:
+        """Stores what `encode_checkpoint` returned on another host. `kind`: `state`, or `scored`, which replaces the state."""
+        self._replace(group, self._path(group, member, kind), body)
+        if kind == "scored":
+            self._path(group, member, "state").unlink(missing_ok=True)
+
+    def content(self, group: int, member: int, kind: str) -> bytes | None:
+        """Returns the bytes of a file for another host; None if there is no file, or it cannot be read."""
+        try:
+            return untrusted_files.read_bytes(self._path(group, member, kind), most=MAX_BYTES, inside=self._folder)
+        except (OSError, ValueError):
+            return None
 
     def remove_group(self, group: int) -> None:
         """Removes the checkpoints of a group that the store has or that was abandoned. Later writes for the group are discarded."""
@@ -70,11 +96,15 @@ class FolderCheckpoints:
 
     def _write(self, group: int, path: Path, record: EpisodeState | ScoredEpisode) -> None:
         try:
-            data = codec.to_json(record)
-            if len(data) > MAX_BYTES:
-                raise OSError(f"{len(data) >> 20} MiB exceed the limit of {MAX_BYTES >> 20} MiB")
+            body = encode_checkpoint(record)
+        except OSError as error:
+            log.warning("%s could not be written: a crash would lose the turns since the last write: %s", path, error)
+            return
+        self._replace(group, path, body)
+
+    def _replace(self, group: int, path: Path, body: bytes) -> None:
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            body = zstandard.ZstdCompressor(level=1, write_checksum=True).compress(data)
             files.write_atomically(path, body, tag=str(next(self._numbers)))  # unique, because a write may outlive the turn that started it
             if group in self._forgotten:
                 shutil.rmtree(path.parent, ignore_errors=True)
@@ -86,7 +116,7 @@ class FolderCheckpoints:
     def _read(self, path: Path, kind: type[T]) -> T | None:
         try:
             body = untrusted_files.read_bytes(path, most=MAX_BYTES, inside=self._folder)
-            return codec.from_json(kind, decompress(body, most=MAX_BYTES))
+            return decode_checkpoint(kind, body)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:

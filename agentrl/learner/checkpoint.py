@@ -72,19 +72,25 @@ def save(
     keep: int,
     critic: Critic | None = None,
     spare: Callable[[], Collection[int]] = tuple,
+    written: Callable[[Path], None] = lambda folder: None,
+    spread: bool = False,
 ) -> Path:
     """Writes `root/000012` durably, then deletes all but the newest `keep` and those numbered `spare`. Returns the folder.
 
-    All ranks call it. Rank 0 calls `spare` directly before it deletes, because a user may pin a version while a checkpoint is written.
+    All ranks call it. Rank 0 calls `written` with the complete folder, and then `spare` directly before it deletes, because a user may pin
+    a version while a checkpoint is written. With `spread`, the ranks' hosts share no disk: each has the files of its ranks in its folder,
+    and every rank calls `written`.
     Raises `DiskFull` or `LearnerError` on a write error; earlier checkpoints stay.
     """
     ranks = engine.ranks
     final = root / f"{meta.step:06d}"
     part = final.with_name(f".{final.name}.part")
     with disk_errors_raised(f"checkpoint {final}"):
-        if ranks.is_first:
+        if ranks.is_first or (spread and ranks.is_first_on_host):
             _make_room(root, spare)
             partial_folder(final)
+            for tag in (_STATE, _CRITIC)[: 1 if critic is None else 2] if spread else ():
+                (part / tag).mkdir()  # DeepSpeed creates them on the first host
         ranks.barrier()
         engine.deepspeed.save_checkpoint(str(part), tag=_STATE, save_latest=False, exclude_frozen_parameters=True)
         if critic is not None:
@@ -93,11 +99,26 @@ def save(
         ranks.barrier()
         if ranks.is_first:
             (part / _META).write_bytes(codec.to_json(meta))
-            (part / MANIFEST).write_text(json.dumps(folder_manifest(part), indent=1))
+        manifest = _manifest(part, ranks) if spread else folder_manifest(part) if ranks.is_first else {}
+        if ranks.is_first:
+            (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        if ranks.is_first or (spread and ranks.is_first_on_host):
             commit_folder(part, final)
+        if ranks.is_first or spread:
+            written(final)
+        if ranks.is_first or (spread and ranks.is_first_on_host):
             _prune(root, keep, spare())
         ranks.barrier()
     return final
+
+
+def _manifest(part: Path, ranks: Ranks) -> dict[str, str]:
+    """Returns the manifest of a checkpoint whose files are on several hosts. Of a file that several hosts have, the first host's counts."""
+    own = folder_manifest(part) if ranks.is_first_on_host else {}
+    whole: dict[str, str] = {}
+    for data in reversed(ranks.gather_bytes(json.dumps(own).encode())):
+        whole |= json.loads(data)
+    return dict(sorted(whole.items()))
 
 
 def newest(root: Path, *, alert: Callable[[str], None] = log.warning) -> Checkpoint | None:

@@ -1,4 +1,6 @@
-"""`python -m agentrl.learner.main --run-dir DIR`: one rank of a run's learner, started by `agentrl.learner.launch`.
+"""`python -m agentrl.learner.main --run-dir DIR [--driver URL]`: one rank of a run's learner, started by `agentrl.learner.launch`.
+
+With `--driver`, DIR is a mirror of the run folder on this host (`agentrl.cluster.mirror`), and the variable AGENTRL_DRIVER_KEY has the key.
 
 Its imports are light, because the process must set its parent death signal before it spends seconds importing torch.
 """
@@ -13,6 +15,7 @@ from pathlib import Path
 
 from agentrl.base.processes import die_with_parent, freeze_imports
 from agentrl.base.run_lock import hold_shared_lock
+from agentrl.cluster.link import take_key
 from agentrl.errors import AgentRLError
 from agentrl.learner.driver_reports import ExitReason, send_exit_reason
 
@@ -23,10 +26,13 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--root", type=Path, help="the project's root, for user-supplied parts in the recipe")
     parser.add_argument("--parent", type=int, default=os.getppid(), help="process to die with")
+    parser.add_argument("--driver", help="address of the driver, if this host does not share its disk")
     parser.add_argument("--mailbox", help="where to send the exit reason for the driver")
     parser.add_argument("--progress", help="where to report progress to the driver")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
+    if arguments.driver is not None:
+        arguments.run_dir.mkdir(parents=True, exist_ok=True)
     hold_shared_lock(arguments.run_dir)  # until this process ends
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     log = logging.getLogger("agentrl.learner")
@@ -36,7 +42,8 @@ def main() -> int:
 
             from agentrl.learner.worker import run_worker
 
-        run_worker(arguments.run_dir, root=arguments.root, progress=arguments.progress)
+        driver = None if arguments.driver is None else (arguments.driver, take_key())
+        run_worker(arguments.run_dir, root=arguments.root, progress=arguments.progress, driver=driver)
     except AgentRLError as error:
         log.error("%s: %s", type(error).__name__, error)
         send_exit_reason(arguments.mailbox, ExitReason.from_error(error))

@@ -9,17 +9,23 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentrl.base.error_text import cause_in_log
 from agentrl.base.files import tail_bytes
 from agentrl.base.liveness import Liveness, StoppedProcesses
 from agentrl.base.processes import openmp_environment
+from agentrl.cluster.link import KEY_VARIABLE
+from agentrl.cluster.part_group import PartGroup
 from agentrl.cluster.process_host import LocalLauncher
 from agentrl.config.recipe import Recipe
 from agentrl.errors import LaunchError, LearnerError
 from agentrl.learner.driver_reports import ProgressLines, best_reason
 from agentrl.protocols import Launcher, PartCommand, PartHandle
-from agentrl.protocols.cluster import PARENT, PROGRESS, PYTHON, REASONS, ROOT, RUN
+from agentrl.protocols.cluster import HOST, PARENT, PORT, PROGRESS, PYTHON, REASONS, ROOT, RUN
+
+if TYPE_CHECKING:
+    from agentrl.learner.home_service import LearnerSessions
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +50,13 @@ class LearnerProcess:
         *,
         root: Path | None = None,
         launcher: Launcher | None = None,
+        sessions: LearnerSessions | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`root`: project root, for user-supplied parts.
-        `launcher`: None starts it on this machine. `alert`: called with messages of the learner for the user.
+        """`root`: project root, for user-supplied parts. `launcher`: None starts it on this machine. `sessions`: keys for a learner that
+        does not share the driver's disk. `alert`: called with messages of the learner for the user.
         """
+        self._sessions = sessions
         self.run_dir = run_dir
         self.recipe = recipe
         self.root = root
@@ -80,13 +88,31 @@ class LearnerProcess:
         with contextlib.suppress(FileNotFoundError):
             self._log_start = self.log_path.stat().st_size
         try:
-            self._process = await self._launcher.start(
-                PartCommand(
-                    name="learner", argv=tuple(self._command()), environment=self._environment(), log="logs/learner.log", exclusive=True
-                )
-            )
+            self._process = await self._start_hosts(self.recipe.cluster.learner_nodes)
         except LaunchError as error:
             raise LearnerError(f"the learner does not start: {error}") from error
+
+    async def _start_hosts(self, hosts: int) -> PartHandle:
+        """Starts the ranks on their hosts. Each has the same number. Raises `LaunchError`."""
+        ranks, environment = self.recipe.learner.ranks // hosts, self._environment()
+        if self._sessions is not None:
+            environment[KEY_VARIABLE] = await self._sessions.start()
+        if hosts == 1:
+            return await self._launcher.start(self._part("learner", str(ranks), environment))
+        members: list[PartHandle] = []
+        try:
+            for number in range(hosts):
+                first = f"{members[0].host}:{members[0].port}" if members else f"{HOST}:{PORT}"
+                part = self._part(f"learner-{number}", f"{ranks}/{number}/{hosts}@{first}", environment)
+                members.append(await self._launcher.start(part))
+        except BaseException:
+            await asyncio.gather(*(member.kill() for member in members), return_exceptions=True)
+            raise
+        return PartGroup(members)
+
+    def _part(self, name: str, placement: str, environment: dict[str, str]) -> PartCommand:
+        log = "logs/learner.log" if name in ("learner", "learner-0") else f"logs/{name}.log"
+        return PartCommand(name=name, argv=tuple(self._command(placement)), environment=environment, log=log, exclusive=True)
 
     async def wait(self, *, timeout_s: float | None = None) -> None:
         """Waits until the learner ends, and kills it if it makes no progress.
@@ -151,12 +177,13 @@ class LearnerProcess:
         """Returns the end of the log since the last start."""
         return tail_bytes(self.log_path, most=_TAIL_BYTES, start=self._log_start)
 
-    def _command(self) -> list[str]:
-        return [PYTHON, "-m", "agentrl.learner.launch", PARENT, str(self.recipe.learner.ranks), *self._worker()]
+    def _command(self, placement: str) -> list[str]:
+        return [PYTHON, "-m", "agentrl.learner.launch", PARENT, placement, *self._worker()]
 
     def _worker(self) -> list[str]:
         root = [] if self.root is None else ["--root", ROOT]
-        return ["agentrl.learner.main", "--run-dir", RUN, "--mailbox", REASONS, "--progress", PROGRESS, *root]
+        driver = [] if self._sessions is None else ["--driver", self._sessions.url]
+        return ["agentrl.learner.main", "--run-dir", RUN, "--mailbox", REASONS, "--progress", PROGRESS, *driver, *root]
 
     def _environment(self) -> dict[str, str]:
         learner = self.recipe.learner

@@ -34,6 +34,7 @@ class Ranks:
     size: int
     device: torch.device
     control: dist.ProcessGroup  # gloo on every device
+    on_host: int = 1  # ranks of each host; those of a host follow each other
     team: Team | None = None
     report_progress: ProgressReporter = SILENT  # reports each piece of work before it starts; only rank 0 sends
 
@@ -41,6 +42,16 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
+
+    @property
+    def is_first_on_host(self) -> bool:
+        """Whether this is the first rank of its host."""
+        return self.rank % self.on_host == 0
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts that the ranks run on."""
+        return self.size // self.on_host
 
     @property
     def data_parallel_size(self) -> int:
@@ -71,6 +82,17 @@ class Ranks:
         tensor = torch.tensor([value])
         dist.broadcast(tensor, src=0, group=self.control)
         return int(tensor.item())
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Returns the bytes of every rank, in the order of the ranks, on every rank."""
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self.control)
+        longest = max(1, *(int(size.item()) for size in sizes))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self.control)
+        return [part[: int(size.item())].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def barrier(self) -> None:
         """Waits for all ranks."""
@@ -106,7 +128,8 @@ def join(device: Literal["auto", "cpu", "cuda"]) -> Ranks:
     own = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert control is not None
-    return Ranks(rank=dist.get_rank(), size=dist.get_world_size(), device=own, control=control)
+    on_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    return Ranks(rank=dist.get_rank(), size=dist.get_world_size(), device=own, control=control, on_host=on_host)
 
 
 def leave() -> None:

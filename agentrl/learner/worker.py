@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -31,41 +32,40 @@ from agentrl.learner import ranks as processes
 from agentrl.learner.broadcast import Broadcaster
 from agentrl.learner.checkpoint import CheckpointMeta
 from agentrl.learner.critic import Critic
-from agentrl.learner.driver_reports import SILENT, ProgressReporter, UpdateFailureLog, disk_errors_raised
+from agentrl.learner.driver_reports import SILENT, ProgressReporter
 from agentrl.learner.engine import PolicyEngine
+from agentrl.learner.home import FolderHome, RunHome
 from agentrl.learner.publish import publish_version, select_probe_rows, version_folder, write_base_probe
 from agentrl.learner.ranks import Ranks
+from agentrl.learner.remote_home import DriverHome
 from agentrl.learner.ulysses import form_teams
 from agentrl.learner.update import Updater
 from agentrl.learner.update_guard import ROLLBACK, UpdateFailure
 from agentrl.objective import AssembledBatch, assemble, counted_samples
 from agentrl.objective.branches import captured_tokens
 from agentrl.plugins import references
-from agentrl.protocols import VersionRegistry
 from agentrl.records import Batch, Group, GroupUse, VersionState
-from agentrl.version import FolderRegistry, rollback
+from agentrl.version import FolderRegistry
 
 log = logging.getLogger("agentrl.learner")
-_POLL_S = 0.05
 _WAIT, _GO, _STOP = 0, 1, 2
 
 
 class Worker:
     """One rank of a run's learner. No two ranks write to the same file; only rank 0 commits to the store."""
 
-    def __init__(self, run_dir: Path, recipe: Recipe, ranks: Ranks) -> None:
-        self.run_dir, self.checkpoints = run_dir, run_dir / "checkpoints"
+    def __init__(self, home: RunHome, recipe: Recipe, ranks: Ranks) -> None:
+        run_dir = home.folder
+        self.home, self.checkpoints = home, run_dir / "checkpoints"
         self.recipe = recipe
         self.ranks = ranks
         self.stopping = False
-        self.store = open_store(run_dir, recipe)
-        self.registry: VersionRegistry = FolderRegistry(run_dir / "versions")
+        self.store, self.registry = home.store, home.registry
         self.engine = PolicyEngine(version_folder(run_dir, 0), recipe, ranks)
         separate = recipe.critic is not None and not recipe.critic.shared
         self.critic = Critic(version_folder(run_dir, 0), recipe, ranks) if separate else None
         self.updater = Updater(self.engine, critic=self.critic)
         self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer.ref == "nccl" else None
-        self.failures = UpdateFailureLog(run_dir)
         self.order = GroupOrder.from_recipe(recipe)
         self.consumed_sha256 = step_uses.NO_STEPS
         self._open_block = 0  # first block that is not consumed completely
@@ -76,7 +76,7 @@ class Worker:
     def run(self) -> None:
         """Repairs the state after a crash, then runs steps until `recipe.step_limit` or a stop request."""
         self.ranks.report_progress("computing version 0's probe")
-        write_base_probe(self.run_dir, self.engine)
+        write_base_probe(self.home, self.engine)
         self.ranks.report_progress("resuming")
         self._resume()
         while self.next_step < self.recipe.step_limit:
@@ -91,8 +91,7 @@ class Worker:
 
     def close(self) -> None:
         """Closes store and registry."""
-        self.store.close()
-        self.registry.close()
+        self.home.close()
 
     def _step(self, groups: tuple[Group, ...], rejected: bool = False) -> None:
         start = time.perf_counter()
@@ -105,8 +104,7 @@ class Worker:
         saving = time.perf_counter()
         self.ranks.report_progress("writing a checkpoint")
         if self.ranks.is_first:
-            with disk_errors_raised(f"the uses of step {step} in {self.checkpoints}"):
-                step_uses.append_step(self.checkpoints, uses)
+            self.home.record_uses(uses)
         name = self._save(meta)
         publishing = time.perf_counter()
         self.ranks.report_progress("publishing a version")
@@ -140,9 +138,9 @@ class Worker:
 
     def _requested_rollback(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float], dict[int, GroupUse]]:
         """Performs the requested rollback. Undone versions sampled the groups of this step, so the step consumes them."""
-        request = rollback.pending_request(self.run_dir / "versions", self.registry)
+        request = self.home.pending_rollback()
         if request is None:
-            raise LearnerError(f"step {step}: the rollback request has disappeared from {self.run_dir / 'versions'}")
+            raise LearnerError(f"step {step}: the rollback request has disappeared")
         reason = f"{'a user' if request.by_user else 'the gate'} rejected version {request.version}: {request.reason}"
         parent = self._roll_back(step, request.to)
         if self.ranks.is_first:
@@ -155,7 +153,7 @@ class Worker:
                 episodes=tuple(scored.episode.id for group in groups for scored in group.episodes),
                 metrics={},
             )
-            self.failures.append((setback,))
+            self.home.record_setbacks((setback,))
         return parent, {"rollbacks": 1.0, "weights_changed": 1.0}, _unused(groups, "rolled_back")
 
     def _groups_to_replay(self, step: int) -> tuple[Group, ...]:
@@ -179,7 +177,7 @@ class Worker:
             for setback in setbacks:
                 log.warning("step %d: %s of groups %s: %s", step, setback.action, setback.groups, "; ".join(setback.reasons))
             if self.ranks.is_first:
-                self.failures.append(setbacks)
+                self.home.record_setbacks(setbacks)
         if penalties and math.isfinite(mean := fmean(penalties.values())):
             metrics["kl_penalty_mean"] = mean
         reasons = Counter(reason.partition(":")[0].partition(" ")[0] for reason in assembled.drop_reasons.values())  # without details
@@ -197,11 +195,12 @@ class Worker:
         The groups of the undone steps stay consumed. The old weights are published under the next number, so server and rollouts switch
         to them as to any other version.
         """
+        self.home.need_checkpoint(to)
         checkpoint = checkpoints.numbered(self.checkpoints, to)
         if checkpoint is None:
             raise LearnerHalted(
                 f"step {step}: a rollback is required, but checkpoint {to} is missing or damaged\n"
-                f"  fix: request another version or none: agentrl versions rollback {self.run_dir} --help"
+                f"  fix: request another version or none: agentrl versions rollback {self.home.folder} --help"
             )
         checkpoints.restore(checkpoint, self.engine, critic=self.critic)
         guard = self.updater.guard
@@ -226,21 +225,25 @@ class Worker:
         )
 
     def _save(self, meta: CheckpointMeta) -> str:
-        learner = self.recipe.learner
-        root, keep = self.checkpoints, learner.keep_checkpoints
-        return checkpoints.save(root, self.engine, meta, keep=keep, critic=self.critic, spare=self._spared_checkpoints).name
+        keep, spare = self.recipe.learner.keep_checkpoints, self._spared_checkpoints
+        written, spread = partial(self.home.checkpoint_written, spare=spare, ranks=self.ranks), self.home.own_disk and self.ranks.hosts > 1
+        folder = checkpoints.save(
+            *(self.checkpoints, self.engine, meta), keep=keep, critic=self.critic, spare=spare, written=written, spread=spread
+        )
+        if self.ranks.is_first:
+            self.home.prune_checkpoints(keep, spare)
+        return folder.name
 
     def _spared_checkpoints(self) -> set[int]:
         """Checkpoints to which the run may return, now."""
         spared = {self.good} if self.recipe.learner.rolls_back else set()
-        if (request := rollback.pending_request(self.run_dir / "versions", self.registry)) is not None:
+        if (request := self.home.pending_rollback()) is not None:
             spared.add(request.to)
         return spared | self._gate_checkpoints() | self.registry.pinned()
 
     def _publish(self, meta: CheckpointMeta) -> None:
         publish_version(
-            self.run_dir,
-            self.registry,
+            self.home,
             self.engine,
             number=meta.step,
             parent=meta.parent,
@@ -255,6 +258,7 @@ class Worker:
 
     def _resume(self) -> None:
         """Loads the newest intact checkpoint and brings store and registry to the same step."""
+        self.home.prepare(self.ranks.report_progress.alert)
         checkpoint = checkpoints.newest(self.checkpoints, alert=self.ranks.report_progress.alert)
         if checkpoint is not None:
             checkpoints.restore(checkpoint, self.engine, critic=self.critic)
@@ -270,11 +274,9 @@ class Worker:
             base = self.registry.get(0)
             if self.recipe.learner.lora is not None and base is not None:
                 self.registry.verify(base)  # an adapter needs its base weights
-            steps = step_uses.recorded_steps(self.checkpoints, self.next_step, self.consumed_sha256, self.store.entries())
-            step_uses.rewrite_steps(self.checkpoints, steps)  # without those that will be repeated
-            self.store.reconcile(dict(enumerate(steps)))
+            self.home.reconcile(self.next_step, self.consumed_sha256)
             self.registry.reconcile(self.next_step)
-            self.failures.remove_from(self.next_step)
+            self.home.forget_setbacks(self.next_step)
             missing = checkpoint is not None and not self._published(self.next_step)
         if self.ranks.from_first(int(missing)) and checkpoint is not None:
             log.info("publishing version %d again", self.next_step)
@@ -296,7 +298,7 @@ class Worker:
         return bool(self.ranks.from_first(int(self.ranks.is_first and self._rollback_requested(step))))
 
     def _rollback_requested(self, step: int) -> bool:
-        request = rollback.pending_request(self.run_dir / "versions", self.registry)
+        request = self.home.pending_rollback()
         if request is None or request.version > step or request.version in self.rolled_back:
             return False
         to = self.registry.get(request.to)
@@ -346,7 +348,7 @@ class Worker:
         self._open_block = self.order.first_open_block(entries, before=step, start=self._open_block)
         indices = self.order.select(step, entries)
         if indices is None:
-            time.sleep(_POLL_S)
+            time.sleep(self.home.poll_s)
             return _WAIT
         self.store.assign(step, indices)
         return _GO
@@ -397,12 +399,13 @@ def _tokens(groups: tuple[Group, ...]) -> int:
     return sum(len(turn.prompt_ids) + len(turn.completion_ids) for trajectory in trajectories for turn in trajectory.turns)
 
 
-def run_worker(run_dir: Path, *, root: Path | None = None, progress: str | None = None) -> None:
+def run_worker(run_dir: Path, *, root: Path | None = None, progress: str | None = None, driver: tuple[str, str] | None = None) -> None:
     """Runs this rank of the learner of `run_dir` until all steps are done or SIGTERM arrives.
 
     Args:
         root: project root, for a user-supplied store, estimator and loss.
         progress: path of the pipe for `ProgressReporter`; None disables reports.
+        driver: address and key of the driver, if `run_dir` is a mirror of the run folder.
 
     Raises `PluginError` for a user-supplied part that does not resolve or fulfil its protocol, `RecipeError` for an invalid recipe, and
     `LearnerError` or `StoreError` if the learner cannot continue.
@@ -411,6 +414,7 @@ def run_worker(run_dir: Path, *, root: Path | None = None, progress: str | None 
     transformers.utils.logging.disable_progress_bar()
     if root is not None:
         references.add_project_root(root)
+    remote = None if driver is None else DriverHome.open(run_dir, *driver)
     recipe = recipes.load(run_dir / "recipe.json")
     if recipe.learner.threads:
         torch.set_num_threads(recipe.learner.threads)
@@ -419,7 +423,8 @@ def run_worker(run_dir: Path, *, root: Path | None = None, progress: str | None 
     ranks.report_progress("loading the model")
     random.seed(recipe.seed + ranks.rank)
     torch.manual_seed(recipe.seed + ranks.rank)
-    worker = Worker(run_dir, recipe, ranks)
+    home = remote or FolderHome(run_dir, open_store(run_dir, recipe), FolderRegistry(run_dir / "versions"))
+    worker = Worker(home, recipe, ranks)
     signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "stopping", True))
     log.info("rank %d of %d is ready on %s after %.1f s", ranks.rank, ranks.size, ranks.device, time.perf_counter() - start)
     try:

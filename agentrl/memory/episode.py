@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
+from agentrl.config.tools import MemoryConfig
 from agentrl.errors import TaskError
-from agentrl.memory.store import QUERY_CHARS, NoteMatch, NoteStore
+from agentrl.memory.store import QUERY_CHARS, NoteMatch
 from agentrl.records import Task
 from agentrl.records.episode import Memo
 
@@ -29,17 +31,29 @@ def scope_of(task: Task, by: str) -> str:
     return f"project:{project}"
 
 
+class SearchableNotes(Protocol):
+    """The notes of a run: a `NoteStore`, or the driver's from another host."""
+
+    @property
+    def config(self) -> MemoryConfig:
+        """The recipe's settings."""
+
+    def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[NoteMatch, ...]:
+        """See `NoteStore.search`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreView:
     """A `MemoryView`: the notes of one version, for attempts at one task."""
 
-    store: NoteStore
+    store: SearchableNotes
     scope: str
     version: int
     task_key: str
 
     @classmethod
-    def of(cls, store: NoteStore, task: Task, version: int) -> StoreView:
+    def of(cls, store: SearchableNotes, task: Task, version: int) -> StoreView:
         """Returns the view of a task. Version 0 is empty. Raises `TaskError` as `scope_of`."""
         return cls(store=store, scope=scope_of(task, store.config.scope), version=version, task_key=task.key)
 

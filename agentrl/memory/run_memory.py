@@ -20,6 +20,7 @@ from agentrl.config.tools import MemoryConfig
 from agentrl.errors import StoreError
 from agentrl.experience import BlockStarts, DriverStore, GroupOrder
 from agentrl.memory import NoteStore, StoreView, WrittenNotes, notes_to_commit
+from agentrl.memory.store import NoteMatch
 from agentrl.protocols import EpisodeMemory
 from agentrl.records import Group, ScoredEpisode, Task, Turn
 from agentrl.records.episode import Memo
@@ -77,6 +78,12 @@ class RunMemory:
         if self._store is None or version > self._version:
             raise StoreError(f"group {group} would read version {version} of the memory, which does not exist yet")
         return StoreView.of(self._store, task, version)
+
+    def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[NoteMatch, ...]:
+        """Returns matching notes for a rollout worker on another host. Raises `StoreError` for a version that does not exist yet."""
+        if self._store is None or version > self._version:
+            raise StoreError(f"version {version} of the memory does not exist yet")
+        return self._store.search(query, scope=scope, version=version, task_key=task_key)
 
     def close(self) -> None:
         """Closes the stores."""

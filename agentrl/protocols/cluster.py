@@ -150,5 +150,8 @@ class Launcher(Protocol):
         Raises `LaunchError` if no host can start it.
         """
 
+    async def use_driver(self, url: str, key: str) -> None:
+        """Tells hosts without a shared disk where they fetch files of the run from. Called once, before parts that need files start."""
+
     async def close(self) -> None:
         """Kills the parts that still run, and releases the hosts. Idempotent."""

@@ -146,6 +146,11 @@ class GroupLeases:
         """Whether a lease is neither finished nor lost."""
         return lease in self._leased
 
+    def group_of(self, lease: str) -> int | None:
+        """Returns the group of a lease; None if the lease is finished or lost."""
+        job = self._leased.get(lease)
+        return None if job is None else job.index
+
     def was_lost(self, worker: str) -> bool:
         """Whether a worker was lost since its last renewal. The attempts that it then reports as ended are already counted."""
         return worker in self._lost

@@ -1,14 +1,17 @@
 """A rollout worker: a process that samples and scores groups for the driver of a run (`agentrl.run.worker_api`).
 
-    python -m agentrl.run.worker RUN_DIR [PARENT_PID]
+    python -m agentrl.run.worker RUN_DIR [PARENT_PID] [--driver URL --root PROJECT]
     agentrl worker RUN_DIR
+    agentrl worker URL
 
-It opens the run's sandboxes, agent, tools and verifiers, takes leases of groups, and samples through the driver. It has no state that the
-run needs: if it is killed, another worker continues its groups from their saved episodes.
+With an address, the host needs the project, but no run folder. The worker opens the run's sandboxes, agent, tools and verifiers, takes
+leases of groups, and samples through the driver. It has no state that the run needs: if it is killed, another worker continues its groups
+from their saved episodes.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import logging
@@ -19,7 +22,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,26 +35,26 @@ from agentrl.base.error_text import main_error
 from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.base.processes import die_with_parent, raise_file_limit, rare_collections
 from agentrl.base.secrets import RedactingFormatter
-from agentrl.base.untrusted_files import read_bytes
+from agentrl.cluster.link import take_key
 from agentrl.config.recipe import Recipe, build
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import InfrastructureError, RequestRefused, SandboxUnavailable, ServerDied, ServingError, UserError
-from agentrl.experience import FolderCheckpoints
 from agentrl.judge.servers import registered_servers
-from agentrl.memory import NoteStore, StoreView
-from agentrl.memory.run_memory import NOTES_FILE, placeholder_memory
+from agentrl.memory import StoreView
+from agentrl.memory.episode import SearchableNotes
+from agentrl.memory.run_memory import placeholder_memory
 from agentrl.plugins.references import add_project_root
 from agentrl.protocols import CacheUse
 from agentrl.protocols.serving import MAX_CACHE_USE
 from agentrl.records import Completion, Failure, Group, SamplingParams, Task, codec
-from agentrl.rollout import Admission, GroupRunner, excluded_group, failure_from_error
+from agentrl.rollout import Admission, GroupRunner, Pace, excluded_group, failure_from_error
 from agentrl.run.group_stream import Outbox, open_transport
-from agentrl.run.worker_api import ADDRESS_FILE, LEASE_WAIT_S, MAX_EVENTS, MAX_GROUP_BYTES
+from agentrl.run.worker_access import WorkerAccess
+from agentrl.run.worker_api import LEASE_WAIT_S, MAX_EVENTS, MAX_GROUP_BYTES
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.transport import HttpTransport
 from agentrl.session.judge_servers import declare_judges
 from agentrl.session.opening import build_episode_runner, build_group_runner
-from agentrl.session.pace import restore_pace
 from agentrl.session.preflight import open_chat, open_group_judge, open_tasks
 
 log = logging.getLogger(__name__)
@@ -71,11 +74,12 @@ class WorkerSpec:
     """What a worker needs to open the parts of a run, as JSON data."""
 
     recipe: dict[str, Any]
-    folder: str  # run folder, which the worker shares with the driver
-    root: str  # project with the recipe's plug-ins
+    folder: str  # run folder on the driver's machine
+    root: str  # project with the recipe's plug-ins on the driver's machine
     concurrency: int  # episodes at once in one worker
     max_open: int  # sandboxes at once in one worker
     token_s: float = 0.0  # see `PolicyServer.token_s`
+    pace: dict[str, Any] | None = None  # see `Pace.to_data`; None means no history
     redis: dict[str, Any] = field(default_factory=dict, repr=False)  # see `open_transport`; empty: groups are sent over HTTP
 
 
@@ -150,6 +154,11 @@ class Worker:
     def memory_version(self, group: int) -> int | None:
         """Returns the version of the memory that a leased group reads; None without a memory."""
         return self._work[group].memory_version
+
+    def lease_of(self, group: int) -> str | None:
+        """Returns the lease of a group; None if it is not leased to this worker."""
+        work = self._work.get(group)
+        return None if work is None else work.lease
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         """Samples one completion through the driver. Raises `ServingError`."""
@@ -275,32 +284,32 @@ def _group_of(request_id: str) -> int:
 
 
 class _Notes:
-    """The notes of earlier episodes, read from the run folder (a `MemorySource`)."""
+    """The notes of earlier episodes (a `MemorySource`)."""
 
-    def __init__(self, config: MemoryConfig, folder: Path, worker: Worker) -> None:
-        self._config, self._path, self._worker = config, folder / NOTES_FILE, worker
-        self._store: NoteStore | None = None
+    def __init__(self, config: MemoryConfig, access: WorkerAccess, worker: Worker) -> None:
+        self._config, self._access, self._worker = config, access, worker
+        self._store: SearchableNotes | None = None
 
     def view(self, task: Task, group: int | None) -> StoreView:
         """Returns the memory that a group's attempts read. The driver commits it before it queues the group."""
         version = None if group is None else self._worker.memory_version(group)
         assert version is not None, "the groups of a run with a memory are leased with its version"
         if self._store is None:
-            self._store = NoteStore(self._path, self._config)
+            self._store = self._access.notes(self._config)
         return StoreView.of(self._store, task, version)
 
 
-async def work(folder: Path, *, worker: str) -> None:
-    """Works for the driver of the run in `folder` until the driver is gone.
+async def work(open_access: Callable[[AsyncExitStack], WorkerAccess], *, worker: str) -> None:
+    """Works for the driver of a run until the driver is gone.
 
-    Raises `UserError` if no driver of this folder accepts workers or the run's parts cannot be opened here, and `InfrastructureError`.
+    Raises `UserError` if the driver accepts no workers or the run's parts cannot be opened here, and `InfrastructureError`.
     """
-    url, key = read_address(folder)
-    driver = DriverConnection(url, key, worker=worker)
     async with AsyncExitStack() as stack:
+        access = open_access(stack)
+        driver = DriverConnection(access.url, access.key, worker=worker)
         stack.callback(driver.close)
         spec = WorkerSpec(**json.loads(await driver.call("/spec")))
-        root = Path(spec.root)
+        root = access.root or Path(spec.root)
         add_project_root(root)
         recipe = build(spec.recipe)
         rollout = recipe.rollout
@@ -308,7 +317,7 @@ async def work(folder: Path, *, worker: str) -> None:
         one = Worker(driver, lanes, Outbox(open_transport(spec.redis)) if spec.redis else None)
         await stack.enter_async_context(rare_collections())
         await stack.enter_async_context(DRIVER_LAG.watched(one.alert))
-        runner = await _open_runner(stack, recipe, spec, root, one)
+        runner = await _open_runner(stack, recipe, spec, root, access, one)
         working = asyncio.create_task(one.run(runner))
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, working.cancel)
@@ -318,41 +327,34 @@ async def work(folder: Path, *, worker: str) -> None:
             await one.leave()
 
 
-async def _open_runner(stack: AsyncExitStack, recipe: Recipe, spec: WorkerSpec, root: Path, worker: Worker) -> GroupRunner:
-    folder = Path(spec.folder)
+async def _open_runner(
+    stack: AsyncExitStack, recipe: Recipe, spec: WorkerSpec, root: Path, access: WorkerAccess, worker: Worker
+) -> GroupRunner:
+    folder, policy = access.folder, await access.policy_folder()
     config = recipe.sandbox.model_copy(update={"max_open": spec.max_open})
-    sandboxes = await open_sandboxes(config, run_label=folder.name, root=root)
+    sandboxes = await open_sandboxes(config, run_label=Path(spec.folder).name, root=root)
     stack.push_async_callback(sandboxes.close)
     declare_judges(recipe, root=root)
     family, scorer = open_tasks(recipe, root=root, folder=folder)
-    chat = open_chat(folder / "versions" / "000000", policy=recipe.policy)
+    chat = open_chat(policy, policy=recipe.policy)
     tasks = with_sub_agent_tools(candidate_tasks(family), recipe.rollout.delegation)
     declared, memory = declared_tools(recipe.mcp, recipe.tools, root), placeholder_memory(recipe)
     tools = await pin_tools(declared, tasks, sandboxes, folder=folder, every=False, chat=chat, memory=memory)
-    pace = restore_pace(recipe, folder)
+    pace = Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas)
+    if spec.pace is not None:
+        pace.restore(spec.pace)
     pace.set_idle_token_s(spec.token_s)
     episodes = build_episode_runner(recipe, worker, sandboxes, chat, tools, pace=pace)
     return build_group_runner(
         recipe,
         episodes,
         replace(scorer, sandboxes=sandboxes),
-        FolderCheckpoints(folder / "running"),
+        access.checkpoints(worker.driver, worker.lease_of),
         worker.record_attempt,
         Admission(spec.concurrency, use=lambda: worker.cache_use, full=MAX_CACHE_USE),
         group_judge=open_group_judge(recipe, root=root, folder=folder),
-        memory=None if recipe.memory is None else _Notes(recipe.memory, folder, worker),
+        memory=None if recipe.memory is None else _Notes(recipe.memory, access, worker),
     )
-
-
-def read_address(folder: Path) -> tuple[str, str]:
-    """URL and key of the driver of a run. Raises `UserError` if it accepts no workers."""
-    try:
-        data = json.loads(read_bytes(folder / ADDRESS_FILE, most=4096, inside=folder))
-        return str(data["url"]), str(data["key"])
-    except (OSError, ValueError, LookupError, TypeError):
-        raise UserError(
-            f"no driver of {folder} accepts workers", fix="start the run with rollout.workers=1 or more, and wait until it samples"
-        ) from None
 
 
 def worker_name(pid: int, *, node: str = "") -> str:
@@ -360,8 +362,8 @@ def worker_name(pid: int, *, node: str = "") -> str:
     return f"{node or socket.gethostname()}-{pid}"
 
 
-def main(folder: Path, *, parent: int | None = None) -> int:
-    """Runs one worker, and returns its exit code."""
+def main(open_access: Callable[[AsyncExitStack], WorkerAccess], *, parent: int | None = None) -> int:
+    """Runs one worker, and returns its exit code. `open_access`: returns the worker's access to its run, which ends with the stack."""
     if parent is not None:
         die_with_parent(parent)
     raise_file_limit()
@@ -369,7 +371,7 @@ def main(folder: Path, *, parent: int | None = None) -> int:
     handler.setFormatter(RedactingFormatter("%(asctime)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     try:
-        asyncio.run(work(folder, worker=worker_name(os.getpid())))
+        asyncio.run(work(open_access, worker=worker_name(os.getpid())))
     except Exception as error:
         cause = main_error(error)
         if not isinstance(cause, UserError | InfrastructureError):
@@ -379,5 +381,21 @@ def main(folder: Path, *, parent: int | None = None) -> int:
     return 0
 
 
+def _main() -> int:
+    parser = argparse.ArgumentParser(description="A rollout worker that the driver of a run starts.")
+    parser.add_argument("folder", type=Path, help="the run folder; with --driver, this host's copy of some of its files")
+    parser.add_argument("parent", type=int, nargs="?", help="process to die with")
+    parser.add_argument("--driver", help="address of the driver, if this host does not share its disk")
+    parser.add_argument("--root", type=Path, default=Path(), help="the project on this host, with --driver")
+    given = parser.parse_args()
+    if given.driver is None:
+        return main(lambda stack: WorkerAccess.local(given.folder), parent=given.parent)
+    key = take_key()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    return main(
+        lambda stack: WorkerAccess.remote(given.driver, key, stack=stack, root=given.root, folder=given.folder), parent=given.parent
+    )
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), parent=int(sys.argv[2]) if len(sys.argv) > 2 else None))
+    sys.exit(_main())

@@ -1,4 +1,4 @@
-"""The driver's HTTP interface for rollout workers: leases of groups, requests to the policy, results. Loopback, with a key per run.
+"""The driver's HTTP interface for rollout workers: leases of groups, requests to the policy, results. With a key per run.
 
 Every token passes through the driver, which withholds tokens of weights until their probe agrees. So no worker can keep tokens of weights
 that were rejected, and a worker needs no address of a server. A worker has no state that the run needs.
@@ -9,29 +9,36 @@ that were rejected, and a worker needs no address of a server. A worker has no s
     POST /generate        one request to the policy
     POST /groups/LEASE    the result of a lease
     POST /leave           the worker ends; its groups go to others
+
+A worker on another host, which has no run folder, also uses:
+
+    POST /running/LEASE/MEMBER/KIND   saves an episode in progress (`agentrl.experience.checkpoints`)
+    GET  /running/LEASE/MEMBER/KIND   the saved episode; 204 if there is none
+    POST /notes                       a search in the notes of earlier episodes
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.base import user_code
 from agentrl.base.activity import ACTIVITY, ATTEMPTS, REQUESTS, SANDBOXES, SCORING
 from agentrl.base.files import write_atomically
+from agentrl.cluster.run_service import WORKER, Route, RunService, bytes_response
 from agentrl.errors import ServingError
-from agentrl.gateway.http_server import HttpServer
+from agentrl.experience import FolderCheckpoints
+from agentrl.experience.checkpoints import MAX_BYTES
 from agentrl.gateway.request import RequestError
-from agentrl.gateway.wire import body_of, bytes_of, check_source, json_response, key_of, watch
+from agentrl.gateway.wire import body_of, bytes_of, json_response, watch
 from agentrl.judge.servers import registered_servers
+from agentrl.memory.run_memory import RunMemory
 from agentrl.protocols import PolicyServer
 from agentrl.records import Completion, Failure, Group, SamplingParams, codec
 from agentrl.rollout import AttemptListener
@@ -48,18 +55,21 @@ T = TypeVar("T")
 ADDRESS_FILE = "workers.json"
 """File in a run folder: address and key of the driver. Only the run's user can read it."""
 LEASE_WAIT_S = 20.0
-MAX_CONNECTIONS = 16384
 MAX_GROUP_BYTES = 512 << 20
 MAX_EVENTS = 256
 """Ended attempts, and alerts, of one renewal. Their texts fit into the largest body."""
 _BODY_S = 60.0
 _NAME_CHARS = 100
+_MEMBERS = 1 << 20
 _WORKERS = 4096  # whose repeated reports are recognised
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WorkerApi:
-    """Serves workers while `serving` is open."""
+    """Serves workers while `serving` is open.
+
+    `service`: the driver's interface for all parts of the run; opened by `serving` if it is not open.
+    """
 
     folder: Path  # the run folder, with the address file
     spec: dict[str, Any] = field(repr=False)  # JSON data, see `agentrl.run.worker.WorkerSpec`; may contain a password
@@ -67,9 +77,10 @@ class WorkerApi:
     served: PolicyServer
     on_attempt: AttemptListener
     alert: Callable[[str], None]
-    host: str = "127.0.0.1"  # the address at which workers reach the driver
-    memory_version: Callable[[int], int] | None = None  # group -> version of the memory that it reads; None without a memory
-    _key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+    memory: RunMemory | None = None
+    checkpoints: FolderCheckpoints | None = None  # None: workers have the run folder
+    pace: Callable[[], dict[str, Any] | None] = lambda: None  # returns the history of the servers' pace
+    service: RunService = field(default_factory=RunService)
     _episodes: dict[str, dict[str, AbstractContextManager[object]]] = field(default_factory=dict)  # lease -> episode -> its routing
     _requests: dict[str, tuple[str, asyncio.Task[Completion]]] = field(default_factory=dict)  # id -> lease, request to the policy
     _reports: dict[str, int] = field(default_factory=dict)  # worker -> its newest report of events
@@ -79,60 +90,46 @@ class WorkerApi:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Listens on a free port of `host` during the block. Raises `InfrastructureError` if that fails."""
-        server = HttpServer(app=self._app(), name="interface for rollout workers", host=self.host, connections=MAX_CONNECTIONS)
-        await server.start()
-        write_atomically(self.folder / ADDRESS_FILE, json.dumps({"url": server.url, "key": self._key}), private=True)
-        try:
-            yield
-        finally:
-            (self.folder / ADDRESS_FILE).unlink(missing_ok=True)
-            await server.stop()
-            ACTIVITY.drop_reports()
-            for lease in list(self._episodes):
-                self._end_episodes(lease)
-
-    def _app(self) -> Any:
-        from starlette.applications import Starlette
-        from starlette.routing import Route
-
-        return Starlette(
-            routes=[
-                Route("/spec", self._guarded(self._spec), methods=["GET"]),
-                Route("/lease", self._guarded(self._lease), methods=["POST"]),
-                Route("/renew", self._guarded(self._renew), methods=["POST"]),
-                Route("/generate", self._guarded(self._generate), methods=["POST"]),
-                Route("/groups/{lease}", self._guarded(self._finish), methods=["POST"]),
-                Route("/leave", self._guarded(self._leave), methods=["POST"]),
-            ]
-        )
-
-    def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Returns a route that requires the key. An invalid request is answered with 400, and never ends the run."""
-
-        async def guarded(request: Request) -> Response:
+        """Answers workers during the block, at the address in `ADDRESS_FILE`. Raises `InfrastructureError` if that fails."""
+        self.service.add(self._routes())
+        async with AsyncExitStack() as stack:
+            if not self.service.url:
+                await stack.enter_async_context(self.service.serving())
+            address = {"url": self.service.url, "key": self.service.new_key(WORKER)}
+            write_atomically(self.folder / ADDRESS_FILE, json.dumps(address), private=True)
             try:
-                check_source(request.headers)
-                if not hmac.compare_digest(key_of(request.headers).encode(), self._key.encode()):
-                    raise RequestError("wrong_key", f"the key is missing or wrong: send the one in {ADDRESS_FILE}")
-                return await answer(request)
-            except RequestError as refused:
-                return json_response({"error": refused.message}, refused.status)
-            except (ValueError, LookupError, TypeError) as error:
-                return json_response({"error": f"invalid request: {user_code.describe_error(error, 500)}"}, 400)
+                yield
+            finally:
+                (self.folder / ADDRESS_FILE).unlink(missing_ok=True)
+                self.service.revoke(WORKER)
+        ACTIVITY.drop_reports()
+        for lease in list(self._episodes):
+            self._end_episodes(lease)
 
-        return guarded
+    def _routes(self) -> list[Route]:
+        running, worker = "/running/{lease}/{member}/{kind}", frozenset({WORKER})
+        return [
+            Route("GET", "/spec", worker, self._spec),
+            Route("POST", "/lease", worker, self._lease),
+            Route("POST", "/renew", worker, self._renew),
+            Route("POST", "/generate", worker, self._generate),
+            Route("POST", "/groups/{lease}", worker, self._finish),
+            Route("POST", "/leave", worker, self._leave),
+            Route("POST", running, worker, self._save_running),
+            Route("GET", running, worker, self._load_running),
+            Route("POST", "/notes", worker, self._search_notes),
+        ]
 
     async def _spec(self, request: Request) -> Response:
-        return json_response(self.spec | {"token_s": self.served.token_s})
+        return json_response(self.spec | {"token_s": self.served.token_s, "pace": await asyncio.to_thread(self.pace)})
 
     async def _lease(self, request: Request) -> Response:
         worker = _worker(await body_of(request, _BODY_S))
         lease = await _unless_gone(request, asyncio.create_task(self.leases.take(worker, wait_s=LEASE_WAIT_S)))
         if lease is None:
-            return _response(b"", 204)
+            return bytes_response(b"", status=204)
         data = {"id": lease.id, "index": lease.index, "oldest_version": lease.oldest_version, "task": codec.to_data(lease.task)}
-        version = None if self.memory_version is None else self.memory_version(lease.index)
+        version = None if self.memory is None else self.memory.version_of(lease.index)
         return json_response(data | {"memory_version": version})
 
     async def _renew(self, request: Request) -> Response:
@@ -178,7 +175,7 @@ class WorkerApi:
         finally:
             if self._requests.get(name) == (lease, sampling):
                 del self._requests[name]
-        return _response(codec.to_json(completion)) if self.leases.is_valid(lease) else _lost_lease()
+        return bytes_response(codec.to_json(completion)) if self.leases.is_valid(lease) else _lost_lease()
 
     async def _finish(self, request: Request) -> Response:
         lease = request.path_params["lease"]
@@ -193,6 +190,35 @@ class WorkerApi:
         if await self.leases.lose(worker, failed=False):
             log.info("worker %s left; its groups go to other workers", worker)
         return json_response({})
+
+    async def _save_running(self, request: Request) -> Response:
+        checkpoints, group, member, kind = self._running(request)
+        body = await bytes_of(request, _BODY_S, most=MAX_BYTES)
+        await asyncio.to_thread(checkpoints.receive, group, member, kind, body)
+        return json_response({})
+
+    async def _load_running(self, request: Request) -> Response:
+        checkpoints, group, member, kind = self._running(request)
+        body = await asyncio.to_thread(checkpoints.content, group, member, kind)
+        return bytes_response(b"", status=204) if body is None else bytes_response(body, kind="application/octet-stream")
+
+    def _running(self, request: Request) -> tuple[FolderCheckpoints, int, int, str]:
+        """Returns the checkpoints, group, attempt and kind of a request. Raises `RequestError` if its lease is lost."""
+        group = self.leases.group_of(request.path_params["lease"])
+        member, kind = int(request.path_params["member"]), request.path_params["kind"]
+        if self.checkpoints is None or not 0 <= member < _MEMBERS or kind not in ("state", "scored"):
+            raise RequestError("not_found", "no such episode in progress")
+        if group is None:
+            raise RequestError("failed", "the lease is lost")
+        return self.checkpoints, group, member, kind
+
+    async def _search_notes(self, request: Request) -> Response:
+        data = await body_of(request, _BODY_S)
+        if self.memory is None:
+            raise RequestError("not_found", "the run has no memory")
+        query, names = str(data["query"]), {name: str(data[name]) for name in ("scope", "task_key")}
+        matches = await asyncio.to_thread(self.memory.search, query, version=int(data["version"]), **names)
+        return json_response([asdict(match) for match in matches])
 
     def _begin_episode(self, lease: str, episode: str, task_key: str) -> None:
         """Registers an episode with the servers' routing, until its lease ends."""
@@ -240,9 +266,3 @@ def _worker(data: Any) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= _NAME_CHARS:
         raise ValueError("worker must be a name")
     return user_code.printable(name, _NAME_CHARS)
-
-
-def _response(content: bytes, status: int = 200) -> Response:
-    from starlette.responses import Response
-
-    return Response(content, status, media_type="application/json")

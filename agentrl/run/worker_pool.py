@@ -13,18 +13,21 @@ from pathlib import Path
 from agentrl.base.error_text import cause_in_log
 from agentrl.base.files import tail_bytes
 from agentrl.base.liveness import Restarts
+from agentrl.cluster.link import KEY_VARIABLE
+from agentrl.cluster.run_service import WORKER, RunService
 from agentrl.config.recipe import Recipe
 from agentrl.errors import InfrastructureError, LaunchError
-from agentrl.experience import DriverStore
+from agentrl.experience import DriverStore, FolderCheckpoints
 from agentrl.memory.run_memory import RunMemory
 from agentrl.protocols import Launcher, PartCommand, PartHandle, PolicyServer
-from agentrl.protocols.cluster import PARENT, PYTHON, RUN
+from agentrl.protocols.cluster import PARENT, PYTHON, ROOT, RUN
 from agentrl.records import Group, Task
 from agentrl.rollout import AttemptListener
 from agentrl.rollout.leases import GroupLeases
 from agentrl.run.group_stream import GroupStream
 from agentrl.run.worker import WorkerSpec, worker_name
 from agentrl.run.worker_api import WorkerApi
+from agentrl.session.pace import history_of, restore_pace
 
 _WATCH_S = 0.25
 _RESTARTS = 5  # of one process, in a row
@@ -47,7 +50,9 @@ class WorkerPool:
         store: DriverStore,
         served: PolicyServer,
         memory: RunMemory | None,
+        checkpoints: FolderCheckpoints,
         launcher: Launcher,
+        service: RunService,
         on_attempt: AttemptListener,
         alert: Callable[[str], None],
     ) -> None:
@@ -65,15 +70,18 @@ class WorkerPool:
             concurrency=share,
             max_open=math.ceil(recipe.sandbox.max_open * share / rollout.concurrency),  # as many per episode as in one process
         )
+        self._service = service
         self._api = WorkerApi(
             folder=folder,
+            service=service,
             spec=asdict(spec),
             leases=self._leases,
             served=served,
-            memory_version=None if memory is None else memory.version_of,
+            memory=memory,
+            checkpoints=checkpoints,
+            pace=lambda: history_of(restore_pace(recipe, folder)),
             on_attempt=on_attempt,
             alert=alert,
-            host=launcher.driver_host,
         )
         self._processes: dict[int, PartHandle] = {}  # by number
 
@@ -139,9 +147,14 @@ class WorkerPool:
         return process.lost or self._cause(number, code)
 
     async def _start(self, number: int) -> PartHandle:
-        command = (PYTHON, "-m", "agentrl.run.worker", RUN, PARENT)
+        command, environment = [PYTHON, "-m", "agentrl.run.worker", RUN, PARENT], {}
+        if not self._launcher.shared_folder:
+            command += ["--driver", self._service.url, "--root", ROOT]
+            environment[KEY_VARIABLE] = self._service.new_key(WORKER)
         log = f"logs/{self._log(number).name}"
-        return await self._launcher.start(PartCommand(name=f"worker-{number}", argv=command, log=log, secrets=True))
+        return await self._launcher.start(
+            PartCommand(name=f"worker-{number}", argv=tuple(command), environment=environment, log=log, secrets=True)
+        )
 
     async def _watch_silence(self) -> None:
         """Requeues the groups of silent workers. Kills such workers if the driver started them; they are then replaced."""

@@ -173,6 +173,10 @@ class ServerProcess(ABC):
     def _command(self) -> list[str]:
         """Returns the command to run, with slots: `launch_command`."""
 
+    def _needs(self) -> tuple[str, ...]:
+        """Returns the folders of the run that its host must have before the start."""
+        return ()
+
     def _environment(self) -> dict[str, str]:
         """Returns the variables that its environment adds to that of its host."""
         return server_environment(SCRATCH, cpu_threads=self._threads)
@@ -243,6 +247,7 @@ class ServerProcess(ABC):
             environment={**self._environment(), access.KEY_VARIABLE: self.key},
             log=f"logs/{self.log_path.name}",
             scratch=self._scratch_of,
+            needs=self._needs(),
         )
 
     async def _make_ready(self, process: PartHandle, control: ControlPlane) -> None:

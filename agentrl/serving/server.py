@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from agentrl.cluster.device import serving_device
 from agentrl.config.recipe import Recipe
-from agentrl.errors import ServingError
+from agentrl.errors import LaunchError, ServingError
 from agentrl.protocols import Launcher
-from agentrl.protocols.cluster import SCRATCH
+from agentrl.protocols.cluster import RUN, SCRATCH
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.plugin import BACKEND as FILE_BACKEND
 from agentrl.serving.process import WARM_S, ServerProcess, launch_command, server_environment, thread_count
@@ -80,6 +80,26 @@ class VLLMServer(ServerProcess):
         self.end_reason = self._condemned
         return not self._condemned and await super().alive()
 
+    async def stage(self, folder: Path) -> None:
+        """Returns when the server's host has a folder of the run. No effect with a shared disk. Raises `ServingError`."""
+        process = self._process
+        if process is not None and folder.is_relative_to(self.run_dir):
+            try:
+                await process.fetch(folder.relative_to(self.run_dir).as_posix())
+            except LaunchError as error:
+                raise ServingError(f"{self._what}: {error}") from error
+
+    def host_path(self, folder: Path) -> str:
+        """Returns the path of a folder of the run on the host of the running server."""
+        return str(folder) if self._process is None else self._on_host(folder, self._process.folder)
+
+    def _on_host(self, folder: Path, run: str) -> str:
+        inside = folder.is_relative_to(self.run_dir)
+        return str(PurePosixPath(run) / folder.relative_to(self.run_dir)) if inside else str(folder)
+
+    def _needs(self) -> tuple[str, ...]:
+        return (self.model.relative_to(self.run_dir).as_posix(),) if self.model.is_relative_to(self.run_dir) else ()
+
     def mark_unsound(self, reason: str) -> None:
         """Marks the server's weights as unsound: `alive` is False from now on."""
         self._condemned = reason
@@ -88,7 +108,7 @@ class VLLMServer(ServerProcess):
         serving, policy = self.recipe.serving, self.recipe.policy
         backend = "nccl" if serving.weight_transfer.ref == "nccl" else FILE_BACKEND
         arguments = {
-            "--model": str(self.model),
+            "--model": self._on_host(self.model, RUN),
             "--served-model-name": "policy",
             "--dtype": policy.dtype,
             "--max-model-len": str(policy.max_model_len),
@@ -109,7 +129,7 @@ class VLLMServer(ServerProcess):
     async def _prepare(self, control: ControlPlane) -> None:
         await control.set_version(self.weights.number)
         if self.recipe.serving.weight_transfer.ref != "nccl":
-            await control.init_weight_transfer({"versions_folder": str(self.run_dir / "versions")})
+            await control.init_weight_transfer({"versions_folder": self.host_path(self.run_dir / "versions")})
 
     @property
     def max_tokens(self) -> int:

@@ -47,6 +47,10 @@ class HotSwap(ABC):
         folder = folder.resolve()
         start = time.perf_counter()
         await asyncio.to_thread(check_version_folder, version, folder, self._registry_folder)
+        try:
+            await self._server.stage(folder)  # while the server computes tokens
+        except ServingError as error:
+            raise SwapError(f"version {version.number} does not reach the server's host: {error}") from error
         async with self._lock:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -103,7 +107,7 @@ class HotSwap(ABC):
 
 
 class FileWeightChannel(HotSwap):
-    """A `WeightChannel` whose server maps version folders from a file system that it shares with the learner."""
+    """A `WeightChannel` whose server maps version folders from the run folder, or from its host's mirror of it."""
 
     def __init__(self, server: VLLMServer, *, registry_folder: Path) -> None:
         super().__init__(server, registry_folder=registry_folder)
@@ -129,13 +133,14 @@ class FileWeightChannel(HotSwap):
             await asyncio.to_thread(deltas.materialize, folder)
         except ValueError as error:
             raise SwapError(f"version {number}: {error}") from error
+        await self._server.stage(folder)  # the complete file may be new
         await self._update(number, folder, _file_sizes(folder))
 
     async def _update(self, number: int, folder: Path, files: dict[str, int]) -> None:
         control = self._server.control
         self._update_open = True
         await control.start_weight_update()
-        await control.update_weights({"folder": str(folder), "files": files})
+        await control.update_weights({"folder": self._server.host_path(folder), "files": files})
         await control.finish_weight_update(number)
         self._update_open = False
 
@@ -168,4 +173,5 @@ class NcclWeightChannel(HotSwap):
 
     async def _reload(self, number: int, folder: Path) -> None:
         # The learner has no old weights to send. A server that is stuck in a broadcast does not answer and is replaced.
-        await self._server.control.reload(str(folder), number)
+        await self._server.stage(folder)
+        await self._server.control.reload(self._server.host_path(folder), number)

@@ -34,6 +34,7 @@ from agentrl.observe import RunTracker, StageClock, open_trackers
 from agentrl.observe.timeline import Timeline
 from agentrl.plugins import parts
 from agentrl.protocols import (
+    EpisodeCheckpoints,
     Launcher,
     Policy,
     PolicyServer,
@@ -61,6 +62,7 @@ from agentrl.session.models import copy_base_version
 from agentrl.session.pace import restore_pace, save_pace
 from agentrl.session.preflight import PreflightResult, check_prompt, check_snapshots, check_thinking, open_chat
 from agentrl.session.run_practice import copy_practice_files
+from agentrl.session.run_services import RunServices, open_services
 from agentrl.session.task_changes import open_changes
 from agentrl.task import GroupSchedule, sandbox_specs
 from agentrl.task.changes import TaskChanges
@@ -236,7 +238,8 @@ async def _open_parts(
     tracker = await _open_tracker(stack, recipe, folder, clock, chat, checked, console=console)
     store, starts, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, launcher, alert=tracker.alert)
-    learner, faults = _open_learner(stack, recipe, folder, checked, root, launcher, alert=tracker.alert), fault_rate(recipe)
+    services, faults = await open_services(stack, folder, store, launcher), fault_rate(recipe)
+    learner = _open_learner(stack, recipe, folder, services, root, launcher, alert=tracker.alert)
     episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=_open_pace(stack, recipe, folder))
     groups = _open_groups(recipe, checked, episodes, served, checkpoints, faults, memory)
     changes, withheld = open_changes(recipe, folder, checked.family, root, checked.practice), WithholdingLog(folder, checked.withheld)
@@ -268,7 +271,7 @@ async def _open_parts(
         suite=checked.suite,
         memory=memory,
         gate_server=gate_server,
-        workers=_open_workers(recipe, folder, root, store, served, faults, memory, launcher, tracker.alert),
+        workers=_open_workers(recipe, folder, root, store, served, faults, memory, checkpoints, launcher, services, tracker.alert),
     )
 
 
@@ -301,7 +304,9 @@ def _open_workers(
     served: PolicyServer,
     faults: FaultRate,
     memory: RunMemory | None,
+    checkpoints: FolderCheckpoints,
     launcher: Launcher,
+    services: RunServices,
     alert: Callable[[str], None],
 ) -> WorkerPool | None:
     """Returns the rollout workers of a recipe, which are not running yet; None if the driver runs the episodes."""
@@ -316,7 +321,9 @@ def _open_workers(
         store=store,
         served=served,
         memory=memory,
+        checkpoints=checkpoints,
         launcher=launcher,
+        service=services.service,
         on_attempt=faults.record_attempt,
         alert=alert,
     )
@@ -338,13 +345,13 @@ def _open_learner(
     stack: AsyncExitStack,
     recipe: Recipe,
     folder: Path,
-    checked: PreflightResult,
+    services: RunServices,
     root: Path,
     launcher: Launcher,
     *,
     alert: Callable[[str], None],
 ) -> LearnerProcess:
-    learner = LearnerProcess(folder, recipe, root=root, launcher=launcher, alert=alert)
+    learner = LearnerProcess(folder, recipe, root=root, launcher=launcher, sessions=services.sessions, alert=alert)
     stack.push_async_callback(learner.kill)
     return learner
 
@@ -438,7 +445,7 @@ def build_group_runner(
     recipe: Recipe,
     episodes: EpisodeRunner,
     scorer: TaskScorer,
-    checkpoints: FolderCheckpoints,
+    checkpoints: EpisodeCheckpoints,
     on_attempt: AttemptListener,
     slots: Admission,
     *,

@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 from agentrl.base.files import write_atomically
 from agentrl.config.recipe import Recipe
@@ -31,6 +32,11 @@ def restore_pace(recipe: Recipe, folder: Path) -> Pace:
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         log.warning("the server's usual pace is measured again: %s cannot be read (%s)", path, error)
     return pace
+
+
+def history_of(pace: Pace) -> dict[str, Any] | None:
+    """Returns the history of a pace for `Pace.restore`; None if it has none."""
+    return pace.to_data() if pace.known else None
 
 
 def save_pace(pace: Pace, recipe: Recipe, folder: Path) -> None:

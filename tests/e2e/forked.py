@@ -37,7 +37,7 @@ def use(servers: Path, learners: Path) -> None:
     from agentrl.learner import LearnerProcess
     from agentrl.serving import server
 
-    def forked_learner(learner: LearnerProcess) -> list[str]:
+    def forked_learner(learner: LearnerProcess, placement: str) -> list[str]:
         return preloaded.command(learners, learner.recipe.learner.ranks, *learner._worker())
 
     server.launch_command = forked_server(servers, server.launch_command)

@@ -24,7 +24,7 @@ def make_learner(host: Path) -> Callable[[Path, Recipe], LearnerProcess]:
     """A run's learner as it is, except that its ranks are forked by the host; starting real ones is tested in test_process."""
 
     class Preloaded(LearnerProcess):
-        def _command(self) -> list[str]:
+        def _command(self, placement: str) -> list[str]:
             return preloaded.command(host, self.recipe.learner.ranks, *self._worker())
 
     return Preloaded

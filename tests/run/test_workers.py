@@ -25,7 +25,8 @@ from agentrl.rollout import leases as leases_module
 from agentrl.rollout.leases import GroupLeases
 from agentrl.run import worker as worker_module
 from agentrl.run import worker_api
-from agentrl.run.worker import DriverConnection, Worker, read_address
+from agentrl.run.worker import DriverConnection, Worker
+from agentrl.run.worker_access import DriverCheckpoints, read_address
 from agentrl.run.worker_api import ADDRESS_FILE, WorkerApi
 from agentrl.session import opening
 from agentrl.testing import ScriptedSandboxes
@@ -97,6 +98,7 @@ class Drive:
             served=self.served,  # type: ignore[arg-type]
             on_attempt=self.attempts.append,
             alert=self.alerts.append,
+            checkpoints=opening.FolderCheckpoints(folder / "running"),
         )
 
     def connect(self, worker: str) -> DriverConnection:
@@ -113,13 +115,14 @@ async def driving(folder: Path) -> AsyncIterator[Drive]:
 
 
 @asynccontextmanager
-async def working(drive: Drive, name: str) -> AsyncIterator[Worker]:
-    """A worker with real groups, sandboxes that print, and a policy behind HTTP."""
+async def working(drive: Drive, name: str, *, remote: bool = False) -> AsyncIterator[Worker]:
+    """A worker with real groups, sandboxes that print, and a policy behind HTTP. `remote`: it has no run folder."""
     connection = drive.connect(name)
     worker = Worker(connection, 2)
     recipe = make_recipe()
     async with opened(drive.folder / name, worker, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
-        checkpoints = opening.FolderCheckpoints(drive.folder / "running")
+        shared = opening.FolderCheckpoints(drive.folder / "running")
+        checkpoints = DriverCheckpoints(connection, worker.lease_of) if remote else shared
         running = asyncio.create_task(worker.run(replace(run.groups, checkpoints=checkpoints, on_attempt=worker.record_attempt)))
         try:
             yield worker
@@ -145,18 +148,20 @@ async def test_workers_sample_groups_with_the_exact_tokens_of_the_server(tmp_pat
         assert drive.served.every == {f"g{index:06d}-{member}-a0" for index in range(6) for member in range(3)}
 
 
-async def test_a_group_continues_in_another_worker_from_its_saved_turns(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "then"), [(False, False), (True, True), (True, False)], ids=["shared", "remote", "both"])
+async def test_a_group_continues_in_another_worker_from_its_saved_turns(tmp_path: Path, first: bool, then: bool) -> None:
+    """Workers that share the run folder, and workers on other hosts, continue each other's episodes."""
     async with driving(tmp_path) as drive:
         waiting = asyncio.create_task(drive.leases.run_group(0, make_task(0)))
         drive.served.stall = 2  # turn 2 never comes
-        async with working(drive, "first"):
+        async with working(drive, "first", remote=first):
             async with asyncio.timeout(20):
                 while sum(name.endswith("-2") for name in drive.served.requested) < 3:  # so turns 0 and 1 are saved
                     await asyncio.sleep(0.02)
         await asyncio.sleep(0.1)
         drive.served.stall = -1
         assert await drive.leases.lose("first") == 1  # what the end of its process, or its silence, causes
-        async with working(drive, "second"):
+        async with working(drive, "second", remote=then):
             group = await waiting
         requests = [json.loads(line)["request"] for line in drive.served.journal.read_text().splitlines()]
         assert sorted(requests) == sorted(f"g000000-{member}-a0-{turn}" for member in range(3) for turn in range(4)), "no turn twice"

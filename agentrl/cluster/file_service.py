@@ -1,0 +1,179 @@
+"""The driver's HTTP routes for the files of a run, for hosts that do not share its disk. Mirrors use them (`agentrl.cluster.mirror`).
+
+    GET  /files/KIND                names of the complete folders
+    GET  /files/KIND/NUMBER         their files, with the sha256 of each chunk
+    GET  /chunks/SHA256             one chunk of a listed folder
+    GET  /single/NAME               one of the few single files that parts need
+    POST /peers                     a mirror starts to fetch a folder; the answer has the mirrors that have it or are fetching it
+    POST /arriving/KIND/NUMBER      a listing that the learner will send; the answer has the chunks that are missing
+    PUT  /arriving/KIND/NUMBER/SHA256
+    POST /arriving/KIND/NUMBER/commit
+    PUT  /base_probe                the probe of version 0, which the learner computes
+
+Chunks are found by checksum, so no request has a path to read. Only the learner may send folders. All file access is in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from agentrl.base.files import write_atomically
+from agentrl.base.untrusted_files import read_bytes
+from agentrl.cluster.chunks import CHUNK, ArrivingFolder, ChunkIndex, FolderListing, folder_path, numbered_folders
+from agentrl.cluster.run_service import HOST, LEARNER, WORKER, Route, bytes_response
+from agentrl.errors import DiskFull
+from agentrl.gateway.request import RequestError
+from agentrl.gateway.wire import body_of, bytes_of, json_response
+from agentrl.records import codec
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+T = TypeVar("T")
+
+SINGLE_FILES = ("recipe.json", "pace.json", "mcp.json")
+"""Single files of a run folder that parts on other hosts read."""
+BASE_PROBE = "versions/000000/probe.json"
+"""The one file that the learner adds to an existing folder."""
+MAX_SINGLE = 64 << 20
+MAX_LISTING = 512 << 20
+"""Bytes of a listing: about 80 for each MiB of the folder."""
+MAX_PEERS = 256
+"""Mirrors that are remembered for a folder, the newest."""
+MAX_ARRIVING = 4
+"""Folders that arrive at a time. The oldest is forgotten, with its chunks kept on disk."""
+_FOLDERS_WITH_PEERS = 16
+_BODY_S = 120.0
+_READS = 16  # threads that read or hash at a time
+_SPARE_BYTES = 64 << 20  # of the driver's disk, for ledger and logs
+
+
+class FileService:
+    """The routes for one run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.index = ChunkIndex()
+        self._arriving: dict[str, ArrivingFolder] = {}  # by kind/number
+        self._peers: dict[str, dict[str, str]] = {}  # kind/number -> address of a mirror -> its key, in the order of their starts
+        self._reads = asyncio.Semaphore(_READS)
+        self._opening = asyncio.Lock()
+
+    def routes(self) -> list[Route]:
+        """Returns the routes with the parts that may use them."""
+        readers = frozenset({HOST, LEARNER, WORKER})
+        return [
+            Route("GET", "/files/{kind}", readers, self._names),
+            Route("GET", "/files/{kind}/{number}", readers, self._listing),
+            Route("GET", "/chunks/{sha256}", readers, self._chunk),
+            Route("GET", "/single/{name}", readers, self._single),
+            Route("POST", "/peers", readers, self._join),
+            Route("POST", "/arriving/{kind}/{number}", frozenset({LEARNER}), self._begin),
+            Route("PUT", "/arriving/{kind}/{number}/{sha256}", frozenset({LEARNER}), self._write),
+            Route("POST", "/arriving/{kind}/{number}/commit", frozenset({LEARNER}), self._commit),
+            Route("PUT", "/base_probe", frozenset({LEARNER}), self._probe),
+        ]
+
+    async def stop_arrivals(self) -> None:
+        """Rejects further chunks of all folders that arrive, because their sender has been replaced."""
+        async with self._opening:
+            for name in list(self._arriving):
+                await self._stop(name)
+
+    async def _stop(self, name: str) -> None:
+        if (arriving := self._arriving.pop(name, None)) is not None:
+            await asyncio.to_thread(arriving.close)
+
+    async def _names(self, request: Request) -> Response:
+        return json_response(await self._in_thread(lambda: numbered_folders(self.folder, request.path_params["kind"])))
+
+    async def _listing(self, request: Request) -> Response:
+        path = folder_path(self.folder, request.path_params["kind"], request.path_params["number"])
+        try:
+            listing = await self._in_thread(lambda: self.index.list_folder(path))
+        except FileNotFoundError:
+            raise RequestError("not_found", f"{path.parent.name}/{path.name} does not exist") from None
+        return bytes_response(codec.to_json(listing))
+
+    async def _chunk(self, request: Request) -> Response:
+        sha256 = request.path_params["sha256"]
+        data = await self._in_thread(lambda: self.index.read(sha256))
+        if data is None:
+            raise RequestError("not_found", "this host does not have the chunk")
+        return bytes_response(data, kind="application/octet-stream")
+
+    async def _single(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in SINGLE_FILES:
+            raise RequestError("not_found", f"{name[:100]!a} is none of {', '.join(SINGLE_FILES)}")
+        try:
+            content = await self._in_thread(lambda: read_bytes(self.folder / name, most=MAX_SINGLE, inside=self.folder))
+        except FileNotFoundError:
+            raise RequestError("not_found", f"the run has no {name}") from None
+        return bytes_response(content)
+
+    async def _join(self, request: Request) -> Response:
+        """Answers with the mirrors that started before, the newest first: a chain of mirrors forwards each chunk once per link."""
+        data = await body_of(request, _BODY_S)
+        folder, url, key = str(data["folder"]), str(data["url"])[:200], str(data["key"])[:200]
+        folder_path(self.folder, *folder.split("/", 1))
+        peers = self._peers.setdefault(folder, {})
+        peers.pop(url, None)
+        earlier = [{"url": other, "key": its} for other, its in reversed(peers.items())]
+        peers[url] = key
+        while len(peers) > MAX_PEERS:
+            del peers[next(iter(peers))]
+        while len(self._peers) > _FOLDERS_WITH_PEERS:
+            del self._peers[next(iter(self._peers))]
+        return json_response(earlier)
+
+    async def _begin(self, request: Request) -> Response:
+        kind, number = request.path_params["kind"], request.path_params["number"]
+        final = folder_path(self.folder, kind, number)
+        listing = codec.from_json(FolderListing, await bytes_of(request, _BODY_S, most=MAX_LISTING))
+        async with self._opening:
+            await self._stop(f"{kind}/{number}")
+            arriving = self._arriving[f"{kind}/{number}"] = await self._in_thread(lambda: self._open(final, listing))
+            while len(self._arriving) > MAX_ARRIVING:
+                await self._stop(next(iter(self._arriving)))
+        return json_response(arriving.missing)
+
+    def _open(self, final: Path, listing: FolderListing) -> ArrivingFolder:
+        final.parent.mkdir(exist_ok=True)
+        arriving = ArrivingFolder(final, listing, self.index)
+        needs, free = len(arriving.missing) * CHUNK, shutil.disk_usage(final.parent).free
+        if not arriving.unchanged and min(needs, listing.size) + _SPARE_BYTES > free:
+            raise DiskFull(f"no room for {final}: {needs >> 20} MiB are missing, {free >> 20} MiB are free")
+        return arriving
+
+    async def _write(self, request: Request) -> Response:
+        arriving, sha256 = self._arriving_of(request), request.path_params["sha256"]
+        data = await bytes_of(request, _BODY_S, most=CHUNK)
+        await self._in_thread(lambda: arriving.write(sha256, data))
+        return json_response({})
+
+    async def _commit(self, request: Request) -> Response:
+        arriving = self._arriving_of(request)
+        async with self._opening:
+            await self._in_thread(arriving.commit)
+        return json_response({})
+
+    async def _probe(self, request: Request) -> Response:
+        content = await bytes_of(request, _BODY_S)
+        await self._in_thread(lambda: write_atomically(self.folder / BASE_PROBE, content, durable=True))
+        return json_response({})
+
+    def _arriving_of(self, request: Request) -> ArrivingFolder:
+        name = f"{request.path_params['kind']}/{request.path_params['number']}"
+        if (arriving := self._arriving.get(name)) is None:
+            raise RequestError("not_found", f"{name} is not arriving here: send its listing first")
+        return arriving
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        async with self._reads:
+            return await asyncio.to_thread(function)

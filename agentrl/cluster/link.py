@@ -1,0 +1,190 @@
+"""Requests of a host to the driver of a run, from threads: with a deadline, and repeated until it while the driver does not answer.
+
+A request that is sent again after a lost answer must have the same effect as one, which the driver's routes ensure.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from agentrl.errors import DiskFull, InfrastructureError, StoreError, UserError
+
+KEY_VARIABLE = "AGENTRL_DRIVER_KEY"
+"""Environment variable with the key of a part on another host. The part removes it before it starts other programs."""
+MAX_ANSWER = 1 << 30
+"""Bytes of an answer."""
+_SILENCE_S = 30.0  # without a byte, after which a connection is given up
+_BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0)
+_PIECE = 1 << 20
+_TEXT = 2000  # characters of an error message
+
+
+class LinkLost(InfrastructureError):
+    """The driver does not answer."""
+
+
+class SessionEnded(InfrastructureError):
+    """The driver has started this part again, so this process must end."""
+
+
+class NotThere(LookupError):
+    """The driver, or another host, does not have what was requested."""
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """Requests to one server, over one connection per thread.
+
+    Args:
+        url: address of the driver: `http://HOST:PORT`.
+        what: the server in error messages.
+    """
+
+    url: str
+    key: str = field(repr=False)
+    what: str = "the driver"
+    silence_s: float = _SILENCE_S
+    _local: threading.local = field(default_factory=threading.local)
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
+            raise UserError(f"{self.url[:200]!a} is not the address of {self.what}", fix="give it as http://HOST:PORT")
+
+    def call(self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 60.0) -> bytes:
+        """Returns the content of the answer. Repeats the request until `timeout_s` while the server does not answer.
+
+        Raises `LinkLost` if it does not answer in time, `NotThere` for status 404, `SessionEnded` for 409, `DiskFull` for 507, `StoreError`
+        for 500, and `UserError` for a request that it rejects.
+        """
+        deadline, tries, reason = time.monotonic() + timeout_s, 0, ""
+        while True:
+            try:
+                status, answer = self.request(method, path, body, timeout_s=max(0.1, deadline - time.monotonic()))
+            except (OSError, http.client.HTTPException) as error:
+                reason = f"{type(error).__name__}: {error}"
+            else:
+                if status != 503:
+                    return self._checked(status, answer, path)
+                reason = _message(answer)
+            pause = _BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)]
+            if time.monotonic() + pause >= deadline:
+                raise LinkLost(f"{self.what} at {self.url} did not answer {path} within {timeout_s:.3g} s: {reason[:_TEXT]}")
+            tries += 1
+            time.sleep(pause)
+
+    def json(self, method: str, path: str, data: Any = None, *, timeout_s: float = 60.0) -> Any:
+        """Returns the JSON of the answer to a request with JSON; None for `data` sends no body. Raises as `call`, and `LinkLost`."""
+        answer = self.call(method, path, b"" if data is None else json.dumps(data).encode(), timeout_s=timeout_s)
+        try:
+            return json.loads(answer)
+        except (ValueError, RecursionError):
+            raise LinkLost(f"{self.what} at {self.url} answered {path} with something other than JSON") from None
+
+    def request(self, method: str, path: str, body: bytes = b"", *, timeout_s: float) -> tuple[int, bytes]:
+        """Sends one request and returns status and content. Raises `OSError` or `http.client.HTTPException`."""
+        deadline = time.monotonic() + timeout_s
+        connection = self._connection(min(self.silence_s, timeout_s))
+        try:
+            connection.request(method, quote(path, safe="/?=&"), body or None, self._headers(body))
+            answer = connection.getresponse()
+            content = _content(answer, deadline)
+        except BaseException:
+            self.close()
+            raise
+        if answer.will_close:
+            self.close()
+        return answer.status, content
+
+    def close(self) -> None:
+        """Closes the connection of this thread."""
+        connection, self._local.connection = getattr(self._local, "connection", None), None
+        if connection is not None:
+            connection.close()
+
+    def _headers(self, body: bytes) -> dict[str, str]:
+        kind = {"content-type": "application/octet-stream"} if body else {}
+        return {"authorization": f"Bearer {self.key}", **kind}
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
+        if connection is None or connection.sock is None:
+            parts = urlsplit(self.url)
+            connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_s)
+            connection.connect()
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._local.connection = connection
+        elif _is_closed(connection.sock):
+            self.close()
+            return self._connection(timeout_s)
+        connection.sock.settimeout(timeout_s)
+        return connection
+
+    def _checked(self, status: int, answer: bytes, path: str) -> bytes:
+        if status in (200, 204):
+            return answer
+        message = _message(answer)
+        if status == 404:
+            raise NotThere(message)
+        if status == 409:
+            raise SessionEnded(f"{self.what} has replaced this process: {message}")
+        if status == 507:
+            raise DiskFull(f"{self.what}: {message}")
+        if status == 500:
+            raise StoreError(message)
+        if status == 401:
+            raise UserError(f"{self.what} at {self.url} rejected the key", fix=f"set {KEY_VARIABLE} to the key of this session")
+        raise UserError(f"{self.what} rejected {path} with status {status}: {message}", fix="use the same agentrl version on every host")
+
+
+def take_key() -> str:
+    """Returns the key of this part, and removes it from the environment, which other programs inherit. Raises `UserError`."""
+    key = os.environ.pop(KEY_VARIABLE, "")
+    if not key:
+        raise UserError(f"{KEY_VARIABLE} is not set", fix="set it to the key that the driver gave to this part")
+    return key
+
+
+def _content(answer: http.client.HTTPResponse, deadline: float) -> bytes:
+    """Returns the content of an answer. Raises `TimeoutError` at the deadline, also if bytes still arrive."""
+    if (answer.length or 0) > MAX_ANSWER:
+        raise http.client.HTTPException(f"the answer has {answer.length} bytes; the maximum is {MAX_ANSWER}")
+    pieces, size = [], 0
+    while piece := answer.read1(_PIECE):
+        size += len(piece)
+        if size > MAX_ANSWER:
+            raise http.client.HTTPException(f"the answer has more than {MAX_ANSWER} bytes")
+        if time.monotonic() > deadline:
+            raise TimeoutError("the answer did not end in time")
+        pieces.append(piece)
+    if answer.length:
+        raise http.client.IncompleteRead(b"", answer.length)
+    answer.close()  # the connection stays open for the next request
+    return b"".join(pieces)
+
+
+def _is_closed(sock: socket.socket) -> bool:
+    """Whether the server has closed an idle connection, or sent data that belongs to no request."""
+    try:
+        sock.setblocking(False)
+        sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _message(answer: bytes) -> str:
+    try:
+        return str(json.loads(answer)["error"])[:_TEXT]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return answer[:_TEXT].decode(errors="replace")

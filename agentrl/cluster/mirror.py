@@ -1,0 +1,254 @@
+"""A host's copy of a run folder, for parts that run there without the driver's disk.
+
+`fetch` copies a version or checkpoint from the driver, `push` sends one that the learner wrote here. Both transfer only missing chunks,
+check each of them, and continue after an interruption; a folder appears under its name when it is complete. Mirrors that fetch the same
+folder form a chain: each gets chunks from the mirror that started before it, so the driver's link carries a folder about once, whatever
+their number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from typing import TypeVar
+
+from agentrl.base.error_text import disk_full_error
+from agentrl.base.files import write_atomically
+from agentrl.cluster.chunks import (
+    CHUNK,
+    ArrivingFolder,
+    ChunkIndex,
+    FolderListing,
+    drop_folders,
+    folder_path,
+    numbered_folders,
+)
+from agentrl.cluster.link import Link, LinkLost, NotThere
+from agentrl.errors import DiskFull, InfrastructureError
+from agentrl.records import codec
+
+T = TypeVar("T")
+
+TRANSFER_S = 1800.0
+"""Default deadline of a transfer."""
+_THREADS = 4  # transfers of chunks at a time
+_CHUNK_S = 120.0  # deadline of one chunk from the driver
+_PEER_S = 10.0  # deadline of one chunk from another mirror, which may have to wait for it itself
+_PEERS = 2  # mirrors that are tried
+_TRIES = 5  # for a chunk that arrives damaged
+_LOCK = ".mirror.lock"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".delta")
+
+
+class Mirror:
+    """The copy in `folder`. Safe for threads and for several processes of the host.
+
+    Args:
+        link: the driver.
+        index: the chunks of this host, which its `agentrl.cluster.relay.Relay` serves to others.
+        relay: address and key of that relay; None means that this host serves no others.
+    """
+
+    def __init__(self, folder: Path, link: Link, *, index: ChunkIndex | None = None, relay: tuple[str, str] | None = None) -> None:
+        self.folder, self.link = folder, link
+        self.index = index or ChunkIndex()
+        self.relay = relay
+        self.expected: frozenset[str] = frozenset()  # chunks that will arrive
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def fetch(self, name: str, *, timeout_s: float = TRANSFER_S, into: Path | None = None, weights: bool = True) -> Path:
+        """Returns the local path of `versions/000012`, `checkpoints/000012` or a single file, once it equals the driver's.
+
+        Args:
+            into: another path for a folder than in this mirror.
+            weights: whether the files of a folder that contain weights are fetched too.
+
+        Raises `NotThere` if the driver does not have it, `DiskFull`, `LinkLost` if the driver does not answer, and `InfrastructureError`
+        for another fault of this host.
+        """
+        if "/" not in name:
+            return self._fetch_file(name)
+        with _local_errors(f"{name} in {self.folder}"), self._locked(timeout_s):
+            return self._fetch_folder(name, into, time.monotonic() + timeout_s, weights=weights)
+
+    def push(self, name: str, *, timeout_s: float = TRANSFER_S) -> None:
+        """Returns when the driver has a folder that is complete here. Raises as `fetch`."""
+        kind, number = name.split("/")
+        path, deadline = folder_path(self.folder, kind, number), time.monotonic() + timeout_s
+        with _local_errors(str(path)):
+            listing = self.index.list_folder(path)
+        while True:
+            try:
+                self.send(name, self.announce(name, listing, timeout_s=_left(deadline)), timeout_s=_left(deadline))
+                self.complete(name, timeout_s=_left(deadline))
+                return
+            except NotThere as error:  # the driver has forgotten the listing
+                if time.monotonic() > deadline:
+                    raise LinkLost(f"{name} was not complete at the driver within {timeout_s:g} s: {error}") from error
+
+    def announce(self, name: str, listing: FolderListing, *, timeout_s: float = TRANSFER_S) -> list[str]:
+        """Begins to send a folder with these files, and returns the checksums of the chunks that the driver lacks."""
+        data = self.link.json("POST", f"/arriving/{name}", codec.to_data(listing), timeout_s=timeout_s)
+        return [str(sha256) for sha256 in data]
+
+    def send(self, name: str, chunks: Sequence[str], *, timeout_s: float = TRANSFER_S) -> None:
+        """Sends chunks of an announced folder. Raises as `fetch`."""
+        deadline = time.monotonic() + timeout_s
+
+        def send(sha256: str) -> None:
+            data = self.index.read(sha256)
+            if data is None:
+                raise InfrastructureError(f"{name} changed while it was sent: a chunk has disappeared")
+            self.link.call("PUT", f"/arriving/{name}/{sha256}", data, timeout_s=min(_CHUNK_S, _left(deadline)))
+
+        self._for_each(chunks, send)
+
+    def complete(self, name: str, *, timeout_s: float = TRANSFER_S) -> None:
+        """Returns when a folder whose chunks have been sent is durable at the driver."""
+        self.link.json("POST", f"/arriving/{name}/commit", {}, timeout_s=timeout_s)
+
+    def names(self, kind: str) -> list[str]:
+        """Returns the driver's complete folders of a kind, in ascending order."""
+        return [str(name) for name in self.link.json("GET", f"/files/{kind}")]
+
+    def drop_extra(self, kind: str, *, keep: Sequence[str] = ()) -> None:
+        """Deletes the local folders that the driver no longer has, and what is left of interrupted transfers of them."""
+        there = {*self.names(kind), *keep}
+        with _local_errors(str(self.folder / kind)), self._locked(TRANSFER_S):
+            extra = [name for name in numbered_folders(self.folder, kind) if name not in there]
+            drop_folders(self.folder, kind, extra)
+            for part in (self.folder / kind).glob(".*.part"):
+                if part.name[1:-5] not in there:
+                    shutil.rmtree(part, ignore_errors=True)
+        for name in extra:
+            self.index.forget(self.folder / kind / name)
+
+    def _fetch_file(self, name: str) -> Path:
+        content = self.link.call("GET", f"/single/{name}")
+        path = self.folder / name
+        with _local_errors(str(path)):
+            if not path.exists() or path.read_bytes() != content:
+                write_atomically(path, content, private=True)
+        return path
+
+    def _fetch_folder(self, name: str, into: Path | None, deadline: float, *, weights: bool) -> Path:
+        kind, number = name.split("/")
+        final = into or folder_path(self.folder, kind, number)
+        listing = codec.from_json(FolderListing, self.link.call("GET", f"/files/{name}", timeout_s=_left(deadline)))
+        if not weights:
+            listing = FolderListing(files=tuple(one for one in listing.files if not one.name.endswith(_WEIGHTS)))
+        final.parent.mkdir(exist_ok=True)
+        arriving = ArrivingFolder(final, listing, self.index)
+        if missing := arriving.missing:
+            _check_space(final.parent, len(missing) * CHUNK, name)
+            self.expected |= frozenset(missing)
+            try:
+                sources = self._sources(name)
+                self._for_each(missing, lambda sha256: self._fetch_chunk(sha256, arriving, sources, deadline))
+            finally:
+                self.expected -= frozenset(missing)
+        arriving.commit()
+        return final
+
+    def _sources(self, name: str) -> list[Link]:
+        """Returns the mirrors that started before this one. A source that fails once is not used again."""
+        if self.relay is None:
+            return []
+        peers = self.link.json("POST", "/peers", {"folder": name, "url": self.relay[0], "key": self.relay[1]})
+        return [Link(str(peer["url"]), str(peer["key"]), what="a mirror", silence_s=_PEER_S) for peer in peers[:_PEERS]]
+
+    def _fetch_chunk(self, sha256: str, arriving: ArrivingFolder, sources: list[Link], deadline: float) -> None:
+        for source in tuple(sources):
+            try:
+                status, data = source.request("GET", f"/chunks/{sha256}", timeout_s=min(_PEER_S, _left(deadline)))
+                if status != 200:
+                    raise LinkLost(f"{source.url} answered with status {status}")
+                arriving.write(sha256, data)
+                return
+            except (HTTPException, LinkLost, ValueError, OSError) as error:
+                if isinstance(error, OSError) and disk_full_error(error):
+                    raise
+                with contextlib.suppress(ValueError):  # another thread has removed it
+                    sources.remove(source)
+        for tries in range(_TRIES):
+            data = self.link.call("GET", f"/chunks/{sha256}", timeout_s=min(_CHUNK_S, _left(deadline)))
+            try:
+                arriving.write(sha256, data)
+                return
+            except ValueError as error:
+                if tries == _TRIES - 1:
+                    raise LinkLost(f"a chunk of {arriving.final.name} arrives damaged from {self.link.url}: {error}") from error
+
+    def _for_each(self, chunks: Sequence[str], transfer: Callable[[str], None]) -> None:
+        """Calls `transfer` for each chunk, a few at a time, in their order. Raises the first error after all calls have ended."""
+        left, lock, failed = iter(chunks), threading.Lock(), threading.Event()
+
+        def work() -> None:
+            while not failed.is_set():
+                with lock:
+                    sha256 = next(left, None)
+                if sha256 is None:
+                    return
+                try:
+                    transfer(sha256)
+                except BaseException:
+                    failed.set()
+                    raise
+
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="mirror") as pool:
+            working = [pool.submit(work) for _ in range(_THREADS)]
+            wait(working, return_when=FIRST_EXCEPTION)
+        for one in working:
+            one.result()
+
+    @contextmanager
+    def _locked(self, timeout_s: float) -> Iterator[None]:
+        """Locks the mirror for one transfer: several parts of a host may need the same folder."""
+        handle = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            deadline = time.monotonic() + timeout_s
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise InfrastructureError(f"another process used the mirror {self.folder} for {timeout_s:g} s") from None
+                    time.sleep(0.05)
+            yield
+        finally:
+            os.close(handle)
+
+
+def _left(deadline: float) -> float:
+    """Returns the seconds until a deadline. Raises `LinkLost` after it."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise LinkLost("the transfer did not end in time")
+    return left
+
+
+def _check_space(folder: Path, needs: int, name: str) -> None:
+    free = shutil.disk_usage(folder).free
+    if needs > free:
+        raise DiskFull(f"no room for {name} in {folder}: {needs >> 20} MiB are missing, {free >> 20} MiB are free")
+
+
+@contextmanager
+def _local_errors(what: str) -> Iterator[None]:
+    """Raises `DiskFull` for a full disk, and `InfrastructureError` for another error of this host's disk."""
+    try:
+        yield
+    except OSError as error:
+        if disk_full_error(error) is not None:
+            raise DiskFull(f"no room to write {what}") from error
+        raise InfrastructureError(f"cannot read or write {what}: {error.strerror or error}") from error

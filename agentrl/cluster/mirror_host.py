@@ -1,0 +1,58 @@
+"""Hosts the processes of a run on a machine that does not share the driver's disk: in a mirror of the run folder."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from agentrl.cluster.link import Link, LinkLost
+from agentrl.cluster.mirror import Mirror
+from agentrl.cluster.process_host import HostedProcess, ProcessHost
+from agentrl.cluster.relay import relaying
+from agentrl.errors import InfrastructureError, LaunchError, UserError
+from agentrl.protocols.cluster import PartCommand
+
+
+class MirrorHost:
+    """A `ProcessHost` whose processes have a mirror. It serves the mirror's chunks to other hosts from `open` to `close`.
+
+    Args:
+        folder: the mirror; created if absent. Parts of a run on one host may share it.
+        link: the driver.
+        host: address of this machine, for servers and for other mirrors.
+    """
+
+    def __init__(self, folder: Path, link: Link, *, root: Path | None, host: str) -> None:
+        self._mirror, self._host = Mirror(folder, link), host
+        self._processes = ProcessHost(folder, root=root, host=host)
+        self._stack = AsyncExitStack()
+
+    async def open(self) -> None:
+        """Starts to serve other mirrors. Raises `InfrastructureError` if the address is not available."""
+        await self._stack.enter_async_context(relaying(self._mirror, host=self._host))
+
+    async def start(self, command: PartCommand) -> HostedProcess:
+        """Starts a part once the mirror has what it needs. Raises `LaunchError` and `OSError`."""
+        await self.fetch(*command.needs)
+        process = self._processes.start(command)
+        process.fetch = self.fetch  # type: ignore[method-assign]
+        return process
+
+    async def fetch(self, *paths: str) -> None:
+        """Returns when the mirror has these files and folders of the run, complete. Deletes versions that the driver has deleted.
+
+        Raises `LaunchError`.
+        """
+        try:
+            for path in paths:
+                await asyncio.to_thread(self._mirror.fetch, path)
+            if paths:
+                await asyncio.to_thread(self._mirror.drop_extra, "versions", keep=[Path(path).name for path in paths])
+        except (LinkLost, LookupError, InfrastructureError, UserError) as error:
+            raise LaunchError(f"{', '.join(paths)} cannot be fetched to {self._host}: {error}") from error
+
+    async def close(self) -> None:
+        """Kills the processes that still run and stops serving other mirrors."""
+        await self._processes.close()
+        await self._stack.aclose()

@@ -1,0 +1,117 @@
+"""One part of a run that is divided over several hosts: the learner's ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from agentrl.protocols import PartHandle
+
+_POLL_S = 0.2
+
+
+class PartGroup:
+    """A `PartHandle` of processes that only work together. The first one is on host 0, and its reports count.
+
+    Process ids of other hosts are not unique, so those of host n are listed as n * `HOST_IDS` plus the id.
+    """
+
+    HOST_IDS = 1 << 32
+
+    def __init__(self, members: Sequence[PartHandle]) -> None:
+        self._members = tuple(members)
+        self._first = members[0]
+
+    @property
+    def host(self) -> str:
+        """The address of host 0."""
+        return self._first.host
+
+    @property
+    def port(self) -> int:
+        """The port of host 0."""
+        return self._first.port
+
+    @property
+    def folder(self) -> str:
+        """The path of the run folder on host 0."""
+        return self._first.folder
+
+    @property
+    def scratch(self) -> str:
+        """The scratch folder on host 0."""
+        return self._first.scratch
+
+    @property
+    def node(self) -> str:
+        """The name of host 0."""
+        return self._first.node
+
+    @property
+    def pid(self) -> int:
+        """The process id on host 0."""
+        return self._first.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """0 if all members have ended with 0, the first other code if all have ended, and None while one runs."""
+        codes = [member.returncode for member in self._members]
+        return None if None in codes else next((code for code in codes if code), 0)
+
+    @property
+    def lost(self) -> str:
+        """Why a member is gone without an exit code; empty if none is."""
+        return next((member.lost for member in self._members if member.lost), "")
+
+    async def wait(self) -> int:
+        """Returns the exit code after the end of all members. Kills the others when one has failed: they would wait for it."""
+        while (code := self.returncode) is None:
+            if any(member.returncode for member in self._members):
+                await self.kill()
+                continue
+            ending = [asyncio.ensure_future(member.wait()) for member in self._members if member.returncode is None]
+            try:
+                await asyncio.wait(ending, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for one in ending:
+                    one.cancel()
+                await asyncio.gather(*ending, return_exceptions=True)
+        return code
+
+    def send_kill(self) -> None:
+        """Kills all members, without waiting for their end."""
+        for member in self._members:
+            member.send_kill()
+
+    async def kill(self) -> None:
+        """Kills all members and returns when none is left. Raises `LaunchError` as they do."""
+        await asyncio.gather(*(member.kill() for member in self._members))
+
+    async def terminate(self, *, grace_s: float) -> None:
+        """Terminates all members."""
+        await asyncio.gather(*(member.terminate(grace_s=grace_s) for member in self._members))
+
+    async def signal_children(self, number: int) -> None:
+        """Sends a signal to the children of every member."""
+        await asyncio.gather(*(member.signal_children(number) for member in self._members))
+
+    def processes(self) -> Mapping[int, str]:
+        """The processes of all members with their states."""
+        return {host * self.HOST_IDS + pid: state for host, one in enumerate(self._members) for pid, state in one.processes().items()}
+
+    def read_progress(self) -> bytes:
+        """Returns the progress that rank 0 has reported since the last call."""
+        return self._first.read_progress()
+
+    @property
+    def clock_offset_s(self) -> float:
+        """The clock offset of host 0."""
+        return self._first.clock_offset_s
+
+    def reasons(self) -> bytes:
+        """Returns the exit reasons of all members."""
+        return b"".join(member.reasons() for member in self._members)
+
+    async def fetch(self, *paths: str) -> None:
+        """Fetches files on every host."""
+        await asyncio.gather(*(member.fetch(*paths) for member in self._members))

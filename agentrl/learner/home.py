@@ -1,0 +1,234 @@
+"""What a learner reads and writes of its run: the ledger, the registry, checkpoints, versions and records.
+
+`FolderHome` uses the run folder. `agentrl.learner.remote_home.DriverHome` uses a mirror of it and the driver, if the learner's host does
+not share the driver's disk. A step counts when its checkpoint is where the next learner will look for it: `checkpoint_written` returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from agentrl.errors import StoreError
+from agentrl.experience import step_uses
+from agentrl.experience.step_uses import StepUses
+from agentrl.learner.driver_reports import UpdateFailureLog, disk_errors_raised
+from agentrl.learner.update_guard import UpdateFailure
+from agentrl.protocols import VersionRegistry
+from agentrl.records import Group, GroupUse, LedgerEntry, PolicyVersion, VersionState
+from agentrl.version import rollback
+from agentrl.version.rollback import RollbackRequest
+
+Spare = Callable[[], Collection[int]]
+"""Returns the checkpoints that must not be deleted, as of now."""
+
+
+class Collective(Protocol):
+    """What a home uses of `agentrl.learner.ranks.Ranks`, which needs torch."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+
+    @property
+    def is_first_on_host(self) -> bool:
+        """Whether this is the first rank of its host."""
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts."""
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Returns the bytes of every rank, on every rank."""
+        ...
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+
+
+class LearnerStore(Protocol):
+    """The methods of an `ExperienceStore` that a learner calls."""
+
+    def entries(self, *, first: int | None = None, step: int | None = None) -> tuple[LedgerEntry, ...]:
+        """See `ExperienceStore.entries`."""
+        ...
+
+    def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
+        """See `ExperienceStore.groups`."""
+        ...
+
+    def assign(self, step: int, indices: Sequence[int]) -> None:
+        """See `ExperienceStore.assign`."""
+
+    def commit(self, step: int, uses: Mapping[int, GroupUse], checkpoint: str) -> None:
+        """See `ExperienceStore.commit`."""
+
+    def close(self) -> None:
+        """See `ExperienceStore.close`."""
+
+
+class ReconciledStore(LearnerStore, Protocol):
+    """The methods that `FolderHome` calls."""
+
+    def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
+        """See `ExperienceStore.reconcile`."""
+
+
+class LearnerRegistry(Protocol):
+    """The methods of a `VersionRegistry` that a learner calls."""
+
+    def add(self, version: PolicyVersion) -> None:
+        """See `VersionRegistry.add`."""
+
+    def get(self, number: int) -> PolicyVersion | None:
+        """See `VersionRegistry.get`."""
+
+    def latest(self, *states: VersionState) -> PolicyVersion | None:
+        """See `VersionRegistry.latest`."""
+
+    def set_state(self, number: int, state: VersionState) -> None:
+        """See `VersionRegistry.set_state`."""
+
+    def verify(self, version: PolicyVersion) -> None:
+        """See `VersionRegistry.verify`."""
+
+    def reconcile(self, newest: int) -> tuple[int, ...]:
+        """See `VersionRegistry.reconcile`."""
+        ...
+
+    def pinned(self) -> frozenset[int]:
+        """See `VersionRegistry.pinned`."""
+        ...
+
+    def prune(self, keep: int) -> tuple[int, ...]:
+        """See `VersionRegistry.prune`."""
+        ...
+
+    def close(self) -> None:
+        """See `VersionRegistry.close`."""
+
+
+class RunHome(Protocol):
+    """A run as its learner sees it. Every rank has one; only rank 0 writes."""
+
+    @property
+    def folder(self) -> Path:
+        """The run folder, or the mirror of it on this host."""
+
+    @property
+    def store(self) -> LearnerStore:
+        """The ledger."""
+
+    @property
+    def registry(self) -> LearnerRegistry:
+        """The registry of versions."""
+
+    @property
+    def poll_s(self) -> float:
+        """Seconds between two looks at the ledger."""
+
+    def prepare(self, alert: Callable[[str], None]) -> None:
+        """Makes the newest intact checkpoint available in `folder`. Calls `alert` for a damaged newer one. All ranks call it."""
+
+    def need_checkpoint(self, number: int) -> None:
+        """Makes a checkpoint available in `folder`, if the run has it. All ranks call it."""
+
+    @property
+    def own_disk(self) -> bool:
+        """Whether each host of the learner has its own `folder`."""
+
+    def checkpoint_written(self, folder: Path, spare: Spare, ranks: Collective) -> None:
+        """Returns when a checkpoint that is complete in `folder` is durable for the next learner. If the ranks run on several hosts with
+        their own disks, `folder` has the files of this host, and all ranks call it; otherwise rank 0 does."""
+
+    def prune_checkpoints(self, keep: int, spare: Spare) -> None:
+        """Deletes all but the newest `keep` checkpoints and `spare` that the next learner would find."""
+
+    def version_written(self, folder: Path) -> None:
+        """Returns when the servers can get a version that is complete in `folder`."""
+
+    def base_probe_written(self) -> None:
+        """Returns when the driver has the probe of version 0."""
+
+    def record_uses(self, uses: StepUses) -> None:
+        """Records durably how the next step used its groups; its checkpoint is written next."""
+
+    def reconcile(self, steps: int, sha256: str) -> None:
+        """Sets ledger and recorded uses to those of a checkpoint after `steps` steps. Raises `StoreError` if they do not belong to it.
+
+        Args:
+            sha256: hash of what the steps consumed (`agentrl.experience.step_uses`).
+        """
+
+    def record_setbacks(self, setbacks: tuple[UpdateFailure, ...]) -> None:
+        """Appends setbacks to the run's log of them."""
+
+    def forget_setbacks(self, step: int) -> None:
+        """Removes the setbacks from `step` on."""
+
+    def pending_rollback(self) -> RollbackRequest | None:
+        """Returns the rollback that the gate or a user requests, if any."""
+
+    def close(self) -> None:
+        """Closes store and registry."""
+
+
+class FolderHome:
+    """A `RunHome` in the run folder of a shared disk."""
+
+    poll_s, own_disk = 0.05, False
+
+    def __init__(self, folder: Path, store: ReconciledStore, registry: VersionRegistry) -> None:
+        self.folder, self.store, self.registry = folder, store, registry
+        self.checkpoints = folder / "checkpoints"
+        self._setbacks = UpdateFailureLog(folder)
+
+    def prepare(self, alert: Callable[[str], None]) -> None:
+        """Does nothing: all checkpoints are here."""
+
+    def need_checkpoint(self, number: int) -> None:
+        """Does nothing."""
+
+    def checkpoint_written(self, folder: Path, spare: Spare, ranks: Collective) -> None:
+        """Does nothing."""
+
+    def prune_checkpoints(self, keep: int, spare: Spare) -> None:
+        """Does nothing: `agentrl.learner.checkpoint.save` has deleted them."""
+
+    def version_written(self, folder: Path) -> None:
+        """Does nothing."""
+
+    def base_probe_written(self) -> None:
+        """Does nothing."""
+
+    def record_uses(self, uses: StepUses) -> None:
+        """Appends a line to `checkpoints/consumed.jsonl`. Raises `DiskFull` or `LearnerError`."""
+        with disk_errors_raised(f"the uses of a step in {self.checkpoints}"):
+            step_uses.append_step(self.checkpoints, uses)
+
+    def reconcile(self, steps: int, sha256: str) -> None:
+        """See `RunHome.reconcile`."""
+        uses = step_uses.recorded_steps(self.checkpoints, steps, sha256, self.store.entries())
+        try:
+            step_uses.rewrite_steps(self.checkpoints, uses)  # without those that will be repeated
+        except OSError as error:
+            raise StoreError(f"{self.checkpoints / step_uses.CONSUMED_FILE} cannot be written: {error.strerror or error}") from error
+        self.store.reconcile(dict(enumerate(uses)))
+
+    def record_setbacks(self, setbacks: tuple[UpdateFailure, ...]) -> None:
+        """Appends setbacks to `failures/updates.jsonl`."""
+        self._setbacks.append(setbacks)
+
+    def forget_setbacks(self, step: int) -> None:
+        """Removes the setbacks from `step` on."""
+        self._setbacks.remove_from(step)
+
+    def pending_rollback(self) -> RollbackRequest | None:
+        """Reads the request in the registry's folder."""
+        return rollback.pending_request(self.folder / "versions", self.registry)
+
+    def close(self) -> None:
+        """Closes store and registry."""
+        self.store.close()
+        self.registry.close()

@@ -1,0 +1,193 @@
+"""The driver's HTTP routes for a learner that does not share its disk: ledger, registry and records (`agentrl.learner.remote_home`).
+
+    POST /learner/METHOD    {"id": ..., ...}: a call; repeated with the same id, it is not executed again
+    POST /learner/group     {"index": ...}: one group of the ledger
+
+Calls are executed one at a time, in the order of their arrival. A learner that the driver has replaced is rejected before that, so none of
+its calls follows one of its successor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agentrl.cluster.chunks import checkpoints_to_drop, drop_folders, numbered_folders
+from agentrl.cluster.file_service import FileService
+from agentrl.cluster.run_service import LEARNER, Route, RunService, bytes_response, call_once
+from agentrl.experience import DriverStore
+from agentrl.gateway.request import RequestError, read_json
+from agentrl.gateway.wire import body_of, bytes_of, json_response
+from agentrl.learner.home import FolderHome
+from agentrl.learner.update_guard import UpdateFailure
+from agentrl.protocols import VersionRegistry
+from agentrl.records import GroupUse, PolicyVersion, VersionState, codec
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+T = TypeVar("T")
+
+MAX_CALL = 512 << 20
+"""Bytes of a call; the largest are the uses of a step and the setbacks of an update."""
+_BODY_S = 120.0
+
+
+class HomeService:
+    """The routes for one run.
+
+    Args:
+        store: the driver's store; calls that use it run on its thread.
+        registry: used from threads.
+    """
+
+    def __init__(self, folder: Path, store: DriverStore, registry: VersionRegistry) -> None:
+        self._folder, self._store, self._registry = folder, store, registry
+        self._calls: dict[str, asyncio.Task[Any]] = {}
+        self._turn = asyncio.Lock()  # the order of the calls; its waiters get it in turn
+        self._methods: dict[str, Callable[[Any], Awaitable[Any]]] = {
+            "entries": self._entries,
+            "assign": self._assign,
+            "commit": self._commit,
+            "reconcile": self._reconcile,
+            "record_uses": self._record_uses,
+            "record_setbacks": self._record_setbacks,
+            "forget_setbacks": self._forget_setbacks,
+            "prune_checkpoints": self._prune_checkpoints,
+            "pending_rollback": self._pending_rollback,
+            "add": self._add,
+            "get": self._get,
+            "latest": self._latest,
+            "set_state": self._set_state,
+            "verify": self._verify,
+            "reconcile_versions": self._reconcile_versions,
+            "pinned": self._pinned,
+            "prune": self._prune,
+        }
+
+    def routes(self) -> list[Route]:
+        """Returns the routes, which only the learner may use."""
+        learner = frozenset({LEARNER})
+        return [Route("POST", "/learner/group", learner, self._group), Route("POST", "/learner/{method}", learner, self._call)]
+
+    async def _call(self, request: Request) -> Response:
+        method = self._methods.get(request.path_params["method"])
+        if method is None:
+            raise RequestError("invalid", f"the learner has no call {request.path_params['method'][:100]!a}")
+        data = read_json(await bytes_of(request, _BODY_S, most=MAX_CALL))
+        return json_response(await call_once(self._calls, str(data["id"])[:100], lambda: self._in_turn(method, data)))
+
+    async def _in_turn(self, method: Callable[[Any], Awaitable[Any]], data: Any) -> Any:
+        async with self._turn:
+            return await method(data)
+
+    async def _group(self, request: Request) -> Response:
+        index = int((await body_of(request, _BODY_S))["index"])
+        (group,) = await self._store.groups((index,))
+        return bytes_response(await asyncio.to_thread(codec.to_json, group))
+
+    async def _entries(self, data: Any) -> Any:
+        first, step = (None if data[name] is None else int(data[name]) for name in ("first", "step"))
+        return [codec.to_data(entry) for entry in await self._store.entries(first=first, step=step)]
+
+    async def _assign(self, data: Any) -> None:
+        step, indices = int(data["step"]), [int(index) for index in data["indices"]]
+        await self._store.call(lambda store: store.assign(step, indices))
+
+    async def _commit(self, data: Any) -> None:
+        step, uses, checkpoint = int(data["step"]), _uses(data["uses"]), str(data["checkpoint"])[:100]
+        await self._store.call(lambda store: store.commit(step, uses, checkpoint))
+
+    async def _reconcile(self, data: Any) -> None:
+        steps, sha256 = int(data["steps"]), str(data["sha256"])
+        await self._home(lambda home: home.reconcile(steps, sha256))
+
+    async def _record_uses(self, data: Any) -> None:
+        uses = _uses(data["uses"])
+        await self._home(lambda home: home.record_uses(uses))
+
+    async def _record_setbacks(self, data: Any) -> None:
+        setbacks = tuple(codec.from_json(UpdateFailure, json.dumps(one)) for one in data["setbacks"])
+        await self._home(lambda home: home.record_setbacks(setbacks))
+
+    async def _forget_setbacks(self, data: Any) -> None:
+        step = int(data["step"])
+        await self._home(lambda home: home.forget_setbacks(step))
+
+    async def _prune_checkpoints(self, data: Any) -> None:
+        keep, spare = max(1, int(data["keep"])), [int(number) for number in data["spare"]]
+
+        def prune() -> None:
+            names = numbered_folders(self._folder, "checkpoints")
+            drop_folders(self._folder, "checkpoints", checkpoints_to_drop(names, keep, spare))
+
+        await asyncio.to_thread(prune)
+
+    async def _pending_rollback(self, data: Any) -> Any:
+        request = await self._home(lambda home: home.pending_rollback())
+        return None if request is None else codec.to_data(request)
+
+    async def _add(self, data: Any) -> None:
+        version = codec.from_json(PolicyVersion, json.dumps(data["version"]))
+        if version.folder != f"versions/{version.number:06d}":
+            raise ValueError(f"version {version.number} cannot be in {version.folder[:200]!a}")
+        await asyncio.to_thread(self._registry.add, version)
+
+    async def _get(self, data: Any) -> Any:
+        return _version(await asyncio.to_thread(self._registry.get, int(data["number"])))
+
+    async def _latest(self, data: Any) -> Any:
+        return _version(await asyncio.to_thread(self._registry.latest, *map(VersionState, data["states"])))
+
+    async def _set_state(self, data: Any) -> None:
+        await asyncio.to_thread(self._registry.set_state, int(data["number"]), VersionState(data["state"]))
+
+    async def _verify(self, data: Any) -> None:
+        version = codec.from_json(PolicyVersion, json.dumps(data["version"]))
+        known = await asyncio.to_thread(self._registry.get, version.number)
+        if known is None or known.folder != version.folder:
+            raise ValueError(f"version {version.number} is not registered")
+        await asyncio.to_thread(self._registry.verify, version)
+
+    async def _reconcile_versions(self, data: Any) -> Any:
+        return await asyncio.to_thread(self._registry.reconcile, int(data["newest"]))
+
+    async def _pinned(self, data: Any) -> Any:
+        return sorted(await asyncio.to_thread(self._registry.pinned))
+
+    async def _prune(self, data: Any) -> Any:
+        return await asyncio.to_thread(self._registry.prune, max(1, int(data["keep"])))
+
+    async def _home(self, function: Callable[[FolderHome], T]) -> T:
+        """Returns what `function` returns for the run folder; it runs on the store's thread."""
+        return await self._store.call(lambda store: function(FolderHome(self._folder, store, self._registry)))
+
+
+class LearnerSessions:
+    """Keys of the learners of a run on other hosts, one valid at a time."""
+
+    def __init__(self, service: RunService, files: FileService) -> None:
+        self._service, self._files = service, files
+
+    @property
+    def url(self) -> str:
+        """The address of the driver."""
+        return self._service.url
+
+    async def start(self) -> str:
+        """Returns the key of the learner that starts now. Requests of earlier learners are refused from now on, with status 409."""
+        self._service.revoke(LEARNER)
+        await self._files.stop_arrivals()
+        return self._service.new_key(LEARNER)
+
+
+def _uses(data: Any) -> dict[int, GroupUse]:
+    return {int(index): codec.from_json(GroupUse, json.dumps(use)) for index, use in data.items()}
+
+
+def _version(version: PolicyVersion | None) -> Any:
+    return None if version is None else codec.to_data(version)

@@ -1,0 +1,236 @@
+"""A `RunHome` of a learner that does not share the driver's disk: a mirror of the run folder, and calls to the driver.
+
+Ledger, registry, and the newest checkpoints and versions are at the driver. The learner writes into its mirror and sends what is complete,
+in the order of a learner on the driver's disk: checkpoint, commit, version, registration. A local checkpoint that the driver does not have
+is deleted at the next start: its step is repeated, with the same result.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from agentrl.base.files import has_intact_files
+from agentrl.cluster.chunks import FileChunks, FolderListing
+from agentrl.cluster.file_service import BASE_PROBE
+from agentrl.cluster.link import Link, NotThere
+from agentrl.cluster.mirror import Mirror
+from agentrl.errors import DiskFull
+from agentrl.experience.step_uses import StepUses
+from agentrl.learner.home import Collective, Spare
+from agentrl.learner.update_guard import UpdateFailure
+from agentrl.records import Group, GroupUse, LedgerEntry, PolicyVersion, VersionState, codec
+from agentrl.version.rollback import RollbackRequest
+
+CALL_S = 300.0
+"""Deadline of a call, in which it is repeated while the driver does not answer."""
+_GROUPS = 4  # groups read at a time
+
+
+class Calls:
+    """Calls of a learner to its driver. A call that is repeated after a lost answer keeps its id, so the driver executes it once."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    def __call__(self, method: str, **arguments: Any) -> Any:
+        """Returns the answer as JSON data. Raises as `Link.call`."""
+        data = {"id": secrets.token_hex(12), **arguments}
+        return self.link.json("POST", f"/learner/{method}", data, timeout_s=CALL_S)
+
+
+class RemoteStore:
+    """A `LearnerStore`: the driver's ledger."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def entries(self, *, first: int | None = None, step: int | None = None) -> tuple[LedgerEntry, ...]:
+        """Returns the ledger's entries, see `ExperienceStore.entries`."""
+        return tuple(codec.from_json(LedgerEntry, json.dumps(one)) for one in self._calls("entries", first=first, step=step))
+
+    def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
+        """Returns groups in the given order, some at a time."""
+        with ThreadPoolExecutor(_GROUPS, thread_name_prefix="groups") as pool:
+            return tuple(pool.map(self._group, indices))
+
+    def assign(self, step: int, indices: Sequence[int]) -> None:
+        """Assigns groups to a step."""
+        self._calls("assign", step=step, indices=list(indices))
+
+    def commit(self, step: int, uses: Mapping[int, GroupUse], checkpoint: str) -> None:
+        """Marks the groups of a step as consumed."""
+        self._calls("commit", step=step, uses=_uses(uses), checkpoint=checkpoint)
+
+    def close(self) -> None:
+        """Closes nothing: connections belong to the link."""
+
+    def _group(self, index: int) -> Group:
+        body = json.dumps({"index": index}).encode()
+        return codec.from_json(Group, self._calls.link.call("POST", "/learner/group", body, timeout_s=CALL_S))
+
+
+class RemoteRegistry:
+    """A `LearnerRegistry`: the driver's registry of versions."""
+
+    def __init__(self, calls: Calls, mirror: Mirror) -> None:
+        self._calls, self._mirror = calls, mirror
+
+    def add(self, version: PolicyVersion) -> None:
+        """Registers a version that the driver has."""
+        self._calls("add", version=codec.to_data(version))
+
+    def get(self, number: int) -> PolicyVersion | None:
+        """Returns a version; None if it is not registered."""
+        return _version(self._calls("get", number=number))
+
+    def latest(self, *states: VersionState) -> PolicyVersion | None:
+        """Returns the newest version in one of `states`."""
+        return _version(self._calls("latest", states=[state.value for state in states]))
+
+    def set_state(self, number: int, state: VersionState) -> None:
+        """Sets the state of a version."""
+        self._calls("set_state", number=number, state=state.value)
+
+    def verify(self, version: PolicyVersion) -> None:
+        """Raises `StoreError` if the driver's weights of a version are not the registered ones."""
+        self._calls("verify", version=codec.to_data(version))
+
+    def reconcile(self, newest: int) -> tuple[int, ...]:
+        """Removes every version newer than the checkpoint."""
+        return tuple(self._calls("reconcile_versions", newest=newest))
+
+    def pinned(self) -> frozenset[int]:
+        """Returns the pinned versions."""
+        return frozenset(self._calls("pinned"))
+
+    def prune(self, keep: int) -> tuple[int, ...]:
+        """Deletes the weights of old versions, at the driver and in the mirror."""
+        numbers = tuple(self._calls("prune", keep=keep))
+        self._mirror.drop_extra("versions")
+        return numbers
+
+    def close(self) -> None:
+        """Closes nothing."""
+
+
+class DriverHome:
+    """A `RunHome` in a mirror.
+
+    Args:
+        mirror: has recipe and version 0, see `fetch_run`.
+    """
+
+    poll_s, own_disk = 0.25, True
+
+    def __init__(self, mirror: Mirror) -> None:
+        self.folder, self._mirror = mirror.folder, mirror
+        self._calls = Calls(mirror.link)
+        self.store, self.registry = RemoteStore(self._calls), RemoteRegistry(self._calls, mirror)
+
+    @classmethod
+    def open(cls, folder: Path, url: str, key: str) -> DriverHome:
+        """Returns the home of a learner with a mirror in `folder`, which gets the recipe and version 0."""
+        mirror = Mirror(folder, Link(url, key))
+        mirror.fetch("recipe.json")
+        mirror.fetch("versions/000000")
+        return cls(mirror)
+
+    def prepare(self, alert: Callable[[str], None]) -> None:
+        """Fetches the newest intact checkpoint and deletes local ones that the driver does not have."""
+        self._mirror.drop_extra("checkpoints")
+        for name in reversed(self._mirror.names("checkpoints")):
+            path = self._mirror.fetch(f"checkpoints/{name}")
+            if has_intact_files(path):
+                return
+            alert(f"checkpoint {name} is damaged at the driver: the one before is used\n  fix: check the driver's disk")
+
+    def need_checkpoint(self, number: int) -> None:
+        """Fetches a checkpoint, if the driver has it."""
+        try:
+            self._mirror.fetch(f"checkpoints/{number:06d}")
+        except NotThere:
+            return
+
+    def checkpoint_written(self, folder: Path, spare: Spare, ranks: Collective) -> None:
+        """Sends a checkpoint. If the driver's disk is nearly full, older ones are deleted there first. Each host sends its files."""
+        name = f"checkpoints/{folder.name}"
+        if ranks.hosts > 1:
+            self._send_parts(name, folder, spare, ranks)
+            return
+        try:
+            self._mirror.push(name)
+        except DiskFull:
+            self.prune_checkpoints(1, spare)
+            self._mirror.push(name)
+
+    def _send_parts(self, name: str, folder: Path, spare: Spare, ranks: Collective) -> None:
+        own = self._mirror.index.list_folder(folder) if ranks.is_first_on_host else FolderListing(files=())
+        by_name: dict[str, FileChunks] = {}
+        for data in reversed(ranks.gather_bytes(codec.to_json(own))):  # of a file that several hosts have, the first host's counts
+            by_name |= {one.name: one for one in codec.from_json(FolderListing, data).files}
+        whole = FolderListing(files=tuple(by_name[file] for file in sorted(by_name)))
+        missing: list[str] = []
+        if ranks.is_first:
+            try:
+                missing = self._mirror.announce(name, whole)
+            except DiskFull:
+                self.prune_checkpoints(1, spare)
+                missing = self._mirror.announce(name, whole)
+        missing = json.loads(ranks.gather_bytes(json.dumps(missing).encode())[0])
+        here = {sha256 for one in own.files if by_name[one.name] == one for sha256 in one.chunks}
+        self._mirror.send(name, [sha256 for sha256 in missing if sha256 in here])
+        ranks.barrier()
+        if ranks.is_first:
+            self._mirror.complete(name)
+        ranks.barrier()
+
+    def prune_checkpoints(self, keep: int, spare: Spare) -> None:
+        """Deletes old checkpoints at the driver."""
+        self._calls("prune_checkpoints", keep=keep, spare=sorted(spare()))
+
+    def version_written(self, folder: Path) -> None:
+        """Sends a version."""
+        self._mirror.push(f"versions/{folder.name}")
+
+    def base_probe_written(self) -> None:
+        """Sends the probe of version 0."""
+        self._mirror.link.call("PUT", "/base_probe", (self.folder / BASE_PROBE).read_bytes())
+
+    def record_uses(self, uses: StepUses) -> None:
+        """Records how the next step used its groups."""
+        self._calls("record_uses", uses=_uses(uses))
+
+    def reconcile(self, steps: int, sha256: str) -> None:
+        """Sets the driver's ledger and recorded uses to those of a checkpoint."""
+        self._calls("reconcile", steps=steps, sha256=sha256)
+
+    def record_setbacks(self, setbacks: tuple[UpdateFailure, ...]) -> None:
+        """Appends setbacks to the driver's log."""
+        if setbacks:
+            self._calls("record_setbacks", setbacks=[codec.to_data(one) for one in setbacks])
+
+    def forget_setbacks(self, step: int) -> None:
+        """Removes the setbacks from `step` on."""
+        self._calls("forget_setbacks", step=step)
+
+    def pending_rollback(self) -> RollbackRequest | None:
+        """Returns the rollback that the gate or a user requests."""
+        data = self._calls("pending_rollback")
+        return None if data is None else codec.from_json(RollbackRequest, json.dumps(data))
+
+    def close(self) -> None:
+        """Closes the connection of this thread."""
+        self._mirror.link.close()
+
+
+def _uses(uses: Mapping[int, GroupUse]) -> dict[str, Any]:
+    return {str(index): codec.to_data(use) for index, use in uses.items()}
+
+
+def _version(data: Any) -> PolicyVersion | None:
+    return None if data is None else codec.from_json(PolicyVersion, json.dumps(data))

@@ -1,0 +1,163 @@
+"""What a rollout worker has of its run: the run folder of the driver's machine, or a mirror of the few files it needs and the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from agentrl.base.untrusted_files import read_bytes
+from agentrl.cluster.link import Link, NotThere
+from agentrl.cluster.mirror import Mirror
+from agentrl.config.tools import MemoryConfig
+from agentrl.errors import ServingError, UserError
+from agentrl.experience import FolderCheckpoints
+from agentrl.experience.checkpoints import decode_checkpoint, encode_checkpoint
+from agentrl.memory import NoteStore
+from agentrl.memory.episode import SearchableNotes
+from agentrl.memory.run_memory import NOTES_FILE
+from agentrl.memory.store import NoteMatch
+from agentrl.protocols import EpisodeCheckpoints
+from agentrl.records import EpisodeState, ScoredEpisode
+from agentrl.run.worker_api import ADDRESS_FILE
+
+if TYPE_CHECKING:
+    from agentrl.run.worker import DriverConnection
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T", EpisodeState, ScoredEpisode)
+
+_LOADS = 3  # tries
+_NOTES_S = 30.0
+_MAX_KEY_FILE = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerAccess:
+    """Where a worker finds its driver and its files.
+
+    `link`: the driver, for a worker whose host does not share the driver's disk; None if it does.
+    """
+
+    url: str
+    key: str = field(repr=False)
+    folder: Path  # the run folder, or the worker's own copy of some of its files
+    root: Path | None = None  # the project on this host; None means that of the driver
+    link: Link | None = None
+
+    @classmethod
+    def local(cls, folder: Path) -> WorkerAccess:
+        """Returns the access of a worker with the run folder. Raises `UserError` if the driver accepts no workers."""
+        url, key = read_address(folder)
+        return cls(url=url, key=key, folder=folder)
+
+    @classmethod
+    def remote(cls, url: str, key: str, *, stack: AsyncExitStack, root: Path, folder: Path | None = None) -> WorkerAccess:
+        """Returns the access of a worker on another host. Without `folder` it uses a temporary one, which `stack` removes."""
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="agentrl-worker-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        return cls(url=url, key=key, folder=folder, root=root, link=Link(url, key))
+
+    async def policy_folder(self) -> Path:
+        """Returns a folder with tokenizer and chat template of the policy. Raises as `Mirror.fetch`."""
+        if self.link is None:
+            return self.folder / "versions" / "000000"
+        return await asyncio.to_thread(self._fetch, self.link)
+
+    def checkpoints(self, driver: DriverConnection, lease_of: Callable[[int], str | None]) -> EpisodeCheckpoints:
+        """Returns where episodes in progress are saved. `lease_of`: returns the lease of a group."""
+        return FolderCheckpoints(self.folder / "running") if self.link is None else DriverCheckpoints(driver, lease_of)
+
+    def notes(self, config: MemoryConfig) -> SearchableNotes:
+        """Opens the notes of earlier episodes."""
+        return NoteStore(self.folder / NOTES_FILE, config) if self.link is None else DriverNotes(self.link, config)
+
+    def _fetch(self, link: Link) -> Path:
+        mirror = Mirror(self.folder, link)
+        with suppress(NotThere):
+            mirror.fetch("mcp.json")
+        return mirror.fetch("versions/000000", into=self.folder / "policy", weights=False)
+
+
+class DriverCheckpoints:
+    """`EpisodeCheckpoints` in the driver's run folder."""
+
+    def __init__(self, driver: DriverConnection, lease_of: Callable[[int], str | None]) -> None:
+        self._driver, self._lease_of = driver, lease_of
+
+    async def save_state(self, group: int, member: int, state: EpisodeState) -> None:
+        """Saves the newest state of an attempt."""
+        await self._save(group, member, "state", state)
+
+    async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
+        """Saves the scored episode of an attempt in place of its state."""
+        await self._save(group, member, "scored", scored)
+
+    async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
+        """Returns the saved state or scored episode of an attempt; None if neither is intact, or the driver does not answer."""
+        scored = await self._load(group, member, "scored", ScoredEpisode)
+        return await self._load(group, member, "state", EpisodeState) if scored is None else scored
+
+    async def _save(self, group: int, member: int, kind: str, record: EpisodeState | ScoredEpisode) -> None:
+        try:
+            body = await asyncio.to_thread(encode_checkpoint, record)
+            await self._driver.call(self._path(group, member, kind), content=body)
+        except (OSError, ServingError, UserError) as error:
+            log.warning("attempt %d of group %d could not be saved: a crash would lose its turns: %s", member, group, error)
+
+    async def _load(self, group: int, member: int, kind: str, record: type[T]) -> T | None:
+        for tries in range(_LOADS):
+            try:
+                body = await self._driver.call(self._path(group, member, kind))
+                return await asyncio.to_thread(decode_checkpoint, record, body) if body else None
+            except ServingError as error:
+                if tries == _LOADS - 1:
+                    log.warning("attempt %d of group %d starts again, because its turns cannot be read: %s", member, group, error)
+            except (ValueError, OSError) as error:
+                log.warning("attempt %d of group %d starts again, because its turns are damaged: %s", member, group, str(error)[:200])
+                return None
+        return None
+
+    def _path(self, group: int, member: int, kind: str) -> str:
+        return f"/running/{self._lease_of(group) or 'none'}/{member}/{kind}"
+
+
+class DriverNotes:
+    """The driver's notes of earlier episodes. Its callers are in threads."""
+
+    def __init__(self, link: Link, config: MemoryConfig) -> None:
+        self._link, self.config = link, config
+
+    def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[NoteMatch, ...]:
+        """See `NoteStore.search`. Raises `InfrastructureError` if the driver does not answer."""
+        data = {"query": query, "scope": scope, "version": version, "task_key": task_key}
+        return tuple(NoteMatch(**one) for one in self._link.json("POST", "/notes", data, timeout_s=_NOTES_S))
+
+
+def read_address(folder: Path) -> tuple[str, str]:
+    """URL and key of the driver of a run. Raises `UserError` if it accepts no workers."""
+    try:
+        data = json.loads(read_bytes(folder / ADDRESS_FILE, most=_MAX_KEY_FILE, inside=folder))
+        return str(data["url"]), str(data["key"])
+    except (OSError, ValueError, LookupError, TypeError):
+        raise UserError(
+            f"no driver of {folder} accepts workers", fix="start the run with rollout.workers=1 or more, and wait until it samples"
+        ) from None
+
+
+def read_key(path: Path) -> str:
+    """Returns the key in a file: a copy of the driver's `ADDRESS_FILE`, or the key alone. Raises `UserError`."""
+    try:
+        text = read_bytes(path, most=_MAX_KEY_FILE).decode().strip()
+        return str(json.loads(text)["key"]) if text.startswith("{") else text
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path} contains no key: {error}", fix=f"copy {ADDRESS_FILE} from the run folder of the driver") from None

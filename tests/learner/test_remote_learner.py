@@ -1,0 +1,160 @@
+"""A real learner with a mirror instead of the driver's disk: the same versions, also after kills between any two of its writes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from agentrl.base.files import folder_manifest
+from agentrl.cluster.chunks import ChunkIndex
+from agentrl.experience import SqliteStore
+from agentrl.experience.audit import verify
+from agentrl.experience.step_uses import CONSUMED_FILE, read_steps
+from agentrl.records import VersionState
+from agentrl.version import FolderRegistry
+from tests.cluster.hosts import hosts
+from tests.cluster.serving import Driver, driving
+from tests.learner import preloaded
+from tests.learner.building import random_group, recipe, write_run
+from tests.ledgers import consumed
+
+pytestmark = pytest.mark.deepspeed
+STEPS = 3
+POINTS = [
+    ("before-record_uses", "a"),
+    ("before-checkpoint_written", "a"),
+    ("chunk-1", "b"),
+    ("after-checkpoint_written", "a"),  # step 1 counts
+    ("before-version_written", "b"),
+    ("after-version_written", "b"),
+    ("after-add", "a"),
+    ("before-commit", "a"),  # of step 2
+    ("before-add", "b"),
+    ("after-prune", "b"),
+    ("after-commit", "a"),  # of step 3
+]
+"""Kills in their order, and the mirror of the learner that is killed: two hosts take turns."""
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Checksums by path; of the files with the durations of an update, only that they exist."""
+    timed = ("update.json", "meta.json", "manifest.json")
+    return {path: "" if path.endswith(timed) else sha256 for path, sha256 in folder_manifest(folder).items()}
+
+
+def run_learner(host: Path, mirror: Path, driver: Driver, point: str = "") -> subprocess.CompletedProcess[str]:
+    module = ("tests.learner.crash", point) if point else ("agentrl.learner.main",)
+    command = preloaded.command(host, 1, *module, "--run-dir", str(mirror), "--driver", driver.url)
+    environment = {**os.environ, "AGENTRL_DRIVER_KEY": driver.start_learner()}
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+
+
+def test_a_learner_on_another_host_gives_the_same_versions_and_survives_kills_between_all_its_writes(tmp_path: Path, host: Path) -> None:
+    made = recipe(learner={"keep_checkpoints": 1, "keep_versions": 2}).but("order=replay").but(f"steps={STEPS}")
+    groups = [random_group(index, scores=[1.0] * 4 if index == 1 else None) for index in range(3 * STEPS)]
+    direct, run = tmp_path / "direct", tmp_path / "run"
+    for folder in (direct, run):
+        write_run(folder, made, groups)
+    command = preloaded.command(host, 1, "agentrl.learner.main", "--run-dir", str(direct))
+    subprocess.run(command, check=True, timeout=600)
+
+    with driving(run) as driver:
+        for point, name in POINTS:
+            killed = run_learner(host, tmp_path / name, driver, point)
+            assert killed.returncode != 0 and "Traceback" not in killed.stderr, (point, killed.stderr)
+        last = run_learner(host, tmp_path / "b", driver)
+        assert last.returncode == 0, last.stderr
+
+    ours, theirs = FolderRegistry(run / "versions"), FolderRegistry(direct / "versions")
+    assert ours.versions() == theirs.versions() and len(ours.versions()) == STEPS + 1
+    for kind in ("versions", "checkpoints"):
+        assert contents(run / kind) == contents(direct / kind), "retention too"
+    with_parts = [path.name for kind in ("versions", "checkpoints") for path in (run / kind).iterdir()]
+    assert not [name for name in with_parts if name.endswith((".part", ".old", ".gone"))]
+    store = SqliteStore(run / "experience.sqlite")
+    assert consumed(store) == {index: index // 3 for index in range(3 * STEPS)}
+    assert list(verify(run, store)) == []
+    store.close()
+    assert (run / "checkpoints" / CONSUMED_FILE).read_bytes() == (direct / "checkpoints" / CONSUMED_FILE).read_bytes()
+    assert len(read_steps(run / "checkpoints", 9)) == STEPS
+    latest = ours.latest(VersionState.CANDIDATE)
+    assert latest is not None and latest.number == STEPS
+    kept = ChunkIndex().list_folder(tmp_path / "b" / "versions" / f"{STEPS:06d}")
+    assert kept == ChunkIndex().list_folder(run / "versions" / f"{STEPS:06d}")
+
+
+def test_a_damaged_checkpoint_at_the_driver_gives_way_to_the_one_before(tmp_path: Path, host: Path) -> None:
+    made = recipe(learner={"keep_checkpoints": 2}).but("steps=2")
+    groups = [random_group(index) for index in range(6)]
+    run = tmp_path / "run"
+    write_run(run, made, groups)
+    with driving(run) as driver:
+        assert run_learner(host, tmp_path / "a", driver).returncode == 0
+        version = (run / "versions" / "000002" / "model.safetensors").read_bytes()
+        state = run / "checkpoints" / "000002" / "state" / "mp_rank_00_model_states.pt"
+        data = bytearray(state.read_bytes())
+        data[len(data) // 2] ^= 1
+        state.write_bytes(data)
+        again = run_learner(host, tmp_path / "b", driver)
+        assert again.returncode == 0 and "resumed after 1 steps" in again.stderr, again.stderr
+        assert (run / "versions" / "000002" / "model.safetensors").read_bytes() == version
+
+
+@pytest.mark.slow
+def test_a_learner_on_two_hosts_saves_one_checkpoint_that_one_host_continues(tmp_path: Path, host: Path) -> None:
+    """Each host has the shards of its rank on its own disk; the driver has all of them. One rank on one host continues from them."""
+    made = recipe(learner={"ranks": 2, "zero_stage": 2, "keep_checkpoints": 2}).but("steps=2")
+    groups = [random_group(index) for index in range(6)]
+    direct, run = tmp_path / "direct", tmp_path / "run"
+    for folder in (direct, run):
+        write_run(folder, made, groups)
+    subprocess.run(preloaded.command(host, 2, "agentrl.learner.main", "--run-dir", str(direct)), check=True, timeout=600)
+    with hosts(3, delay_ms=1.0) as network, ExitStack() as stack:
+        first, *others = network
+        driver = stack.enter_context(driving(run, host=first.address, within=first.enter))
+        environment = {**os.environ, "AGENTRL_DRIVER_KEY": driver.start_learner(), "OMP_NUM_THREADS": "1"}
+        for number, one in enumerate(others):
+            placement = f"1/{number}/2@{others[0].address}:29500"
+            worker = ("agentrl.learner.main", "--run-dir", str(tmp_path / f"host{number}"), "--driver", driver.url)
+            launch = ("-m", "agentrl.learner.launch", str(os.getpid()), placement, *worker)
+            one.python(*launch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for one in others:
+            output, _ = one.processes[0].communicate(timeout=600)
+            assert one.processes[0].returncode == 0, output[-3000:]
+        names = ("checkpoints/000001", "checkpoints/000002", "versions/000001", "versions/000002")
+        for name in names:
+            assert contents(run / name) == contents(direct / name), "as with both ranks on the driver's disk"
+        shards = [{path.name for path in (tmp_path / f"host{number}" / names[1]).rglob("*optim_states.pt")} for number in (0, 1)]
+        assert [len(one) for one in shards] == [1, 1] and shards[0] != shards[1]
+
+        again = recipe(learner={"ranks": 1, "zero_stage": 2}).but("steps=3")
+        (run / "recipe.json").write_text(again.model_dump_json())
+        store = SqliteStore(run / "experience.sqlite")
+        for index in range(6, 9):
+            store.put(random_group(index))
+        store.close()
+    with driving(run) as driver:
+        last = run_learner(host, tmp_path / "third", driver)
+        assert last.returncode == 0 and "resumed after 2 steps" in last.stderr, last.stderr
+    assert (run / "versions" / "000003" / "model.safetensors").exists()
+
+
+def test_a_learner_that_was_replaced_ends(tmp_path: Path, host: Path) -> None:
+    made = recipe()
+    run = tmp_path / "run"
+    write_run(run, made, [])
+    with driving(run) as driver:
+        command = preloaded.command(host, 1, "agentrl.learner.main", "--run-dir", str(tmp_path / "a"), "--driver", driver.url)
+        environment = {**os.environ, "AGENTRL_DRIVER_KEY": driver.start_learner()}
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as stale:
+            assert stale.stderr is not None
+            for line in stale.stderr:
+                if "is ready" in line:
+                    break
+            driver.start_learner()
+            rest = stale.stderr.read()
+    assert stale.returncode == 1 and "SessionEnded: the driver has replaced this process" in rest, rest
