@@ -1,6 +1,6 @@
 """The Kubernetes objects of a run: a KubeRay RayJob with its cluster, Redis, network policies, and the volume of its run folder.
 
-Every part of the plan is a worker group of its own, whose pods offer a custom resource `agentrl-PART`. The recipe inside the cluster
+Every part of the plan is a worker group of its own, whose pods offer a custom resource `agentrl-PART-pod`. The recipe inside the cluster
 reserves that resource, so that each part starts in its own kind of pod. The head pod has the driver, the run folder, and no CPU for parts.
 """
 
@@ -75,6 +75,8 @@ def build_objects(recipe: Recipe, plan: ClusterPlan, options: ManifestOptions) -
         raise UserError(
             "sandbox.backend=docker: a pod has no Docker daemon", fix="set sandbox.backend=bubblewrap, whose sandboxes run inside the pods"
         )
+    if wrong := sorted({name for part in plan.parts for name in part.bundle.custom if name.lower().endswith("gpu")}):
+        raise UserError(f"cluster.resources: KubeRay takes {', '.join(wrong)} for GPUs", fix="rename it so that it does not end in gpu")
     name = object_name(recipe.name)
     builder = _Builder(name=name, options=options)
     script = _start_script(recipe, plan, options, name)
@@ -117,8 +119,8 @@ def _reservations(plan: ClusterPlan) -> dict[str, dict[str, float | str]]:
 
 
 def _resource(part: PlannedPart) -> str:
-    """The custom resource of the pods of a part. The names of judges allow more characters than those of resources."""
-    return f"agentrl-{object_name(part.name)}"
+    """The custom resource of the pods of a part. KubeRay takes names that end in gpu for GPUs, hence the suffix."""
+    return f"agentrl-{object_name(part.name)}-pod"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

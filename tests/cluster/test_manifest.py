@@ -93,7 +93,7 @@ def test_the_job_keeps_the_rules_that_only_the_operator_checks() -> None:
     for group in cluster["workerGroupSpecs"]:
         assert group["minReplicas"] == group["replicas"] == group["maxReplicas"]
         assert not {"num-cpus", "num-gpus", "memory", "resources"} & set(group["rayStartParams"])
-        assert set(group["resources"]) >= {"CPU", "memory", f"agentrl-{group['groupName']}"}
+        assert set(group["resources"]) >= {"CPU", "memory", f"agentrl-{group['groupName']}-pod"}
     pinned = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["cluster"]
     assert any(f"ray=={RAY_VERSION.rpartition('.')[0]}." in one for one in pinned)
 
@@ -260,6 +260,11 @@ def test_names_of_objects_are_labels_and_differ_for_different_names(one: str, ot
 def test_values_that_kubernetes_rejects_are_errors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         written(build(RECIPE), **options)
+
+
+def test_a_custom_resource_that_kuberay_takes_for_gpus_is_an_error() -> None:
+    with pytest.raises(UserError, match="KubeRay takes my-gpu for GPUs"):
+        written(build({**RECIPE, "cluster": {"address": "auto", "resources": {"server": {"my-gpu": 1}}}}))
 
 
 def test_docker_sandboxes_are_an_error() -> None:
