@@ -81,7 +81,8 @@ class WorkerApi:
         """Listens on a free port of the loopback address during the block. Raises `InfrastructureError` if that fails."""
         server = HttpServer(app=self._app(), name="interface for rollout workers", host="127.0.0.1", connections=MAX_CONNECTIONS)
         await server.start()
-        write_atomically(self.folder / ADDRESS_FILE, json.dumps({"url": server.url, "key": self._key}), private=True)
+        address = json.dumps({"url": server.url, "key": self._key})
+        await asyncio.to_thread(write_atomically, self.folder / ADDRESS_FILE, address, private=True)
         try:
             yield
         finally:

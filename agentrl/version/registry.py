@@ -22,13 +22,13 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from agentrl.base.files import fsync_path, sha256_file, write_atomically
+from agentrl.base.files import fsync_path, sha256_file, wait_for_lock, write_atomically
+from agentrl.base.liveness import LOCK_WAIT_S
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import StoreError
 from agentrl.records import ADAPTER, PolicyVersion, VersionState, codec
@@ -50,13 +50,14 @@ _LEGAL = {
 class FolderRegistry:
     """A `VersionRegistry` kept as files in `folder` (the `versions/` of a run folder).
 
-    Writes hold an exclusive file lock and reads a shared one, so no process sees a half-done change of SERVING. The kernel releases the
-    lock when a process dies. Each record is replaced atomically.
+    Writes hold an exclusive file lock and reads of several records a shared one, so no process sees a half-done change of SERVING. The
+    kernel releases the lock when a process dies. Each record is replaced atomically, so `get` needs no lock. Methods block: call them in a
+    thread from an event loop.
 
     Raises `StoreError` if a record is damaged, a change is illegal, or the lock is not free within `lock_timeout_s`.
     """
 
-    def __init__(self, folder: Path, *, lock_timeout_s: float = 30.0) -> None:
+    def __init__(self, folder: Path, *, lock_timeout_s: float = LOCK_WAIT_S) -> None:
         self.folder = folder
         self._lock_timeout_s = lock_timeout_s
         self._closed = False
@@ -74,9 +75,9 @@ class FolderRegistry:
                 raise StoreError(f"version {version.number} is already registered with other weights in {self.folder}")
 
     def get(self, number: int) -> PolicyVersion | None:
-        """Returns a version; None if it is not registered."""
-        with self._locked(fcntl.LOCK_SH):
-            return self._read(number)
+        """Returns a version; None if it is not registered. Waits for no other process."""
+        self._check_open()
+        return self._read(number)
 
     def versions(self) -> tuple[PolicyVersion, ...]:
         """Returns all registered versions, oldest first."""
@@ -290,29 +291,25 @@ class FolderRegistry:
                     entry.unlink()
         return bool(extra)
 
-    @contextmanager
-    def _locked(self, how: int) -> Iterator[None]:
+    def _check_open(self) -> None:
         if self._closed:
             raise StoreError(f"the registry of {self.folder} is closed")
+
+    @contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        self._check_open()
         path = self.folder / ".lock"
         with _translated(path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            self._acquire(handle, how)
+            if not wait_for_lock(handle, how, within_s=self._lock_timeout_s):
+                raise StoreError(
+                    f"{self.folder} was locked by another process for {self._lock_timeout_s:g} s\n  fix: end that process (see"
+                    f" lsof {path}), then continue with --resume"
+                )
             yield
         finally:
             os.close(handle)
-
-    def _acquire(self, handle: int, how: int) -> None:
-        deadline = time.monotonic() + self._lock_timeout_s
-        while True:
-            try:
-                fcntl.flock(handle, how | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise StoreError(f"{self.folder} was locked by another process for {self._lock_timeout_s:g} s") from None
-                time.sleep(0.01)
 
 
 @contextmanager

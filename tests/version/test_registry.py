@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import json
@@ -25,6 +26,7 @@ from agentrl.protocols import VersionRegistry
 from agentrl.records import ADAPTER, WHOLE_MODEL, PolicyVersion, VersionState
 from agentrl.version import FolderRegistry, rollback
 from tests.forking import FORKS
+from tests.off_loop import PACKAGE, BlockingCalls
 from tests.strategies import examples
 
 CANDIDATE, SERVING, SERVED = VersionState.CANDIDATE, VersionState.SERVING, VersionState.SERVED
@@ -399,3 +401,29 @@ def test_a_long_lived_process_that_reads_only_recent_versions_prunes_as_a_new_on
             spared = {0, *registry.pinned(), *[version.number for version in registry.versions()][-2:]}
             assert not spared & {*registry.prune(keep=2)}
             assert FolderRegistry(registry.folder).prune(keep=2) == (), operation
+
+
+_WAITING = """
+import asyncio
+async def blocks(registry):
+    return registry.latest()
+async def threaded(registry):
+    return await asyncio.to_thread(registry.latest)
+def called(registry):
+    return registry.latest()
+"""
+
+
+async def test_a_call_that_blocks_an_event_loop_is_detected(registry: FolderRegistry) -> None:
+    """`tests.off_loop`, which watches all tests of the driver, reports what a coroutine of agentrl calls, unless a thread executes it."""
+    publish(registry, 0)
+    functions: dict[str, Any] = {}
+    exec(compile(_WAITING, f"{PACKAGE}/waiting.py", "exec"), functions)
+    with pytest.MonkeyPatch.context() as patch:
+        calls = BlockingCalls(patch)
+        assert await functions["threaded"](registry) == functions["called"](registry) and not calls.on_loop
+        await functions["blocks"](registry)
+        asyncio.get_running_loop().call_soon(functions["called"], registry)
+        await asyncio.sleep(0)
+    assert calls.calls["version"] == calls.calls["lock"] == 4
+    assert sorted(stack.partition(":")[0] for stack in calls.on_loop) == ["lock", "lock", "version", "version"], calls.on_loop
