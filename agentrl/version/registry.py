@@ -34,6 +34,8 @@ from agentrl.errors import StoreError
 from agentrl.records import ADAPTER, PolicyVersion, VersionState, codec
 from agentrl.version import deltas, rollback
 
+MAX_RECORDS = 10_000
+"""Records of versions that a run keeps, in addition to those with weights: an endless run would have a folder for each version."""
 _RECORD = "version.json"
 _HELD, _PINNED = "held", "pinned"
 _LARGEST = 1 << 20  # bytes of a record
@@ -86,8 +88,9 @@ class FolderRegistry:
 
     def latest(self, *states: VersionState) -> PolicyVersion | None:
         """Returns the newest version in one of these states, or in any state; None if there is none."""
-        matching = [version for version in self.versions() if not states or version.state in states]
-        return matching[-1] if matching else None
+        with self._locked(fcntl.LOCK_SH):
+            newest_first = (self._read(number) for number in reversed(self._numbers()))
+            return next((version for version in newest_first if version is not None and (not states or version.state in states)), None)
 
     def set_state(self, number: int, state: VersionState, *, sha256: str | None = None) -> None:
         """Changes a version's state as the table above allows. Setting its current state does nothing.
@@ -141,9 +144,7 @@ class FolderRegistry:
             if (pins := self._read_numbers(_PINNED)) & set(lost):  # other weights get these numbers
                 self._write_numbers(_PINNED, pins - set(lost))
             for number in lost:
-                with _translated(self._home(number)):
-                    (self._home(number) / _RECORD).unlink(missing_ok=True)  # first, because without it the folder is not a version
-                    shutil.rmtree(self._home(number))
+                self._remove(number)
             left = [version for version in self._scan() if version.state is not VersionState.ROLLED_BACK]
             if lost and left and not any(version.state is VersionState.SERVING for version in left):
                 self._serve(left[-1])
@@ -170,7 +171,7 @@ class FolderRegistry:
             return frozenset(self._read_numbers(_PINNED))
 
     def prune(self, keep: int) -> tuple[int, ...]:
-        """Deletes the weights of old versions and returns their numbers. The records stay as history.
+        """Deletes the weights of old versions and returns their numbers. The newest `MAX_RECORDS` records stay as history.
 
         It keeps the `keep` newest versions, the `keep` newest promoted ones, version 0, the serving one, the held one, the pinned ones, the
         target of a rollback request, and those that a kept version is a delta of. Folders outside `versions/` are never touched.
@@ -188,7 +189,11 @@ class FolderRegistry:
             needed = {link for number in kept for link in deltas.base_folders(self._home(number))}
             old = [version.number for version in versions if version.number not in spared and self._home(version.number) not in needed]
             self._kept = {version.number for version in versions} - {*old}
-            return tuple(number for number in old if self._drop_weights(number))
+            dropped = tuple(number for number in old if self._drop_weights(number))
+            for number in numbers[: max(0, len(numbers) - MAX_RECORDS)]:
+                if number not in self._kept:
+                    self._remove(number)
+            return dropped
 
     def close(self) -> None:
         """Forbids further use. Nothing is open between calls."""
@@ -279,6 +284,11 @@ class FolderRegistry:
             home.mkdir(exist_ok=True)
             write_atomically(home / _RECORD, codec.to_json(version), durable=True)
             fsync_path(self.folder)
+
+    def _remove(self, number: int) -> None:
+        with _translated(self._home(number)):
+            (self._home(number) / _RECORD).unlink(missing_ok=True)  # first, because without it the folder is not a version
+            shutil.rmtree(self._home(number))
 
     def _drop_weights(self, number: int) -> bool:
         home = self._home(number)

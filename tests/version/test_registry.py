@@ -308,6 +308,31 @@ def test_several_processes_never_see_two_serving_and_lose_no_eval(registry: Fold
     assert [len(version.evals) for version in registry.versions()] == [len(orders)] * 6
 
 
+def test_an_endless_run_has_a_bounded_number_of_folders(registry: FolderRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.version.registry.MAX_RECORDS", 6)
+    for number in range(40):
+        publish(registry, number)
+        if number in (9, 20):
+            registry.set_state(number, PROMOTED)
+            registry.pin(number, pinned=number == 9)
+        registry.prune(2)
+    assert list(states(registry)) == [0, 9, 20, *range(34, 40)], "version 0, the pinned one, the last promoted ones and the newest"
+    assert registry.get(21) is None and registry.latest(PROMOTED).number == 20  # type: ignore[union-attr]
+
+
+def test_the_newest_version_is_found_without_reading_all_of_them(registry: FolderRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(40):
+        publish(registry, number)
+    registry.set_state(37, PROMOTED)
+    read: list[int] = []
+    monkeypatch.setattr(
+        FolderRegistry, "_read", lambda self, number, real=FolderRegistry._read: (read.append(number), real(self, number))[1]
+    )
+    newest, promoted = registry.latest(), registry.latest(PROMOTED)
+    assert newest is not None and promoted is not None and (newest.number, promoted.number, read) == (39, 37, [39, 39, 38, 37])
+    assert registry.latest(ROLLED_BACK) is None
+
+
 _CHANGER = """
 import sys
 from pathlib import Path
